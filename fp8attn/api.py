@@ -1,0 +1,389 @@
+"""The public functions: validate once, quantize, choose a backend, call its operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+
+from . import ops, reference
+from .call import GROUPS, Call
+from .device import device_of
+from .quantize import dequantize
+from .recipe import E4M3, Quantized, Recipe
+from .reference import Causal
+from .triton import run
+from .validate import (
+    BackendUnavailable,
+    Operand,
+    check_causal,
+    check_operand,
+    check_options,
+    check_shapes,
+    is_e4m3,
+    named_scale,
+)
+
+Backend = Literal["auto", "triton", "cuda", "reference"]
+
+DEFAULT_RECIPE = Recipe()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would run.
+
+    Attributes:
+        backend: `triton`, `cuda` or `reference`.
+        kernel: the kernel's name.
+        config: its config, or None for the reference.
+        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`.
+        because: why these and not the others, one reason a line.
+    """
+
+    backend: str
+    kernel: str
+    config: object
+    compute: str
+    because: tuple[str, ...]
+
+
+def cuda_missing() -> str:
+    return "cuda: this version has no CUDA kernels; use backend='triton' or 'auto'"
+
+
+def triton_missing(device: torch.device) -> str | None:
+    """Why Triton kernels can't run on a device's tensors and what to do, or None if they can."""
+    if ops.has_kernels(device):
+        return None
+    return f"triton: tensors are on {device}; move them to a GPU, or set TRITON_INTERPRET=1 before Python starts to interpret the kernels"
+
+
+def choose_backend(backend: Backend, device: torch.device) -> str:
+    """The backend that runs on a device's tensors.
+
+    Raises:
+        BackendUnavailable: `backend` can't run here.
+        ValueError: there is no such backend.
+    """
+    if backend == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    if backend == "reference":
+        return backend
+    if backend == "cuda":
+        raise BackendUnavailable(cuda_missing())
+    if backend != "triton":
+        raise ValueError(f"backend is {backend!r}; it must be 'auto', 'triton', 'cuda' or 'reference'")
+    missing = triton_missing(device)
+    if missing is not None:
+        raise BackendUnavailable(missing)
+    return backend
+
+
+@overload
+def quantize(query: torch.Tensor, key: None = None, value: None = None, *, recipe: Recipe = ...) -> Quantized: ...
+@overload
+def quantize(query: None, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ...) -> tuple[Quantized, Quantized]: ...
+@overload
+def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ...) -> tuple[Quantized, Quantized, Quantized]: ...
+def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
+    """Quantize to e4m3 as a recipe says.
+
+    Keys and values go together: a token whose value isn't finite gets NaN in its key (see fp8attn.quantize).
+
+    Args:
+        query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise; or None, both.
+        recipe: granularities and smoothing.
+
+    Returns:
+        The `Quantized` of what was given: of query; of key and value; or of all three.
+
+    Raises:
+        TypeError, ValueError: an argument isn't as above.
+    """
+    for name, x, layout in (("query", query, "rows"), ("key", key, "rows"), ("value", value, "values")):
+        if x is not None:
+            check_operand(name, x, layout)
+            if isinstance(x, Quantized) or is_e4m3(x):
+                raise TypeError(f"{name} is quantized already; it must be float16, bfloat16 or float32")
+    if (key is None) != (value is None):
+        raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
+    if query is None and key is None:
+        raise ValueError("query, key and value are None; at least query, or key and value, must be tensors")
+    if key is not None:
+        check_shapes(key, key, value, False)
+    results = tuple(x for x in _quantize(query, key, value, recipe) if x is not None)
+    return results[0] if len(results) == 1 else results
+
+
+def _quantize(
+    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """The operator, its results as `Quantized`; None for what isn't given."""
+    tensors = ops.library_ops.quantize(query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v)
+    q = k = v = None
+    if query is not None:
+        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2])
+    if key is not None:
+        k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], tensors[5] if recipe.smooth_k else None)
+        v = Quantized(tensors[6], tensors[7], recipe.v, "values", key.shape[2], tensors[8] if recipe.smooth_v else None)
+    return q, k, v
+
+
+def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor | float, v_scale: torch.Tensor | float) -> tuple[Quantized, Quantized]:
+    """Keys and values that are e4m3 already, an FP8 cache say, as `Quantized`: do it once where they are used often.
+
+    Keys are taken as they are; values are copied into the layout of quantized V. Keys get one scale per token, because
+    a token whose value holds a NaN must turn into NaN the rows that attend to it, and no others.
+
+    Args:
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn or uint8 holding e4m3, unit last stride.
+        k_scale: float, or float32 with one element, (B, Hkv), (B, Hkv, Sk) or (B, Hkv, ceil(Sk / 128)).
+        v_scale: float, or float32 with one element, (B, Hkv) or (B, Hkv, Dv).
+
+    Raises:
+        TypeError, ValueError: an argument isn't as above.
+    """
+    check_operand("key", key, "rows")
+    check_operand("value", value, "values")
+    check_shapes(key, key, value, False)
+    if not is_e4m3(key):
+        raise TypeError(f"key is {key.dtype}; it must be float8_e4m3fn or uint8")
+    k_restores, k_granularity = named_scale("k", key, k_scale, for_values=False)
+    v_restores, v_granularity = named_scale("v", value, v_scale, for_values=True)
+    data = key.view(E4M3)
+    token_scale, values = ops.library_ops.import_kv(data, k_restores, k_granularity, value.view(E4M3))
+    length = key.shape[2]
+    return (
+        Quantized(data, token_scale, "token", "rows", length),
+        Quantized(values, v_restores, v_granularity, "values", length),
+    )
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A validated call, its operands quantized."""
+
+    query: Quantized
+    key: Quantized
+    value: Quantized
+    attn_mask: torch.Tensor | None
+    causal: Causal
+    softmax_scale: float
+    out_dtype: torch.dtype
+    recipe: Recipe
+
+
+def _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, out_dtype) -> Causal:
+    check_operand("query", query, "rows")
+    check_operand("key", key, "rows")
+    check_operand("value", value, "values")
+    check_shapes(query, key, value, enable_gqa)
+    causal = check_causal(is_causal, causal_alignment)
+    check_options(query, key, value, dropout_p, attn_mask, causal, scale)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a fp8attn.Recipe")
+    if out_dtype not in (None, torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"out_dtype is {out_dtype}; it must be float16, bfloat16 or float32")
+    return causal
+
+
+def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_scale) -> tuple[Operand, Operand, Operand]:
+    """e4m3 of the user's own as Quantized; anything else as it is."""
+    for name, x, restores in (("q", query, q_scale), ("k", key, k_scale), ("v", value, v_scale)):
+        if restores is not None and not is_e4m3(x):
+            raise ValueError(f"{name}_scale is given, but its tensor isn't float8_e4m3fn or uint8; it must be None")
+    if is_e4m3(query):
+        restores, granularity = named_scale("q", query, q_scale, for_values=False)
+        query = Quantized(query.view(E4M3), restores, granularity, "rows", query.shape[2])
+    if is_e4m3(key) and is_e4m3(value):
+        key, value = import_kv(key, value, k_scale, v_scale)
+    return query, key, value
+
+
+def _prepare(
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
+) -> _Prepared:
+    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, out_dtype)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
+    query, key, value = _imported(query, key, value, q_scale, k_scale, v_scale)
+    floats = tuple(x if isinstance(x, torch.Tensor) else None for x in (query, key, value))
+    if any(x is not None for x in floats):
+        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe)
+        query, key, value = q or query, k or key, v or value
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.length)
+    softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    return _Prepared(query, key, value, attn_mask, causal, softmax_scale, out_dtype, recipe)
+
+
+def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
+    """The arguments of a backend's forward operator, in the order of `Call`'s fields."""
+    batch, q_heads = p.query.shape[:2]
+    kv_heads = p.key.shape[1]
+    return (
+        p.query.data,
+        p.query.scale.expand(batch, q_heads, -1),
+        GROUPS[p.query.granularity],
+        p.key.data,
+        p.key.scale.expand(batch, kv_heads, -1),
+        GROUPS[p.key.granularity],
+        p.value.data,
+        p.value.scale.expand(batch, kv_heads, p.value.shape[3]),
+        p.value.mean,
+        p.attn_mask,
+        p.key.length,
+        p.softmax_scale,
+        p.causal,
+        p.recipe.compute,
+        p.recipe.two_level,
+        p.out_dtype,
+        return_lse,
+    )
+
+
+def sdpa(
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_alignment: str = "top_left",
+    recipe: Recipe = DEFAULT_RECIPE,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention in FP8; means what torch.nn.functional.scaled_dot_product_attention means.
+
+    Args:
+        query: (B, Hq, Sq, D). float16, bfloat16 or float32 with unit last stride; or e4m3 (float8_e4m3fn, or uint8 holding
+            it) with `q_scale`; or `Quantized`. D is a multiple of 8 from 16 to 256.
+        key: (B, Hkv, Sk, D), likewise.
+        value: (B, Hkv, Sk, Dv), of key's kind. Dv is a multiple of 8 from 16 to 256.
+        attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend; float: added to the scaled scores.
+        dropout_p: must be 0.
+        is_causal: row i sees keys j <= i, or j <= i + Sk - Sq if `causal_alignment` is `bottom_right`.
+        scale: multiplies Q·Kᵀ; 1 / sqrt(D) by default.
+        enable_gqa: every key/value head serves Hq / Hkv query heads.
+        causal_alignment: `top_left`, as in PyTorch, or `bottom_right`.
+        recipe: numeric choices; for operands that are quantized already only compute type and accumulation count.
+        q_scale, k_scale, v_scale: what restores e4m3 operands: x ≈ x_fp8.float() * x_scale. A float, or float32 with one
+            element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
+        out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
+        return_lse: also return the natural log of the sum of exponentials of each row's scores.
+        backend: `auto`, `triton`, `cuda` or `reference`. CPU tensors run on the exact reference by default.
+
+    Returns:
+        out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument isn't as above.
+        RuntimeError: an argument requires grad.
+        BackendUnavailable: the backend can't run here.
+    """
+    chosen = choose_backend(backend, query.device)
+    if chosen == "reference":
+        return reference_sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            causal_alignment=causal_alignment, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
+        )  # fmt: skip
+    prepared = _prepare(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
+    )  # fmt: skip
+    out, lse = ops.library_ops.triton_forward(*_operator_arguments(prepared, return_lse))
+    if not return_lse:
+        return out
+    if prepared.key.mean is not None:
+        # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
+        source = query if isinstance(query, torch.Tensor) and not is_e4m3(query) else dequantize(prepared.query)
+        lse = lse + reference.smoothing_shift(source, prepared.key.mean, prepared.softmax_scale)
+    return out, lse
+
+
+def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
+    """`sdpa` by the Triton kernels."""
+    return sdpa(query, key, value, *args, **kwargs, backend="triton")
+
+
+def cuda_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
+    """`sdpa` by the CUDA kernels.
+
+    Raises:
+        BackendUnavailable: this version has none.
+    """
+    return sdpa(query, key, value, *args, **kwargs, backend="cuda")
+
+
+def reference_sdpa(
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_alignment: str = "top_left",
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention in plain torch, on any device: the oracle, and what `sdpa` runs on CPU tensors.
+
+    Args and errors as in `sdpa`; quantized operands are restored first.
+        dtype: what is computed in, float32 or float64.
+    """
+    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, DEFAULT_RECIPE, out_dtype)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
+    operands = _imported(query, key, value, q_scale, k_scale, v_scale)
+    q, k, v = (dequantize(x) if isinstance(x, Quantized) else x for x in operands)
+    out, lse = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=scale, dtype=dtype)
+    return (out.to(out_dtype), lse.float()) if return_lse else out.to(out_dtype)
+
+
+def call_of(
+    query: Operand, key: Operand, value: Operand, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+    causal_alignment="top_left", recipe=DEFAULT_RECIPE, q_scale=None, k_scale=None, v_scale=None, out_dtype=None, return_lse=False,
+) -> Call:  # fmt: skip
+    """What the backends get when `sdpa` is called with these arguments: for benchmarks and tests that call them directly."""
+    prepared = _prepare(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
+    )  # fmt: skip
+    return Call(*_operator_arguments(prepared, return_lse))
+
+
+def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backend = "auto", **kwargs) -> Plan:
+    """What `sdpa` with these arguments would run, and why. Quantizes, but doesn't attend."""
+    device = query.device
+    chosen = choose_backend(backend, device)
+    because = [f"backend={backend!r} on {device} means {chosen}"]
+    if backend == "auto":
+        because.append(cuda_missing())
+    if chosen == "reference":
+        missing = triton_missing(device)
+        return Plan("reference", "attention", None, "float32", tuple(because + ([missing] if missing else [])))
+    call = call_of(query, key, value, *args, **kwargs)
+    properties = device_of(device)
+    reason = run.why_not_hopper(call, properties)
+    compute = call.compute
+    if compute == "e4m3" and not properties.has_fp8_units:
+        compute = "f16"
+        because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
+    kernel = "portable" if reason else "hopper"
+    return Plan("triton", kernel, run.choose(call, properties), compute, tuple(because + ([reason] if reason else [])))

@@ -1,0 +1,96 @@
+"""One attention call after validation: what every backend's forward gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .recipe import SCALE_BLOCK, ComputeType, Granularity
+from .reference import Causal, causal_offset
+
+GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
+"""Rows of q or k under one scale; 0 means all of a head's."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
+
+    Attributes:
+        q: (B, Hq, Sq, D) e4m3.
+        q_scale: float32 (B, Hq, n), one per `q_group` rows.
+        k: (B, Hkv, Sk, D) e4m3.
+        k_scale: float32 (B, Hkv, n), one per `k_group` rows.
+        v: (B, Hkv, Dv, S_padded) e4m3 in the layout of quantized V.
+        v_scale: float32 (B, Hkv, Dv). v_mean: float32 (B, Hkv, Dv) or None.
+        attn_mask: (B, Hq, Sq, Sk), bool or float, any strides, or None.
+        kv_length: Sk.
+        return_lse: LSE of the scores of q and k as they are stored: what smoothing took from K is the caller's to add.
+    """
+
+    q: torch.Tensor
+    q_scale: torch.Tensor
+    q_group: int
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    k_group: int
+    v: torch.Tensor
+    v_scale: torch.Tensor
+    v_mean: torch.Tensor | None
+    attn_mask: torch.Tensor | None
+    kv_length: int
+    softmax_scale: float
+    causal: Causal
+    compute: ComputeType
+    two_level: bool | None
+    out_dtype: torch.dtype
+    return_lse: bool
+
+    @property
+    def mask_bytes(self) -> torch.Tensor | None:
+        """attn_mask as kernels read it: bool as bytes."""
+        if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
+            return self.attn_mask.view(torch.uint8)
+        return self.attn_mask
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def q_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def q_length(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def causal_offset(self) -> int:
+        return causal_offset(self.causal, self.q_length, self.kv_length)
+
+
+def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """(B, Hq, Sq, Dv), stored as (B, Sq, Hq, Dv) if that is how q lies in memory, else contiguous."""
+    batch, heads, length, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        return torch.empty(batch, length, heads, value_dim, dtype=out_dtype, device=q.device).transpose(1, 2)
+    return torch.empty(batch, heads, length, value_dim, dtype=out_dtype, device=q.device)
+
+
+def empty_lse(q: torch.Tensor, return_lse: bool) -> torch.Tensor:
+    """(B, Hq, Sq) float32; an empty tensor if nobody asked for it."""
+    return torch.empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32, device=q.device)

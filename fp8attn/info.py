@@ -1,0 +1,36 @@
+"""What is here, what works here and, where something doesn't, why and what to do."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import triton
+
+from .api import cuda_missing, triton_missing
+from .device import device_of
+from .triton import run
+
+
+def info() -> dict[str, str]:
+    """Versions, GPUs and backends, each as one line of text; a backend's line starts with `works` or says what is missing."""
+    lines = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or "none: this is a CPU build of torch",
+    }
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    for index in gpus:
+        device = device_of(torch.device("cuda", index))
+        units = "FP8 tensor cores" if device.has_fp8_units else "no FP8 tensor cores: FP8 storage, half compute"
+        lines[f"gpu {index}"] = f"{device.name}, sm_{device.arch}, {device.sm_count} SMs, {units}"
+        hopper = "needs sm_90" if device.arch // 10 != 9 else run.hopper_missing or "works"
+        lines[f"triton hopper kernel, gpu {index}"] = hopper
+    if not gpus:
+        lines["gpu"] = "none that torch can use"
+    missing = triton_missing(torch.device("cuda" if gpus else "cpu"))
+    lines["backend triton"] = missing or ("works" if gpus else "works, in Triton's interpreter")
+    lines["backend cuda"] = cuda_missing()
+    lines["backend reference"] = "works"
+    return lines

@@ -1,0 +1,163 @@
+"""Every operator of the library: schema, implementation, fake implementation.
+
+Operators take validated arguments; fp8attn.api validates. Tensors that don't exist are passed as None and returned empty,
+because an operator can't return None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from . import quantize as definition
+from .call import Call, empty_lse, empty_output
+from .device import device_of
+from .layout import padded_length
+from .recipe import E4M3, ComputeType, Granularity, Quantized, Recipe
+from .reference import Causal
+from .triton import quantize as fused
+from .triton import run
+from .triton.tile import INTERPRETING
+
+library = torch.library.Library("fp8attn", "DEF")
+library_ops = torch.ops.fp8attn
+
+
+def register(schema: str, implementation, fake) -> None:
+    """Define fp8attn::<name> for CPU and CUDA tensors."""
+    name = schema.split("(", 1)[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        library.impl(name, implementation, key)
+    torch.library.register_fake(f"fp8attn::{name}", fake, lib=library)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels run on this device's tensors: a GPU, or the CPU in Triton's interpreter."""
+    return device.type == "cuda" or INTERPRETING
+
+
+def current(device: torch.device):
+    """Triton launches on the current device; make it the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _quantize(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    q_granularity: Granularity,
+    k_granularity: Granularity,
+    v_granularity: Granularity,
+    smooth_k: bool,
+    smooth_v: bool,
+) -> tuple[torch.Tensor, ...]:
+    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v)
+    like = k if q is None else q
+    assert like is not None
+    if has_kernels(like.device):
+        with current(like.device):
+            results = fused.quantize(q, k, v, recipe, device_of(like.device))
+    else:
+        results = definition.quantize(q, k, v, recipe)
+    none = like.new_empty(0, dtype=torch.float32)
+    tensors: list[torch.Tensor] = []
+    for x in results:
+        tensors += [none.clone() if t is None else t for t in ((None,) * 3 if x is None else (x.data, x.scale, x.mean))]
+    return tuple(tensors)
+
+
+def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v) -> tuple[torch.Tensor, ...]:
+    like = k if q is None else q
+
+    def numbers(*shape) -> torch.Tensor:
+        return like.new_empty(shape, dtype=torch.float32)
+
+    q_data, q_scale = numbers(0), numbers(0)
+    if q is not None:
+        q_data = definition.empty_rows(q.shape, q.device)
+        q_scale = numbers(*definition.scale_shape(q_granularity, *q.shape))
+    if k is None:
+        return q_data, q_scale, *(numbers(0) for _ in range(7))
+    batch, heads, length, dim = v.shape
+    return (
+        q_data,
+        q_scale,
+        numbers(0),
+        definition.empty_rows(k.shape, k.device),
+        numbers(*definition.scale_shape(k_granularity, *k.shape)),
+        numbers(batch, heads, k.shape[3]) if smooth_k else numbers(0),
+        v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3),
+        numbers(*definition.scale_shape(v_granularity, batch, heads, length, dim)),
+        numbers(batch, heads, dim) if smooth_v else numbers(0),
+    )
+
+
+register(
+    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize,
+    _fake_quantize,
+)
+
+
+def _import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if has_kernels(v.device):
+        with current(v.device):
+            data, tokens = fused.import_values(v, device_of(v.device))
+    else:
+        data, tokens = definition.import_values(v)
+    k = Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])
+    return definition.poison(k, tokens).scale, data
+
+
+def _fake_import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    batch, heads, length, dim = v.shape
+    return k_scale.new_empty(batch, heads, length), v.new_empty(batch, heads, dim, padded_length(length))
+
+
+register("import_kv(Tensor k_data, Tensor k_scale, str k_granularity, Tensor v) -> (Tensor, Tensor)", _import_kv, _fake_import_kv)
+
+
+def _triton_forward(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    q_group: int,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    k_group: int,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_mean: torch.Tensor | None,
+    attn_mask: torch.Tensor | None,
+    kv_length: int,
+    softmax_scale: float,
+    causal: Causal,
+    compute: ComputeType,
+    two_level: bool | None,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Call(
+        q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask,
+        kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse,
+    )  # fmt: skip
+    with current(q.device):
+        return run.forward(call, device_of(q.device))
+
+
+def _fake_triton_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, kv_length,
+                         softmax_scale, causal, compute, two_level, out_dtype, return_lse):  # fmt: skip
+    return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
+
+
+register(
+    "triton_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
+    " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, SymInt kv_length, float softmax_scale, str causal,"
+    " str compute, bool? two_level, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
+    _triton_forward,
+    _fake_triton_forward,
+)

@@ -1,0 +1,229 @@
+"""The definition of quantization in plain torch. The fused kernels give the same bytes.
+
+Where float32 addition would depend on the order (the means), the order is part of the definition: see `ordered_sum`.
+
+Non-finite input is neither laundered into a finite answer nor spread further than it must:
+- a scale is the largest finite magnitude over 448, a mean is taken over the finite elements;
+- a NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN;
+- a token whose v has a NaN or ±inf gets NaN in all of its *k*, and zeros in v's place: exactly the rows that attend to the
+  token come out NaN. A NaN in v itself would reach rows that the mask hides it from, through 0 · NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import padded_length, slots
+from .recipe import E4M3, E4M3_MAX, E4M3_NAN, ROW_ALIGNMENT, SCALE_BLOCK, Granularity, Quantized, Recipe
+
+STRIP = 512
+"""Tokens that one program adds up."""
+
+LANES = 32
+"""Running sums that it keeps: the part of a lane are the tokens congruent to it."""
+
+LARGEST_MEAN = 2.0**100
+"""Means from here on aren't removed: below, x - mean is finite for every finite float32 x."""
+
+MEAN_STEP = 2.0**-5
+"""V's means are rounded to multiples of this part of their channel's largest power of two."""
+
+ROUNDER = 1.5 * 2.0**23
+"""x + ROUNDER · step - ROUNDER · step is float32 x rounded to a multiple of step."""
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Scales are normal float32 numbers, so that their inverse is finite."""
+
+
+def ordered_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum (B, H, S, D) over tokens in a fixed order: each lane along a strip, each lane along the strips, a halving tree of lanes."""
+    batch, heads, length, dim = x.shape
+    strips = -(-length // STRIP)
+    padded = x.new_zeros(batch, heads, strips * STRIP, dim)
+    padded[:, :, :length] = x
+    steps = padded.view(batch, heads, strips, STRIP // LANES, LANES, dim)
+    total = x.new_zeros(batch, heads, strips, LANES, dim)
+    for step in steps.unbind(3):
+        total = total + step
+    lanes = x.new_zeros(batch, heads, LANES, dim)
+    for strip in total.unbind(2):
+        lanes = lanes + strip
+    while lanes.shape[2] > 1:
+        half = lanes.shape[2] // 2
+        lanes = lanes[:, :, :half] + lanes[:, :, half:]
+    return lanes.squeeze(2)
+
+
+def channel_mean(x: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens, (B, H, S, D) -> float32 (B, H, D). Non-finite elements count as zeros."""
+    x = x.float()
+    return ordered_sum(torch.where(x.isfinite(), x, 0.0)) * (1 / max(x.shape[2], 1))
+
+
+def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`mean` (B, H, D) of x (B, H, S, D) rounded to a coarse grid; of a constant channel, the constant.
+
+    bfloat16 values minus an arbitrary mean no longer lie symmetrically between e4m3 values, and the rounding of a channel gets
+    a bias of about 3e-4 of its values. Over 16k keys that is a quarter of the error. Minus a multiple of the largest values'
+    spacing they stay on their grid, ties and all. Removing most of a mean serves as well as all of it.
+    """
+    x = x.float()
+    if x.numel() == 0:
+        return mean
+    low = torch.where(x.isfinite(), x, torch.inf).amin(-2)
+    high = torch.where(x.isfinite(), x, -torch.inf).amax(-2)
+    largest = torch.maximum(high, -low).clamp(min=0.0)
+    step = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * MEAN_STEP
+    return torch.where(low == high, low, (mean + step * ROUNDER) - step * ROUNDER)
+
+
+def removable(mean: torch.Tensor) -> torch.Tensor:
+    """`mean`, or zero where it overflowed or is LARGEST_MEAN or more: removing any constant leaves the attention as it is."""
+    return torch.where(mean.abs() < LARGEST_MEAN, mean, 0.0)
+
+
+def centre(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+    """x - mean in float32, finite wherever x is, NaN elsewhere."""
+    x = x.float()
+    y = x if mean is None else x - mean.unsqueeze(-2)
+    return torch.where(x.isfinite(), y, torch.nan)
+
+
+def scale_of(largest: torch.Tensor) -> torch.Tensor:
+    """The scale that maps `largest` to 448; 1 where there is nothing but zeros."""
+    # by a tensor: dividing by a number, torch multiplies with its inverse on GPUs
+    scale = largest / torch.full_like(largest, E4M3_MAX)
+    return torch.where(largest > 0, scale.clamp(min=SMALLEST_SCALE), 1.0)
+
+
+def encode(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round y / scale to e4m3, to nearest even, saturating; NaN becomes 0x7F."""
+    data = (y * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return torch.where(y.isnan(), E4M3_NAN, data.view(torch.uint8)).view(E4M3)
+
+
+def empty_rows(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """An uninitialised e4m3 (B, H, S, D) whose rows start at multiples of ROW_ALIGNMENT bytes."""
+    batch, heads, length, dim = shape
+    pitch = -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return torch.empty(batch, heads, length, pitch, dtype=E4M3, device=device)[..., :dim]
+
+
+def scale_shape(granularity: Granularity, batch: int, heads: int, length: int, dim: int) -> tuple[int, int, int]:
+    """Shape of the scales of a (B, H, S, D) tensor."""
+    return {
+        "tensor": (1, 1, 1),
+        "head": (batch, heads, 1),
+        "block": (batch, heads, -(-length // SCALE_BLOCK)),
+        "token": (batch, heads, length),
+        "channel": (batch, heads, dim),
+    }[granularity]
+
+
+def row_scales(scale: torch.Tensor, granularity: Granularity, length: int) -> torch.Tensor:
+    """Scales of q or k as one number per row: (B, H, S), or broadcastable to it."""
+    if granularity == "block":
+        return scale.repeat_interleave(SCALE_BLOCK, -1)[..., :length]
+    return scale
+
+
+def _largest(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """Largest finite magnitude of (B, H, S, D) under each scale, in the scales' shape."""
+    magnitude = y.abs().nan_to_num(nan=0.0)
+    batch, heads, length, dim = y.shape
+    shape = scale_shape(granularity, batch, heads, length, dim)
+    if y.numel() == 0:
+        return y.new_zeros(shape)
+    if granularity == "tensor":
+        return magnitude.amax().view(shape)
+    if granularity == "head":
+        return magnitude.amax((-2, -1)).view(shape)
+    if granularity == "channel":
+        return magnitude.amax(-2)
+    rows = magnitude.amax(-1)
+    if granularity == "token":
+        return rows
+    blocks = shape[-1]
+    padded = rows.new_zeros(batch, heads, blocks * SCALE_BLOCK)
+    padded[..., :length] = rows
+    return padded.view(batch, heads, blocks, SCALE_BLOCK).amax(-1)
+
+
+def _quantize_rows(x: torch.Tensor, granularity: Granularity, mean: torch.Tensor | None, poisoned: torch.Tensor | None) -> Quantized:
+    batch, heads, length, dim = x.shape
+    y = centre(x, mean)
+    scale = scale_of(_largest(y, granularity))
+    if poisoned is not None:
+        y = y.masked_fill(poisoned.unsqueeze(-1), torch.nan)
+    data = empty_rows(x.shape, x.device)
+    data.copy_(encode(y, row_scales(scale, granularity, length).unsqueeze(-1)))
+    return Quantized(data, scale, granularity, "rows", length, mean)
+
+
+def quantize_q(q: torch.Tensor, granularity: Granularity) -> Quantized:
+    """Quantize queries (B, H, S, D), any float dtype."""
+    return _quantize_rows(q, granularity, None, None)
+
+
+def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
+    """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, any float dtypes."""
+    k_mean = removable(channel_mean(k)) if recipe.smooth_k else None
+    v_mean = removable(coarse(channel_mean(v), v)) if recipe.smooth_v else None
+    poisoned = ~v.isfinite().all(-1)
+    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned)
+    y = centre(v, v_mean).nan_to_num(nan=0.0)
+    scale = scale_of(_largest(y, recipe.v))
+    rows = encode(y, scale.unsqueeze(-2))
+    return k_quantized, Quantized(values_layout(rows), scale, recipe.v, "values", v.shape[2], v_mean)
+
+
+def quantize(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """Quantize q, or k and v, or all three; what isn't given comes back as None."""
+    q_quantized = None if q is None else quantize_q(q, recipe.q)
+    if k is None or v is None:
+        return q_quantized, None, None
+    return q_quantized, *quantize_kv(k, v, recipe)
+
+
+def values_layout(rows: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) e4m3 -> (B, H, D, S_padded): transposed, keys permuted inside groups of 16, zeros behind the end."""
+    batch, heads, length, dim = rows.shape
+    padded = torch.zeros(batch, heads, padded_length(length), dim, dtype=torch.uint8, device=rows.device)
+    padded[:, :, :length] = rows.view(torch.uint8)
+    return padded[:, :, slots(padded.shape[2], rows.device)].transpose(-2, -1).contiguous().view(E4M3)
+
+
+def rows_layout(values: torch.Tensor, length: int) -> torch.Tensor:
+    """The inverse of `values_layout`: (B, H, D, S_padded) -> (B, H, S, D)."""
+    rows = torch.empty_like(values.view(torch.uint8).transpose(-2, -1), memory_format=torch.contiguous_format)
+    rows[:, :, slots(values.shape[-1], values.device)] = values.view(torch.uint8).transpose(-2, -1)
+    return rows[:, :, :length].view(E4M3)
+
+
+def import_values(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 values of the user's own, (B, H, S, D), in the layout of quantized V, and the tokens that hold a NaN.
+
+    Returns:
+        data (B, H, D, S_padded) with zeros in the place of NaN, and a bool (B, H, S).
+    """
+    code = v.view(torch.uint8)
+    is_nan = (code & E4M3_NAN) == E4M3_NAN
+    return values_layout(code.masked_fill(is_nan, 0).view(E4M3)), is_nan.any(-1)
+
+
+def poison(k: Quantized, tokens: torch.Tensor) -> Quantized:
+    """`k` with one scale per token, NaN for `tokens` (bool (B, H, S)): rows that attend to them come out NaN."""
+    scale = row_scales(k.scale, k.granularity, k.length).expand(tokens.shape).masked_fill(tokens, torch.nan)
+    return Quantized(k.data, scale, "token", "rows", k.length, k.mean)
+
+
+def dequantize(x: Quantized) -> torch.Tensor:
+    """The float32 (B, H, S, D) that `x` stands for, its mean added back."""
+    if x.layout == "rows":
+        y = x.data.float() * row_scales(x.scale, x.granularity, x.length).unsqueeze(-1)
+    else:
+        y = rows_layout(x.data, x.length).float() * x.scale.unsqueeze(-2)
+    return y if x.mean is None else y + x.mean.unsqueeze(-2)

@@ -1,0 +1,106 @@
+"""The vocabulary of FP8 attention: what a scale covers, which numeric choices a recipe makes, and what a quantized tensor is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+
+Granularity = Literal["tensor", "head", "block", "token", "channel"]
+ComputeType = Literal["e4m3", "f16"]
+Layout = Literal["rows", "values"]
+
+ROW_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "block", "token")
+VALUE_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "channel")
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
+
+SCALE_BLOCK = 128
+"""Rows that one `block` scale covers. A kernel's key block divides it, so a block scale is one scalar per key block."""
+
+ROW_ALIGNMENT = 16
+"""Rows of quantized q and k start at multiples of this many bytes, which is what TMA asks for."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every numeric choice of the pipeline.
+
+    Attributes:
+        q: granularity of Q's scales, one of `tensor | head | block | token`.
+        k: granularity of K's scales, one of `tensor | head | block | token`. All but `token` cost the kernel nothing.
+        v: granularity of V's scales, one of `tensor | head | channel`.
+        smooth_k: subtract K's mean over tokens before quantizing. Softmax doesn't change; channels with a large common
+            part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
+        smooth_v: subtract V's mean over tokens before quantizing and add it back after normalisation, which is exact
+            because the probabilities of a row sum to one.
+        compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel.
+        two_level: accumulate P·V of every key block in a fresh accumulator that is added to the running float32 output
+            outside the tensor core. `None` means: where the hardware's FP8 accumulators are shorter than float32.
+
+    The default is the most accurate recipe that costs the kernel nothing.
+
+    Raises:
+        ValueError: a field isn't one of the values above.
+    """
+
+    q: Granularity = "token"
+    k: Granularity = "block"
+    v: Granularity = "channel"
+    smooth_k: bool = True
+    smooth_v: bool = True
+    compute: ComputeType = "e4m3"
+    two_level: bool | None = None
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple] = {
+            "q": ROW_GRANULARITIES,
+            "k": ROW_GRANULARITIES,
+            "v": VALUE_GRANULARITIES,
+            "smooth_k": (False, True),
+            "smooth_v": (False, True),
+            "compute": get_args(ComputeType),
+            "two_level": (None, False, True),
+        }
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not any(value is a or (isinstance(a, str) and value == a) for a in allowed[field.name]):
+                raise ValueError(f"Recipe.{field.name} is {value!r}; it must be one of {allowed[field.name]}")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An e4m3 tensor with the scales that restore it.
+
+    Attributes:
+        data: float8_e4m3fn. Layout `rows`: (B, H, S, D), unit last stride. Layout `values`: (B, H, D, S_padded), V
+            transposed, its keys permuted by `fp8attn.layout.key_of_slot` and padded with zeros to whole groups.
+        scale: float32 multiplier that restores values. Its shape says what it covers: (1, 1, 1) `tensor`, (B, H, 1)
+            `head`, (B, H, ceil(S / 128)) `block`, (B, H, S) `token`; for values (1, 1, 1), (B, H, 1) or (B, H, D) `channel`.
+        granularity: what one scale covers.
+        layout: `rows` for q and k, `values` for v.
+        length: S, the number of tokens.
+        mean: float32 (B, H, D) that was subtracted before quantizing, or None.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    granularity: Granularity
+    layout: Layout
+    length: int
+    mean: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape (B, H, S, D), whatever the layout."""
+        if self.layout == "rows":
+            return self.data.shape
+        batch, heads, dim, _ = self.data.shape
+        return torch.Size((batch, heads, self.length, dim))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device

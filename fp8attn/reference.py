@@ -1,0 +1,188 @@
+"""The two oracles, and the combination of partial results.
+
+`attention` is exact attention in float32 or float64. `pipeline` models the kernels: the same quantized inputs, the same
+key blocks, P rounded in the same place; a kernel differs from it by a few float32 roundings only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from .quantize import row_scales, rows_layout
+from .recipe import E4M3, ComputeType, Quantized
+
+Causal = Literal["none", "top_left", "bottom_right"]
+
+LOG2E = math.log2(math.e)
+P_OFFSET = 8.0
+"""P is computed as 2^(score - max + 8): e4m3 reaches 448, and probabilities down to 2^-14 of the largest stay normal."""
+
+LARGEST_FACTOR = 2.0**100
+"""Scale factors of the scores are kept inside 2^±100, where their products with any e4m3 dot product are finite."""
+
+CHUNK_ELEMENTS = 1 << 25
+"""Scores held at a time by the exact oracle."""
+
+
+def causal_offset(causal: Causal, q_length: int, kv_length: int) -> int:
+    """Row i sees keys j <= i + offset; without a causal mask the offset is past the last key."""
+    return {"none": kv_length, "top_left": 0, "bottom_right": kv_length - q_length}[causal]
+
+
+def hidden_keys(
+    attn_mask: torch.Tensor | None, causal: Causal, rows: torch.Tensor, keys: torch.Tensor, q_length: int, kv_length: int
+) -> torch.Tensor:
+    """bool, broadcastable to (B, H, len(rows), len(keys)): True where the row doesn't see the key.
+
+    attn_mask is already cut to these rows and keys. Additive masks hide a key with -inf.
+    """
+    hidden = keys > rows.unsqueeze(-1) + causal_offset(causal, q_length, kv_length)
+    if attn_mask is not None:
+        hidden = hidden | (~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf)
+    return hidden
+
+
+def _per_query_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, Hkv, …) -> (B, Hq, …): every key/value head serves a run of query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _cut(attn_mask: torch.Tensor | None, rows: slice, keys: slice) -> torch.Tensor | None:
+    """attn_mask's rows and keys; a dimension of 1 is broadcast, not cut."""
+    if attn_mask is None:
+        return None
+    attn_mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
+    return attn_mask if attn_mask.shape[-1] == 1 else attn_mask[..., keys]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    causal: Causal = "none",
+    softmax_scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of (B, H, S, D) tensors, computed in `dtype`.
+
+    NaN and ±inf are treated as the kernels treat them: exactly the rows that attend to one come out NaN.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible keys.
+    """
+    batch, heads, q_length, dim = q.shape
+    kv_length = k.shape[2]
+    softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    out = q.new_zeros(batch, heads, q_length, v.shape[-1])
+    lse = q.new_full((batch, heads, q_length), -math.inf)
+    if out.numel() == 0 or kv_length == 0:
+        return out, lse
+    nan = q.new_tensor(torch.nan)
+    q = torch.where(q.isfinite(), q, nan)
+    k = torch.where((k.isfinite().all(-1) & v.isfinite().all(-1)).unsqueeze(-1), k, nan)
+    v = v.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    k, v = _per_query_head(k, heads), _per_query_head(v, heads)
+    keys = torch.arange(kv_length, device=q.device)
+    chunk = max(1, CHUNK_ELEMENTS // (batch * heads * kv_length))
+    for start in range(0, q_length, chunk):
+        rows = torch.arange(start, min(start + chunk, q_length), device=q.device)
+        part = slice(start, start + len(rows))
+        mask = _cut(attn_mask, part, slice(None))
+        scores = (q[:, :, part] @ k.transpose(-2, -1)) * softmax_scale
+        if mask is not None and mask.dtype != torch.bool:
+            scores = scores + mask.to(dtype)
+        scores = scores.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
+        largest = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(-1, keepdim=True)
+        p = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
+        total = p.sum(-1, keepdim=True)
+        out[:, :, part] = (p @ v) / total.masked_fill(total == 0, 1.0)
+        lse[:, :, part] = (largest + total.log()).squeeze(-1)
+    return out, lse
+
+
+def pipeline(
+    q: Quantized,
+    k: Quantized,
+    v: Quantized,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    block_n: int,
+    causal: Causal = "none",
+    softmax_scale: float | None = None,
+    compute: ComputeType = "e4m3",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel with key blocks of `block_n` computes, in float32.
+
+    Args:
+        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
+
+    Returns:
+        out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of q and k as they are stored.
+    """
+    batch, heads, q_length, dim = q.shape
+    kv_length = k.length
+    softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    probability = E4M3 if compute == "e4m3" else torch.float16
+    q_rows, k_rows = q.data.float(), _per_query_head(k.data.float(), heads)
+    v_rows = _per_query_head(rows_layout(v.data, kv_length).float(), heads)
+    row_factor = (row_scales(q.scale, q.granularity, q_length) * (softmax_scale * LOG2E)).expand(batch, heads, q_length)
+    key_scale = row_scales(k.scale, k.granularity, kv_length).expand(batch, k.shape[1], kv_length)
+    key_scale = _per_query_head(key_scale, heads)
+    rows = torch.arange(q_length, device=q_rows.device)
+    m = q_rows.new_full((batch, heads, q_length, 1), -math.inf)
+    l = torch.zeros_like(m)
+    acc = q_rows.new_zeros(batch, heads, q_length, v_rows.shape[-1])
+    for start in range(0, kv_length, block_n):
+        part = slice(start, min(start + block_n, kv_length))
+        mask = _cut(attn_mask, slice(None), part)
+        factor = row_factor.unsqueeze(-1) * key_scale[..., part].unsqueeze(-2)
+        smallest = 1 / LARGEST_FACTOR if softmax_scale > 0 else -LARGEST_FACTOR
+        x = (q_rows @ k_rows[:, :, part].transpose(-2, -1)) * factor.clamp(smallest, LARGEST_FACTOR)
+        if mask is not None and mask.dtype != torch.bool:
+            x = x + mask.float() * LOG2E
+        keys = torch.arange(part.start, part.stop, device=rows.device)
+        x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
+        largest = torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
+        m_new = torch.maximum(m, largest)
+        reference = m_new.masked_fill(m_new == -math.inf, 0.0)
+        alpha = torch.exp2(m - reference)
+        p = torch.exp2(x - (reference - P_OFFSET))
+        l = l * alpha + p.sum(-1, keepdim=True)
+        acc = acc * alpha + p.to(probability).float() @ v_rows[:, :, part]
+        m = m_new
+    out = acc / l.masked_fill(l == 0, 1.0) * _per_query_head(v.scale.expand(batch, v.shape[1], -1), heads).unsqueeze(-2)
+    if v.mean is not None:
+        out = out + (_per_query_head(v.mean, heads).unsqueeze(-2)).masked_fill(l == 0, 0.0)
+    lse = ((m - P_OFFSET + l.log2()) / LOG2E).squeeze(-1)
+    return out, lse
+
+
+def smoothing_shift(q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    """What K's mean, (B, Hkv, D), adds to every score of a row of q, (B, Hq, Sq, D): float32 (B, Hq, Sq).
+
+    Softmax doesn't see it; the LSE does.
+    """
+    mean = _per_query_head(k_mean, q.shape[1]).unsqueeze(-2)
+    return softmax_scale * (q.float() * mean).sum(-1)
+
+
+def combine(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a union of key sets from attention over each.
+
+    Args:
+        outs: (N, …, D), normalised outputs. lses: (N, …), their natural-log LSE.
+
+    Returns:
+        out (…, D) and LSE (…), as if all keys had been attended to at once.
+    """
+    largest = lses.amax(0)
+    weights = (lses - largest.masked_fill(largest == -math.inf, 0.0)).exp()
+    total = weights.sum(0)
+    out = (outs * weights.unsqueeze(-1)).sum(0) / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
+    return out, largest + total.log()
