@@ -1,0 +1,211 @@
+"""How the Triton kernels run: configs, what fits where, and the table of those that were measured to be best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from ..call import Call
+from ..device import Device
+from ..recipe import SCALE_BLOCK
+
+
+@dataclass(frozen=True)
+class PortableConfig:
+    """Tile sizes and resources of the portable kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Tile sizes and resources of the Hopper kernel.
+
+    Attributes:
+        consumers: warpgroups of 64 query rows, 1 to 3. One more warp loads.
+        block_n: keys per block.
+        stages: blocks of K and V in flight.
+        registers: of a consumer's thread.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    registers: int
+
+
+Config = PortableConfig | HopperConfig
+
+ROWS = 64
+"""Query rows of one Hopper warpgroup."""
+
+
+def split_dim(dim: int, smallest: int) -> tuple[int, int]:
+    """One or two powers of two, at least `smallest` each, that cover `dim` with the least padding; (256, 0) for 256."""
+    whole = max(smallest, 1 << (dim - 1).bit_length())
+    low = whole // 2
+    high = max(smallest, 1 << max(dim - low - 1, 0).bit_length())
+    return (low, high) if low >= smallest and low + high < whole else (whole, 0)
+
+
+def head_parts(call: Call) -> tuple[int, int]:
+    """Parts of D; tensor cores take 32 e4m3 or 16 half numbers of it at a time."""
+    return split_dim(call.head_dim, 32)
+
+
+def value_parts(call: Call) -> tuple[int, int]:
+    """Parts of Dv. 256 is halved, so that one half's fresh accumulator is live at a time."""
+    parts = split_dim(call.value_dim, 16)
+    return (128, 128) if parts == (256, 0) else parts
+
+
+@dataclass(frozen=True)
+class Traits:
+    """All that a kernel knows at compile time: its one constexpr argument.
+
+    Attributes:
+        d0, d1: the parts of D; d1 may be 0. dv0, dv1: the parts of Dv.
+        q_group, k_group: rows under one scale, 0 for all.
+        half: P and the operands are half, not e4m3.
+        native: the compiler has e4m3; if not, it is stored as bytes and decoded in the kernel.
+        two_level: P·V of every key block gets a fresh accumulator.
+        positive: softmax_scale > 0.
+        folded: scores are scaled inside the exponent's FMA, which takes a positive factor and no additive mask.
+    """
+
+    config: Config
+    head_dim: int
+    value_dim: int
+    d0: int
+    d1: int
+    dv0: int
+    dv1: int
+    q_group: int
+    k_group: int
+    causal: bool
+    half: bool
+    native: bool
+    two_level: bool
+    positive: bool
+    folded: bool
+
+    @classmethod
+    def of(cls, call: Call, config: Config, device: Device) -> Traits:
+        half = call.compute == "f16" or not device.has_fp8_units
+        two_level = device.has_short_accumulators if call.two_level is None else call.two_level
+        additive = call.attn_mask is not None and call.attn_mask.dtype.is_floating_point
+        return cls(
+            config,
+            call.head_dim,
+            call.value_dim,
+            *head_parts(call),
+            *value_parts(call),
+            call.q_group,
+            call.k_group,
+            causal=call.causal != "none",
+            half=half,
+            native=device.has_fp8_units and not device.emulated,
+            two_level=two_level and not half,
+            positive=call.softmax_scale > 0,
+            folded=call.softmax_scale > 0 and not additive,
+        )
+
+
+ACCUMULATOR_REGISTERS = 208
+"""Registers of a thread that accumulators may take; the rest of 255 is for addresses and row statistics."""
+
+REGISTER_FILE = 65_536
+"""32-bit registers of one SM."""
+
+
+def misfit(config: Config, call: Call, device: Device) -> str | None:
+    """Why `config` can't run `call` on `device`, or None if it can."""
+    head_dim, value_dim = sum(head_parts(call)), sum(value_parts(call))
+    live = max(config.block_n, *value_parts(call))  # scores and fresh P·V are live one after the other
+    if isinstance(config, HopperConfig):
+        rows, warps = ROWS, 4
+        shared_memory = config.stages * config.block_n * (head_dim + value_dim) + config.consumers * ROWS * head_dim + 2048
+        if (config.registers * config.consumers + 24) * 128 > REGISTER_FILE:
+            return f"{config.consumers} consumers of {config.registers} registers a thread: an SM has {REGISTER_FILE} in all"
+        available = config.registers - 32
+    else:
+        rows, warps = config.block_m, config.num_warps
+        element = 1 if call.compute == "e4m3" and device.has_fp8_units else 2
+        staged = config.block_n * (head_dim + value_dim)
+        shared_memory = staged * max(config.num_stages - 1, 1) + rows * head_dim * element + (staged * element if element == 2 else 0)
+        if rows < 16 * warps:
+            return f"{warps} warps of 16 rows for {rows} rows"
+        available = ACCUMULATOR_REGISTERS
+    if SCALE_BLOCK % config.block_n:
+        return f"key blocks of {config.block_n} straddle scale blocks of {SCALE_BLOCK}"
+    if shared_memory > device.shared_memory:
+        return f"{shared_memory} bytes of shared memory, of which {device.name} has {device.shared_memory}"
+    registers = rows * (value_dim + live) // (warps * 32)
+    if registers > available:
+        return f"{registers} accumulator registers a thread, of which there are {available}"
+    return None
+
+
+def fits(config: Config, call: Call, device: Device) -> bool:
+    return misfit(config, call, device) is None
+
+
+def candidates(call: Call, device: Device) -> list[Config]:
+    """The autotuning space for `call`, pruned by `fits`."""
+    portable = product((16, 32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (2, 3, 4))
+    space: list[Config] = [PortableConfig(*point) for point in portable]
+    if device.arch // 10 == 9 and not device.emulated and why_not_hopper(call) is None:
+        hopper = product((1, 2, 3), (64, 128), (2, 3, 4, 6))
+        space += [HopperConfig(consumers, n, stages, HOPPER_REGISTERS[consumers]) for consumers, n, stages in hopper]
+    return [config for config in space if fits(config, call, device)]
+
+
+def why_not_tma(x: torch.Tensor, name: str) -> str | None:
+    """Why TMA can't load from x (B, H, S, D), or None if it can (CUDA driver API, cuTensorMapEncodeTiled)."""
+    if x.data_ptr() % 16:
+        return f"{name} doesn't start at a multiple of 16 bytes"
+    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+        if stride * x.element_size() % 16 or (stride == 0 and size > 1):
+            return f"{name} has a stride of {stride} bytes, TMA needs multiples of 16"
+    return None
+
+
+def why_not_hopper(call: Call) -> str | None:
+    """Why the Hopper kernel can't run a call on any device, or None if it can."""
+    if call.compute != "e4m3":
+        return f"the Hopper kernel multiplies e4m3, the recipe computes in {call.compute}"
+    if call.kv_length == 0:
+        return "the Hopper kernel needs at least one key"
+    return why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
+
+
+HOPPER_REGISTERS = {1: 240, 2: 240, 3: 160}
+"""Registers of a consumer's thread, by consumers: what the register file leaves beside 24 for the producer's."""
+
+
+def hopper_config(call: Call, device: Device) -> HopperConfig:
+    """As many consumers as fit and leave no SM empty, as many stages as fit."""
+    heads = call.batch * call.q_heads
+    for consumers in (3, 2, 1):
+        fitting = [config for stages in (4, 3, 2) if fits(config := HopperConfig(consumers, 128, stages, HOPPER_REGISTERS[consumers]), call, device)]
+        if fitting and (consumers == 1 or heads * -(-call.q_length // (ROWS * consumers)) >= device.sm_count):
+            return fitting[0]
+    return HopperConfig(1, 64, 2, HOPPER_REGISTERS[1])
+
+
+def portable_config(call: Call, device: Device) -> PortableConfig:
+    """The first of a few good configs that fits: large tiles, then smaller ones."""
+    if device.emulated:
+        return PortableConfig(64, 64, 4, 1)
+    block_m = 64 if call.q_length > 32 else max(16, 1 << (call.q_length - 1).bit_length())
+    warps = max(block_m // 16, 1)
+    for block_n, stages in ((128, 3), (128, 2), (64, 3), (64, 2), (32, 2)):
+        config = PortableConfig(block_m, block_n, warps, stages)
+        if fits(config, call, device):
+            return config
+    return PortableConfig(16, 32, 1, 2)

@@ -1,0 +1,261 @@
+"""The portable forward kernel: every feature, every architecture from sm_80 up, and Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..call import Call, empty_lse, empty_output
+from ..device import Device
+from .configs import PortableConfig, Traits
+from .launch import launch
+from .tile import (
+    LOG2E,
+    SCALE_BLOCK,
+    hide,
+    inverse,
+    log_sum_exp,
+    operand,
+    permute_keys,
+    probabilities,
+    score_factor,
+    softmax_step,
+)
+
+
+@triton.jit
+def load_rows(base, rows, stride, length, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr):
+    """Columns START … START+WIDTH of some rows of a (length, DIM) matrix; zeros outside. CHECK: rows may reach the end."""
+    columns = START + tl.arange(0, WIDTH)
+    pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
+    if CHECK:
+        return tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < DIM), other=0.0)
+    elif START + WIDTH > DIM:
+        return tl.load(pointers, mask=columns[None, :] < DIM, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_values(base, start, pitch, START: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
+    """A key block of V's channels START … START+WIDTH, as (block_n, WIDTH). V's padding makes every block whole."""
+    channels = START + tl.arange(0, WIDTH)
+    pointers = base + channels[None, :].to(tl.int64) * pitch + (start + tl.arange(0, C.config.block_n))[:, None]
+    if C.value_dim < START + WIDTH:
+        return tl.load(pointers, mask=channels[None, :] < C.value_dim, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def add_values(acc, alpha, p, v, C: tl.constexpr):
+    """acc · alpha + P · V for one part of V's channels."""
+    v = operand(v, C.half)
+    if C.two_level:
+        return acc * alpha[:, None] + tl.dot(p, v)
+    else:
+        return tl.dot(p, v, acc * alpha[:, None])
+
+
+@triton.jit
+def attend(
+    q0, q1, row_factor, m, l, acc0, acc1, start, k_base, k_stride, k_scale, k_scale_stride, v_base, kv_padded,
+    mask, mask_strides, rows, q_length, kv_length, causal_offset, C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries attends to the keys start … start+block_n. MASKED: some row may not see some of them."""
+    columns = tl.arange(0, C.config.block_n)
+    keys = start + columns
+    x = tl.dot(q0, operand(load_rows(k_base, keys, k_stride, kv_length, 0, C.d0, C.head_dim, MASKED), C.half).T)
+    if C.d1 > 0:
+        x = tl.dot(q1, operand(load_rows(k_base, keys, k_stride, kv_length, C.d0, C.d1, C.head_dim, MASKED), C.half).T, x)
+    if C.k_group == 1:
+        x *= tl.load(k_scale + keys * k_scale_stride, mask=keys < kv_length, other=1.0)[None, :]
+        factor = score_factor(row_factor, 1.0, C.positive)
+    else:
+        index = start // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
+        factor = score_factor(row_factor, tl.load(k_scale + index * k_scale_stride), C.positive)
+    if not C.folded:
+        x *= factor[:, None]
+    if MASKED:
+        x = hide(x, rows[:, None], start, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, False)
+
+    p, m, alpha, lanes = softmax_step(x, factor, m, C.folded, False)
+    l = l * alpha[:, None] + lanes
+    p = permute_keys(probabilities(p, C.half, C.native))
+    acc0 = add_values(acc0, alpha, p, load_values(v_base, start, kv_padded, 0, C.dv0, C), C)
+    if C.dv1 > 0:
+        acc1 = add_values(acc1, alpha, p, load_values(v_base, start, kv_padded, C.dv0, C.dv1, C), C)
+    return m, l, acc0, acc1
+
+
+@triton.jit
+def store_part(
+    acc, l, v_scale, v_scale_stride, v_mean, out, out_stride, rows, q_length, START: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Normalise, descale and store channels START … START+WIDTH."""
+    channels = START + tl.arange(0, WIDTH)
+    inside = channels < C.value_dim
+    value = acc * inverse(l)[:, None] * tl.load(v_scale + channels * v_scale_stride, mask=inside, other=0.0)[None, :]
+    if v_mean is not None:
+        mean = tl.load(v_mean + channels, mask=inside, other=0.0)
+        value += tl.where(l == 0, 0.0, 1.0)[:, None] * mean[None, :]
+    pointers = out + rows[:, None].to(tl.int64) * out_stride + channels[None, :]
+    tl.store(pointers, value.to(out.dtype.element_ty), mask=(rows < q_length)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_length", "kv_length", "causal_offset"])
+def forward_kernel(
+    q,  # (B, Hq, Sq, D): e4m3
+    q_scale,  # (B, Hq, n)
+    k,  # (B, Hkv, Sk, D): e4m3
+    k_scale,  # (B, Hkv, n)
+    v,  # (B, Hkv, Dv, S_padded): e4m3, contiguous, keys permuted
+    v_scale,  # (B, Hkv, Dv)
+    v_mean,  # (B, Hkv, Dv) float32, contiguous: what V lost; or None
+    mask,  # (B, Hq, Sq, Sk): bool as bytes, or float; or None
+    out,  # (B, Hq, Sq, Dv)
+    lse,  # (B, Hq, Sq) float32, contiguous; or None
+    q_strides,
+    q_scale_strides,
+    k_strides,
+    k_scale_strides,
+    v_scale_strides,
+    mask_strides,
+    out_strides,
+    q_heads,
+    kv_heads,
+    q_length,
+    kv_length,
+    kv_padded,
+    causal_offset,
+    softmax_scale,
+    C: tl.constexpr,  # Traits
+):
+    """Grid: tiles of queries x heads x batch, in one dimension."""
+    BLOCK_M: tl.constexpr = C.config.block_m
+    BLOCK_N: tl.constexpr = C.config.block_n
+    DV0: tl.constexpr = C.dv0
+    DV1: tl.constexpr = C.dv1
+    tiles = tl.cdiv(q_length, BLOCK_M)
+    program = tl.program_id(0)
+    # the last tiles of a causal head see the most keys: they go first
+    first = (tiles - 1 - program % tiles) * BLOCK_M
+    head = (program // tiles) % q_heads
+    batch = (program // tiles // q_heads).to(tl.int64)
+    kv_head = (head // (q_heads // kv_heads)).to(tl.int64)
+    head = head.to(tl.int64)
+    kv_index = batch * kv_heads + kv_head
+    rows = first + tl.arange(0, BLOCK_M)
+
+    q += batch * q_strides[0] + head * q_strides[1]
+    q0 = load_rows(q, rows, q_strides[2], q_length, 0, C.d0, C.head_dim, True)
+    q1 = q0
+    if C.d1 > 0:
+        q1 = load_rows(q, rows, q_strides[2], q_length, C.d0, C.d1, C.head_dim, True)
+    q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
+    index = rows * 0 if C.q_group == 0 else rows // C.q_group
+    row_scale = tl.load(q_scale + index * q_scale_strides[2], mask=rows < q_length, other=1.0)
+    q0 = operand(q0, C.half)
+    q1 = operand(q1, C.half)
+    row_factor = row_scale * (softmax_scale * LOG2E)
+
+    k += batch * k_strides[0] + kv_head * k_strides[1]
+    k_scale += batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
+    v += kv_index * C.value_dim * kv_padded
+    if mask is not None:
+        mask += batch * mask_strides[0] + head * mask_strides[1]
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_M, 4], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
+    acc1 = acc0
+    if DV1 > 0:
+        acc1 = tl.zeros([BLOCK_M, DV1], tl.float32)
+
+    # keys before `whole` are seen by every row of the tile, keys from `end` on by none
+    end = kv_length
+    whole = kv_length
+    if C.causal:
+        last = tl.minimum(first + BLOCK_M, q_length) - 1
+        end = tl.maximum(tl.minimum(kv_length, last + causal_offset + 1), 0)
+        whole = tl.maximum(tl.minimum(kv_length, first + causal_offset + 1), 0)
+    whole = whole // BLOCK_N * BLOCK_N
+    if mask is not None:
+        whole = 0
+    for start in range(0, whole, BLOCK_N):
+        m, l, acc0, acc1 = attend(
+            q0, q1, row_factor, m, l, acc0, acc1, start, k, k_strides[2], k_scale, k_scale_strides[2], v, kv_padded,
+            mask, mask_strides, rows, q_length, kv_length, causal_offset, C, False,
+        )  # fmt: skip
+    for start in range(whole, end, BLOCK_N):
+        m, l, acc0, acc1 = attend(
+            q0, q1, row_factor, m, l, acc0, acc1, start, k, k_strides[2], k_scale, k_scale_strides[2], v, kv_padded,
+            mask, mask_strides, rows, q_length, kv_length, causal_offset, C, True,
+        )  # fmt: skip
+
+    l = tl.sum(l, 1)
+    out += batch * out_strides[0] + head * out_strides[1]
+    v_scale += batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
+    if v_mean is not None:
+        v_mean += kv_index * C.value_dim
+    store_part(acc0, l, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, 0, C.dv0, C)
+    if C.dv1 > 0:
+        store_part(acc1, l, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, C.dv0, C.dv1, C)
+    if lse is not None:
+        value = log_sum_exp(m, l)
+        tl.store(lse + (batch * q_heads + head) * q_length + rows, value, mask=rows < q_length)
+
+
+def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the portable kernel.
+
+    Args:
+        warmup: compile only.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+    """
+    # the interpreter truncates where it should round to bfloat16
+    out = empty_output(call.q, call.value_dim, torch.float32 if device.emulated else call.out_dtype)
+    lse = empty_lse(call.q, call.return_lse)
+    if out.numel() == 0:
+        return out.to(call.out_dtype), lse
+    traits = Traits.of(call, config, device)
+    launch(
+        forward_kernel,
+        (triton.cdiv(call.q_length, config.block_m) * call.batch * call.q_heads,),
+        stored(call.q, traits),
+        call.q_scale,
+        stored(call.k, traits),
+        call.k_scale,
+        stored(call.v, traits),
+        call.v_scale,
+        call.v_mean,
+        call.mask_bytes,
+        out,
+        lse if call.return_lse else None,
+        call.q.stride(),
+        call.q_scale.stride(),
+        call.k.stride(),
+        call.k_scale.stride(),
+        call.v_scale.stride(),
+        (0, 0, 0, 0) if call.attn_mask is None else call.attn_mask.stride(),
+        out.stride(),
+        call.q_heads,
+        call.kv_heads,
+        call.q_length,
+        call.kv_length,
+        call.v.shape[3],
+        call.causal_offset,
+        call.softmax_scale,
+        traits,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        warmup=warmup,
+    )
+    return out.to(call.out_dtype), lse
+
+
+def stored(x: torch.Tensor, traits: Traits) -> torch.Tensor:
+    """e4m3 as the compiler knows it: a type of its own, or bytes."""
+    return x.view(torch.float8_e4m3fn if traits.native else torch.uint8)

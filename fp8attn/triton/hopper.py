@@ -1,0 +1,511 @@
+"""The Hopper kernel, in Gluon: TMA, wgmma, warp specialisation, persistent.
+
+One producer warp streams K and V through a ring of shared-memory stages; each consumer warpgroup owns 64 query rows and
+runs the whole inner loop of attention on them. Consumers never meet: while one is in its softmax the others keep the
+tensor cores busy. P stays in registers from accumulator to operand, because V's keys are stored in the order that makes
+the two register layouts the same (fp8attn.layout).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..call import Call, empty_lse, empty_output
+from ..device import Device
+from .configs import ROWS, HopperConfig, Traits
+from .launch import launch
+from .tile import (
+    LOG2E,
+    SCALE_BLOCK,
+    hide,
+    inverse,
+    log_sum_exp,
+    permute_keys,
+    score_factor,
+    softmax_step,
+)
+
+
+@gluon.constexpr_function
+def score_layout(C: Traits):
+    """Registers of a consumer's scores."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.config.block_n, 32])
+
+
+@gluon.constexpr_function
+def lane_layout():
+    """Registers of (64, 4) partial row sums: one for each lane of a row's quad."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+
+
+@gluon.constexpr_function
+def rows_layout(rows: int, width: int) -> gl.NVMMASharedLayout:
+    """Shared memory of a TMA box out of (B, H, S, D)."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.float8e4nv)
+
+
+@gluon.constexpr_function
+def values_layout(channels: int, keys: int) -> gl.NVMMASharedLayout:
+    """Shared memory of a TMA box out of (B · Hkv · Dv, S_padded)."""
+    return gl.NVMMASharedLayout.get_default_for([channels, keys], gl.float8e4nv)
+
+
+# called for every launch
+host_rows_layout = functools.cache(rows_layout)
+host_values_layout = functools.cache(values_layout)
+
+
+@gluon.jit
+def tile_at(position, shape, C: gl.constexpr):
+    """(batch, head, tile) of one place in the schedule.
+
+    Heads are taken in groups; inside a group the last tiles go first, which in a causal call are the long ones.
+    """
+    batches, q_heads, kv_heads, q_length, kv_length, group = shape
+    tiles = gl.cdiv(q_length, C.config.consumers * 64)
+    first = position // (group * tiles) * group
+    inside = position % (group * tiles)
+    heads = gl.minimum(group, batches * q_heads - first)
+    head = first + inside % heads
+    return head // q_heads, head % q_heads, tiles - 1 - inside // heads
+
+
+@gluon.jit
+def place_in(turn, C: gl.constexpr):
+    """This CTA's place in the schedule's `turn`-th round: to and fro, so that nobody always gets the longer tiles."""
+    cta = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    return turn * ctas + gl.where(turn % 2 == 0, cta, ctas - 1 - cta)
+
+
+@gluon.jit
+def visible_end(row, shape, causal_offset, C: gl.constexpr):
+    """Keys that rows up to `row` see: 0 … end."""
+    batches, q_heads, kv_heads, q_length, kv_length, group = shape
+    if C.causal:
+        return gl.maximum(gl.minimum(kv_length, gl.minimum(row, q_length - 1) + causal_offset + 1), 0)
+    else:
+        return kv_length
+
+
+@gluon.jit
+def produce(descriptors, buffers, barriers, shape, positions, causal_offset, C: gl.constexpr):
+    """One warp: queries of every tile, and its blocks of K and V, in the order the consumers want them."""
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc = descriptors
+    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    batches, q_heads, kv_heads, q_length, kv_length, group = shape
+    BLOCK_N: gl.constexpr = C.config.block_n
+    STAGES: gl.constexpr = C.config.stages
+    CONSUMERS: gl.constexpr = C.config.consumers
+    block = 0
+    for turn in range(0, gl.cdiv(positions, gl.num_programs(0))):
+        position = place_in(turn, C)
+        if position < positions:
+            batch, head, tile = tile_at(position, shape, C)
+            kv_head = head // (q_heads // kv_heads)
+            row = tile * (CONSUMERS * 64)
+            for c in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+                mbarrier.expect(q_full.index(c), 64 * (C.d0 + C.d1))
+                tma.async_copy_global_to_shared(q0_desc, [batch, head, row + c * 64, 0], q_full.index(c), sQ0.index(c))
+                if C.d1 > 0:
+                    tma.async_copy_global_to_shared(q1_desc, [batch, head, row + c * 64, C.d0], q_full.index(c), sQ1.index(c))
+            blocks = gl.cdiv(visible_end(row + CONSUMERS * 64 - 1, shape, causal_offset, C), BLOCK_N)
+            for n in range(0, blocks):
+                stage = block % STAGES
+                free = (block // STAGES & 1) ^ 1
+                mbarrier.wait(k_empty.index(stage), free)
+                mbarrier.expect(k_full.index(stage), BLOCK_N * (C.d0 + C.d1))
+                tma.async_copy_global_to_shared(k0_desc, [batch, kv_head, n * BLOCK_N, 0], k_full.index(stage), sK0.index(stage))
+                if C.d1 > 0:
+                    tma.async_copy_global_to_shared(k1_desc, [batch, kv_head, n * BLOCK_N, C.d0], k_full.index(stage), sK1.index(stage))
+                mbarrier.wait(v_empty.index(stage), free)
+                mbarrier.expect(v_full.index(stage), BLOCK_N * (C.dv0 + C.dv1))
+                channel = (batch * kv_heads + kv_head) * C.value_dim
+                tma.async_copy_global_to_shared(v0_desc, [channel, n * BLOCK_N], v_full.index(stage), sV0.index(stage))
+                if C.dv1 > 0:
+                    tma.async_copy_global_to_shared(v1_desc, [channel + C.dv0, n * BLOCK_N], v_full.index(stage), sV1.index(stage))
+                block += 1
+
+
+@gluon.jit
+def release(barriers, n, blocks, block, STAGES: gl.constexpr):
+    """Blocks that the CTA loads for its later rows and this consumer has no use for."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    for _ in range(n, blocks):
+        stage = block % STAGES
+        phase = block // STAGES & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage))
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage))
+        block += 1
+    return block
+
+
+@gluon.jit
+def start_scores(sq, buffers, stage, C: gl.constexpr):
+    """Issue Q · Kᵀ for the keys of one stage."""
+    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    BLOCK_N: gl.constexpr = C.config.block_n
+    x = gl.full([64, BLOCK_N], 0.0, gl.float32, score_layout(C))
+    x = warpgroup_mma(sq[0], sK0.index(stage).reshape((BLOCK_N, C.d0)).permute((1, 0)), x, use_acc=False, is_async=True)
+    if C.d1 > 0:
+        x = warpgroup_mma(sq[1], sK1.index(stage).reshape((BLOCK_N, C.d1)).permute((1, 0)), x, is_async=True)
+    return x
+
+
+@gluon.jit
+def start_values(acc, alpha, p, sV, C: gl.constexpr):
+    """Issue P · V for one part of V's channels: into a fresh accumulator, or onto acc · alpha."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
+    if C.two_level:
+        fresh = gl.full(acc.shape, 0.0, gl.float32, LAYOUT)
+        return warpgroup_mma(p, sV.permute((1, 0)), fresh, use_acc=False, is_async=True)
+    else:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
+        return warpgroup_mma(p, sV.permute((1, 0)), acc * alpha, is_async=True)
+
+
+@gluon.jit
+def finish_values(acc, alpha, fresh, C: gl.constexpr):
+    """acc · alpha + P · V."""
+    fresh = warpgroup_mma_wait(0, deps=(fresh,))
+    if C.two_level:
+        return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None] + fresh
+    else:
+        return fresh
+
+
+@gluon.jit
+def attend(
+    m, l, acc0, acc1, n, block, sq, row_factor, keys, mask, buffers, barriers, C: gl.constexpr,
+    MASKED: gl.constexpr, POSITIVE: gl.constexpr,
+):  # fmt: skip
+    """64 queries attend to key block n, the CTA's `block`-th in all.
+
+    Args:
+        keys: what tells scales and visibility of keys, see `consume`. mask: the head's (Sq, Sk), or None.
+        MASKED: some row may not see some of the keys.
+        POSITIVE: no m is negative.
+    """
+    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    k_scale, k_scale_stride, mask_strides, rows, q_length, kv_length, causal_offset = keys
+    BLOCK_N: gl.constexpr = C.config.block_n
+    STAGES: gl.constexpr = C.config.stages
+    stage = block % STAGES
+    phase = block // STAGES & 1
+
+    columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout(C)))
+    if C.k_group == 1:
+        column = n * BLOCK_N + columns
+        key_scale = gl.load(k_scale + column * k_scale_stride, mask=column < kv_length, other=1.0)
+        factor = score_factor(row_factor, 1.0, C.positive)
+    else:
+        index = n * BLOCK_N // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
+        factor = score_factor(row_factor, gl.load(k_scale + index * k_scale_stride), C.positive)
+
+    mbarrier.wait(k_full.index(stage), phase)
+    x = start_scores(sq, buffers, stage, C)
+    # V's barrier is seen to while the tensor core works; K's, behind P · V, would cost registers that spill
+    mbarrier.wait(v_full.index(stage), phase)
+    x = warpgroup_mma_wait(0, deps=(x,))
+    mbarrier.arrive(k_empty.index(stage))
+
+    if C.k_group == 1:
+        x *= key_scale[None, :]
+    if not C.folded:
+        x *= factor[:, None]
+    if MASKED:
+        x = hide(x, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, True)
+    p, m, alpha, lanes = softmax_step(x, factor, m, C.folded, POSITIVE)
+    LANES: gl.constexpr = lane_layout()
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, LANES))[:, None] + gl.convert_layout(lanes, LANES, assert_trivial=True)
+    p = permute_keys(p.to(gl.float8e4nv))
+
+    fresh = start_values(acc0, alpha, p, sV0.index(stage), C)
+    acc0 = finish_values(acc0, alpha, fresh, C)
+    if C.dv1 > 0:
+        # nothing moves above this line: the second part's fresh accumulator takes the registers of the first's
+        acc0 = warpgroup_mma_wait(0, deps=(acc0,))
+        acc1 = finish_values(acc1, alpha, start_values(acc1, alpha, p, sV1.index(stage), C), C)
+    mbarrier.arrive(v_empty.index(stage))
+    return m, l, acc0, acc1
+
+
+@gluon.jit
+def load_channels(pointer, stride, START: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """One number for each channel START …, spread over the warpgroup: a register or two until the end of the tile."""
+    channels = START + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(pointer + channels * stride, mask=channels < DIM, other=0.0)
+
+
+@gluon.jit
+def store_part(acc, l, scale, mean, out, out_stride, rows, q_length, START: gl.constexpr, DIM: gl.constexpr):
+    """Normalise, descale and store channels START … of 64 rows. `mean` may be None."""
+    L: gl.constexpr = acc.type.layout
+    C: gl.constexpr = gl.SliceLayout(0, L)
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    l = gl.convert_layout(l, R)
+    value = acc * inverse(l)[:, None] * gl.convert_layout(scale, C)[None, :]
+    if mean is not None:
+        value += gl.where(l == 0, 0.0, 1.0)[:, None] * gl.convert_layout(mean, C)[None, :]
+    channels = START + gl.arange(0, acc.shape[1], layout=C)
+    rows = gl.convert_layout(rows, R)
+    pointers = out + rows[:, None].to(gl.int64) * out_stride + channels[None, :]
+    gl.store(pointers, value.to(out.dtype.element_ty), mask=(rows < q_length)[:, None] & (channels < DIM)[None, :])
+
+
+@gluon.jit
+def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: attention of 64 queries of every tile."""
+    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_scale, k_scale, v_scale, v_mean, mask, out, lse = tensors
+    q_scale_strides, k_scale_strides, v_scale_strides, mask_strides, out_strides = strides
+    batches, q_heads, kv_heads, q_length, kv_length, group = shape
+    BLOCK_N: gl.constexpr = C.config.block_n
+    R: gl.constexpr = gl.SliceLayout(1, score_layout(C))
+    O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv0, 32])
+    O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(C.dv1, 16), 32])
+    STAGES: gl.constexpr = C.config.stages
+    sq0 = sQ0.index(ME).reshape((64, C.d0))
+    sq = (sq0, sQ1.index(ME).reshape((64, C.d1)) if C.d1 > 0 else sq0)
+    block = 0
+    for turn in range(0, gl.cdiv(positions, gl.num_programs(0))):
+        position = place_in(turn, C)
+        if position < positions:
+            batch, head, tile = tile_at(position, shape, C)
+            kv_head = (head // (q_heads // kv_heads)).to(gl.int64)
+            batch = batch.to(gl.int64)
+            head = head.to(gl.int64)
+            first = tile * (C.config.consumers * 64)
+            rows = first + ME * 64 + gl.arange(0, 64, layout=R)
+
+            index = rows * 0 if C.q_group == 0 else rows // C.q_group
+            pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + index * q_scale_strides[2]
+            row_scale = gl.load(pointers, mask=rows < q_length, other=1.0)
+            scale_base = v_scale + batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
+            scale0 = load_channels(scale_base, v_scale_strides[2], 0, C.dv0, C.value_dim)
+            scale1 = load_channels(scale_base, v_scale_strides[2], C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else scale0
+            mean0 = None
+            mean1 = None
+            if v_mean is not None:
+                mean_base = v_mean + (batch * kv_heads + kv_head) * C.value_dim
+                mean0 = load_channels(mean_base, 1, 0, C.dv0, C.value_dim)
+                mean1 = load_channels(mean_base, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
+            mbarrier.wait(q_full.index(ME), turn & 1)
+            row_factor = row_scale * (softmax_scale * LOG2E)
+
+            m = gl.full([64], -float("inf"), gl.float32, R)
+            l = gl.full([64, 4], 0.0, gl.float32, lane_layout())
+            acc0 = gl.full([64, C.dv0], 0.0, gl.float32, O0)
+            acc1 = gl.full([64, C.dv1], 0.0, gl.float32, O1) if C.dv1 > 0 else acc0
+
+            # blocks that the CTA loads, that some row of mine sees, that all rows of mine see whole
+            loaded = gl.cdiv(visible_end(first + C.config.consumers * 64 - 1, shape, causal_offset, C), BLOCK_N)
+            seen = gl.cdiv(visible_end(first + ME * 64 + 63, shape, causal_offset, C), BLOCK_N)
+            seen = gl.where(first + ME * 64 < q_length, seen, 0)
+            whole = visible_end(first + ME * 64, shape, causal_offset, C) // BLOCK_N
+            whole = 0 if mask is not None else gl.minimum(whole, seen)
+            scale_base = k_scale + batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
+            mask_base = mask
+            if mask is not None:
+                mask_base += batch * mask_strides[0] + head * mask_strides[1]
+            keys = (scale_base, k_scale_strides[2], mask_strides, rows, q_length, kv_length, causal_offset)
+            opening = gl.minimum(whole, 1)
+            for n in range(0, opening):
+                m, l, acc0, acc1 = attend(m, l, acc0, acc1, n, block, sq, row_factor, keys, mask_base, buffers, barriers, C, False, False)
+                block += 1
+            # a maximum only grows: once all are positive they stay so. The rare others take the masked loop to the end
+            whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
+            for n in range(opening, whole):
+                m, l, acc0, acc1 = attend(m, l, acc0, acc1, n, block, sq, row_factor, keys, mask_base, buffers, barriers, C, False, True)
+                block += 1
+            for n in range(whole, seen):
+                m, l, acc0, acc1 = attend(m, l, acc0, acc1, n, block, sq, row_factor, keys, mask_base, buffers, barriers, C, True, False)
+                block += 1
+            mbarrier.arrive(q_empty.index(ME))
+            block = release(barriers, seen, loaded, block, STAGES)
+
+            l = gl.convert_layout(gl.sum(l, 1), R)
+            out_base = out + batch * out_strides[0] + head * out_strides[1]
+            store_part(acc0, l, scale0, mean0, out_base, out_strides[2], rows, q_length, 0, C.value_dim)
+            if C.dv1 > 0:
+                store_part(acc1, l, scale1, mean1, out_base, out_strides[2], rows, q_length, C.dv0, C.value_dim)
+            if lse is not None:
+                value = log_sum_exp(m, l)
+                gl.store(lse + (batch * q_heads + head) * q_length + rows, value, mask=rows < q_length)
+
+
+@gluon.jit(do_not_specialize=["shape", "positions", "causal_offset"])
+def hopper_kernel(
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, tensors, strides, shape, positions, causal_offset, softmax_scale,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Grid: at most one CTA per SM; see `launch` for the arguments. Descriptors of parts that aren't there are None."""
+    descriptors = (q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc)
+    BLOCK_N: gl.constexpr = C.config.block_n
+    STAGES: gl.constexpr = C.config.stages
+    CONSUMERS: gl.constexpr = C.config.consumers
+    E4M3: gl.constexpr = gl.float8e4nv
+    sQ0 = gl.allocate_shared_memory(E4M3, [CONSUMERS, 1, 1, 64, C.d0], rows_layout(64, C.d0))
+    sK0 = gl.allocate_shared_memory(E4M3, [STAGES, 1, 1, BLOCK_N, C.d0], rows_layout(BLOCK_N, C.d0))
+    sV0 = gl.allocate_shared_memory(E4M3, [STAGES, C.dv0, BLOCK_N], values_layout(C.dv0, BLOCK_N))
+    sQ1 = sQ0
+    sK1 = sK0
+    sV1 = sV0
+    if C.d1 > 0:
+        sQ1 = gl.allocate_shared_memory(E4M3, [CONSUMERS, 1, 1, 64, C.d1], rows_layout(64, C.d1))
+        sK1 = gl.allocate_shared_memory(E4M3, [STAGES, 1, 1, BLOCK_N, C.d1], rows_layout(BLOCK_N, C.d1))
+    if C.dv1 > 0:
+        sV1 = gl.allocate_shared_memory(E4M3, [STAGES, C.dv1, BLOCK_N], values_layout(C.dv1, BLOCK_N))
+    buffers = (sQ0, sQ1, sK0, sK1, sV0, sV1)
+
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+
+    ZERO: gl.constexpr = gl.constexpr(0)
+    ONE: gl.constexpr = gl.constexpr(1)
+    TWO: gl.constexpr = gl.constexpr(2)
+    THREE: gl.constexpr = gl.constexpr(3)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+            ],
+            [4, 1],
+            [C.config.registers, 24],
+        )
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, TWO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+            ],
+            [4, 4, 1],
+            [C.config.registers, C.config.registers, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, TWO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, THREE, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+            ],
+            [4, 4, 4, 1],
+            [C.config.registers, C.config.registers, C.config.registers, 24],
+        )
+
+
+def rows_descriptor(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor | None:
+    """TMA boxes of rows x width out of (B, H, S, D), zeros outside; None for no width."""
+    if width == 0:
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width], host_rows_layout(rows, width))
+
+
+def values_descriptor(v: torch.Tensor, channels: int, keys: int) -> TensorDescriptor | None:
+    """TMA boxes of channels x keys out of (B · Hkv · Dv, S_padded); None for no channels."""
+    if channels == 0:
+        return None
+    v = v.view(-1, v.shape[3])
+    return TensorDescriptor(v, list(v.shape), list(v.stride()), [channels, keys], host_values_layout(channels, keys))
+
+
+def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the Hopper kernel.
+
+    Args:
+        warmup: compile only.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+    """
+    out = empty_output(call.q, call.value_dim, call.out_dtype)
+    lse = empty_lse(call.q, call.return_lse)
+    if out.numel() == 0:
+        return out, lse
+    traits = Traits.of(call, config, device)
+    positions = triton.cdiv(call.q_length, config.consumers * ROWS) * call.batch * call.q_heads
+    # heads that are worked on side by side: those that share keys; of a causal call all, so that long tiles come first
+    group = call.batch * call.q_heads if traits.causal else call.q_heads // call.kv_heads
+    launch(
+        hopper_kernel,
+        (min(positions, device.sm_count),),
+        rows_descriptor(call.q, ROWS, traits.d0),
+        rows_descriptor(call.q, ROWS, traits.d1),
+        rows_descriptor(call.k, config.block_n, traits.d0),
+        rows_descriptor(call.k, config.block_n, traits.d1),
+        values_descriptor(call.v, traits.dv0, config.block_n),
+        values_descriptor(call.v, traits.dv1, config.block_n),
+        (
+            call.q_scale,
+            call.k_scale,
+            call.v_scale,
+            call.v_mean,
+            call.mask_bytes,
+            out,
+            lse if call.return_lse else None,
+        ),
+        (
+            call.q_scale.stride(),
+            call.k_scale.stride(),
+            call.v_scale.stride(),
+            (0, 0, 0, 0) if call.attn_mask is None else call.attn_mask.stride(),
+            out.stride(),
+        ),
+        (call.batch, call.q_heads, call.kv_heads, call.q_length, call.kv_length, group),
+        positions,
+        call.causal_offset,
+        call.softmax_scale,
+        traits,
+        num_warps=4,
+        warmup=warmup,
+    )
+    return out, lse

@@ -1,0 +1,52 @@
+"""Which Triton kernel runs a call, with which config."""
+
+from __future__ import annotations
+
+import torch
+
+from ..call import Call
+from ..device import Device
+from . import configs, tune
+from . import forward as portable
+
+try:
+    from . import hopper
+except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may name it differently
+    hopper = None  # type: ignore[assignment]
+    hopper_missing = f"this Triton's Gluon can't build it: {error}"
+else:
+    hopper_missing = ""
+
+
+def why_not_hopper(call: Call, device: Device) -> str | None:
+    """Why the Hopper kernel can't run a call, or None if it can."""
+    if device.emulated or device.arch // 10 != 9:
+        return f"the Hopper kernel needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
+    if hopper is None:
+        return hopper_missing
+    return configs.why_not_hopper(call)
+
+
+def choose(call: Call, device: Device) -> configs.Config:
+    """The config that runs `call` on `device`: from the table of measured ones, else by rule."""
+    hopper_runs = why_not_hopper(call, device) is None
+    if tune.wanted() and not device.emulated and not tune.known(call, device):
+        tune.tune(call, device, forward)
+    config = tune.measured(call, device)
+    if config is not None and (hopper_runs or isinstance(config, configs.PortableConfig)):
+        return config
+    return configs.hopper_config(call, device) if hopper_runs else configs.portable_config(call, device)
+
+
+def forward(call: Call, device: Device, config: configs.Config | None = None, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by the kernel that `config` belongs to, or the one chosen for the call.
+
+    Args:
+        warmup: compile only.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+    """
+    config = choose(call, device) if config is None else config
+    kernel = hopper if isinstance(config, configs.HopperConfig) else portable
+    return kernel.run(call, config, device, warmup=warmup)

@@ -1,0 +1,177 @@
+"""What a tile of queries does with a tile of keys: shared by the kernels of this folder, Triton's and Gluon's alike."""
+
+import triton
+import triton.language as tl
+
+from .. import layout, recipe, reference
+from .. import quantize as definition
+
+LOG2E: tl.constexpr = tl.constexpr(reference.LOG2E)
+P_OFFSET: tl.constexpr = tl.constexpr(reference.P_OFFSET)
+LARGEST_FACTOR: tl.constexpr = tl.constexpr(reference.LARGEST_FACTOR)
+SCALE_BLOCK: tl.constexpr = tl.constexpr(recipe.SCALE_BLOCK)
+E4M3_MAX: tl.constexpr = tl.constexpr(recipe.E4M3_MAX)
+E4M3_NAN: tl.constexpr = tl.constexpr(recipe.E4M3_NAN)
+FLOAT_MAX: tl.constexpr = tl.constexpr(definition.FLOAT_MAX)
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(definition.SMALLEST_SCALE)
+
+INTERPRETING = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter; decided when they are decorated, by TRITON_INTERPRET=1."""
+
+# the interpreter runs plain Python functions as they are, and wants triton.language in the globals of all others
+key_of_slot = layout.key_of_slot if INTERPRETING else triton.jit(layout.key_of_slot)
+
+
+@triton.jit
+def score_factor(row_factor, key_scale, POSITIVE: tl.constexpr):
+    """Row factor times a key block's scale, kept where its product with any e4m3 dot product is finite."""
+    factor = tl.minimum(row_factor * key_scale, LARGEST_FACTOR)
+    if POSITIVE:
+        return tl.maximum(factor, 1 / LARGEST_FACTOR)
+    return tl.maximum(factor, -LARGEST_FACTOR)
+
+
+@triton.jit
+def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
+    """One key block of online softmax in base 2.
+
+    Args:
+        x: (M, N) scores over `factor` if FOLDED, else the scores. -inf where hidden.
+        factor: (M,), positive.
+        m: (M,) running maximum.
+        POSITIVE: no m is negative. Then scores are compared as integers, whose order is that of floats from zero up: the
+            hardware takes two new integers an instruction, but one float.
+
+    Returns:
+        p = 2^(score - m + P_OFFSET) (M, N), the new m, (M,) what sums so far are to be multiplied with, and (M, 4) sums of p,
+        one for each lane of the quad that owns a row on tensor-core layouts: they need to meet only once, at the end.
+    """
+    if POSITIVE:
+        largest = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    else:
+        largest = tl.max(x, 1)
+    if FOLDED:
+        largest = largest * factor
+    m_new = tl.maximum(m, largest)
+    # a row without visible keys so far keeps m = -inf: -inf - -inf would be NaN
+    origin = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2(m - origin)
+    shift = (origin - P_OFFSET)[:, None]
+    if FOLDED:
+        p = tl.exp2(x * factor[:, None] - shift)
+    else:
+        p = tl.exp2(x - shift)
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    return p, m_new, alpha, tl.sum(tl.sum(tl.reshape(p, (M, N // 8, 4, 2)), 3), 1)
+
+
+@triton.jit
+def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
+    """Scores (M, N) with the mask added and -inf where `rows` (M, 1) don't see the keys start + `columns` (1, N).
+
+    mask: pointer to the (Sq, Sk) matrix of the tile's head, or None; float masks hide with -inf, boolean ones with 0.
+    BY_ARITHMETIC: without predicates, of which M x N would be computed early, ahead of the scores, and spill. Takes a minimum
+        that drops NaN, as the hardware's does and NumPy's, in the interpreter, does not.
+    """
+    # comparing columns, not keys, keeps the loop variable, which compilers widen to 64 bits, out of M x N comparisons
+    limit = tl.minimum(rows + causal_offset, kv_length - 1) - start
+    if mask is None and BY_ARITHMETIC:
+        bound = ((limit.to(tl.float32) + 0.5) - columns.to(tl.float32)) * float("inf")
+        return tl.minimum(x, bound)
+    elif mask is None:
+        return tl.where(columns > limit, -float("inf"), x)
+    else:
+        hidden = columns > limit
+        keys = start + columns
+        pointers = mask + rows.to(tl.int64) * mask_strides[2] + keys.to(tl.int64) * mask_strides[3]
+        value = tl.load(pointers, mask=(rows < q_length) & (keys < kv_length), other=0)
+        if value.dtype.is_floating():
+            value = value.to(tl.float32)
+            hidden |= value == -float("inf")
+            x += value * LOG2E
+        else:
+            hidden |= value == 0
+        return tl.where(hidden, -float("inf"), x)
+
+
+@triton.jit
+def permute_keys(p):
+    """P's columns in the key order of quantized V.
+
+    On tensor-core layouts this moves nothing: it renames the accumulator's registers to the operand's (see fp8attn.layout).
+    """
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    p = tl.reshape(p, (M, N // 16, 2, 4, 2))  # half, thread, pair
+    return tl.reshape(tl.permute(p, (0, 1, 3, 2, 4)), (M, N))
+
+
+@triton.jit
+def log_sum_exp(m, l):
+    """Natural-log LSE; -inf where nothing is visible."""
+    return (m - P_OFFSET + tl.log2(l)) / LOG2E
+
+
+@triton.jit
+def inverse(l):
+    """1 / l, and 0 for rows without visible keys."""
+    return tl.where(l == 0, 0.0, 1.0 / l)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) <= FLOAT_MAX
+
+
+@triton.jit
+def scale_of(largest):
+    """quantize.scale_of."""
+    return tl.where(largest > 0, tl.maximum(tl.div_rn(largest, E4M3_MAX), SMALLEST_SCALE), 1.0)
+
+
+@triton.jit
+def e4m3_code(y, NATIVE: tl.constexpr):
+    """The e4m3 bytes of float32 y: nearest even, saturating; 0x7F for NaN. NATIVE: the architecture converts by itself."""
+    if NATIVE:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # cvt.rn.satfinite
+    else:
+        clamped = tl.minimum(tl.maximum(y, -E4M3_MAX), E4M3_MAX)
+        bits = clamped.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        # normal numbers: round the 23-bit mantissa to 3 bits, then rebias the exponent from 127 to 7
+        normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - ((127 - 7) << 23)) >> 20
+        # below 2^-6 codes are multiples of 2^-9, the spacing of float32 at 2^14: one addition rounds
+        subnormal = (tl.abs(clamped) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
+        code = (tl.where(magnitude < ((127 - 6) << 23), subnormal, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+        return tl.where(y == y, code, E4M3_NAN)
+
+
+@triton.jit
+def half_of_code(code):
+    """e4m3 bytes as float16, exactly, with integer operations alone."""
+    code = code.to(tl.uint16)
+    half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((code & 0x7F) == E4M3_NAN, float("nan"), half)
+
+
+@triton.jit
+def operand(x, HALF: tl.constexpr):
+    """Stored e4m3 as what the tensor core multiplies. Where the compiler has no e4m3, it is stored as bytes."""
+    if x.dtype == tl.uint8:
+        return half_of_code(x)
+    elif HALF:
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def probabilities(p, HALF: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 P as an operand: half, e4m3, or half that holds e4m3 where the tensor core is emulated."""
+    if HALF:
+        return p.to(tl.float16)
+    elif NATIVE:
+        return p.to(tl.float8e4nv)
+    else:
+        return half_of_code(e4m3_code(p, False))

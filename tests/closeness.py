@@ -1,0 +1,46 @@
+"""How close is close, and why."""
+
+from __future__ import annotations
+
+import torch
+
+E4M3_STEP = 2.0**-3
+"""Largest distance of neighbouring e4m3 numbers, relative to the smaller."""
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 error; the absolute one where `expected` is zero."""
+    difference = (actual.double() - expected.double()).norm()
+    norm = expected.double().norm()
+    return float(difference / norm) if norm > 0 else float(difference)
+
+
+def assert_same_pattern(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """NaN where expected and nowhere else, infinities likewise."""
+    assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places than expected"
+    assert torch.equal(actual.isinf(), expected.isinf()), "infinities in other places than expected"
+
+
+def assert_matches_pipeline(out: torch.Tensor, oracle: torch.Tensor, emulated: bool) -> None:
+    """A kernel's output against the oracle that models its pipeline.
+
+    They add the same numbers in another order. A score that differs in its last bits moves P = 2^score across the border between
+    two e4m3 numbers now and then, and then one of the row's P is off by up to 2^-3 of itself. Emulated, scores differ by
+    float32 rounding and about one P in 10^5 flips; a tensor core that keeps 13 bits of its sums flips about one in 100.
+    The rest is the rounding of the output's own dtype.
+    """
+    assert out.shape == oracle.shape, f"shape {tuple(out.shape)}, expected {tuple(oracle.shape)}"
+    assert_same_pattern(out, oracle)
+    finite = oracle.isfinite()
+    if not finite.any():
+        return
+    out_float, oracle = out.float().masked_fill(~finite, 0), oracle.masked_fill(~finite, 0)
+    half_ulp = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out.dtype]
+    row_norm = oracle.norm(dim=-1)
+    floor = float(row_norm.max()) * 1e-6 + 1e-30
+    row_error = (out_float - oracle).norm(dim=-1) / (row_norm + floor)
+    worst = float(row_error.max())
+    assert worst <= E4M3_STEP + 2 * half_ulp, f"a row is off by {worst:.1e}, more than a flipped P can explain"
+    typical = float(row_error.median())
+    allowed = (2e-6 if emulated else 4e-3) + 1.2 * half_ulp
+    assert typical <= allowed, f"the typical row is off by {typical:.1e}, allowed is {allowed:.1e}"

@@ -1,0 +1,145 @@
+"""What hypothesis draws: shapes, layouts, recipes, masks, distributions and seeds, never tensor elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from fp8attn import Recipe
+from fp8attn.recipe import ROW_GRANULARITIES, VALUE_GRANULARITIES
+
+DIMS = (16, 24, 40, 64, 72, 96, 128, 136, 192, 256)
+FINITE = ("normal", "outliers", "channel bias", "one sign", "tiny", "huge", "zeros", "constant", "duplicated keys")
+MASKS = ("none", "causal", "bottom right", "bool", "float", "bool broadcast", "float broadcast", "hides all")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem, small enough to print and complete enough to repeat."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    q_length: int
+    kv_length: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    layout: str
+    mask: str
+    distribution: str
+    recipe: Recipe
+    scale: float | None
+    out_dtype: torch.dtype
+    seed: int
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, the same on every device."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = (
+            (self.batch, self.q_heads, self.q_length, self.head_dim),
+            (self.batch, self.kv_heads, self.kv_length, self.head_dim),
+            (self.batch, self.kv_heads, self.kv_length, self.value_dim),
+        )
+        q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+        if self.distribution == "outliers":
+            q, k, v = (x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.01) for x in (q, k, v))
+        elif self.distribution == "channel bias":
+            k[..., :4] += torch.tensor([10.0, -20.0, 30.0, -50.0])
+            v += 3
+        elif self.distribution == "one sign":
+            v = v.abs()
+        elif self.distribution == "tiny":
+            q, k, v = q * 1e-6, k * 1e-6, v * 1e-6
+        elif self.distribution == "huge":
+            q, k, v = q * 30, k * 30, v * 1e4
+        elif self.distribution == "zeros":
+            q, k, v = q * 0, k * (torch.rand(k.shape[:2], generator=generator) < 0.5)[..., None, None], v * 0
+        elif self.distribution == "constant":
+            q, k, v = q * 0 + 1.25, k * 0 - 0.75, v * 0 + 1.1
+        elif self.distribution == "duplicated keys" and self.kv_length > 1:
+            half = self.kv_length // 2
+            k[:, :, half : 2 * half] = k[:, :, :half]
+        return tuple(self._laid_out(x.to(device, self.dtype)) for x in (q, k, v))  # type: ignore[return-value]
+
+    def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layout == "bshd":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if self.layout == "padded":
+            buffer = torch.full((x.shape[0], x.shape[1] + 1, x.shape[2] + 3, x.shape[3] + 8), 7.0, dtype=x.dtype, device=x.device)
+            view = buffer[:, 1:, 2 : 2 + x.shape[2], : x.shape[3]]
+            view.copy_(x)
+            return view
+        return x
+
+    def attn_mask(self, device: torch.device) -> torch.Tensor | None:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        shape = (self.batch, self.q_heads, self.q_length, self.kv_length)
+        if self.mask == "bool":
+            return (torch.rand(shape, generator=generator) < 0.7).to(device)
+        if self.mask == "bool broadcast":
+            return (torch.rand((self.q_length, self.kv_length), generator=generator) < 0.7).to(device)
+        if self.mask == "float":
+            bias = torch.randn(shape, generator=generator)
+            return bias.masked_fill(torch.rand(shape, generator=generator) < 0.2, -torch.inf).to(device)
+        if self.mask == "float broadcast":
+            return torch.randn((self.batch, 1, 1, self.kv_length), generator=generator).to(device, torch.float16)
+        if self.mask == "hides all":
+            return torch.zeros((1, 1, self.q_length, 1), dtype=torch.bool, device=device)
+        return None
+
+    def options(self, device: torch.device) -> dict:
+        """Keyword arguments of sdpa that aren't q, k, v."""
+        return dict(
+            attn_mask=self.attn_mask(device),
+            is_causal=self.mask in ("causal", "bottom right"),
+            causal_alignment="bottom_right" if self.mask == "bottom right" else "top_left",
+            scale=self.scale,
+            enable_gqa=True,
+        )
+
+    @property
+    def causal(self) -> str:
+        return {"causal": "top_left", "bottom right": "bottom_right"}.get(self.mask, "none")
+
+
+recipes = st.builds(
+    Recipe,
+    q=st.sampled_from(ROW_GRANULARITIES),
+    k=st.sampled_from(ROW_GRANULARITIES),
+    v=st.sampled_from(VALUE_GRANULARITIES),
+    smooth_k=st.booleans(),
+    smooth_v=st.booleans(),
+    compute=st.sampled_from(("e4m3", "e4m3", "f16")),
+    two_level=st.sampled_from((None, True, False)),
+)
+
+lengths = st.one_of(st.integers(1, 40), st.integers(41, 300), st.sampled_from((64, 128, 256)))
+
+
+@st.composite
+def cases(draw, distributions: tuple[str, ...] = FINITE, masks: tuple[str, ...] = MASKS) -> Case:
+    head_dim = draw(st.sampled_from(DIMS))
+    return Case(
+        batch=draw(st.integers(1, 2)),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.sampled_from((1, 1, 2, 3))),
+        q_length=draw(lengths),
+        kv_length=draw(lengths),
+        head_dim=head_dim,
+        value_dim=draw(st.one_of(st.just(head_dim), st.sampled_from(DIMS))),
+        dtype=draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32))),
+        layout=draw(st.sampled_from(("bhsd", "bshd", "padded"))),
+        mask=draw(st.sampled_from(masks)),
+        distribution=draw(st.sampled_from(distributions)),
+        recipe=draw(recipes),
+        scale=draw(st.sampled_from((None, None, 0.2, -0.1))),
+        out_dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
+        seed=draw(st.integers(0, 2**31)),
+    )

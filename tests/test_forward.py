@@ -1,0 +1,266 @@
+"""The Triton kernels against the oracles and against PyTorch, and what must hold of any attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from closeness import assert_matches_pipeline, relative
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Case, cases
+
+import fp8attn
+from fp8attn import Quantized, Recipe, reference
+from fp8attn.api import call_of
+from fp8attn.device import device_of
+from fp8attn.triton import configs, run
+
+
+def run_case(case: Case, device: torch.device, config: configs.Config | None = None):
+    """out, lse, the oracle's and the config that ran."""
+    q, k, v = case.tensors(device)
+    quantized = fp8attn.quantize(q, k, v, recipe=case.recipe)
+    options = case.options(device)
+    call = call_of(*quantized, **options, recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+    properties = device_of(device)
+    config = run.choose(call, properties) if config is None else config
+    out, lse = run.forward(call, properties, config)
+    oracle = reference.pipeline(
+        *quantized,
+        call.attn_mask,
+        block_n=config.block_n,
+        causal=case.causal,
+        softmax_scale=call.softmax_scale,
+        compute=case.recipe.compute,
+    )
+    return out, lse, *oracle, properties
+
+
+@given(case=cases())
+def test_matches_the_pipeline(case: Case, device: torch.device) -> None:
+    out, lse, oracle, oracle_lse, properties = run_case(case, device)
+    assert out.dtype == case.out_dtype and out.shape[3] == case.value_dim
+    assert_matches_pipeline(out, oracle, properties.emulated)
+    torch.testing.assert_close(lse, oracle_lse, rtol=1e-5 if properties.emulated else 1e-3, atol=1e-4 if properties.emulated else 5e-3)
+
+
+@given(case=cases(), data=st.data())
+def test_configs_agree(case: Case, data: st.DataObject, device: torch.device) -> None:
+    """Any config that fits matches the oracle with its key blocks."""
+    q, k, v = case.tensors(device)
+    call = call_of(q, k, v, **case.options(device), recipe=case.recipe)
+    properties = device_of(device)
+    if properties.emulated:
+        config = configs.PortableConfig(*(data.draw(st.sampled_from(x)) for x in ((16, 32, 64, 128), (32, 64, 128))), 1, 1)
+    else:
+        config = data.draw(st.sampled_from(configs.candidates(call, properties)))
+    out, _, oracle, _, _ = run_case(case, device, config)
+    assert_matches_pipeline(out, oracle, properties.emulated)
+
+
+@given(case=cases(distributions=("normal", "outliers", "one sign", "channel bias")))
+def test_is_as_close_to_pytorch_as_fp8_allows(case: Case, device: torch.device) -> None:
+    """Its error against F.sdpa in float32 is the oracle's, which is FP8 rounding and nothing else."""
+    out, _, oracle, _, properties = run_case(dataclasses.replace(case, out_dtype=torch.float32), device)
+    q, k, v = (x.float() for x in case.tensors(device))
+    options = case.options(device)
+    alignment = options.pop("causal_alignment")
+    if options["is_causal"] and alignment == "bottom_right":
+        options["is_causal"] = False
+        options["attn_mask"] = torch.ones(case.q_length, case.kv_length, dtype=torch.bool, device=device).tril(case.kv_length - case.q_length)
+    if options["attn_mask"] is not None and options["attn_mask"].dtype != torch.bool:
+        options["attn_mask"] = options["attn_mask"].float()
+    expected = F.scaled_dot_product_attention(q, k, v, **options)
+    seen = expected.isfinite().all(-1, keepdim=True)  # PyTorch's math path gives NaN to rows without visible keys, others zeros
+    out, oracle, expected = (x.masked_fill(~seen, 0) for x in (out, oracle, expected))
+    assert relative(out, expected) <= 1.1 * relative(oracle, expected) + (1e-5 if properties.emulated else 2e-3)
+
+
+@given(case=cases(distributions=("normal", "channel bias"), masks=("none", "causal", "bool")))
+def test_error_is_fp8s_own(case: Case, device: torch.device) -> None:
+    """An absolute ceiling, so that oracle and kernel can't be wrong together: 2^-4 for each of the four rounded tensors."""
+    out, _, _, _, _ = run_case(dataclasses.replace(case, out_dtype=torch.float32, scale=None, recipe=Recipe()), device)
+    q, k, v = case.tensors(device)
+    options = case.options(device)
+    exact, _ = reference.attention(q, k, v, call_of(q, k, v, **options).attn_mask, causal=case.causal, dtype=torch.float64)
+    limit = 0.25 if case.distribution == "normal" else 0.5
+    assert relative(out, exact) <= limit
+
+
+@given(case=cases(distributions=("normal", "channel bias")))
+def test_lse_against_float64(case: Case, device: torch.device) -> None:
+    """Scores of e4m3 operands are off by |q||k| / 16 at most, and so is the log of their exponentials' sum."""
+    q, k, v = case.tensors(device)
+    options = case.options(device)
+    _, lse = fp8attn.triton_sdpa(q, k, v, **options, return_lse=True, recipe=case.recipe)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    mask = call_of(q, k, v, **options).attn_mask
+    _, exact = reference.attention(q, k, v, mask, causal=case.causal, softmax_scale=scale, dtype=torch.float64)
+    assert torch.equal(lse.isinf(), exact.isinf())
+    smoothed = k.double() - k.double().mean(2, keepdim=True) if case.recipe.smooth_k else k.double()
+    bound = abs(scale) * float(q.double().norm(dim=-1).max() * smoothed.norm(dim=-1).max()) / 8 + 1e-3
+    assert float((lse.double() - exact).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) <= bound
+
+
+def exact_problem(device: torch.device, kv_length: int, seed: int) -> tuple[Quantized, Quantized, Quantized]:
+    """Small integers with scales of one: every score is exact however few bits the tensor core keeps."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float().to(device)
+
+    q, k, v = integers(1, 2, 200, 64), integers(1, 2, kv_length, 64), integers(1, 2, kv_length, 64)
+    one = torch.ones(1, 1, 1, device=device)
+    values = fp8attn.import_kv(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 1.0, 1.0)[1]
+    return (
+        Quantized(q.to(torch.float8_e4m3fn), one, "tensor", "rows", 200),
+        Quantized(k.to(torch.float8_e4m3fn), one, "tensor", "rows", kv_length),
+        values,
+    )
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("kv_length", (96, 1000))
+def test_exact_scores(device: torch.device, kv_length: int, is_causal: bool) -> None:
+    """Where scores are exact, no P flips, and what is left is the tensor core's sum of one key block: 2^-13 a term at most."""
+    q, k, v = exact_problem(device, kv_length, seed=kv_length)
+    call = call_of(q, k, v, is_causal=is_causal, out_dtype=torch.float32)
+    properties = device_of(device)
+    config = run.choose(call, properties)
+    out, _ = run.forward(call, properties, config)
+    oracle, _ = reference.pipeline(q, k, v, block_n=config.block_n, causal="top_left" if is_causal else "none")
+    assert relative(out, oracle) <= (1e-6 if properties.emulated else 1e-3)
+
+
+@pytest.mark.parametrize("smooth", (False, True))
+@pytest.mark.parametrize("value", (1.1, -300.0, 2.0**-20))
+def test_constant_values_come_back_exactly(device: torch.device, value: float, smooth: bool) -> None:
+    q, k = (torch.randn(1, 2, 150, 64, device=device) for _ in range(2))
+    v = torch.full((1, 2, 150, 40), value, device=device)
+    out = fp8attn.triton_sdpa(q, k, v, recipe=Recipe(smooth_v=smooth), is_causal=True)
+    if smooth:
+        assert torch.equal(out, v)
+    else:
+        torch.testing.assert_close(out, v, rtol=2.0**-4, atol=0.0)
+
+
+@given(case=cases(distributions=("normal",), masks=("causal", "bottom right")))
+def test_future_keys_cannot_matter(case: Case, device: torch.device) -> None:
+    """Bytes, scales and NaN behind the causal border change no bit before it."""
+    q, k, v = fp8attn.quantize(*case.tensors(device), recipe=dataclasses.replace(case.recipe, k="token"))
+    offset = reference.causal_offset(case.causal, case.q_length, case.kv_length)
+    row = case.q_length // 2
+    border = max(row + offset + 1, 0)  # rows up to `row` see keys before it
+    options = dict(is_causal=True, causal_alignment=case.causal, enable_gqa=True, return_lse=True, recipe=Recipe(compute=case.recipe.compute))
+    before = fp8attn.triton_sdpa(q, k, v, **options)
+    k_data, k_scale = k.data.clone(), k.scale.clone()
+    k_data.view(torch.uint8)[:, :, border:] ^= 0x55
+    k_scale[:, :, border:] = torch.nan
+    after = fp8attn.triton_sdpa(q, dataclasses.replace(k, data=k_data, scale=k_scale, mean=None), v, **options)
+    before = fp8attn.triton_sdpa(q, dataclasses.replace(k, mean=None), v, **options)
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x[:, :, : row + 1], y[:, :, : row + 1])
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("where", ("query", "key", "value"))
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
+def test_nan_reaches_the_rows_that_attend_and_no_others(device: torch.device, where: str, bad: float, is_causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(1, 2, 200, 64, generator=generator).to(device) for name in ("query", "key", "value")}
+    tensors[where][0, 1, 77, 5] = bad
+    out = fp8attn.triton_sdpa(*tensors.values(), is_causal=is_causal)
+    expected = torch.zeros(1, 2, 200, dtype=torch.bool, device=device)
+    if where == "query":
+        expected[0, 1, 77] = True
+    else:
+        expected[0, 1, 77 if is_causal else 0 :] = True
+    assert torch.equal(out.isnan().any(-1), expected) and torch.equal(out.isnan().all(-1), expected)
+
+
+def test_nan_in_e4m3_of_the_users_own(device: torch.device) -> None:
+    q, k, v = (torch.randn(1, 1, 150, 64, device=device).to(torch.float8_e4m3fn) for _ in range(3))
+    v.view(torch.uint8)[0, 0, 100, 7] = 0xFF
+    out = fp8attn.triton_sdpa(q, k, v, is_causal=True, q_scale=1.0, k_scale=1.0, v_scale=1.0)
+    assert not out[:, :, :100].isnan().any() and out[:, :, 100:].isnan().all()
+
+
+def test_rows_without_keys_are_zero(device: torch.device) -> None:
+    q, k, v = (torch.randn(2, 2, n, 64, device=device) for n in (130, 70, 70))
+    mask = torch.ones(130, 70, dtype=torch.bool, device=device)
+    mask[3] = False
+    out, lse = fp8attn.triton_sdpa(q, k, v + 5, mask, return_lse=True)
+    assert (out[:, :, 3] == 0).all() and (lse[:, :, 3] == -torch.inf).all() and lse[:, :, 4].isfinite().all()
+    out, lse = fp8attn.triton_sdpa(q, k, v + 5, is_causal=True, causal_alignment="bottom_right", return_lse=True)
+    assert (out[:, :, :60] == 0).all() and (lse[:, :, :60] == -torch.inf).all() and lse[:, :, 60:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", ((2, 3, 5, 0), (2, 3, 0, 5), (0, 3, 5, 5), (1, 1, 1, 1)))
+def test_empty_and_single(device: torch.device, shape: tuple[int, int, int, int]) -> None:
+    batch, heads, q_length, kv_length = shape
+    q, k, v = (torch.randn(batch, heads, n, 64, device=device) for n in (q_length, kv_length, kv_length))
+    out, lse = fp8attn.triton_sdpa(q, k, v, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    if kv_length == 0:
+        assert (out == 0).all() and (lse == -torch.inf).all()
+    if shape == (1, 1, 1, 1):
+        torch.testing.assert_close(out, v)
+
+
+@given(case=cases(distributions=("normal", "outliers")))
+def test_deterministic_and_layouts_bitwise_equal(case: Case, device: torch.device) -> None:
+    results = []
+    for layout in ("bhsd", "bshd", "padded", "bhsd"):
+        q, k, v = dataclasses.replace(case, layout=layout).tensors(device)
+        results.append(fp8attn.triton_sdpa(q, k, v, **case.options(device), recipe=case.recipe, return_lse=True))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+@given(case=cases(distributions=("normal",), masks=("none", "causal", "bool broadcast")))
+def test_batches_and_heads_are_independent(case: Case, device: torch.device) -> None:
+    """Bit for bit, unless a scale covers the whole tensor."""
+    granularity = {"tensor": "head"}
+    recipe = dataclasses.replace(case.recipe, **{name: granularity.get(getattr(case.recipe, name), getattr(case.recipe, name)) for name in "qkv"})
+    q, k, v = case.tensors(device)
+    options = case.options(device)
+    whole = fp8attn.triton_sdpa(q, k, v, **options, recipe=recipe)
+    b, h = case.batch - 1, case.kv_heads - 1
+    heads = slice(h * case.group, (h + 1) * case.group)
+    alone = fp8attn.triton_sdpa(q[b : b + 1, heads], k[b : b + 1, h : h + 1], v[b : b + 1, h : h + 1], **options, recipe=recipe)
+    assert torch.equal(whole[b : b + 1, heads], alone)
+
+
+def test_permuting_keys_with_their_values(device: torch.device) -> None:
+    """Changes the order of rounding, nothing else: with half operands next to nothing."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 300, 64, generator=generator).to(device) for _ in range(3))
+    order = torch.randperm(300, generator=generator).to(device)
+    recipe = Recipe(k="head", compute="f16")
+    straight = fp8attn.triton_sdpa(q, k, v, recipe=recipe)
+    permuted = fp8attn.triton_sdpa(q, k[:, :, order], v[:, :, order], recipe=recipe)
+    assert relative(permuted, straight) <= 2e-3
+
+
+def test_adding_a_constant_to_keys(device: torch.device) -> None:
+    """Smoothing takes it away, bit for bit where float32 can: all numbers are multiples of 2^-6, and means exact."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randint(-64, 65, (1, 2, 256, 64), generator=generator).float().to(device) / 64 for _ in range(3))
+    out = fp8attn.triton_sdpa(q, k, v)
+    moved = fp8attn.triton_sdpa(q, k + torch.arange(64, device=device) * 8.0, v)
+    assert torch.equal(out, moved)
+    rough = fp8attn.triton_sdpa(q, k + torch.arange(64, device=device) * 8.0, v, recipe=Recipe(smooth_k=False))
+    assert relative(rough, out) > 0.05
+
+
+def test_long_rows_of_one_sign(device: torch.device) -> None:
+    """Sums of one sign don't shrink with length: what one accumulation in 13 bits loses."""
+    length = 1024 if device.type == "cpu" else 65536
+    q = torch.randn(1, 1, 64, 64, device=device, generator=torch.Generator(device).manual_seed(5))
+    k, v = torch.randn(1, 1, length, 64, device=device), torch.randn(1, 1, length, 64, device=device).abs()
+    for smooth_v in (True, False):
+        out = fp8attn.triton_sdpa(q, k, v, recipe=Recipe(smooth_v=smooth_v), out_dtype=torch.float32)
+        assert relative(out, fp8attn.reference_sdpa(q, k, v)) <= 0.005

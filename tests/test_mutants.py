@@ -1,0 +1,95 @@
+"""Kernels broken on purpose: the parity test must see each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from closeness import assert_matches_pipeline
+from conftest import GPU
+
+import fp8attn
+from fp8attn import reference
+from fp8attn.api import call_of
+from fp8attn.device import device_of
+from fp8attn.triton import configs, forward, tile
+
+pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
+
+original_softmax = tile.softmax_step
+
+
+@triton.jit
+def mask_off_by_one(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
+    limit = tl.minimum(rows + causal_offset + 1, kv_length - 1) - start
+    return tl.where(columns > limit, -float("inf"), x)
+
+
+@triton.jit
+def forgets_the_end(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
+    return tl.where(columns > rows + causal_offset - start, -float("inf"), x)
+
+
+@triton.jit
+def never_rescales(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE)
+    return p, m_new, alpha * 0 + 1, lanes
+
+
+@triton.jit
+def keeps_the_old_maximum(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE)
+    return p, tl.where(m == -float("inf"), m_new, m), alpha, lanes
+
+
+@triton.jit
+def wrong_scale(row_factor, key_scale, POSITIVE: tl.constexpr):
+    return row_factor
+
+
+@triton.jit
+def unpermuted(p):
+    return p
+
+
+@triton.jit
+def truncates(p, HALF: tl.constexpr, NATIVE: tl.constexpr):
+    bits = p.to(tl.uint32, bitcast=True) & 0xFFF00000
+    return bits.to(tl.float32, bitcast=True).to(tl.float16)
+
+
+MUTANTS = {
+    "mask off by one": ("hide", mask_off_by_one),
+    "end of keys forgotten": ("hide", forgets_the_end),
+    "missing rescale": ("softmax_step", never_rescales),
+    "stale maximum": ("softmax_step", keeps_the_old_maximum),
+    "wrong scale": ("score_factor", wrong_scale),
+    "unpermuted V": ("permute_keys", unpermuted),
+    "P truncated, not rounded": ("probabilities", truncates),
+}
+
+
+def check() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator) for n in (70, 150, 150))
+    # later keys score higher, so that the maximum moves; scales of blocks differ
+    k = k * torch.linspace(0.2, 3, 150)[:, None]
+    quantized = fp8attn.quantize(q, k, v)
+    for is_causal in (False, True):
+        call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32)
+        out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
+        oracle, _ = reference.pipeline(*quantized, block_n=32, causal="bottom_right" if is_causal else "none")
+        assert_matches_pipeline(out, oracle, emulated=True)
+
+
+def test_the_kernel_itself_passes() -> None:
+    check()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attribute, mutant = MUTANTS[name]
+    monkeypatch.setattr(forward, attribute, mutant)
+    with pytest.raises(AssertionError):
+        check()
