@@ -32,14 +32,14 @@ def forgets_the_end(x, rows, start, columns, q_length, kv_length, causal_offset,
 
 
 @triton.jit
-def never_rescales(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
-    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE)
+def never_rescales(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE, EXP2)
     return p, m_new, alpha * 0 + 1, lanes
 
 
 @triton.jit
-def keeps_the_old_maximum(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
-    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE)
+def keeps_the_old_maximum(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE, EXP2)
     return p, tl.where(m == -float("inf"), m_new, m), alpha, lanes
 
 

@@ -10,6 +10,10 @@ import torch
 from ..call import Call
 from ..device import Device
 from ..recipe import SCALE_BLOCK
+from . import exp2
+
+ROWS = 64
+"""Query rows of one Hopper warpgroup."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +35,32 @@ class HopperConfig:
         block_n: keys per block.
         stages: blocks of K and V in flight.
         registers: of a consumer's thread.
+        polynomials: of every 8 exponentials, those that are polynomials on the FMA pipe.
+        overlap: whether a consumer issues the next block's Q · Kᵀ right behind P · V, which takes registers for both results.
+        teams: groups of consumers that share a tile's stream of K and V; each has a producer and stages of its own. One team
+            loads least, many are never in step, so that one's start and end of a tile hide behind the others' work.
     """
 
     consumers: int
     block_n: int
     stages: int
     registers: int
+    polynomials: int = 0
+    overlap: bool = False
+    teams: int = 1
+
+    @property
+    def members(self) -> int:
+        """Consumers of one team."""
+        return self.consumers // self.teams
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows that one team works on at a time."""
+        return ROWS * self.members
 
 
 Config = PortableConfig | HopperConfig
-
-ROWS = 64
-"""Query rows of one Hopper warpgroup."""
 
 
 def split_dim(dim: int, smallest: int) -> tuple[int, int]:
@@ -94,6 +112,11 @@ class Traits:
     positive: bool
     folded: bool
 
+    @property
+    def exp2(self) -> str | None:
+        """PTX of the exponential, or None for the compiler's."""
+        return exp2.assembly(self.config.polynomials) if isinstance(self.config, HopperConfig) else None
+
     @classmethod
     def of(cls, call: Call, config: Config, device: Device) -> Traits:
         half = call.compute == "f16" or not device.has_fp8_units
@@ -129,7 +152,13 @@ def misfit(config: Config, call: Call, device: Device) -> str | None:
     live = max(config.block_n, *value_parts(call))  # scores and fresh P·V are live one after the other
     if isinstance(config, HopperConfig):
         rows, warps = ROWS, 4
-        shared_memory = config.stages * config.block_n * (head_dim + value_dim) + config.consumers * ROWS * head_dim + 2048
+        if config.teams not in (1, config.consumers) or (config.teams, config.consumers) == (2, 2):
+            return f"{config.consumers} consumers in {config.teams} teams: there must be one team, or three of one consumer each"
+        if config.overlap:
+            if value_parts(call)[1]:
+                return "overlap and V in two parts: the second part's accumulator would wait for the next block's Q·Kᵀ"
+            live = config.block_n + value_parts(call)[0]
+        shared_memory = config.teams * config.stages * config.block_n * (head_dim + value_dim) + config.consumers * ROWS * head_dim + 2048
         if (config.registers * config.consumers + 24) * 128 > REGISTER_FILE:
             return f"{config.consumers} consumers of {config.registers} registers a thread: an SM has {REGISTER_FILE} in all"
         available = config.registers - 32
@@ -160,8 +189,10 @@ def candidates(call: Call, device: Device) -> list[Config]:
     portable = product((16, 32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (2, 3, 4))
     space: list[Config] = [PortableConfig(*point) for point in portable]
     if device.arch // 10 == 9 and not device.emulated and why_not_hopper(call) is None:
-        hopper = product((1, 2, 3), (64, 128), (2, 3, 4, 6))
-        space += [HopperConfig(consumers, n, stages, HOPPER_REGISTERS[consumers]) for consumers, n, stages in hopper]
+        space += [
+            HopperConfig(consumers, block_n, stages, HOPPER_REGISTERS[consumers], polynomials, overlap, teams)
+            for consumers, block_n, stages, polynomials, overlap, teams in product((1, 2, 3), (64, 128), (2, 4), (0, 1), (False, True), (1, 3))
+        ]
     return [config for config in space if fits(config, call, device)]
 
 
@@ -189,12 +220,15 @@ HOPPER_REGISTERS = {1: 240, 2: 240, 3: 160}
 
 
 def hopper_config(call: Call, device: Device) -> HopperConfig:
-    """As many consumers as fit and leave no SM empty, as many stages as fit."""
-    heads = call.batch * call.q_heads
-    for consumers in (3, 2, 1):
-        fitting = [config for stages in (4, 3, 2) if fits(config := HopperConfig(consumers, 128, stages, HOPPER_REGISTERS[consumers]), call, device)]
-        if fitting and (consumers == 1 or heads * -(-call.q_length // (ROWS * consumers)) >= device.sm_count):
-            return fitting[0]
+    """As many consumers as fit and leave no SM empty, in teams of one and with overlap if that fits, as many stages as fit."""
+    strips = call.batch * call.q_heads * -(-call.q_length // ROWS)
+    for consumers, overlap, teams in ((3, True, 3), (3, False, 1), (2, True, 1), (2, False, 1), (1, True, 1), (1, False, 1)):
+        if consumers > 1 and strips < device.sm_count * consumers:
+            continue
+        for stages in (4, 3, 2):
+            config = HopperConfig(consumers, 128, stages, HOPPER_REGISTERS[consumers], overlap=overlap, teams=teams)
+            if fits(config, call, device):
+                return config
     return HopperConfig(1, 64, 2, HOPPER_REGISTERS[1])
 
 

@@ -75,7 +75,7 @@ def tile_at(position, shape, C: gl.constexpr):
     Heads are taken in groups; inside a group the last tiles go first, which in a causal call are the long ones.
     """
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
-    tiles = gl.cdiv(q_length, C.config.consumers * 64)
+    tiles = gl.cdiv(q_length, C.config.tile_rows)
     first = position // (group * tiles) * group
     inside = position % (group * tiles)
     heads = gl.minimum(group, batches * q_heads - first)
@@ -84,11 +84,12 @@ def tile_at(position, shape, C: gl.constexpr):
 
 
 @gluon.jit
-def place_in(turn, C: gl.constexpr):
-    """This CTA's place in the schedule's `turn`-th round: to and fro, so that nobody always gets the longer tiles."""
-    cta = gl.program_id(0)
+def place_in(turn, TEAM: gl.constexpr, C: gl.constexpr):
+    """This team's place in the schedule's `turn`-th round: to and fro, so that nobody always gets the longer tiles."""
     ctas = gl.num_programs(0)
-    return turn * ctas + gl.where(turn % 2 == 0, cta, ctas - 1 - cta)
+    teams = ctas * C.config.teams
+    team = TEAM * ctas + gl.program_id(0)
+    return turn * teams + gl.where(turn % 2 == 0, team, teams - 1 - team)
 
 
 @gluon.jit
@@ -102,31 +103,32 @@ def visible_end(row, shape, causal_offset, C: gl.constexpr):
 
 
 @gluon.jit
-def produce(descriptors, buffers, barriers, shape, positions, causal_offset, C: gl.constexpr):
-    """One warp: queries of every tile, and its blocks of K and V, in the order the consumers want them."""
+def produce(descriptors, buffers, barriers, shape, positions, causal_offset, TEAM: gl.constexpr, C: gl.constexpr):
+    """One warp: queries of every tile of a team, and its blocks of K and V, in the order the consumers want them."""
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc = descriptors
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.stages
-    CONSUMERS: gl.constexpr = C.config.consumers
+    MEMBERS: gl.constexpr = C.config.members
     block = 0
-    for turn in range(0, gl.cdiv(positions, gl.num_programs(0))):
-        position = place_in(turn, C)
+    for turn in range(0, gl.cdiv(positions, gl.num_programs(0) * C.config.teams)):
+        position = place_in(turn, TEAM, C)
         if position < positions:
             batch, head, tile = tile_at(position, shape, C)
             kv_head = head // (q_heads // kv_heads)
-            row = tile * (CONSUMERS * 64)
-            for c in gl.static_range(CONSUMERS):
+            row = tile * C.config.tile_rows
+            for c in gl.static_range(TEAM * MEMBERS, (TEAM + 1) * MEMBERS):
+                my_row = row + (c - TEAM * MEMBERS) * 64
                 mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
                 mbarrier.expect(q_full.index(c), 64 * (C.d0 + C.d1))
-                tma.async_copy_global_to_shared(q0_desc, [batch, head, row + c * 64, 0], q_full.index(c), sQ0.index(c))
+                tma.async_copy_global_to_shared(q0_desc, [batch, head, my_row, 0], q_full.index(c), sQ0.index(c))
                 if C.d1 > 0:
-                    tma.async_copy_global_to_shared(q1_desc, [batch, head, row + c * 64, C.d0], q_full.index(c), sQ1.index(c))
-            blocks = gl.cdiv(visible_end(row + CONSUMERS * 64 - 1, shape, causal_offset, C), BLOCK_N)
+                    tma.async_copy_global_to_shared(q1_desc, [batch, head, my_row, C.d0], q_full.index(c), sQ1.index(c))
+            blocks = gl.cdiv(visible_end(row + C.config.tile_rows - 1, shape, causal_offset, C), BLOCK_N)
             for n in range(0, blocks):
-                stage = block % STAGES
+                stage = TEAM * STAGES + block % STAGES
                 free = (block // STAGES & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), free)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (C.d0 + C.d1))
@@ -143,11 +145,11 @@ def produce(descriptors, buffers, barriers, shape, positions, causal_offset, C: 
 
 
 @gluon.jit
-def release(barriers, n, blocks, block, STAGES: gl.constexpr):
-    """Blocks that the CTA loads for its later rows and this consumer has no use for."""
+def release(barriers, n, blocks, block, TEAM: gl.constexpr, STAGES: gl.constexpr):
+    """Blocks that are loaded for the team's later rows and this consumer has no use for."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     for _ in range(n, blocks):
-        stage = block % STAGES
+        stage = TEAM * STAGES + block % STAGES
         phase = block // STAGES & 1
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage))
@@ -183,9 +185,8 @@ def start_values(acc, alpha, p, sV, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_values(acc, alpha, fresh, C: gl.constexpr):
+def add_values(acc, alpha, fresh, C: gl.constexpr):
     """acc · alpha + P · V."""
-    fresh = warpgroup_mma_wait(0, deps=(fresh,))
     if C.two_level:
         return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None] + fresh
     else:
@@ -194,12 +195,13 @@ def finish_values(acc, alpha, fresh, C: gl.constexpr):
 
 @gluon.jit
 def attend(
-    m, l, acc0, acc1, n, block, sq, row_factor, keys, mask, buffers, barriers, C: gl.constexpr,
-    MASKED: gl.constexpr, POSITIVE: gl.constexpr,
+    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask, buffers, barriers, TEAM: gl.constexpr,
+    C: gl.constexpr, MASKED: gl.constexpr, POSITIVE: gl.constexpr,
 ):  # fmt: skip
-    """64 queries attend to key block n, the CTA's `block`-th in all.
+    """64 queries attend to key block n of `seen`, the team's `block`-th in all.
 
     Args:
+        x: if C.config.overlap the block's scores in the making, else anything.
         keys: what tells scales and visibility of keys, see `consume`. mask: the head's (Sq, Sk), or None.
         MASKED: some row may not see some of the keys.
         POSITIVE: no m is negative.
@@ -209,20 +211,21 @@ def attend(
     k_scale, k_scale_stride, mask_strides, rows, q_length, kv_length, causal_offset = keys
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.stages
-    stage = block % STAGES
+    stage = TEAM * STAGES + block % STAGES
     phase = block // STAGES & 1
 
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout(C)))
     if C.k_group == 1:
         column = n * BLOCK_N + columns
         key_scale = gl.load(k_scale + column * k_scale_stride, mask=column < kv_length, other=1.0)
-        factor = score_factor(row_factor, 1.0, C.positive)
     else:
         index = n * BLOCK_N // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
-        factor = score_factor(row_factor, gl.load(k_scale + index * k_scale_stride), C.positive)
+        block_scale = gl.load(k_scale + index * k_scale_stride)
 
-    mbarrier.wait(k_full.index(stage), phase)
-    x = start_scores(sq, buffers, stage, C)
+    if not C.config.overlap:
+        mbarrier.wait(k_full.index(stage), phase)
+        x = start_scores(sq, buffers, stage, C)
+    factor = score_factor(row_factor, 1.0 if C.k_group == 1 else block_scale, C.positive)
     # V's barrier is seen to while the tensor core works; K's, behind P · V, would cost registers that spill
     mbarrier.wait(v_full.index(stage), phase)
     x = warpgroup_mma_wait(0, deps=(x,))
@@ -234,19 +237,30 @@ def attend(
         x *= factor[:, None]
     if MASKED:
         x = hide(x, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, True)
-    p, m, alpha, lanes = softmax_step(x, factor, m, C.folded, POSITIVE)
+    EXP2: gl.constexpr = C.exp2 if POSITIVE else None
+    p, m, alpha, lanes = softmax_step(x, factor, m, C.folded, POSITIVE, EXP2)
     LANES: gl.constexpr = lane_layout()
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, LANES))[:, None] + gl.convert_layout(lanes, LANES, assert_trivial=True)
     p = permute_keys(p.to(gl.float8e4nv))
 
     fresh = start_values(acc0, alpha, p, sV0.index(stage), C)
-    acc0 = finish_values(acc0, alpha, fresh, C)
+    if C.config.overlap:
+        # past the last block this multiplies what happens to lie there, and nobody looks
+        following = TEAM * STAGES + (block + 1) % STAGES
+        if n + 1 < seen:
+            mbarrier.wait(k_full.index(following), (block + 1) // STAGES & 1)
+        x = start_scores(sq, buffers, following, C)
+        fresh = warpgroup_mma_wait(1, deps=(fresh,))
+        acc0 = add_values(acc0, alpha, fresh, C)
+    else:
+        acc0 = add_values(acc0, alpha, warpgroup_mma_wait(0, deps=(fresh,)), C)
     if C.dv1 > 0:
         # nothing moves above this line: the second part's fresh accumulator takes the registers of the first's
         acc0 = warpgroup_mma_wait(0, deps=(acc0,))
-        acc1 = finish_values(acc1, alpha, start_values(acc1, alpha, p, sV1.index(stage), C), C)
+        fresh = warpgroup_mma_wait(0, deps=(start_values(acc1, alpha, p, sV1.index(stage), C),))
+        acc1 = add_values(acc1, alpha, fresh, C)
     mbarrier.arrive(v_empty.index(stage))
-    return m, l, acc0, acc1
+    return m, l, acc0, acc1, x
 
 
 @gluon.jit
@@ -287,16 +301,18 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
     STAGES: gl.constexpr = C.config.stages
     sq0 = sQ0.index(ME).reshape((64, C.d0))
     sq = (sq0, sQ1.index(ME).reshape((64, C.d1)) if C.d1 > 0 else sq0)
+    TEAM: gl.constexpr = ME // C.config.members
+    MEMBER: gl.constexpr = ME % C.config.members
     block = 0
-    for turn in range(0, gl.cdiv(positions, gl.num_programs(0))):
-        position = place_in(turn, C)
+    for turn in range(0, gl.cdiv(positions, gl.num_programs(0) * C.config.teams)):
+        position = place_in(turn, TEAM, C)
         if position < positions:
             batch, head, tile = tile_at(position, shape, C)
             kv_head = (head // (q_heads // kv_heads)).to(gl.int64)
             batch = batch.to(gl.int64)
             head = head.to(gl.int64)
-            first = tile * (C.config.consumers * 64)
-            rows = first + ME * 64 + gl.arange(0, 64, layout=R)
+            first = tile * C.config.tile_rows + MEMBER * 64
+            rows = first + gl.arange(0, 64, layout=R)
 
             index = rows * 0 if C.q_group == 0 else rows // C.q_group
             pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + index * q_scale_strides[2]
@@ -318,31 +334,44 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             acc0 = gl.full([64, C.dv0], 0.0, gl.float32, O0)
             acc1 = gl.full([64, C.dv1], 0.0, gl.float32, O1) if C.dv1 > 0 else acc0
 
-            # blocks that the CTA loads, that some row of mine sees, that all rows of mine see whole
-            loaded = gl.cdiv(visible_end(first + C.config.consumers * 64 - 1, shape, causal_offset, C), BLOCK_N)
-            seen = gl.cdiv(visible_end(first + ME * 64 + 63, shape, causal_offset, C), BLOCK_N)
-            seen = gl.where(first + ME * 64 < q_length, seen, 0)
-            whole = visible_end(first + ME * 64, shape, causal_offset, C) // BLOCK_N
+            # blocks that the team loads, that some row of mine sees, that all rows of mine see whole
+            loaded = gl.cdiv(visible_end(tile * C.config.tile_rows + C.config.tile_rows - 1, shape, causal_offset, C), BLOCK_N)
+            seen = gl.cdiv(visible_end(first + 63, shape, causal_offset, C), BLOCK_N)
+            seen = gl.where(first < q_length, seen, 0)
+            whole = visible_end(first, shape, causal_offset, C) // BLOCK_N
             whole = 0 if mask is not None else gl.minimum(whole, seen)
             scale_base = k_scale + batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
             mask_base = mask
             if mask is not None:
                 mask_base += batch * mask_strides[0] + head * mask_strides[1]
             keys = (scale_base, k_scale_strides[2], mask_strides, rows, q_length, kv_length, causal_offset)
+            x = gl.full([64, BLOCK_N], 0.0, gl.float32, score_layout(C))
+            if C.config.overlap:
+                if seen > 0:
+                    mbarrier.wait(k_full.index(TEAM * STAGES + block % STAGES), block // STAGES & 1)
+                x = start_scores(sq, buffers, TEAM * STAGES + block % STAGES, C)
             opening = gl.minimum(whole, 1)
             for n in range(0, opening):
-                m, l, acc0, acc1 = attend(m, l, acc0, acc1, n, block, sq, row_factor, keys, mask_base, buffers, barriers, C, False, False)
+                m, l, acc0, acc1, x = attend(
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, False
+                )
                 block += 1
             # a maximum only grows: once all are positive they stay so. The rare others take the masked loop to the end
             whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
             for n in range(opening, whole):
-                m, l, acc0, acc1 = attend(m, l, acc0, acc1, n, block, sq, row_factor, keys, mask_base, buffers, barriers, C, False, True)
+                m, l, acc0, acc1, x = attend(
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, True
+                )
                 block += 1
             for n in range(whole, seen):
-                m, l, acc0, acc1 = attend(m, l, acc0, acc1, n, block, sq, row_factor, keys, mask_base, buffers, barriers, C, True, False)
+                m, l, acc0, acc1, x = attend(
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, True, False
+                )
                 block += 1
+            if C.config.overlap:
+                x = warpgroup_mma_wait(0, deps=(x,))
             mbarrier.arrive(q_empty.index(ME))
-            block = release(barriers, seen, loaded, block, STAGES)
+            block = release(barriers, seen, loaded, block, TEAM, STAGES)
 
             l = gl.convert_layout(gl.sum(l, 1), R)
             out_base = out + batch * out_strides[0] + head * out_strides[1]
@@ -362,8 +391,9 @@ def hopper_kernel(
     """Grid: at most one CTA per SM; see `launch` for the arguments. Descriptors of parts that aren't there are None."""
     descriptors = (q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc)
     BLOCK_N: gl.constexpr = C.config.block_n
-    STAGES: gl.constexpr = C.config.stages
+    STAGES: gl.constexpr = C.config.teams * C.config.stages
     CONSUMERS: gl.constexpr = C.config.consumers
+    TEAMS: gl.constexpr = C.config.teams
     E4M3: gl.constexpr = gl.float8e4nv
     sQ0 = gl.allocate_shared_memory(E4M3, [CONSUMERS, 1, 1, 64, C.d0], rows_layout(64, C.d0))
     sK0 = gl.allocate_shared_memory(E4M3, [STAGES, 1, 1, BLOCK_N, C.d0], rows_layout(BLOCK_N, C.d0))
@@ -391,19 +421,18 @@ def hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_empty.index(i), count=C.config.members)
+        mbarrier.init(v_empty.index(i), count=C.config.members)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
 
     ZERO: gl.constexpr = gl.constexpr(0)
     ONE: gl.constexpr = gl.constexpr(1)
     TWO: gl.constexpr = gl.constexpr(2)
-    THREE: gl.constexpr = gl.constexpr(3)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
             ],
             [1],
             [24],
@@ -413,18 +442,18 @@ def hopper_kernel(
             [
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
             ],
             [4, 1],
             [C.config.registers, 24],
         )
-    elif CONSUMERS == 3:
+    elif TEAMS == 1:
         gl.warp_specialize(
             [
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, TWO, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
             ],
             [4, 4, 1],
             [C.config.registers, C.config.registers, 24],
@@ -435,11 +464,12 @@ def hopper_kernel(
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
                 (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, TWO, C)),
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, THREE, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ONE, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, TWO, C)),
             ],
-            [4, 4, 4, 1],
-            [C.config.registers, C.config.registers, C.config.registers, 24],
+            [4, 4, 1, 1, 1],
+            [C.config.registers, C.config.registers, 24, 24, 24],
         )
 
 
@@ -472,12 +502,12 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
     if out.numel() == 0:
         return out, lse
     traits = Traits.of(call, config, device)
-    positions = triton.cdiv(call.q_length, config.consumers * ROWS) * call.batch * call.q_heads
+    positions = triton.cdiv(call.q_length, config.tile_rows) * call.batch * call.q_heads
     # heads that are worked on side by side: those that share keys; of a causal call all, so that long tiles come first
     group = call.batch * call.q_heads if traits.causal else call.q_heads // call.kv_heads
     launch(
         hopper_kernel,
-        (min(positions, device.sm_count),),
+        (min(triton.cdiv(positions, config.teams), device.sm_count),),
         rows_descriptor(call.q, ROWS, traits.d0),
         rows_descriptor(call.q, ROWS, traits.d1),
         rows_descriptor(call.k, config.block_n, traits.d0),

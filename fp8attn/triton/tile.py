@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .. import layout, recipe, reference
 from .. import quantize as definition
+from . import exp2
 
 LOG2E: tl.constexpr = tl.constexpr(reference.LOG2E)
 P_OFFSET: tl.constexpr = tl.constexpr(reference.P_OFFSET)
@@ -13,6 +14,8 @@ SCALE_BLOCK: tl.constexpr = tl.constexpr(recipe.SCALE_BLOCK)
 E4M3_MAX: tl.constexpr = tl.constexpr(recipe.E4M3_MAX)
 E4M3_NAN: tl.constexpr = tl.constexpr(recipe.E4M3_NAN)
 FLOAT_MAX: tl.constexpr = tl.constexpr(definition.FLOAT_MAX)
+EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
+EXP2_PACK: tl.constexpr = tl.constexpr(exp2.PACK)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(definition.SMALLEST_SCALE)
 
 INTERPRETING = triton.knobs.runtime.interpret
@@ -32,7 +35,16 @@ def score_factor(row_factor, key_scale, POSITIVE: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
+def power_of_two(x, EXP2: tl.constexpr):
+    """2^x, by the PTX of exp2.assembly if that is given."""
+    if EXP2 is None:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(EXP2, EXP2_CONSTRAINTS, [x], dtype=tl.float32, is_pure=True, pack=EXP2_PACK)
+
+
+@triton.jit
+def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
     """One key block of online softmax in base 2.
 
     Args:
@@ -41,6 +53,7 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
         m: (M,) running maximum.
         POSITIVE: no m is negative. Then scores are compared as integers, whose order is that of floats from zero up: the
             hardware takes two new integers an instruction, but one float.
+        EXP2: see `power_of_two`; None where rows may have no visible keys, which need 2^-inf to be 0.
 
     Returns:
         p = 2^(score - m + P_OFFSET) (M, N), the new m, (M,) what sums so far are to be multiplied with, and (M, 4) sums of p,
@@ -58,9 +71,9 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
     alpha = tl.exp2(m - origin)
     shift = (origin - P_OFFSET)[:, None]
     if FOLDED:
-        p = tl.exp2(x * factor[:, None] - shift)
+        p = power_of_two(x * factor[:, None] - shift, EXP2)
     else:
-        p = tl.exp2(x - shift)
+        p = power_of_two(x - shift, EXP2)
     M: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
     return p, m_new, alpha, tl.sum(tl.sum(tl.reshape(p, (M, N // 8, 4, 2)), 3), 1)

@@ -58,8 +58,9 @@ def measured(call: Call, device: Device) -> Config | None:
 
 def fills(config: Config, call: Call, device: Device) -> bool:
     """Whether there is a tile for every SM: what was measured on large calls says little about smaller ones."""
-    rows = config.consumers * configs.ROWS if isinstance(config, HopperConfig) else config.block_m
-    return call.batch * call.q_heads * -(-call.q_length // rows) >= device.sm_count
+    if isinstance(config, HopperConfig):
+        return call.batch * call.q_heads * -(-call.q_length // config.tile_rows) >= device.sm_count * config.teams
+    return call.batch * call.q_heads * -(-call.q_length // config.block_m) >= device.sm_count
 
 
 def tune(call: Call, device: Device, run) -> list[tuple[float, Config]]:
