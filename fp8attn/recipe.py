@@ -33,8 +33,8 @@ class Recipe:
         q: granularity of Q's scales, one of `tensor | head | block | token`.
         k: granularity of K's scales, one of `tensor | head | block | token`. All but `token` cost the kernel nothing.
         v: granularity of V's scales, one of `tensor | head | channel`.
-        smooth_k: subtract K's mean over tokens before quantizing. Softmax doesn't change; channels with a large common
-            part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
+        smooth_k: subtract K's mean over tokens, estimated from 512 of them, before quantizing. Softmax doesn't change; channels
+            with a large common part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
         smooth_v: subtract V's mean over tokens before quantizing and add it back after normalisation, which is exact
             because the probabilities of a row sum to one.
         compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel.

@@ -47,7 +47,7 @@ def _polynomial(out: str, x: str) -> list[str]:
 def assembly(polynomials: int) -> str | None:
     """2 to the power of PACK numbers, `polynomials` of them, spread evenly, as polynomials; None if none is.
 
-    The scheme of FlashAttention-4 (arXiv:2603.05451, section on software-emulated exponentials), for another balance of units.
+    The idea is FlashAttention-4's (Zadouri et al., 2026: exponentials emulated on the FMA units), for another balance of units.
     """
     if polynomials == 0:
         return None

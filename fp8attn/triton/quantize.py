@@ -1,7 +1,8 @@
-"""Fused quantization: q is read once, k and v twice, and all are written as e4m3, v transposed and key-permuted.
+"""Fused quantization: q and k are read once, v twice, and all are written as e4m3, v transposed and key-permuted.
 
-Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of blocks of k and v and quantizes
-q, `finish_kernel` makes means and scales of them, `write_kernel` quantizes k and v.
+Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of strips of v, makes k's mean and
+quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
+or more is k read twice, too.
 """
 
 from __future__ import annotations
@@ -51,27 +52,23 @@ class Traits:
     native: bool
 
     @property
-    def k_stats(self) -> bool:
-        """Whether K needs statistics; V always does."""
-        return self.k_dim > 0 and (self.smooth_k or self.k_extremes)
-
-    @property
     def widths(self) -> tuple[int, int, int]:
         q, k, v = (max(16, triton.next_power_of_2(dim)) for dim in (self.q_dim, self.k_dim, self.v_dim))
         return q, k, v
 
 
 @triton.jit
-def load_tile(base, rows, row_stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """Rows of a (length, DIM) matrix as float32 (…, WIDTH), zeros outside. CHECK: rows may reach the end."""
+def load_tile(base, rows, row_stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, ONCE: tl.constexpr):
+    """Rows of a (length, DIM) matrix as float32 (…, WIDTH), zeros outside. CHECK: rows may reach the end. ONCE: L2 may drop them."""
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
     columns = tl.arange(0, WIDTH)
     pointers = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     if CHECK:
-        return tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < DIM), other=0.0).to(tl.float32)
+        return tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < DIM), other=0.0, eviction_policy=POLICY).to(tl.float32)
     elif WIDTH > DIM:
-        return tl.load(pointers, mask=columns[None, :] < DIM, other=0.0).to(tl.float32)
+        return tl.load(pointers, mask=columns[None, :] < DIM, other=0.0, eviction_policy=POLICY).to(tl.float32)
     else:
-        return tl.load(pointers).to(tl.float32)
+        return tl.load(pointers, eviction_policy=POLICY).to(tl.float32)
 
 
 @triton.jit
@@ -87,19 +84,25 @@ def sum_lanes(total):
 
 
 @triton.jit
-def sum_strip(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr):
-    """Lanes' sums, minima and maxima (LANES, WIDTH) of a strip's channels. CAREFUL: of its finite elements; rows may not exist."""
+def sum_strip(
+    base, first, step, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr
+):  # fmt: skip
+    """Lanes' sums, minima and maxima (LANES, WIDTH) of the channels of STRIP tokens: groups of LANES, `step` tokens apart.
+
+    CAREFUL: of its finite elements; rows may not exist.
+    """
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.full([LANES, WIDTH], float("inf"), tl.float32)
     high = tl.full([LANES, WIDTH], -float("inf"), tl.float32)
-    for step in tl.range(0, STRIP, LANES, loop_unroll_factor=4):
-        rows = strip * STRIP + step + tl.arange(0, LANES)
-        x = load_tile(base, rows, stride, length, DIM, WIDTH, CAREFUL)
+    for i in tl.range(0, STRIP // LANES, loop_unroll_factor=4):
+        rows = first + i * step + tl.arange(0, LANES)
+        x = load_tile(base, rows, stride, length, DIM, WIDTH, CAREFUL, False)
         if CAREFUL:
             counts = is_finite(x) & (rows < length)[:, None]
             total += tl.where(counts, x, 0.0)
-            low = tl.minimum(low, tl.where(counts, x, float("inf")))
-            high = tl.maximum(high, tl.where(counts, x, -float("inf")))
+            if EXTREMES:
+                low = tl.minimum(low, tl.where(counts, x, float("inf")))
+                high = tl.maximum(high, tl.where(counts, x, -float("inf")))
         else:
             total += x
             if EXTREMES:
@@ -109,65 +112,83 @@ def sum_strip(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr, EXTREMES: tl.constexpr):
-    """Statistics of one strip of tokens: sums (LANES, DIM), extremes (2, DIM), and whether it needs care: ragged, or not all finite."""
+def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Statistics of one strip of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care: ragged, or not all finite.
+
+    sums and flag may be None.
+    """
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.zeros([LANES, WIDTH], tl.float32)
     high = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
-    if (strip + 1) * STRIP <= length:
-        total, low, high = sum_strip(base, strip, stride, length, DIM, WIDTH, EXTREMES, False)
+    first = strip * STRIP
+    if first + STRIP <= length:
+        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, False)
         # an element that isn't finite leaves a sum that isn't
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, low, high = sum_strip(base, strip, stride, length, DIM, WIDTH, EXTREMES, True)
-    tl.store(flag, careful)
+        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, True)
     columns = tl.arange(0, WIDTH)
-    lanes = tl.arange(0, LANES)
-    tl.store(sums + lanes[:, None] * DIM + columns[None, :], total, mask=(columns < DIM)[None, :])
-    if EXTREMES:
-        tl.store(extremes + columns, tl.min(low, 0), mask=columns < DIM)
-        tl.store(extremes + DIM + columns, tl.max(high, 0), mask=columns < DIM)
+    tl.store(extremes + columns, tl.min(low, 0), mask=columns < DIM)
+    tl.store(extremes + DIM + columns, tl.max(high, 0), mask=columns < DIM)
+    if sums is not None:
+        tl.store(sums + columns, sum_lanes(total), mask=columns < DIM)
+    if flag is not None:
+        tl.store(flag, careful)
 
 
 @triton.jit
-def finish_head(
-    sums, extremes, pair, first, strips, inverse_length, mean_out, largest_out, scale_out,
-    DIM: tl.constexpr, SMOOTH: tl.constexpr, EXTREMES: tl.constexpr, COARSE: tl.constexpr,
-):  # fmt: skip
-    """One head's means, largest magnitudes and scales of channels first …, from the statistics of its strips; None isn't stored."""
-    WIDTH: tl.constexpr = CHANNELS
-    columns = first + tl.arange(0, WIDTH)
+def removable(mean):
+    """quantize.removable."""
+    return tl.where(tl.abs(mean) < LARGEST_MEAN, mean, 0.0)
+
+
+@triton.jit
+def sample_mean(base, step, stride, length, inverse_size, mean, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """quantize.key_mean of one head."""
+    total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, False, True)
+    columns = tl.arange(0, WIDTH)
+    tl.store(mean + columns, removable(sum_lanes(total) * inverse_size), mask=columns < DIM)
+
+
+@triton.jit
+def strip_extremes(extremes, strips, columns, DIM: tl.constexpr):
+    """Minima and maxima of channels over all strips."""
     lanes = tl.arange(0, LANES)
-    total = tl.zeros([LANES, WIDTH], tl.float32)
-    low = tl.full([WIDTH], float("inf"), tl.float32)
-    high = tl.full([WIDTH], -float("inf"), tl.float32)
-    for strip in tl.range(0, strips, loop_unroll_factor=4):
-        index = pair * strips + strip
-        if SMOOTH:
-            pointers = sums + (index * LANES + lanes[:, None]) * DIM + columns[None, :]
-            total += tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
-        if EXTREMES:
-            pointers = extremes + index * 2 * DIM + columns
-            low = tl.minimum(low, tl.load(pointers, mask=columns < DIM, other=float("inf")))
-            high = tl.maximum(high, tl.load(pointers + DIM, mask=columns < DIM, other=-float("inf")))
-    mean = tl.zeros([WIDTH], tl.float32)
-    if SMOOTH:
-        mean = sum_lanes(total) * inverse_length
-        if COARSE:
-            # quantize.coarse
-            largest = tl.maximum(tl.maximum(high, -low), 0.0)
-            step = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * MEAN_STEP
-            mean = tl.where(low == high, low, (mean + step * ROUNDER) - step * ROUNDER)
-        mean = tl.where(tl.abs(mean) < LARGEST_MEAN, mean, 0.0)
-        tl.store(mean_out + pair * DIM + columns, mean, mask=columns < DIM)
-    if EXTREMES:
-        # rounding is monotonic: the extremes of x - mean are those of x, minus the mean
-        largest = tl.maximum(tl.maximum(high - mean, mean - low), 0.0)
-        if largest_out is not None:
-            tl.store(largest_out + pair * DIM + columns, largest, mask=columns < DIM)
-        if scale_out is not None:
-            tl.store(scale_out + pair * DIM + columns, scale_of(largest), mask=columns < DIM)
+    low = tl.full([LANES, columns.shape[0]], float("inf"), tl.float32)
+    high = tl.full([LANES, columns.shape[0]], -float("inf"), tl.float32)
+    for first in range(0, strips, LANES):
+        strip = (first + lanes)[:, None]
+        inside = (strip < strips) & (columns < DIM)[None, :]
+        pointers = extremes + strip * 2 * DIM + columns[None, :]
+        low = tl.minimum(low, tl.load(pointers, mask=inside, other=float("inf")))
+        high = tl.maximum(high, tl.load(pointers + DIM, mask=inside, other=-float("inf")))
+    return tl.min(low, 0), tl.max(high, 0)
+
+
+@triton.jit
+def strip_sum(sums, strips, columns, DIM: tl.constexpr):
+    """Sums of channels over all strips."""
+    lanes = tl.arange(0, LANES)
+    total = tl.zeros([LANES, columns.shape[0]], tl.float32)
+    for first in range(0, strips, LANES):
+        strip = (first + lanes)[:, None]
+        total += tl.load(sums + strip * DIM + columns[None, :], mask=(strip < strips) & (columns < DIM)[None, :], other=0.0)
+    return sum_lanes(total)
+
+
+@triton.jit
+def largest_magnitude(low, high, mean):
+    """Of x - mean, from x's extremes: rounding is monotonic."""
+    return tl.maximum(tl.maximum(high - mean, mean - low), 0.0)
+
+
+@triton.jit
+def coarse(mean, low, high):
+    """quantize.coarse."""
+    largest = tl.maximum(tl.maximum(high, -low), 0.0)
+    step = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * MEAN_STEP
+    return tl.where(low == high, low + 0.0, (mean + step * ROUNDER) - step * ROUNDER)
 
 
 @triton.jit
@@ -205,136 +226,144 @@ def load_vector(vector, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def write_kv_block(
-    k, v, k_stride, v_stride, k_mean, v_mean, k_scale, k_scale_stride, v_scale, v_scale_stride, k_data, k_data_stride, v_data,
-    block, length, padded, C: tl.constexpr, CAREFUL: tl.constexpr,
+def write_rows(
+    x, x_stride, mean, rows, hidden, whole, scale_out, scale_block, scale_stride, out, out_stride, length,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of one head's tokens. CAREFUL: it is ragged, or not all finite."""
-    K_WIDTH: tl.constexpr = C.widths[1]
-    V_WIDTH: tl.constexpr = C.widths[2]
-    slots = block * BLOCK + tl.arange(0, BLOCK)
-    rows = key_of_slot(slots)
+    """Quantize one block of one head's q or k.
 
-    y = load_tile(v, rows, v_stride, length, C.v_dim, V_WIDTH, CAREFUL)
-    hidden = rows >= length
-    if CAREFUL:
-        hidden = tl.max(tl.where(is_finite(y), 0, 1), 1) > 0
-    if C.smooth_v:
-        y -= load_vector(v_mean, C.v_dim, V_WIDTH)
-    columns = tl.arange(0, V_WIDTH)
-    scale = tl.load(v_scale + columns * v_scale_stride, mask=columns < C.v_dim, other=1.0)
-    y *= tl.div_rn(1.0, scale)[None, :]
-    if CAREFUL:
-        # a token's NaN goes into its key; behind the end there are zeros, not -mean
-        y = tl.where(is_finite(y) & (rows < length)[:, None], y, 0.0)
-    pointers = v_data + columns[:, None].to(tl.int64) * padded + slots[None, :]
-    tl.store(pointers, tl.trans(e4m3_code(y, C.native)), mask=(columns < C.v_dim)[:, None])
-
-    y = load_tile(k, rows, k_stride, length, C.k_dim, K_WIDTH, CAREFUL)
-    if CAREFUL:
-        y = tl.where(is_finite(y), y, float("nan"))
-    if C.smooth_k:
-        y -= load_vector(k_mean, C.k_dim, K_WIDTH)
-    if CAREFUL:
+    Args:
+        mean: (DIM,), or None.
+        rows: (BLOCK,) tokens of the block in any order. hidden: (BLOCK,) bool, those that become NaN.
+        whole: whether all rows exist and none is hidden.
+    """
+    shift = 0.0
+    if mean is not None:
+        columns = tl.arange(0, WIDTH)
+        shift = tl.load(mean + columns, mask=columns < DIM, other=0.0)[None, :]
+    careful = 1
+    if whole:
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True)  # what comes after is to find v in L2
+        if tl.sum(y * 0.0) == 0.0:  # NaN * 0 and inf * 0 are NaN
+            careful = 0
+            store_rows(y - shift, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, NATIVE, False)
+    if careful == 1:
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, True, True)
+        y = tl.where(is_finite(y), y, float("nan")) - shift
         y = tl.where((rows < length)[:, None], y, 0.0)  # rows behind the end don't widen the block's scale
-    store_rows(
-        y, rows, length, hidden, k_scale, block, k_scale_stride, k_data, k_data_stride,
-        C.k_dim, K_WIDTH, C.k_group, C.native, CAREFUL,
-    )  # fmt: skip
+        store_rows(y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, NATIVE, True)
 
 
 @triton.jit
-def write_q_block(q, q_stride, q_scale, q_scale_stride, q_data, q_data_stride, block, length, C: tl.constexpr):
-    """Quantize one block of one head's queries."""
-    WIDTH: tl.constexpr = C.widths[0]
-    rows = block * BLOCK + tl.arange(0, BLOCK)
-    careful = 1
-    if (block + 1) * BLOCK <= length:
-        y = load_tile(q, rows, q_stride, length, C.q_dim, WIDTH, False)
-        if tl.sum(y * 0.0) == 0.0:  # NaN * 0 and inf * 0 are NaN
-            careful = 0
-            store_rows(y, rows, length, rows < 0, q_scale, block, q_scale_stride, q_data, q_data_stride, C.q_dim, WIDTH, C.q_group, C.native, False)
-    if careful == 1:
-        y = load_tile(q, rows, q_stride, length, C.q_dim, WIDTH, True)
-        y = tl.where(is_finite(y), y, float("nan"))
-        store_rows(y, rows, length, rows < 0, q_scale, block, q_scale_stride, q_data, q_data_stride, C.q_dim, WIDTH, C.q_group, C.native, True)
+def write_values(v, v_stride, mean, scale, scale_stride, out, slots, length, padded, C: tl.constexpr, CAREFUL: tl.constexpr):
+    """Quantize one block of one head's v; which of its tokens aren't finite. CAREFUL: it is ragged, or some aren't."""
+    WIDTH: tl.constexpr = C.widths[2]
+    rows = key_of_slot(slots)
+    columns = tl.arange(0, WIDTH)
+    y = load_tile(v, rows, v_stride, length, C.v_dim, WIDTH, CAREFUL, False)
+    hidden = rows < 0
+    if CAREFUL:
+        hidden = tl.max(tl.where(is_finite(y), 0, 1), 1) > 0
+    if C.smooth_v:
+        y -= tl.load(mean + columns, mask=columns < C.v_dim, other=0.0)[None, :]
+    y *= tl.div_rn(1.0, tl.load(scale + columns * scale_stride, mask=columns < C.v_dim, other=1.0))[None, :]
+    if CAREFUL:
+        # a token's NaN goes into its key; behind the end there are zeros, not -mean
+        y = tl.where(is_finite(y) & (rows < length)[:, None], y, 0.0)
+    pointers = out + columns[:, None].to(tl.int64) * padded + slots[None, :]
+    tl.store(pointers, tl.trans(e4m3_code(y, C.native)), mask=(columns < C.v_dim)[:, None])
+    return hidden
 
 
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length"])
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
 def gather_kernel(
-    q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides,
-    k_sums, k_extremes, v_sums, v_extremes, flags, q_heads, kv_heads, kv_pairs, q_length, kv_length, C: tl.constexpr,
+    q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, k_mean, k_extremes,
+    v_sums, v_extremes, v_flags, q_heads, kv_heads, kv_pairs, q_length, kv_length, sample_step, inverse_sample_size, C: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of every strip of k and v: sums (B, Hkv, strips, LANES, D), extremes (…, 2, D), flags (…, 2); and q quantized.
+    """Statistics of every strip of v: sums (B, Hkv, strips, Dv), extremes (…, 2, Dv), flags (…); k's mean and extremes; q quantized.
 
-    Grid: strips of k, strips of v, blocks of q, in one dimension. Dims of 0 in C: there is no q, or no k and v.
+    Grid: strips of v, strips of k if C.k_extremes, heads of k if C.smooth_k, blocks of q, in one dimension: long programs first. Dims
+    of 0 in C: there is no q, or no k and v.
     """
     item = tl.program_id(0)
     strips = tl.cdiv(kv_length, STRIP)
-    kv_items = kv_pairs * strips
-    if item < 2 * kv_items:
-        index = (item % kv_items).to(tl.int64)
-        pair = index // strips
-        strip = item % kv_items % strips
-        if item < kv_items:
-            if C.k_stats:
-                base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
-                extremes = k_extremes
-                if C.k_extremes:
-                    extremes += index * 2 * C.k_dim
-                gather_strip(
-                    base, strip, k_strides[2], kv_length, k_sums + index * LANES * C.k_dim, extremes, flags + 2 * index,
-                    C.k_dim, C.widths[1], C.k_extremes,
-                )  # fmt: skip
-        else:
-            if C.v_dim > 0:
-                base = v + pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1]
-                gather_strip(
-                    base, strip, v_strides[2], kv_length, v_sums + index * LANES * C.v_dim, v_extremes + index * 2 * C.v_dim,
-                    flags + 2 * index + 1, C.v_dim, C.widths[2], True,
-                )  # fmt: skip
+    k_first = kv_pairs * strips
+    mean_first = k_first + (kv_pairs * strips if C.k_extremes else 0)
+    q_first = mean_first + (kv_pairs if C.smooth_k else 0)
+    if item < k_first:
+        if C.v_dim > 0:
+            index = item.to(tl.int64)
+            pair = index // strips
+            base = v + pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1]
+            gather_strip(
+                base, item % strips, v_strides[2], kv_length, v_sums + index * C.v_dim, v_extremes + index * 2 * C.v_dim,
+                v_flags + index, C.v_dim, C.widths[2],
+            )  # fmt: skip
+    elif item < mean_first:
+        if C.k_extremes:
+            index = (item - k_first).to(tl.int64)
+            pair = index // strips
+            base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
+            extremes = k_extremes + index * 2 * C.k_dim
+            gather_strip(base, (item - k_first) % strips, k_strides[2], kv_length, None, extremes, None, C.k_dim, C.widths[1])
+    elif item < q_first:
+        if C.smooth_k:
+            pair = (item - mean_first).to(tl.int64)
+            base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
+            sample_mean(base, sample_step, k_strides[2], kv_length, inverse_sample_size, k_mean + pair * C.k_dim, C.k_dim, C.widths[1])
     else:
         if C.q_dim > 0:
             q_blocks = tl.cdiv(q_length, BLOCK)
-            item -= 2 * kv_items
-            pair = (item // q_blocks).to(tl.int64)
+            pair = ((item - q_first) // q_blocks).to(tl.int64)
             batch = pair // q_heads
             head = pair % q_heads
-            write_q_block(
-                q + batch * q_strides[0] + head * q_strides[1], q_strides[2],
-                q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], q_scale_strides[2],
-                q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2],
-                item % q_blocks, q_length, C,
+            block = (item - q_first) % q_blocks
+            rows = block * BLOCK + tl.arange(0, BLOCK)
+            write_rows(
+                q + batch * q_strides[0] + head * q_strides[1], q_strides[2], None, rows, rows < 0, (block + 1) * BLOCK <= q_length,
+                q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
+                q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], q_length,
+                C.q_dim, C.widths[0], C.q_group, C.native,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["strips"])
 def finish_kernel(
-    k_sums, k_extremes, v_sums, v_extremes, k_mean, v_mean, k_largest, v_largest, v_scale, strips, inverse_length, C: tl.constexpr
+    k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, inverse_length, C: tl.constexpr
 ):  # fmt: skip
-    """Means, largest magnitudes and V's channel scales, (B, Hkv, D) each; None isn't stored. Grid: (B · Hkv) x 2 x D / CHANNELS."""
+    """v's means and scales, largest magnitudes of k and v, (B, Hkv, D) each; None isn't stored. Grid: (B · Hkv) x D / CHANNELS."""
     pair = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(2) * CHANNELS
-    if tl.program_id(1) == 0:
-        if C.k_stats:
-            finish_head(k_sums, k_extremes, pair, first, strips, inverse_length, k_mean, k_largest, None, C.k_dim, C.smooth_k, C.k_extremes, False)
-    else:
-        finish_head(v_sums, v_extremes, pair, first, strips, inverse_length, v_mean, v_largest, v_scale, C.v_dim, C.smooth_v, True, True)
+    columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    if C.k_extremes:
+        low, high = strip_extremes(k_extremes + pair * strips * 2 * C.k_dim, strips, columns, C.k_dim)
+        mean = tl.zeros([CHANNELS], tl.float32)
+        if C.smooth_k:
+            mean = tl.load(k_mean + pair * C.k_dim + columns, mask=columns < C.k_dim, other=0.0)
+        tl.store(k_largest + pair * C.k_dim + columns, largest_magnitude(low, high, mean), mask=columns < C.k_dim)
+    inside = columns < C.v_dim
+    low, high = strip_extremes(v_extremes + pair * strips * 2 * C.v_dim, strips, columns, C.v_dim)
+    mean = tl.zeros([CHANNELS], tl.float32)
+    if C.smooth_v:
+        mean = strip_sum(v_sums + pair * strips * C.v_dim, strips, columns, C.v_dim) * inverse_length
+        mean = removable(coarse(mean, low, high))
+        tl.store(v_mean + pair * C.v_dim + columns, mean, mask=inside)
+    largest = largest_magnitude(low, high, mean)
+    if v_largest is not None:
+        tl.store(v_largest + pair * C.v_dim + columns, largest, mask=inside)
+    if v_scale is not None:
+        tl.store(v_scale + pair * C.v_dim + columns, scale_of(largest), mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def write_kernel(
     k, v, k_strides, v_strides, k_mean, v_mean, k_scale, v_scale, k_scale_strides, v_scale_strides, k_data, k_data_strides, v_data,
-    flags, heads, length, padded, C: tl.constexpr,
+    v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
     """Quantize k and v. Grid: blocks x (B · Hkv)."""
     block = tl.program_id(0)
     # backwards: the heads that were read last are still in L2
     pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
-    flags += 2 * (pair * tl.cdiv(length, STRIP) + block * BLOCK // STRIP)
-    careful = 1
-    if C.k_stats:
-        careful = tl.load(flags) | tl.load(flags + 1)
+    careful = tl.load(v_flags + pair * tl.cdiv(length, STRIP) + block * BLOCK // STRIP)
     batch = pair // heads
     head = pair % heads
     k += batch * k_strides[0] + head * k_strides[1]
@@ -347,16 +376,17 @@ def write_kernel(
         k_mean += pair * C.k_dim
     if C.smooth_v:
         v_mean += pair * C.v_dim
+    slots = block * BLOCK + tl.arange(0, BLOCK)
+    rows = key_of_slot(slots)
+    hidden = rows < 0
     if careful == 0:
-        write_kv_block(
-            k, v, k_strides[2], v_strides[2], k_mean, v_mean, k_scale, k_scale_strides[2], v_scale, v_scale_strides[2],
-            k_data, k_data_strides[2], v_data, block, length, padded, C, False,
-        )  # fmt: skip
+        write_values(v, v_strides[2], v_mean, v_scale, v_scale_strides[2], v_data, slots, length, padded, C, False)
     else:
-        write_kv_block(
-            k, v, k_strides[2], v_strides[2], k_mean, v_mean, k_scale, k_scale_strides[2], v_scale, v_scale_strides[2],
-            k_data, k_data_strides[2], v_data, block, length, padded, C, True,
-        )  # fmt: skip
+        hidden = write_values(v, v_strides[2], v_mean, v_scale, v_scale_strides[2], v_data, slots, length, padded, C, True)
+    write_rows(
+        k, k_strides[2], k_mean, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
+        C.k_dim, C.widths[1], C.k_group, C.native,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
@@ -401,13 +431,14 @@ def quantize(
     strips = triton.cdiv(kv_length, definition.STRIP)
     pairs = batch * kv_heads if k is not None else 0
     traits = Traits(
-        q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k], recipe.smooth_k, recipe.smooth_v,
-        k_extremes=recipe.k in given, native=device.has_fp8_units and not device.emulated,
+        q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
+        smooth_k=recipe.smooth_k and k is not None, smooth_v=recipe.smooth_v and v is not None,
+        k_extremes=recipe.k in given and k is not None, native=device.has_fp8_units and not device.emulated,
     )  # fmt: skip
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
 
-    q_data = q_scale = k_sums = k_extremes = v_sums = v_extremes = flags = None
+    q_data = q_scale = k_mean = k_extremes = v_sums = v_extremes = v_flags = None
     if q is not None:
         q_data = definition.empty_rows(q.shape, q.device)
         if recipe.q in given:
@@ -415,29 +446,30 @@ def quantize(
         else:
             q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
     if k is not None:
-        k_sums = new(pairs, strips, definition.LANES, k_dim) if traits.k_stats else None
+        k_mean = new(batch, kv_heads, k_dim) if recipe.smooth_k else None
         k_extremes = new(pairs, strips, 2, k_dim) if traits.k_extremes else None
-        v_sums = new(pairs, strips, definition.LANES, v_dim)
+        v_sums = new(pairs, strips, v_dim)
         v_extremes = new(pairs, strips, 2, v_dim)
-        flags = new(pairs, strips, 2, dtype=torch.int32)
+        v_flags = new(pairs, strips, dtype=torch.int32)
     q_items = batch * q_heads * triton.cdiv(q_length, SCALE_BLOCK) if q is not None else 0
+    k_items = (pairs * strips if traits.k_extremes else 0) + (pairs if recipe.smooth_k else 0)
     launch(
-        gather_kernel, (2 * pairs * strips + q_items,),
+        gather_kernel, (pairs * strips + k_items + q_items,),
         q, k, v, _strides(q), _strides(k), _strides(v), _bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale),
-        k_sums, k_extremes, v_sums, v_extremes, flags, q_heads, kv_heads, pairs, q_length, kv_length, traits, **resources,
+        k_mean, k_extremes, v_sums, v_extremes, v_flags, q_heads, kv_heads, pairs, q_length, kv_length,
+        definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1), traits, **resources,
     )  # fmt: skip
     q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length)
     if k is None or v is None:
         return q_quantized, None, None
 
-    k_mean = new(batch, kv_heads, k_dim) if recipe.smooth_k else None
     v_mean = new(batch, kv_heads, v_dim) if recipe.smooth_v else None
     k_largest = new(batch, kv_heads, k_dim) if traits.k_extremes else None
     v_largest = None if recipe.v == "channel" else new(batch, kv_heads, v_dim)
     v_scale = new(batch, kv_heads, v_dim) if recipe.v == "channel" else None
     launch(
-        finish_kernel, (pairs, 2, triton.cdiv(max(k_dim, v_dim), CHANNELS.value)),
-        k_sums, k_extremes, v_sums, v_extremes, k_mean, v_mean, k_largest, v_largest, v_scale, strips, 1 / kv_length, traits,
+        finish_kernel, (pairs, triton.cdiv(max(k_dim, v_dim), CHANNELS.value)),
+        k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, 1 / kv_length, traits,
         warmup=warmup, num_warps=4,
     )  # fmt: skip
     k_scale = new(*definition.scale_shape(recipe.k, *k.shape)) if k_largest is None else _reduced_scale(k_largest, recipe.k)
@@ -449,7 +481,7 @@ def quantize(
     launch(
         write_kernel, (triton.cdiv(kv_length, SCALE_BLOCK), pairs),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
-        _bytes(k_data), k_data.stride(), _bytes(v_data), flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
+        _bytes(k_data), k_data.stride(), _bytes(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
     )  # fmt: skip
     return (
         q_quantized,
