@@ -39,7 +39,7 @@ def specialize(arguments: tuple, key: list) -> None:
         elif isinstance(argument, torch.Tensor):
             key += (argument.dtype, argument.data_ptr() & 15 == 0)
         else:
-            key.append(argument)  # None, or the constexpr: a frozen dataclass
+            key.append(argument)  # None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = False, **options: Any) -> None:
@@ -55,7 +55,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
         return
     device = torch.cuda.current_device()
     parts: list = [kernel, device, *options.values()]
-    specialize(arguments, parts)
+    for parameter, argument in zip(kernel.params, arguments, strict=True):
+        if parameter.is_constexpr:
+            parts.append(argument)
+        else:
+            specialize((argument,), parts)
     key = tuple(parts)
     compiled = _compiled.get(key)
     if compiled is None:

@@ -1,0 +1,71 @@
+"""How far an answer is from the exact one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Which elements are bad: |error| > rtol · |expected| + atol_rms · rms(expected), or not a number.
+
+    The absolute part is a share of the answer's own size: attention over S keys averages, so that N(0, 1) values give an answer of
+    about sqrt(e / S), and a fixed bound of 0.05 would let zeros pass for the answer from a few thousand keys on.
+    """
+
+    rtol: float
+    atol_rms: float
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of an answer against the exact one, over all elements.
+
+    Attributes:
+        max_abs, mean_abs: of |error|.
+        relative_l2: ‖error‖ / ‖expected‖.
+        bad_share: of elements that `Bad` calls bad.
+        sqnr_db: signal to quantization noise, 10 log10(‖expected‖² / ‖error‖²).
+    """
+
+    max_abs: float
+    mean_abs: float
+    relative_l2: float
+    bad_share: float
+    sqnr_db: float
+
+    @classmethod
+    def of(cls, out: torch.Tensor, expected: torch.Tensor, bad: Bad) -> Errors:
+        """
+        Args:
+            out: any float dtype. expected: float32, of out's shape.
+
+        Raises:
+            ValueError: the shapes differ.
+        """
+        if out.shape != expected.shape:
+            raise ValueError(f"the answer has shape {tuple(out.shape)}, expected {tuple(expected.shape)}")
+        error = (out.float() - expected).abs_()
+        signal = _norm(expected)
+        noise = _norm(error)
+        relative = noise / signal if signal > 0 else noise
+        limit = expected.abs().mul_(bad.rtol).add_(bad.atol_rms * signal / math.sqrt(max(expected.numel(), 1)))
+        good = error <= limit  # False for NaN
+        return cls(
+            max_abs=float(error.max()),
+            mean_abs=float(error.mean(dtype=torch.float64)),
+            relative_l2=relative,
+            bad_share=1.0 - int(good.sum()) / good.numel(),
+            sqnr_db=math.inf if relative == 0 else -20 * math.log10(relative),
+        )
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.relative_l2)
+
+
+def _norm(x: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))

@@ -1,0 +1,80 @@
+"""No speed without correctness: fp8attn's answers to the suite `seeds` are held to the limits in gates.json before anything is timed.
+
+The limits are for N(0, 1) inputs, where FP8's rounding alone makes a relative L2 error of 0.050 to 0.055:
+- max_abs, mean_abs: of |error|. They bound what a user sees of short sequences; beyond a few thousand keys zeros would nearly pass.
+- relative_l2: the floor and a fifth. Scale-free, so that it means the same at any length.
+- bad_share: of elements with |error| > rtol · |expected| + atol_rms · rms(expected), rtol and atol_rms from "bad". The right answer has
+  less than 0.001 of them; zeros have over 0.8, an answer that is a fifth too small everywhere 0.18.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .cases import Case
+from .errors import Bad, Errors
+from .peers import OWN, Problem, answer
+
+FILE = Path(__file__).with_name("gates.json")
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The limits: names of `Errors`' fields and the most they may be."""
+
+    limits: dict[str, float]
+    bad: Bad
+
+    @classmethod
+    def load(cls, path: Path = FILE) -> Gates:
+        """
+        Raises:
+            ValueError: a limit isn't on an error there is, or isn't a number that can be exceeded.
+        """
+        content = json.loads(path.read_text())
+        limits = {name: float(limit) for name, limit in content["limits"].items()}
+        for name, limit in limits.items():
+            if name not in Errors.__dataclass_fields__ or name == "sqnr_db" or not math.isfinite(limit):
+                raise ValueError(f"{path}: the limit {name} = {limit}")
+        return cls(limits, Bad(**content["bad"]))
+
+    def broken(self, errors: Errors) -> tuple[str, ...]:
+        """Names of the limits that `errors` exceeds; NaN exceeds every limit."""
+        return tuple(name for name, limit in self.limits.items() if not getattr(errors, name) <= limit)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One gate: a case and one of fp8attn's rows. `broken` names the limits exceeded, or says why there was no answer."""
+
+    case: Case
+    backend: str
+    errors: Errors | None
+    broken: tuple[str, ...]
+
+    @property
+    def green(self) -> bool:
+        return not self.broken
+
+
+def judge(case: Case, gates: Gates, device: torch.device) -> list[Verdict]:
+    """A verdict on each of fp8attn's own rows."""
+    problem = Problem.of(case, "normal", device, rotate=False)
+    expected = problem.expected()
+    verdicts = []
+    for peer in OWN:
+        given = answer(peer, problem, expected, gates.bad)
+        broken = () if given.errors is None else gates.broken(given.errors)
+        verdicts.append(Verdict(case, peer.name, given.errors, broken + ((given.refused,) if given.refused else ())))
+    return verdicts
+
+
+def all_green(verdicts: Sequence[Verdict]) -> bool:
+    """Whether every gate is green; none at all isn't."""
+    return bool(verdicts) and all(verdict.green for verdict in verdicts)

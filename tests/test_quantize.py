@@ -1,0 +1,561 @@
+"""Quantization: the fused kernels against the definition byte for byte, and what must hold of the definition."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import FINITE, Case, cases, lengths
+
+import fp8attn
+from fp8attn import Quantized, Recipe
+from fp8attn.device import device_of
+from fp8attn.layout import GROUP, PADDING, key_of_slot, padded_length, slots
+from fp8attn.quantize import (
+    LARGEST_MEAN,
+    MEAN_STEP,
+    SMALLEST_SCALE,
+    dequantize,
+    encode,
+    import_values,
+    quantize,
+    row_scales,
+    rows_layout,
+    values_layout,
+)
+from fp8attn.recipe import E4M3, E4M3_MAX, E4M3_NAN, ROW_ALIGNMENT, ROW_GRANULARITIES, SCALE_BLOCK, VALUE_GRANULARITIES, Granularity
+from fp8attn.triton import quantize as fused
+from fp8attn.triton.tile import e4m3_code, permute_keys
+from fp8attn.triton.tile import key_of_slot as kernels_key_of_slot
+
+BAD = (torch.nan, torch.inf, -torch.inf)
+BAD_PLACES = (*["nowhere"] * 5, "elements", "elements", "tokens", "channel", "everywhere")
+MAGNITUDES = (*["as drawn"] * 3, "subnormal", "largest")
+
+EDGES = (127, 128, 129, 511, 512, 513, 1025)
+"""Lengths around whole blocks and whole strips."""
+
+Results = tuple[Any, Any, Any]  # Quantized of what is given, None of what isn't
+
+
+def by_torch(q, k, v, recipe: Recipe) -> Results:
+    return quantize(q, k, v, recipe)
+
+
+def by_triton(q, k, v, recipe: Recipe) -> Results:
+    return fused.quantize(q, k, v, recipe, device_of((k if q is None else q).device))
+
+
+QUANTIZERS = {"torch": by_torch, "triton": by_triton}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case, its magnitudes moved to the limits of its dtype and numbers that aren't finite planted."""
+
+    case: Case
+    magnitude: str
+    places: tuple[str, str, str]
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.case.seed)
+        limits = torch.finfo(self.case.dtype)
+        tensors = self.case.tensors(device)
+        for x, place in zip(tensors, self.places, strict=True):
+            if self.magnitude == "subnormal" and not (self.case.dtype == torch.bfloat16 and device_of(device).emulated):
+                # Triton's interpreter restores bfloat16 subnormals to other numbers
+                x.mul_(limits.smallest_normal / 8)
+            elif self.magnitude == "largest":
+                x.clamp_(-1, 1).mul_(limits.max)
+            plant(x, place, generator)
+        return tensors
+
+
+def plant(x: torch.Tensor, place: str, generator: torch.Generator) -> None:
+    """Numbers that aren't finite in x (B, H, S, D), in place."""
+
+    def drawn(size: int) -> int:
+        return int(torch.randint(size, (), generator=generator))
+
+    if place == "everywhere":
+        x.fill_(BAD[drawn(3)])
+    elif place == "channel":
+        x[..., drawn(x.shape[3])] = BAD[drawn(3)]
+    elif place in ("elements", "tokens"):
+        for bad in BAD:
+            batch, head, token, channel = (drawn(size) for size in x.shape)
+            x[batch, head, token, slice(None) if place == "tokens" else channel] = bad
+
+
+@st.composite
+def problems(draw, distributions: tuple[str, ...] = FINITE, places: tuple[str, ...] = BAD_PLACES) -> Problem:
+    case = draw(cases(distributions=distributions, masks=("none",)))
+    q_length, kv_length = (draw(st.one_of(lengths, lengths, st.sampled_from(EDGES))) for _ in range(2))
+    case = dataclasses.replace(case, q_length=q_length, kv_length=kv_length)
+    return Problem(case, draw(st.sampled_from(MAGNITUDES)), draw(st.tuples(*[st.sampled_from(places)] * 3)))
+
+
+def shortened(case: Case) -> Case:
+    """Two blocks and four heads at most: the interpreter is slow."""
+    return dataclasses.replace(case, group=1, q_length=min(case.q_length, 140), kv_length=min(case.kv_length, 140))
+
+
+def normal(shape: tuple[int, ...], device: torch.device, count: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator).to(device) for _ in range(count))
+
+
+def codes(x: Quantized) -> torch.Tensor:
+    return x.data.view(torch.uint8)
+
+
+def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
+    """All that is stored, bit for bit."""
+    assert (actual is None) == (expected is None)
+    if actual is None or expected is None:
+        return
+    for field in ("granularity", "layout", "length", "shape"):
+        assert getattr(actual, field) == getattr(expected, field)
+    assert actual.data.dtype == E4M3 and actual.data.stride() == expected.data.stride()
+    assert torch.equal(codes(actual), codes(expected)), f"{int((codes(actual) != codes(expected)).sum())} bytes differ"
+    assert torch.equal(actual.scale.view(torch.int32), expected.scale.view(torch.int32)), "scales differ"
+    assert (actual.mean is None) == (expected.mean is None)
+    if actual.mean is not None and expected.mean is not None:
+        assert torch.equal(actual.mean.view(torch.int32), expected.mean.view(torch.int32)), "means differ"
+
+
+def element_scales(x: Quantized) -> torch.Tensor:
+    """The scale of every element, broadcastable to (B, H, S, D)."""
+    return x.scale.unsqueeze(-2) if x.layout == "values" else row_scales(x.scale, x.granularity, x.length).unsqueeze(-1)
+
+
+def token_codes(x: Quantized) -> torch.Tensor:
+    """Bytes (B, H, S, D) in the order of tokens, whatever the layout."""
+    return codes(x) if x.layout == "rows" else rows_layout(x.data, x.length).view(torch.uint8)
+
+
+def centred(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
+    """What was encoded, float32, the difference rounded once."""
+    return x.float() if quantized.mean is None else x.float() - quantized.mean.unsqueeze(-2)
+
+
+@given(problem=problems(), given_tensors=st.sampled_from(("q", "kv", "qkv", "qkv")))
+def test_triton_writes_the_same_bytes(problem: Problem, given_tensors: str, device: torch.device) -> None:
+    q, k, v = (x if name in given_tensors else None for name, x in zip("qkv", problem.tensors(device), strict=True))
+    for actual, expected in zip(by_triton(q, k, v, problem.case.recipe), quantize(q, k, v, problem.case.recipe), strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("granularity", ("head", "block"))
+@pytest.mark.parametrize("length", EDGES)
+def test_edges_of_blocks_and_strips(device: torch.device, length: int, granularity: Granularity) -> None:
+    """With a NaN in the first token and another in the last, or none; every tensor of another dtype."""
+    q, k, v = normal((1, 1, length, 24), device, 3)
+    q, k = q.half(), k.bfloat16()
+    recipe = Recipe(q=granularity, k=granularity)
+    for bad in (0.0, torch.nan):
+        q[..., 0, 3] = k[..., 0, 4] = v[..., -1, 5] = bad
+        for actual, expected in zip(by_triton(q, k, v, recipe), quantize(q, k, v, recipe), strict=True):
+            assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("length", (5, 140, 512))
+def test_zeros_of_both_signs(device: torch.device, length: int) -> None:
+    """Which of two equal extremes is found first must not matter."""
+    k, v = (x * 0 for x in normal((1, 1, length, 24), device, 2))
+    for actual, expected in zip(by_triton(None, k, v, Recipe()), quantize(None, k, v, Recipe()), strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("length", (6, 10, 14))
+def test_means_between_two_steps(device: torch.device, length: int) -> None:
+    """Sums of integers over lengths whose inverse isn't exact: a product that isn't rounded before it is added to gives another mean."""
+    v = torch.randint(-63, 64, (1, 1, length, 256), generator=torch.Generator().manual_seed(length)).float().to(device)
+    ties = (v.double().sum(2) / length % 1 == 0.5) & (v.abs().amax(2) >= 32)
+    assert ties.any()
+    assert_same(by_triton(None, v, v, Recipe())[2], quantize(None, v, v, Recipe())[2])
+
+
+@pytest.mark.parametrize("smooth_k, smooth_v", ((False, False), (False, True), (True, False), (True, True)))
+def test_public_function(device: torch.device, smooth_k: bool, smooth_v: bool) -> None:
+    """Names what the operator returns as the definition does."""
+    recipe = Recipe(smooth_k=smooth_k, smooth_v=smooth_v)
+    q, k, v = normal((1, 2, 130, 40), device, 3)
+    expected = quantize(q, k, v, recipe)
+    for actual, x in zip(fp8attn.quantize(q, k, v, recipe=recipe), expected, strict=True):
+        assert_same(actual, x)
+    assert_same(fp8attn.quantize(q, recipe=recipe), expected[0])
+    for actual, x in zip(fp8attn.quantize(None, k, v, recipe=recipe), expected[1:], strict=True):
+        assert_same(actual, x)
+
+
+@pytest.mark.parametrize("by", QUANTIZERS)
+@pytest.mark.parametrize("q_length, kv_length", ((0, 5), (5, 0), (0, 0)))
+def test_no_tokens(device: torch.device, q_length: int, kv_length: int, by: str) -> None:
+    q, k, v = (torch.randn(2, 3, n, 24, device=device) for n in (q_length, kv_length, kv_length))
+    for x, quantized in zip((q, k, v), QUANTIZERS[by](q, k, v, Recipe()), strict=True):
+        assert quantized.shape == x.shape and dequantize(quantized).shape == x.shape
+        assert quantized.mean is None or not quantized.mean.isnan().any()
+
+
+def all_roundings() -> torch.Tensor:
+    """float32: every bfloat16 and float16, every e4m3 number and every tie between two, and the neighbours of both, of either sign."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    numbers = torch.arange(E4M3_NAN, dtype=torch.uint8).view(E4M3).float()
+    borders = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2, torch.tensor([464.0, 480.0, 1e30])))
+    borders = torch.cat((borders, borders.nextafter(torch.tensor(torch.inf)), borders.nextafter(torch.tensor(0.0))))
+    return torch.cat((patterns.view(torch.bfloat16).float(), patterns.view(torch.float16).float(), borders, -borders))
+
+
+def nearest_codes(x: torch.Tensor) -> torch.Tensor:
+    """The uint8 of the e4m3 number nearest to x, even in ties, from a table of the numbers."""
+    numbers = torch.arange(E4M3_NAN, dtype=torch.uint8).view(E4M3).double()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    magnitude = x.double().abs()
+    code = torch.searchsorted(middles, magnitude)
+    tie = (code < len(middles)) & (middles[code.clamp(max=len(middles) - 1)] == magnitude)
+    code = code + (tie & (code % 2 == 1)) + 0x80 * x.signbit()
+    return torch.where(x.isnan(), E4M3_NAN, code).to(torch.uint8)
+
+
+@triton.jit
+def encode_kernel(x, code, count, NATIVE: tl.constexpr):
+    at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
+    tl.store(code + at, e4m3_code(tl.load(x + at, mask=at < count, other=0.0), NATIVE), mask=at < count)
+
+
+@pytest.mark.parametrize("native", (False, pytest.param(True, marks=pytest.mark.gpu)))
+def test_encoding(device: torch.device, native: bool) -> None:
+    x = all_roundings()
+    expected = nearest_codes(x).to(device)
+    x = x.to(device)
+    assert torch.equal(encode(x, torch.ones_like(x)).view(torch.uint8), expected)
+    if native and not device_of(device).has_fp8_units:
+        pytest.skip("this GPU doesn't convert to e4m3 by itself")
+    code = torch.empty_like(expected)
+    encode_kernel[(triton.cdiv(len(x), 4096),)](x, code, len(x), native)
+    assert torch.equal(code, expected)
+
+
+@given(problem=problems(places=("nowhere",)))
+def test_round_trip(problem: Problem, device: torch.device) -> None:
+    """Half an e4m3 step of each element, 2^-4 of it or 2^-10 scales, and three float32 roundings: 1 / scale, y / scale, code · scale."""
+    tensors = problem.tensors(device)
+    for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
+        y = centred(x, quantized).double()
+        restored = dequantize(dataclasses.replace(quantized, mean=None)).double()
+        half_step = torch.maximum(2.0**-4 * y.abs(), 2.0**-10 * element_scales(quantized).double())
+        assert ((restored - y).abs() <= half_step + 2.0**-22 * y.abs() + 2.0**-149).all()
+        if quantized.mean is not None:
+            whole = dequantize(quantized).double()
+            assert ((whole - (restored + quantized.mean.double().unsqueeze(-2))).abs() <= 2.0**-24 * whole.abs() + 2.0**-149).all()
+
+
+def largest_under_each_scale(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """Largest finite magnitude of y (B, H, S, D), in the scales' shape."""
+    magnitude = torch.where(y.isfinite(), y.abs(), 0.0)
+    if granularity == "tensor":
+        return magnitude.max().reshape(1, 1, 1)
+    if granularity == "block":
+        return torch.stack([block.amax((2, 3)) for block in magnitude.split(SCALE_BLOCK, dim=2)], dim=2)
+    return {
+        "head": lambda: magnitude.amax((2, 3)).unsqueeze(-1),
+        "token": lambda: magnitude.amax(3),
+        "channel": lambda: magnitude.amax(2),
+    }[granularity]()
+
+
+@given(problem=problems())
+def test_scales_are_the_largest_finite_magnitude_over_448(problem: Problem, device: torch.device) -> None:
+    """Rounded once, normal numbers, and exactly 1 where all is zero; the largest elements are stored as ±448."""
+    tensors = problem.tensors(device)
+    poisoned = ~tensors[2].isfinite().all(-1, keepdim=True)
+    for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
+        y = torch.where(x.isfinite(), centred(x, quantized), torch.nan)
+        largest = largest_under_each_scale(y, quantized.granularity)
+        # a quotient in float64 rounded to float32 is the float32 quotient
+        expected = torch.where(largest > 0, (largest.double() / E4M3_MAX).float().clamp(min=SMALLEST_SCALE), 1.0)
+        assert torch.equal(quantized.scale, expected)
+        spread = element_scales(dataclasses.replace(quantized, scale=largest))
+        at_largest = (y.abs() == spread) & (spread >= SMALLEST_SCALE * E4M3_MAX)
+        if x is tensors[1]:
+            at_largest &= ~poisoned
+        assert ((token_codes(quantized) & 0x7F) == 0x7E)[at_largest].all()
+
+
+@pytest.mark.parametrize("by", QUANTIZERS)
+@pytest.mark.parametrize("smooth", (False, True))
+@pytest.mark.parametrize("granularity", ROW_GRANULARITIES)
+def test_zero_tensors_and_heads_have_scale_one(device: torch.device, granularity: Granularity, smooth: bool, by: str) -> None:
+    q, k, v = normal((1, 2, 140, 24), device, 3)
+    for x in (q, k, v):
+        x[:, 1] = 0
+    recipe = Recipe(q=granularity, k=granularity, v="tensor" if granularity == "tensor" else "head", smooth_k=smooth, smooth_v=smooth)
+    for quantized in QUANTIZERS[by](q, k, v, recipe):
+        assert (quantized.scale[:, 0] != 1.0).all()
+        assert granularity == "tensor" or (quantized.scale[:, 1] == 1.0).all()
+        assert (codes(quantized)[:, 1] == 0).all() and (dequantize(quantized)[:, 1] == 0).all()
+    zeros = torch.zeros_like(q)
+    for quantized in QUANTIZERS[by](zeros, zeros, zeros, recipe):
+        assert (quantized.scale == 1.0).all() and (codes(quantized) == 0).all()
+
+
+@pytest.mark.parametrize("by", QUANTIZERS)
+@pytest.mark.parametrize("granularity, ones", (("block", [1]), ("token", [7, 9, *range(128, 256)])))
+def test_zero_blocks_tokens_and_channels_have_scale_one(device: torch.device, granularity: Granularity, ones: list[int], by: str) -> None:
+    """And so has a token without a finite number."""
+    x, v = normal((1, 1, 300, 24), device, 2)
+    x[:, :, 7] = 0
+    x[:, :, 9] = torch.nan
+    x[:, :, 128:256] = 0
+    v[..., 5] = 0
+    recipe = Recipe(q=granularity, k=granularity, v="channel", smooth_k=False, smooth_v=False)
+    q_quantized, k_quantized, v_quantized = QUANTIZERS[by](x, x, v, recipe)
+    for quantized in (q_quantized, k_quantized):
+        assert torch.nonzero(quantized.scale.flatten() == 1.0).flatten().tolist() == ones
+        assert (codes(quantized)[:, :, 7] == 0).all() and (codes(quantized)[:, :, 128:256] == 0).all()
+    assert torch.nonzero(v_quantized.scale.flatten() == 1.0).flatten().tolist() == [5]
+    assert (codes(v_quantized)[:, :, 5] == 0).all()
+
+
+@given(case=cases(masks=("none",), distributions=("normal", "outliers", "channel bias", "one sign", "tiny", "huge")))
+def test_means(case: Case, device: torch.device) -> None:
+    """K's are off by the roundings of a sum in 32 lanes; V's are the nearest multiples of MEAN_STEP of their channel's largest power of two."""
+    _, k, v = case.tensors(device)
+    _, k_quantized, v_quantized = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, smooth_v=True))
+    additions = 32 + -(-case.kv_length // 32)
+    slack = additions * 2.0**-24 * k.double().abs().mean(2)
+    assert ((k_quantized.mean.double() - k.double().mean(2)).abs() <= slack).all()
+    step = MEAN_STEP * torch.exp2(v.double().abs().amax(2).log2().floor())
+    slack = additions * 2.0**-24 * v.double().abs().mean(2) + step / 2
+    assert ((v_quantized.mean.double() - v.double().mean(2)).abs() <= slack).all()
+    constant = (v == v[:, :, :1]).all(2)
+    steps = (v_quantized.mean.double() / step).masked_fill(constant, 0)
+    assert torch.equal(steps, steps.round())
+
+
+@pytest.mark.parametrize("by", QUANTIZERS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("length", (1, 130, 600))
+def test_constant_channels_of_v_are_their_mean(device: torch.device, length: int, dtype: torch.dtype, by: str) -> None:
+    (v,) = normal((1, 2, length, 40), device, 1)
+    v = v.to(dtype)
+    constants = torch.tensor([1.1, -300.0, 2.0**-20, 0.0, 1 / 3, 60000.0]).to(device, dtype)
+    v[..., : len(constants)] = constants
+    quantized = QUANTIZERS[by](None, v, v, Recipe())[2]
+    assert torch.equal(quantized.mean[..., : len(constants)], constants.float().expand(1, 2, -1))
+    assert (codes(quantized)[:, :, : len(constants)] == 0).all() and (quantized.scale[..., : len(constants)] == 1.0).all()
+    assert torch.equal(dequantize(quantized)[..., : len(constants)], v[..., : len(constants)].float())
+
+
+@pytest.mark.parametrize("by", QUANTIZERS)
+def test_means_that_are_too_large_are_not_removed(device: torch.device, by: str) -> None:
+    """Below LARGEST_MEAN no difference overflows; sums that overflow leave no mean."""
+    (x,) = normal((1, 1, 200, 32), device, 1)
+    x[..., 0] = LARGEST_MEAN
+    x[..., 1] = LARGEST_MEAN / 2
+    x[..., 2] = torch.finfo(torch.float32).max
+    x[..., 3] = -torch.finfo(torch.float32).max
+    _, k, v = QUANTIZERS[by](None, x, x, Recipe())
+    for quantized in (k, v):
+        assert quantized.mean[0, 0, :4].tolist() == [0.0, LARGEST_MEAN / 2, 0.0, 0.0]
+        assert dequantize(quantized).isfinite().all() and (quantized.mean[0, 0, 4:].abs() < 1).all()
+
+
+def anchored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The case with a ±8 in every channel of every block's first two tokens: extremes that a zero elsewhere can't move."""
+    tensors = case.tensors(device)
+    for x in tensors:
+        signs = 8 - 16 * (torch.arange(x.shape[3], device=device) % 2)
+        x[:, :, ::SCALE_BLOCK] = signs.to(x.dtype)
+        x[:, :, 1::SCALE_BLOCK] = -signs.to(x.dtype)
+    return tensors
+
+
+@given(
+    case=cases(masks=("none",), distributions=("normal",)),
+    lengths=st.tuples(*[st.one_of(st.integers(8, 128), st.integers(140, 256))] * 2),
+    bad=st.sampled_from(BAD),
+    data=st.data(),
+)
+def test_nan_and_infinity_change_nothing_else(case: Case, lengths: tuple[int, int], bad: float, data: st.DataObject, device: torch.device) -> None:
+    """Instead of a zero they change their own byte, the bytes of the key whose value they are, and the scale of their own token."""
+    case = dataclasses.replace(case, q_length=lengths[0], kv_length=lengths[1])
+    tensors = anchored(case, device)
+    which = data.draw(st.integers(0, 2), label="tensor")
+    token = data.draw(st.integers(2, case.q_length - 1 if which == 0 else case.kv_length - 1).filter(lambda t: t % SCALE_BLOCK > 1), label="token")
+    at = (-1, -1, token, data.draw(st.integers(0, tensors[which].shape[3] - 1), label="channel"))
+    tensors[which][at] = 0
+    before = by_torch(*tensors, case.recipe)
+    tensors[which][at] = bad
+    after = by_torch(*tensors, case.recipe)
+    for index, (x, y) in enumerate(zip(before, after, strict=True)):
+        others = torch.ones(x.shape, dtype=torch.bool, device=device)
+        if index == which:
+            # after smoothing the zero was minus the mean, and could be the largest of its token
+            others[at if x.granularity != "token" or x.mean is None else at[:3]] = False
+        if index == 1 and which == 2:
+            others[at[:3]] = False
+        assert torch.equal(token_codes(x)[others], token_codes(y)[others])
+        assert torch.equal(element_scales(x).expand(x.shape)[others], element_scales(y).expand(x.shape)[others])
+        assert x.mean is None or torch.equal(x.mean, y.mean)
+
+
+@given(problem=problems(distributions=("normal", "channel bias", "zeros")))
+def test_nan_is_stored_where_it_must_be(problem: Problem, device: torch.device) -> None:
+    """As 0x7F for each element of q and k that isn't finite, for all of a key whose value isn't, and never in v."""
+    q, k, v = problem.tensors(device)
+    quantized = by_torch(q, k, v, problem.case.recipe)
+    poisoned = ~v.isfinite().all(-1, keepdim=True)
+    for x, expected in zip(quantized, (~q.isfinite(), ~k.isfinite() | poisoned, torch.zeros_like(v, dtype=torch.bool)), strict=True):
+        assert torch.equal(token_codes(x) == E4M3_NAN, expected) and not (codes(x) == 0xFF).any()
+        assert x.scale.isfinite().all() and (x.mean is None or x.mean.isfinite().all())
+    assert (token_codes(quantized[2])[~v.isfinite()] == 0).all()
+
+
+def test_key_order_is_the_tensor_cores() -> None:
+    """PTX ISA, mma.m16n8k32: of a group of 16 accumulator columns thread c of a quad holds 2c, 2c+1, 8+2c, 8+2c+1; of the operand's, 4c … 4c+3."""
+    for group in (0, 16, 4096):
+        for c in range(4):
+            columns = [group + 2 * c, group + 2 * c + 1, group + 8 + 2 * c, group + 8 + 2 * c + 1]
+            assert [key_of_slot(group + 4 * c + i) for i in range(4)] == columns
+    keys = slots(PADDING)
+    assert torch.equal(keys.sort().values, torch.arange(PADDING)) and torch.equal(keys // GROUP, torch.arange(PADDING) // GROUP)
+    assert keys.tolist() == [key_of_slot(slot) for slot in range(PADDING)]
+
+
+@triton.jit
+def key_order_kernel(by_slot, by_permutation, ROWS: tl.constexpr, LENGTH: tl.constexpr):
+    columns = tl.arange(0, LENGTH)
+    tl.store(by_slot + columns, kernels_key_of_slot(columns))
+    p = permute_keys(tl.zeros([ROWS, LENGTH], tl.int32) + columns[None, :])
+    tl.store(by_permutation + tl.arange(0, ROWS)[:, None] * LENGTH + columns[None, :], p)
+
+
+def test_kernels_use_the_same_key_order(device: torch.device) -> None:
+    by_slot = torch.empty(128, dtype=torch.int32, device=device)
+    by_permutation = torch.empty(16, 128, dtype=torch.int32, device=device)
+    key_order_kernel[(1,)](by_slot, by_permutation, 16, 128)
+    expected = slots(128, device).int()
+    assert torch.equal(by_slot, expected) and torch.equal(by_permutation, expected.expand(16, -1))
+
+
+@pytest.mark.parametrize("length", (0, 1, 15, 16, 127, 128, 129, 300))
+def test_values_layout(device: torch.device, length: int) -> None:
+    """Slot by slot the byte of its key, zeros behind the end; and there is a way back."""
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randint(1, 256, (2, 3, length, 24), generator=generator, dtype=torch.uint8).to(device).view(E4M3)
+    values = values_layout(rows)
+    assert values.dtype == E4M3 and values.is_contiguous()
+    assert values.shape == (2, 3, 24, padded_length(length)) and values.shape[3] % PADDING == 0 and values.shape[3] - length < PADDING
+    stored, expected = values.view(torch.uint8), rows.view(torch.uint8)
+    for slot in range(values.shape[3]):
+        key = key_of_slot(slot)
+        assert torch.equal(stored[..., slot], expected[:, :, key] if key < length else torch.zeros_like(stored[..., slot]))
+    assert torch.equal(rows_layout(values, length).view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("by", QUANTIZERS)
+@pytest.mark.parametrize("dim", (16, 24, 40, 136, 256))
+def test_rows_are_aligned(device: torch.device, dim: int, by: str) -> None:
+    (x,) = normal((2, 2, 5, dim), device, 1)
+    for quantized in QUANTIZERS[by](x, x, x, Recipe())[:2]:
+        assert quantized.shape == x.shape and quantized.data.stride(3) == 1
+        assert quantized.data.data_ptr() % ROW_ALIGNMENT == 0 and all(stride % ROW_ALIGNMENT == 0 for stride in quantized.data.stride()[:3])
+
+
+@pytest.mark.parametrize("by", QUANTIZERS)
+def test_padding_is_zero_whatever_the_mean(device: torch.device, by: str) -> None:
+    (v,) = normal((1, 2, 150, 24), device, 1)
+    v += 50
+    v[0, 0, 149, 3] = torch.nan
+    quantized = QUANTIZERS[by](None, v, v, Recipe())[2]
+    behind = slots(quantized.data.shape[3], device) >= 150
+    assert (codes(quantized)[..., behind] == 0).all() and (codes(quantized)[..., ~behind] != 0).any()
+
+
+def e4m3_bytes(shape: tuple[int, ...], nans: float, layout: str, generator: torch.Generator) -> torch.Tensor:
+    """uint8, every code but NaN, and a part of the tokens with a NaN of either sign."""
+    batch, heads, length, dim = shape
+    magnitude, sign = (torch.randint(0, n, shape, generator=generator, dtype=torch.uint8) for n in (E4M3_NAN, 2))
+    x = magnitude | (sign << 7)
+    tokens = torch.rand(batch, heads, length, generator=generator) < nans
+    channel = int(torch.randint(dim, (), generator=generator))
+    x[..., channel] |= tokens.to(torch.uint8) * E4M3_NAN
+    if layout == "bshd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "padded":
+        return torch.nn.functional.pad(x, (0, 8, 2, 1), value=E4M3_NAN)[:, :, 2 : 2 + length, :dim]
+    return x
+
+
+@given(
+    case=cases(masks=("none",)),
+    as_bytes=st.booleans(),
+    k_granularity=st.sampled_from(ROW_GRANULARITIES),
+    v_granularity=st.sampled_from(VALUE_GRANULARITIES),
+    nans=st.sampled_from((0.0, 0.1, 1.0)),
+)
+def test_import_kv(case: Case, as_bytes: bool, k_granularity: Granularity, v_granularity: Granularity, nans: float, device: torch.device) -> None:
+    """Keys are taken as they are, values in the layout of quantized V; a token with a NaN in its value has a scale of NaN."""
+    generator = torch.Generator().manual_seed(case.seed)
+    batch, heads, length = case.batch, case.kv_heads, case.kv_length
+    k = e4m3_bytes((batch, heads, length, case.head_dim), nans, case.layout, generator).to(device)
+    v = e4m3_bytes((batch, heads, length, case.value_dim), nans, case.layout, generator).to(device)
+    blocks = -(-length // SCALE_BLOCK)
+    last = {"tensor": 1, "head": 1, "block": blocks, "token": length, "channel": case.value_dim}
+    k_scale, v_scale = (
+        (0.5 + torch.rand((1, 1, 1) if x == "tensor" else (batch, heads, last[x]), generator=generator)).to(device)
+        for x in (k_granularity, v_granularity)
+    )
+    dtype = torch.uint8 if as_bytes else E4M3
+    imported, values = fp8attn.import_kv(k.view(dtype), v.view(dtype), k_scale, v_scale)
+
+    poisoned = ((v & 0x7F) == E4M3_NAN).any(-1)
+    assert torch.equal(codes(imported), k) and imported.data.data_ptr() == k.data_ptr()
+    assert (imported.granularity, imported.layout, imported.length, imported.mean) == ("token", "rows", length, None)
+    tokens = torch.arange(length, device=device)
+    scale_of_token = {"tensor": tokens * 0, "head": tokens * 0, "block": tokens // SCALE_BLOCK, "token": tokens}[k_granularity]
+    expected = k_scale[..., scale_of_token].expand(batch, heads, length).masked_fill(poisoned, torch.nan)
+    torch.testing.assert_close(imported.scale, expected, rtol=0, atol=0, equal_nan=True)
+    assert (values.layout, values.length, values.mean) == ("values", length, None)
+    assert torch.equal(values.scale, v_scale)
+    assert torch.equal(token_codes(values), v.masked_fill((v & 0x7F) == E4M3_NAN, 0))
+    for data, hidden in (import_values(v.view(dtype)), fused.import_values(v.view(E4M3), device_of(device))):
+        assert torch.equal(data.view(torch.uint8), codes(values)) and torch.equal(hidden, poisoned)
+
+
+def test_importing_what_was_quantized_changes_nothing(device: torch.device) -> None:
+    k, v = normal((1, 2, 200, 40), device, 2)
+    _, k_quantized, v_quantized = by_torch(None, k, v, Recipe(smooth_k=False, smooth_v=False))
+    rows = rows_layout(v_quantized.data, 200)
+    imported, values = fp8attn.import_kv(k_quantized.data, rows, k_quantized.scale, v_quantized.scale)
+    assert_same(values, v_quantized)
+    assert torch.equal(dequantize(imported), dequantize(k_quantized))
+
+
+@given(case=cases(masks=("none",)).map(shortened), layout=st.sampled_from(("bhsd", "bshd", "padded")))
+def test_same_bytes_again_and_from_any_layout(case: Case, layout: str, device: torch.device) -> None:
+    case = dataclasses.replace(case, batch=1)
+    first, second = (by_triton(*dataclasses.replace(case, layout=x).tensors(device), case.recipe) for x in ("bhsd", layout))
+    for actual, expected in zip(second, first, strict=True):
+        assert_same(actual, expected)
+
+
+@given(case=cases(masks=("none",)).map(shortened))
+def test_batches_and_heads_are_independent(case: Case, device: torch.device) -> None:
+    """Bit for bit, unless a scale covers the whole tensor."""
+    heads: dict[str, Any] = {name: "head" for name in "qkv" if getattr(case.recipe, name) == "tensor"}
+    recipe = dataclasses.replace(case.recipe, **heads)
+    q, k, v = case.tensors(device)
+    alone = by_triton(q[-1:, -1:], k[-1:, -1:], v[-1:, -1:], recipe)
+    for x, one in zip(by_triton(q, k, v, recipe), alone, strict=True):
+        assert torch.equal(codes(one), codes(x)[-1:, -1:]) and torch.equal(one.scale, x.scale[-1:, -1:])
+        assert x.mean is None or torch.equal(one.mean, x.mean[-1:, -1:])
