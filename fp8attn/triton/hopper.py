@@ -317,15 +317,6 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             index = rows * 0 if C.q_group == 0 else rows // C.q_group
             pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + index * q_scale_strides[2]
             row_scale = gl.load(pointers, mask=rows < q_length, other=1.0)
-            scale_base = v_scale + batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
-            scale0 = load_channels(scale_base, v_scale_strides[2], 0, C.dv0, C.value_dim)
-            scale1 = load_channels(scale_base, v_scale_strides[2], C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else scale0
-            mean0 = None
-            mean1 = None
-            if v_mean is not None:
-                mean_base = v_mean + (batch * kv_heads + kv_head) * C.value_dim
-                mean0 = load_channels(mean_base, 1, 0, C.dv0, C.value_dim)
-                mean1 = load_channels(mean_base, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
             mbarrier.wait(q_full.index(ME), turn & 1)
             row_factor = row_scale * (softmax_scale * LOG2E)
 
@@ -357,7 +348,8 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                 )
                 block += 1
             # a maximum only grows: once all are positive they stay so. The rare others take the masked loop to the end
-            whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
+            if whole > opening:
+                whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
             for n in range(opening, whole):
                 m, l, acc0, acc1, x = attend(
                     m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, True
@@ -373,6 +365,15 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             mbarrier.arrive(q_empty.index(ME))
             block = release(barriers, seen, loaded, block, TEAM, STAGES)
 
+            scale_base = v_scale + batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
+            scale0 = load_channels(scale_base, v_scale_strides[2], 0, C.dv0, C.value_dim)
+            scale1 = load_channels(scale_base, v_scale_strides[2], C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else scale0
+            mean0 = None
+            mean1 = None
+            if v_mean is not None:
+                mean_base = v_mean + (batch * kv_heads + kv_head) * C.value_dim
+                mean0 = load_channels(mean_base, 1, 0, C.dv0, C.value_dim)
+                mean1 = load_channels(mean_base, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
             l = gl.convert_layout(gl.sum(l, 1), R)
             out_base = out + batch * out_strides[0] + head * out_strides[1]
             store_part(acc0, l, scale0, mean0, out_base, out_strides[2], rows, q_length, 0, C.value_dim)
@@ -488,6 +489,28 @@ def values_descriptor(v: torch.Tensor, channels: int, keys: int) -> TensorDescri
     return TensorDescriptor(v, list(v.shape), list(v.stride()), [channels, keys], host_values_layout(channels, keys))
 
 
+L2_BYTES = 8 << 20
+"""Of keys and values that surely stay in L2 while they are worked on."""
+
+SHARERS = 5
+"""Teams that work on one head at a time: they read its keys at about the same time, so that L2 has them for all but the first."""
+
+
+def heads_side_by_side(call: Call, teams: int) -> int:
+    """Heads whose tiles the schedule mixes: many, so that long tiles come first, but no more than L2 serves.
+
+    Of a call that isn't causal all tiles are as long, and the heads of one key/value head are enough.
+    """
+    sharing = call.q_heads // call.kv_heads
+    if call.causal == "none":
+        return sharing
+    heads = call.batch * call.kv_heads
+    in_l2 = L2_BYTES // (call.kv_length * (call.head_dim + call.value_dim))
+    mixed = max(in_l2, teams // SHARERS // sharing, 1)
+    groups = -(-heads // mixed)  # as large as each other: a small one at the end would have long tiles late
+    return sharing * -(-heads // groups)
+
+
 def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the Hopper kernel.
 
@@ -503,11 +526,10 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         return out, lse
     traits = Traits.of(call, config, device)
     positions = triton.cdiv(call.q_length, config.tile_rows) * call.batch * call.q_heads
-    # heads that are worked on side by side: those that share keys; of a causal call all, so that long tiles come first
-    group = call.batch * call.q_heads if traits.causal else call.q_heads // call.kv_heads
+    ctas = min(triton.cdiv(positions, config.teams), device.sm_count)
     launch(
         hopper_kernel,
-        (min(triton.cdiv(positions, config.teams), device.sm_count),),
+        (ctas,),
         rows_descriptor(call.q, ROWS, traits.d0),
         rows_descriptor(call.q, ROWS, traits.d1),
         rows_descriptor(call.k, config.block_n, traits.d0),
@@ -530,7 +552,7 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
             (0, 0, 0, 0) if call.attn_mask is None else call.attn_mask.stride(),
             out.stride(),
         ),
-        (call.batch, call.q_heads, call.kv_heads, call.q_length, call.kv_length, group),
+        (call.batch, call.q_heads, call.kv_heads, call.q_length, call.kv_length, heads_side_by_side(call, ctas * config.teams)),
         positions,
         call.causal_offset,
         call.softmax_scale,
