@@ -20,6 +20,7 @@ from .validate import (
     check_causal,
     check_operand,
     check_options,
+    check_recipe,
     check_shapes,
     is_e4m3,
     named_scale,
@@ -103,6 +104,7 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
     Raises:
         TypeError, ValueError: an argument isn't as above.
     """
+    check_recipe(recipe)
     for name, x, layout in (("query", query, "rows"), ("key", key, "rows"), ("value", value, "values")):
         if x is not None:
             check_operand(name, x, layout)
@@ -176,15 +178,13 @@ class _Prepared:
     recipe: Recipe
 
 
-def _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, out_dtype) -> Causal:
+def _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype) -> Causal:
     check_operand("query", query, "rows")
     check_operand("key", key, "rows")
     check_operand("value", value, "values")
     check_shapes(query, key, value, enable_gqa)
     causal = check_causal(is_causal, causal_alignment)
     check_options(query, key, value, dropout_p, attn_mask, causal, scale)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a fp8attn.Recipe")
     if out_dtype not in (None, torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"out_dtype is {out_dtype}; it must be float16, bfloat16 or float32")
     return causal
@@ -206,7 +206,7 @@ def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_
 def _prepare(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
 ) -> _Prepared:
-    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, out_dtype)
+    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
     if out_dtype is None:
         out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
     query, key, value = _imported(query, key, value, q_scale, k_scale, v_scale)
@@ -292,6 +292,8 @@ def sdpa(
         RuntimeError: an argument requires grad.
         BackendUnavailable: the backend can't run here.
     """
+    check_recipe(recipe)
+    check_operand("query", query, "rows")
     chosen = choose_backend(backend, query.device)
     if chosen == "reference":
         return reference_sdpa(
@@ -348,7 +350,7 @@ def reference_sdpa(
     Args and errors as in `sdpa`; quantized operands are restored first.
         dtype: what is computed in, float32 or float64.
     """
-    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, DEFAULT_RECIPE, out_dtype)
+    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
     if out_dtype is None:
         out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
     operands = _imported(query, key, value, q_scale, k_scale, v_scale)

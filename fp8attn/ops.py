@@ -78,7 +78,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
     q_data, q_scale = numbers(0), numbers(0)
     if q is not None:
-        q_data = definition.empty_rows(q.shape, q.device)
+        q_data = definition.empty_rows(q)
         q_scale = numbers(*definition.scale_shape(q_granularity, *q.shape))
     if k is None:
         return q_data, q_scale, *(numbers(0) for _ in range(7))
@@ -87,7 +87,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
         q_data,
         q_scale,
         numbers(0),
-        definition.empty_rows(k.shape, k.device),
+        definition.empty_rows(k),
         numbers(*definition.scale_shape(k_granularity, *k.shape)),
         numbers(batch, heads, k.shape[3]) if smooth_k else numbers(0),
         v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3),

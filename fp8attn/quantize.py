@@ -138,11 +138,16 @@ def encode(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isnan(), E4M3_NAN, data.view(torch.uint8)).view(E4M3)
 
 
-def empty_rows(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """An uninitialised e4m3 (B, H, S, D) whose rows start at multiples of ROW_ALIGNMENT bytes."""
-    batch, heads, length, dim = shape
+def empty_rows(x: torch.Tensor) -> torch.Tensor:
+    """An uninitialised e4m3 tensor for a quantized x (B, H, S, D): its rows start at multiples of ROW_ALIGNMENT bytes.
+
+    Stored as (B, S, H, …) if that is how x lies in memory, because outputs lie as queries do.
+    """
+    batch, heads, length, dim = x.shape
     pitch = -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    return torch.empty(batch, heads, length, pitch, dtype=E4M3, device=device)[..., :dim]
+    if x.stride(1) < x.stride(2):
+        return torch.empty(batch, length, heads, pitch, dtype=E4M3, device=x.device).transpose(1, 2)[..., :dim]
+    return torch.empty(batch, heads, length, pitch, dtype=E4M3, device=x.device)[..., :dim]
 
 
 def scale_shape(granularity: Granularity, batch: int, heads: int, length: int, dim: int) -> tuple[int, int, int]:
@@ -191,7 +196,7 @@ def _quantize_rows(x: torch.Tensor, granularity: Granularity, mean: torch.Tensor
     scale = scale_of(_largest(y, granularity))
     if poisoned is not None:
         y = y.masked_fill(poisoned.unsqueeze(-1), torch.nan)
-    data = empty_rows(x.shape, x.device)
+    data = empty_rows(x)
     data.copy_(encode(y, row_scales(scale, granularity, length).unsqueeze(-1)))
     return Quantized(data, scale, granularity, "rows", length, mean)
 

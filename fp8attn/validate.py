@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import torch
 
-from .recipe import E4M3, SCALE_BLOCK, Granularity, Quantized
+from .recipe import E4M3, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .reference import Causal
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -94,6 +94,11 @@ def check_options(
     padded = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, full, strict=False)):
         raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}; it must broadcast to (batch, heads, Sq, Sk) = {full}")
+
+
+def check_recipe(recipe: Recipe) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a fp8attn.Recipe")
 
 
 def check_causal(is_causal: bool, causal_alignment: str) -> Causal:

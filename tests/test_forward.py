@@ -157,7 +157,7 @@ def test_future_keys_cannot_matter(case: Case, device: torch.device) -> None:
     border = max(row + offset + 1, 0)  # rows up to `row` see keys before it
     options = dict(is_causal=True, causal_alignment=case.causal, enable_gqa=True, return_lse=True, recipe=Recipe(compute=case.recipe.compute))
     before = fp8attn.triton_sdpa(q, k, v, **options)
-    k_data, k_scale = empty_rows(k.data.shape, device), k.scale.clone()  # not clone(): with other strides another kernel may run
+    k_data, k_scale = empty_rows(k.data), k.scale.clone()  # not clone(): with other strides another kernel may run
     k_data.copy_(k.data)
     k_data.view(torch.uint8)[:, :, border:] ^= 0x55
     k_scale[:, :, border:] = torch.nan

@@ -440,7 +440,7 @@ def quantize(
 
     q_data = q_scale = k_mean = k_extremes = v_sums = v_extremes = v_flags = None
     if q is not None:
-        q_data = definition.empty_rows(q.shape, q.device)
+        q_data = definition.empty_rows(q)
         if recipe.q in given:
             q_scale = _reduced_scale(q.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q)
         else:
@@ -476,7 +476,7 @@ def quantize(
     if v_largest is not None:
         v_scale = _reduced_scale(v_largest, recipe.v)
 
-    k_data = definition.empty_rows(k.shape, k.device)
+    k_data = definition.empty_rows(k)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
     launch(
         write_kernel, (triton.cdiv(kv_length, SCALE_BLOCK), pairs),

@@ -1,0 +1,89 @@
+"""Every kernel compiles for every architecture, on a machine without a GPU and without Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+
+TENSOR_CORES = {
+    80: ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"),
+    89: ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32", "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"),
+    90: ("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"),
+    100: ("tcgen05.mma", "tcgen05.mma"),
+    120: ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32", "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"),
+}
+"""Instructions that kernels multiply with, by architecture: compute type e4m3, and f16 or an FP8 recipe without FP8 units."""
+
+
+def compile_all(arch: int) -> list[dict]:
+    """In a process of its own: launch everything with warmup=True; what was compiled, for the test to look at."""
+    import triton
+    from offline import architecture
+
+    import fp8attn
+    from fp8attn import Recipe
+    from fp8attn.api import call_of
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import quantize as fused
+    from fp8attn.triton import run
+
+    device = ARCHITECTURES[arch]
+    compiled: list[dict] = []
+    original = triton.runtime.jit.JITFunction.run
+
+    def recording(self, *args, **kwargs):
+        kernel = original(self, *args, **kwargs)
+        compiled.append({"case": case, "kernel": self.__name__, "shared": kernel.metadata.shared, "ptx": kernel.asm["ptx"]})
+        return kernel
+
+    triton.runtime.jit.JITFunction.run = recording
+    dims = ((64, 64), (128, 128), (192, 128), (256, 256)) if arch == 90 else ((128, 128),)
+    cases = [(dim, value_dim, "e4m3", "full") for dim, value_dim in dims]
+    cases += [(128, 128, "e4m3", "causal"), (72, 40, "e4m3", "bool"), (128, 128, "f16", "float")]
+    for dim, value_dim, compute, mask in cases:
+        # enough tiles that the configs for a full GPU are chosen
+        shapes = ((1, 512, 64, dim), (1, 1, 200, dim), (1, 1, 200, value_dim))
+        q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+        attn_mask = {"bool": torch.ones(64, 200, dtype=torch.bool), "float": torch.zeros(64, 200)}.get(mask)
+        case = f"D {dim} Dv {value_dim} {compute} {mask}"
+        recipe = Recipe(compute=compute)
+        quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
+        call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
+        with architecture(arch):
+            run.forward(call, device, warmup=True)
+            if mask == "full":
+                fused.quantize(q, k, v, recipe, device, warmup=True)
+                fused.import_values(quantized[1].data, device, warmup=True)
+    return compiled
+
+
+@pytest.mark.parametrize("arch", TENSOR_CORES)
+def test_compiles(arch: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+    program = f"import json, test_compile; print(json.dumps(test_compile.compile_all({arch})))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+
+    from fp8attn.device import SHARED_MEMORY
+
+    names = {entry["kernel"] for entry in compiled}
+    assert {"forward_kernel", "gather_kernel", "finish_kernel", "write_kernel", "import_values_kernel"} <= names
+    assert ("hopper_kernel" in names) == (arch == 90)
+    for entry in compiled:
+        assert entry["shared"] <= SHARED_MEMORY[arch], (entry["case"], entry["kernel"])
+        e4m3, half = TENSOR_CORES[arch]
+        if entry["kernel"] in ("forward_kernel", "hopper_kernel"):
+            instruction = half if " f16 " in entry["case"] else e4m3
+            assert instruction in entry["ptx"], f"{entry['case']}: {entry['kernel']} doesn't use {instruction}"
+        if entry["kernel"] in ("gather_kernel", "write_kernel") and arch >= 89:
+            assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]

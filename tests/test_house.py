@@ -1,0 +1,134 @@
+"""The house: who imports whom, what is documented, what the shipped table holds."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8attn
+from fp8attn.api import call_of
+from fp8attn.device import ARCHITECTURES, Device
+from fp8attn.triton import configs, tune
+
+ROOT = Path(fp8attn.__file__).resolve().parent
+FLOORS = (
+    {"recipe", "device"},
+    {"layout"},
+    {"quantize"},
+    {"reference"},
+    {"call", "validate"},
+    {"triton", "cuda"},
+    {"ops"},
+    {"api"},
+    {"info"},
+    {"__init__", "__main__"},
+)
+"""Modules of the package from the ground up: each imports from floors below its own only."""
+
+
+def floor_of(module: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS) if module in floor)
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level modules of the package that a file imports."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package, ""][: len(package) - node.level + 1]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {[*base, *name.split(".")][0] for name in names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fp8attn":
+            found |= {node.module.split(".")[1]} if "." in node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("fp8attn.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    others = imported(path) - {own, "__version__"}
+    if own == "__main__":
+        others -= {"info"}
+    higher = [other for other in others if floor_of(other) >= floor_of(own)]
+    assert not higher, f"{own} imports {higher}, which must not be below it"
+
+
+def test_the_import_check_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "forward.py").write_text("from .. import quantize\nfrom ..api import sdpa\nfrom .tile import hide\nimport fp8attn.ops\n")
+    assert imported(tmp_path / "triton" / "forward.py") == {"quantize", "api", "triton", "ops"}
+
+
+@pytest.mark.parametrize("name", fp8attn.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    thing = getattr(fp8attn, name)
+    assert inspect.getdoc(thing)
+    if inspect.isclass(thing):
+        for method_name, method in inspect.getmembers(thing, inspect.isfunction):
+            assert method_name.startswith("_") or inspect.getdoc(method), f"{name}.{method_name} has no docstring"
+
+
+def test_no_machine_paths() -> None:
+    here = re.compile("/" + "(work|tmp|home|root)/")
+    files = [path for part in ("fp8attn", "bench", "docs", "tests") for path in (ROOT.parent / part).rglob("*.*") if path.suffix in (".py", ".md")]
+    assert files
+    assert not [path for path in files if here.search(path.read_text())]
+
+
+def typical_call(kind: str):
+    """A call of a kind of the shipped table, large enough to fill a GPU."""
+    match = re.fullmatch(r"d(\d+) dv(\d+) (e4m3|f16) (full|causal|masked)", kind)
+    assert match, f"{kind!r} isn't a kind of call"
+    dim, value_dim = int(match[1]), int(match[2])
+    q, k = (torch.zeros(1, 64, 512, dim, dtype=torch.bfloat16).to(torch.float8_e4m3fn) for _ in range(2))
+    v = torch.zeros(1, 64, 512, value_dim).to(torch.float8_e4m3fn)
+    mask = torch.ones(512, 512, dtype=torch.bool) if match[4] == "masked" else None
+    recipe = fp8attn.Recipe(compute=match[3])
+    return call_of(q, k, v, mask, is_causal=match[4] == "causal", q_scale=1.0, k_scale=1.0, v_scale=1.0, recipe=recipe)
+
+
+@pytest.mark.parametrize("name, kind", [(name, kind) for name, kinds in tune.table().items() for kind in kinds])
+def test_shipped_configs_fit_and_are_chosen(name: str, kind: str) -> None:
+    device = next(device for device in ARCHITECTURES.values() if device.name == name)
+    call = typical_call(kind)
+    assert tune.kind(call) == kind
+    assert configs.misfit(tune.table()[name][kind], call, device) is None
+    assert tune.measured(call, device) == tune.table()[name][kind]
+
+
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("dim", (16, 64, 128, 256))
+def test_candidates_fit_and_rules_choose_what_fits(device: Device, dim: int) -> None:
+    q = torch.zeros(1, 4, 300, dim, dtype=torch.bfloat16)
+    call = call_of(q, q, q, recipe=fp8attn.Recipe(q="token", smooth_k=False, smooth_v=False))
+    space = configs.candidates(call, device)
+    assert space and all(configs.fits(config, call, device) for config in space)
+    assert any(isinstance(config, configs.HopperConfig) for config in space) == (device.arch == 90)
+    assert configs.fits(configs.portable_config(call, device), call, device)
+    if device.arch == 90:
+        assert configs.fits(configs.hopper_config(call, device), call, device)
+
+
+def test_misfits_say_why() -> None:
+    q = torch.zeros(1, 1, 300, 256, dtype=torch.bfloat16)
+    call = call_of(q, q, q)
+    hopper, consumer = ARCHITECTURES[90], ARCHITECTURES[120]
+    for config, device, reason in (
+        (configs.PortableConfig(16, 64, 4, 2), hopper, "4 warps of 16 rows for 16 rows"),
+        (configs.PortableConfig(64, 128, 4, 4), consumer, "shared memory"),
+        (configs.PortableConfig(64, 96, 4, 2), hopper, "straddle"),
+        (configs.PortableConfig(128, 128, 2, 2), hopper, "accumulator registers"),
+        (configs.HopperConfig(3, 128, 2, 240), hopper, "an SM has"),
+        (configs.HopperConfig(2, 128, 2, 240, teams=2), hopper, "teams"),
+        (configs.HopperConfig(1, 128, 2, 240, overlap=True), hopper, "two parts"),
+    ):
+        assert reason in (configs.misfit(config, call, device) or ""), config

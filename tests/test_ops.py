@@ -1,0 +1,166 @@
+"""The operators as torch sees them: opcheck, torch.compile, inference mode, CUDA graphs, streams, threads, devices."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from conftest import GPU
+from torch.library import opcheck
+
+import fp8attn
+from fp8attn import Recipe
+from fp8attn.api import _operator_arguments, _prepare
+from fp8attn.ops import library_ops
+
+COMPILER = "inductor" if GPU else "aot_eager"
+"""Without a GPU there may be no C++ compiler; what is under test, tracing with fake tensors, is the same."""
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+E4M3_CHECKS = CHECKS[1:]
+"""Of operators that take e4m3: whether inputs stay as they are torch would check by multiplying them, which e4m3 can't be."""
+
+
+def untouched(operator, arguments: tuple) -> None:
+    """What test_schema checks: no input changes, no output shares memory with one."""
+    before = [x.clone() for x in arguments if isinstance(x, torch.Tensor)]
+    outputs = operator(*arguments)
+    inputs_ = [x for x in arguments if isinstance(x, torch.Tensor)]
+    for x, y in zip(before, inputs_, strict=True):
+        assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    storages = {x.untyped_storage().data_ptr() for x in inputs_}
+    assert not [x for x in outputs if x.numel() and x.untyped_storage().data_ptr() in storages]
+
+
+def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: int = 40, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((2, 4, 70, dim), (2, 2, length, dim), (2, 2, length, value_dim))
+    return tuple(torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+
+
+@pytest.mark.parametrize("given", ("q", "kv", "qkv"))
+@pytest.mark.parametrize(
+    "recipe", (Recipe(), Recipe(q="block", k="token", v="head", smooth_k=False), Recipe(q="head", k="tensor", v="tensor", smooth_v=False))
+)
+def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
+    q, k, v = inputs(device, dim=72)
+    arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
+    options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v)
+    opcheck(library_ops.quantize, (*arguments, *options), test_utils=CHECKS)
+
+
+def test_opcheck_import_kv(device: torch.device) -> None:
+    _, k, v = (x.to(torch.float8_e4m3fn) for x in inputs(device))
+    arguments = (k, torch.ones(2, 2, 2, device=device), "block", v)
+    opcheck(library_ops.import_kv, arguments, test_utils=E4M3_CHECKS)
+    untouched(library_ops.import_kv, arguments)
+
+
+@pytest.mark.parametrize("return_lse", (False, True))
+@pytest.mark.parametrize("options", ({}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"attn_mask": True}, {"out_dtype": torch.float32}))
+def test_opcheck_forward(device: torch.device, options: dict, return_lse: bool) -> None:
+    q, k, v = inputs(device)
+    options = dict(options)
+    if "attn_mask" in options:
+        options["attn_mask"] = torch.ones(70, 200, dtype=torch.bool, device=device).tril(100)
+    full = dict(
+        attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=True, causal_alignment="top_left", recipe=Recipe(),
+        q_scale=None, k_scale=None, v_scale=None, out_dtype=None,
+    )  # fmt: skip
+    prepared = _prepare(q, k, v, **(full | options))
+    arguments = _operator_arguments(prepared, return_lse)
+    opcheck(library_ops.triton_forward, arguments, test_utils=E4M3_CHECKS)
+    untouched(library_ops.triton_forward, arguments)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"return_lse": True}, {"recipe": Recipe(k="token", smooth_v=False)}))
+def test_compiled_whole(device: torch.device, dynamic: bool, options: dict) -> None:
+    """fullgraph=True: no break anywhere from bfloat16 in to bfloat16 out; the same bits as eager, at a second length too."""
+    torch._dynamo.reset()
+
+    def attention(q, k, v):
+        return fp8attn.sdpa(q + 1, k, v, enable_gqa=True, backend="triton", **options)
+
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend=COMPILER)
+    for length in (200, 136):
+        q, k, v = inputs(device, length)
+        for actual, expected in zip(compiled(q, k, v), attention(q, k, v), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_inference_mode(device: torch.device) -> None:
+    q, k, v = inputs(device)
+    expected = fp8attn.triton_sdpa(q, k, v, enable_gqa=True)
+    with torch.inference_mode():
+        assert torch.equal(fp8attn.triton_sdpa(q, k, v, enable_gqa=True), expected)
+
+
+def test_threads(device: torch.device) -> None:
+    """Calls from many threads at once give each its own answer."""
+    problems = [inputs(device, seed=seed) for seed in range(4)]
+    expected = [fp8attn.triton_sdpa(*problem, enable_gqa=True) for problem in problems]
+    answers: list = [None] * len(problems)
+
+    def work(i: int) -> None:
+        answers[i] = fp8attn.triton_sdpa(*problems[i], enable_gqa=True)
+
+    if not GPU:
+        pytest.skip("Triton's interpreter patches the language while it runs, for all threads")
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for actual, wanted in zip(answers, expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ({}, {"is_causal": True, "return_lse": True}))
+def test_cuda_graph(device: torch.device, options: dict) -> None:
+    """Captured once, replayed with other inputs."""
+    q, k, v = inputs(device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fp8attn.sdpa(q, k, v, enable_gqa=True, **options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fp8attn.sdpa(q, k, v, enable_gqa=True, **options)
+    others = inputs(device, seed=7)
+    for x, other in zip((q, k, v), others, strict=True):
+        x.copy_(other)
+    graph.replay()
+    expected = fp8attn.sdpa(*others, enable_gqa=True, **options)
+    for actual, wanted in zip(captured, expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.gpu
+def test_side_stream(device: torch.device) -> None:
+    """Work goes to the current stream: it sees what was launched there before, and nothing of it runs elsewhere."""
+    q, k, v = inputs(device, length=2048)
+    expected = fp8attn.sdpa(q * 2, k, v, enable_gqa=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        doubled = q * 2
+        actual = fp8attn.sdpa(doubled, k, v, enable_gqa=True)
+    stream.synchronize()
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.gpu
+def test_any_device_index() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    q, k, v = inputs(torch.device("cuda", 1))
+    assert torch.cuda.current_device() == 0
+    out = fp8attn.sdpa(q, k, v, enable_gqa=True)
+    assert out.device == q.device
+    assert torch.equal(out.cpu(), fp8attn.sdpa(*(x.to("cuda:0") for x in (q, k, v)), enable_gqa=True).cpu())
