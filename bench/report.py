@@ -22,7 +22,10 @@ from .timing import tflops
 WIDTH = 160
 """Columns of a table where no terminal says how many it has."""
 
-INTERPRETED = "Times are of Triton's interpreter on a CPU and mean nothing for speed: neither the microseconds nor what is computed from them. Errors do mean what they say."
+INTERPRETED = (
+    "Times are of Triton's interpreter on a CPU and mean nothing for speed: neither the microseconds nor what is computed from them. "
+    "Errors do mean what they say."
+)
 TIMED = (
     "Medians and percentiles of one interleaved run; a sample is the mean of the calls in one CUDA graph. "
     "× SDPA: the fastest PyTorch backend's median over this one's, more than 1 is faster. "
@@ -114,7 +117,7 @@ def accuracy_table(results: Sequence[Result], gpu: bool) -> Table:
 
 def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
     """Microseconds and bandwidth of the quantizer."""
-    caption = "Bytes: q read once, k and v twice, results written once. Copy: bytes read and written by torch's copy_ in the same run."
+    caption = "Bytes: q and k read once, v twice, results written once. Copy: bytes read and written by torch's copy_ in the same run."
     headers = ("p50 µs", "p90", "p99", "MB", "GB/s", "copy GB/s", "of copy")
     table = _table("Quantizing q, k and v", ("case",), headers, caption if gpu else INTERPRETED)
     for r in results:

@@ -19,9 +19,12 @@ from fp8attn import Quantized, Recipe
 from fp8attn.device import device_of
 from fp8attn.layout import GROUP, PADDING, key_of_slot, padded_length, slots
 from fp8attn.quantize import (
+    LANES,
     LARGEST_MEAN,
     MEAN_STEP,
+    SAMPLE,
     SMALLEST_SCALE,
+    STRIP,
     dequantize,
     encode,
     import_values,
@@ -66,16 +69,21 @@ class Problem:
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(self.case.seed)
-        limits = torch.finfo(self.case.dtype)
         tensors = self.case.tensors(device)
         for x, place in zip(tensors, self.places, strict=True):
-            if self.magnitude == "subnormal" and not (self.case.dtype == torch.bfloat16 and device_of(device).emulated):
-                # Triton's interpreter restores bfloat16 subnormals to other numbers
-                x.mul_(limits.smallest_normal / 8)
-            elif self.magnitude == "largest":
-                x.clamp_(-1, 1).mul_(limits.max)
-            plant(x, place, generator)
+            plant(at_limits(x, self.magnitude), place, generator)
         return tensors
+
+
+def at_limits(x: torch.Tensor, magnitude: str) -> torch.Tensor:
+    """x, changed in place to the largest or smallest numbers of its dtype."""
+    limits = torch.finfo(x.dtype)
+    if magnitude == "largest":
+        return x.clamp_(-1, 1).mul_(limits.max)
+    # Triton's interpreter takes bfloat16 subnormals for other numbers
+    if magnitude == "subnormal" and not (x.dtype == torch.bfloat16 and device_of(x.device).emulated):
+        return x.mul_(limits.smallest_normal / 8)
+    return x
 
 
 def plant(x: torch.Tensor, place: str, generator: torch.Generator) -> None:
@@ -156,14 +164,31 @@ def test_triton_writes_the_same_bytes(problem: Problem, given_tensors: str, devi
 @pytest.mark.parametrize("granularity", ("head", "block"))
 @pytest.mark.parametrize("length", EDGES)
 def test_edges_of_blocks_and_strips(device: torch.device, length: int, granularity: Granularity) -> None:
-    """With a NaN in the first token and another in the last, or none; every tensor of another dtype."""
+    """With a NaN in the first token and another in the last, or none; every tensor of another dtype; means far from the zeros behind the end."""
     q, k, v = normal((1, 1, length, 24), device, 3)
-    q, k = q.half(), k.bfloat16()
+    q, k, v = q.half(), (k + 20).bfloat16(), v - 30
     recipe = Recipe(q=granularity, k=granularity)
     for bad in (0.0, torch.nan):
         q[..., 0, 3] = k[..., 0, 4] = v[..., -1, 5] = bad
         for actual, expected in zip(by_triton(q, k, v, recipe), quantize(q, k, v, recipe), strict=True):
             assert_same(actual, expected)
+
+
+def test_more_strips_than_lanes(device: torch.device) -> None:
+    k, v = normal((1, 1, STRIP * (LANES + 1) + 200, 16), device, 2)
+    for actual, expected in zip(by_triton(None, k, v, Recipe(k="head")), quantize(None, k, v, Recipe(k="head")), strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("granularity", ("tensor", "token"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("magnitude", ("subnormal", "largest"))
+def test_limits_of_a_dtype(device: torch.device, magnitude: str, dtype: torch.dtype, granularity: Granularity) -> None:
+    q, k, v = (at_limits(x.to(dtype), magnitude) for x in normal((1, 1, 140, 24), device, 3))
+    recipe = Recipe(q=granularity, k=granularity)
+    for actual, expected in zip(by_triton(q, k, v, recipe), quantize(q, k, v, recipe), strict=True):
+        assert_same(actual, expected)
+        assert dequantize(actual).isfinite().all()
 
 
 @pytest.mark.parametrize("length", (5, 140, 512))
@@ -342,6 +367,21 @@ def test_means(case: Case, device: torch.device) -> None:
     assert torch.equal(steps, steps.round())
 
 
+@pytest.mark.parametrize("length, sampled", ((511, 511), (512, 512), (513, 257), (1000, 512), (1024, 512), (1025, 352), (5000, 512)))
+def test_means_of_long_keys_are_of_a_sample(device: torch.device, length: int, sampled: int) -> None:
+    """Groups of LANES tokens, evenly spaced from the first on, SAMPLE tokens at most; what is between them can be anything."""
+    assert sampled <= SAMPLE
+    (k,) = normal((1, 1, length, 16), device, 1)
+    k[:, :, 0] = torch.nan  # counts as zero
+    spacing = -(-length // SAMPLE)
+    group = torch.arange(length, device=device) // LANES
+    k[:, :, group % spacing != 0] = 1e9
+    sample = k[:, :, group % spacing == 0].double().nan_to_num(0.0)
+    assert sample.shape[2] == sampled
+    mean = by_torch(None, k, k, Recipe())[1].mean
+    assert ((mean.double() - sample.mean(2)).abs() <= 64 * 2.0**-24 * sample.abs().mean(2)).all()
+
+
 @pytest.mark.parametrize("by", QUANTIZERS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("length", (1, 130, 600))
@@ -497,6 +537,7 @@ def e4m3_bytes(shape: tuple[int, ...], nans: float, layout: str, generator: torc
     return x
 
 
+@pytest.mark.parametrize("layout", ("bhsd", "bshd", "padded"))
 @given(
     case=cases(masks=("none",)),
     as_bytes=st.booleans(),
@@ -504,12 +545,14 @@ def e4m3_bytes(shape: tuple[int, ...], nans: float, layout: str, generator: torc
     v_granularity=st.sampled_from(VALUE_GRANULARITIES),
     nans=st.sampled_from((0.0, 0.1, 1.0)),
 )
-def test_import_kv(case: Case, as_bytes: bool, k_granularity: Granularity, v_granularity: Granularity, nans: float, device: torch.device) -> None:
+def test_import_kv(
+    layout: str, case: Case, as_bytes: bool, k_granularity: Granularity, v_granularity: Granularity, nans: float, device: torch.device
+) -> None:
     """Keys are taken as they are, values in the layout of quantized V; a token with a NaN in its value has a scale of NaN."""
     generator = torch.Generator().manual_seed(case.seed)
-    batch, heads, length = case.batch, case.kv_heads, case.kv_length
-    k = e4m3_bytes((batch, heads, length, case.head_dim), nans, case.layout, generator).to(device)
-    v = e4m3_bytes((batch, heads, length, case.value_dim), nans, case.layout, generator).to(device)
+    batch, heads, length = 2, case.kv_heads, case.kv_length
+    k = e4m3_bytes((batch, heads, length, case.head_dim), nans, layout, generator).to(device)
+    v = e4m3_bytes((batch, heads, length, case.value_dim), nans, layout, generator).to(device)
     blocks = -(-length // SCALE_BLOCK)
     last = {"tensor": 1, "head": 1, "block": blocks, "token": length, "channel": case.value_dim}
     k_scale, v_scale = (

@@ -201,7 +201,7 @@ def attend(
     """64 queries attend to key block n of `seen`, the team's `block`-th in all.
 
     Args:
-        x: if C.config.overlap the block's scores in the making, else anything.
+        x: if C.config.overlap the block's Q · Kᵀ, else anything.
         keys: what tells scales and visibility of keys, see `consume`. mask: the head's (Sq, Sk), or None.
         MASKED: some row may not see some of the keys.
         POSITIVE: no m is negative.
@@ -228,7 +228,8 @@ def attend(
     factor = score_factor(row_factor, 1.0 if C.k_group == 1 else block_scale, C.positive)
     # V's barrier is seen to while the tensor core works; K's, behind P · V, would cost registers that spill
     mbarrier.wait(v_full.index(stage), phase)
-    x = warpgroup_mma_wait(0, deps=(x,))
+    if not C.config.overlap:
+        x = warpgroup_mma_wait(0, deps=(x,))
     mbarrier.arrive(k_empty.index(stage))
 
     if C.k_group == 1:
@@ -252,6 +253,8 @@ def attend(
         x = start_scores(sq, buffers, following, C)
         fresh = warpgroup_mma_wait(1, deps=(fresh,))
         acc0 = add_values(acc0, alpha, fresh, C)
+        # done before the loop turns: where control flow meets, compilers copy registers, those the tensor core is still writing too
+        x = warpgroup_mma_wait(0, deps=(x,))
     else:
         acc0 = add_values(acc0, alpha, warpgroup_mma_wait(0, deps=(fresh,)), C)
     if C.dv1 > 0:
@@ -340,7 +343,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             if C.config.overlap:
                 if seen > 0:
                     mbarrier.wait(k_full.index(TEAM * STAGES + block % STAGES), block // STAGES & 1)
-                x = start_scores(sq, buffers, TEAM * STAGES + block % STAGES, C)
+                x = warpgroup_mma_wait(0, deps=(start_scores(sq, buffers, TEAM * STAGES + block % STAGES, C),))
             opening = gl.minimum(whole, 1)
             for n in range(0, opening):
                 m, l, acc0, acc1, x = attend(
@@ -360,8 +363,6 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                     m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, True, False
                 )
                 block += 1
-            if C.config.overlap:
-                x = warpgroup_mma_wait(0, deps=(x,))
             mbarrier.arrive(q_empty.index(ME))
             block = release(barriers, seen, loaded, block, TEAM, STAGES)
 
