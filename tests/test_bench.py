@@ -1,0 +1,129 @@
+"""The benchmark: what it counts, what its gates stop, what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GPU
+
+from bench import __main__ as command
+from bench import cases, peers, timing, tune
+from bench.errors import Bad, Errors
+from bench.gates import Gates, all_green, judge
+from fp8attn.triton import run
+from fp8attn.triton.configs import HopperConfig, PortableConfig
+from fp8attn.triton.tune import from_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_gates_are_at_least_as_strict_as_promised() -> None:
+    limits = Gates.load().limits
+    assert limits["max_abs"] <= 0.06 and limits["mean_abs"] <= 0.02 and limits["bad_share"] <= 0.01
+
+
+def test_suites() -> None:
+    seeds = {case.name: case for case in cases.SUITES["seeds"]}
+    mission = seeds["mission"]
+    assert (mission.batch, mission.q_heads, mission.q_length, mission.head_dim) == (2, 8, 512, 64)
+    assert (seeds["mission-256"].batch, seeds["mission-256"].q_heads, seeds["mission-256"].q_length) == (2, 8, 256)
+    for case in cases.HEADLINE:
+        assert case.batch * case.q_length == 16384 and case.q_heads * case.head_dim == 2048
+    names = [case.name for suite in cases.SUITES.values() for case in suite]
+    assert len(names) == len(set(names))
+
+
+def test_flops() -> None:
+    full = cases.Case("x", 2, 8, 2, 128, 256, 192, 128, causal=False)
+    assert full.flops == 2 * 2 * 8 * 128 * 256 * (192 + 128)
+    assert cases.square("y", 1, 1, 128, 64, causal=True).flops == cases.square("z", 1, 1, 128, 64).flops // 2 == 128 * 128 * 64 * 2
+    assert timing.tflops(2_000_000_000, 1000.0) == 2.0
+
+
+def test_errors_by_hand() -> None:
+    expected = torch.tensor([3.0, -4.0, 0.0, 0.0])
+    errors = Errors.of(torch.tensor([3.0, -4.0, 0.5, 0.0]), expected, Bad(rtol=0.1, atol_rms=0.1))
+    assert errors.max_abs == 0.5 and errors.mean_abs == 0.125 and errors.relative_l2 == pytest.approx(0.1)
+    assert errors.bad_share == 0.25  # 0.5 > 0.1 * rms = 0.25
+    assert errors.sqnr_db == pytest.approx(20.0)
+    assert Errors.of(torch.tensor([3.0, -4.0, math.nan, 0.0]), expected, Bad(0.1, 0.1)).bad_share == 0.25
+    assert not Errors.of(torch.tensor([3.0, -4.0, math.nan, 0.0]), expected, Bad(0.1, 0.1)).finite
+
+
+def test_percentiles() -> None:
+    found = timing.Timing.of([1.0, 2.0, 3.0, 4.0, 5.0], 1, "by hand")
+    assert found.p50_us == 3.0 and found.p90_us == pytest.approx(4.6) and found.p99_us == pytest.approx(4.96) and found.samples == 5
+
+
+def test_every_pytorch_backend_is_named() -> None:
+    assert [peer.name for peer in peers.PYTORCH] == ["SDPA flash", "SDPA cuDNN", "SDPA efficient", "SDPA math"]
+    assert {stage for peer in peers.OWN for stage in peer.stages} == {peers.KERNEL, peers.END_TO_END}
+
+
+@pytest.mark.parametrize("broken", ("shifted", "scaled", "NaN"))
+def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    case = cases.square("small", 1, 2, 128, 64)
+    assert all_green(judge(case, Gates.load(), device))
+    original = run.forward
+
+    def wrong(call, *args, **kwargs):
+        out, lse = original(call, *args, **kwargs)
+        return {"shifted": out + 0.1, "scaled": out * 0.8, "NaN": out.masked_fill(out > 0.3, math.nan)}[broken], lse
+
+    monkeypatch.setattr(run, "forward", wrong)
+    assert not any(verdict.green for verdict in judge(case, Gates.load(), device))
+    monkeypatch.setattr(cases, "suite", lambda name, gpu: (case,))
+    monkeypatch.setattr(command, "compile_all", lambda cases: iter(()))
+    assert command.main(["compare", "--suite", "tiny"]) == 1
+    printed = capsys.readouterr().out
+    assert "no speed is reported" in printed and "TFLOP/s" not in printed
+
+
+def test_no_gate_is_not_green() -> None:
+    assert not all_green([])
+
+
+@pytest.mark.skipif(GPU, reason="a GPU's default suites take minutes")
+def test_the_command_without_a_gpu(tmp_path: Path) -> None:
+    """Prints both tables, says that the interpreter ran, writes a line for every case and backend."""
+    out = tmp_path / "lines.jsonl"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--suite", "tiny", "--rounds", "1", "--json", str(out)],
+        capture_output=True, text=True, cwd=ROOT, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for expected in ("Gates", "Kernel alone", "End to end", "interpreter", "SDPA flash", "SDPA math", "fp8attn triton end to end"):
+        assert expected in done.stdout, expected
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == len(cases.TINY) * len(peers.PEERS)
+    for line in lines:
+        assert {"case", "backend", "p50_us", "p90_us", "p99_us", "tflops", "against_sdpa", "max_abs", "commit", "torch", "date"} <= line.keys()
+        assert (line["refused"] is None) == (line["p50_us"] is not None)
+
+
+def test_tuning_writes_the_table(tmp_path: Path) -> None:
+    """Other GPUs' entries stay, and what is written is read again."""
+    path = tmp_path / "shipped.json"
+    path.write_text(
+        json.dumps({"other": {"d64 dv64 e4m3 full": {"kernel": "portable", "block_m": 64, "block_n": 64, "num_warps": 2, "num_stages": 2}}})
+    )
+    tune.write({"d128 dv128 e4m3 full": HopperConfig(2, 128, 2, 240)}, "one", path)
+    table = json.loads(path.read_text())
+    assert from_json(table["other"]["d64 dv64 e4m3 full"]) == PortableConfig(64, 64, 2, 2)
+    assert from_json(table["one"]["d128 dv128 e4m3 full"]) == HopperConfig(2, 128, 2, 240)
+
+
+def test_committed_results_are_whole() -> None:
+    """Every line that the repository shows as measured names its GPU, versions and commit."""
+    for path in (ROOT / "bench" / "results").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            assert record["gpu"] and record["torch"] and record["triton"] and record["commit"] and record["date"], path.name
