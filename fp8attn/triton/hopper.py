@@ -1,7 +1,7 @@
 """The Hopper kernel, in Gluon: TMA, wgmma, warp specialisation, persistent.
 
-One producer warp streams K and V through a ring of shared-memory stages; each consumer warpgroup owns 64 query rows and
-runs the whole inner loop of attention on them. Consumers never meet: while one is in its softmax the others keep the
+One producer warp a team streams K and V through a ring of shared-memory stages; each consumer warpgroup owns 64 query rows
+and runs the whole inner loop of attention on them. Consumers never meet: while one is in its softmax the others keep the
 tensor cores busy. P stays in registers from accumulator to operand, because V's keys are stored in the order that makes
 the two register layouts the same (fp8attn.layout).
 """
