@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..call import Call, empty_lse, empty_output
@@ -196,7 +196,7 @@ def add_values(acc, alpha, fresh, C: gl.constexpr):
 @gluon.jit
 def attend(
     m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask, buffers, barriers, TEAM: gl.constexpr,
-    C: gl.constexpr, MASKED: gl.constexpr, POSITIVE: gl.constexpr,
+    C: gl.constexpr, MASKED: gl.constexpr, POSITIVE: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
     """64 queries attend to key block n of `seen`, the team's `block`-th in all.
 
@@ -205,6 +205,7 @@ def attend(
         keys: what tells scales and visibility of keys, see `consume`. mask: the head's (Sq, Sk), or None.
         MASKED: some row may not see some of the keys.
         POSITIVE: no m is negative.
+        PENDING: the tensor core may still be writing x, when this is called and when it returns.
     """
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -228,7 +229,7 @@ def attend(
     factor = score_factor(row_factor, 1.0 if C.k_group == 1 else block_scale, C.positive)
     # V's barrier is seen to while the tensor core works; K's, behind P · V, would cost registers that spill
     mbarrier.wait(v_full.index(stage), phase)
-    if not C.config.overlap:
+    if PENDING or not C.config.overlap:
         x = warpgroup_mma_wait(0, deps=(x,))
     mbarrier.arrive(k_empty.index(stage))
 
@@ -253,8 +254,8 @@ def attend(
         x = start_scores(sq, buffers, following, C)
         fresh = warpgroup_mma_wait(1, deps=(fresh,))
         acc0 = add_values(acc0, alpha, fresh, C)
-        # done before the loop turns: where control flow meets, compilers copy registers, those the tensor core is still writing too
-        x = warpgroup_mma_wait(0, deps=(x,))
+        if not PENDING:
+            x = warpgroup_mma_wait(0, deps=(x,))
     else:
         acc0 = add_values(acc0, alpha, warpgroup_mma_wait(0, deps=(fresh,)), C)
     if C.dv1 > 0:
@@ -347,20 +348,25 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             opening = gl.minimum(whole, 1)
             for n in range(0, opening):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, False
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, False, False
                 )
                 block += 1
             # a maximum only grows: once all are positive they stay so. The rare others take the masked loop to the end
             if whole > opening:
                 whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
+            if C.config.overlap:
+                x = warpgroup_mma_init(x)
             for n in range(opening, whole):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, True
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, True, C.config.overlap
                 )
                 block += 1
+            # a loop may turn while the tensor core writes x; where two loops meet, compilers copy registers
+            if C.config.overlap:
+                x = warpgroup_mma_wait(0, deps=(x,))
             for n in range(whole, seen):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, True, False
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, True, False, False
                 )
                 block += 1
             mbarrier.arrive(q_empty.index(ME))
@@ -385,13 +391,18 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                 gl.store(lse + (batch * q_heads + head) * q_length + rows, value, mask=rows < q_length)
 
 
-@gluon.jit(do_not_specialize=["shape", "positions", "causal_offset"])
+@gluon.jit(do_not_specialize=["batches", "q_heads", "kv_heads", "q_length", "kv_length", "group", "positions", "causal_offset"])
 def hopper_kernel(
-    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, tensors, strides, shape, positions, causal_offset, softmax_scale,
-    C: gl.constexpr,
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, tensors, strides, batches, q_heads, kv_heads, q_length, kv_length, group,
+    positions, causal_offset, softmax_scale, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: at most one CTA per SM; see `launch` for the arguments. Descriptors of parts that aren't there are None."""
+    """Grid: at most one CTA per SM; see `launch` for the arguments. Descriptors of parts that aren't there are None.
+
+    Lengths stay out of tuples, in which Triton compiles a 1 in: with one key most of P is then 0 at compile time, and ptxas 12.8
+    packs two equal pairs of e4m3 into a register of which it writes but one half.
+    """
     descriptors = (q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc)
+    shape = (batches, q_heads, kv_heads, q_length, kv_length, group)
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.teams * C.config.stages
     CONSUMERS: gl.constexpr = C.config.consumers
@@ -553,7 +564,12 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
             (0, 0, 0, 0) if call.attn_mask is None else call.attn_mask.stride(),
             out.stride(),
         ),
-        (call.batch, call.q_heads, call.kv_heads, call.q_length, call.kv_length, heads_side_by_side(call, ctas * config.teams)),
+        call.batch,
+        call.q_heads,
+        call.kv_heads,
+        call.q_length,
+        call.kv_length,
+        heads_side_by_side(call, ctas * config.teams),
         positions,
         call.causal_offset,
         call.softmax_scale,
