@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,11 +49,13 @@ def compile_all(arch: int) -> list[dict]:
     dims = ((64, 64), (128, 128), (192, 128), (256, 256)) if arch == 90 else ((128, 128),)
     cases = [(dim, value_dim, "e4m3", "full") for dim, value_dim in dims]
     cases += [(128, 128, "e4m3", "causal"), (72, 40, "e4m3", "bool"), (128, 128, "f16", "float")]
+    cases += [(128, 128, "e4m3", "one key")]
     for dim, value_dim, compute, mask in cases:
+        keys = 1 if mask == "one key" else 200
         # enough tiles that the configs for a full GPU are chosen
-        shapes = ((1, 512, 64, dim), (1, 1, 200, dim), (1, 1, 200, value_dim))
+        shapes = ((1, 512, 64, dim), (1, 1, keys, dim), (1, 1, keys, value_dim))
         q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
-        attn_mask = {"bool": torch.ones(64, 200, dtype=torch.bool), "float": torch.zeros(64, 200)}.get(mask)
+        attn_mask = {"float": torch.zeros(64, keys), "full": None, "causal": None}.get(mask, torch.ones(64, keys, dtype=torch.bool))
         case = f"D {dim} Dv {value_dim} {compute} {mask}"
         recipe = Recipe(compute=compute)
         quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
@@ -85,5 +88,8 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
         if entry["kernel"] in ("forward_kernel", "hopper_kernel"):
             instruction = half if " f16 " in entry["case"] else e4m3
             assert instruction in entry["ptx"], f"{entry['case']}: {entry['kernel']} doesn't use {instruction}"
+        for registers in re.findall(r"wgmma\.mma_async[^;]*\}, \{([^}]*)\}", entry["ptx"]):
+            # ptxas 12.8 loses half of a register that holds the same pair of e4m3 twice, which only a P known in advance does
+            assert len(set(registers.split(","))) == 4, f"{entry['case']}: parts of P are the same number: a length was compiled in"
         if entry["kernel"] in ("gather_kernel", "write_kernel") and arch >= 89:
             assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
