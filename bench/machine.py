@@ -35,10 +35,12 @@ def _nvidia_smi(device: torch.device, *fields: str) -> list[str] | None:
 
 
 def commit() -> str:
-    """HEAD, and whether the tree differs from it; FP8ATTN_COMMIT where there is no repository."""
+    """HEAD, and whether the tree differs from it; FP8ATTN_COMMIT, if set, for a tree that was copied without its history."""
+    if "FP8ATTN_COMMIT" in os.environ:
+        return os.environ["FP8ATTN_COMMIT"]
     head, changed = _output("git", "rev-parse", "HEAD"), _output("git", "status", "--porcelain")
     if head is None or changed is None:
-        return os.environ.get("FP8ATTN_COMMIT", "unknown")
+        return "unknown"
     return head + (" with uncommitted changes" if changed else "")
 
 

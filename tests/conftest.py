@@ -19,6 +19,8 @@ import pytest  # noqa: E402
 import triton  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
+from bench.machine import commit  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
 
@@ -49,15 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 started = pytest.StashKey[float]()
 
 
-def _commit() -> str:
-    try:
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FP8ATTN_COMMIT", "unknown")
-    return head + (" with uncommitted changes" if changed else "")
-
-
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A green run of everything on a GPU leaves a record."""
     everything = not session.config.option.keyword and not session.config.option.markexpr and len(session.config.args) == 1
@@ -73,7 +66,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seconds": round(time.time() - session.config.stash[started]),
         "hypothesis_examples": settings.default.max_examples if settings.default else None,
