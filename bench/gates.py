@@ -64,12 +64,14 @@ class Verdict:
 
 
 def judge(case: Case, gates: Gates, device: torch.device) -> list[Verdict]:
-    """A verdict on each of fp8attn's own rows."""
+    """A verdict on each of fp8attn's own rows that this machine can have."""
     problem = Problem.of(case, "normal", device, rotate=False)
     expected = problem.expected()
     verdicts = []
     for peer in OWN:
         given = answer(peer, problem, expected, gates.bad)
+        if given.unavailable:
+            continue
         broken = () if given.errors is None else gates.broken(given.errors)
         verdicts.append(Verdict(case, peer.name, given.errors, broken + ((given.refused,) if given.refused else ())))
     return verdicts

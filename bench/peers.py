@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
 from fp8attn.api import call_of
+from fp8attn.cuda import run as cuda
 from fp8attn.device import device_of
+from fp8attn.ops import why_not_cuda
 from fp8attn.triton import run
 
 from .cases import Case, Tensors, inputs
@@ -74,15 +76,24 @@ class Peer:
     own: bool = False
 
 
-def _kernel(problem: Problem) -> Attention:
+def _triton(problem: Problem) -> Attention:
     calls = [call_of(*tensors, **problem.case.options) for tensors in problem.sets]
     device = device_of(problem.device)
     return lambda i: run.forward(calls[i % len(calls)], device)[0]
 
 
-def _end_to_end(problem: Problem) -> Attention:
+def _cuda(problem: Problem) -> Attention:
+    calls = [call_of(*tensors, **problem.case.options) for tensors in problem.sets]
+    device = device_of(problem.device)
+    reason = why_not_cuda(calls[0])
+    if reason is not None:
+        raise fp8attn.BackendUnavailable(reason)
+    return lambda i: cuda.forward(calls[i % len(calls)], device)[0]
+
+
+def _end_to_end(backend: Literal["triton", "cuda"], problem: Problem) -> Attention:
     options = problem.case.options
-    return lambda i: fp8attn.triton_sdpa(*problem.sets[i % len(problem.sets)], **options)
+    return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options, backend=backend))
 
 
 def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
@@ -98,8 +109,10 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
 
 
 OWN = (
-    Peer("fp8attn triton", (KERNEL,), _kernel, own=True),
-    Peer("fp8attn triton end to end", (END_TO_END,), _end_to_end, own=True),
+    Peer("fp8attn cuda", (KERNEL,), _cuda, own=True),
+    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda"), own=True),
+    Peer("fp8attn triton", (KERNEL,), _triton, own=True),
+    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton"), own=True),
 )
 PYTORCH = tuple(
     Peer(f"SDPA {name}", (KERNEL, END_TO_END), functools.partial(_pytorch, backend))
@@ -115,11 +128,15 @@ PEERS = OWN + PYTORCH
 
 @dataclass(frozen=True)
 class Answer:
-    """A peer's answer to a problem: its errors and how to repeat it, or why there is none."""
+    """A peer's answer to a problem: its errors and how to repeat it, or why there is none.
+
+    `unavailable`: there can be none on this machine, and nothing is wrong.
+    """
 
     errors: Errors | None = None
     attention: Attention | None = None
     refused: str | None = None
+    unavailable: bool = False
 
 
 def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> Answer:
@@ -133,7 +150,8 @@ def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> An
         except Exception as error:
             # PyTorch says in warnings why a backend can't
             said = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-            return Answer(refused="; ".join([f"{type(error).__name__}: {error}".strip(), *said]))
+            words = "; ".join([f"{type(error).__name__}: {error}".strip(), *said])
+            return Answer(refused=words, unavailable=isinstance(error, fp8attn.BackendUnavailable))
     if not errors.finite:
         return Answer(errors=errors, refused="the answer isn't finite")
     return Answer(errors, attention)

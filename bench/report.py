@@ -159,7 +159,7 @@ def markdown(results: Sequence[Result], gpu_name: str) -> str:
         rows = [headers, ["---", *["---:"] * (len(headers) - 1)]]
         for group in _by_case(there):
             cells = {r.backend: "–" if r.timing is None else f"{r.timing.p50_us:.1f} ({_number(r.tflops, '.0f')})" for r in group}
-            own = group[0]
+            own = next((result for result in group if result.errors), group[0])
             error = _number(own.errors.relative_l2 if own.errors else None, ".4f")
             rows.append([own.case.name, *(cells.get(name, "–") for name in backends), _number(own.against_sdpa, ".2f"), error])
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)

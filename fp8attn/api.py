@@ -9,6 +9,8 @@ import torch
 
 from . import ops, reference
 from .call import GROUPS, Call
+from .cuda import build
+from .cuda import run as cuda
 from .device import device_of
 from .quantize import dequantize
 from .recipe import E4M3, Quantized, Recipe
@@ -50,8 +52,15 @@ class Plan:
     because: tuple[str, ...]
 
 
-def cuda_missing() -> str:
-    return "cuda: this version has no CUDA kernels; use backend='triton' or 'auto'"
+def cuda_missing(device: torch.device) -> str | None:
+    """Why the CUDA kernels can't run on a device's tensors and what to do, as far as is known without compiling them, or None."""
+    if device.type != "cuda":
+        return f"cuda: tensors are on {device}; move them to a GPU"
+    properties = device_of(device)
+    if properties.arch // 10 != 9:
+        return f"cuda: this version's kernels need sm_90, {properties.name} is sm_{properties.arch}; use backend='triton' or 'auto'"
+    lacking = build.unavailable()
+    return None if lacking is None else f"cuda: {lacking}"
 
 
 def triton_missing(device: torch.device) -> str | None:
@@ -62,18 +71,20 @@ def triton_missing(device: torch.device) -> str | None:
 
 
 def choose_backend(backend: Backend, device: torch.device) -> str:
-    """The backend that runs on a device's tensors.
+    """The backend that runs on a device's tensors; `auto` where the operator sees to it, call by call.
 
     Raises:
         BackendUnavailable: `backend` can't run here.
         ValueError: there is no such backend.
     """
     if backend == "auto":
-        return "triton" if device.type == "cuda" else "reference"
+        return "auto" if device.type == "cuda" else "reference"
     if backend == "reference":
         return backend
     if backend == "cuda":
-        raise BackendUnavailable(cuda_missing())
+        if device.type != "cuda":
+            raise BackendUnavailable(cuda_missing(device))
+        return backend
     if backend != "triton":
         raise ValueError(f"backend is {backend!r}; it must be 'auto', 'triton', 'cuda' or 'reference'")
     missing = triton_missing(device)
@@ -282,7 +293,8 @@ def sdpa(
             element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
         out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
-        backend: `auto`, `triton`, `cuda` or `reference`. CPU tensors run on the exact reference by default.
+        backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA where it has a kernel and can be compiled, Triton
+            for other calls on a GPU, and the exact reference for CPU tensors.
 
     Returns:
         out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
@@ -303,7 +315,8 @@ def sdpa(
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
     )  # fmt: skip
-    out, lse = ops.library_ops.triton_forward(*_operator_arguments(prepared, return_lse))
+    forward = {"triton": ops.library_ops.triton_forward, "cuda": ops.library_ops.cuda_forward, "auto": ops.library_ops.auto_forward}[chosen]
+    out, lse = forward(*_operator_arguments(prepared, return_lse))
     if not return_lse:
         return out
     if prepared.key.mean is not None:
@@ -319,10 +332,11 @@ def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
 
 
 def cuda_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
-    """`sdpa` by the CUDA kernels.
+    """`sdpa` by the CUDA kernels, which are compiled on first use: sm_90, compute type e4m3, two-level accumulation.
 
     Raises:
-        BackendUnavailable: this version has none.
+        BackendUnavailable: they don't do what the call asks for, or can't run here.
+        BuildError: they don't compile here.
     """
     return sdpa(query, key, value, *args, **kwargs, backend="cuda")
 
@@ -374,14 +388,20 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     """What `sdpa` with these arguments would run, and why. Quantizes, but doesn't attend."""
     device = query.device
     chosen = choose_backend(backend, device)
-    because = [f"backend={backend!r} on {device} means {chosen}"]
-    if backend == "auto":
-        because.append(cuda_missing())
+    because = [f"backend={backend!r} on {device}"]
     if chosen == "reference":
-        missing = triton_missing(device)
-        return Plan("reference", "attention", None, "float32", tuple(because + ([missing] if missing else [])))
+        missing = [x for x in (cuda_missing(device), triton_missing(device)) if x is not None]
+        return Plan("reference", "attention", None, "float32", tuple(because + missing))
     call = call_of(query, key, value, *args, **kwargs)
     properties = device_of(device)
+    if chosen != "triton":
+        reason = ops.why_not_cuda(call)
+        if reason is None:
+            config = cuda.choose(call)
+            return Plan("cuda", "hopper", config, call.compute, tuple(because))
+        if chosen == "cuda":
+            raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+        because.append(f"cuda: {reason}")
     reason = run.why_not_hopper(call, properties)
     compute = call.compute
     if compute == "e4m3" and not properties.has_fp8_units:

@@ -83,6 +83,16 @@ class Call:
         return causal_offset(self.causal, self.q_length, self.kv_length)
 
 
+def why_not_tma(x: torch.Tensor, name: str) -> str | None:
+    """Why TMA can't load from x (B, H, S, D), or None if it can (CUDA driver API, cuTensorMapEncodeTiled)."""
+    if x.data_ptr() % 16:
+        return f"{name} doesn't start at a multiple of 16 bytes"
+    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+        if stride * x.element_size() % 16 or (stride == 0 and size > 1):
+            return f"{name} has a stride of {stride} bytes, TMA needs multiples of 16"
+    return None
+
+
 def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> torch.Tensor:
     """(B, Hq, Sq, Dv), stored as (B, Sq, Hq, Dv) if that is how q lies in memory, else contiguous."""
     batch, heads, length, _ = q.shape

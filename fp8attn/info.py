@@ -8,6 +8,7 @@ import torch
 import triton
 
 from .api import cuda_missing, triton_missing
+from .cuda import build
 from .device import device_of
 from .triton import run
 
@@ -31,6 +32,7 @@ def info() -> dict[str, str]:
         lines["gpu"] = "none that torch can use"
     missing = triton_missing(torch.device("cuda" if gpus else "cpu"))
     lines["backend triton"] = missing or ("works" if gpus else "works, in Triton's interpreter")
-    lines["backend cuda"] = cuda_missing()
+    lacking = cuda_missing(torch.device("cuda" if gpus else "cpu"))
+    lines["backend cuda"] = lacking or f"works, {'compiled already' if build.built() else 'is compiled on first use'}"
     lines["backend reference"] = "works"
     return lines

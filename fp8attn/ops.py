@@ -7,11 +7,16 @@ because an operator can't return None.
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Callable
 
 import torch
 
 from . import quantize as definition
 from .call import Call, empty_lse, empty_output
+from .cuda import build
+from .cuda import run as cuda
+from .cuda.build import BuildError
 from .device import device_of
 from .layout import padded_length
 from .recipe import E4M3, ComputeType, Granularity, Quantized, Recipe
@@ -19,6 +24,7 @@ from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
 from .triton.tile import INTERPRETING
+from .validate import BackendUnavailable
 
 library = torch.library.Library("fp8attn", "DEF")
 library_ops = torch.ops.fp8attn
@@ -122,42 +128,74 @@ def _fake_import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: 
 register("import_kv(Tensor k_data, Tensor k_scale, str k_granularity, Tensor v) -> (Tensor, Tensor)", _import_kv, _fake_import_kv)
 
 
-def _triton_forward(
-    q: torch.Tensor,
-    q_scale: torch.Tensor,
-    q_group: int,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    k_group: int,
-    v: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_mean: torch.Tensor | None,
-    attn_mask: torch.Tensor | None,
-    kv_length: int,
-    softmax_scale: float,
-    causal: Causal,
-    compute: ComputeType,
-    two_level: bool | None,
-    out_dtype: torch.dtype,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call = Call(
-        q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask,
-        kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse,
-    )  # fmt: skip
-    with current(q.device):
-        return run.forward(call, device_of(q.device))
+def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    return run.forward(call, device_of(call.q.device))
 
 
-def _fake_triton_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, kv_length,
-                         softmax_scale, causal, compute, two_level, out_dtype, return_lse):  # fmt: skip
+def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    reason = why_not_cuda(call)
+    if reason is not None:
+        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+    return cuda.forward(call, device_of(call.q.device))
+
+
+def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """By CUDA where it can, by Triton where not, also if compiling CUDA turns out to fail."""
+    if why_not_cuda(call) is None:
+        try:
+            return cuda.forward(call, device_of(call.q.device))
+        except BuildError as error:
+            warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+    return _by_triton(call)
+
+
+def why_not_cuda(call: Call) -> str | None:
+    """Why the CUDA kernels don't run a call here, as far as is known without compiling them, or None if they do."""
+    return cuda.why_not(call, device_of(call.q.device)) or build.unavailable()
+
+
+def forward_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]):
+    """A forward operator's implementation: Call's fields in order."""
+
+    def forward(
+        q: torch.Tensor,
+        q_scale: torch.Tensor,
+        q_group: int,
+        k: torch.Tensor,
+        k_scale: torch.Tensor,
+        k_group: int,
+        v: torch.Tensor,
+        v_scale: torch.Tensor,
+        v_mean: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+        kv_length: int,
+        softmax_scale: float,
+        causal: Causal,
+        compute: ComputeType,
+        two_level: bool | None,
+        out_dtype: torch.dtype,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        call = Call(
+            q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask,
+            kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse,
+        )  # fmt: skip
+        with current(q.device):
+            return backend(call)
+
+    return forward
+
+
+def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, kv_length,
+                  softmax_scale, causal, compute, two_level, out_dtype, return_lse):  # fmt: skip
     return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
 
 
-register(
-    "triton_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
-    " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, SymInt kv_length, float softmax_scale, str causal,"
-    " str compute, bool? two_level, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
-    _triton_forward,
-    _fake_triton_forward,
-)
+for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by_whichever)):
+    register(
+        f"{_name}_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
+        " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, SymInt kv_length, float softmax_scale, str causal,"
+        " str compute, bool? two_level, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
+        forward_by(_backend),
+        _fake_forward,
+    )

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from .quantize import row_scales, rows_layout
-from .recipe import E4M3, ComputeType, Quantized
+from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
 
 Causal = Literal["none", "top_left", "bottom_right"]
 
@@ -106,6 +106,19 @@ def attention(
     return out, lse
 
 
+CODE_ROUND = 0.458
+"""Mean of 8 (log2(1 + f) - f), what e4m3 codes taken linear in the exponent are too high by, in code steps."""
+
+
+def direct_code(y: torch.Tensor) -> torch.Tensor:
+    """2^y as the e4m3 number whose code is 8 (y + 7) to the nearest, 2^f taken as 1 + f and as little below it as above.
+
+    The linear piece per octave is Schraudolph's (Neural Computation 11, 1999), on 8-bit codes. y is at most 8.
+    """
+    code = (8 * (y + 7) - CODE_ROUND).round().clamp(min=0)
+    return torch.where(y.isnan(), E4M3_NAN, code.nan_to_num(0.0)).to(torch.uint8).view(E4M3).float()
+
+
 def pipeline(
     q: Quantized,
     k: Quantized,
@@ -116,11 +129,14 @@ def pipeline(
     causal: Causal = "none",
     softmax_scale: float | None = None,
     compute: ComputeType = "e4m3",
+    exact: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel with key blocks of `block_n` computes, in float32.
 
     Args:
         q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
+        exact: of every four groups of 8 keys, the first ones whose exponentials are exact; the others' e4m3 codes are those of
+            `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
 
     Returns:
         out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of q and k as they are stored.
@@ -152,9 +168,14 @@ def pipeline(
         m_new = torch.maximum(m, largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
         alpha = torch.exp2(m - reference)
-        p = torch.exp2(x - (reference - P_OFFSET))
+        y = x - (reference - P_OFFSET)
+        p = torch.exp2(y)
+        rounded = p.to(probability).float()
+        if exact is not None:
+            rounded = torch.where(keys // 8 % 4 < exact, rounded, direct_code(y))
+            p = rounded
         l = l * alpha + p.sum(-1, keepdim=True)
-        acc = acc * alpha + p.to(probability).float() @ v_rows[:, :, part]
+        acc = acc * alpha + rounded @ v_rows[:, :, part]
         m = m_new
     out = acc / l.masked_fill(l == 0, 1.0) * _per_query_head(v.scale.expand(batch, v.shape[1], -1), heads).unsqueeze(-2)
     if v.mean is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -19,7 +20,10 @@ import pytest  # noqa: E402
 import triton  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
+import fp8attn  # noqa: E402
 from bench.machine import commit  # noqa: E402
+from fp8attn import Recipe  # noqa: E402
+from fp8attn.api import cuda_missing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
@@ -35,6 +39,29 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if GPU else "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """fp8attn.sdpa by one backend."""
+
+    backend: str
+
+    def able(self, recipe: Recipe) -> Recipe:
+        """The recipe, or where the backend hasn't all of it, what it has."""
+        return dataclasses.replace(recipe, compute="e4m3", two_level=None) if self.backend == "cuda" else recipe
+
+    def __call__(self, *args, recipe: Recipe | None = None, **kwargs):
+        return fp8attn.sdpa(*args, recipe=self.able(recipe or Recipe()), backend=self.backend, **kwargs)
+
+
+@pytest.fixture(scope="session", params=("triton", "cuda"))
+def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
+    if request.param == "cuda":
+        missing = cuda_missing(device)
+        if missing is not None:
+            pytest.skip(missing)
+    return Attention(request.param)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ from conftest import GPU
 
 import fp8attn
 from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
+from fp8attn.api import cuda_missing
 from fp8attn.quantize import dequantize
 
 E4M3 = torch.float8_e4m3fn
@@ -84,7 +85,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (full(recipe="fast", backend="reference"), TypeError, "recipe is a str; it must be a fp8attn.Recipe"),
     (full(out_dtype=torch.int8, backend="reference"), TypeError, "out_dtype is torch.int8; it must be"),
     (full(backend="metal"), ValueError, "backend is 'metal'; it must be"),
-    (full(backend="cuda"), BackendUnavailable, "no CUDA kernels; use backend='triton'"),
+    (full(backend="cuda"), BackendUnavailable, "cuda: tensors are on cpu; move them to a GPU"),
     (call(q_scale=1.0), ValueError, "q_scale is given, but its tensor isn't float8_e4m3fn or uint8; it must be None"),
     (cached(k_scale=None), ValueError, "k is torch.float8_e4m3fn and k_scale is None; it must be"),
     (cached(q_scale=torch.ones(1).double()), TypeError, "q_scale is torch.float64; it must be a float or a float32 tensor"),
@@ -124,9 +125,9 @@ def test_every_error_is_tested() -> None:
         for node in ast.walk(ast.parse(Path(path).read_text())):
             if isinstance(node, ast.Raise) and not any((path, line) in reached for line in range(node.lineno, (node.end_lineno or 0) + 1)):
                 missing.append(f"{Path(path).name}:{node.lineno}")
-    # raised where there are neither a GPU nor the interpreter; tested in a process of its own below
+    # raised where there are neither a GPU nor the interpreter, and where there is a GPU; both are tested below
     source = inspect.getsource(api).splitlines()
-    missing = [place for place in missing if not (place.startswith("api.py") and "raise BackendUnavailable(missing)" in source[int(place[7:]) - 1])]
+    missing = [place for place in missing if not (place.startswith("api.py") and "raise BackendUnavailable(" in source[int(place[7:]) - 1])]
     assert not missing
 
 
@@ -220,10 +221,19 @@ def test_explain(device: torch.device) -> None:
     plan = fp8attn.explain(q, k, v, enable_gqa=True, backend="triton")
     assert plan.backend == "triton" and plan.kernel in ("portable", "hopper") and plan.config is not None and plan.because
     automatic = fp8attn.explain(q, k, v, enable_gqa=True)
-    assert automatic.backend == ("triton" if GPU else "reference")
-    assert any("auto" in reason for reason in automatic.because) and any("cuda:" in reason for reason in automatic.because)
+    lacking = cuda_missing(q.device)
+    assert automatic.backend == ("reference" if not GPU else "cuda" if lacking is None else "triton")
+    assert any("auto" in reason for reason in automatic.because) and any("cuda:" in reason for reason in automatic.because) == (lacking is not None)
+    # no CUDA kernel takes this recipe, on any device
+    assert fp8attn.explain(q, k, v, enable_gqa=True, recipe=Recipe(compute="f16")).backend == ("triton" if GPU else "reference")
     with pytest.raises(BackendUnavailable):
-        fp8attn.explain(q, k, v, enable_gqa=True, backend="cuda")
+        fp8attn.explain(q, k, v, enable_gqa=True, backend="cuda", recipe=Recipe(compute="f16"))
+
+
+def test_cuda_says_what_it_does_not_do(device: torch.device) -> None:
+    q, k, v = (x.to(device) for x in (Q, K, V))
+    with pytest.raises(BackendUnavailable, match=r"cuda: .*(GPU|compute|sm_90)"):
+        fp8attn.cuda_sdpa(q, k, v, enable_gqa=True, recipe=Recipe(compute="f16"))
 
 
 def run_python(program: list[str], **environment: str) -> subprocess.CompletedProcess:

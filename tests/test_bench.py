@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from bench import __main__ as command
 from bench import cases, peers, timing, tune
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
+from fp8attn.cuda import run as cuda
 from fp8attn.triton import run
 from fp8attn.triton.configs import HopperConfig, PortableConfig
 from fp8attn.triton.tune import from_json
@@ -71,13 +73,13 @@ def test_every_pytorch_backend_is_named() -> None:
 def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     case = cases.square("small", 1, 2, 128, 64)
     assert all_green(judge(case, Gates.load(), device))
-    original = run.forward
 
-    def wrong(call, *args, **kwargs):
+    def wrong(original, call, *args, **kwargs):
         out, lse = original(call, *args, **kwargs)
         return {"shifted": out + 0.1, "scaled": out * 0.8, "NaN": out.masked_fill(out > 0.3, math.nan)}[broken], lse
 
-    monkeypatch.setattr(run, "forward", wrong)
+    for module in (run, cuda):
+        monkeypatch.setattr(module, "forward", functools.partial(wrong, module.forward))
     assert not any(verdict.green for verdict in judge(case, Gates.load(), device))
     monkeypatch.setattr(cases, "suite", lambda name, gpu: (case,))
     monkeypatch.setattr(command, "compile_all", lambda cases: iter(()))

@@ -22,6 +22,7 @@ FLOORS = (
     {"quantize"},
     {"reference"},
     {"call", "validate"},
+    {"schedule"},
     {"triton", "cuda"},
     {"ops"},
     {"api"},

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from conftest import GPU
+from conftest import GPU, Attention
 from torch.library import opcheck
 
 import fp8attn
@@ -60,7 +60,7 @@ def test_opcheck_import_kv(device: torch.device) -> None:
 
 @pytest.mark.parametrize("return_lse", (False, True))
 @pytest.mark.parametrize("options", ({}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"attn_mask": True}, {"out_dtype": torch.float32}))
-def test_opcheck_forward(device: torch.device, options: dict, return_lse: bool) -> None:
+def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, return_lse: bool) -> None:
     q, k, v = inputs(device)
     options = dict(options)
     if "attn_mask" in options:
@@ -71,18 +71,19 @@ def test_opcheck_forward(device: torch.device, options: dict, return_lse: bool) 
     )  # fmt: skip
     prepared = _prepare(q, k, v, **(full | options))
     arguments = _operator_arguments(prepared, return_lse)
-    opcheck(library_ops.triton_forward, arguments, test_utils=E4M3_CHECKS)
-    untouched(library_ops.triton_forward, arguments)
+    operator = {"triton": library_ops.triton_forward, "cuda": library_ops.cuda_forward}[sdpa.backend]
+    opcheck(operator, arguments, test_utils=E4M3_CHECKS)
+    untouched(operator, arguments)
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"return_lse": True}, {"recipe": Recipe(k="token", smooth_v=False)}))
-def test_compiled_whole(device: torch.device, dynamic: bool, options: dict) -> None:
+def test_compiled_whole(device: torch.device, sdpa: Attention, dynamic: bool, options: dict) -> None:
     """fullgraph=True: no break anywhere from bfloat16 in to bfloat16 out; the same bits as eager, at a second length too."""
     torch._dynamo.reset()
 
     def attention(q, k, v):
-        return fp8attn.sdpa(q + 1, k, v, enable_gqa=True, backend="triton", **options)
+        return fp8attn.sdpa(q + 1, k, v, enable_gqa=True, backend=sdpa.backend, **options)
 
     compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend=COMPILER)
     for length in (200, 136):

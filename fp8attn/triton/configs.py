@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-import torch
-
-from ..call import Call
+from ..call import Call, why_not_tma
 from ..device import Device
 from ..recipe import SCALE_BLOCK
 from . import exp2
@@ -197,16 +195,6 @@ def candidates(call: Call, device: Device) -> list[Config]:
             for consumers, block_n, stages, polynomials, overlap, teams in product((1, 2, 3), (64, 128), (2, 4), (0, 1), (False, True), (1, 3))
         ]
     return [config for config in space if fits(config, call, device)]
-
-
-def why_not_tma(x: torch.Tensor, name: str) -> str | None:
-    """Why TMA can't load from x (B, H, S, D), or None if it can (CUDA driver API, cuTensorMapEncodeTiled)."""
-    if x.data_ptr() % 16:
-        return f"{name} doesn't start at a multiple of 16 bytes"
-    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-        if stride * x.element_size() % 16 or (stride == 0 and size > 1):
-            return f"{name} has a stride of {stride} bytes, TMA needs multiples of 16"
-    return None
 
 
 def why_not_hopper(call: Call) -> str | None:

@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
+from ..schedule import heads_side_by_side
 from .configs import ROWS, HopperConfig, Traits
 from .launch import launch
 from .tile import (
@@ -499,28 +500,6 @@ def values_descriptor(v: torch.Tensor, channels: int, keys: int) -> TensorDescri
         return None
     v = v.view(-1, v.shape[3])
     return TensorDescriptor(v, list(v.shape), list(v.stride()), [channels, keys], host_values_layout(channels, keys))
-
-
-L2_BYTES = 8 << 20
-"""Of keys and values that surely stay in L2 while they are worked on."""
-
-SHARERS = 5
-"""Teams that work on one head at a time: they read its keys at about the same time, so that L2 has them for all but the first."""
-
-
-def heads_side_by_side(call: Call, teams: int) -> int:
-    """Heads whose tiles the schedule mixes: many, so that long tiles come first, but no more than L2 serves.
-
-    Of a call that isn't causal all tiles are as long, and the heads of one key/value head are enough.
-    """
-    sharing = call.q_heads // call.kv_heads
-    if call.causal == "none":
-        return sharing
-    heads = call.batch * call.kv_heads
-    in_l2 = L2_BYTES // (call.kv_length * (call.head_dim + call.value_dim))
-    mixed = max(in_l2, teams // SHARERS // sharing, 1)
-    groups = -(-heads // mixed)  # as large as each other: a small one at the end would have long tiles late
-    return sharing * -(-heads // groups)
 
 
 def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

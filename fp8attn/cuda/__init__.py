@@ -1,0 +1,1 @@
+"""The CUDA kernels: configs, rendering, build, launch."""

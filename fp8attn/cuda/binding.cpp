@@ -1,0 +1,99 @@
+// From tensors to Params: the only file that knows torch. fp8attn/cuda/run.py has validated what comes in.
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include "instances.h"
+#include "params.h"
+#include "tensor_map.h"
+
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t FAR = 1 << 30;  // behind any key, and no overflow when a row is added
+
+fp8attn::OutType out_type(at::ScalarType type) {
+  switch (type) {
+    case at::kBFloat16:
+      return fp8attn::OutType::bf16;
+    case at::kHalf:
+      return fp8attn::OutType::f16;
+    case at::kFloat:
+      return fp8attn::OutType::f32;
+    default:
+      TORCH_CHECK(false, "dtype is ", type, "; it must be bfloat16, float16 or float32");
+  }
+}
+
+// Boxes of rows x panel out of (B, H, S, D).
+void encode_rows(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t panel) {
+  const uint64_t sizes[4] = {uint64_t(x.size(3)), uint64_t(x.size(2)), uint64_t(x.size(1)), uint64_t(x.size(0))};
+  const uint64_t strides[3] = {uint64_t(x.stride(2)), uint64_t(x.stride(1)), uint64_t(x.stride(0))};
+  const uint32_t box[4] = {uint32_t(panel), uint32_t(rows), 1, 1};
+  TORCH_CHECK(fp8attn::encode(map, x.const_data_ptr(), sizes, strides, box), "no tensor map for shape ", x.sizes(), ", strides ", x.strides());
+}
+
+template <int N>
+void copy_strides(int64_t (&to)[N], const Tensor& from) {
+  std::copy_n(from.strides().begin(), N, to);
+}
+
+// fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes, the grid.
+void hopper(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
+            int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
+            const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse) {
+  fp8attn::Params p = {};
+  encode_rows(p.q_map, q, rows, panel);
+  encode_rows(p.k_map, k, keys, panel);
+  const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
+  const uint32_t box[2] = {uint32_t(keys), uint32_t(value_rows)};
+  TORCH_CHECK(v.is_contiguous() && fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());
+
+  p.q_scale = q_scale.const_data_ptr<float>();
+  p.k_scale = k_scale.const_data_ptr<float>();
+  p.v_scale = v_scale.const_data_ptr<float>();
+  p.v_mean = v_mean ? v_mean->const_data_ptr<float>() : nullptr;
+  p.out = out.mutable_data_ptr();
+  p.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
+  copy_strides(p.q_scale_strides, q_scale);
+  copy_strides(p.k_scale_strides, k_scale);
+  copy_strides(p.v_scale_strides, v_scale);
+  copy_strides(p.out_strides, out);
+  if (attn_mask) {
+    p.mask = attn_mask->const_data_ptr();
+    p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
+    copy_strides(p.mask_strides, *attn_mask);
+  }
+  p.batches = q.size(0);
+  p.q_heads = q.size(1);
+  p.kv_heads = k.size(1);
+  p.q_length = q.size(2);
+  p.kv_length = kv_length;
+  p.value_dim = v.size(2);
+  p.q_group = q_group;
+  p.k_group = k_group;
+  p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
+  p.heads_side_by_side = heads_side_by_side;
+  p.score_scale = softmax_scale * 1.4426950408889634;
+  p.out_type = out_type(out.scalar_type());
+
+  const cudaError_t error = fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device()));
+  TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error));
+}
+
+}  // namespace
+
+TORCH_LIBRARY(fp8attn_cuda, m) {
+  m.def(
+      "hopper(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
+      " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset, Tensor(a!) out, Tensor(b!)? lse) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) { m.impl("hopper", hopper); }

@@ -1,0 +1,143 @@
+"""How the CUDA kernels run: their configs, which of them a call gets, and why none does."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from ..call import Call, why_not_tma
+from ..device import Device
+
+ROWS = 64
+"""Query rows of a consumer warpgroup."""
+
+KEYS = 128
+"""Keys of a block."""
+
+ONES = 8
+"""Channels of ones behind V's: the tensor core sums P's rows through them."""
+
+PRODUCER_REGISTERS = 24
+"""Of a thread of the producer's warpgroup."""
+
+REGISTER_FILE = 65_536
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """One instance of the Hopper kernel; the fields of C++'s HopperConfig, in order.
+
+    Attributes:
+        head_dim: of Q and K in shared memory; the call's or more.
+        value_dim: of V in shared memory; the call's or more.
+        consumers: warpgroups of 64 query rows.
+        stages: of K and V in shared memory.
+        registers: of a consumer's thread.
+        overlap: whether the next block's scores are issued behind this block's P·V.
+        exact: of every four groups of 8 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
+            others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
+        general: masks, scales by key, softmax scales that aren't positive; an instance without has none of them.
+    """
+
+    head_dim: int
+    value_dim: int
+    consumers: int
+    stages: int
+    registers: int
+    overlap: bool
+    exact: int
+    general: bool
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile."""
+        return self.consumers * ROWS
+
+    @property
+    def panel(self) -> int:
+        """Bytes of a row of Q and K that lie together in shared memory, spanned by a swizzle."""
+        return 128 if self.head_dim % 128 == 0 else 64
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the consumers' and the producer's warpgroup."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(SharedStorage)."""
+        q = self.consumers * ROWS * self.head_dim
+        kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
+        channels = self.consumers * 2 * 4 * self.value_dim
+        barriers = 8 * (2 * self.consumers + 4 * self.stages)
+        return -(-(q + kv + channels + barriers) // 1024) * 1024
+
+    @property
+    def name(self) -> str:
+        return "hopper_" + "_".join(str(int(x)) for x in astuple(self))
+
+
+def misfit(config: HopperConfig, device: Device) -> str | None:
+    """Why a config can't run on a device, or None if it can."""
+    if device.emulated or device.arch // 10 != 9:
+        return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
+    if config.head_dim % 64 or config.value_dim % 64:
+        return f"head dims are {config.head_dim} and {config.value_dim}; they must be multiples of 64"
+    if config.shared_bytes > device.shared_memory:
+        return f"it takes {config.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
+    at_launch = min(REGISTER_FILE // config.threads // 8 * 8, 255) * config.threads
+    wanted = 128 * (config.consumers * config.registers + PRODUCER_REGISTERS)
+    if config.registers % 8 or wanted > at_launch:
+        return f"it takes {wanted} registers; a CTA of {config.threads} threads gets {at_launch}, and each thread a multiple of 8"
+    return None
+
+
+def fits(config: HopperConfig, device: Device) -> bool:
+    return misfit(config, device) is None
+
+
+INSTANCES = (
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False),
+    HopperConfig(128, 128, 3, 4, 160, False, 0, False),
+    HopperConfig(128, 128, 2, 4, 240, True, 0, False),
+    HopperConfig(192, 128, 2, 3, 240, True, 0, False),
+    HopperConfig(256, 256, 2, 2, 240, False, 2, False),
+    HopperConfig(64, 64, 2, 4, 240, False, 0, True),
+    HopperConfig(128, 128, 2, 4, 240, False, 0, True),
+    HopperConfig(192, 128, 2, 3, 240, False, 0, True),
+    HopperConfig(256, 256, 2, 2, 240, False, 2, True),
+)
+"""What is compiled. Of those that serve a call the first of its kind runs, the second if it is causal and there is one."""
+
+
+def is_general(call: Call) -> bool:
+    """Whether a call has what only general instances do."""
+    return call.attn_mask is not None or call.k_group == 1 or not call.softmax_scale > 0
+
+
+def serving(call: Call) -> list[HopperConfig]:
+    """The instances of the smallest head dims that take a call's, with what it needs."""
+    general = is_general(call)
+    able = [c for c in INSTANCES if c.general == general and call.head_dim <= c.head_dim and call.value_dim <= c.value_dim]
+    smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
+    return [c for c in able if (c.head_dim, c.value_dim) == smallest]
+
+
+def why_not(call: Call, device: Device) -> str | None:
+    """Why no instance runs a call, or None if one does."""
+    if call.compute != "e4m3":
+        return f"the CUDA kernel multiplies e4m3, the recipe computes in {call.compute}"
+    if call.two_level is False:
+        return "the CUDA kernel accumulates in two levels, the recipe says two_level=False"
+    reason = why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
+    if reason is not None:
+        return reason
+    able = serving(call)
+    if not able:
+        return f"head dims are {call.head_dim} and {call.value_dim}; the CUDA kernel has none as large"
+    return misfit(able[0], device)
+
+
+def choose(call: Call) -> HopperConfig:
+    """The instance that runs a call; `why_not` has said that there is one."""
+    able = serving(call)
+    return able[-1 if call.causal != "none" else 0]

@@ -1,0 +1,307 @@
+// The Hopper kernel, sm_90a: TMA, wgmma in e4m3, warp specialisation, persistent.
+//
+// One producer thread streams queries, keys and values into shared memory. Each consumer warpgroup attends with 64 query rows.
+// P stays in registers from accumulator to operand, because V's keys are stored in the order that makes the two register layouts
+// the same. V has 8 more channels than the caller knows of, all ones: the tensor core sums the rows of P.
+#pragma once
+
+#include "config.h"
+#include "params.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+#include "ptx/warpgroup.h"
+#include "ptx/wgmma.h"
+#include "tile/mask.h"
+#include "tile/output.h"
+#include "tile/schedule.h"
+#include "tile/softmax.h"
+
+namespace fp8attn {
+
+constexpr int ROWS = 64;      // of queries, a warpgroup's
+constexpr int KEYS = 128;     // in a block
+constexpr int ONES = 8;       // channels of ones behind V's
+constexpr int PRODUCER_REGISTERS = 24;
+
+template <HopperConfig C>
+struct Shape {
+  // bytes of a row in one panel of Q and K: what a swizzle spans
+  static constexpr int panel = C.head_dim % 128 == 0 ? 128 : 64;
+  static constexpr int panels = C.head_dim / panel;
+  // P * V goes in two parts where one fresh accumulator would be too large
+  static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;
+  static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
+  static constexpr int threads = 128 * (C.consumers + 1);
+};
+
+template <HopperConfig C>
+struct alignas(1024) SharedStorage {
+  uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
+  uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
+  uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
+  Channels<C.value_dim> channels[C.consumers];
+  uint64_t q_full[C.consumers], q_empty[C.consumers];
+  uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
+};
+
+// One thread: queries of every tile and its blocks of K and V, in the order the consumers want them.
+template <HopperConfig C>
+__device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
+  using S = Shape<C>;
+  const Visible visible(p);
+  ptx::tma_prefetch(p.q_map);
+  ptx::tma_prefetch(p.k_map);
+  ptx::tma_prefetch(p.v_map);
+  Ring<C.stages> ring;
+  for (int round = 0; round * int(gridDim.x) < schedule.positions(); ++round) {
+    const int position = schedule.position(round);
+    if (position >= schedule.positions()) continue;
+    const Tile tile = schedule.at(position);
+    for (int c = 0; c < C.consumers; ++c) {
+      ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
+      ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
+      for (int i = 0; i < S::panels; ++i)
+        ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
+    }
+    const int blocks = (visible.end(tile.first_row + C.consumers * ROWS - 1) + KEYS - 1) / KEYS;
+    const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
+    for (int n = 0; n < blocks; ++n, ring.advance()) {
+      ptx::mbarrier_wait(&shared.k_empty[ring.stage], ring.phase ^ 1);
+      ptx::mbarrier_expect(&shared.k_full[ring.stage], KEYS * C.head_dim);
+      for (int i = 0; i < S::panels; ++i)
+        ptx::tma_load(shared.k[ring.stage][i], p.k_map, &shared.k_full[ring.stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
+      ptx::mbarrier_wait(&shared.v_empty[ring.stage], ring.phase ^ 1);
+      ptx::mbarrier_expect(&shared.v_full[ring.stage], KEYS * C.value_dim);
+      ptx::tma_load(shared.v[ring.stage], p.v_map, &shared.v_full[ring.stage], n * KEYS, channel);
+    }
+  }
+}
+
+// Issues Q * K^T for the keys of one stage.
+template <HopperConfig C>
+__device__ void start_scores(float (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage) {
+  using S = Shape<C>;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < S::panels; ++i) {
+    const uint64_t q = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][i]));
+    const uint64_t k = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[stage][i]));
+#pragma unroll
+    for (int step = 0; step < S::panel / 32; ++step) {
+      if (i == 0 && step == 0)
+        ptx::Wgmma<KEYS>::template run<false>(s, q, k);
+      else
+        ptx::Wgmma<KEYS>::template run<true>(s, q + 2 * step, k + 2 * step);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+// Issues P * V into a fresh accumulator, for the channels from `channel` on.
+template <int CHANNELS>
+__device__ void start_values(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], const uint8_t* v, int channel) {
+  const uint64_t operand = ptx::wgmma_descriptor<KEYS>(ptx::shared_address(v + channel * KEYS));
+  ptx::wgmma_fence();
+  ptx::Wgmma<CHANNELS>::template run<false>(fresh, p[0], operand);
+#pragma unroll
+  for (int step = 1; step < KEYS / 32; ++step) ptx::Wgmma<CHANNELS>::template run<true>(fresh, p[step], operand + 2 * step);
+  ptx::wgmma_commit();
+}
+
+// The running float32 output of a thread's two rows. Two-level accumulation: what the tensor core adds up of one key block comes in
+// by the multiply-add that rescales.
+template <int N>
+__device__ void promote(float (&o)[N], const float (&alpha)[2], const float (&fresh)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], fresh[i]);
+}
+
+// One warpgroup: attention of 64 queries of every tile.
+template <HopperConfig C>
+__device__ void consume(const Params& p, SharedStorage<C>& shared, const Schedule& schedule, int consumer) {
+  using S = Shape<C>;
+  const Visible visible(p);
+  const Fragment f = Fragment::mine();
+  const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read
+  const int tile_rows = C.consumers * ROWS;
+  Ring<C.stages> ring;
+
+  for (int round = 0; round * int(gridDim.x) < schedule.positions(); ++round) {
+    const int position = schedule.position(round);
+    if (position >= schedule.positions()) continue;
+    const Tile tile = schedule.at(position);
+    const int first_row = tile.first_row + consumer * ROWS;
+    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
+
+    float row_factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
+      const int group = p.q_group == 0 ? 0 : row / p.q_group;
+      row_factor[r] = p.q_scale[tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1] + group * p.q_scale_strides[2]] * p.score_scale;
+    }
+    // of a block; scales of single keys are seen to elsewhere
+    const bool by_key = C.general && p.k_group == 1;
+    const float* block_scale = k_scale;
+    const int64_t scale_step = p.k_group == 0 || by_key ? 0 : p.k_scale_strides[2];
+
+    // blocks that are loaded, that some row of mine sees, that all rows of mine see whole
+    const int loaded = (visible.end(tile.first_row + tile_rows - 1) + KEYS - 1) / KEYS;
+    const int seen = first_row < p.q_length ? (visible.end(first_row + ROWS - 1) + KEYS - 1) / KEYS : 0;
+    const int whole = C.general && p.mask != nullptr ? 0 : visible.end(first_row) / KEYS;
+
+    ptx::warpgroup_sync(1 + consumer);  // all are done with the last tile's
+    shared.channels[consumer].load(p, tile);
+
+    Softmax<C.exact> softmax;
+    float s[KEYS / 2], alpha[2];
+    uint32_t probabilities[KEYS / 32][4];
+    float o[S::first / 2], o_second[S::second == 0 ? 1 : S::second / 2];
+#pragma unroll
+    for (float& x : o) x = 0.0f;
+#pragma unroll
+    for (float& x : o_second) x = 0.0f;
+
+    const auto scores_ready = [&] {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(s);
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+    };
+    // scores of block n in `s` become probabilities
+    const auto attend = [&](int n, float key_scale) {
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = fminf(row_factor[r] * (by_key ? 1.0f : key_scale), LARGEST_FACTOR);
+        factor[r] = fmaxf(factor[r], C.general && !(p.score_scale > 0) ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
+      }
+      const bool calm = C.general || __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      scores_ready();
+      if constexpr (C.general) {
+        scale_scores(p, k_scale, n, factor, s, f);
+        if (p.mask != nullptr) add_mask(s, p, tile.batch, tile.head, first_row, n * KEYS, f);
+      }
+      if (n >= whole) visible.hide(s, first_row, n * KEYS, f);
+      softmax.step(s, factor, calm, probabilities, alpha);
+    };
+    // P * V of the ring's stage is added to the output; `meanwhile` is issued behind it
+    const auto add_values = [&](auto&& meanwhile, auto pending) {
+      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      float fresh[S::first / 2];
+      start_values<S::first>(fresh, probabilities, shared.v[ring.stage], 0);
+      meanwhile();
+      ptx::wgmma_wait<decltype(pending)::value>();
+      ptx::wgmma_touch(fresh);
+      promote(o, alpha, fresh);
+      if constexpr (S::second > 0) {
+        float fresh_second[S::second / 2];
+        start_values<S::second>(fresh_second, probabilities, shared.v[ring.stage], S::first);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_touch(fresh_second);
+        promote(o_second, alpha, fresh_second);
+      }
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
+    };
+    ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
+    if (seen > 0) {
+      float key_scale = *block_scale;
+      ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.phase);
+      start_scores(s, shared, consumer, ring.stage);
+      for (int n = 0; n < seen - 1; ++n) {
+        block_scale += scale_step;
+        const float next_scale = *block_scale;
+        attend(n, key_scale);
+        const Ring<C.stages> next = ring.next();
+        const auto start_next = [&] {
+          ptx::mbarrier_wait(&shared.k_full[next.stage], next.phase);
+          start_scores(s, shared, consumer, next.stage);
+        };
+        if constexpr (C.overlap) {
+          add_values(start_next, std::integral_constant<int, 1>());
+        } else {
+          add_values([] {}, std::integral_constant<int, 0>());
+          start_next();
+        }
+        ring = next;
+        key_scale = next_scale;
+      }
+      attend(seen - 1, key_scale);
+      if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
+      add_values([] {}, std::integral_constant<int, 0>());
+      ring.advance();
+    } else if (elected) {
+      ptx::mbarrier_arrive(&shared.q_empty[consumer]);
+    }
+    for (int n = seen; n < loaded; ++n, ring.advance()) {  // for later rows of the tile
+      ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.phase);
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
+    }
+
+    // sums of P stand behind the last channel
+    const float l[2] = {S::second == 0 ? o[S::first / 2 - 4] : o_second[S::second / 2 - 4], S::second == 0 ? o[S::first / 2 - 2] : o_second[S::second / 2 - 2]};
+    const Output output(p, tile, first_row, f, l);
+    ptx::cp_async_wait();
+    ptx::warpgroup_sync(1 + consumer);
+    output.store<0, S::second == 0 ? C.value_dim : S::first>(o, shared.channels[consumer]);
+    if constexpr (S::second > 0) output.store<S::first, C.value_dim - S::first>(o_second, shared.channels[consumer]);
+    if (p.lse != nullptr && f.column == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = first_row + f.row + 8 * r;
+        if (row < p.q_length)
+          p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = (softmax.m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
+      }
+    }
+  }
+}
+
+// Instance::config is the HopperConfig; a kernel's own template parameter can't be one, for which nvcc writes a broken stub.
+template <class Instance>
+__global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_forward(const __grid_constant__ Params p) {
+  constexpr HopperConfig C = Instance::config;
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  SharedStorage<C>& shared = *reinterpret_cast<SharedStorage<C>*>(bytes);
+  const Schedule schedule(p, C.consumers * ROWS);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is the warp's
+
+  for (int stage = 0; stage < C.stages; ++stage)
+    for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
+      *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
+  if (threadIdx.x == 0) {
+    for (int c = 0; c < C.consumers; ++c) {
+      ptx::mbarrier_init(&shared.q_full[c], 1);
+      ptx::mbarrier_init(&shared.q_empty[c], 4);
+    }
+    for (int stage = 0; stage < C.stages; ++stage) {
+      ptx::mbarrier_init(&shared.k_full[stage], 1);
+      ptx::mbarrier_init(&shared.v_full[stage], 1);
+      ptx::mbarrier_init(&shared.k_empty[stage], 4 * C.consumers);
+      ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
+    }
+    ptx::fence_barrier_init();
+  }
+  ptx::fence_proxy_async();
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::registers_decrease<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce<C>(p, shared, schedule);
+  } else {
+    ptx::registers_increase<C.registers>();
+    consume<C>(p, shared, schedule, warpgroup - 1);
+  }
+}
+
+// At most one CTA an SM: `ctas` of them.
+template <class Instance>
+cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
+  constexpr int bytes = sizeof(SharedStorage<Instance::config>);
+  const cudaError_t error = cudaFuncSetAttribute(hopper_forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  hopper_forward<Instance><<<ctas, 128 * (Instance::config.consumers + 1), bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace fp8attn

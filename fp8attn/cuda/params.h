@@ -1,0 +1,35 @@
+// What the host tells a forward kernel. Plain data, the same on both sides; no torch.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace fp8attn {
+
+enum class OutType : int { bf16, f16, f32 };
+
+// Strides are in elements. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
+struct Params {
+  CUtensorMap q_map, k_map, v_map;  // boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded); outside is zero
+
+  const float* q_scale;  // (B, Hq, ceil(Sq / q_group))
+  const float* k_scale;  // (B, Hkv, ceil(Sk / k_group))
+  const float* v_scale;  // (B, Hkv, Dv)
+  const float* v_mean;   // (B, Hkv, Dv), contiguous; or null
+  const void* mask;      // (B, Hq, Sq, Sk), bytes that are 0 where hidden, or what mask_type says, added; or null
+  void* out;             // (B, Hq, Sq, Dv)
+  float* lse;            // (B, Hq, Sq), contiguous; or null
+
+  int64_t q_scale_strides[3], k_scale_strides[3], v_scale_strides[3], mask_strides[4], out_strides[3];
+
+  int batches, q_heads, kv_heads, q_length, kv_length, value_dim;
+  int q_group, k_group;  // rows under one scale; 0: all of a head's
+  int causal_offset;     // row i sees keys 0 ... i + causal_offset, and kv_length of them at most
+  int heads_side_by_side;
+  float score_scale;  // softmax scale times log2 e
+  OutType out_type;
+  int mask_type;  // 0: bytes; else OutType + 1
+};
+
+}  // namespace fp8attn

@@ -1,0 +1,19 @@
+// A warpgroup's registers and its barrier. PTX ISA, "Miscellaneous Instructions: setmaxnreg"; "barrier".
+#pragma once
+
+namespace fp8attn::ptx {
+
+template <int REGISTERS>
+__device__ inline void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ inline void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Waits for the 128 threads of a warpgroup; `id` is from 1 to 15 and the warpgroup's own.
+__device__ inline void warpgroup_sync(int id) { asm volatile("barrier.sync.aligned %0, 128;" ::"r"(id) : "memory"); }
+
+}  // namespace fp8attn::ptx

@@ -1,0 +1,41 @@
+// Matrix products of a warpgroup. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+#pragma once
+
+#include <cstdint>
+
+namespace fp8attn::ptx {
+
+// (64, N) accumulators, 32 of K in a step: run<ADD>(d, a, b).
+template <int N>
+struct Wgmma;
+
+#include "wgmma_shapes.h"
+
+// Before the first wgmma after registers were written.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Returns once at most PENDING committed groups are unfinished.
+template <int PENDING>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving uses of registers that a wgmma writes above the wait for it.
+template <int N>
+__device__ inline void wgmma_touch(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// A K-major operand of ROW_BYTES a row, rows in groups of 8, swizzled as TMA does for boxes of that width.
+template <int ROW_BYTES>
+__device__ inline uint64_t wgmma_descriptor(uint32_t address) {
+  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64 || ROW_BYTES == 32);
+  constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
+  constexpr uint64_t group = 8 * ROW_BYTES / 16;
+  return swizzle << 62 | group << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
+}
+
+}  // namespace fp8attn::ptx

@@ -1,0 +1,112 @@
+"""C++ that is rendered rather than written: wrappers of wgmma, whose every width has another list of registers, and the instances of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+
+from .configs import KEYS, ONES, HopperConfig
+
+WRAPPER = """
+template <>
+struct Wgmma<{n}> {{
+  // d = a * b, or d += a * b; a (64, 32) and b (32, {n}) in shared memory
+  template <bool ADD>
+  __device__ static void run(float (&d)[{half}], uint64_t a, uint64_t b) {{
+    asm volatile(
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{flag_ss}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, %{first}, %{second}, add, 1, 1;\\n}}\\n"
+        : {outputs}
+        : "l"(a), "l"(b), "n"(int(ADD)));
+  }}
+
+  // the same with a in registers
+  template <bool ADD>
+  __device__ static void run(float (&d)[{half}], const uint32_t (&a)[4], uint64_t b) {{
+    asm volatile(
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{flag_rs}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, {{{a_registers}}}, %{fifth}, add, 1, 1;\\n}}\\n"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(ADD)));
+  }}
+}};
+"""
+
+
+def wgmma_shapes(widths: Sequence[int]) -> str:
+    """Specialisations of `Wgmma` for these widths N of the (64, N) accumulator. PTX ISA, wgmma.mma_async, .e4m3."""
+    text = "// Rendered by fp8attn/cuda/render.py.\n"
+    for n in sorted(set(widths)):
+        half = n // 2
+        text += WRAPPER.format(
+            n=n,
+            half=half,
+            registers=", ".join(f"%{i}" for i in range(half)),
+            outputs=", ".join(f'"+f"(d[{i}])' for i in range(half)),
+            a_registers=", ".join(f"%{half + i}" for i in range(4)),
+            first=half,
+            second=half + 1,
+            fifth=half + 4,
+            flag_ss=half + 2,
+            flag_rs=half + 5,
+        )
+    return text
+
+
+INSTANCE = """// Rendered by fp8attn/cuda/render.py.
+#include "hopper.cuh"
+
+namespace fp8attn {{
+
+struct {name} {{
+  static constexpr HopperConfig config{{{fields}}};
+}};
+static_assert(sizeof(SharedStorage<{name}::config>) == {shared_bytes});
+
+cudaError_t launch_{name}(const Params& p, int ctas, cudaStream_t stream) {{ return launch<{name}>(p, ctas, stream); }}
+
+}}  // namespace fp8attn
+"""
+
+
+def instance(config: HopperConfig) -> str:
+    """The translation unit of one instance."""
+    fields = ", ".join(str(x).lower() for x in astuple(config))
+    return INSTANCE.format(name=config.name, fields=fields, shared_bytes=config.shared_bytes)
+
+
+def instances(configs: Sequence[HopperConfig]) -> str:
+    """The header that lists all instances, in order."""
+    declarations = "\n".join(f"cudaError_t launch_{c.name}(const Params& p, int ctas, cudaStream_t stream);" for c in configs)
+    names = ",\n    ".join(f"launch_{c.name}" for c in configs)
+    return f"""// Rendered by fp8attn/cuda/render.py.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "params.h"
+
+namespace fp8attn {{
+
+{declarations}
+
+using Launch = cudaError_t (*)(const Params&, int, cudaStream_t);
+constexpr Launch INSTANCES[] = {{
+    {names},
+}};
+
+}}  // namespace fp8attn
+"""
+
+
+def widths(configs: Sequence[HopperConfig]) -> list[int]:
+    """Widths of the accumulators that instances use."""
+    found = {KEYS}
+    for c in configs:
+        found |= {c.value_dim + ONES} if c.value_dim <= 128 else {128, c.value_dim - 128 + ONES}
+    return sorted(found)
+
+
+def files(configs: Sequence[HopperConfig]) -> dict[str, str]:
+    """Everything rendered, by file name."""
+    return {"wgmma_shapes.h": wgmma_shapes(widths(configs)), "instances.h": instances(configs)} | {f"{c.name}.cu": instance(c) for c in configs}

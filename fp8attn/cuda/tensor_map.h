@@ -1,0 +1,32 @@
+// Tensor maps: what the copy engine knows of a tensor. CUDA driver API, cuTensorMapEncodeTiled.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace fp8attn {
+
+inline decltype(&cuTensorMapEncodeTiled) encode_function() {
+  static const auto function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    // through the runtime, so that nothing links to the driver
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) != cudaSuccess) return decltype(&cuTensorMapEncodeTiled)(nullptr);
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  return function;
+}
+
+// Boxes of bytes; sizes and strides from the innermost dimension out, the innermost stride, 1, left out. False if the driver refuses.
+template <int RANK>
+bool encode(CUtensorMap& map, const void* data, const uint64_t (&sizes)[RANK], const uint64_t (&strides)[RANK - 1], const uint32_t (&box)[RANK]) {
+  const uint32_t steps[5] = {1, 1, 1, 1, 1};
+  const auto swizzle = box[0] == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
+  const auto function = encode_function();
+  return function != nullptr && function(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, RANK, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace fp8attn

@@ -1,0 +1,59 @@
+// Which tile of queries comes when.
+#pragma once
+
+#include "../params.h"
+
+namespace fp8attn {
+
+struct Tile {
+  int batch, head, kv_head, first_row;
+};
+
+// A fixed order of all tiles. Heads are taken in groups that share keys or fit into L2 together; inside a group the last tiles go
+// first, which in a causal call are the long ones.
+struct Schedule {
+  const Params& p;
+  int tile_rows, tiles;
+
+  __device__ Schedule(const Params& params, int rows) : p(params), tile_rows(rows), tiles((params.q_length + rows - 1) / rows) {}
+
+  __device__ int positions() const { return tiles * p.batches * p.q_heads; }
+
+  // This CTA's position in a round: to and fro, so that nobody always gets the longer tiles.
+  __device__ int position(int round) const {
+    const int cta = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    return round * gridDim.x + cta;
+  }
+
+  __device__ Tile at(int position) const {
+    const int group = p.heads_side_by_side;
+    const int first = position / (group * tiles) * group;
+    const int inside = position % (group * tiles);
+    const int heads = min(group, p.batches * p.q_heads - first);
+    const int head = first + inside % heads;
+    const int in_batch = head % p.q_heads;
+    return {head / p.q_heads, in_batch, in_batch / (p.q_heads / p.kv_heads), (tiles - 1 - inside / heads) * tile_rows};
+  }
+};
+
+// A place in the ring of shared-memory stages.
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  __device__ Ring next() const {
+    Ring r = *this;
+    r.advance();
+    return r;
+  }
+};
+
+}  // namespace fp8attn

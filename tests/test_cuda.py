@@ -1,0 +1,270 @@
+"""The CUDA kernels where there is no GPU: which instance a call gets, what is rendered, how it is built; and budgets, if nvcc is here."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Attention
+
+import fp8attn
+from fp8attn import Recipe, reference
+from fp8attn.api import call_of
+from fp8attn.cuda import build, configs, render
+from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.configs import INSTANCES, HopperConfig
+from fp8attn.device import ARCHITECTURES, SHARED_MEMORY
+
+H100 = ARCHITECTURES[90]
+
+
+def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: Recipe | None = None, **options):
+    recipe = recipe or Recipe()
+    q, k = torch.zeros(1, 2, length, dim), torch.zeros(1, 2, length, dim)
+    return call_of(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe=recipe, **options)
+
+
+@pytest.mark.parametrize("config", INSTANCES, ids=lambda c: c.name)
+def test_every_instance_fits_an_h100(config: HopperConfig) -> None:
+    assert configs.misfit(config, H100) is None
+    assert config.shared_bytes <= SHARED_MEMORY[90]
+
+
+def test_instances_are_told_apart_by_name() -> None:
+    assert len({c.name for c in INSTANCES}) == len(INSTANCES) == len(set(INSTANCES))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    (
+        (dict(stages=40), "shared memory"),
+        (dict(registers=168), "registers"),
+        (dict(registers=111), "registers"),
+        (dict(head_dim=72), "multiples of 64"),
+    ),
+)
+def test_what_does_not_fit_says_why(change: dict, reason: str) -> None:
+    config = dataclasses.replace(INSTANCES[0], **change)
+    assert reason in (configs.misfit(config, H100) or "") and not configs.fits(config, H100)
+    assert "needs sm_90" in (configs.misfit(INSTANCES[0], ARCHITECTURES[89]) or "")
+
+
+@pytest.mark.parametrize(
+    "dim, value_dim, expected", ((16, 16, 64), (64, 64, 64), (72, 40, 128), (128, 128, 128), (192, 128, 192), (192, 192, 256), (256, 256, 256))
+)
+def test_the_smallest_instance_serves(dim: int, value_dim: int, expected: int) -> None:
+    chosen = configs.choose(call(dim, value_dim))
+    assert chosen.head_dim == expected and chosen.value_dim >= value_dim and not chosen.general
+    assert configs.why_not(call(dim, value_dim), H100) is None
+
+
+@pytest.mark.parametrize(
+    "options, general",
+    (
+        ({}, False),
+        (dict(is_causal=True), False),
+        (dict(attn_mask=torch.ones(40, 40).bool()), True),
+        (dict(recipe=Recipe(k="token")), True),
+        (dict(scale=-0.1), True),
+        (dict(scale=0.0), True),
+    ),
+)
+def test_general_instances_take_what_others_do_not(options: dict, general: bool) -> None:
+    assert configs.choose(call(**options)).general == general
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    (
+        (dict(recipe=Recipe(compute="f16")), "computes in f16"),
+        (dict(recipe=Recipe(two_level=False)), "two_level=False"),
+    ),
+)
+def test_refusals_say_why(options: dict, reason: str) -> None:
+    assert reason in (configs.why_not(call(**options), H100) or "")
+    assert "sm_90" in (configs.why_not(call(), ARCHITECTURES[100]) or "")
+
+
+def test_direct_codes() -> None:
+    """The e4m3 numbers nearest to 2^y when 2^f is taken as 1 + f: exact at integers, never off by more than a tenth, no bias."""
+    assert torch.equal(reference.direct_code(torch.arange(-6.0, 9.0)), torch.exp2(torch.arange(-6.0, 9.0)))
+    y = torch.linspace(-6, 8, 100_001)
+    ratio = reference.direct_code(y) / torch.exp2(y)
+    assert float(ratio.min()) > 0.9 and float(ratio.max()) < 1.1 and abs(float(ratio.mean()) - 1) < 2e-3
+    exact = torch.exp2(y).to(torch.float8_e4m3fn).float() / torch.exp2(y)
+    assert float((ratio - 1).square().mean().sqrt()) <= 1.22 * float((exact - 1).square().mean().sqrt())
+    assert reference.direct_code(torch.tensor([-torch.inf, -40.0])).tolist() == [0.0, 0.0]
+    assert reference.direct_code(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_everything_rendered_is_compiled_once() -> None:
+    files = render.files(INSTANCES)
+    assert {f"{c.name}.cu" for c in INSTANCES} | {"instances.h", "wgmma_shapes.h"} == files.keys()
+    listed = re.findall(r"^    launch_(\w+),$", files["instances.h"], re.MULTILINE)
+    assert listed == [c.name for c in INSTANCES]
+
+
+@pytest.mark.parametrize("n", (64, 72, 136))
+def test_wgmma_wrappers_name_every_register_once(n: int) -> None:
+    for text in re.findall(r"asm volatile\((.*?)\);", render.wgmma_shapes([n]), re.DOTALL):
+        outputs = text.split('"+f"')
+        assert len(outputs) == n // 2 + 1
+        operands = [int(x) for x in re.findall(r"%(\d+)", text)]
+        count = n // 2 + len(re.findall(r'"[rln]"\(', text))
+        assert sorted(operands) == list(range(count))
+
+
+def test_fingerprint_follows_what_is_compiled() -> None:
+    whole = build.fingerprint(INSTANCES)
+    assert whole == build.fingerprint(INSTANCES) and whole != build.fingerprint(INSTANCES[:1])
+
+
+def test_cache_folder_is_refused_if_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "own"))
+    assert build.cache_folder() == tmp_path / "own" and (tmp_path / "own").stat().st_mode & 0o077 == 0
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("FP8ATTN_CACHE", str(shared))
+    with pytest.raises(BuildError, match="set FP8ATTN_CACHE to a folder of your own"):
+        build.cache_folder()
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build, "cuda_home", lambda: str(tmp_path))
+    assert "nvcc isn't here" in (build.missing.__wrapped__() or "")
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "ninja isn't here" in (build.missing.__wrapped__() or "")
+    (tmp_path / "ninja").touch(mode=0o755)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "'no-such-compiler' isn't here" in (build.missing.__wrapped__() or "")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "CPU build" in (build.missing.__wrapped__() or "")
+
+
+def race(folder: str, barrier, log: str) -> None:
+    """In a process of its own: build with a compiler that takes its time and leaves a trace."""
+    import time
+
+    def slow(staging: Path, instances: tuple) -> None:
+        with open(log, "a") as file:
+            file.write("compiled\n")
+        (staging / f"{build.NAME}.so").write_text("half")
+        time.sleep(0.5)
+        (staging / f"{build.NAME}.so").write_text("whole")
+
+    def loaded(path: str) -> None:
+        with open(log, "a") as file:
+            file.write(Path(path).read_text() + "\n")
+
+    os.environ["FP8ATTN_CACHE"] = folder
+    build.missing = lambda: None
+    build.compile_into = slow
+    torch.ops.load_library = loaded
+    barrier.wait()
+    build.build(INSTANCES)
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    """One compiles, the others load what it made, whole."""
+    log = tmp_path / "log"
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    processes = [context.Process(target=race, args=(str(tmp_path / "cache"), barrier, str(log))) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted(log.read_text().split()) == ["compiled", "whole", "whole"]
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and "." in path.name]
+
+
+def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "missing", lambda: None)
+
+    def fails(staging: Path, instances: tuple) -> None:
+        (staging / "half").touch()
+        raise BuildError("the CUDA kernels don't compile here: error: expected a ';'")
+
+    monkeypatch.setattr(build, "compile_into", fails)
+    monkeypatch.setattr(build, "_failure", None)
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(BuildError, match="expected a ';'"):
+            build.load()
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_resources_are_read_from_cuobjdump() -> None:
+    text = " Function _Zfoo:\n  REG:128 STACK:24 SHARED:0 LOCAL:0 CONSTANT[0]:1248 TEXTURE:0\n"
+    assert build.parse_resources(text) == {"_Zfoo": {"reg": 128, "stack": 24, "shared": 0, "local": 0, "constant[0]": 1248, "texture": 0}}
+
+
+SPILLS = {True: 1200, False: 64}
+"""Bytes of stack that an instance may have, by whether it is general: its mask is slow anyway. None of it is in a main loop."""
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    home = build.cuda_home() or "/usr/local/cuda"
+    path = Path(home) / "bin" / "nvcc"
+    if not path.exists():
+        pytest.skip("nvcc isn't here")
+    return str(path)
+
+
+def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
+    """Every instance: registers and stack as ptxas says, no wgmma made synchronous."""
+    for name, text in render.files(INSTANCES).items():
+        (tmp_path / name).write_text(text)
+
+    def compiled(config: HopperConfig) -> str:
+        command = [
+            nvcc,
+            *build.CUDA_FLAGS,
+            "-I",
+            str(build.SOURCES),
+            "-I",
+            str(tmp_path),
+            "-Xptxas=-v",
+            "-cubin",
+            f"{config.name}.cu",
+            "-o",
+            f"{config.name}.cubin",
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = dict(zip(INSTANCES, pool.map(compiled, INSTANCES), strict=True))
+    for config, report in reports.items():
+        assert "wgmma" not in report, f"{config.name}: {report}"
+        stack = int(re.findall(r"(\d+) bytes stack frame", report)[0])
+        registers = int(re.findall(r"Used (\d+) registers", report)[0])
+        assert stack <= SPILLS[config.general], f"{config.name}: {report}"
+        assert registers * config.threads <= configs.REGISTER_FILE, f"{config.name}: {report}"
+
+
+@pytest.mark.gpu
+def test_same_bits_a_thousand_times(device: torch.device, sdpa: Attention) -> None:
+    """A bit that moves is a race."""
+    generator = torch.Generator(device).manual_seed(6)
+    q, k, v = (torch.randn(2, 4, 777, 64, device=device, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    operands = fp8attn.quantize(q, k, v)
+    expected = sdpa(*operands, is_causal=True)
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(1000):
+        different += (sdpa(*operands, is_causal=True) != expected).sum()
+    assert int(different) == 0
