@@ -397,7 +397,7 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen != "triton":
         reason = ops.why_not_cuda(call)
         if reason is None:
-            config = cuda.choose(call)
+            config = cuda.choose(call, properties)
             return Plan("cuda", "hopper", config, call.compute, tuple(because))
         if chosen == "cuda":
             raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")

@@ -60,9 +60,19 @@ def test_what_does_not_fit_says_why(change: dict, reason: str) -> None:
     "dim, value_dim, expected", ((16, 16, 64), (64, 64, 64), (72, 40, 128), (128, 128, 128), (192, 128, 192), (192, 192, 256), (256, 256, 256))
 )
 def test_the_smallest_instance_serves(dim: int, value_dim: int, expected: int) -> None:
-    chosen = configs.choose(call(dim, value_dim))
+    chosen = configs.choose(call(dim, value_dim), H100)
     assert chosen.head_dim == expected and chosen.value_dim >= value_dim and not chosen.general
     assert configs.why_not(call(dim, value_dim), H100) is None
+
+
+@pytest.mark.parametrize(
+    "heads, length, causal, consumers",
+    ((16, 512, False, 1), (30, 512, False, 2), (512, 1024, False, 4), (512, 1024, True, 4), (2, 16384, False, 4)),
+)
+def test_tiles_are_as_large_as_leaves_no_sm_idle(heads: int, length: int, causal: bool, consumers: int) -> None:
+    q = torch.zeros(1, 1, length, 64).expand(1, heads, length, 64)
+    problem = dataclasses.replace(call(), q=q, causal="top_left" if causal else "none")
+    assert configs.choose(problem, H100).consumers == consumers
 
 
 @pytest.mark.parametrize(
@@ -77,7 +87,7 @@ def test_the_smallest_instance_serves(dim: int, value_dim: int, expected: int) -
     ),
 )
 def test_general_instances_take_what_others_do_not(options: dict, general: bool) -> None:
-    assert configs.choose(call(**options)).general == general
+    assert configs.choose(call(**options), H100).general == general
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from fp8attn.triton import configs, run
 def run_call(call: Call, device: Device, sdpa: Attention, config: configs.Config | HopperConfig | None = None):
     """out, lse and what tells the pipeline oracle how they were computed."""
     if sdpa.backend == "cuda":
-        instance = cuda.choose(call) if config is None else config
+        instance = cuda.choose(call, device) if config is None else config
         return *cuda.forward(call, device, instance), dict(block_n=KEYS, exact=instance.exact)
     config = run.choose(call, device) if config is None else config
     return *run.forward(call, device, config), dict(block_n=config.block_n, compute=call.compute)

@@ -48,7 +48,8 @@ void copy_strides(int64_t (&to)[N], const Tensor& from) {
 // fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes, the grid.
 void hopper(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
             int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
-            const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse) {
+            const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse,
+            const std::optional<Tensor>& counter) {
   fp8attn::Params p = {};
   encode_rows(p.q_map, q, rows, panel);
   encode_rows(p.k_map, k, keys, panel);
@@ -62,6 +63,7 @@ void hopper(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t
   p.v_mean = v_mean ? v_mean->const_data_ptr<float>() : nullptr;
   p.out = out.mutable_data_ptr();
   p.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
+  p.counter = counter ? counter->mutable_data_ptr<int>() : nullptr;
   copy_strides(p.q_scale_strides, q_scale);
   copy_strides(p.k_scale_strides, k_scale);
   copy_strides(p.v_scale_strides, v_scale);
@@ -93,7 +95,7 @@ void hopper(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t
 TORCH_LIBRARY(fp8attn_cuda, m) {
   m.def(
       "hopper(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
-      " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset, Tensor(a!) out, Tensor(b!)? lse) -> ()");
+      " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) { m.impl("hopper", hopper); }

@@ -19,7 +19,6 @@
 namespace fp8attn {
 
 constexpr int ROWS = 64;      // of queries, a warpgroup's
-constexpr int KEYS = 128;     // in a block
 constexpr int ONES = 8;       // channels of ones behind V's
 constexpr int PRODUCER_REGISTERS = 24;
 
@@ -40,6 +39,7 @@ struct alignas(1024) SharedStorage {
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
   Channels<C.value_dim> channels[C.consumers];
+  int following[2];  // positions in the schedule, by the round before
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
@@ -53,9 +53,8 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   ptx::tma_prefetch(p.k_map);
   ptx::tma_prefetch(p.v_map);
   Ring<C.stages> ring;
-  for (int round = 0; round * int(gridDim.x) < schedule.positions(); ++round) {
-    const int position = schedule.position(round);
-    if (position >= schedule.positions()) continue;
+  for (int round = 0, position = blockIdx.x; position < schedule.positions(); position = shared.following[round++ & 1]) {
+    shared.following[round & 1] = schedule.after(round);  // read by consumers before they release the queries
     const Tile tile = schedule.at(position);
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
@@ -63,7 +62,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
     }
-    const int blocks = (visible.end(tile.first_row + C.consumers * ROWS - 1) + KEYS - 1) / KEYS;
+    const int blocks = visible.blocks(tile.first_row + C.consumers * ROWS - 1);
     const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
     for (int n = 0; n < blocks; ++n, ring.advance()) {
       ptx::mbarrier_wait(&shared.k_empty[ring.stage], ring.phase ^ 1);
@@ -116,81 +115,93 @@ __device__ void promote(float (&o)[N], const float (&alpha)[2], const float (&fr
   for (int i = 0; i < N; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], fresh[i]);
 }
 
-// One warpgroup: attention of 64 queries of every tile.
+// A warpgroup's share of a tile.
+struct Share {
+  Tile tile;
+  int first_row;
+  int loaded, seen, whole;  // blocks of keys: that are loaded, that some row of mine sees, that all rows of mine see whole
+  float row_scale[2];       // of a thread's rows
+  const float* k_scale;
+
+  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int consumer, int consumers, Fragment f) : tile(its_tile) {
+    first_row = tile.first_row + consumer * ROWS;
+    loaded = visible.blocks(tile.first_row + consumers * ROWS - 1);
+    seen = min(visible.blocks(first_row + ROWS - 1), loaded);
+    whole = p.mask != nullptr ? 0 : visible.end(first_row) / KEYS;
+    k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
+    const float* q_scale = p.q_scale + tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
+      row_scale[r] = q_scale[(p.q_group == 0 ? 0 : row / p.q_group) * p.q_scale_strides[2]];
+    }
+  }
+};
+
+// Normalises a share's output and stores it, and its LSE. Sums of P stand behind the last channel.
+template <int FIRST, int SECOND, int CHANNELS>
+__device__ void store_tile(const Params& p, const Share& share, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
+                           const Channels<CHANNELS>& channels, Fragment f, int barrier) {
+  constexpr bool parts = SECOND > 1;
+  const float l[2] = {parts ? o_second[SECOND - 4] : o[FIRST - 4], parts ? o_second[SECOND - 2] : o[FIRST - 2]};
+  const Output output(p, share.tile, share.first_row, f, l);
+  ptx::cp_async_wait();
+  ptx::warpgroup_sync(barrier);
+  output.store<0, parts ? 2 * FIRST : CHANNELS>(o, channels);
+  if constexpr (parts) output.store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second, channels);
+  if (p.lse == nullptr || f.column != 0) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = share.first_row + f.row + 8 * r;
+    if (row < p.q_length)
+      p.lse[(int64_t(share.tile.batch) * p.q_heads + share.tile.head) * p.q_length + row] = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
+  }
+}
+
+// One warpgroup: attention of 64 queries of every tile. Scores of a block are in the making when the loop comes to it.
 template <HopperConfig C>
 __device__ void consume(const Params& p, SharedStorage<C>& shared, const Schedule& schedule, int consumer) {
   using S = Shape<C>;
   const Visible visible(p);
   const Fragment f = Fragment::mine();
   const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read
-  const int tile_rows = C.consumers * ROWS;
+  const bool by_key = C.general && p.k_group == 1;
+  const int64_t scale_step = p.k_group == 0 || by_key ? 0 : p.k_scale_strides[2];
   Ring<C.stages> ring;
+  float s[KEYS / 2], alpha[2];
+  uint32_t probabilities[KEYS / 32][4];
 
-  for (int round = 0; round * int(gridDim.x) < schedule.positions(); ++round) {
-    const int position = schedule.position(round);
-    if (position >= schedule.positions()) continue;
-    const Tile tile = schedule.at(position);
-    const int first_row = tile.first_row + consumer * ROWS;
-    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
-
-    float row_factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
-      const int group = p.q_group == 0 ? 0 : row / p.q_group;
-      row_factor[r] = p.q_scale[tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1] + group * p.q_scale_strides[2]] * p.score_scale;
-    }
-    // of a block; scales of single keys are seen to elsewhere
-    const bool by_key = C.general && p.k_group == 1;
-    const float* block_scale = k_scale;
-    const int64_t scale_step = p.k_group == 0 || by_key ? 0 : p.k_scale_strides[2];
-
-    // blocks that are loaded, that some row of mine sees, that all rows of mine see whole
-    const int loaded = (visible.end(tile.first_row + tile_rows - 1) + KEYS - 1) / KEYS;
-    const int seen = first_row < p.q_length ? (visible.end(first_row + ROWS - 1) + KEYS - 1) / KEYS : 0;
-    const int whole = C.general && p.mask != nullptr ? 0 : visible.end(first_row) / KEYS;
-
+  int position = blockIdx.x;
+  for (int round = 0; position < schedule.positions(); ++round) {
+    const Share share(p, visible, schedule.at(position), consumer, C.consumers, f);
     ptx::warpgroup_sync(1 + consumer);  // all are done with the last tile's
-    shared.channels[consumer].load(p, tile);
-
+    shared.channels[consumer].load(p, share.tile);
     Softmax<C.exact> softmax;
-    float s[KEYS / 2], alpha[2];
-    uint32_t probabilities[KEYS / 32][4];
-    float o[S::first / 2], o_second[S::second == 0 ? 1 : S::second / 2];
-#pragma unroll
-    for (float& x : o) x = 0.0f;
-#pragma unroll
-    for (float& x : o_second) x = 0.0f;
+    float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
-    const auto scores_ready = [&] {
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(s);
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
-    };
-    // scores of block n in `s` become probabilities
+    // scores of block n become probabilities
     const auto attend = [&](int n, float key_scale) {
       float factor[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        factor[r] = fminf(row_factor[r] * (by_key ? 1.0f : key_scale), LARGEST_FACTOR);
-        factor[r] = fmaxf(factor[r], C.general && !(p.score_scale > 0) ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
-      }
+      for (int r = 0; r < 2; ++r) factor[r] = score_factor(share.row_scale[r] * p.score_scale * (by_key ? 1.0f : key_scale), C.general && !(p.score_scale > 0));
       const bool calm = C.general || __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
-      scores_ready();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(s);
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
       if constexpr (C.general) {
-        scale_scores(p, k_scale, n, factor, s, f);
-        if (p.mask != nullptr) add_mask(s, p, tile.batch, tile.head, first_row, n * KEYS, f);
+        scale_scores(p, share.k_scale, n, factor, s, f);
+        if (p.mask != nullptr) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row, n * KEYS, f);
       }
-      if (n >= whole) visible.hide(s, first_row, n * KEYS, f);
+      if (n >= share.whole) visible.hide(s, share.first_row, n * KEYS, f);
       softmax.step(s, factor, calm, probabilities, alpha);
     };
-    // P * V of the ring's stage is added to the output; `meanwhile` is issued behind it
-    const auto add_values = [&](auto&& meanwhile, auto pending) {
+    // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it
+    const auto add_values = [&]<int PENDING>(std::integral_constant<int, PENDING>, auto&& meanwhile) {
       ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       float fresh[S::first / 2];
       start_values<S::first>(fresh, probabilities, shared.v[ring.stage], 0);
       meanwhile();
-      ptx::wgmma_wait<decltype(pending)::value>();
+      ptx::wgmma_wait<PENDING>();
       ptx::wgmma_touch(fresh);
       promote(o, alpha, fresh);
       if constexpr (S::second > 0) {
@@ -202,58 +213,45 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, const Schedul
       }
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     };
+    constexpr std::integral_constant<int, 0> none;
+    constexpr std::integral_constant<int, 1> one;
+
+    const float* block_scale = share.k_scale;
+    float key_scale = *block_scale;
     ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
-    if (seen > 0) {
-      float key_scale = *block_scale;
-      ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.phase);
-      start_scores(s, shared, consumer, ring.stage);
-      for (int n = 0; n < seen - 1; ++n) {
-        block_scale += scale_step;
-        const float next_scale = *block_scale;
-        attend(n, key_scale);
-        const Ring<C.stages> next = ring.next();
-        const auto start_next = [&] {
-          ptx::mbarrier_wait(&shared.k_full[next.stage], next.phase);
-          start_scores(s, shared, consumer, next.stage);
-        };
-        if constexpr (C.overlap) {
-          add_values(start_next, std::integral_constant<int, 1>());
-        } else {
-          add_values([] {}, std::integral_constant<int, 0>());
-          start_next();
-        }
-        ring = next;
-        key_scale = next_scale;
+    ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.phase);
+    start_scores(s, shared, consumer, ring.stage);
+    for (int n = 0; n < share.seen - 1; ++n) {
+      block_scale += scale_step;
+      const float next_scale = *block_scale;
+      const Ring<C.stages> next = ring.next();
+      const auto start_next = [&] {
+        ptx::mbarrier_wait(&shared.k_full[next.stage], next.phase);
+        start_scores(s, shared, consumer, next.stage);
+      };
+      attend(n, key_scale);
+      if constexpr (C.overlap) {
+        add_values(one, start_next);
+      } else {
+        add_values(none, [] {});
+        start_next();
       }
-      attend(seen - 1, key_scale);
-      if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
-      add_values([] {}, std::integral_constant<int, 0>());
-      ring.advance();
-    } else if (elected) {
-      ptx::mbarrier_arrive(&shared.q_empty[consumer]);
+      ring = next;
+      key_scale = next_scale;
     }
-    for (int n = seen; n < loaded; ++n, ring.advance()) {  // for later rows of the tile
+    attend(share.seen - 1, key_scale);
+    position = shared.following[round & 1];
+    if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
+    add_values(none, [] {});
+    ring.advance();
+    for (int n = share.seen; n < share.loaded; ++n, ring.advance()) {  // for later rows of the tile
       ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.phase);
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
       ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     }
 
-    // sums of P stand behind the last channel
-    const float l[2] = {S::second == 0 ? o[S::first / 2 - 4] : o_second[S::second / 2 - 4], S::second == 0 ? o[S::first / 2 - 2] : o_second[S::second / 2 - 2]};
-    const Output output(p, tile, first_row, f, l);
-    ptx::cp_async_wait();
-    ptx::warpgroup_sync(1 + consumer);
-    output.store<0, S::second == 0 ? C.value_dim : S::first>(o, shared.channels[consumer]);
-    if constexpr (S::second > 0) output.store<S::first, C.value_dim - S::first>(o_second, shared.channels[consumer]);
-    if (p.lse != nullptr && f.column == 0) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = first_row + f.row + 8 * r;
-        if (row < p.q_length)
-          p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = (softmax.m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
-      }
-    }
+    store_tile(p, share, softmax.m, o, o_second, shared.channels[consumer], f, 1 + consumer);
   }
 }
 

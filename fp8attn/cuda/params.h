@@ -20,6 +20,7 @@ struct Params {
   const void* mask;      // (B, Hq, Sq, Sk), bytes that are 0 where hidden, or what mask_type says, added; or null
   void* out;             // (B, Hq, Sq, Dv)
   float* lse;            // (B, Hq, Sq), contiguous; or null
+  int* counter;          // of tiles that CTAs took after their first, 0 at launch; or null, then they take turns
 
   int64_t q_scale_strides[3], k_scale_strides[3], v_scale_strides[3], mask_strides[4], out_strides[3];
 

@@ -28,13 +28,15 @@ def forward(call: Call, device: Device, config: HopperConfig | None = None) -> t
         return out, lse
     if call.kv_length == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    config = choose(call) if config is None else config
+    config = choose(call, device) if config is None else config
     tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
     ctas = min(tiles, device.sm_count)
+    # tiles of a causal call are of many lengths: whoever is free takes the next
+    counter = out.new_zeros(1, dtype=torch.int32) if call.causal != "none" and tiles > ctas else None
     library = build.load()
     library.hopper(
         library.instances.index(config), ROWS, KEYS, config.panel, config.value_dim, ctas, heads_side_by_side(call, ctas),
         call.q, call.q_scale, call.q_group, call.k, call.k_scale, call.k_group, call.v, call.v_scale, call.v_mean,
-        call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None,
+        call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
     )  # fmt: skip
     return out, lse

@@ -8,6 +8,8 @@
 
 namespace fp8attn {
 
+constexpr int KEYS = 128;  // in a block
+
 constexpr float INFINITE = __builtin_huge_valf();
 constexpr float LOG2E = 1.4426950408889634f;
 
@@ -31,6 +33,9 @@ struct Visible {
 
   // Keys that a row sees: 0 ... end - 1.
   __device__ int end(int row) const { return max(min(kv_length, min(row, q_length - 1) + causal_offset + 1), 0); }
+
+  // Blocks that rows up to `row` see; one even if they see nothing, so that there is something to hide.
+  __device__ int blocks(int row) const { return max((end(row) + KEYS - 1) / KEYS, 1); }
 
   // -inf for the keys from `start` on that a row doesn't see.
   template <int N>

@@ -19,10 +19,10 @@ struct Schedule {
 
   __device__ int positions() const { return tiles * p.batches * p.q_heads; }
 
-  // This CTA's position in a round: to and fro, so that nobody always gets the longer tiles.
-  __device__ int position(int round) const {
-    const int cta = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    return round * gridDim.x + cta;
+  // This CTA's position after that of `round`; its first is its number. Whoever is free takes the next, or they take turns, to and fro.
+  __device__ int after(int round) const {
+    if (p.counter != nullptr) return gridDim.x + atomicAdd(p.counter, 1);
+    return (round + 1) * gridDim.x + (round % 2 == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
   __device__ Tile at(int position) const {

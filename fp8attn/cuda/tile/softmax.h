@@ -13,6 +13,11 @@ constexpr float LARGEST_FACTOR = 0x1p100f;
 constexpr float E4M3_MAX = 448.0f;
 constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by less than 1/16
 
+// A product of scales, kept where its product with any score of e4m3 is finite.
+__device__ inline float score_factor(float product, bool either_sign) {
+  return fmaxf(fminf(product, LARGEST_FACTOR), either_sign ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
+}
+
 // The e4m3 code of 2^y is about 8 (y + 7), exactly at integers y >= -6 and up to 0.69 too low between them: 2^f against 1 + f.
 // A half whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows
 // to 0. It doesn't saturate: y must stay below 8.8. The mean of what is lacking is subtracted, so that exact exponentials mix in.
