@@ -135,7 +135,7 @@ def pipeline(
 
     Args:
         q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
-        exact: of every four groups of 8 keys, the first ones whose exponentials are exact; the others' e4m3 codes are those of
+        exact: of every four groups of 16 keys, the first ones whose exponentials are exact; the others' e4m3 codes are those of
             `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
 
     Returns:
@@ -172,7 +172,7 @@ def pipeline(
         p = torch.exp2(y)
         rounded = p.to(probability).float()
         if exact is not None:
-            rounded = torch.where(keys // 8 % 4 < exact, rounded, direct_code(y))
+            rounded = torch.where(keys // 16 % 4 < exact, rounded, direct_code(y))
             p = rounded
         l = l * alpha + p.sum(-1, keepdim=True)
         acc = acc * alpha + rounded @ v_rows[:, :, part]

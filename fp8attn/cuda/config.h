@@ -10,7 +10,7 @@ struct HopperConfig {
   int stages;     // of K and V in shared memory
   int registers;  // of a consumer's thread
   bool overlap;   // next block's scores are issued behind this block's P * V
-  int exact;      // of four groups of 8 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
+  int exact;      // of every four groups of 16 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
   bool general;   // masks, scales per key, negative softmax scales; without, none of them
 };
 

@@ -183,7 +183,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, const Schedul
     const auto attend = [&](int n, float key_scale) {
       float factor[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) factor[r] = score_factor(share.row_scale[r] * p.score_scale * (by_key ? 1.0f : key_scale), C.general && !(p.score_scale > 0));
+      for (int r = 0; r < 2; ++r) factor[r] = score_factor(share.row_scale[r] * (by_key ? p.score_scale : p.score_scale * key_scale), C.general && !(p.score_scale > 0));
       const bool calm = C.general || __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(s);

@@ -12,13 +12,6 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-// Bytes low to high: e4m3 of a, b.
-__device__ inline uint32_t e4m3x2(float a, float b) {
-  uint16_t packed;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(packed) : "f"(a), "f"(b));
-  return packed;
-}
-
 // Bytes low to high: e4m3 of a, b, c, d.
 __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   uint32_t packed;

@@ -38,21 +38,21 @@ struct Probabilities {
     }
   }
 
-  // Codes of two scores in the low halves of two bytes ... as 16 bits, or as the low bytes of two halves.
+  // Two codes, as the low bytes of two halves.
   __device__ uint32_t direct(float a, float b, int r) const {
     return ptx::half2_relu(fmaf(a, direct_scale[r], direct_shift[r]), fmaf(b, direct_scale[r], direct_shift[r]));
   }
 
   __device__ float exact(float a, int r) const { return ptx::exp2_approx(fmaf(a, exact_scale[r], exact_shift[r])); }
 
-  // Four codes of row r from groups j and j + 1: with the key order of quantized V an operand register of P * V.
-  template <int J, int N>
+  // Four codes of row r from the GROUP-th 16 keys: with the key order of quantized V an operand register of P * V.
+  template <int GROUP, int N>
   __device__ uint32_t codes(const float (&s)[N], int r) const {
-    constexpr bool low = J % 4 < EXACT, high = (J + 1) % 4 < EXACT;
-    const float a = s[4 * J + 2 * r], b = s[4 * J + 2 * r + 1], c = s[4 * J + 4 + 2 * r], d = s[4 * J + 5 + 2 * r];
-    if constexpr (low && high) return ptx::e4m3x4(exact(a, r), exact(b, r), exact(c, r), exact(d, r));
-    if constexpr (low && !high) return __byte_perm(ptx::e4m3x2(exact(a, r), exact(b, r)), direct(c, d, r), 0x6410);
-    return __byte_perm(direct(a, b, r), direct(c, d, r), 0x6420);
+    const float a = s[8 * GROUP + 2 * r], b = s[8 * GROUP + 2 * r + 1], c = s[8 * GROUP + 4 + 2 * r], d = s[8 * GROUP + 5 + 2 * r];
+    if constexpr (GROUP % 4 < EXACT)
+      return ptx::e4m3x4(exact(a, r), exact(b, r), exact(c, r), exact(d, r));
+    else
+      return __byte_perm(direct(a, b, r), direct(c, d, r), 0x6420);
   }
 };
 
@@ -128,7 +128,7 @@ struct Softmax {
   __device__ static void operands(const Probabilities<EXACT>& probabilities, const float (&s)[N], uint32_t (&p)[N / 16][4],
                                   std::integer_sequence<int, T...>) {
     // operand registers of 32 keys: row 0 and row 1 of the first 16, then of the second
-    ((p[T / 2][T % 2 * 2] = probabilities.template codes<2 * T>(s, 0), p[T / 2][T % 2 * 2 + 1] = probabilities.template codes<2 * T>(s, 1)), ...);
+    ((p[T / 2][T % 2 * 2] = probabilities.template codes<T>(s, 0), p[T / 2][T % 2 * 2 + 1] = probabilities.template codes<T>(s, 1)), ...);
   }
 };
 
