@@ -18,9 +18,9 @@ __device__ inline float score_factor(float product, bool either_sign) {
   return fmaxf(fminf(product, LARGEST_FACTOR), either_sign ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
 }
 
-// The e4m3 code of 2^y is about 8 (y + 7), exactly at integers y >= -6 and up to 0.69 too low between them: 2^f against 1 + f.
-// A half whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows
-// to 0. It doesn't saturate: y must stay below 8.8. The mean of what is lacking is subtracted, so that exact exponentials mix in.
+// 8 (y + 7) is the e4m3 code of 2^y at integers y >= -6, and up to 0.69 too high between them, where it takes 2^f for 1 + f. A half
+// whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows to 0. It
+// doesn't saturate: y must stay below 8.8. The mean of the excess is subtracted, so that exact exponentials can mix in.
 constexpr float CODE = 0x1p-24f;
 constexpr float CODE_ROUND = 0.458f;
 
