@@ -142,6 +142,8 @@ def turn(work: Work, milliseconds: float) -> list[float]:
 def time_all(runs: Mapping[str, Run], sets: int, rounds: int, milliseconds: float, device: torch.device) -> dict[str, Timing]:
     """Every peer's timing, from rounds in which each takes its turn, so that a clock that falls or rises falls or rises for all.
 
+    Every second round goes backwards: a power-capped card slows whoever comes after a kernel that drew much.
+
     Args:
         sets: number of input sets.
         milliseconds: of each peer in each round; on a CPU, where kernels are interpreted, a turn is one call.
@@ -150,9 +152,9 @@ def time_all(runs: Mapping[str, Run], sets: int, rounds: int, milliseconds: floa
         return _time_on_cpu(runs, rounds)
     works = {name: work_of(run, sets) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, work in works.items():
-            samples[name] += turn(work, milliseconds)
+    for i in range(rounds):
+        for name in list(works)[:: 1 if i % 2 == 0 else -1]:
+            samples[name] += turn(works[name], milliseconds)
     return {name: Timing.of(samples[name], work.calls, work.method) for name, work in works.items()}
 
 
