@@ -10,8 +10,9 @@ from conftest import GPU, Attention
 from torch.library import opcheck
 
 import fp8attn
-from fp8attn import Recipe
+from fp8attn import Recipe, ops
 from fp8attn.api import _operator_arguments, _prepare
+from fp8attn.cuda.build import BuildError
 from fp8attn.ops import library_ops
 
 COMPILER = "inductor" if GPU else "aot_eager"
@@ -169,3 +170,20 @@ def test_any_device_index() -> None:
     out = fp8attn.sdpa(q, k, v, enable_gqa=True)
     assert out.device == q.device
     assert torch.equal(out.cpu(), fp8attn.sdpa(*(x.to("cuda:0") for x in (q, k, v)), enable_gqa=True).cpu())
+
+
+def test_goes_on_with_triton_if_cuda_does_not_compile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(device)
+    expected = fp8attn.triton_sdpa(q, k, v, enable_gqa=True)
+
+    def fails(*arguments):
+        raise BuildError("the CUDA kernels don't compile here: no space left")
+
+    monkeypatch.setattr(ops, "why_not_cuda", lambda call: None)
+    monkeypatch.setattr(ops.cuda, "forward", fails)
+    arguments = _operator_arguments(_prepare(q, k, v, None, 0.0, False, None, True, "top_left", Recipe(), None, None, None, None), False)
+    with pytest.warns(UserWarning, match="goes on with Triton: .*no space left"):
+        out, _ = library_ops.auto_forward(*arguments)
+    assert torch.equal(out, expected)
+    with pytest.raises(BuildError):
+        library_ops.cuda_forward(*arguments)
