@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import accuracy, cases, quantize, report, tune
+from . import accuracy, cases, quantize, readme, report, tune
 from .compare import Result, compare
 from .gates import Gates, all_green, judge
 from .machine import machine
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     tuning = commands.add_parser("tune", parents=[filtered], help="time the candidate configs of every kind of call; takes long")
     tuning.add_argument("--write", action="store_true", help="put the best into fp8attn/triton/shipped.json")
     tuning.add_argument("--shown", type=int, default=10, help="candidates to print (default: %(default)s)")
+    commands.add_parser("readme", help="fill the README's tables from bench/results")
     return top
 
 
@@ -134,7 +135,12 @@ def run_tune(arguments: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
-RUN = {"compare": run_compare, "accuracy": run_accuracy, "quantize": run_quantize, "tune": run_tune}
+def run_readme(arguments: argparse.Namespace, device: torch.device) -> int:
+    readme.write()
+    return 0
+
+
+RUN = {"compare": run_compare, "accuracy": run_accuracy, "quantize": run_quantize, "tune": run_tune, "readme": run_readme}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

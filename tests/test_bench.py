@@ -15,7 +15,7 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import cases, peers, timing, tune
+from bench import cases, peers, readme, timing, tune
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
@@ -129,3 +129,13 @@ def test_committed_results_are_whole() -> None:
         for line in path.read_text().splitlines():
             record = json.loads(line)
             assert record["gpu"] and record["torch"] and record["triton"] and record["commit"] and record["date"], path.name
+
+
+def test_the_readmes_tables_are_the_results() -> None:
+    """No number in them was typed: filling them again changes nothing."""
+    text = readme.README.read_text()
+    assert readme.rendered(text) == text
+    changed = text.replace("| D128 full 16k | 1", "| D128 full 16k | 2")
+    assert changed != text and readme.rendered(changed) == text
+    with pytest.raises(ValueError, match="0 places for the table 'speed'"):
+        readme.rendered(text.replace("<!-- table: speed -->", ""))
