@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from . import accuracy, cases, quantize, readme, report, tune
-from .compare import Result, compare
+from . import accuracy, cases, compare, plot, quantize, readme, report, tune
 from .gates import Gates, all_green, judge
 from .machine import machine
 from .peers import compile_all
+from .run import Result, side_by_side
 
-DEFAULT = "compare"
+DEFAULT = "run"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; without a command it is `compare`."""
+    """The command line; without a command it is `run`."""
     top = argparse.ArgumentParser(prog="python -m bench", description=f"Benchmarks of fp8attn. Without a command: {DEFAULT}.")
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     timed.add_argument("--rounds", type=int, default=5, help="turns that every peer gets (default: %(default)s)")
     timed.add_argument("--milliseconds", type=float, default=25.0, help="length of a turn on a GPU (default: %(default)s)")
 
-    side_by_side = commands.add_parser("compare", parents=[filtered, timed, recorded], help="speed and errors beside PyTorch's SDPA backends")
+    side_by_side = commands.add_parser("run", parents=[filtered, timed, recorded], help="speed and errors beside PyTorch's SDPA backends")
     side_by_side.add_argument("--suite", action="append", choices=cases.SUITES, help="repeatable; default: seeds and headline, tiny without a GPU")
     side_by_side.add_argument("--distribution", default="normal", choices=cases.DISTRIBUTIONS, help="of the inputs (default: %(default)s)")
     side_by_side.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown tables, to standard output without FILE")
@@ -40,11 +40,20 @@ def parser() -> argparse.ArgumentParser:
     tuning = commands.add_parser("tune", parents=[filtered], help="time the candidate configs of every kind of call; takes long")
     tuning.add_argument("--write", action="store_true", help="put the best into fp8attn/triton/shipped.json")
     tuning.add_argument("--shown", type=int, default=10, help="candidates to print (default: %(default)s)")
+    comparing = commands.add_parser("compare", help="two results files, case by case: what is faster, what slower, what noise")
+    comparing.add_argument("before", type=Path, metavar="BEFORE.jsonl")
+    comparing.add_argument("after", type=Path, metavar="AFTER.jsonl")
+    comparing.add_argument("--backend", default="", metavar="SUBSTRING", help="only backends with this in their names")
+    comparing.add_argument("--require", type=float, metavar="RATIO", help="fail unless every row is this many times as fast as before")
+    comparing.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    drawing = commands.add_parser("plot", help="speed over length, from a results file")
+    drawing.add_argument("--source", type=Path, default=plot.SOURCE, metavar="FILE.jsonl", help="default: %(default)s")
+    drawing.add_argument("--to", type=Path, default=plot.PICTURE, metavar="FILE", help="its suffix is the format (default: %(default)s)")
     commands.add_parser("readme", help="fill the README's tables from bench/results")
     return top
 
 
-def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
+def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int:
     gpu = device.type == "cuda"
     console, gates = report.console(), Gates.load()
     names = arguments.suite or (["seeds", "headline"] if gpu else ["tiny"])
@@ -71,8 +80,8 @@ def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
         task = bar.add_task("", total=len(chosen))
         for case in chosen:
             bar.update(task, description=case.name)
-            found = compare(case, arguments.distribution, arguments.rounds, arguments.milliseconds, gates.bad, device)
-            report.append(arguments.json, (report.json_line("compare", result.record(), about) for result in found))
+            found = side_by_side(case, arguments.distribution, arguments.rounds, arguments.milliseconds, gates.bad, device)
+            report.append(arguments.json, (report.json_line("run", result.record(), about) for result in found))
             results += found
             bar.advance(task)
     for table in report.speed_tables(results, gpu):
@@ -135,16 +144,52 @@ def run_tune(arguments: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
+def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
+    try:
+        found = compare.compare(arguments.before, arguments.after, arguments.backend)
+    except (OSError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    console = report.console()
+    console.print(report.compare_table(found))
+    for name, keys in (("before", found.only_before), ("after", found.only_after)):
+        if keys:
+            console.print(f"only {name}: {'; '.join(' / '.join(part for part in key if part) for key in keys)}")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(compare.markdown(found))
+    short = [] if arguments.require is None else compare.short_of(found, arguments.require)
+    for change in short:
+        console.print(f"short of × {arguments.require}: {change.case}, {change.backend}: × {change.ratio:.3f}")
+    return 1 if short or (arguments.require is not None and not found.changes) else 0
+
+
+def run_plot(arguments: argparse.Namespace, device: torch.device) -> int:
+    try:
+        plot.draw(arguments.to, arguments.source)
+    except (OSError, ValueError) as error:
+        print(f"plot: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def run_readme(arguments: argparse.Namespace, device: torch.device) -> int:
     readme.write()
     return 0
 
 
-RUN = {"compare": run_compare, "accuracy": run_accuracy, "quantize": run_quantize, "tune": run_tune, "readme": run_readme}
+RUN = {
+    "run": run_side_by_side,
+    "compare": run_compare,
+    "accuracy": run_accuracy,
+    "quantize": run_quantize,
+    "tune": run_tune,
+    "plot": run_plot,
+    "readme": run_readme,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 if a gate is red, 2 if what was asked for can't be done here."""
+    """The exit code: 0; 1 if a gate is red or a row short of what was required; 2 if what was asked for can't be done here."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in (*RUN, "-h", "--help"):
         words.insert(0, DEFAULT)

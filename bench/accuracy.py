@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from .cases import Case, square
-from .compare import Result
 from .errors import Bad
 from .peers import END_TO_END, PEERS, Problem, answer
+from .run import Result
 
 
 def _few_queries(keys: int, queries: int) -> Case:

@@ -1,81 +1,122 @@
-"""Side by side: every peer's speed and error on one case, from one interleaved run."""
+"""Two results files, case by case: what got faster, what got slower, and what is noise."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
+LEAST_NOISE = 0.02
+"""Of a ratio of medians on one card: less is never called a change."""
 
-from . import machine
-from .cases import Case
-from .errors import Bad, Errors
-from .peers import PEERS, PYTORCH, Answer, Problem, answer
-from .timing import Timing, tflops, time_all
+Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Result:
-    """One case and one backend.
+class Change:
+    """One row of both files.
 
     Attributes:
-        against_sdpa: median of the case's fastest PyTorch backend over this one's; more than 1 is faster.
-        refused: why there is no timing, or None.
-        clocks: as they were right after the case was timed.
+        before_us, after_us: medians.
+        noise: how far from 1 the ratio may be without meaning anything: both rows' p90 over p50, less 1, added up.
     """
 
-    case: Case
+    case: str
     backend: str
-    stages: tuple[str, ...]
     distribution: str
-    errors: Errors | None
-    timing: Timing | None = None
-    against_sdpa: float | None = None
-    refused: str | None = None
-    clocks: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    before_us: float
+    after_us: float
+    noise: float
 
     @property
-    def tflops(self) -> float | None:
-        return None if self.timing is None else tflops(self.case.flops, self.timing.p50_us)
+    def ratio(self) -> float:
+        """More than 1 is faster than before."""
+        return self.before_us / self.after_us
 
-    def record(self) -> dict[str, Any]:
-        """One flat JSON object; fields that don't apply are null."""
-        errors: dict[str, Any] = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else dataclasses.asdict(self.errors)
-        timing: dict[str, Any] = dict.fromkeys(Timing.__dataclass_fields__) if self.timing is None else dataclasses.asdict(self.timing)
-        case = dataclasses.asdict(self.case)
-        return {
-            "case": case.pop("name"),
-            **case,
-            "backend": self.backend,
-            "stages": list(self.stages),
-            "distribution": self.distribution,
-            **timing,
-            "tflops": self.tflops,
-            "against_sdpa": self.against_sdpa,
-            **errors,
-            "refused": self.refused,
-            **self.clocks,
-        }
+    @property
+    def verdict(self) -> str:
+        """`faster`, `slower` or `no change`."""
+        if self.ratio > 1 + self.noise:
+            return "faster"
+        return "slower" if self.ratio < 1 / (1 + self.noise) else "no change"
 
 
-def compare(case: Case, distribution: str, rounds: int, milliseconds: float, bad: Bad, device: torch.device) -> list[Result]:
-    """A result for every peer, in the peers' order."""
-    problem = Problem.of(case, distribution, device, rotate=True)
-    answers = ask_all(problem, bad)
-    runs = {name: given.attention for name, given in answers.items() if given.attention is not None}
-    timings = time_all(runs, len(problem.sets), rounds, milliseconds, device)
-    clocks = machine.clocks(device)
-    fastest = min((timings[peer.name].p50_us for peer in PYTORCH if peer.name in timings), default=None)
-    results = []
-    for peer in PEERS:
-        given, timing = answers[peer.name], timings.get(peer.name)
-        ratio = None if fastest is None or timing is None else fastest / timing.p50_us
-        results.append(Result(case, peer.name, peer.stages, distribution, given.errors, timing, ratio, given.refused, clocks))
-    return results
+@dataclass(frozen=True)
+class Comparison:
+    """All rows that both files time, and the keys of those that only one does."""
+
+    changes: tuple[Change, ...]
+    only_before: tuple[Key, ...]
+    only_after: tuple[Key, ...]
+
+    @property
+    def mean_ratio(self) -> float:
+        """Geometric mean; 1 if there are no rows."""
+        logs = [math.log(change.ratio) for change in self.changes]
+        return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
 
-def ask_all(problem: Problem, bad: Bad) -> dict[str, Answer]:
-    """Every peer's answer, by its name."""
-    expected = problem.expected()
-    return {peer.name: answer(peer, problem, expected, bad) for peer in PEERS}
+def timed(path: Path) -> dict[Key, dict[str, Any]]:
+    """The timed rows of a results file.
+
+    Raises:
+        ValueError: a line isn't a result, or two lines are of the same row.
+    """
+    rows: dict[Key, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            key = (record["case"], record.get("backend", record["benchmark"]), record.get("distribution", ""))
+            median = record["p50_us"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}, isn't a result of python -m bench: {error!r}") from error
+        if key in rows:
+            raise ValueError(f"{path}, line {number}: {' / '.join(key)} stands there twice")
+        if median is not None:
+            rows[key] = record
+    return rows
+
+
+def spread(record: dict[str, Any]) -> float:
+    """p90 over p50, less 1."""
+    return record["p90_us"] / record["p50_us"] - 1
+
+
+def compare(before: Path, after: Path, substring: str = "") -> Comparison:
+    """Rows of `after` against those of `before`.
+
+    Args:
+        substring: of the names of the backends that count.
+    """
+    old, new = ({key: row for key, row in timed(path).items() if substring in key[1]} for path in (before, after))
+    changes = []
+    for key in new:
+        if key in old:
+            noise = max(spread(old[key]) + spread(new[key]), LEAST_NOISE)
+            changes.append(Change(*key, old[key]["p50_us"], new[key]["p50_us"], noise))
+    return Comparison(tuple(changes), tuple(key for key in old if key not in new), tuple(key for key in new if key not in old))
+
+
+def markdown(comparison: Comparison) -> str:
+    """A Markdown table and the mean."""
+    rows = ["| case | backend | before, µs | after, µs | × | noise | |", "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    rows += [
+        f"| {c.case} | {c.backend} | {c.before_us:.1f} | {c.after_us:.1f} | {c.ratio:.3f} | ±{c.noise * 100:.1f} % | {c.verdict} |"
+        for c in comparison.changes
+    ]
+    return "\n".join([*rows, "", summary(comparison), ""])
+
+
+def summary(comparison: Comparison) -> str:
+    """One line: how many rows are faster, slower and as before, and the geometric mean."""
+    verdicts = [change.verdict for change in comparison.changes]
+    counts = ", ".join(f"{verdicts.count(name)} {name}" for name in ("faster", "slower", "no change"))
+    return f"{len(verdicts)} rows: {counts}; geometric mean × {comparison.mean_ratio:.3f}"
+
+
+def short_of(comparison: Comparison, required: float) -> Sequence[Change]:
+    """Rows whose ratio is below what is required."""
+    return [change for change in comparison.changes if change.ratio < required]

@@ -76,6 +76,11 @@ def errors() -> str:
 TABLES: dict[str, Callable[[], str]] = {"speed": speed, "errors": errors}
 
 
+def _filling(content: str) -> Callable[[re.Match[str]], str]:
+    """What stands between a pair of markers, replaced."""
+    return lambda match: f"{match[1]}\n{content}\n{match[2]}"
+
+
 def rendered(text: str) -> str:
     """A document with every `<!-- table: name -->` … `<!-- end -->` filled from the results.
 
@@ -85,7 +90,7 @@ def rendered(text: str) -> str:
     for name, render in TABLES.items():
         place = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         content = render()
-        text, count = place.subn(lambda match, content=content: f"{match[1]}\n{content}\n{match[2]}", text)
+        text, count = place.subn(_filling(content), text)
         if count != 1:
             raise ValueError(f"the document has {count} places for the table {name!r}; it must have one, <!-- table: {name} --> … <!-- end -->")
     return text

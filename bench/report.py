@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import quantize
-from .compare import Result
+from .compare import Comparison, summary
 from .errors import Errors
 from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
+from .run import Result
 from .timing import tflops
 
 WIDTH = 160
@@ -125,6 +126,16 @@ def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
         form = ".0f" if gpu else ".3f"
         speeds = (f"{r.traffic / 1e6:.1f}", f"{r.gb_per_s:{form}}", f"{r.copy_gb_per_s:{form}}", f"{r.gb_per_s / r.copy_gb_per_s:.0%}")
         table.add_row(r.case.name, *times, *speeds)
+    return table
+
+
+def compare_table(comparison: Comparison) -> Table:
+    """Two runs, row by row."""
+    table = _table("Before and after", ("case", "backend"), ("before µs", "after µs", "×", "noise", ""), summary(comparison))
+    style = {"faster": "green", "slower": "red", "no change": None}
+    for c in comparison.changes:
+        cells = (f"{c.before_us:.1f}", f"{c.after_us:.1f}", f"{c.ratio:.3f}", f"±{c.noise * 100:.1f} %", c.verdict)
+        table.add_row(c.case, c.backend, *cells, style=style[c.verdict])
     return table
 
 

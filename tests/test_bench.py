@@ -15,7 +15,7 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import cases, peers, readme, timing, tune
+from bench import cases, compare, peers, plot, readme, timing, tune
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
@@ -83,7 +83,7 @@ def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypa
     assert not any(verdict.green for verdict in judge(case, Gates.load(), device))
     monkeypatch.setattr(cases, "suite", lambda name, gpu: (case,))
     monkeypatch.setattr(command, "compile_all", lambda cases: iter(()))
-    assert command.main(["compare", "--suite", "tiny"]) == 1
+    assert command.main(["run", "--suite", "tiny"]) == 1
     printed = capsys.readouterr().out
     assert "no speed is reported" in printed and "TFLOP/s" not in printed
 
@@ -139,3 +139,61 @@ def test_the_readmes_tables_are_the_results() -> None:
     assert changed != text and readme.rendered(changed) == text
     with pytest.raises(ValueError, match="0 places for the table 'speed'"):
         readme.rendered(text.replace("<!-- table: speed -->", ""))
+
+
+def results(path: Path, medians: dict[str, float], p90: float = 1.01) -> Path:
+    """A results file with these cases, each a backend's."""
+    lines = [
+        {"benchmark": "run", "case": case, "backend": "fp8attn cuda", "distribution": "normal", "p50_us": us, "p90_us": us * p90}
+        for case, us in medians.items()
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def test_comparing_a_run_with_itself_says_no_change() -> None:
+    found = compare.compare(plot.SOURCE, plot.SOURCE)
+    assert len(found.changes) > 100 and {change.verdict for change in found.changes} == {"no change"} and found.mean_ratio == 1
+
+
+def test_changes_beyond_noise_and_rows_that_only_one_run_has(tmp_path: Path) -> None:
+    before = results(tmp_path / "a.jsonl", {"faster": 100.0, "slower": 100.0, "same": 100.0, "gone": 1.0})
+    after = results(tmp_path / "b.jsonl", {"faster": 50.0, "slower": 200.0, "same": 101.0, "new": 1.0})
+    found = compare.compare(before, after)
+    assert {change.case: change.verdict for change in found.changes} == {"faster": "faster", "slower": "slower", "same": "no change"}
+    assert found.mean_ratio == pytest.approx((2 * 0.5 / 1.01) ** (1 / 3))
+    assert [key[0] for key in found.only_before] == ["gone"] and [key[0] for key in found.only_after] == ["new"]
+    noisy = compare.compare(before, results(tmp_path / "c.jsonl", {"faster": 80.0}, p90=1.3))
+    assert noisy.changes[0].verdict == "no change"
+    assert "| slower | fp8attn cuda | 100.0 | 200.0 | 0.500 | ±2.0 % | slower |" in compare.markdown(found)
+
+
+def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    before, after = results(tmp_path / "a.jsonl", {"x": 120.0, "y": 120.0}), results(tmp_path / "b.jsonl", {"x": 100.0, "y": 110.0})
+    words = ["compare", str(before), str(after)]
+    assert command.main(words) == 0
+    assert command.main([*words, "--require", "1.05"]) == 0
+    assert command.main([*words, "--require", "1.15"]) == 1
+    assert "short of × 1.15: y, fp8attn cuda: × 1.091" in capsys.readouterr().out
+    assert command.main([*words, "--require", "1.0", "--backend", "nobody"]) == 1
+    (tmp_path / "bad.jsonl").write_text('{"case": "x"}\n')
+    assert command.main(["compare", str(before), str(tmp_path / "bad.jsonl")]) == 2
+    assert "line 1, isn't a result" in capsys.readouterr().err
+    before.write_text(before.read_text() * 2)
+    with pytest.raises(ValueError, match="stands there twice"):
+        compare.compare(before, after)
+
+
+def test_the_picture_is_of_the_committed_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    plot.draw(tmp_path / "speed.svg")
+    drawn, committed = (tmp_path / "speed.svg").read_text(), plot.PICTURE.read_text()
+    for text in ("fp8attn cuda", "SDPA cuDNN", "head dim 128, causal", "TFLOP/s"):
+        assert text in drawn
+    commit = json.loads(plot.SOURCE.read_text().splitlines()[0])["commit"][:7]
+    assert f"commit {commit}" in drawn and f"commit {commit}" in committed
+    lengths, speeds = plot.series([json.loads(line) for line in plot.SOURCE.read_text().splitlines()], "fp8attn cuda", 128, False)
+    assert lengths == [1024, 2048, 4096, 16384] and all(speed > 100 for speed in speeds)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no row of 16k tokens"):
+        plot.draw(tmp_path / "x.png", tmp_path / "empty.jsonl")
