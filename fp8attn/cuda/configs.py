@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import astuple, dataclass
 
@@ -121,12 +122,16 @@ def is_general(call: Call) -> bool:
     return call.attn_mask is not None or call.k_group == 1 or not call.softmax_scale > 0
 
 
-def serving(call: Call) -> list[HopperConfig]:
-    """The instances of the smallest head dims that take a call's, with what it needs."""
-    general = is_general(call)
-    able = [c for c in INSTANCES if c.general == general and call.head_dim <= c.head_dim and call.value_dim <= c.value_dim]
+@functools.cache
+def _serving(general: bool, head_dim: int, value_dim: int) -> tuple[HopperConfig, ...]:
+    able = [c for c in INSTANCES if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
-    return [c for c in able if (c.head_dim, c.value_dim) == smallest]
+    return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
+
+
+def serving(call: Call) -> tuple[HopperConfig, ...]:
+    """The instances of the smallest head dims that take a call's, with what it needs."""
+    return _serving(is_general(call), call.head_dim, call.value_dim)
 
 
 def why_not(call: Call, device: Device) -> str | None:
