@@ -26,14 +26,12 @@ SEEN = "the parity test saw it"
 
 MUTANTS = {
     "mask off by one": ("tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
-    "end of keys forgotten": (
-        "tile/mask.h",
-        "const int limit = end(first_row + f.row + 8 * r) -",
-        "const int limit = first_row + f.row + 8 * r + causal_offset + 1 -",
-    ),
+    "end of keys forgotten": ("tile/mask.h", "max(min(kv_length, min(row", "max(min(1 << 30, min(row"),
     "missing rescale": ("tile/softmax.h", "alpha[r] = ptx::exp2_approx(m[r] - origin[r]);", "alpha[r] = 1.0f;"),
     "stale maximum": ("tile/softmax.h", "m[r] = m_new;", "if (m[r] == -INFINITE) m[r] = m_new;"),
-    "wrong scale": ("hopper.cuh", "p.score_scale * key_scale", "p.score_scale"),
+    "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : shared.k_scale[ring.stage()])", "1.0f"),
+    "scale of another block": ("hopper.cuh", "*(k_scale += scale_step)", "*k_scale"),
+    "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
     "sums of the wrong ones": ("hopper.cuh", "0x38383838", "0x38383839"),

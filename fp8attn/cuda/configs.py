@@ -69,9 +69,10 @@ class HopperConfig:
         """sizeof(SharedStorage)."""
         q = self.consumers * ROWS * self.head_dim
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
-        channels = self.consumers * 2 * 4 * self.value_dim
-        barriers = 8 * (1 + 2 * self.consumers + 4 * self.stages)
-        return -(-(q + kv + channels + barriers) // 1024) * 1024
+        facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
+        tiles = 4 * 16
+        barriers = 8 * (2 * self.consumers + 4 * self.stages)
+        return -(-(q + kv + facts + tiles + barriers) // 1024) * 1024
 
     @property
     def name(self) -> str:

@@ -18,9 +18,9 @@
 
 namespace fp8attn {
 
-constexpr int ROWS = 64;      // of queries, a warpgroup's
 constexpr int ONES = 8;       // channels of ones behind V's
 constexpr int PRODUCER_REGISTERS = 24;
+constexpr int TILES = 4;
 
 template <HopperConfig C>
 struct Shape {
@@ -38,8 +38,9 @@ struct alignas(1024) SharedStorage {
   uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
-  Channels<C.value_dim> channels[C.consumers];
-  int following[2];  // positions in the schedule, by the round before
+  TileFacts<C.value_dim> facts[C.consumers];
+  float k_scale[C.stages];
+  Tile tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
@@ -52,10 +53,11 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   ptx::tma_prefetch(p.q_map);
   ptx::tma_prefetch(p.k_map);
   ptx::tma_prefetch(p.v_map);
+  const int64_t scale_step = p.k_group == KEYS ? p.k_scale_strides[2] : 0;  // scales of single keys are the consumers' to read
   Ring<C.stages> ring;
-  for (int round = 0, position = blockIdx.x; position < schedule.positions(); position = shared.following[round++ & 1]) {
-    shared.following[round & 1] = schedule.after(round);  // read by consumers before they release the queries
-    const Tile tile = schedule.at(position);
+  for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
+    shared.tiles[(round + 1) % TILES] = schedule.at(schedule.after(round));  // before consumers are told of this round's queries
+    const Tile tile = shared.tiles[round % TILES];
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
@@ -64,14 +66,18 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     }
     const int blocks = visible.blocks(tile.first_row + C.consumers * ROWS - 1);
     const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
+    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
+    float next_scale = *k_scale;
     for (int n = 0; n < blocks; ++n, ring.advance()) {
-      ptx::mbarrier_wait(&shared.k_empty[ring.stage], ring.phase ^ 1);
-      ptx::mbarrier_expect(&shared.k_full[ring.stage], KEYS * C.head_dim);
+      ptx::mbarrier_wait(&shared.k_empty[ring.stage()], ring.phase() ^ 1);
+      shared.k_scale[ring.stage()] = next_scale;
+      if (n + 1 < blocks) next_scale = *(k_scale += scale_step);
+      ptx::mbarrier_expect(&shared.k_full[ring.stage()], KEYS * C.head_dim);
       for (int i = 0; i < S::panels; ++i)
-        ptx::tma_load(shared.k[ring.stage][i], p.k_map, &shared.k_full[ring.stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
-      ptx::mbarrier_wait(&shared.v_empty[ring.stage], ring.phase ^ 1);
-      ptx::mbarrier_expect(&shared.v_full[ring.stage], KEYS * C.value_dim);
-      ptx::tma_load(shared.v[ring.stage], p.v_map, &shared.v_full[ring.stage], n * KEYS, channel);
+        ptx::tma_load(shared.k[ring.stage()][i], p.k_map, &shared.k_full[ring.stage()], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
+      ptx::mbarrier_wait(&shared.v_empty[ring.stage()], ring.phase() ^ 1);
+      ptx::mbarrier_expect(&shared.v_full[ring.stage()], KEYS * C.value_dim);
+      ptx::tma_load(shared.v[ring.stage()], p.v_map, &shared.v_full[ring.stage()], n * KEYS, channel);
     }
   }
 }
@@ -117,42 +123,32 @@ __device__ void promote(float (&o)[N], const float (&alpha)[2], const float (&fr
 
 // A warpgroup's share of a tile.
 struct Share {
-  Tile tile;
-  int first_row;
-  int loaded, seen, whole;  // blocks of keys: that are loaded, that some row of mine sees, that all rows of mine see whole
-  float row_scale[2];       // of a thread's rows
-  const float* k_scale;
+  const Tile& tile;  // in shared memory and read there again: registers are scarce between
+  int consumer;
+  int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole
 
-  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int consumer, int consumers, Fragment f) : tile(its_tile) {
-    first_row = tile.first_row + consumer * ROWS;
-    loaded = visible.blocks(tile.first_row + consumers * ROWS - 1);
-    seen = min(visible.blocks(first_row + ROWS - 1), loaded);
-    whole = p.mask != nullptr ? 0 : visible.end(first_row) / KEYS;
-    k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
-    const float* q_scale = p.q_scale + tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
-      row_scale[r] = q_scale[(p.q_group == 0 ? 0 : row / p.q_group) * p.q_scale_strides[2]];
-    }
+  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number) : tile(its_tile), consumer(number) {
+    const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
+    seen = visible.blocks(row + ROWS - 1);
+    whole = p.mask != nullptr ? 0 : visible.end(row) / KEYS;
   }
+
+  __device__ int first_row() const { return tile.first_row + consumer * ROWS; }
 };
 
 // Normalises a share's output and stores it, and its LSE. Sums of P stand behind the last channel.
 template <int FIRST, int SECOND, int CHANNELS>
 __device__ void store_tile(const Params& p, const Share& share, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                           const Channels<CHANNELS>& channels, Fragment f, int barrier) {
+                           const TileFacts<CHANNELS>& facts, Fragment f) {
   constexpr bool parts = SECOND > 1;
   const float l[2] = {parts ? o_second[SECOND - 4] : o[FIRST - 4], parts ? o_second[SECOND - 2] : o[FIRST - 2]};
-  const Output output(p, share.tile, share.first_row, f, l);
-  ptx::cp_async_wait();
-  ptx::warpgroup_sync(barrier);
-  output.store<0, parts ? 2 * FIRST : CHANNELS>(o, channels);
-  if constexpr (parts) output.store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second, channels);
+  const Output output(p, share.tile, share.first_row(), f, l);
+  output.store<0, parts ? 2 * FIRST : CHANNELS>(o, facts);
+  if constexpr (parts) output.store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second, facts);
   if (p.lse == nullptr || f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = share.first_row + f.row + 8 * r;
+    const int row = share.first_row() + f.row + 8 * r;
     if (row < p.q_length)
       p.lse[(int64_t(share.tile.batch) * p.q_heads + share.tile.head) * p.q_length + row] = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
   }
@@ -160,76 +156,75 @@ __device__ void store_tile(const Params& p, const Share& share, const float (&m)
 
 // One warpgroup: attention of 64 queries of every tile. Scores of a block are in the making when the loop comes to it.
 template <HopperConfig C>
-__device__ void consume(const Params& p, SharedStorage<C>& shared, const Schedule& schedule, int consumer) {
+__device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer) {
   using S = Shape<C>;
   const Visible visible(p);
   const Fragment f = Fragment::mine();
   const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read
   const bool by_key = C.general && p.k_group == 1;
-  const int64_t scale_step = p.k_group == 0 || by_key ? 0 : p.k_scale_strides[2];
+  auto& facts = shared.facts[consumer];
   Ring<C.stages> ring;
   float s[KEYS / 2], alpha[2];
   uint32_t probabilities[KEYS / 32][4];
 
-  int position = blockIdx.x;
-  for (int round = 0; position < schedule.positions(); ++round) {
-    const Share share(p, visible, schedule.at(position), consumer, C.consumers, f);
+  for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
+    const Share share(p, visible, shared.tiles[round % TILES], consumer);
     ptx::warpgroup_sync(1 + consumer);  // all are done with the last tile's
-    shared.channels[consumer].load(p, share.tile);
+    facts.load(p, visible, share.tile, share.first_row());
     Softmax<C.exact> softmax;
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
     // scores of block n become probabilities
-    const auto attend = [&](int n, float key_scale) {
+    const auto attend = [&](int n) {
       float factor[2];
+      const float key_factor = p.score_scale * (by_key ? 1.0f : shared.k_scale[ring.stage()]);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) factor[r] = score_factor(share.row_scale[r] * (by_key ? p.score_scale : p.score_scale * key_scale), C.general && !(p.score_scale > 0));
-      const bool calm = C.general || __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
+      const bool calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(s);
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
+      if (by_key) scale_by_key(p, share.tile, n * KEYS, s, f);
+      if (!calm) scale_by_row(factor, s);
       if constexpr (C.general) {
-        scale_scores(p, share.k_scale, n, factor, s, f);
-        if (p.mask != nullptr) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row, n * KEYS, f);
+        if (p.mask != nullptr) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
       }
-      if (n >= share.whole) visible.hide(s, share.first_row, n * KEYS, f);
-      softmax.step(s, factor, calm, probabilities, alpha);
+      if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
+      softmax.step(s, factor, probabilities, alpha);
     };
     // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it
     const auto add_values = [&]<int PENDING>(std::integral_constant<int, PENDING>, auto&& meanwhile) {
-      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());
       float fresh[S::first / 2];
-      start_values<S::first>(fresh, probabilities, shared.v[ring.stage], 0);
+      start_values<S::first>(fresh, probabilities, shared.v[ring.stage()], 0);
       meanwhile();
       ptx::wgmma_wait<PENDING>();
       ptx::wgmma_touch(fresh);
       promote(o, alpha, fresh);
       if constexpr (S::second > 0) {
         float fresh_second[S::second / 2];
-        start_values<S::second>(fresh_second, probabilities, shared.v[ring.stage], S::first);
+        start_values<S::second>(fresh_second, probabilities, shared.v[ring.stage()], S::first);
         ptx::wgmma_wait<0>();
         ptx::wgmma_touch(fresh_second);
         promote(o_second, alpha, fresh_second);
       }
-      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);
     };
     constexpr std::integral_constant<int, 0> none;
     constexpr std::integral_constant<int, 1> one;
 
-    const float* block_scale = share.k_scale;
-    float key_scale = *block_scale;
     ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
-    ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.phase);
-    start_scores(s, shared, consumer, ring.stage);
+    ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
+    start_scores(s, shared, consumer, ring.stage());
+    ptx::cp_async_wait();
+    ptx::warpgroup_sync(1 + consumer);
     for (int n = 0; n < share.seen - 1; ++n) {
-      block_scale += scale_step;
-      const float next_scale = *block_scale;
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
-        ptx::mbarrier_wait(&shared.k_full[next.stage], next.phase);
-        start_scores(s, shared, consumer, next.stage);
+        ptx::mbarrier_wait(&shared.k_full[next.stage()], next.phase());
+        start_scores(s, shared, consumer, next.stage());
       };
-      attend(n, key_scale);
+      attend(n);
       if constexpr (C.overlap) {
         add_values(one, start_next);
       } else {
@@ -237,21 +232,20 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, const Schedul
         start_next();
       }
       ring = next;
-      key_scale = next_scale;
     }
-    attend(share.seen - 1, key_scale);
-    position = shared.following[round & 1];
+    attend(share.seen - 1);
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, [] {});
     ring.advance();
-    for (int n = share.seen; n < share.loaded; ++n, ring.advance()) {  // for later rows of the tile
-      ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.phase);
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
-      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
-      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
+    const int loaded = visible.blocks(share.tile.first_row + C.consumers * ROWS - 1);
+    for (int n = share.seen; n < loaded; ++n, ring.advance()) {  // for later rows of the tile
+      ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
+      ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);
     }
 
-    store_tile(p, share, softmax.m, o, o_second, shared.channels[consumer], f, 1 + consumer);
+    store_tile(p, share, softmax.m, o, o_second, facts, f);
   }
 }
 
@@ -268,6 +262,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
       *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
   if (threadIdx.x == 0) {
+    shared.tiles[0] = schedule.at(blockIdx.x);
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_init(&shared.q_full[c], 1);
       ptx::mbarrier_init(&shared.q_empty[c], 4);
@@ -288,7 +283,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
     if (threadIdx.x == 0) produce<C>(p, shared, schedule);
   } else {
     ptx::registers_increase<C.registers>();
-    consume<C>(p, shared, schedule, warpgroup - 1);
+    consume<C>(p, shared, warpgroup - 1);
   }
 }
 

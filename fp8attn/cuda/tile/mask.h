@@ -8,6 +8,7 @@
 
 namespace fp8attn {
 
+constexpr int ROWS = 64;   // of queries, a warpgroup's
 constexpr int KEYS = 128;  // in a block
 
 constexpr float INFINITE = __builtin_huge_valf();
@@ -36,48 +37,63 @@ struct Visible {
 
   // Blocks that rows up to `row` see; one even if they see nothing, so that there is something to hide.
   __device__ int blocks(int row) const { return max((end(row) + KEYS - 1) / KEYS, 1); }
-
-  // -inf for the keys from `start` on that a row doesn't see.
-  template <int N>
-  __device__ void hide(float (&s)[N], int first_row, int start, Fragment f) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int limit = end(first_row + f.row + 8 * r) - start - f.column;
-#pragma unroll
-      for (int j = 0; j < N / 4; ++j) {
-        if (8 * j >= limit) s[4 * j + 2 * r] = -INFINITE;
-        if (8 * j + 1 >= limit) s[4 * j + 2 * r + 1] = -INFINITE;
-      }
-    }
-  }
 };
 
-// What a mask adds to a score over log2 e; -inf hides.
-__device__ inline float mask_value(const Params& p, int64_t index) {
-  switch (p.mask_type) {
-    case 0:
-      return static_cast<const uint8_t*>(p.mask)[index] ? 0.0f : -INFINITE;
-    case 1 + int(OutType::bf16):
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(p.mask)[index]);
-    case 1 + int(OutType::f16):
-      return __half2float(static_cast<const __half*>(p.mask)[index]);
-    default:
-      return static_cast<const float*>(p.mask)[index];
+// -inf for the keys that a thread's rows don't see of those from `start` on: they see as many as `row_end` says.
+template <int N>
+__device__ void hide(float (&s)[N], const int (&row_end)[ROWS], int start, Fragment f) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int limit = row_end[f.row + 8 * r] - start - f.column;
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+      if (8 * j >= limit) s[4 * j + 2 * r] = -INFINITE;
+      if (8 * j + 1 >= limit) s[4 * j + 2 * r + 1] = -INFINITE;
+    }
   }
 }
 
-// Adds the mask of 64 rows and the keys from `start` on; a score that is hidden becomes -inf even if it was NaN.
+// What an element of a mask adds to a score over log2 e; -inf hides.
+__device__ inline float mask_value(uint8_t visible) { return visible ? 0.0f : -INFINITE; }
+__device__ inline float mask_value(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float mask_value(__half x) { return __half2float(x); }
+__device__ inline float mask_value(float x) { return x; }
+
+// Adds the mask of a warpgroup's rows and the keys from `start` on; a score that is hidden becomes -inf even if it was NaN.
+template <typename T, int N>
+__device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + f.row + 8 * r;
+    int64_t step = p.mask_strides[3];
+    asm volatile("" : "+l"(step));  // or all N addresses are made before the loop over blocks, and spilled
+    const T* at = static_cast<const T*>(p.mask) + batch * p.mask_strides[0] + head * p.mask_strides[1] + row * p.mask_strides[2] + (start + f.column) * step;
+    const int keys = row < p.q_length ? p.kv_length - start - f.column : 0;
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j, at += 8 * step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * j + i < keys) {
+          float& score = s[4 * j + 2 * r + i];
+          const float value = mask_value(at[i * step]);
+          score = value == -INFINITE ? -INFINITE : score + value * LOG2E;
+        }
+      }
+    }
+  }
+}
+
 template <int N>
 __device__ void add_mask(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
-  const int64_t base = batch * p.mask_strides[0] + head * p.mask_strides[1];
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int row = first_row + f.row + i / 2 % 2 * 8;
-    const int key = start + i / 4 * 8 + f.column + i % 2;
-    if (row < p.q_length && key < p.kv_length) {
-      const float value = mask_value(p, base + row * p.mask_strides[2] + key * p.mask_strides[3]);
-      s[i] = value == -INFINITE ? -INFINITE : s[i] + value * LOG2E;
-    }
+  switch (p.mask_type) {
+    case 0:
+      return add_mask_of<uint8_t>(s, p, batch, head, first_row, start, f);
+    case 1 + int(OutType::bf16):
+      return add_mask_of<__nv_bfloat16>(s, p, batch, head, first_row, start, f);
+    case 1 + int(OutType::f16):
+      return add_mask_of<__half>(s, p, batch, head, first_row, start, f);
+    case 1 + int(OutType::f32):
+      return add_mask_of<float>(s, p, batch, head, first_row, start, f);
   }
 }
 

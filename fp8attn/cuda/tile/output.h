@@ -25,19 +25,27 @@ __device__ inline void transpose_quad(uint32_t (&w)[4]) {
   exchange(w[1], w[3], high, 2);
 }
 
-// Scales and means of V's channels in shared memory, zero where there are none.
+// What a warpgroup wants to know of its tile, in shared memory: scales and means of V's channels, zero where there are none, scales
+// of its rows of Q, and how many keys these see.
 template <int CHANNELS>
-struct Channels {
-  float scale[CHANNELS], mean[CHANNELS];
+struct TileFacts {
+  float channel_scale[CHANNELS], channel_mean[CHANNELS], row_scale[ROWS];
+  int row_end[ROWS];
 
-  // Called by a warpgroup; complete for a thread after its cp_async_wait.
-  __device__ void load(const Params& p, const Tile& tile) {
+  // Called by a warpgroup; complete once all its threads have been through cp_async_wait.
+  __device__ void load(const Params& p, const Visible& visible, const Tile& tile, int first_row) {
     const float* scales = p.v_scale + tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[1];
     const float* means = p.v_mean + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim;
     for (int x = threadIdx.x % 128; x < CHANNELS; x += 128) {
       const bool exists = x < p.value_dim;
-      ptx::cp_async(&scale[x], exists ? scales + x * p.v_scale_strides[2] : p.v_scale, exists);
-      ptx::cp_async(&mean[x], exists && p.v_mean != nullptr ? means + x : p.v_scale, exists && p.v_mean != nullptr);
+      ptx::cp_async(&channel_scale[x], exists ? scales + x * p.v_scale_strides[2] : p.v_scale, exists);
+      ptx::cp_async(&channel_mean[x], exists && p.v_mean != nullptr ? means + x : p.v_scale, exists && p.v_mean != nullptr);
+    }
+    if (const int i = threadIdx.x % 128; i < ROWS) {
+      const float* row_scales = p.q_scale + tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1];
+      const int row = min(first_row + i, p.q_length - 1);
+      ptx::cp_async(&row_scale[i], row_scales + (p.q_group == 0 ? 0 : row / p.q_group) * p.q_scale_strides[2], true);
+      row_end[i] = visible.end(first_row + i);
     }
   }
 };
@@ -63,27 +71,27 @@ struct Output {
 
   // Normalises, descales and stores COUNT of the channels, from FIRST on.
   template <int FIRST, int COUNT, int N, int CHANNELS>
-  __device__ void store(const float (&o)[N], const Channels<CHANNELS>& channels) const {
+  __device__ void store(const float (&o)[N], const TileFacts<CHANNELS>& facts) const {
     switch (p.out_type) {
       case OutType::bf16:
-        return store_as<__nv_bfloat162, FIRST, COUNT>(o, channels);
+        return store_as<__nv_bfloat162, FIRST, COUNT>(o, facts);
       case OutType::f16:
-        return store_as<__half2, FIRST, COUNT>(o, channels);
+        return store_as<__half2, FIRST, COUNT>(o, facts);
       case OutType::f32:
-        return store_as<float2, FIRST, COUNT>(o, channels);
+        return store_as<float2, FIRST, COUNT>(o, facts);
     }
   }
 
  private:
   template <typename Pair, int FIRST, int COUNT, int N, int CHANNELS>
-  __device__ void store_as(const float (&o)[N], const Channels<CHANNELS>& channels) const {
+  __device__ void store_as(const float (&o)[N], const TileFacts<CHANNELS>& facts) const {
 #pragma unroll
     for (int g = 0; g < COUNT / 32; ++g) {
       float values[2][8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int x = FIRST + 32 * g + i / 2 * 8 + column + i % 2;
-        const float scale = channels.scale[x], mean = channels.mean[x];
+        const float scale = facts.channel_scale[x], mean = facts.channel_mean[x];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           values[r][i] = fmaf(o[16 * g + i / 2 * 4 + 2 * r + i % 2] * inverse[r], scale, there[r] * mean);

@@ -7,6 +7,8 @@ namespace fp8attn {
 
 struct Tile {
   int batch, head, kv_head, first_row;
+
+  __device__ bool exists() const { return first_row >= 0; }
 };
 
 // A fixed order of all tiles. Heads are taken in groups that share keys or fit into L2 together; inside a group the last tiles go
@@ -17,15 +19,15 @@ struct Schedule {
 
   __device__ Schedule(const Params& params, int rows) : p(params), tile_rows(rows), tiles((params.q_length + rows - 1) / rows) {}
 
-  __device__ int positions() const { return tiles * p.batches * p.q_heads; }
-
   // This CTA's position after that of `round`; its first is its number. Whoever is free takes the next, or they take turns, to and fro.
   __device__ int after(int round) const {
     if (p.counter != nullptr) return gridDim.x + atomicAdd(p.counter, 1);
     return (round + 1) * gridDim.x + (round % 2 == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
+  // None after the last.
   __device__ Tile at(int position) const {
+    if (position >= tiles * p.batches * p.q_heads) return {0, 0, 0, -1};
     const int group = p.heads_side_by_side;
     const int first = position / (group * tiles) * group;
     const int inside = position % (group * tiles);
@@ -36,24 +38,18 @@ struct Schedule {
   }
 };
 
-// A place in the ring of shared-memory stages.
+// A place in the ring of shared-memory stages, which barriers go round in two phases.
 template <int STAGES>
 struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
+  int at = 0;
 
-  __device__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  __device__ int stage() const { return at < STAGES ? at : at - STAGES; }
 
-  __device__ Ring next() const {
-    Ring r = *this;
-    r.advance();
-    return r;
-  }
+  __device__ uint32_t phase() const { return at >= STAGES; }
+
+  __device__ Ring next() const { return {at == 2 * STAGES - 1 ? 0 : at + 1}; }
+
+  __device__ void advance() { *this = next(); }
 };
 
 }  // namespace fp8attn

@@ -5,6 +5,7 @@
 
 #include "../ptx/convert.h"
 #include "mask.h"
+#include "schedule.h"
 
 namespace fp8attn {
 
@@ -24,67 +25,67 @@ __device__ inline float score_factor(float product, bool either_sign) {
 constexpr float CODE = 0x1p-24f;
 constexpr float CODE_ROUND = 0.458f;
 
-template <int EXACT>
-struct Probabilities {
-  float exact_shift[2], direct_shift[2], exact_scale[2], direct_scale[2];
+// A row's 2^(s factor - m + 8).
+struct ExactRow {
+  float scale, shift;
 
-  __device__ Probabilities(const float (&factor)[2], const float (&m)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      exact_scale[r] = factor[r];
-      exact_shift[r] = P_OFFSET - m[r];
-      direct_scale[r] = factor[r] * (8 * CODE);
-      direct_shift[r] = fmaf(m[r], -8 * CODE, (8 * (P_OFFSET + 7) - CODE_ROUND) * CODE);
-    }
-  }
+  __device__ ExactRow(float factor, float m) : scale(factor), shift(P_OFFSET - m) {}
 
-  // Two codes, as the low bytes of two halves.
-  __device__ uint32_t direct(float a, float b, int r) const {
-    return ptx::half2_relu(fmaf(a, direct_scale[r], direct_shift[r]), fmaf(b, direct_scale[r], direct_shift[r]));
-  }
+  __device__ float operator()(float s) const { return ptx::exp2_approx(fmaf(s, scale, shift)); }
 
-  __device__ float exact(float a, int r) const { return ptx::exp2_approx(fmaf(a, exact_scale[r], exact_shift[r])); }
+  __device__ uint32_t codes(float a, float b, float c, float d) const { return ptx::e4m3x4((*this)(a), (*this)(b), (*this)(c), (*this)(d)); }
+};
 
-  // Four codes of row r from the GROUP-th 16 keys: with the key order of quantized V an operand register of P * V.
-  template <int GROUP, int N>
-  __device__ uint32_t codes(const float (&s)[N], int r) const {
-    const float a = s[8 * GROUP + 2 * r], b = s[8 * GROUP + 2 * r + 1], c = s[8 * GROUP + 4 + 2 * r], d = s[8 * GROUP + 5 + 2 * r];
-    if constexpr (GROUP % 4 < EXACT)
-      return ptx::e4m3x4(exact(a, r), exact(b, r), exact(c, r), exact(d, r));
-    else
-      return __byte_perm(direct(a, b, r), direct(c, d, r), 0x6420);
+// The same by codes.
+struct DirectRow {
+  float scale, shift;
+
+  __device__ DirectRow(float factor, float m) : scale(factor * (8 * CODE)), shift(fmaf(m, -8 * CODE, (8 * (P_OFFSET + 7) - CODE_ROUND) * CODE)) {}
+
+  __device__ float operator()(float s) const { return fmaf(s, scale, shift); }
+
+  __device__ uint32_t codes(float a, float b, float c, float d) const {
+    return __byte_perm(ptx::half2_relu((*this)(a), (*this)(b)), ptx::half2_relu((*this)(c), (*this)(d)), 0x6420);
   }
 };
 
-// Scores times what differs by key or is negative, for calls that have such; leaves `factor` at 1.
+// Scores times the scales of single keys.
 template <int N>
-__device__ void scale_scores(const Params& p, const float* k_scale, int block, float (&factor)[2], float (&s)[N], Fragment f) {
+__device__ void scale_by_key(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
+  int64_t step = p.k_scale_strides[2];
+  asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
+  const float* at = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + (start + f.column) * step;
+  const int keys = p.kv_length - start - f.column;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int key = block * N * 2 + i / 4 * 8 + f.column + i % 2;
-    if (p.k_group == 1 && key < p.kv_length) s[i] *= k_scale[key * p.k_scale_strides[2]];
-    s[i] *= factor[i / 2 % 2];
+  for (int j = 0; j < N / 4; ++j, at += 8 * step) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (8 * j + i >= keys) continue;
+      const float k_scale = at[i * step];
+      s[4 * j + i] *= k_scale;
+      s[4 * j + 2 + i] *= k_scale;
+    }
   }
+}
+
+// Scores times the factors of their rows, which become 1.
+template <int N>
+__device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) s[i] *= factor[i / 2 % 2];
   factor[0] = factor[1] = 1.0f;
 }
 
 template <int EXACT>
 struct Softmax {
   float m[2] = {-INFINITE, -INFINITE};  // running maxima
-  bool positive = false;                // none of the warp's is negative
 
-  // From scores over `factor` to an operand `p` of P * V, and to what sums so far are to be multiplied with. `calm`: all scores of
-  // the warp are below LARGEST_SCORE.
+  // From scores over `factor` to an operand `p` of P * V, and to what sums so far are to be multiplied with. Where a score may be
+  // above LARGEST_SCORE, `factor` must be 1: a rounded maximum and unrounded products would differ by more than codes can take.
   template <int N>
-  __device__ void step(float (&s)[N], float (&factor)[2], bool calm, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
-    if (!calm) {
-      // a rounded maximum and unrounded products would differ by more than codes can take
-#pragma unroll
-      for (int i = 0; i < N; ++i) s[i] *= factor[i / 2 % 2];
-      factor[0] = factor[1] = 1.0f;
-    }
+  __device__ void step(float (&s)[N], const float (&factor)[2], uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
     float largest[2];
-    if (positive) {
+    if (__all_sync(~0u, fminf(m[0], m[1]) >= 0.0f)) {
       // floats from zero up compare as integers, of which an instruction takes two new ones
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(largest_of(s, r));
@@ -106,9 +107,12 @@ struct Softmax {
       alpha[r] = ptx::exp2_approx(m[r] - origin[r]);
       m[r] = m_new;
     }
-    const Probabilities<EXACT> probabilities(factor, origin);
-    operands(probabilities, s, p, std::make_integer_sequence<int, N / 8>());
-    if (!positive) positive = __all_sync(~0u, min(m[0], m[1]) >= 0.0f);  // a maximum only grows
+    // row by row and kind by kind: fewer factors are alive at a time
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      write_codes<true>(ExactRow(factor[r], origin[r]), s, p, r, std::make_integer_sequence<int, N / 8>());
+      write_codes<false>(DirectRow(factor[r], origin[r]), s, p, r, std::make_integer_sequence<int, N / 8>());
+    }
   }
 
  private:
@@ -124,11 +128,12 @@ struct Softmax {
     return max(a, b);
   }
 
-  template <int N, int... T>
-  __device__ static void operands(const Probabilities<EXACT>& probabilities, const float (&s)[N], uint32_t (&p)[N / 16][4],
-                                  std::integer_sequence<int, T...>) {
-    // operand registers of 32 keys: row 0 and row 1 of the first 16, then of the second
-    ((p[T / 2][T % 2 * 2] = probabilities.template codes<T>(s, 0), p[T / 2][T % 2 * 2 + 1] = probabilities.template codes<T>(s, 1)), ...);
+  // Codes of the groups T of 16 keys whose exponentials are exact, or of the others, into row r's operand registers of P * V: with
+  // the key order of quantized V a group's scores of a thread are the bytes of one.
+  template <bool ARE_EXACT, typename Row, int N, int... T>
+  __device__ static void write_codes(const Row& row, const float (&s)[N], uint32_t (&p)[N / 16][4], int r, std::integer_sequence<int, T...>) {
+    const auto write = [&](int t) { p[t / 2][t % 2 * 2 + r] = row.codes(s[8 * t + 2 * r], s[8 * t + 2 * r + 1], s[8 * t + 4 + 2 * r], s[8 * t + 5 + 2 * r]); };
+    (((T % 4 < EXACT) == ARE_EXACT ? write(T) : void()), ...);
   }
 };
 
