@@ -7,6 +7,7 @@
 
 #include "config.h"
 #include "params.h"
+#include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
@@ -287,6 +288,8 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   }
   ptx::fence_proxy_async();
   __syncthreads();
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
 
   if (warpgroup == 0) {
     ptx::registers_decrease<PRODUCER_REGISTERS>();
@@ -297,14 +300,23 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   }
 }
 
-// At most one CTA an SM: `ctas` of them.
+// At most one CTA an SM: `ctas` of them. A programmatic dependent of what runs before it.
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(SharedStorage<Instance::config>);
   const cudaError_t error = cudaFuncSetAttribute(hopper_forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  hopper_forward<Instance><<<ctas, Shape<Instance::config>::threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  cudaLaunchAttribute dependent = {};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = ctas;
+  config.blockDim = Shape<Instance::config>::threads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, hopper_forward<Instance>, p);
 }
 
 }  // namespace fp8attn
