@@ -6,16 +6,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from . import accuracy, cases, compare, plot, quantize, readme, report, tune
-from .gates import Gates, all_green, judge
+from . import accuracy, adapters, cases, compare, plot, quantize, readme, report, tune
+from .gates import Gates, all_green, compiles, judge
 from .machine import machine
-from .peers import compile_all
+from .peers import Peer, compile_all
 from .run import Result, side_by_side
+from .timing import Cache, Launch, Protocol
 
 DEFAULT = "run"
+
+
+LARGEST_COMPILED = 1 << 30
+"""Bytes of a case that is run once to compile it, beside others: larger ones use the same kernels as smaller ones."""
+
+
+def protocol_of(arguments: argparse.Namespace) -> Protocol:
+    return Protocol(arguments.rounds, arguments.milliseconds, arguments.cache, arguments.launch)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,12 +40,24 @@ def parser() -> argparse.ArgumentParser:
     timed = argparse.ArgumentParser(add_help=False)
     timed.add_argument("--rounds", type=int, default=5, help="turns that every peer gets (default: %(default)s)")
     timed.add_argument("--milliseconds", type=float, default=25.0, help="length of a turn on a GPU (default: %(default)s)")
+    timed.add_argument(
+        "--cache", choices=get_args(Cache), default="rotate",
+        help="what calls find in L2: other inputs' bytes (rotate), nothing (cold: a sample is one call), their own (warm); default: %(default)s",
+    )  # fmt: skip
+    timed.add_argument(
+        "--launch", choices=get_args(Launch), default="graph", help="CUDA graphs, or one by one with the CPU's time counted (default: %(default)s)"
+    )
+    peered = argparse.ArgumentParser(add_help=False)
+    peered.add_argument("--peer", action="append", metavar="SUBSTRING", help="only peers with this in their names; repeatable")
 
-    side_by_side = commands.add_parser("run", parents=[filtered, timed, recorded], help="speed and errors beside PyTorch's SDPA backends")
-    side_by_side.add_argument("--suite", action="append", choices=cases.SUITES, help="repeatable; default: seeds and headline, tiny without a GPU")
+    side_by_side = commands.add_parser(
+        "run", parents=[filtered, peered, timed, recorded], help="speed and errors, side by side with whoever is installed"
+    )
+    side_by_side.add_argument("--suite", action="append", choices=cases.NAMES, help="repeatable; default: seeds and prefill, tiny without a GPU")
     side_by_side.add_argument("--distribution", default="normal", choices=cases.DISTRIBUTIONS, help="of the inputs (default: %(default)s)")
     side_by_side.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown tables, to standard output without FILE")
-    commands.add_parser("accuracy", parents=[filtered, recorded], help="errors by distribution and length")
+    commands.add_parser("peers", help="who can be compared on this machine, and what the others need")
+    commands.add_parser("accuracy", parents=[filtered, peered, recorded], help="errors by distribution and length")
     commands.add_parser("quantize", parents=[filtered, timed, recorded], help="the quantizer's bandwidth")
     tuning = commands.add_parser("tune", parents=[filtered], help="time the candidate configs of every kind of call; takes long")
     tuning.add_argument("--write", action="store_true", help="put the best into fp8attn/triton/shipped.json")
@@ -53,35 +75,47 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def peers_of(arguments: argparse.Namespace) -> tuple[Peer, ...]:
+    """Those asked for that are here; what the others need is printed."""
+    here, needs = adapters.present(adapters.chosen(arguments.peer))
+    for name, need in needs.items():
+        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+    return here
+
+
 def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int:
     gpu = device.type == "cuda"
     console, gates = report.console(), Gates.load()
-    names = arguments.suite or (["seeds", "headline"] if gpu else ["tiny"])
-    chosen = [case for name in names for case in cases.suite(name, gpu) if arguments.case in case.name]
+    names = arguments.suite or (["seeds", "prefill"] if gpu else ["tiny"])
+    chosen = [work for work in cases.workloads(names, arguments.distribution, gpu) if arguments.case in work[0].name]
+    peers = peers_of(arguments)
     gated = cases.suite("seeds", gpu)
+    verdicts = []
     with report.progress() as bar:
         if gpu:
-            everything = list(dict.fromkeys((*gated, *chosen)))
+            everything = list(dict.fromkeys((*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))))
             task = bar.add_task("compiling", total=len(everything))
-            for _ in compile_all(everything):
+            for case, wrong in compile_all(everything):
+                verdicts.append(compiles(case, wrong))
                 bar.advance(task)
-        task = bar.add_task("gates", total=len(gated))
-        verdicts = []
-        for case in gated:
-            verdicts += judge(case, gates, device)
-            bar.advance(task)
-    console.print(report.gate_table(verdicts, gates))
+        if all(verdict.green for verdict in verdicts):
+            task = bar.add_task("gates", total=len(gated))
+            for case in gated:
+                verdicts += judge(case, gates, device)
+                bar.advance(task)
+    console.print(report.gate_table([verdict for verdict in verdicts if verdict.errors or not verdict.green], gates))
     if not all_green(verdicts):
         console.print("[red]A gate is red: no speed is reported.[/]")
         return 1
-    about = machine(device)
+    about, protocol = machine(device), protocol_of(arguments)
     results: list[Result] = []
     with report.progress() as bar:
         task = bar.add_task("", total=len(chosen))
-        for case in chosen:
+        for case, distribution in chosen:
             bar.update(task, description=case.name)
-            found = side_by_side(case, arguments.distribution, arguments.rounds, arguments.milliseconds, gates.bad, device)
-            report.append(arguments.json, (report.json_line("run", result.record(), about) for result in found))
+            found = side_by_side(case, distribution, peers, protocol, gates, device)
+            record_protocol = {"cache": protocol.cache, "launch": protocol.launch}
+            report.append(arguments.json, (report.json_line("run", result.record() | record_protocol, about) for result in found))
             results += found
             bar.advance(task)
     for table in report.speed_tables(results, gpu):
@@ -92,22 +126,31 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
             print(text)
         else:
             Path(arguments.markdown).write_text(text)
-    return 0
+    reds = [result for result in results if result.broken]
+    for result in reds:
+        console.print(f"[red]red, no speed: {result.case.name}, {result.distribution}, {result.backend}: {', '.join(result.broken)}[/]")
+    return 1 if reds else 0
 
 
 def run_accuracy(arguments: argparse.Namespace, device: torch.device) -> int:
     gpu, gates, about = device.type == "cuda", Gates.load(), machine(device)
-    chosen = [problem for problem in accuracy.problems(gpu) if arguments.case in problem[0].name]
+    chosen = [work for work in cases.accuracy(gpu) if arguments.case in work[0].name]
+    peers = peers_of(arguments)
     results: list[Result] = []
     with report.progress() as bar:
         task = bar.add_task("", total=len(chosen))
         for case, distribution in chosen:
             bar.update(task, description=f"{distribution}, {case.name}")
-            found = accuracy.accuracy(case, distribution, gates.bad, device)
+            found = accuracy.accuracy(case, distribution, peers, gates.bad, device)
             report.append(arguments.json, (report.json_line("accuracy", result.record(), about) for result in found))
             results += found
             bar.advance(task)
     report.console().print(report.accuracy_table(results, gpu))
+    return 0
+
+
+def run_peers(arguments: argparse.Namespace, device: torch.device) -> int:
+    report.console().print(report.peer_table({peer.name: peer.needs() for peer in adapters.PEERS}))
     return 0
 
 
@@ -119,7 +162,7 @@ def run_quantize(arguments: argparse.Namespace, device: torch.device) -> int:
         task = bar.add_task("", total=len(chosen))
         for case in chosen:
             bar.update(task, description=case.name)
-            results.append(quantize.measure(case, arguments.rounds, arguments.milliseconds, device))
+            results.append(quantize.measure(case, protocol_of(arguments), device))
             report.append(arguments.json, [report.json_line("quantize", results[-1].record(), about)])
             bar.advance(task)
     report.console().print(report.quantize_table(results, gpu))
@@ -179,6 +222,7 @@ def run_readme(arguments: argparse.Namespace, device: torch.device) -> int:
 
 RUN = {
     "run": run_side_by_side,
+    "peers": run_peers,
     "compare": run_compare,
     "accuracy": run_accuracy,
     "quantize": run_quantize,

@@ -30,6 +30,7 @@ INTERPRETED = (
 TIMED = (
     "Medians and percentiles of one interleaved run; a sample is the mean of the calls in one CUDA graph. "
     "× SDPA: the fastest PyTorch backend's median over this one's, more than 1 is faster. "
+    "of limit: the least time that the GPU's busiest unit needs in e4m3, from measured ceilings, over the median. "
     "bad: |error| > rtol·|expected| + atol·rms(expected), gates.json says how much. –: refused, --json keeps the reason."
 )
 
@@ -90,19 +91,31 @@ def speed_tables(results: Sequence[Result], gpu: bool) -> list[Table]:
     """One table for kernels alone and one from bfloat16 on; PyTorch's backends, which take bfloat16, stand in both."""
     tables = []
     for stage in (KERNEL, END_TO_END):
-        headers = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", *ERROR_HEADERS)
+        headers = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", "of limit", *ERROR_HEADERS)
         table = _table(stage.capitalize(), ("case", "backend"), headers, TIMED if gpu else INTERPRETED)
         for group in _by_case(results):
             table.add_section()
             for i, result in enumerate(r for r in group if stage in r.stages):
                 timing = result.timing
                 times = ("–",) * 3 if timing is None else tuple(f"{x:.1f}" for x in (timing.p50_us, timing.p90_us, timing.p99_us))
-                speeds = (_number(result.tflops, ".0f" if gpu else ".4f"), _number(result.against_sdpa, ".2f" if gpu else ".4f"))
+                speeds = (
+                    _number(result.tflops, ".0f" if gpu else ".4f"),
+                    _number(result.against_sdpa, ".2f" if gpu else ".4f"),
+                    _number(result.share_of_limit, ".0%"),
+                )
                 own = "bold" if result.backend.startswith("fp8attn") else None
                 name = result.case.name if i == 0 else ""
                 table.add_row(name, result.backend, *times, *speeds, *_error_cells(result.errors), style=own)
         tables.append(table)
     return tables
+
+
+def peer_table(needs: dict[str, str | None]) -> Table:
+    """Who can be compared here, and what the others need."""
+    table = _table("Peers", ("peer", "here", "needs"), ())
+    for name, need in needs.items():
+        table.add_row(name, "yes" if need is None else "no", "" if need is None else need, style=None if need is None else "dim")
+    return table
 
 
 def accuracy_table(results: Sequence[Result], gpu: bool) -> Table:

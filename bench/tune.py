@@ -1,4 +1,4 @@
-"""Timing the candidate configs of the headline suite's kinds of calls, and shipping the best."""
+"""Timing the candidate configs of the suite prefill's kinds of calls, and shipping the best."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fp8attn.device import device_of
 from fp8attn.triton import run, tune
 from fp8attn.triton.configs import Config
 
-from .cases import HEADLINE, Case, inputs
+from .cases import PREFILL, Case, inputs
 
 LENGTH = 4096
 """Of the case that stands for its kind: long enough to fill a GPU, short enough that starts and ends of tiles count."""
 
-CASES = tuple(case for case in HEADLINE if case.q_length == LENGTH)
+CASES = tuple(case for case in PREFILL if case.q_length == LENGTH)
 
 
 def candidates(case: Case, device: torch.device) -> tuple[str, list[tuple[float, Config]]]:

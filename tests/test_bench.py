@@ -15,7 +15,7 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import cases, compare, peers, plot, readme, timing, tune
+from bench import adapters, cases, compare, peers, plot, readme, timing, tune
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
@@ -36,10 +36,19 @@ def test_suites() -> None:
     mission = seeds["mission"]
     assert (mission.batch, mission.q_heads, mission.q_length, mission.head_dim) == (2, 8, 512, 64)
     assert (seeds["mission-256"].batch, seeds["mission-256"].q_heads, seeds["mission-256"].q_length) == (2, 8, 256)
-    for case in cases.HEADLINE:
+    for case in cases.PREFILL:
         assert case.batch * case.q_length == 16384 and case.q_heads * case.head_dim == 2048
     names = [case.name for suite in cases.SUITES.values() for case in suite]
     assert len(names) == len(set(names))
+    assert max(case.kv_length for case in cases.LONG) == 524288
+    lengths = [case.kv_length for case in cases.DIFFUSION]
+    assert min(lengths) <= 17_776 and max(lengths) >= 118_000 and not any(case.causal for case in cases.DIFFUSION)
+    assert all(case.q_length <= 128 < case.kv_length for case in cases.DECODE_LIKE)
+
+
+def test_workloads_are_listed_once_and_accuracy_brings_its_distributions() -> None:
+    found = cases.workloads(["tiny", "accuracy", "tiny"], "outliers", gpu=False)
+    assert found == [*((case, "outliers") for case in cases.TINY), *cases.ACCURACY_ON_CPU]
 
 
 def test_flops() -> None:
@@ -60,8 +69,9 @@ def test_errors_by_hand() -> None:
 
 
 def test_percentiles() -> None:
-    found = timing.Timing.of([1.0, 2.0, 3.0, 4.0, 5.0], 1, "by hand")
+    found = timing.Timing.of([[1.0, 2.0, 3.0], [4.0, 5.0]], 1, "by hand")
     assert found.p50_us == 3.0 and found.p90_us == pytest.approx(4.6) and found.p99_us == pytest.approx(4.96) and found.samples == 5
+    assert found.mean_us == 3.0 and found.std_us == pytest.approx(math.sqrt(2)) and found.round_us == (2.0, 4.5)
 
 
 def test_every_pytorch_backend_is_named() -> None:
@@ -105,7 +115,8 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     for expected in ("Gates", "Kernel alone", "End to end", "interpreter", "SDPA flash", "SDPA math", "fp8attn triton end to end"):
         assert expected in done.stdout, expected
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == len(cases.TINY) * len(peers.PEERS)
+    assert len(lines) == len(cases.TINY) * len(adapters.present(adapters.PEERS)[0])
+    assert "FA3 e4m3 isn't here: it needs" in done.stderr
     for line in lines:
         assert {"case", "backend", "p50_us", "p90_us", "p99_us", "tflops", "against_sdpa", "max_abs", "commit", "torch", "date"} <= line.keys()
         assert (line["refused"] is None) == (line["p50_us"] is not None)
