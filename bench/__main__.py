@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import get_args
 
 import torch
 
-from . import accuracy, adapters, cases, compare, plot, quantize, readme, report, tune
+from . import accuracy, adapters, cases, compare, plot, profile, quantize, readme, report, tune
 from .gates import Gates, all_green, compiles, judge
 from .machine import machine
 from .peers import Peer, compile_all
@@ -19,6 +20,11 @@ from .timing import Cache, Launch, Protocol
 
 DEFAULT = "run"
 
+
+MODULES: dict[str, ModuleType] = {
+    "profile": profile,
+}
+"""Commands that are modules of their own: HELP, add_arguments(parser), main(arguments, device) -> exit code."""
 
 LARGEST_COMPILED = 1 << 30
 """Bytes of a case that is run once to compile it, beside others: larger ones use the same kernels as smaller ones."""
@@ -71,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     drawing = commands.add_parser("plot", help="speed over length, from a results file")
     drawing.add_argument("--source", type=Path, default=plot.SOURCE, metavar="FILE.jsonl", help="default: %(default)s")
     drawing.add_argument("--to", type=Path, default=plot.PICTURE, metavar="FILE", help="its suffix is the format (default: %(default)s)")
+    for name, module in MODULES.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=f"{module.HELP}."))
     commands.add_parser("readme", help="fill the README's tables from bench/results")
     return top
 
@@ -229,6 +237,7 @@ RUN = {
     "tune": run_tune,
     "plot": run_plot,
     "readme": run_readme,
+    **{name: module.main for name, module in MODULES.items()},
 }
 
 
