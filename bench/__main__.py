@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import get_args
 
 import torch
 
-from . import accuracy, adapters, cases, compare, plot, profile, quantize, readme, report, tune
+from . import accuracy, adapters, cases, commits, compare, plot, profile, quantize, readme, report, tune
+from .compare import Comparison
 from .gates import Gates, all_green, compiles, judge
 from .machine import machine
-from .peers import Peer, compile_all
+from .peers import OWN, Peer, compile_all
 from .run import Result, side_by_side
 from .timing import Cache, Launch, Protocol
+from .worker import Worker
 
 DEFAULT = "run"
 
@@ -68,10 +71,15 @@ def parser() -> argparse.ArgumentParser:
     tuning = commands.add_parser("tune", parents=[filtered], help="time the candidate configs of every kind of call; takes long")
     tuning.add_argument("--write", action="store_true", help="put the best into fp8attn/triton/shipped.json")
     tuning.add_argument("--shown", type=int, default=10, help="candidates to print (default: %(default)s)")
-    comparing = commands.add_parser("compare", help="two results files, case by case: what is faster, what slower, what noise")
-    comparing.add_argument("before", type=Path, metavar="BEFORE.jsonl")
-    comparing.add_argument("after", type=Path, metavar="AFTER.jsonl")
-    comparing.add_argument("--backend", default="", metavar="SUBSTRING", help="only backends with this in their names")
+    comparing = commands.add_parser(
+        "compare", parents=[filtered, timed], help="two results files or two commits, case by case: what is faster, what slower, what noise"
+    )
+    comparing.add_argument("before", metavar="BEFORE", help="a results file, or with --commits a git revision")
+    comparing.add_argument("after", metavar="AFTER", help="likewise")
+    comparing.add_argument("--commits", action="store_true", help="measure two commits now, in turns: a process each, on the one GPU")
+    comparing.add_argument("--suite", action="append", choices=cases.NAMES, help="of --commits; repeatable; default: prefill, tiny without a GPU")
+    comparing.add_argument("--to", type=Path, metavar="FOLDER", help="of --commits: keep before.jsonl and after.jsonl there")
+    comparing.add_argument("--backend", default="", metavar="SUBSTRING", help="only backends with this in their names; of --commits: of fp8attn's")
     comparing.add_argument("--require", type=float, metavar="RATIO", help="fail unless every row is this many times as fast as before")
     comparing.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     drawing = commands.add_parser("plot", help="speed over length, from a results file")
@@ -195,9 +203,43 @@ def run_tune(arguments: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
+def compared_commits(arguments: argparse.Namespace, device: torch.device) -> tuple[Comparison, list[str]]:
+    """Two commits' changes, and what is red."""
+    gpu, gates, protocol = device.type == "cuda", Gates.load(), protocol_of(arguments)
+    names = arguments.suite or (["prefill"] if gpu else ["tiny"])
+    chosen = [work for work in cases.workloads(names, "normal", gpu) if arguments.case in work[0].name]
+    peers = [peer for peer in OWN if arguments.backend in peer.name]
+    revisions = [commits.resolved(revision) for revision in (arguments.before, arguments.after)]
+    changes, reds = [], []
+    with contextlib.ExitStack() as stack:
+        trees = [stack.enter_context(commits.tree_of(revision)) for revision in revisions]
+        workers = [stack.enter_context(Worker(tree, name)) for tree, name in zip(trees, (arguments.before, arguments.after), strict=True)]
+        abouts = [machine(device) | {"commit": revision} for revision in revisions]
+        files = [None, None] if arguments.to is None else [arguments.to / f"{name}.jsonl" for name in ("before", "after")]
+        if arguments.to is not None:
+            arguments.to.mkdir(parents=True, exist_ok=True)
+        bar = stack.enter_context(report.progress())
+        task = bar.add_task("taking turns", total=None)
+        for pair in commits.interleaved(workers[0], workers[1], chosen, peers, protocol, gates):
+            records = [pair.before.record(), pair.after.record()]
+            for file, record, about in zip(files, records, abouts, strict=True):
+                report.append(file, [report.json_line("run", record, about)])
+            for result, name in ((pair.before, arguments.before), (pair.after, arguments.after)):
+                if result.broken:
+                    reds.append(f"{name}: {result.case.name}, {result.backend}: {', '.join(result.broken)}")
+            if pair.before.timing and pair.after.timing:
+                changes.append(compare.paired((pair.before.case.name, pair.before.backend, pair.before.distribution), *records))
+            bar.advance(task)
+    return Comparison(tuple(changes), (), ()), reds
+
+
 def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
+    reds: list[str] = []
     try:
-        found = compare.compare(arguments.before, arguments.after, arguments.backend)
+        if arguments.commits:
+            found, reds = compared_commits(arguments, device)
+        else:
+            found = compare.compare(Path(arguments.before), Path(arguments.after), arguments.backend)
     except (OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
@@ -211,7 +253,9 @@ def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
     short = [] if arguments.require is None else compare.short_of(found, arguments.require)
     for change in short:
         console.print(f"short of × {arguments.require}: {change.case}, {change.backend}: × {change.ratio:.3f}")
-    return 1 if short or (arguments.require is not None and not found.changes) else 0
+    for line in reds:
+        console.print(f"[red]red, not compared: {line}[/]")
+    return 1 if short or reds or (arguments.require is not None and not found.changes) else 0
 
 
 def run_plot(arguments: argparse.Namespace, device: torch.device) -> int:

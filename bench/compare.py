@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Change:
-    """One row of both files.
+    """One row of both runs.
 
     Attributes:
         before_us, after_us: medians.
-        noise: how far from 1 the ratio may be without meaning anything: both rows' p90 over p50, less 1, added up.
+        ratio: before over after, more than 1 is faster than before.
+        noise: how far from 1 the ratio may be without meaning anything.
     """
 
     case: str
@@ -29,12 +31,8 @@ class Change:
     distribution: str
     before_us: float
     after_us: float
+    ratio: float
     noise: float
-
-    @property
-    def ratio(self) -> float:
-        """More than 1 is faster than before."""
-        return self.before_us / self.after_us
 
     @property
     def verdict(self) -> str:
@@ -42,6 +40,20 @@ class Change:
         if self.ratio > 1 + self.noise:
             return "faster"
         return "slower" if self.ratio < 1 / (1 + self.noise) else "no change"
+
+
+def change(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
+    """Two rows of runs of their own: the ratio of their medians, and as noise both rows' p90 over p50, less 1, added up."""
+    noise = max(spread(old) + spread(new), LEAST_NOISE)
+    return Change(*key, old["p50_us"], new["p50_us"], old["p50_us"] / new["p50_us"], noise)
+
+
+def paired(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
+    """Two rows that took turns: every round has a ratio of its own, in which the card's clock cancels. The median of them, and as noise
+    half their range."""
+    ratios = [a / b for a, b in zip(old["round_us"], new["round_us"], strict=True)]
+    noise = max((max(ratios) - min(ratios)) / 2, LEAST_NOISE)
+    return Change(*key, old["p50_us"], new["p50_us"], statistics.median(ratios), noise)
 
 
 @dataclass(frozen=True)
@@ -92,12 +104,8 @@ def compare(before: Path, after: Path, substring: str = "") -> Comparison:
         substring: of the names of the backends that count.
     """
     old, new = ({key: row for key, row in timed(path).items() if substring in key[1]} for path in (before, after))
-    changes = []
-    for key in new:
-        if key in old:
-            noise = max(spread(old[key]) + spread(new[key]), LEAST_NOISE)
-            changes.append(Change(*key, old[key]["p50_us"], new[key]["p50_us"], noise))
-    return Comparison(tuple(changes), tuple(key for key in old if key not in new), tuple(key for key in new if key not in old))
+    changes = tuple(change(key, old[key], new[key]) for key in new if key in old)
+    return Comparison(changes, tuple(key for key in old if key not in new), tuple(key for key in new if key not in old))
 
 
 def markdown(comparison: Comparison) -> str:

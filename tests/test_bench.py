@@ -179,6 +179,31 @@ def test_changes_beyond_noise_and_rows_that_only_one_run_has(tmp_path: Path) -> 
     assert "| slower | fp8attn cuda | 100.0 | 200.0 | 0.500 | ±2.0 % | slower |" in compare.markdown(found)
 
 
+def test_rows_that_took_turns_are_compared_round_by_round() -> None:
+    """A clock that falls by a third in the middle of the run is no noise: it falls for both."""
+    old, new = {"p50_us": 120.0, "round_us": [100.0, 100.0, 150.0, 150.0]}, {"p50_us": 100.0, "round_us": [80.0, 81.0, 120.0, 119.0]}
+    found = compare.paired(("case", "backend", "normal"), old, new)
+    assert found.ratio == pytest.approx(1.25) and found.noise == compare.LEAST_NOISE and found.verdict == "faster"
+    noisy = compare.paired(("case", "backend", "normal"), old, new | {"round_us": [80.0, 130.0, 120.0, 160.0]})
+    assert noisy.verdict == "no change" and noisy.noise == pytest.approx((1.25 - 100 / 130) / 2)
+
+
+in_git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not in_git, reason="compares commits: needs the repository's history")
+def test_comparing_a_commit_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Two processes take turns; which fp8attn each imports is checked there."""
+    words = ["compare", "HEAD", "HEAD", "--commits", "--case", "tiny full", "--suite", "tiny", "--backend", "fp8attn triton", "--rounds", "2"]
+    assert command.main([*words, "--milliseconds", "5", "--to", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 rows" in printed and "geometric mean" in printed
+    lines = [json.loads(line) for name in ("before", "after") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and len({line["commit"] for line in lines}) == 1 and all(len(line["round_us"]) == 2 for line in lines)
+    assert command.main(["compare", "nowhere", "HEAD", "--commits"]) == 2
+    assert "'nowhere' is no commit" in capsys.readouterr().err
+
+
 def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     before, after = results(tmp_path / "a.jsonl", {"x": 120.0, "y": 120.0}), results(tmp_path / "b.jsonl", {"x": 100.0, "y": 110.0})
     words = ["compare", str(before), str(after)]
