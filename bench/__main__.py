@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 
-from . import accuracy, adapters, cases, commits, compare, plot, profile, quantize, readme, report, tune
+from . import accuracy, adapters, cases, commits, compare, plot, profile, quantize, readme, report, search
 from .compare import Comparison
 from .gates import Gates, all_green, compiles, judge
 from .machine import machine
@@ -26,6 +26,7 @@ DEFAULT = "run"
 
 MODULES: dict[str, ModuleType] = {
     "profile": profile,
+    "search": search,
 }
 """Commands that are modules of their own: HELP, add_arguments(parser), main(arguments, device) -> exit code."""
 
@@ -68,9 +69,6 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("peers", help="who can be compared on this machine, and what the others need")
     commands.add_parser("accuracy", parents=[filtered, peered, recorded], help="errors by distribution and length")
     commands.add_parser("quantize", parents=[filtered, timed, recorded], help="the quantizer's bandwidth")
-    tuning = commands.add_parser("tune", parents=[filtered], help="time the candidate configs of every kind of call; takes long")
-    tuning.add_argument("--write", action="store_true", help="put the best into fp8attn/triton/shipped.json")
-    tuning.add_argument("--shown", type=int, default=10, help="candidates to print (default: %(default)s)")
     comparing = commands.add_parser(
         "compare", parents=[filtered, timed], help="two results files or two commits, case by case: what is faster, what slower, what noise"
     )
@@ -185,24 +183,6 @@ def run_quantize(arguments: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
-def run_tune(arguments: argparse.Namespace, device: torch.device) -> int:
-    if device.type != "cuda":
-        print("tune: needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
-        return 2
-    console = report.console()
-    best = {}
-    for case in tune.CASES:
-        if arguments.case in case.name:
-            kind, times = tune.candidates(case, device)
-            console.print(report.tune_table(kind, case.flops, times, arguments.shown))
-            if times:
-                best[kind] = times[0][1]
-    if arguments.write and best:
-        tune.write(best, torch.cuda.get_device_name(device))
-        console.print(f"written: {', '.join(sorted(best))}")
-    return 0
-
-
 def compared_commits(arguments: argparse.Namespace, device: torch.device) -> tuple[Comparison, list[str]]:
     """Two commits' changes, and what is red."""
     gpu, gates, protocol = device.type == "cuda", Gates.load(), protocol_of(arguments)
@@ -278,7 +258,6 @@ RUN = {
     "compare": run_compare,
     "accuracy": run_accuracy,
     "quantize": run_quantize,
-    "tune": run_tune,
     "plot": run_plot,
     "readme": run_readme,
     **{name: module.main for name, module in MODULES.items()},

@@ -18,7 +18,6 @@ from .errors import Errors
 from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
 from .run import Result
-from .timing import tflops
 
 WIDTH = 160
 """Columns of a table where no terminal says how many it has."""
@@ -149,14 +148,6 @@ def compare_table(comparison: Comparison) -> Table:
     for c in comparison.changes:
         cells = (f"{c.before_us:.1f}", f"{c.after_us:.1f}", f"{c.ratio:.3f}", f"±{c.noise * 100:.1f} %", c.verdict)
         table.add_row(c.case, c.backend, *cells, style=style[c.verdict])
-    return table
-
-
-def tune_table(kind: str, flops: int, times: Sequence[tuple[float, object]], shown: int) -> Table:
-    """The best candidates of one kind of call."""
-    table = _table(f"{kind}: best {min(shown, len(times))} of {len(times)} candidates", ("config",), ("µs", "TFLOP/s", "of best"))
-    for milliseconds, config in times[:shown]:
-        table.add_row(str(config), f"{milliseconds * 1e3:.1f}", f"{tflops(flops, milliseconds * 1e3):.0f}", f"{times[0][0] / milliseconds:.1%}")
     return table
 
 

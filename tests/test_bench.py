@@ -15,13 +15,11 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import adapters, cases, compare, peers, plot, readme, timing, tune
+from bench import adapters, cases, compare, peers, plot, readme, timing
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
 from fp8attn.triton import run
-from fp8attn.triton.configs import HopperConfig, PortableConfig
-from fp8attn.triton.tune import from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -120,18 +118,6 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     for line in lines:
         assert {"case", "backend", "p50_us", "p90_us", "p99_us", "tflops", "against_sdpa", "max_abs", "commit", "torch", "date"} <= line.keys()
         assert (line["refused"] is None) == (line["p50_us"] is not None)
-
-
-def test_tuning_writes_the_table(tmp_path: Path) -> None:
-    """Other GPUs' entries stay, and what is written is read again."""
-    path = tmp_path / "shipped.json"
-    path.write_text(
-        json.dumps({"other": {"d64 dv64 e4m3 full": {"kernel": "portable", "block_m": 64, "block_n": 64, "num_warps": 2, "num_stages": 2}}})
-    )
-    tune.write({"d128 dv128 e4m3 full": HopperConfig(2, 128, 2, 240)}, "one", path)
-    table = json.loads(path.read_text())
-    assert from_json(table["other"]["d64 dv64 e4m3 full"]) == PortableConfig(64, 64, 2, 2)
-    assert from_json(table["one"]["d128 dv128 e4m3 full"]) == HopperConfig(2, 128, 2, 240)
 
 
 def test_committed_results_are_whole() -> None:
