@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 
-from . import accuracy, adapters, cases, commits, compare, plot, profile, quantize, readme, report, search
+from . import accuracy, adapters, cases, commits, compare, document, plot, profile, quantize, readme, report, search
 from .compare import Comparison
 from .gates import Gates, all_green, compiles, judge
 from .machine import machine
@@ -27,6 +27,8 @@ DEFAULT = "run"
 MODULES: dict[str, ModuleType] = {
     "profile": profile,
     "search": search,
+    "plot": plot,
+    "report": document,
 }
 """Commands that are modules of their own: HELP, add_arguments(parser), main(arguments, device) -> exit code."""
 
@@ -80,9 +82,6 @@ def parser() -> argparse.ArgumentParser:
     comparing.add_argument("--backend", default="", metavar="SUBSTRING", help="only backends with this in their names; of --commits: of fp8attn's")
     comparing.add_argument("--require", type=float, metavar="RATIO", help="fail unless every row is this many times as fast as before")
     comparing.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
-    drawing = commands.add_parser("plot", help="speed over length, from a results file")
-    drawing.add_argument("--source", type=Path, default=plot.SOURCE, metavar="FILE.jsonl", help="default: %(default)s")
-    drawing.add_argument("--to", type=Path, default=plot.PICTURE, metavar="FILE", help="its suffix is the format (default: %(default)s)")
     for name, module in MODULES.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=f"{module.HELP}."))
     commands.add_parser("readme", help="fill the README's tables from bench/results")
@@ -135,7 +134,7 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
     for table in report.speed_tables(results, gpu):
         console.print(table)
     if arguments.markdown:
-        text = report.markdown(results, str(about["gpu"] or "Triton's interpreter: times mean nothing for speed"))
+        text = document.markdown([result.record() | about for result in results])
         if arguments.markdown == "-":
             print(text)
         else:
@@ -238,15 +237,6 @@ def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
     return 1 if short or reds or (arguments.require is not None and not found.changes) else 0
 
 
-def run_plot(arguments: argparse.Namespace, device: torch.device) -> int:
-    try:
-        plot.draw(arguments.to, arguments.source)
-    except (OSError, ValueError) as error:
-        print(f"plot: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def run_readme(arguments: argparse.Namespace, device: torch.device) -> int:
     readme.write()
     return 0
@@ -258,7 +248,6 @@ RUN = {
     "compare": run_compare,
     "accuracy": run_accuracy,
     "quantize": run_quantize,
-    "plot": run_plot,
     "readme": run_readme,
     **{name: module.main for name, module in MODULES.items()},
 }

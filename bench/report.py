@@ -162,21 +162,3 @@ def append(file: Path | None, lines: Iterable[str]) -> None:
     if file is not None:
         with file.open("a") as stream:
             stream.writelines(lines)
-
-
-def markdown(results: Sequence[Result], gpu_name: str) -> str:
-    """A table for each stage, a row for each case: median microseconds and TFLOP/s by backend, speed against SDPA and own error."""
-    parts = []
-    for stage in (KERNEL, END_TO_END):
-        there = [result for result in results if stage in result.stages]
-        backends = list(dict.fromkeys(result.backend for result in there))
-        headers = ["case", *(f"{name}, µs (TFLOP/s)" for name in backends), "× fastest SDPA", "relative L2"]
-        rows = [headers, ["---", *["---:"] * (len(headers) - 1)]]
-        for group in _by_case(there):
-            cells = {r.backend: "–" if r.timing is None else f"{r.timing.p50_us:.1f} ({_number(r.tflops, '.0f')})" for r in group}
-            own = next((result for result in group if result.errors), group[0])
-            error = _number(own.errors.relative_l2 if own.errors else None, ".4f")
-            rows.append([own.case.name, *(cells.get(name, "–") for name in backends), _number(own.against_sdpa, ".2f"), error])
-        lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        parts.append(f"**{stage.capitalize()}**, {gpu_name}\n\n{lines}\n")
-    return "\n".join(parts)

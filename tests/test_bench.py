@@ -219,3 +219,27 @@ def test_the_picture_is_of_the_committed_results(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="no row of 16k tokens"):
         plot.draw(tmp_path / "x.png", tmp_path / "empty.jsonl")
+
+
+def test_the_report_of_the_committed_results(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Every kind of picture, in both formats; the tables' numbers are the file's."""
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    assert command.main(["report", str(plot.SOURCE), "--to", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", *(f"{kind}.{suffix}" for kind in plot.KINDS for suffix in ("svg", "png"))}
+    text = (tmp_path / "report.md").read_text()
+    record = next(r for r in plot.records_of(plot.SOURCE) if (r["case"], r["backend"]) == ("D128 full 16k", "fp8attn cuda"))
+    assert f"| {record['p50_us']:.1f} ({record['tflops']:.0f}) |" in text and "![roofline](roofline.svg)" in text
+    assert "**Not timed**" in text and "SDPA math: " in text
+    roofline = (tmp_path / "roofline.svg").read_text()
+    assert "e4m3 tensor cores, 1630 TFLOP/s sustained" in roofline and "exact exponentials, D 64: 815" in roofline
+    assert (tmp_path / "error.png").read_bytes()[:4] == b"\x89PNG"
+    (tmp_path / "bad.jsonl").write_text('{"case": "x"}\n')
+    assert command.main(["report", str(tmp_path / "bad.jsonl"), "--to", str(tmp_path)]) == 2
+    assert "isn't a results file" in capsys.readouterr().err
+
+
+def test_every_kernel_that_can_be_timed_can_be_drawn() -> None:
+    """Each in a style of its own."""
+    kernels = [peer.name for peer in adapters.PEERS if peers.KERNEL in peer.stages]
+    assert set(kernels) - set(plot.STYLES) == {"SDPA efficient", "SDPA math"}
+    assert len(set(plot.STYLES.values())) == len(plot.STYLES)
