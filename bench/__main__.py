@@ -37,7 +37,7 @@ LARGEST_COMPILED = 1 << 30
 
 
 def protocol_of(arguments: argparse.Namespace) -> Protocol:
-    return Protocol(arguments.rounds, arguments.milliseconds, arguments.cache, arguments.launch)
+    return Protocol(arguments.rounds, arguments.milliseconds, arguments.lead_in, arguments.cache, arguments.launch)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,6 +52,10 @@ def parser() -> argparse.ArgumentParser:
     timed = argparse.ArgumentParser(add_help=False)
     timed.add_argument("--rounds", type=int, default=5, help="turns that every peer gets (default: %(default)s)")
     timed.add_argument("--milliseconds", type=float, default=25.0, help="length of a turn on a GPU (default: %(default)s)")
+    timed.add_argument(
+        "--lead-in", type=float, default=25.0, metavar="MILLISECONDS",
+        help="of the same work before a turn, untimed, so that the clock is the peer's own (default: %(default)s)",
+    )  # fmt: skip
     timed.add_argument(
         "--cache", choices=get_args(Cache), default="rotate",
         help="what calls find in L2: other inputs' bytes (rotate), nothing (cold: a sample is one call), their own (warm); default: %(default)s",
@@ -127,7 +131,7 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
         for case, distribution in chosen:
             bar.update(task, description=case.name)
             found = side_by_side(case, distribution, peers, protocol, gates, device)
-            record_protocol = {"cache": protocol.cache, "launch": protocol.launch}
+            record_protocol = {"cache": protocol.cache, "launch": protocol.launch, "lead_in_ms": protocol.lead_in}
             report.append(arguments.json, (report.json_line("run", result.record() | record_protocol, about) for result in found))
             results += found
             bar.advance(task)

@@ -46,10 +46,12 @@ class Protocol:
     Attributes:
         rounds: turns that each gets.
         milliseconds: of a turn on a GPU.
+        lead_in: milliseconds of the same work before a turn, untimed: a power-capped card's clock follows what it did just before.
     """
 
     rounds: int = 5
     milliseconds: float = 25.0
+    lead_in: float = 25.0
     cache: Cache = "rotate"
     launch: Launch = "graph"
 
@@ -184,17 +186,20 @@ def work_of(run: Run, sets: int, protocol: Protocol, device: torch.device) -> Wo
     return Work(make(run, calls), calls, milliseconds * more, launch * more, method)
 
 
-def turn(work: Work, milliseconds: float, busy: Callable[[], object] | None = None) -> list[float]:
+def turn(work: Work, milliseconds: float, lead_in: float = 0.0, busy: Callable[[], object] | None = None) -> list[float]:
     """Microseconds of a call in each of the replays that fill a time budget, at least two.
 
     Args:
+        lead_in: milliseconds of replays before them, at least one replay.
         busy: called while the GPU works.
     """
     count = max(math.ceil(milliseconds / work.milliseconds), 2)
+    before = max(math.ceil(lead_in / work.milliseconds), 1)
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2))
     if work.launch_seconds:
-        torch.cuda._sleep(int((count + 1) * work.launch_seconds * CYCLES_PER_SECOND))  # meanwhile all is launched
-    work.replay()  # untimed: the launch of the next ones hides behind it, and the previous peer's cache lines go
+        torch.cuda._sleep(int((count + before) * work.launch_seconds * CYCLES_PER_SECOND))  # meanwhile all is launched
+    for _ in range(before):
+        work.replay()  # untimed: the launch of the next ones hides behind it, and the previous peer's cache lines go
     for start, end in zip(starts, ends, strict=True):
         if work.flush is not None:
             work.flush.zero_()
@@ -252,7 +257,7 @@ def turns_of(run: Run, sets: int, protocol: Protocol, device: torch.device) -> T
         run(0)
         return Turns(lambda busy: [_wall_clock(run)], 1, "wall clock")
     work = work_of(run, 1 if protocol.cache != "rotate" else sets, protocol, device)
-    return Turns(lambda busy: turn(work, protocol.milliseconds, busy), work.calls, work.method)
+    return Turns(lambda busy: turn(work, protocol.milliseconds, protocol.lead_in, busy), work.calls, work.method)
 
 
 def _wall_clock(run: Run) -> float:
