@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 LEAST_NOISE = 0.02
-"""Of a ratio of medians on one card: less is never called a change."""
+"""Of two that took turns: less is never called a change."""
+
+BETWEEN_RUNS = 0.05
+"""Of two runs, one after the other: 28 rows measured twice in a row on an H100 differed by up to 4.1 %, the card's clock and temperature."""
 
 Key = tuple[str, str, str]
 
@@ -42,18 +47,27 @@ class Change:
         return "slower" if self.ratio < 1 / (1 + self.noise) else "no change"
 
 
+def uncertainty(rounds: Sequence[float]) -> float:
+    """Three standard errors of the median of some rounds' numbers, relative to it: of a normal distribution with their quartiles, so
+    that one odd round in five doesn't count."""
+    lower, median, upper = np.percentile(rounds, (25, 50, 75))
+    return float(3 * 1.25 * (upper - lower) / 1.35 / math.sqrt(len(rounds)) / median)
+
+
 def change(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
-    """Two rows of runs of their own: the ratio of their medians, and as noise both rows' p90 over p50, less 1, added up."""
-    noise = max(spread(old) + spread(new), LEAST_NOISE)
-    return Change(*key, old["p50_us"], new["p50_us"], old["p50_us"] / new["p50_us"], noise)
+    """Two rows of runs of their own: the ratio of their medians, and as noise what both runs' rounds say, or in files without
+    rounds p90 over p50."""
+    if old.get("round_us") and new.get("round_us"):
+        noise = math.hypot(uncertainty(old["round_us"]), uncertainty(new["round_us"]))
+    else:
+        noise = spread(old) + spread(new)
+    return Change(*key, old["p50_us"], new["p50_us"], old["p50_us"] / new["p50_us"], max(noise, BETWEEN_RUNS))
 
 
 def paired(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
-    """Two rows that took turns: every round has a ratio of its own, in which the card's clock cancels. The median of them, and as noise
-    half their range."""
+    """Two rows that took turns: every round has a ratio of its own, in which the card's clock cancels. Their median, and its uncertainty."""
     ratios = [a / b for a, b in zip(old["round_us"], new["round_us"], strict=True)]
-    noise = max((max(ratios) - min(ratios)) / 2, LEAST_NOISE)
-    return Change(*key, old["p50_us"], new["p50_us"], statistics.median(ratios), noise)
+    return Change(*key, old["p50_us"], new["p50_us"], statistics.median(ratios), max(uncertainty(ratios), LEAST_NOISE))
 
 
 @dataclass(frozen=True)
