@@ -138,6 +138,45 @@ def _flash3(fp8: bool, problem: Problem) -> Attention:
     return attention
 
 
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) as (B · S, H, D), contiguous: requests one after the other."""
+    return sequence_first(x).flatten(0, 1)
+
+
+def starts(problem: Problem, length: int) -> torch.Tensor:
+    """Where requests of one length begin, and the last one ends: int32 (B + 1,)."""
+    return torch.arange(problem.case.batch + 1, dtype=torch.int32, device=problem.device) * length
+
+
+def unpacked(problem: Problem, out: torch.Tensor) -> torch.Tensor:
+    """(B · Sq, Hq, Dv) as (B, Hq, Sq, Dv)."""
+    return out.unflatten(0, (problem.case.batch, problem.case.q_length)).transpose(1, 2)
+
+
+def _flash3_two_level(problem: Problem) -> Attention:
+    """vLLM's FlashAttention-3, which adds up P · V in two levels: requests one after the other, scales as views of one number."""
+    function = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    case = problem.case
+    q_starts, k_starts = starts(problem, case.q_length), starts(problem, case.kv_length)
+
+    def arguments(tensors: Tensors) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        quantized = [per_tensor(packed(x)) for x in tensors]
+        scales = {f"{name}_descale": scale.expand(case.batch, case.kv_heads) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+        return [x for x, _ in quantized], scales
+
+    sets = [arguments(tensors) for tensors in problem.sets]
+
+    def attention(i: int) -> torch.Tensor:
+        tensors, scales = sets[i % len(sets)]
+        out = function(
+            *tensors, max_seqlen_q=case.q_length, cu_seqlens_q=q_starts, max_seqlen_k=case.kv_length, cu_seqlens_k=k_starts,
+            causal=case.causal, fa_version=3, **scales,
+        )  # fmt: skip
+        return unpacked(problem, out)
+
+    return attention
+
+
 def _sage(problem: Problem) -> Attention:
     """sageattention.sageattn, which chooses the kernel of the GPU, quantizes and attends."""
     function = importlib.import_module("sageattention").sageattn
@@ -177,23 +216,14 @@ def _flashinfer(problem: Problem) -> Attention:
     """flashinfer.BatchPrefillWithRaggedKVCacheWrapper, planned once: (tokens, H, D)."""
     flashinfer = importlib.import_module("flashinfer")
     case = problem.case
-    sets = [tuple(sequence_first(x).flatten(0, 1) for x in tensors) for tensors in problem.sets]
-
-    def starts(length: int) -> torch.Tensor:
-        return torch.arange(case.batch + 1, dtype=torch.int32, device=problem.device) * length
-
+    sets = [tuple(packed(x) for x in tensors) for tensors in problem.sets]
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     wrapper.plan(
-        starts(case.q_length), starts(case.kv_length), case.q_heads, case.kv_heads, case.head_dim, head_dim_vo=case.value_dim,
-        causal=case.causal, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+        starts(problem, case.q_length), starts(problem, case.kv_length), case.q_heads, case.kv_heads, case.head_dim,
+        head_dim_vo=case.value_dim, causal=case.causal, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
     )  # fmt: skip
-
-    def attention(i: int) -> torch.Tensor:
-        out = wrapper.run(*sets[i % len(sets)])
-        return out.unflatten(0, (case.batch, case.q_length)).transpose(1, 2)
-
-    return attention
+    return lambda i: unpacked(problem, wrapper.run(*sets[i % len(sets)]))
 
 
 def _flashinfer_fp8(problem: Problem) -> Attention:
@@ -252,6 +282,7 @@ OTHERS = (
     Peer("cuDNN e4m3", (KERNEL,), _cudnn, needs=lacking("cudnn", "pip install nvidia-cudnn-frontend"), restored=_in_v_scales),
     Peer("FA3 bf16", (KERNEL, END_TO_END), functools.partial(_flash3, False), needs=_FLASH3),
     Peer("FA3 e4m3", (KERNEL,), functools.partial(_flash3, True), needs=_FLASH3),
+    Peer("FA3 e4m3 two-level", (KERNEL,), _flash3_two_level, needs=lacking("vllm", "pip install vllm, whose FlashAttention-3 it is")),
     Peer("Sage2", (KERNEL,), _sage_kernel, needs=_SAGE),
     Peer("Sage2 end to end", (END_TO_END,), _sage, needs=_SAGE),
     Peer("FlashInfer bf16", (KERNEL, END_TO_END), _flashinfer, needs=_FLASHINFER),

@@ -178,7 +178,8 @@ def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> An
             errors = Errors.of(out[:, :, -problem.checked_rows :], expected, bad)
         except Exception as error:
             # PyTorch says in warnings why a backend can't
-            said = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
+            told = [warning.message for warning in caught if not issubclass(warning.category, DeprecationWarning)]
+            said = [str(message).split(" (Triggered internally")[0] for message in told]
             words = "; ".join([f"{type(error).__name__}: {error}".strip(), *said])
             return Answer(refused=words, unavailable=isinstance(error, fp8attn.BackendUnavailable))
     if not errors.finite:

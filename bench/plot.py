@@ -30,6 +30,7 @@ STYLES = {
     "fp8attn triton": ("#0072B2", "s", "-"),
     "cuDNN e4m3": ("#000000", "P", "-"),
     "FA3 e4m3": ("#009E73", "D", "-"),
+    "FA3 e4m3 two-level": ("#009E73", "s", ":"),
     "Sage2": ("#CC79A7", "X", "-"),
     "FlashInfer e4m3": ("#56B4E9", "*", "-"),
     "SDPA cuDNN": ("#000000", "^", "--"),

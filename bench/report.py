@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -19,7 +20,7 @@ from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
 from .run import Result
 
-WIDTH = 160
+WIDTH = 176
 """Columns of a table where no terminal says how many it has."""
 
 INTERPRETED = (
@@ -103,7 +104,8 @@ def speed_tables(results: Sequence[Result], gpu: bool) -> list[Table]:
                     _number(result.share_of_limit, ".0%"),
                 )
                 own = "bold" if result.backend.startswith("fp8attn") else None
-                name = result.case.name if i == 0 else ""
+                inputs = "" if result.distribution == "normal" else f", {result.distribution}"
+                name = result.case.name + inputs if i == 0 else ""
                 table.add_row(name, result.backend, *times, *speeds, *_error_cells(result.errors), style=own)
         tables.append(table)
     return tables
@@ -113,7 +115,7 @@ def peer_table(needs: dict[str, str | None]) -> Table:
     """Who can be compared here, and what the others need."""
     table = _table("Peers", ("peer", "here", "needs"), ())
     for name, need in needs.items():
-        table.add_row(name, "yes" if need is None else "no", "" if need is None else need, style=None if need is None else "dim")
+        table.add_row(name, "yes" if need is None else "no", "" if need is None else escape(need), style=None if need is None else "dim")
     return table
 
 

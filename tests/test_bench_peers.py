@@ -45,6 +45,30 @@ def flash_attn_interface() -> ModuleType:
     return module
 
 
+def one_by_one(q, k, v, q_starts: torch.Tensor, k_starts: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Requests that lie one after the other."""
+    a, b = q_starts.tolist(), k_starts.tolist()
+    parts = [exact(q[None, a[i] : a[i + 1]], *(x[None, b[i] : b[i + 1]] for x in (k, v)), causal)[0] for i in range(len(a) - 1)]
+    return torch.cat(parts)
+
+
+def vllm() -> dict[str, ModuleType]:
+    module = ModuleType("vllm.vllm_flash_attn")
+
+    def flash_attn_varlen_func(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, causal=False,
+        q_descale=None, k_descale=None, v_descale=None, fa_version=2,
+    ):  # fmt: skip
+        assert fa_version == 3 and max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(cu_seqlens_k.diff().max())
+        for descale in (q_descale, k_descale, v_descale):
+            assert descale.shape == (len(cu_seqlens_q) - 1, k.shape[1]) and sum(descale.stride()) == 0 and descale.dtype == torch.float32
+        tensors = [x.float() * descale[0, 0] for x, descale in ((q, q_descale), (k, k_descale), (v, v_descale))]
+        return one_by_one(*tensors, cu_seqlens_q, cu_seqlens_k, causal)
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return {"vllm": ModuleType("vllm"), "vllm.vllm_flash_attn": module}
+
+
 def sageattention() -> ModuleType:
     module = ModuleType("sageattention")
 
@@ -70,11 +94,10 @@ def flashinfer() -> ModuleType:
 
         def plan(self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, causal=False, **dtypes):
             assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
-            self.starts, self.causal = qo_indptr.tolist(), causal
+            self.starts, self.causal = (qo_indptr, kv_indptr), causal
 
         def run(self, q, k, v):
-            parts = [exact(*(x[None, a:b] for x in (q, k, v)), self.causal)[0] for a, b in zip(self.starts, self.starts[1:], strict=False)]
-            return torch.cat(parts)
+            return one_by_one(q, k, v, *self.starts, self.causal)
 
     module.single_prefill_with_kv_cache = single_prefill_with_kv_cache
     module.BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper
@@ -112,6 +135,7 @@ def transformer_engine() -> dict[str, ModuleType]:
 STANDINS = {
     "FA3 bf16": lambda: {"flash_attn_interface": flash_attn_interface()},
     "FA3 e4m3": lambda: {"flash_attn_interface": flash_attn_interface()},
+    "FA3 e4m3 two-level": vllm,
     "Sage2 end to end": lambda: {"sageattention": sageattention()},
     "FlashInfer bf16": lambda: {"flashinfer": flashinfer()},
     "FlashInfer e4m3": lambda: {"flashinfer": flashinfer()},
