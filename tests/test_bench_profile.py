@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import fp8attn
 from bench import __main__ as command
-from bench import cases, profile
+from bench import cases, profile, profiled
 from fp8attn.device import CEILINGS
 
 RECORDED = Path(__file__).with_name("data") / "ncu_h100.csv"
@@ -111,3 +113,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch:
     words = profile.command("ncu", cases.TINY[0], "fp8attn cuda", "normal", "none", "forward")
     assert words[1:5] == ["--clock-control", "none", "--profile-from-start", "off"] and "forward/" in words
     assert json.loads(words[-1])["case"]["name"] == "tiny full"
+
+
+def test_quantizing_and_attending_are_ranges_while_profiled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("end"))
+    q = torch.randn(1, 1, 16, 32, device=device, dtype=torch.bfloat16)
+    operators = fp8attn.api.ops.library_ops
+    with profiled.named_ranges():
+        fp8attn.sdpa(q, q, q, backend="triton")
+    assert said == ["quantize", "end", "forward", "end"]
+    fp8attn.sdpa(q, q, q, backend="triton")
+    assert len(said) == 4 and fp8attn.api.ops.library_ops is operators
