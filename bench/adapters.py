@@ -48,7 +48,8 @@ def _flex(problem: Problem) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     case = problem.case
-    compiled = _compiled_flex(flex_attention)
+    torch._dynamo.reset()  # after eight shapes it would run uncompiled instead
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask = None
     if case.causal:
         mask = create_block_mask(
@@ -56,11 +57,6 @@ def _flex(problem: Problem) -> Attention:
         )
     gqa = case.q_heads != case.kv_heads
     return lambda i: compiled(*problem.sets[i % len(problem.sets)], block_mask=mask, enable_gqa=gqa)
-
-
-@functools.cache
-def _compiled_flex(flex_attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
 
 
 def _cudnn(problem: Problem) -> Attention:

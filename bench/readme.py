@@ -65,6 +65,33 @@ def speed() -> str:
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 
+def beside() -> str:
+    """Kernels alone beside other FP8 kernels, speed and error on the same inputs."""
+    records = _lines("beside_fp8_peers")
+    names = ("fp8attn cuda", "fp8attn triton", "cuDNN e4m3", "FA3 e4m3 two-level")
+    rows = []
+    for (case,), by in _by_case(records, "case").items():
+        if case in SMALL or not all(name in by for name in names):
+            continue
+        others = max(record["tflops"] or 0.0 for name, record in by.items() if not name.startswith("fp8attn"))
+        flops = [f"{by[name]['tflops']:.0f}" for name in names]
+        wrong = [f"{by[name]['relative_l2']:.4f}" for name in names]
+        rows.append(["B2 H8 S512 D64 full" if case == "mission" else case, *flops, f"{by['fp8attn cuda']['tflops'] / others:.2f}", *wrong])
+    head = (
+        "case",
+        "CUDA, TFLOP/s",
+        "Triton",
+        "cuDNN e4m3",
+        "FA3 two-level",
+        "CUDA × fastest other",
+        "CUDA, relative L2",
+        "Triton",
+        "cuDNN e4m3",
+        "FA3 two-level",
+    )
+    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
+
+
 def errors() -> str:
     """Relative L2 by distribution and length."""
     records = _lines("accuracy")
@@ -73,7 +100,7 @@ def errors() -> str:
     return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', 'CUDA', 'Triton', 'SDPA cuDNN bf16'), rows, 2)}"
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "errors": errors}
+TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "errors": errors}
 
 
 def _filling(content: str) -> Callable[[re.Match[str]], str]:

@@ -93,7 +93,8 @@ def side_by_side(case: Case, distribution: str, peers: Sequence[Peer], protocol:
         ratio = None if fastest is None or found is None else fastest / found.timing.p50_us
         timing, readings = (None, {}) if found is None else (found.timing, found.readings)
         wrong = broken[peer.name]
-        refused = given.refused or (f"red: {', '.join(wrong)}" if wrong else None)
+        lacking = "out of memory beside the others" if peer.name in runs and found is None else None
+        refused = given.refused or (f"red: {', '.join(wrong)}" if wrong else lacking)
         result = Result(case, peer.name, peer.stages, distribution, given.errors, timing, ratio, limit, refused, given.unavailable, wrong, readings)
         results.append(result)
     return results

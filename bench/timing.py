@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -228,11 +229,17 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
 
     Args:
         sets: number of input sets that calls walk over.
+
+    Returns:
+        by name; without those who ran out of memory, of which captured calls keep theirs.
     """
     sensors = Sensors(device)
-    turns = {name: turns_of(run, sets, protocol, device) for name, run in runs.items()}
-    samples: dict[str, list[list[float]]] = {name: [] for name in runs}
-    readings: dict[str, list[dict[str, float | None]]] = {name: [] for name in runs}
+    turns = {}
+    for name, run in runs.items():
+        with contextlib.suppress(torch.OutOfMemoryError):
+            turns[name] = turns_of(run, sets, protocol, device)
+    samples: dict[str, list[list[float]]] = {name: [] for name in turns}
+    readings: dict[str, list[dict[str, float | None]]] = {name: [] for name in turns}
     for i in range(protocol.rounds):
         last = i == protocol.rounds - 1
         for name in list(turns)[:: 1 if i % 2 == 0 else -1]:

@@ -188,6 +188,24 @@ def test_a_red_row_of_a_timed_case_has_no_speed() -> None:
     assert foreign.timing is not None and not foreign.broken and foreign.errors and foreign.errors.relative_l2 > 0.5
 
 
+def test_who_runs_out_of_memory_is_refused_and_the_others_timed() -> None:
+    """A call that worked once may not find the memory that its capture keeps."""
+    asked = []
+
+    def greedy(i: int) -> torch.Tensor:
+        asked.append(i)
+        if len(asked) > 1:
+            raise torch.OutOfMemoryError("tried to allocate 16 GiB")
+        return problem_q
+
+    problem_q = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
+    peers = [Peer("greedy", (KERNEL,), lambda problem: greedy), Peer("other", (KERNEL,), lambda problem: lambda i: problem_q)]
+    case = cases.square("x", 1, 2, 128, 64)
+    refused, timed = run.side_by_side(case, "normal", peers, Protocol(rounds=1), Gates.load(), CPU)
+    assert refused.timing is None and refused.refused == "out of memory beside the others"
+    assert timed.timing is not None and timed.refused is None
+
+
 def test_the_limit_is_the_busiest_units_time() -> None:
     ceilings = CEILINGS["NVIDIA H100 80GB HBM3"]
     prefill = cases.square("D128", 1, 16, 16384, 128)
