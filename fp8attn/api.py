@@ -9,8 +9,9 @@ import torch
 
 from . import ops, reference
 from .call import GROUPS, Call
-from .cuda import build
+from .cuda import build, configs
 from .cuda import run as cuda
+from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
 from .recipe import E4M3, Quantized, Recipe
@@ -57,8 +58,8 @@ def cuda_missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"cuda: tensors are on {device}; move them to a GPU"
     properties = device_of(device)
-    if properties.arch // 10 != 9:
-        return f"cuda: this version's kernels need sm_90, {properties.name} is sm_{properties.arch}; use backend='triton' or 'auto'"
+    if properties.arch < 80:
+        return f"cuda: the kernels need sm_80 or later, {properties.name} is sm_{properties.arch}"
     lacking = build.unavailable()
     return None if lacking is None else f"cuda: {lacking}"
 
@@ -332,7 +333,7 @@ def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
 
 
 def cuda_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
-    """`sdpa` by the CUDA kernels, which are compiled on first use: sm_90, compute type e4m3, two-level accumulation.
+    """`sdpa` by the CUDA kernels, which are compiled on first use: the Hopper kernel where it takes the call, else the portable one, sm_80 and later.
 
     Raises:
         BackendUnavailable: they don't do what the call asks for, or can't run here.
@@ -398,7 +399,10 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
         reason = ops.why_not_cuda(call)
         if reason is None:
             config = cuda.choose(call, properties)
-            return Plan("cuda", "hopper", config, call.compute, tuple(because))
+            if not isinstance(config, PortableConfig):
+                return Plan("cuda", "hopper", config, "e4m3", tuple(because))
+            because.append(f"not the Hopper kernel: {configs.why_not(call, properties)}")
+            return Plan("cuda", "portable", config, "e4m3" if config.operands == "native" else "f16", tuple(because))
         if chosen == "cuda":
             raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
         because.append(f"cuda: {reason}")
