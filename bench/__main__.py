@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import accuracy, cases, compare, plot, quantize, readme, report, tune
+from . import accuracy, cases, compare, ladder, plot, quantize, readme, report, tune
 from .gates import Gates, all_green, judge
 from .machine import machine
 from .peers import compile_all
@@ -37,6 +37,10 @@ def parser() -> argparse.ArgumentParser:
     side_by_side.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown tables, to standard output without FILE")
     commands.add_parser("accuracy", parents=[filtered, recorded], help="errors by distribution and length")
     commands.add_parser("quantize", parents=[filtered, timed, recorded], help="the quantizer's bandwidth")
+    climbing = commands.add_parser("ladder", parents=[filtered, recorded], help="what each feature of the portable CUDA kernel is worth")
+    climbing.add_argument("--rounds", type=int, default=5, help="turns that every rung gets (default: %(default)s)")
+    climbing.add_argument("--milliseconds", type=float, default=130.0, help="length of a turn (default: %(default)s)")
+    climbing.add_argument("--picture", type=Path, metavar="FILE", help=f"draw a bar chart, {ladder.PICTURE.name} for the README")
     tuning = commands.add_parser("tune", parents=[filtered], help="time the candidate configs of every kind of call; takes long")
     tuning.add_argument("--write", action="store_true", help="put the best into fp8attn/triton/shipped.json")
     tuning.add_argument("--shown", type=int, default=10, help="candidates to print (default: %(default)s)")
@@ -126,6 +130,28 @@ def run_quantize(arguments: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
+def run_ladder(arguments: argparse.Namespace, device: torch.device) -> int:
+    reason = ladder.lacking(device)
+    if reason is not None:
+        print(f"ladder: {reason}", file=sys.stderr)
+        return 2
+    gates, about = Gates.load(), machine(device)
+    chosen = [case for case in ladder.CASES if arguments.case in case.name]
+    records = []
+    with report.progress() as bar:
+        task = bar.add_task("", total=len(chosen))
+        for case in chosen:
+            bar.update(task, description=case.name)
+            results = ladder.measure(case, gates.bad, arguments.rounds, arguments.milliseconds, device)
+            report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
+            records += [result.record() | about for result in results]
+            report.console().print(report.ladder_table(results))
+            bar.advance(task)
+    if arguments.picture is not None:
+        ladder.draw(records, arguments.picture)
+    return 0
+
+
 def run_tune(arguments: argparse.Namespace, device: torch.device) -> int:
     if device.type != "cuda":
         print("tune: needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
@@ -182,6 +208,7 @@ RUN = {
     "compare": run_compare,
     "accuracy": run_accuracy,
     "quantize": run_quantize,
+    "ladder": run_ladder,
     "tune": run_tune,
     "plot": run_plot,
     "readme": run_readme,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import quantize
+from . import ladder, quantize
 from .compare import Comparison, summary
 from .errors import Errors
 from .gates import Gates, Verdict
@@ -126,6 +126,22 @@ def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
         form = ".0f" if gpu else ".3f"
         speeds = (f"{r.traffic / 1e6:.1f}", f"{r.gb_per_s:{form}}", f"{r.copy_gb_per_s:{form}}", f"{r.gb_per_s / r.copy_gb_per_s:.0%}")
         table.add_row(r.case.name, *times, *speeds)
+    return table
+
+
+def ladder_table(results: Sequence[ladder.Result]) -> Table:
+    """Rungs in order, then peers."""
+    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "stack", "relative L2", "max error")
+    table = _table(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
+    for r in results:
+        if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
+            table.add_section()
+        times = ("–", "–", "–") if r.timing is None else (f"{r.timing.p50_us:.1f}", f"{r.timing.p90_us:.1f}", str(r.timing.samples))
+        speeds = (_number(r.against_previous, ".2f"), _number(r.against_first, ".2f"), _number(r.tflops, ".0f"))
+        shared = None if r.config is None else r.config.shared_bytes
+        numbers = (_number(r.resources.get("reg"), "d"), _number(shared, "d"), _number(r.resources.get("stack"), "d"))
+        errors = ("–", "–") if r.errors is None else (f"{r.errors.relative_l2:.4f}", f"{r.errors.max_abs:.4f}")
+        table.add_row(r.rung, *times, *speeds, *numbers, *errors)
     return table
 
 

@@ -53,7 +53,7 @@ bool is_aligned(const Tensor& x) {
 
 // fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes (no rows: it has no use for tensor maps),
 // the grid.
-void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, bool p_is_e4m3, const Tensor& q, const Tensor& q_scale,
+void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
             int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
             const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse,
             const std::optional<Tensor>& counter) {
@@ -74,7 +74,6 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   p.v_pitch = v.size(3);
   p.q_aligned = is_aligned(q);
   p.k_aligned = is_aligned(k);
-  p.p_is_e4m3 = p_is_e4m3;
   p.q_scale = q_scale.const_data_ptr<float>();
   p.k_scale = k_scale.const_data_ptr<float>();
   p.v_scale = v_scale.const_data_ptr<float>();
@@ -113,7 +112,7 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
 const torch::Library& library() {
   static torch::Library m(torch::Library::DEF, fp8attn::NAMESPACE, std::nullopt, __FILE__, __LINE__);
   m.def(
-      "forward(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, bool p_is_e4m3, Tensor q, Tensor q_scale, int q_group,"
+      "forward(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor q_scale, int q_group,"
       " Tensor k, Tensor k_scale, int k_group, Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset,"
       " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));

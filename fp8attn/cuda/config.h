@@ -23,7 +23,7 @@ struct PortableConfig {
   int warps;      // that attend
   int warp_rows;  // query rows of each: 16 or 32
   int splits;     // warps that share rows, each with a part of every block's keys
-  int keys;       // of a block: 32, 64 or 128
+  int keys;       // of a block: 32 to 256; of a warp's part of it, at most 128
   int stages;     // of bytes of K and V in flight; 1 waits for each
   int ctas;       // of an SM, at least: what registers must leave room for
   bool tensor_qk;
@@ -34,6 +34,7 @@ struct PortableConfig {
   bool persistent;
   bool fast_exp;
   Operands operands;
+  bool e4m3_p;   // P is rounded to e4m3, also where it is multiplied as half
   bool general;  // masks, scales per key, negative softmax scales; without, none of them
 };
 

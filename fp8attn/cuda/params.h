@@ -40,7 +40,6 @@ struct Params {
   OutType out_type;
   int mask_type;  // 0: bytes; else OutType + 1
   bool q_aligned, k_aligned;  // whether rows start at multiples of 16 bytes
-  bool p_is_e4m3;             // whether P is rounded to e4m3 where it is multiplied as half
 };
 
 }  // namespace fp8attn

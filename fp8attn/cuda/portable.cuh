@@ -30,6 +30,19 @@ struct PortableShape {
   static constexpr int slots = halves ? half_slots : C.stages;
 };
 
+// The tile and where its keys and values come from: in shared memory and read there again, since registers are scarce.
+struct Source {
+  Tile tile;
+  const uint8_t *k, *v;
+  const float* k_scale;
+
+  __device__ Source(const Params& p, const Tile& its_tile)
+      : tile(its_tile),
+        k(p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1]),
+        v(p.v + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim * p.v_pitch),
+        k_scale(p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1]) {}
+};
+
 template <PortableConfig C>
 struct PortableStorage {
   using S = PortableShape<C>;
@@ -44,7 +57,7 @@ struct PortableStorage {
   float m[C.fused ? 4 : S::rows], l[C.fused ? 4 : S::rows], alpha[C.fused ? 4 : S::rows];
   TileFacts<C.value_dim, S::rows, S::threads> facts;
   uint64_t full[S::slots], empty[S::slots];
-  Tile tile;  // here and read here again: registers are scarce
+  Source source;
 };
 
 // Sixteen bytes, the first `count` of them from anywhere.
@@ -74,29 +87,34 @@ __device__ void load_queries(const Params& p, PortableStorage<C>& shared, const 
   });
 }
 
+// A block of `tile`'s rows on its way: row i is `distance` bytes behind row i - 1, has `width` bytes, and exists if i < rows.
+template <int THREADS, typename Tile>
+__device__ void load_rows_ahead(Tile& tile, const uint8_t* from, int64_t distance, int width, int rows, bool aligned, int thread) {
+  constexpr int pass = THREADS / Tile::chunks;
+  static_assert(THREADS % Tile::chunks == 0 && pass % 8 == 0);  // a chunk is then moved alike in all of a thread's rows
+  constexpr bool even = Tile::rows % pass == 0;
+  const int row = thread / Tile::chunks, chunk = thread % Tile::chunks;
+  const int count = max(min(width - 16 * chunk, 16), 0), offset = Tile::offset(row, chunk);
+  from += row * distance + (count > 0 ? 16 * chunk : 0);
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < Tile::rows; i += pass) {
+      if (even || row + i < Tile::rows) ptx::cp_async_16(tile.bytes + offset + i * Tile::pitch, from + i * distance, row + i < rows ? count : 0);
+    }
+  } else {
+    for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass)
+      *reinterpret_cast<uint4*>(tile.bytes + offset + i * Tile::pitch) = load_chunk(from + i * distance, row + i < rows ? count : 0, false);
+  }
+}
+
 // One block of K and V on its way to a stage. Keys past the end are zero, V's by its padding.
 template <PortableConfig C>
-__device__ void load_block(const Params& p, PortableStorage<C>& shared, const Tile& tile, int thread, int block, int stage) {
-  using Keys = std::remove_reference_t<decltype(shared.k[0])>;
-  using Values = std::remove_reference_t<decltype(shared.v[0])>;
+__device__ void load_block(const Params& p, PortableStorage<C>& shared, int thread, int block, int stage) {
   constexpr int loaders = PortableShape<C>::loaders;
+  asm volatile("" : "+r"(thread));  // or all addresses are made before the loop over blocks, and spilled
   const int start = block * C.keys;
-  const uint8_t* k = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1];
-  const auto keys = [&](auto&& copy) {
-    for_chunks<Keys, loaders>(thread, [&](int key, int chunk) {
-      const int count = start + key < p.kv_length ? max(min(p.head_dim - 16 * chunk, 16), 0) : 0;
-      copy(shared.k[stage].at(key, chunk), count == 0 ? k : k + (start + key) * p.k_strides[2] + 16 * chunk, count);
-    });
-  };
-  if (p.k_aligned)
-    keys([](uint8_t* to, const uint8_t* from, int count) { ptx::cp_async_16(to, from, count); });
-  else
-    keys([](uint8_t* to, const uint8_t* from, int count) { *reinterpret_cast<uint4*>(to) = load_chunk(from, count, false); });
-  const uint8_t* v = p.v + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim * p.v_pitch + start;
-  for_chunks<Values, loaders>(thread, [&](int channel, int chunk) {
-    const bool exists = channel < p.value_dim;
-    ptx::cp_async_16(shared.v[stage].at(channel, chunk), exists ? v + channel * p.v_pitch + 16 * chunk : p.v, exists ? 16 : 0);
-  });
+  load_rows_ahead<loaders>(shared.k[stage], shared.source.k + start * p.k_strides[2], p.k_strides[2], p.head_dim, p.kv_length - start, p.k_aligned, thread);
+  load_rows_ahead<loaders>(shared.v[stage], shared.source.v + start, p.v_pitch, p.v_pitch - start, p.value_dim, true, thread);
 }
 
 // What this thread has copied of a stage becomes halves.
@@ -126,45 +144,45 @@ struct Blocks {
 
 // The first blocks of K and V on their way to the first stages.
 template <PortableConfig C>
-__device__ void load_ahead(const Params& p, PortableStorage<C>& shared, const Tile& tile, const Blocks<C>& blocks, int thread) {
+__device__ void load_ahead(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, int thread) {
 #pragma unroll
   for (int n = 0; n < C.stages - 1; ++n) {
-    if (n < blocks.all) load_block<C>(p, shared, tile, thread, n, n);
+    if (n < blocks.all) load_block<C>(p, shared, thread, n, n);
     ptx::cp_async_commit();
   }
 }
 
 // All warps load, convert and compute.
 template <PortableConfig C, typename Attention>
-__device__ void attend_together(const Params& p, PortableStorage<C>& shared, const Tile& tile, const Blocks<C>& blocks, Attention& attention) {
+__device__ void attend_together(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Attention& attention) {
   constexpr int ahead = C.stages - 1;
   int stage = 0;
   for (int n = 0; n < blocks.all; ++n) {
     if constexpr (ahead > 0) ptx::cp_async_wait_but<ahead - 1>();
     __syncthreads();  // the last block has been read
-    if (n + ahead < blocks.all) load_block<C>(p, shared, tile, threadIdx.x, n + ahead, stage == 0 ? ahead : stage - 1);
+    if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n + ahead, stage == 0 ? ahead : stage - 1);
     ptx::cp_async_commit();
     if constexpr (ahead == 0) ptx::cp_async_wait_but<0>();
     if constexpr (PortableShape<C>::halves) dequantize<C>(shared, threadIdx.x, stage, 0);
     if constexpr (PortableShape<C>::halves || ahead == 0) __syncthreads();
     if constexpr (PortableShape<C>::halves)
-      attention.attend(p, shared, tile, shared.k_half[0], shared.v_half[0], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k_half[0], shared.v_half[0], n * C.keys, n < blocks.whole);
     else
-      attention.attend(p, shared, tile, shared.k[stage], shared.v[stage], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k[stage], shared.v[stage], n * C.keys, n < blocks.whole);
     stage = stage == C.stages - 1 ? 0 : stage + 1;
   }
 }
 
 // Producer warps: blocks on their way, as halves if the consumers want those.
 template <PortableConfig C>
-__device__ void produce(const Params& p, PortableStorage<C>& shared, const Tile& tile, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring) {
+__device__ void produce(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring) {
   const int thread = threadIdx.x - 32 * C.warps;
   if constexpr (PortableShape<C>::halves) {
     constexpr int ahead = C.stages - 1;
-    load_ahead<C>(p, shared, tile, blocks, thread);
+    load_ahead<C>(p, shared, blocks, thread);
     int stage = 0;
     for (int n = 0; n < blocks.all; ++n, ring.advance()) {
-      if (n + ahead < blocks.all) load_block<C>(p, shared, tile, thread, n + ahead, stage == 0 ? ahead : stage - 1);
+      if (n + ahead < blocks.all) load_block<C>(p, shared, thread, n + ahead, stage == 0 ? ahead : stage - 1);
       ptx::cp_async_commit();
       ptx::cp_async_wait_but<ahead>();
       ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
@@ -175,7 +193,7 @@ __device__ void produce(const Params& p, PortableStorage<C>& shared, const Tile&
   } else {
     for (int n = 0; n < blocks.all; ++n, ring.advance()) {
       ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
-      load_block<C>(p, shared, tile, thread, n, ring.stage());
+      load_block<C>(p, shared, thread, n, ring.stage());
       if (p.k_aligned) {
         ptx::cp_async_arrive(&shared.full[ring.stage()]);
       } else {
@@ -187,15 +205,15 @@ __device__ void produce(const Params& p, PortableStorage<C>& shared, const Tile&
 }
 
 template <PortableConfig C, typename Attention>
-__device__ void consume(const Params& p, PortableStorage<C>& shared, const Tile& tile, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring,
+__device__ void consume(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring,
                         Attention& attention) {
   for (int n = 0; n < blocks.all; ++n, ring.advance()) {
     const int slot = ring.stage();
     ptx::mbarrier_wait(&shared.full[slot], ring.phase());
     if constexpr (PortableShape<C>::halves)
-      attention.attend(p, shared, tile, shared.k_half[slot], shared.v_half[slot], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k_half[slot], shared.v_half[slot], n * C.keys, n < blocks.whole);
     else
-      attention.attend(p, shared, tile, shared.k[slot], shared.v[slot], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k[slot], shared.v[slot], n * C.keys, n < blocks.whole);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.empty[slot]);
   }
@@ -220,33 +238,33 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
       }
     }
   }
-  if (threadIdx.x == 0) shared.tile = schedule.at(blockIdx.x);
+  if (threadIdx.x == 0) shared.source = Source(p, schedule.at(blockIdx.x));
   __syncthreads();
   Ring<S::slots> ring;
-  for (int round = 0; shared.tile.exists(); ++round) {
-    const Tile& tile = shared.tile;
+  for (int round = 0; shared.source.tile.exists(); ++round) {
+    const Tile& tile = shared.source.tile;
     const Blocks<C> blocks(p, tile);
     shared.facts.load(p, visible, tile, tile.first_row);
-    if constexpr (C.producers == 0) load_ahead<C>(p, shared, tile, blocks, threadIdx.x);
+    if constexpr (C.producers == 0) load_ahead<C>(p, shared, blocks, threadIdx.x);
     load_queries<C>(p, shared, tile);
     if constexpr (C.producers > 0) {
       ptx::cp_async_wait();
       __syncthreads();
       if (threadIdx.x >= 32 * C.warps) {
-        produce<C>(p, shared, tile, blocks, ring);
+        produce<C>(p, shared, blocks, ring);
       } else {
         Attention attention(shared);
-        consume<C>(p, shared, tile, blocks, ring, attention);
+        consume<C>(p, shared, blocks, ring, attention);
         attention.store(p, shared, tile);
       }
     } else {
       Attention attention(shared);
-      attend_together<C>(p, shared, tile, blocks, attention);
+      attend_together<C>(p, shared, blocks, attention);
       attention.store(p, shared, tile);
     }
     if constexpr (!C.persistent) return;
     __syncthreads();
-    if (threadIdx.x == 0) shared.tile = schedule.at(schedule.after(round));
+    if (threadIdx.x == 0) shared.source = Source(p, schedule.at(schedule.after(round)));
     __syncthreads();
   }
 }

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..call import Call
 from ..device import Device
+from ..recipe import SCALE_BLOCK
 
 Operands = Literal["shared", "registers", "native"]
 
@@ -40,6 +41,7 @@ class PortableConfig:
         fast_exp: one multiply-add and `ex2.approx.ftz`; without, an exact difference and `exp2f`.
         operands: where e4m3 becomes half: in `shared` memory, once for a CTA; in `registers`, on the way to the tensor core; nowhere,
             `native`.
+        e4m3_p: P is rounded to e4m3, also where it is multiplied as half: what recipes of compute type e4m3 say, and f16 doesn't.
         general: masks, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
     """
 
@@ -59,6 +61,7 @@ class PortableConfig:
     persistent: bool
     fast_exp: bool
     operands: Operands
+    e4m3_p: bool
     general: bool
 
     @property
@@ -86,7 +89,7 @@ class PortableConfig:
         """sizeof(PortableStorage)."""
 
         def tile(rows: int, width: int, swizzle: bool) -> int:
-            return _up(rows * (width if swizzle else width + 16) or 16, 128)
+            return _up(rows * (width if swizzle else width + 16), 128) or 1
 
         halves = self.operands == "shared"
         slots = (2 if self.producers else 1) if halves else self.stages
@@ -97,9 +100,9 @@ class PortableConfig:
         total += (slots if halves else 1) * half_tiles
         met = 0 if self.fused else rows
         total += tile(met, 4 * self.keys, False) + tile(met, 2 * self.keys, False)
-        total += 3 * 4 * (met or 4)
+        total = _up(total, 4) + 3 * 4 * (met or 4)
         total += 4 * (2 * self.value_dim + 2 * rows)
-        total = _up(total, 8) + 8 * 2 * slots + 4 * 4
+        total = _up(total, 8) + 8 * 2 * slots + 4 * 4 + 3 * 8
         return _up(total, 128)
 
     @property
@@ -123,14 +126,16 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
         return f"it needs sm_80 or later; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
     if c.operands == "native" and not device.has_fp8_units:
         return f"it multiplies e4m3, which takes sm_89; {device.name} is sm_{device.arch}"
+    if c.operands == "native" and not c.e4m3_p:
+        return "it multiplies e4m3, so P must be rounded to it"
     if c.head_dim not in DIMS or c.value_dim not in DIMS:
         return f"head dims are {c.head_dim} and {c.value_dim}; they must be among {DIMS}"
-    if c.keys not in (32, 64, 128) or c.warp_rows not in (16, 32) or c.stages < 1:
-        return f"{c.keys} keys, {c.warp_rows} rows of a warp, {c.stages} stages; they must be 32, 64 or 128, 16 or 32, and 1 at least"
-    if c.swizzle and c.keys == 32:
-        return "rows of 32 bytes of V have too few chunks for the swizzle; padding must do"
+    if c.keys not in (32, 64, 128, 256) or c.warp_rows not in (16, 32) or c.stages < 1:
+        return f"{c.keys} keys, {c.warp_rows} rows of a warp, {c.stages} stages; they must be 32, 64, 128 or 256, 16 or 32, and 1 at least"
     if c.splits not in (1, 2, 4) or c.warps % c.splits or c.keys < 32 * c.splits:
         return f"{c.splits} of {c.warps} warps share rows and {c.keys} keys; they must be 1, 2 or 4, divide the warps, and have 32 keys each"
+    if c.keys // c.splits > SCALE_BLOCK:
+        return f"a warp has {c.keys // c.splits} keys of a block; a scale covers {SCALE_BLOCK}"
     if c.splits > 1 and (not c.fused or c.producers):
         return "warps that share rows have fused scores and no producers"
     if c.exchange_bytes > c.stages * c.keys * (c.head_dim + c.value_dim):
@@ -148,11 +153,12 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
             return "producers need consumers that are fused"
     if c.threads > 1024 or c.producers not in (0, 1, 2, 4):
         return f"{c.warps} warps and {c.producers} producers; they must be 1024 threads at most, and producers 0, 1, 2 or 4"
-    chunks = max(c.head_dim, c.keys) // 16
-    if c.threads % chunks:
-        return f"{c.threads} threads can't share out rows of {chunks} chunks"
-    if c.ctas * (c.shared_bytes + 1024) > device.shared_memory + 1024:
-        return f"{c.ctas} CTAs take {c.ctas} x {c.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
+    loaders = LANES * (c.producers or c.warps)
+    for width in (c.head_dim, c.keys):
+        if loaders * 16 % width or loaders * 16 // width % 8:
+            return f"{loaders} threads can't share out rows of {width} bytes by eights of rows"
+    if c.shared_bytes > device.shared_memory:
+        return f"it takes {c.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
     if c.fused:
         # output, scores, and P as it is packed from them
         accumulators = c.warp_rows // 16 * (c.value_dim // 2 + c.keys // c.splits // 2)
@@ -166,7 +172,7 @@ def fits(config: PortableConfig, device: Device) -> bool:
 
 
 def _rungs(dim: int) -> dict[str, PortableConfig]:
-    scalar = PortableConfig(dim, dim, 4, 16, 1, 64, 1, 1, False, False, False, False, 0, False, False, "shared", False)
+    scalar = PortableConfig(dim, dim, 4, 16, 1, 64, 1, 1, False, False, False, False, 0, False, False, "shared", True, False)
     wmma_qk = replace(scalar, tensor_qk=True)
     asynchronous = replace(wmma_qk, stages=2)
     wmma_pv = replace(asynchronous, tensor_pv=True)
@@ -196,29 +202,60 @@ LADDER = {dim: _rungs(dim) for dim in (64, 128)}
 """The rungs by head dim, each with what the one before has and one feature more."""
 
 
+BEST = {
+    64: {"11 register operands": PortableConfig(64, 64, 8, 16, 2, 256, 2, 1, True, True, True, True, 0, False, True, "registers", True, False)},
+    128: {"11 register operands": PortableConfig(128, 128, 8, 16, 1, 128, 3, 1, True, True, True, True, 0, False, True, "registers", True, False)},
+}
+"""By head dim, the features that pay on an H100 put together."""
+
+
 def able(rung: PortableConfig, call: Call) -> PortableConfig:
-    """A rung as a call needs it: general or not."""
-    return replace(rung, general=is_general(call))
+    """A rung as a call needs it: general or not, with P rounded to e4m3 or not."""
+    return replace(rung, general=is_general(call), e4m3_p=call.compute == "e4m3")
 
 
 def _shipped() -> dict[PortableConfig, float]:
     found: dict[PortableConfig, float] = {}
 
-    def add(dim: int, warps: int, rows: int, stages: int, ctas: int, speed: float, generals: tuple[bool, ...]) -> None:
-        for operands in ("registers", "native"):
-            for general in generals:
-                found[PortableConfig(dim, dim, warps, rows, 1, 64, stages, ctas, True, True, True, True, 0, False, True, operands, general)] = speed
+    def add(
+        dim: int,
+        warps: int,
+        rows: int,
+        splits: int,
+        keys: int,
+        stages: int,
+        ctas: int,
+        operands: Operands,
+        general: bool,
+        speed: float,
+        half_p: bool = True,
+    ) -> None:
+        for e4m3_p in (True, False) if operands != "native" and half_p else (True,):
+            config = PortableConfig(
+                dim, dim, warps, rows, splits, keys, stages, ctas, True, True, True, True, 0, False, True, operands, e4m3_p, general
+            )  # fmt: skip
+            found[config] = speed
 
-    add(64, 4, 32, 3, 2, 1.0, (False, True))
-    add(64, 4, 16, 3, 2, 0.8, (False,))
-    add(128, 4, 32, 2, 2, 1.0, (False,))
-    add(128, 4, 16, 2, 2, 0.8, (False, True))
-    add(256, 8, 16, 2, 1, 1.0, (False, True))
+    add(64, 4, 32, 1, 64, 3, 2, "registers", False, 1.0)
+    add(64, 8, 16, 2, 256, 2, 1, "registers", False, 0.84)
+    add(64, 4, 16, 1, 64, 3, 2, "registers", True, 1.0)
+    add(128, 8, 16, 1, 128, 3, 1, "registers", False, 1.0)
+    add(128, 4, 16, 1, 128, 2, 2, "registers", False, 0.97)
+    add(128, 4, 16, 1, 64, 2, 2, "registers", True, 1.0)
+    add(256, 8, 16, 1, 64, 2, 1, "registers", False, 1.0, half_p=False)  # it would spill, on sm_80
+    add(256, 4, 16, 1, 32, 3, 2, "registers", False, 0.8)
+    add(256, 4, 16, 1, 32, 3, 2, "registers", True, 1.0)
+    add(64, 4, 16, 1, 64, 3, 3, "native", False, 1.0)
+    add(64, 8, 16, 2, 128, 3, 1, "native", False, 0.9)
+    add(64, 4, 16, 1, 64, 3, 2, "native", True, 1.0)
+    add(128, 4, 16, 1, 64, 2, 2, "native", False, 1.0)
+    add(128, 4, 16, 1, 64, 2, 2, "native", True, 1.0)
     return found
 
 
 SPEEDS = _shipped()
-"""What is compiled, and how fast each is beside the fastest of its head dims where there are plenty of tiles."""
+"""What is compiled, and how fast each is beside the fastest of its head dims and operands where there are plenty of tiles (H100, 4k tokens;
+`native`: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
 
 INSTANCES = tuple(SPEEDS)
 
@@ -227,9 +264,9 @@ def takes(config: PortableConfig, call: Call) -> bool:
     """Whether an instance does what a call asks for."""
     if config.head_dim < call.head_dim or config.value_dim < call.value_dim:
         return False
-    if config.operands == "native" and (call.compute != "e4m3" or call.two_level is False):
+    if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
         return False
-    return config.general or not is_general(call)
+    return config.general or not config.fused or not is_general(call)
 
 
 def is_general(call: Call) -> bool:
@@ -240,7 +277,14 @@ def is_general(call: Call) -> bool:
 @functools.cache
 def group(dim: int, device: Device) -> tuple[PortableConfig, ...]:
     """What is compiled together for the larger of a call's head dims, rounded up: what a GPU needs of it."""
-    return tuple(c for c in INSTANCES if c.head_dim == dim and fits(c, device))
+    able = (c for c in INSTANCES if c.head_dim == dim and fits(c, device))
+    return tuple(c for c in able if c.operands != "native" or multiplies_e4m3(device))
+
+
+def multiplies_e4m3(device: Device) -> bool:
+    """Whether `mma.sync` of e4m3 is an instruction. Hopper's tensor cores take e4m3 by wgmma only; there it is compiled to conversions of both
+    operands and products of halves, which cost more than converting once."""
+    return device.has_fp8_units and device.arch // 10 != 9
 
 
 def padded_dim(call: Call) -> int:
@@ -249,16 +293,17 @@ def padded_dim(call: Call) -> int:
 
 
 @functools.cache
-def _serving(dim: int, general: bool, native: bool, device: Device) -> tuple[PortableConfig, ...]:
-    able = [c for c in group(dim, device) if c.general >= general]
-    units = [c for c in able if c.operands == ("native" if native and device.has_fp8_units else "registers")]
+def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, device: Device) -> tuple[PortableConfig, ...]:
+    able = [c for c in group(dim, device) if c.general >= general and c.e4m3_p == e4m3_p]
+    units = [c for c in able if c.operands == "native" and native] or [c for c in able if c.operands == "registers"]
     exact = [c for c in units if c.general == general]
     return tuple(exact or units)
 
 
 def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
     """The shipped instances that a call is chosen among: e4m3 tensor cores where there are any and the recipe wants them."""
-    return _serving(padded_dim(call), is_general(call), call.compute == "e4m3" and call.two_level is not False, device)
+    e4m3_p = call.compute == "e4m3"
+    return _serving(padded_dim(call), is_general(call), e4m3_p, e4m3_p and call.two_level is not False, device)
 
 
 def why_not(call: Call, device: Device) -> str | None:

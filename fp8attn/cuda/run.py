@@ -61,7 +61,7 @@ def forward(call: Call, device: Device, config: Config | None = None) -> tuple[t
     counter = out.new_zeros(1, dtype=torch.int32) if call.causal != "none" and tiles > ctas else None
     library = library_of(config, device)
     library.forward(
-        library.instances.index(config), *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)), call.compute == "e4m3",
+        library.instances.index(config), *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
         call.q, call.q_scale, call.q_group, call.k, call.k_scale, call.k_group, call.v, call.v_scale, call.v_mean,
         call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
     )  # fmt: skip

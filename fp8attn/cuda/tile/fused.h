@@ -60,7 +60,7 @@ __device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32
 
 // A thread's P of 32 keys as an operand of P * V, without a shuffle: of every 16 keys it has 2c, 2c + 1, 8 + 2c, 8 + 2c + 1 (c its lane in
 // the quad), which is what the operand of halves wants; that of e4m3 wants slots 4c ... 4c + 3, and these are the same keys in quantized V.
-template <Operands O, bool AS_E4M3>
+template <Operands O, bool E4M3>
 __device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -69,7 +69,7 @@ __device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
       const float* x = p + 8 * h + 2 * r;
       if constexpr (O == Operands::native) {
         a[2 * h + r] = ptx::e4m3x4(x[0], x[1], x[4], x[5]);
-      } else if constexpr (AS_E4M3) {
+      } else if constexpr (E4M3) {
         ptx::halves_of_e4m3(ptx::e4m3x4(x[0], x[1], x[4], x[5]), a[4 * h + r], a[4 * h + 2 + r]);
       } else {
         a[4 * h + r] = ptx::half2(x[0], x[1]);
@@ -96,10 +96,11 @@ struct Fused {
 
   // The keys from `start` on; some rows see them not all unless `whole`.
   template <typename Storage, typename K, typename V>
-  __device__ void attend(const Params& p, Storage& shared, const Tile& tile, const K& k, const V& v, int start, bool whole) {
+  __device__ void attend(const Params& p, Storage& shared, const K& k, const V& v, int start, bool whole) {
     const bool by_key = C.general && p.k_group == 1;
-    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
-    const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : start / SCALE_BLOCK * p.k_scale_strides[2]]);
+    const Tile& tile = shared.source.tile;
+    const float* k_scale = shared.source.k_scale;
+    const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : (start + first_key) / SCALE_BLOCK * p.k_scale_strides[2]]);
     float s[tiles][keys / 2] = {}, factor[tiles][2], alpha[tiles][2];
     scores(s, shared.q, k);
 #pragma unroll
@@ -116,11 +117,8 @@ struct Fused {
       if (!whole) hide(s[t], shared.facts.row_end, start + first_key, f);
       softmax[t].advance(s[t], factor[t], alpha[t]);
     }
-    // all that follows of a block is without branches, so that exponentials find their place between products
-    if (C.operands == Operands::native || p.p_is_e4m3)
-      values<true>(s, factor, alpha, v);
-    else
-      values<false>(s, factor, alpha, v);
+    // without branches from here on, so that exponentials find their place between products
+    values(s, factor, alpha, v);
   }
 
   // Normalises and stores the output and its LSE.
@@ -202,31 +200,31 @@ struct Fused {
   }
 
   // P of 32 keys as operands.
-  template <bool AS_E4M3>
   __device__ void probabilities(uint32_t (&p)[tiles][A_WORDS<C.operands>], float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], int step) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       softmax[t].exponentiate(s[t] + 16 * step, factor[t]);
       softmax[t].exponentiate(s[t] + 16 * step + 8, factor[t]);
-      operand_of<C.operands, AS_E4M3>(p[t], s[t] + 16 * step);
+      operand_of<C.operands, C.e4m3_p>(p[t], s[t] + 16 * step);
     }
   }
 
-  // O * alpha + P * V.
-  template <bool AS_E4M3, typename V>
+  // O * alpha + P * V; the warp's keys are slots 32 first_step ... of a block.
+  template <typename V>
   __device__ void values(float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], const float (&alpha)[tiles][2], const V& v) {
     uint32_t b[2][B_WORDS<C.operands>];
+    const int first_step = first_key / 32;
     if constexpr (C.operands == Operands::native) {
       // two-level accumulation: e4m3's accumulators keep 13 bits, so a key block's are fresh, and come in by the multiply-add that rescales
       uint32_t p[steps][tiles][A_WORDS<C.operands>];
 #pragma unroll
-      for (int step = 0; step < steps; ++step) probabilities<AS_E4M3>(p[step], s, factor, step);
+      for (int step = 0; step < steps; ++step) probabilities(p[step], s, factor, step);
 #pragma unroll
       for (int channel = 0; channel < C.value_dim; channel += 16) {
         float fresh[tiles][2][4] = {};
 #pragma unroll
         for (int step = 0; step < steps; ++step) {
-          load_columns<C.operands>(b, v, channel, first_key / 32 + step);
+          load_columns<C.operands>(b, v, channel, first_step + step);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -248,10 +246,10 @@ struct Fused {
 #pragma unroll
       for (int step = 0; step < steps; ++step) {
         uint32_t p[tiles][A_WORDS<C.operands>];
-        probabilities<AS_E4M3>(p, s, factor, step);
+        probabilities(p, s, factor, step);
 #pragma unroll
         for (int channel = 0; channel < C.value_dim; channel += 16) {
-          load_columns<C.operands>(b, v, channel, first_key / 32 + step);
+          load_columns<C.operands>(b, v, channel, first_step + step);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll

@@ -54,9 +54,8 @@ struct OnlineSoftmax {
   // Takes over row r of somebody with other keys: by what the two outputs are to be multiplied.
   __device__ void absorb(int r, float their_m, float their_l, float& mine, float& theirs) {
     const float m_new = fmaxf(m[r], their_m);
-    const float origin = m_new == -INFINITE ? 0.0f : m_new;
-    mine = ptx::exp2_approx(m[r] - origin);
-    theirs = ptx::exp2_approx(their_m - origin);
+    mine = ptx::exp2_approx(m[r] - origin(m_new));
+    theirs = ptx::exp2_approx(their_m - origin(m_new));
     m[r] = m_new;
     l[r] = fmaf(l[r], mine, their_l * theirs);
   }

@@ -14,10 +14,10 @@ struct alignas(128) SharedTile {
   static constexpr int rows = ROWS, chunks = BYTES / 16;
   static constexpr int pitch = SWIZZLE ? BYTES : BYTES + 16;
 
-  uint8_t bytes[ROWS > 0 ? ROWS * pitch : 16];
+  uint8_t bytes[ROWS * pitch];
 
   __device__ static int offset(int row, int chunk) {
-    const int moved = SWIZZLE ? chunk ^ (BYTES % 128 == 0 ? row % 8 : row / 2 % 4) : chunk;
+    const int moved = SWIZZLE ? chunk ^ (BYTES % 128 == 0 ? row % 8 : row * BYTES / 128 % chunks) : chunk;
     return row * pitch + 16 * moved;
   }
 
@@ -36,6 +36,10 @@ struct alignas(128) SharedTile {
     return reinterpret_cast<T*>(bytes + i * pitch);
   }
 };
+
+// What an instance has no use for.
+template <int BYTES, bool SWIZZLE>
+struct SharedTile<0, BYTES, SWIZZLE> {};
 
 // f(row, chunk) for every chunk of a tile, shared out among THREADS threads; a thread has the same ones each time.
 template <typename Tile, int THREADS, typename F>

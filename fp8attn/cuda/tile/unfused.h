@@ -48,13 +48,13 @@ struct Unfused {
   }
 
   template <typename Storage, typename K, typename V>
-  __device__ void attend(const Params& p, Storage& shared, const Tile& tile, const K& k, const V& v, int start, bool whole) {
+  __device__ void attend(const Params& p, Storage& shared, const K& k, const V& v, int start, bool whole) {
     if constexpr (C.tensor_qk)
       tensor_scores(shared, k);
     else
       scalar_scores(shared, k);
     __syncwarp();
-    softmax(p, shared, tile, start);
+    softmax(p, shared, start);
     __syncwarp();
     if constexpr (C.tensor_pv)
       tensor_values(shared, v);
@@ -142,9 +142,10 @@ struct Unfused {
 
   // Scores become P; alpha is what sums so far are to be multiplied with.
   template <typename Storage>
-  __device__ void softmax(const Params& p, Storage& shared, const Tile& tile, int start) {
+  __device__ void softmax(const Params& p, Storage& shared, int start) {
     const bool by_key = p.k_group == 1;
-    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
+    const Tile& tile = shared.source.tile;
+    const float* k_scale = shared.source.k_scale;
     const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : start / SCALE_BLOCK * p.k_scale_strides[2]]);
     for (int r = 0; r < 16; ++r) {
       const int row = first + r, end = shared.facts.row_end[row];
@@ -171,7 +172,7 @@ struct Unfused {
         x[j] = probability<C.fast_exp>(x[j], 1.0f, origin);
         sum += x[j];
         uint32_t half, unused;
-        if (p.p_is_e4m3)
+        if constexpr (C.e4m3_p)
           ptx::halves_of_e4m3(ptx::e4m3x4(x[j], 0.0f, 0.0f, 0.0f), half, unused);
         else
           half = ptx::half2(x[j], 0.0f);
