@@ -294,7 +294,7 @@ def sdpa(
             element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
         out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
-        backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA where it has a kernel and can be compiled, Triton
+        backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
             for other calls on a GPU, and the exact reference for CPU tensors.
 
     Returns:
@@ -396,7 +396,7 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     call = call_of(query, key, value, *args, **kwargs)
     properties = device_of(device)
     if chosen != "triton":
-        reason = ops.why_not_cuda(call)
+        reason = ops.why_not_cuda(call) if chosen == "cuda" else ops.why_not_cuda_first(call)
         if reason is None:
             config = cuda.choose(call, properties)
             if not isinstance(config, PortableConfig):

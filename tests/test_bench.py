@@ -15,7 +15,7 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import cases, compare, peers, plot, readme, timing, tune
+from bench import cases, compare, ladder, peers, plot, readme, report, timing, tune
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
@@ -197,3 +197,27 @@ def test_the_picture_is_of_the_committed_results(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="no row of 16k tokens"):
         plot.draw(tmp_path / "x.png", tmp_path / "empty.jsonl")
+
+
+def test_the_ladder_without_a_gpu_says_so(device: torch.device, capsys: pytest.CaptureFixture) -> None:
+    if device.type == "cuda":
+        pytest.skip("there is a GPU")
+    assert command.main(["ladder"]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_rungs_are_compared_with_the_one_before_and_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    case = ladder.CASES[0]
+    names = ("0 scalar", "1 wmma-qk", "2 cp.async")
+    results = [ladder.Result(case, name, ladder.rungs(64)[name]) for name in names] + [ladder.Result(case, "SDPA flash", None)]
+    times = {"0 scalar": 100.0, "2 cp.async": 25.0, "SDPA flash": 50.0}  # one was refused
+    found = ladder._compared(results, {name: timing.Timing.of([us], 1, "by hand") for name, us in times.items()})
+    assert [r.against_previous for r in found] == [None, None, 4.0, None]
+    assert [r.against_first for r in found] == [None, None, 4.0, 2.0]
+    assert report.ladder_table(found).row_count == 4
+    records = [r.record() | {"gpu": "a GPU", "commit": "0123456789"} for r in found]
+    ladder.draw(records, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no rung was timed"):
+        ladder.draw(records[1:2], tmp_path / "none.png")

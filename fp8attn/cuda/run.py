@@ -18,6 +18,12 @@ def why_not(call: Call, device: Device) -> str | None:
     return None if configs.why_not(call, device) is None else portable.why_not(call, device)
 
 
+def why_not_first(call: Call, device: Device) -> str | None:
+    """Why `auto` doesn't take these kernels for a call, or None if it does: where the Hopper kernel runs. On other GPUs nobody has measured
+    the portable kernel beside Triton's, and on Hopper Triton's is faster."""
+    return configs.why_not(call, device)
+
+
 def choose(call: Call, device: Device) -> Config:
     """The instance that runs a call, `why_not` having said that there is one: the Hopper kernel's where one does."""
     return configs.choose(call, device) if configs.why_not(call, device) is None else portable.choose(call, device)
