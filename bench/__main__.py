@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import get_args
 
 import torch
 
-from . import accuracy, cases, compare, ladder, plot, quantize, readme, report, tune
-from .gates import Gates, all_green, judge
+from . import accuracy, adapters, cases, commits, compare, document, ladder, plot, profile, quantize, readme, report, search
+from .compare import Comparison
+from .gates import Gates, all_green, compiles, judge
 from .machine import machine
-from .peers import compile_all
+from .peers import OWN, Peer, compile_all
 from .run import Result, side_by_side
+from .timing import Cache, Launch, Protocol
+from .worker import Worker
 
 DEFAULT = "run"
+
+
+MODULES: dict[str, ModuleType] = {
+    "ladder": ladder,
+    "profile": profile,
+    "search": search,
+    "plot": plot,
+    "report": document,
+}
+"""Commands that are modules of their own: HELP, add_arguments(parser), main(arguments, device) -> exit code."""
+
+LARGEST_COMPILED = 1 << 30
+"""Bytes of a case that is run once to compile it, beside others: larger ones use the same kernels as smaller ones."""
+
+
+def protocol_of(arguments: argparse.Namespace) -> Protocol:
+    return Protocol(arguments.rounds, arguments.milliseconds, arguments.lead_in, arguments.cache, arguments.launch)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,88 +53,122 @@ def parser() -> argparse.ArgumentParser:
     timed = argparse.ArgumentParser(add_help=False)
     timed.add_argument("--rounds", type=int, default=5, help="turns that every peer gets (default: %(default)s)")
     timed.add_argument("--milliseconds", type=float, default=25.0, help="length of a turn on a GPU (default: %(default)s)")
+    timed.add_argument(
+        "--lead-in", type=float, default=25.0, metavar="MILLISECONDS",
+        help="of the same work before a turn, untimed, so that the clock is the peer's own (default: %(default)s)",
+    )  # fmt: skip
+    timed.add_argument(
+        "--cache", choices=get_args(Cache), default="rotate",
+        help="what calls find in L2: other inputs' bytes (rotate), nothing (cold: a sample is one call), their own (warm); default: %(default)s",
+    )  # fmt: skip
+    timed.add_argument(
+        "--launch", choices=get_args(Launch), default="graph", help="CUDA graphs, or one by one with the CPU's time counted (default: %(default)s)"
+    )
+    peered = argparse.ArgumentParser(add_help=False)
+    peered.add_argument("--peer", action="append", metavar="SUBSTRING", help="only peers with this in their names; repeatable")
 
-    side_by_side = commands.add_parser("run", parents=[filtered, timed, recorded], help="speed and errors beside PyTorch's SDPA backends")
-    side_by_side.add_argument("--suite", action="append", choices=cases.SUITES, help="repeatable; default: seeds and headline, tiny without a GPU")
+    side_by_side = commands.add_parser(
+        "run", parents=[filtered, peered, timed, recorded], help="speed and errors, side by side with whoever is installed"
+    )
+    side_by_side.add_argument("--suite", action="append", choices=cases.NAMES, help="repeatable; default: seeds and prefill, tiny without a GPU")
     side_by_side.add_argument("--distribution", default="normal", choices=cases.DISTRIBUTIONS, help="of the inputs (default: %(default)s)")
     side_by_side.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown tables, to standard output without FILE")
-    commands.add_parser("accuracy", parents=[filtered, recorded], help="errors by distribution and length")
+    commands.add_parser("peers", help="who can be compared on this machine, and what the others need")
+    commands.add_parser("accuracy", parents=[filtered, peered, recorded], help="errors by distribution and length")
     commands.add_parser("quantize", parents=[filtered, timed, recorded], help="the quantizer's bandwidth")
-    climbing = commands.add_parser("ladder", parents=[filtered, recorded], help="what each feature of the portable CUDA kernel is worth")
-    climbing.add_argument("--rounds", type=int, default=5, help="turns that every rung gets (default: %(default)s)")
-    climbing.add_argument("--milliseconds", type=float, default=130.0, help="length of a turn (default: %(default)s)")
-    climbing.add_argument("--picture", type=Path, metavar="FILE", help=f"draw a bar chart, {ladder.PICTURE.name} for the README")
-    tuning = commands.add_parser("tune", parents=[filtered], help="time the candidate configs of every kind of call; takes long")
-    tuning.add_argument("--write", action="store_true", help="put the best into fp8attn/triton/shipped.json")
-    tuning.add_argument("--shown", type=int, default=10, help="candidates to print (default: %(default)s)")
-    comparing = commands.add_parser("compare", help="two results files, case by case: what is faster, what slower, what noise")
-    comparing.add_argument("before", type=Path, metavar="BEFORE.jsonl")
-    comparing.add_argument("after", type=Path, metavar="AFTER.jsonl")
-    comparing.add_argument("--backend", default="", metavar="SUBSTRING", help="only backends with this in their names")
+    comparing = commands.add_parser(
+        "compare", parents=[filtered, timed], help="two results files or two commits, case by case: what is faster, what slower, what noise"
+    )
+    comparing.add_argument("before", metavar="BEFORE", help="a results file, or with --commits a git revision")
+    comparing.add_argument("after", metavar="AFTER", help="likewise")
+    comparing.add_argument("--commits", action="store_true", help="measure two commits now, in turns: a process each, on the one GPU")
+    comparing.add_argument("--suite", action="append", choices=cases.NAMES, help="of --commits; repeatable; default: prefill, tiny without a GPU")
+    comparing.add_argument("--to", type=Path, metavar="FOLDER", help="of --commits: keep before.jsonl and after.jsonl there")
+    comparing.add_argument("--backend", default="", metavar="SUBSTRING", help="only backends with this in their names; of --commits: of fp8attn's")
     comparing.add_argument("--require", type=float, metavar="RATIO", help="fail unless every row is this many times as fast as before")
     comparing.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
-    drawing = commands.add_parser("plot", help="speed over length, from a results file")
-    drawing.add_argument("--source", type=Path, default=plot.SOURCE, metavar="FILE.jsonl", help="default: %(default)s")
-    drawing.add_argument("--to", type=Path, default=plot.PICTURE, metavar="FILE", help="its suffix is the format (default: %(default)s)")
+    for name, module in MODULES.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=f"{module.HELP}."))
     commands.add_parser("readme", help="fill the README's tables from bench/results")
     return top
+
+
+def peers_of(arguments: argparse.Namespace) -> tuple[Peer, ...]:
+    """Those asked for that are here; what the others need is printed."""
+    here, needs = adapters.present(adapters.chosen(arguments.peer))
+    for name, need in needs.items():
+        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+    return here
 
 
 def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int:
     gpu = device.type == "cuda"
     console, gates = report.console(), Gates.load()
-    names = arguments.suite or (["seeds", "headline"] if gpu else ["tiny"])
-    chosen = [case for name in names for case in cases.suite(name, gpu) if arguments.case in case.name]
+    names = arguments.suite or (["seeds", "prefill"] if gpu else ["tiny"])
+    chosen = [work for work in cases.workloads(names, arguments.distribution, gpu) if arguments.case in work[0].name]
+    peers = peers_of(arguments)
     gated = cases.suite("seeds", gpu)
+    verdicts = []
     with report.progress() as bar:
         if gpu:
-            everything = list(dict.fromkeys((*gated, *chosen)))
+            everything = list(dict.fromkeys((*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))))
             task = bar.add_task("compiling", total=len(everything))
-            for _ in compile_all(everything):
+            for case, wrong in compile_all(everything):
+                verdicts.append(compiles(case, wrong))
                 bar.advance(task)
-        task = bar.add_task("gates", total=len(gated))
-        verdicts = []
-        for case in gated:
-            verdicts += judge(case, gates, device)
-            bar.advance(task)
-    console.print(report.gate_table(verdicts, gates))
+        if all(verdict.green for verdict in verdicts):
+            task = bar.add_task("gates", total=len(gated))
+            for case in gated:
+                verdicts += judge(case, gates, device)
+                bar.advance(task)
+    console.print(report.gate_table([verdict for verdict in verdicts if verdict.errors or not verdict.green], gates))
     if not all_green(verdicts):
         console.print("[red]A gate is red: no speed is reported.[/]")
         return 1
-    about = machine(device)
+    about, protocol = machine(device), protocol_of(arguments)
     results: list[Result] = []
     with report.progress() as bar:
         task = bar.add_task("", total=len(chosen))
-        for case in chosen:
+        for case, distribution in chosen:
             bar.update(task, description=case.name)
-            found = side_by_side(case, arguments.distribution, arguments.rounds, arguments.milliseconds, gates.bad, device)
-            report.append(arguments.json, (report.json_line("run", result.record(), about) for result in found))
+            found = side_by_side(case, distribution, peers, protocol, gates, device)
+            record_protocol = {"cache": protocol.cache, "launch": protocol.launch, "lead_in_ms": protocol.lead_in}
+            report.append(arguments.json, (report.json_line("run", result.record() | record_protocol, about) for result in found))
             results += found
             bar.advance(task)
     for table in report.speed_tables(results, gpu):
         console.print(table)
     if arguments.markdown:
-        text = report.markdown(results, str(about["gpu"] or "Triton's interpreter: times mean nothing for speed"))
+        text = document.markdown([result.record() | about for result in results])
         if arguments.markdown == "-":
             print(text)
         else:
             Path(arguments.markdown).write_text(text)
-    return 0
+    reds = [result for result in results if result.broken]
+    for result in reds:
+        console.print(f"[red]red, no speed: {result.case.name}, {result.distribution}, {result.backend}: {', '.join(result.broken)}[/]")
+    return 1 if reds else 0
 
 
 def run_accuracy(arguments: argparse.Namespace, device: torch.device) -> int:
     gpu, gates, about = device.type == "cuda", Gates.load(), machine(device)
-    chosen = [problem for problem in accuracy.problems(gpu) if arguments.case in problem[0].name]
+    chosen = [work for work in cases.accuracy(gpu) if arguments.case in work[0].name]
+    peers = peers_of(arguments)
     results: list[Result] = []
     with report.progress() as bar:
         task = bar.add_task("", total=len(chosen))
         for case, distribution in chosen:
             bar.update(task, description=f"{distribution}, {case.name}")
-            found = accuracy.accuracy(case, distribution, gates.bad, device)
+            found = accuracy.accuracy(case, distribution, peers, gates.bad, device)
             report.append(arguments.json, (report.json_line("accuracy", result.record(), about) for result in found))
             results += found
             bar.advance(task)
     report.console().print(report.accuracy_table(results, gpu))
+    return 0
+
+
+def run_peers(arguments: argparse.Namespace, device: torch.device) -> int:
+    report.console().print(report.peer_table({peer.name: peer.needs() for peer in adapters.PEERS}))
     return 0
 
 
@@ -123,56 +180,50 @@ def run_quantize(arguments: argparse.Namespace, device: torch.device) -> int:
         task = bar.add_task("", total=len(chosen))
         for case in chosen:
             bar.update(task, description=case.name)
-            results.append(quantize.measure(case, arguments.rounds, arguments.milliseconds, device))
+            results.append(quantize.measure(case, protocol_of(arguments), device))
             report.append(arguments.json, [report.json_line("quantize", results[-1].record(), about)])
             bar.advance(task)
     report.console().print(report.quantize_table(results, gpu))
     return 0
 
 
-def run_ladder(arguments: argparse.Namespace, device: torch.device) -> int:
-    reason = ladder.lacking(device)
-    if reason is not None:
-        print(f"ladder: {reason}", file=sys.stderr)
-        return 2
-    gates, about = Gates.load(), machine(device)
-    chosen = [case for case in ladder.CASES if arguments.case in case.name]
-    records = []
-    with report.progress() as bar:
-        task = bar.add_task("", total=len(chosen))
-        for case in chosen:
-            bar.update(task, description=case.name)
-            results = ladder.measure(case, gates.bad, arguments.rounds, arguments.milliseconds, device)
-            report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
-            records += [result.record() | about for result in results]
-            report.console().print(report.ladder_table(results))
+def compared_commits(arguments: argparse.Namespace, device: torch.device) -> tuple[Comparison, list[str]]:
+    """Two commits' changes, and what is red."""
+    gpu, gates, protocol = device.type == "cuda", Gates.load(), protocol_of(arguments)
+    names = arguments.suite or (["prefill"] if gpu else ["tiny"])
+    chosen = [work for work in cases.workloads(names, "normal", gpu) if arguments.case in work[0].name]
+    peers = [peer for peer in OWN if arguments.backend in peer.name]
+    revisions = [commits.resolved(revision) for revision in (arguments.before, arguments.after)]
+    changes, reds = [], []
+    with contextlib.ExitStack() as stack:
+        trees = [stack.enter_context(commits.tree_of(revision)) for revision in revisions]
+        workers = [stack.enter_context(Worker(tree, name)) for tree, name in zip(trees, (arguments.before, arguments.after), strict=True)]
+        abouts = [machine(device) | {"commit": revision} for revision in revisions]
+        files = [None, None] if arguments.to is None else [arguments.to / f"{name}.jsonl" for name in ("before", "after")]
+        if arguments.to is not None:
+            arguments.to.mkdir(parents=True, exist_ok=True)
+        bar = stack.enter_context(report.progress())
+        task = bar.add_task("taking turns", total=None)
+        for pair in commits.interleaved(workers[0], workers[1], chosen, peers, protocol, gates):
+            records = [pair.before.record(), pair.after.record()]
+            for file, record, about in zip(files, records, abouts, strict=True):
+                report.append(file, [report.json_line("run", record, about)])
+            for result, name in ((pair.before, arguments.before), (pair.after, arguments.after)):
+                if result.broken:
+                    reds.append(f"{name}: {result.case.name}, {result.backend}: {', '.join(result.broken)}")
+            if pair.before.timing and pair.after.timing:
+                changes.append(compare.paired((pair.before.case.name, pair.before.backend, pair.before.distribution), *records))
             bar.advance(task)
-    if arguments.picture is not None:
-        ladder.draw(records, arguments.picture)
-    return 0
-
-
-def run_tune(arguments: argparse.Namespace, device: torch.device) -> int:
-    if device.type != "cuda":
-        print("tune: needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
-        return 2
-    console = report.console()
-    best = {}
-    for case in tune.CASES:
-        if arguments.case in case.name:
-            kind, times = tune.candidates(case, device)
-            console.print(report.tune_table(kind, case.flops, times, arguments.shown))
-            if times:
-                best[kind] = times[0][1]
-    if arguments.write and best:
-        tune.write(best, torch.cuda.get_device_name(device))
-        console.print(f"written: {', '.join(sorted(best))}")
-    return 0
+    return Comparison(tuple(changes), (), ()), reds
 
 
 def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
+    reds: list[str] = []
     try:
-        found = compare.compare(arguments.before, arguments.after, arguments.backend)
+        if arguments.commits:
+            found, reds = compared_commits(arguments, device)
+        else:
+            found = compare.compare(Path(arguments.before), Path(arguments.after), arguments.backend)
     except (OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
@@ -186,16 +237,9 @@ def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
     short = [] if arguments.require is None else compare.short_of(found, arguments.require)
     for change in short:
         console.print(f"short of × {arguments.require}: {change.case}, {change.backend}: × {change.ratio:.3f}")
-    return 1 if short or (arguments.require is not None and not found.changes) else 0
-
-
-def run_plot(arguments: argparse.Namespace, device: torch.device) -> int:
-    try:
-        plot.draw(arguments.to, arguments.source)
-    except (OSError, ValueError) as error:
-        print(f"plot: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for line in reds:
+        console.print(f"[red]red, not compared: {line}[/]")
+    return 1 if short or reds or (arguments.require is not None and not found.changes) else 0
 
 
 def run_readme(arguments: argparse.Namespace, device: torch.device) -> int:
@@ -205,13 +249,12 @@ def run_readme(arguments: argparse.Namespace, device: torch.device) -> int:
 
 RUN = {
     "run": run_side_by_side,
+    "peers": run_peers,
     "compare": run_compare,
     "accuracy": run_accuracy,
     "quantize": run_quantize,
-    "ladder": run_ladder,
-    "tune": run_tune,
-    "plot": run_plot,
     "readme": run_readme,
+    **{name: module.main for name, module in MODULES.items()},
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,13 @@ class Case:
         return 2 * self.scores * (self.head_dim + self.value_dim) // (2 if self.causal else 1)
 
     @property
+    def least_bytes(self) -> int:
+        """That must cross device memory whatever the schedule: q, k and v once in e4m3, the output once in bfloat16."""
+        q = self.batch * self.q_heads * self.q_length * self.head_dim
+        kv = self.batch * self.kv_heads * self.kv_length * (self.head_dim + self.value_dim)
+        return q + kv + 2 * self.batch * self.q_heads * self.q_length * self.value_dim
+
+    @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of sdpa, PyTorch's and ours."""
         return {"is_causal": self.causal, "enable_gqa": self.q_heads != self.kv_heads}
@@ -75,9 +82,9 @@ SEEDS_ON_CPU = (square("small", 1, 2, 128, 64), square("mission-256, 2 heads", 1
 """What Triton's interpreter does in a second or two: one case inside a key block, one across two of them."""
 
 TOKENS, HIDDEN = 16384, 2048
-"""In all, and of all heads, in the headline suite: every case has the same q, k and v by size."""
+"""In all, and of all heads, in the suite `prefill`: every case has the same q, k and v by size."""
 
-HEADLINE = tuple(
+PREFILL = tuple(
     square(f"D{dim} {_mask(causal)} {length // 1024}k", TOKENS // length, HIDDEN // dim, length, dim, causal)
     for dim in (64, 128, 256)
     for length in (1024, 2048, 4096, 16384)
@@ -95,18 +102,82 @@ SMALL = tuple(
     for batch, length, causal in ((2, 512, False), (2, 512, True), (1, 512, False), (2, 2048, False))
 )
 
+DECODE_LIKE = tuple(
+    Case(f"B{batch} GQA 32/8 D128 {queries} on {keys // 1024}k", batch, 32, 8, queries, keys, 128, 128, causal=False)
+    for batch, queries, keys in ((32, 1, 8192), (8, 1, 65536), (8, 16, 8192), (8, 64, 8192), (1, 128, 131072))
+)
+"""A few new tokens, which see all keys: one, what speculative decoding verifies, and the end of a chunked prefill."""
+
+LONG = tuple(
+    square(f"H{heads} D128 {_mask(causal)} {length // 1024}k", 1, heads, length, 128, causal)
+    for heads, length in ((16, 65536), (4, 131072), (2, 262144), (1, 524288))
+    for causal in (False, True)
+)
+
+DIFFUSION = (
+    # tokens and heads of CogVideoX-2B and -1.5, Wan 2.1 14B at 480p and 720p, HunyuanVideo at 720p; from their published shapes
+    square("video 17k H30 D64", 1, 30, 17776, 64),
+    square("video 44k H30 D64", 1, 30, 45056, 64),
+    square("video 32k H40 D128", 1, 40, 32760, 128),
+    square("video 75k H40 D128", 1, 40, 75600, 128),
+    square("video 118k H24 D128", 1, 24, 118806, 128),
+)
+
 TINY = (
     square("tiny full", 1, 2, 128, 64),
     square("tiny causal GQA", 1, 4, 64, 32, True, kv_heads=2),
 )
 
-SUITES = {"seeds": SEEDS, "headline": HEADLINE, "gqa": GQA, "small": SMALL, "tiny": TINY}
-NEEDS_GPU = ("headline", "gqa", "small")
+Workload = tuple[Case, str]
+"""A case and the distribution of its inputs."""
+
+
+def _few_queries(keys: int, queries: int) -> Case:
+    return Case(f"{keys // 1024}k keys D128", 1, 1, 1, queries, keys, 128, 128, causal=False)
+
+
+ACCURACY: tuple[Workload, ...] = (
+    *((square(f"{length // 1024}k keys D128", 1, 4, length, 128), "normal") for length in (1024, 16384)),
+    *((_few_queries(keys, 1024), "one-sign") for keys in (16384, 131072, 524288)),
+    *((square(f"4k keys D{dim}", 1, 4, 4096, dim), name) for name in ("outliers", "channel-bias") for dim in (64, 128)),
+)
+"""Where FP8 attention is known to go wrong."""
+
+ACCURACY_ON_CPU: tuple[Workload, ...] = (
+    (square("256 keys D128", 1, 1, 256, 128), "normal"),
+    (_few_queries(1024, 64), "one-sign"),
+    *((square("256 keys D64", 1, 1, 256, 64), name) for name in ("outliers", "channel-bias")),
+)
+
+SUITES = {
+    "seeds": SEEDS,
+    "prefill": PREFILL,
+    "gqa": GQA,
+    "small": SMALL,
+    "decode-like": DECODE_LIKE,
+    "long": LONG,
+    "diffusion": DIFFUSION,
+    "tiny": TINY,
+}
+NAMES = (*SUITES, "accuracy")
+NEEDS_GPU = ("prefill", "gqa", "small", "decode-like", "long", "diffusion")
 
 
 def suite(name: str, gpu: bool) -> tuple[Case, ...]:
     """The cases of a suite; without a GPU, those of `seeds` that the interpreter can do."""
     return SEEDS_ON_CPU if name == "seeds" and not gpu else SUITES[name]
+
+
+def accuracy(gpu: bool) -> tuple[Workload, ...]:
+    return ACCURACY if gpu else ACCURACY_ON_CPU
+
+
+def workloads(names: Sequence[str], distribution: str, gpu: bool) -> list[Workload]:
+    """What these suites consist of, each once; `accuracy` has distributions of its own, the others get `distribution`."""
+    found: list[Workload] = []
+    for name in names:
+        found += accuracy(gpu) if name == "accuracy" else [(case, distribution) for case in suite(name, gpu)]
+    return list(dict.fromkeys(found))
 
 
 def normal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:

@@ -1,4 +1,5 @@
-"""No speed without correctness: fp8attn's answers to the suite `seeds` are held to the limits in gates.json before anything is timed.
+"""No speed without correctness. Three gates in a row: everything compiles; fp8attn's answers to the suite `seeds` are within the limits in
+gates.json; and in every case that is timed, its rows are within those limits that mean the same at any length. A red one has no speed.
 
 The limits are for N(0, 1) inputs, where FP8's rounding alone makes a relative L2 error of 0.050 to 0.055:
 - max_abs, mean_abs: of |error|. They bound what a user sees of short sequences; beyond a few thousand keys zeros would nearly pass.
@@ -23,6 +24,8 @@ from .peers import OWN, Problem, answer
 
 FILE = Path(__file__).with_name("gates.json")
 
+SCALE_FREE = ("relative_l2", "bad_share")
+
 
 @dataclass(frozen=True)
 class Gates:
@@ -44,14 +47,19 @@ class Gates:
                 raise ValueError(f"{path}: the limit {name} = {limit}")
         return cls(limits, Bad(**content["bad"]))
 
-    def broken(self, errors: Errors) -> tuple[str, ...]:
-        """Names of the limits that `errors` exceeds; NaN exceeds every limit."""
-        return tuple(name for name, limit in self.limits.items() if not getattr(errors, name) <= limit)
+    def broken(self, errors: Errors, scale_free: bool = False) -> tuple[str, ...]:
+        """Names of the limits that `errors` exceeds; NaN exceeds every limit.
+
+        Args:
+            scale_free: only limits that mean the same at any length.
+        """
+        judged = {name: limit for name, limit in self.limits.items() if name in SCALE_FREE or not scale_free}
+        return tuple(name for name, limit in judged.items() if not getattr(errors, name) <= limit)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One gate: a case and one of fp8attn's rows. `broken` names the limits exceeded, or says why there was no answer."""
+    """One gate: a case and one of fp8attn's rows, or what compiles them. `broken` names the limits exceeded, or says why there was no answer."""
 
     case: Case
     backend: str
@@ -61,6 +69,11 @@ class Verdict:
     @property
     def green(self) -> bool:
         return not self.broken
+
+
+def compiles(case: Case, wrong: str | None) -> Verdict:
+    """The gate before the first answer."""
+    return Verdict(case, "compiler", None, () if wrong is None else (wrong,))
 
 
 def judge(case: Case, gates: Gates, device: torch.device) -> list[Verdict]:

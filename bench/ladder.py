@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,20 @@ from fp8attn.cuda import run as cuda
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import Device, device_of
 
+from . import report
 from .cases import Case, square
 from .errors import Bad, Errors
+from .gates import Gates
+from .machine import machine
 from .peers import PYTORCH, Attention, Problem, answer, poison
 from .readme import RESULTS
-from .timing import Timing, tflops, time_all
+from .timing import Protocol, Timing, tflops, time_all
+
+HELP = "what each feature of the portable CUDA kernel is worth"
 
 CASES = (square("B2 H8 S512 D64", 2, 8, 512, 64), square("B1 H16 S4096 D128", 1, 16, 4096, 128))
 
 PICTURE = RESULTS / "ladder.png"
-
-SAMPLES = 100
-"""Of every rung, at least."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def _resources(config: PortableConfig, meta: dict[str, Any]) -> dict[str, int]:
     return next((numbers for name, numbers in meta["resources"].items() if mangled in name), {})
 
 
-def measure(case: Case, bad: Bad, rounds: int, milliseconds: float, device: torch.device) -> list[Result]:
+def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> list[Result]:
     """Every rung of a case in order, then the Hopper kernel where it runs, then PyTorch's backends.
 
     Raises:
@@ -114,7 +118,7 @@ def measure(case: Case, bad: Bad, rounds: int, milliseconds: float, device: torc
         if reason is not None:
             results.append(Result(case, name, config, refused=reason))
             continue
-        poison(expected)
+        poison(problem)
         runs[name] = lambda i, config=config: cuda.forward(calls[i % len(calls)], properties, config)[0]  # type: ignore[misc]
         results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=_resources(config, meta)))
     if isinstance(cuda.choose(calls[0], properties), PortableConfig):
@@ -129,7 +133,8 @@ def measure(case: Case, bad: Bad, rounds: int, milliseconds: float, device: torc
         if given.attention is not None:
             runs[peer.name] = given.attention
         results.append(Result(case, peer.name, None, given.errors, refused=given.refused))
-    return _compared(results, time_all(runs, len(problem.sets), rounds, milliseconds, device))
+    timed = time_all(runs, len(problem.sets), protocol, device)
+    return _compared(results, {name: found.timing for name, found in timed.items()})
 
 
 def _compared(results: list[Result], timings: dict[str, Timing]) -> list[Result]:
@@ -189,3 +194,34 @@ def lacking(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "needs an NVIDIA GPU, and torch sees none"
     return fp8attn.api.cuda_missing(device)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that every rung gets (default: %(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=130.0, help="length of a turn (default: %(default)s, 100 samples of the slowest rung)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw a bar chart; the README's is {PICTURE.name}")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    reason = lacking(device)
+    if reason is not None:
+        print(f"ladder: {reason}", file=sys.stderr)
+        return 2
+    gates, about = Gates.load(), machine(device)
+    protocol = Protocol(arguments.rounds, arguments.milliseconds)
+    records = []
+    with report.progress() as bar:
+        chosen = [case for case in CASES if arguments.case in case.name]
+        task = bar.add_task("", total=len(chosen))
+        for case in chosen:
+            bar.update(task, description=case.name)
+            results = measure(case, gates.bad, protocol, device)
+            report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
+            records += [result.record() | about for result in results]
+            report.console().print(report.ladder_table(results))
+            bar.advance(task)
+    if arguments.picture is not None:
+        draw(records, arguments.picture)
+    return 0

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CLOCKS = {"sm_clock_mhz": "clocks.current.sm", "memory_clock_mhz": "clocks.current.memory", "power_w": "power.draw"}
+READINGS = {
+    "sm_clock_mhz": "clocks.current.sm",
+    "memory_clock_mhz": "clocks.current.memory",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+}
+"""What is recorded of a GPU at work, and nvidia-smi's names for it."""
 
 
 def _output(*command: str) -> str | None:
@@ -61,10 +70,53 @@ def machine(device: torch.device) -> dict[str, str | int | None]:
     }
 
 
-def clocks(device: torch.device) -> dict[str, float | None]:
-    """MHz and watts as nvidia-smi shows them; None where it isn't there."""
-    values = _nvidia_smi(device, *CLOCKS.values())
-    return {name: _number(values[i]) if values else None for i, name in enumerate(CLOCKS)}
+class Sensors:
+    """A GPU's clocks, power and temperature while it works: by NVML if its Python module is here, else by nvidia-smi, else None.
+
+    Attributes:
+        quick: whether a reading takes well under a millisecond, so that one fits into every turn of a timing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._nvml, self._handle = _nvml_handle(device)
+        self.quick = self._handle is not None
+
+    def read(self) -> dict[str, float | None]:
+        """MHz, watts and degrees Celsius now; None for what can't be read."""
+        if self._handle is None:
+            values = _nvidia_smi(self.device, *READINGS.values())
+            return {name: _number(values[i]) if values else None for i, name in enumerate(READINGS)}
+        nvml, handle = self._nvml, self._handle
+        return {
+            "sm_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            "memory_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+            "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        }
+
+
+def _nvml_handle(device: torch.device) -> tuple[Any, Any]:
+    """NVML and its handle of a device, or None twice."""
+    if device.type != "cuda":
+        return None, None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # NVML's errors are of a module that may not be here
+        return None, None
+
+
+def typical(readings: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """The median of every reading; None where there is none."""
+    found: dict[str, float | None] = {}
+    for name in READINGS:
+        there = [value for reading in readings if (value := reading[name]) is not None]
+        found[name] = statistics.median(there) if there else None
+    return found
 
 
 def _number(text: str) -> float | None:

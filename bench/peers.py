@@ -1,4 +1,4 @@
-"""Who is compared: fp8attn's kernels and PyTorch's attention backends, each by name."""
+"""Who is compared, each by name: fp8attn's kernels, PyTorch's attention backends, and what else is installed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,21 @@ KERNEL, END_TO_END = "kernel alone", "end to end"
 MOST_SCORES = 1 << 28
 """Of PyTorch's math backend, which stores them all, more than once."""
 
+MOST_CHECKED = 1 << 37
+"""Scores that the exact answer is computed of; of larger problems it is computed for the last CHECKED_ROWS queries only."""
+
+CHECKED_ROWS = 1024
+
 Attention = Callable[[int], torch.Tensor]
 """The answer (B, Hq, Sq, Dv) to the input set of this number, modulo the number of sets."""
+
+
+def as_it_is(problem: Problem, out: torch.Tensor) -> torch.Tensor:
+    return out
+
+
+def needs_nothing() -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -55,9 +68,21 @@ class Problem:
         rest: list[Tensors] = [(first[0].clone(), first[1].clone(), first[2].clone()) for _ in range(copies - 1)]
         return cls(case, distribution, device, (first, *rest))
 
+    @property
+    def checked_rows(self) -> int:
+        """How many of the last queries have an expected answer."""
+        return self.case.q_length if self.case.scores <= MOST_CHECKED else min(CHECKED_ROWS, self.case.q_length)
+
     def expected(self) -> torch.Tensor:
-        """Exact attention of the unquantized inputs, float32 (B, Hq, Sq, Dv)."""
-        return cast(torch.Tensor, fp8attn.reference_sdpa(*self.sets[0], **self.case.options, out_dtype=torch.float32))
+        """Exact attention of the last `checked_rows` unquantized queries, float32 (B, Hq, rows, Dv)."""
+        q, k, v = self.sets[0]
+        # the last rows of a square causal problem are one that is causal from the bottom right
+        return cast(
+            torch.Tensor,
+            fp8attn.reference_sdpa(
+                q[:, :, -self.checked_rows :], k, v, **self.case.options, causal_alignment="bottom_right", out_dtype=torch.float32
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -68,12 +93,16 @@ class Peer:
         stages: of KERNEL and END_TO_END, those whose table it stands in; what takes bfloat16 as it is stands in both.
         prepare: everything that isn't timed.
         own: whether it is fp8attn's.
+        needs: what this machine lacks for it, or None.
+        restored: the answer in the inputs' units, where that isn't a part of the call.
     """
 
     name: str
     stages: tuple[str, ...]
     prepare: Callable[[Problem], Attention]
     own: bool = False
+    needs: Callable[[], str | None] = needs_nothing
+    restored: Callable[[Problem, torch.Tensor], torch.Tensor] = as_it_is
 
 
 def _triton(problem: Problem) -> Attention:
@@ -123,7 +152,6 @@ PYTORCH = tuple(
         ("math", SDPBackend.MATH),
     )
 )
-PEERS = OWN + PYTORCH
 
 
 @dataclass(frozen=True)
@@ -145,11 +173,13 @@ def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> An
         warnings.simplefilter("always")
         try:
             attention = peer.prepare(problem)
-            poison(expected)
-            errors = Errors.of(attention(0), expected, bad)
+            poison(problem)
+            out = peer.restored(problem, attention(0))
+            errors = Errors.of(out[:, :, -problem.checked_rows :], expected, bad)
         except Exception as error:
             # PyTorch says in warnings why a backend can't
-            said = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
+            told = [warning.message for warning in caught if not issubclass(warning.category, DeprecationWarning)]
+            said = [str(message).split(" (Triggered internally")[0] for message in told]
             words = "; ".join([f"{type(error).__name__}: {error}".strip(), *said])
             return Answer(refused=words, unavailable=isinstance(error, fp8attn.BackendUnavailable))
     if not errors.finite:
@@ -157,24 +187,35 @@ def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> An
     return Answer(errors, attention)
 
 
-def poison(like: torch.Tensor) -> None:
-    """Leave NaN in the memory that the allocator hands out next for a bfloat16 tensor of this size, so that what a kernel doesn't write shows."""
-    torch.full_like(like, torch.nan, dtype=torch.bfloat16)
+def poison(problem: Problem) -> None:
+    """Leave NaN in the memory that the allocator hands out next for a bfloat16 output, so that what a kernel doesn't write shows."""
+    case = problem.case
+    shape = (case.batch, case.q_heads, case.q_length, case.value_dim)
+    torch.full(shape, torch.nan, dtype=torch.bfloat16, device=problem.device)
 
 
-def compile_case(case: Case) -> None:
-    """Run a case once: its kernels are then in Triton's cache on disk."""
+def compile_case(case: Case) -> str | None:
+    """Run a case once, so that its kernels are in the caches on disk; the compiler's words if they can't be."""
     device = torch.device("cuda", torch.cuda.current_device())
-    fp8attn.triton_sdpa(*inputs(case, "normal", device), **case.options)
+    tensors = inputs(case, "normal", device)
+    try:
+        fp8attn.triton_sdpa(*tensors, **case.options)
+        fp8attn.cuda_sdpa(*tensors, **case.options)
+    except fp8attn.BackendUnavailable:
+        pass  # a machine without nvcc has Triton's kernels only; nothing is wrong with it
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     torch.cuda.synchronize()
+    return None
 
 
-def compile_all(cases: Sequence[Case]) -> Iterator[None]:
-    """Compile what cases need side by side, a process each at a time, and yield as they finish.
-
-    A compiler's error is left to the run of the case, which reports it.
-    """
+def compile_all(cases: Sequence[Case]) -> Iterator[tuple[Case, str | None]]:
+    """Compile what cases need side by side, a process each at a time, and yield each as it finishes, with what is wrong or None."""
     workers = min(len(cases), os.cpu_count() or 1, 12)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in as_completed([pool.submit(compile_case, case) for case in cases]):
-            yield
+        started = {pool.submit(compile_case, case): case for case in cases}
+        for done in as_completed(started):
+            try:
+                yield started[done], done.result()
+            except Exception as error:  # the process died
+                yield started[done], f"{type(error).__name__}: {error}"

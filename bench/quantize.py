@@ -12,7 +12,7 @@ import fp8attn
 from fp8attn import Quantized
 
 from .cases import HIDDEN, TOKENS, Case, Tensors, inputs, square
-from .timing import Timing, time_all
+from .timing import Protocol, Timing, time_all
 
 COPIED_BYTES = 1 << 30
 """Of the tensor that is copied; in the interpreter's run there is nothing to learn from so much."""
@@ -66,11 +66,11 @@ class Result:
         }
 
 
-def measure(case: Case, rounds: int, milliseconds: float, device: torch.device) -> Result:
+def measure(case: Case, protocol: Protocol, device: torch.device) -> Result:
     """Quantize and copy in turns. The inputs are larger than L2, so one set of them is cold."""
     tensors = inputs(case, "normal", device)
     source = torch.ones((COPIED_BYTES if device.type == "cuda" else 1 << 24) // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     runs = {"quantize": lambda i: fp8attn.quantize(*tensors), "copy": lambda i: target.copy_(source)}
-    timings = time_all(runs, 1, rounds, milliseconds, device)
-    return Result(case, traffic(tensors, fp8attn.quantize(*tensors)), timings["quantize"], 2 * source.nbytes, timings["copy"])
+    timed = time_all(runs, 1, protocol, device)
+    return Result(case, traffic(tensors, fp8attn.quantize(*tensors)), timed["quantize"].timing, 2 * source.nbytes, timed["copy"].timing)

@@ -20,7 +20,7 @@ def _lines(name: str) -> list[Record]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
     """A Markdown table whose first `words` columns hold words, the others numbers."""
     ruler = ["---"] * words + ["---:"] * (len(head) - words)
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ruler, *rows))
@@ -62,7 +62,7 @@ def speed() -> str:
         name = "B2 H8 S512 D64 full" if case == "mission" else case
         rows.append([name, *flops, f"{ratio[0]:.2f}", f"{whole['p50_us']:.0f}", f"{ratio[1]:.2f}", f"{kernel['relative_l2']:.4f}"])
     head = ("case", "CUDA, TFLOP/s", "Triton, TFLOP/s", "cuDNN bf16, TFLOP/s", "CUDA × cuDNN", "end to end, µs", "× cuDNN", "relative L2")
-    return f"{_machine(records)}:\n\n{_table(head, rows, 1)}"
+    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 
 def errors() -> str:
@@ -70,7 +70,7 @@ def errors() -> str:
     records = _lines("accuracy")
     backends = ("fp8attn cuda end to end", "fp8attn triton end to end", "SDPA cuDNN")
     rows = [[*key, *(f"{by[name]['relative_l2']:.4f}" for name in backends)] for key, by in _by_case(records, "distribution", "case").items()]
-    return f"{_machine(records)}:\n\n{_table(('inputs', 'keys', 'CUDA', 'Triton', 'SDPA cuDNN bf16'), rows, 2)}"
+    return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', 'CUDA', 'Triton', 'SDPA cuDNN bf16'), rows, 2)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {"speed": speed, "errors": errors}

@@ -6,21 +6,24 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import ladder, quantize
+from . import quantize
 from .compare import Comparison, summary
 from .errors import Errors
 from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
 from .run import Result
-from .timing import tflops
 
-WIDTH = 160
+if TYPE_CHECKING:
+    from . import ladder
+
+WIDTH = 176
 """Columns of a table where no terminal says how many it has."""
 
 INTERPRETED = (
@@ -30,6 +33,7 @@ INTERPRETED = (
 TIMED = (
     "Medians and percentiles of one interleaved run; a sample is the mean of the calls in one CUDA graph. "
     "× SDPA: the fastest PyTorch backend's median over this one's, more than 1 is faster. "
+    "of limit: the least time that the GPU's busiest unit needs in e4m3, from measured ceilings, over the median. "
     "bad: |error| > rtol·|expected| + atol·rms(expected), gates.json says how much. –: refused, --json keeps the reason."
 )
 
@@ -90,19 +94,32 @@ def speed_tables(results: Sequence[Result], gpu: bool) -> list[Table]:
     """One table for kernels alone and one from bfloat16 on; PyTorch's backends, which take bfloat16, stand in both."""
     tables = []
     for stage in (KERNEL, END_TO_END):
-        headers = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", *ERROR_HEADERS)
+        headers = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", "of limit", *ERROR_HEADERS)
         table = _table(stage.capitalize(), ("case", "backend"), headers, TIMED if gpu else INTERPRETED)
         for group in _by_case(results):
             table.add_section()
             for i, result in enumerate(r for r in group if stage in r.stages):
                 timing = result.timing
                 times = ("–",) * 3 if timing is None else tuple(f"{x:.1f}" for x in (timing.p50_us, timing.p90_us, timing.p99_us))
-                speeds = (_number(result.tflops, ".0f" if gpu else ".4f"), _number(result.against_sdpa, ".2f" if gpu else ".4f"))
+                speeds = (
+                    _number(result.tflops, ".0f" if gpu else ".4f"),
+                    _number(result.against_sdpa, ".2f" if gpu else ".4f"),
+                    _number(result.share_of_limit, ".0%"),
+                )
                 own = "bold" if result.backend.startswith("fp8attn") else None
-                name = result.case.name if i == 0 else ""
+                inputs = "" if result.distribution == "normal" else f", {result.distribution}"
+                name = result.case.name + inputs if i == 0 else ""
                 table.add_row(name, result.backend, *times, *speeds, *_error_cells(result.errors), style=own)
         tables.append(table)
     return tables
+
+
+def peer_table(needs: dict[str, str | None]) -> Table:
+    """Who can be compared here, and what the others need."""
+    table = _table("Peers", ("peer", "here", "needs"), ())
+    for name, need in needs.items():
+        table.add_row(name, "yes" if need is None else "no", "" if need is None else escape(need), style=None if need is None else "dim")
+    return table
 
 
 def accuracy_table(results: Sequence[Result], gpu: bool) -> Table:
@@ -155,14 +172,6 @@ def compare_table(comparison: Comparison) -> Table:
     return table
 
 
-def tune_table(kind: str, flops: int, times: Sequence[tuple[float, object]], shown: int) -> Table:
-    """The best candidates of one kind of call."""
-    table = _table(f"{kind}: best {min(shown, len(times))} of {len(times)} candidates", ("config",), ("µs", "TFLOP/s", "of best"))
-    for milliseconds, config in times[:shown]:
-        table.add_row(str(config), f"{milliseconds * 1e3:.1f}", f"{tflops(flops, milliseconds * 1e3):.0f}", f"{times[0][0] / milliseconds:.1%}")
-    return table
-
-
 def json_line(benchmark: str, record: dict[str, Any], machine: dict[str, Any]) -> str:
     """One line of strict JSON; numbers that aren't finite, which JSON doesn't have, become null."""
     line = {"benchmark": benchmark, **record, **machine}
@@ -174,21 +183,3 @@ def append(file: Path | None, lines: Iterable[str]) -> None:
     if file is not None:
         with file.open("a") as stream:
             stream.writelines(lines)
-
-
-def markdown(results: Sequence[Result], gpu_name: str) -> str:
-    """A table for each stage, a row for each case: median microseconds and TFLOP/s by backend, speed against SDPA and own error."""
-    parts = []
-    for stage in (KERNEL, END_TO_END):
-        there = [result for result in results if stage in result.stages]
-        backends = list(dict.fromkeys(result.backend for result in there))
-        headers = ["case", *(f"{name}, µs (TFLOP/s)" for name in backends), "× fastest SDPA", "relative L2"]
-        rows = [headers, ["---", *["---:"] * (len(headers) - 1)]]
-        for group in _by_case(there):
-            cells = {r.backend: "–" if r.timing is None else f"{r.timing.p50_us:.1f} ({_number(r.tflops, '.0f')})" for r in group}
-            own = next((result for result in group if result.errors), group[0])
-            error = _number(own.errors.relative_l2 if own.errors else None, ".4f")
-            rows.append([own.case.name, *(cells.get(name, "–") for name in backends), _number(own.against_sdpa, ".2f"), error])
-        lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        parts.append(f"**{stage.capitalize()}**, {gpu_name}\n\n{lines}\n")
-    return "\n".join(parts)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import machine
+from fp8attn.device import device_of
+
 from .cases import Case
 from .errors import Bad, Errors
-from .peers import PEERS, PYTORCH, Answer, Problem, answer
-from .timing import Timing, tflops, time_all
+from .gates import Gates
+from .limits import Limit, limit_of
+from .peers import PYTORCH, Answer, Peer, Problem, answer
+from .timing import Protocol, Timing, tflops, time_all
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,11 @@ class Result:
 
     Attributes:
         against_sdpa: median of the case's fastest PyTorch backend over this one's; more than 1 is faster.
+        limit: the least time the hardware needs for the case in e4m3, whoever runs it; None if nobody measured the GPU's ceilings.
         refused: why there is no timing, or None.
-        clocks: as they were right after the case was timed.
+        unavailable: this machine can't have the backend, and nothing is wrong.
+        broken: limits of gates.json that one of fp8attn's own rows exceeds: it is red, and has no timing.
+        readings: the GPU's clocks, power and temperature in the backend's turns.
     """
 
     case: Case
@@ -32,12 +39,20 @@ class Result:
     errors: Errors | None
     timing: Timing | None = None
     against_sdpa: float | None = None
+    limit: Limit | None = None
     refused: str | None = None
-    clocks: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    unavailable: bool = False
+    broken: tuple[str, ...] = ()
+    readings: dict[str, float | None] = dataclasses.field(default_factory=dict)
 
     @property
     def tflops(self) -> float | None:
         return None if self.timing is None else tflops(self.case.flops, self.timing.p50_us)
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """The hardware's least time over the median."""
+        return None if self.timing is None or self.limit is None else self.limit.us / self.timing.p50_us
 
     def record(self) -> dict[str, Any]:
         """One flat JSON object; fields that don't apply are null."""
@@ -53,29 +68,49 @@ class Result:
             **timing,
             "tflops": self.tflops,
             "against_sdpa": self.against_sdpa,
+            "limit_us": None if self.limit is None else self.limit.us,
+            "limited_by": None if self.limit is None else self.limit.by,
+            "share_of_limit": self.share_of_limit,
             **errors,
             "refused": self.refused,
-            **self.clocks,
+            "broken": list(self.broken),
+            **self.readings,
         }
 
 
-def side_by_side(case: Case, distribution: str, rounds: int, milliseconds: float, bad: Bad, device: torch.device) -> list[Result]:
+def side_by_side(case: Case, distribution: str, peers: Sequence[Peer], protocol: Protocol, gates: Gates, device: torch.device) -> list[Result]:
     """A result for every peer, in the peers' order."""
-    problem = Problem.of(case, distribution, device, rotate=True)
-    answers = ask_all(problem, bad)
-    runs = {name: given.attention for name, given in answers.items() if given.attention is not None}
-    timings = time_all(runs, len(problem.sets), rounds, milliseconds, device)
-    clocks = machine.clocks(device)
-    fastest = min((timings[peer.name].p50_us for peer in PYTORCH if peer.name in timings), default=None)
+    problem = Problem.of(case, distribution, device, rotate=protocol.cache == "rotate")
+    answers = ask_all(problem, peers, gates.bad)
+    broken = {peer.name: red(peer, answers[peer.name], distribution, gates) for peer in peers}
+    runs = {name: given.attention for name, given in answers.items() if given.attention is not None and not broken[name]}
+    timed = time_all(runs, len(problem.sets), protocol, device)
+    fastest = min((timed[peer.name].timing.p50_us for peer in PYTORCH if peer.name in timed), default=None)
+    limit = limit_of(case, device_of(device))
     results = []
-    for peer in PEERS:
-        given, timing = answers[peer.name], timings.get(peer.name)
-        ratio = None if fastest is None or timing is None else fastest / timing.p50_us
-        results.append(Result(case, peer.name, peer.stages, distribution, given.errors, timing, ratio, given.refused, clocks))
+    for peer in peers:
+        given, found = answers[peer.name], timed.get(peer.name)
+        ratio = None if fastest is None or found is None else fastest / found.timing.p50_us
+        timing, readings = (None, {}) if found is None else (found.timing, found.readings)
+        wrong = broken[peer.name]
+        refused = given.refused or (f"red: {', '.join(wrong)}" if wrong else None)
+        result = Result(case, peer.name, peer.stages, distribution, given.errors, timing, ratio, limit, refused, given.unavailable, wrong, readings)
+        results.append(result)
     return results
 
 
-def ask_all(problem: Problem, bad: Bad) -> dict[str, Answer]:
+def red(peer: Peer, given: Answer, distribution: str, gates: Gates) -> tuple[str, ...]:
+    """What is wrong with the answer of one of fp8attn's own rows, which then isn't timed: limits that mean the same at any length, for
+    the inputs they were set for; an answer that isn't finite; an exception other than that the machine can't have it."""
+    if not peer.own or given.unavailable:
+        return ()
+    if given.refused is not None:
+        return (given.refused,)
+    assert given.errors is not None
+    return gates.broken(given.errors, scale_free=True) if distribution == "normal" else ()
+
+
+def ask_all(problem: Problem, peers: Sequence[Peer], bad: Bad) -> dict[str, Answer]:
     """Every peer's answer, by its name."""
     expected = problem.expected()
-    return {peer.name: answer(peer, problem, expected, bad) for peer in PEERS}
+    return {peer.name: answer(peer, problem, expected, bad) for peer in peers}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
+
+from .machine import Sensors, typical
 
 Run = Callable[[int], object]
 """One call on the input set of this number, modulo the number of sets."""
@@ -21,25 +24,68 @@ MOST_CALLS = 256
 
 WARM_UP_CALLS = 3
 
+FLUSH_MILLISECONDS = 0.1
+"""What writing over L2 takes, about: counted into a turn's length, not into its samples."""
+
 CYCLES_PER_SECOND = 2e9
 """No less than a GPU's clock, to make it wait for a time."""
 
 
+Cache = Literal["rotate", "cold", "warm"]
+"""What calls find in L2: `rotate`, another input set each, together twice L2's size; `cold`, nothing: L2 is written over before every
+call, which is a sample of its own; `warm`, their own inputs."""
+
+Launch = Literal["graph", "eager"]
+"""`graph`: calls are captured, so that the CPU's part isn't counted; `eager`: one by one, the CPU's part counts where it is longer."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How everyone is timed.
+
+    Attributes:
+        rounds: turns that each gets.
+        milliseconds: of a turn on a GPU.
+        lead_in: milliseconds of the same work before a turn, untimed: a power-capped card's clock follows what it did just before.
+    """
+
+    rounds: int = 5
+    milliseconds: float = 25.0
+    lead_in: float = 25.0
+    cache: Cache = "rotate"
+    launch: Launch = "graph"
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: percentiles over samples, each the mean of `calls` calls back to back."""
+    """Microseconds of one call: statistics over samples, each the mean of `calls` calls back to back.
+
+    Attributes:
+        p50_us, p90_us, p99_us, mean_us, std_us: over all samples of all rounds.
+        round_us: the median of each round. How far they lie apart is the noise between rounds: the card's clock and temperature.
+        method: how calls were launched.
+    """
 
     p50_us: float
     p90_us: float
     p99_us: float
+    mean_us: float
+    std_us: float
+    round_us: tuple[float, ...]
     samples: int
     calls: int
     method: str
 
     @classmethod
-    def of(cls, microseconds: Sequence[float], calls: int, method: str) -> Timing:
-        p50, p90, p99 = (float(p) for p in np.percentile(microseconds, (50, 90, 99)))
-        return cls(p50, p90, p99, len(microseconds), calls, method)
+    def of(cls, rounds: Sequence[Sequence[float]], calls: int, method: str) -> Timing:
+        """
+        Args:
+            rounds: microseconds of each round's samples.
+        """
+        samples = np.concatenate([np.asarray(one, dtype=float) for one in rounds])
+        p50, p90, p99 = (float(p) for p in np.percentile(samples, (50, 90, 99)))
+        medians = tuple(float(np.median(one)) for one in rounds)
+        return cls(p50, p90, p99, float(samples.mean()), float(samples.std()), medians, len(samples), calls, method)
 
 
 def tflops(flops: int, microseconds: float) -> float:
@@ -56,19 +102,23 @@ def input_sets(bytes_of_one: int, device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 1
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(max(math.ceil(2 * l2 / bytes_of_one), 1), MOST_CALLS)
+    return min(max(math.ceil(2 * l2_bytes(device) / bytes_of_one), 1), MOST_CALLS)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a peer repeats in its turn: `calls` calls, `milliseconds` in all; `launch_seconds` of CPU time unless it is a graph."""
+    """What a peer repeats in its turn: `calls` calls, `milliseconds` in all; `launch_seconds` of CPU time that a wait must hide.
+
+    Attributes:
+        flush: what is written before every replay, or None.
+    """
 
     replay: Callable[[], object]
     calls: int
     milliseconds: float
     launch_seconds: float
     method: str
+    flush: torch.Tensor | None = None
 
 
 def captured(run: Run, calls: int) -> Callable[[], object]:
@@ -101,70 +151,116 @@ def warm_up(run: Run) -> None:
     torch.cuda.synchronize()
 
 
-def work_of(run: Run, sets: int) -> Work:
-    """`run` captured, or looped if it can't be."""
+def l2_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def work_of(run: Run, sets: int, protocol: Protocol, device: torch.device) -> Work:
+    """`run` captured, or looped if it can't be or isn't to be."""
     warm_up(run)
     make, method = captured, "CUDA graph"
-    try:
-        replay = captured(run, sets)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        make, method = looped, "back to back"
+    if protocol.launch == "eager":
+        make, method = looped, "eager"
         replay = looped(run, sets)
+    else:
+        try:
+            replay = captured(run, sets)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            make, method = looped, "back to back"
+            replay = looped(run, sets)
     start = time.perf_counter()
     replay()
-    launch = time.perf_counter() - start
+    launch = time.perf_counter() - start if method == "back to back" else 0.0
     torch.cuda.synchronize()
-    first = Work(replay, sets, SAMPLE_MILLISECONDS, 0.0 if make is captured else launch, method)
+    if protocol.cache == "cold":
+        flush = torch.empty(2 * l2_bytes(device), dtype=torch.int8, device=device)
+        first = Work(replay, sets, SAMPLE_MILLISECONDS, launch, f"{method}, cold L2", flush)
+        return dataclasses.replace(first, milliseconds=float(np.median(turn(first, 2 * SAMPLE_MILLISECONDS))) / 1e3 + FLUSH_MILLISECONDS)
+    first = Work(replay, sets, SAMPLE_MILLISECONDS, launch, method)
     milliseconds = float(np.median(turn(first, 2 * SAMPLE_MILLISECONDS))) * sets / 1e3
     calls = min(sets * math.ceil(SAMPLE_MILLISECONDS / milliseconds), MOST_CALLS)
     if calls <= sets:
-        return Work(replay, sets, milliseconds, first.launch_seconds, method)
+        return dataclasses.replace(first, milliseconds=milliseconds)
     more = calls / sets
-    return Work(make(run, calls), calls, milliseconds * more, first.launch_seconds * more, method)
+    return Work(make(run, calls), calls, milliseconds * more, launch * more, method)
 
 
-def turn(work: Work, milliseconds: float) -> list[float]:
-    """Microseconds of a call in each of the replays that fill a time budget, at least two."""
-    count = max(math.ceil(milliseconds / work.milliseconds), 2)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    if work.launch_seconds:
-        torch.cuda._sleep(int((count + 1) * work.launch_seconds * CYCLES_PER_SECOND))  # meanwhile all is launched
-    work.replay()  # untimed: the launch of the next ones hides behind it, and the previous peer's cache lines go
-    events[0].record()
-    for event in events[1:]:
-        work.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 / work.calls for start, end in pairwise(events)]
-
-
-def time_all(runs: Mapping[str, Run], sets: int, rounds: int, milliseconds: float, device: torch.device) -> dict[str, Timing]:
-    """Every peer's timing, from rounds in which each takes its turn, so that a clock that falls or rises falls or rises for all.
-
-    Every second round goes backwards: a power-capped card slows whoever comes after a kernel that drew much.
+def turn(work: Work, milliseconds: float, lead_in: float = 0.0, busy: Callable[[], object] | None = None) -> list[float]:
+    """Microseconds of a call in each of the replays that fill a time budget, at least two.
 
     Args:
-        sets: number of input sets.
-        milliseconds: of each peer in each round; on a CPU, where kernels are interpreted, a turn is one call.
+        lead_in: milliseconds of replays before them, at least one replay.
+        busy: called while the GPU works.
     """
+    count = max(math.ceil(milliseconds / work.milliseconds), 2)
+    before = max(math.ceil(lead_in / work.milliseconds), 1)
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2))
+    if work.launch_seconds:
+        torch.cuda._sleep(int((count + before) * work.launch_seconds * CYCLES_PER_SECOND))  # meanwhile all is launched
+    for _ in range(before):
+        work.replay()  # untimed: the launch of the next ones hides behind it, and the previous peer's cache lines go
+    for start, end in zip(starts, ends, strict=True):
+        if work.flush is not None:
+            work.flush.zero_()
+        start.record()
+        work.replay()
+        end.record()
+    if busy is not None:
+        busy()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 / work.calls for start, end in zip(starts, ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A peer's timing, and the GPU's sensors as they stood in its turns."""
+
+    timing: Timing
+    readings: dict[str, float | None]
+
+
+def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: torch.device) -> dict[str, Timed]:
+    """Everyone's timing, from rounds in which each takes its turn, so that a clock that falls or rises falls or rises for all.
+
+    Every second round goes backwards: a power-capped card slows whoever comes after a kernel that drew much. On a CPU, where
+    kernels are interpreted, a turn is one call.
+
+    Args:
+        sets: number of input sets that calls walk over.
+    """
+    sensors = Sensors(device)
+    turns = {name: turns_of(run, sets, protocol, device) for name, run in runs.items()}
+    samples: dict[str, list[list[float]]] = {name: [] for name in runs}
+    readings: dict[str, list[dict[str, float | None]]] = {name: [] for name in runs}
+    for i in range(protocol.rounds):
+        last = i == protocol.rounds - 1
+        for name in list(turns)[:: 1 if i % 2 == 0 else -1]:
+            # a slow reading once at the end of a peer's turns, a quick one in each
+            read = (lambda name=name: readings[name].append(sensors.read())) if sensors.quick or last else None
+            samples[name].append(turns[name].take(read))
+    return {name: Timed(Timing.of(samples[name], one.calls, one.method), typical(readings[name])) for name, one in turns.items()}
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What is asked of a peer in every round: `take` gives microseconds of a call in each of the turn's samples."""
+
+    take: Callable[[Callable[[], object] | None], list[float]]
+    calls: int
+    method: str
+
+
+def turns_of(run: Run, sets: int, protocol: Protocol, device: torch.device) -> Turns:
+    """A run made ready for its turns."""
     if device.type != "cuda":
-        return _time_on_cpu(runs, rounds)
-    works = {name: work_of(run, sets) for name, run in runs.items()}
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(rounds):
-        for name in list(works)[:: 1 if i % 2 == 0 else -1]:
-            samples[name] += turn(works[name], milliseconds)
-    return {name: Timing.of(samples[name], work.calls, work.method) for name, work in works.items()}
-
-
-def _time_on_cpu(runs: Mapping[str, Run], rounds: int) -> dict[str, Timing]:
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
         run(0)
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run(0)
-            samples[name].append((time.perf_counter() - start) * 1e6)
-    return {name: Timing.of(times, 1, "wall clock") for name, times in samples.items()}
+        return Turns(lambda busy: [_wall_clock(run)], 1, "wall clock")
+    work = work_of(run, 1 if protocol.cache != "rotate" else sets, protocol, device)
+    return Turns(lambda busy: turn(work, protocol.milliseconds, protocol.lead_in, busy), work.calls, work.method)
+
+
+def _wall_clock(run: Run) -> float:
+    start = time.perf_counter()
+    run(0)
+    return (time.perf_counter() - start) * 1e6

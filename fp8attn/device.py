@@ -53,6 +53,38 @@ ARCHITECTURES = {
 }
 """A typical GPU of every architecture the kernels are compiled and tested for."""
 
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one GPU was measured to do at most, each unit busy by itself.
+
+    Attributes:
+        tensor_flop_per_clk: of one SM's tensor cores on e4m3, float32 accumulators; a multiply-add is two.
+        exact_exponentials_per_clk: ex2.approx results of one SM, float32.
+        codes_per_clk: e4m3 codes of 2^x of one SM, written directly without the MUFU unit.
+        clock_hz: that is sustained while the tensor cores are saturated: such a card is power-capped. Lighter work clocks higher.
+        dram_bytes_per_s: read from device memory.
+    """
+
+    tensor_flop_per_clk: int
+    exact_exponentials_per_clk: float
+    codes_per_clk: float
+    clock_hz: float
+    dram_bytes_per_s: float
+
+
+CEILINGS = {
+    # 1630 TFLOP/s sustained; the clock is what that takes at 8192 FLOP/clk and SM
+    "NVIDIA H100 80GB HBM3": Ceilings(8192, 16.0, 57.0, 1630e12 / (8192 * 132), 3.1e12),
+}
+"""By the GPU's name; micro-benchmarks, CUDA 13.0, 700 W. A GPU that nobody measured has none."""
+
+
+def ceilings_of(device: Device) -> Ceilings | None:
+    """The measured ceilings of a GPU, or None if there are none."""
+    return None if device.emulated else CEILINGS.get(device.name)
+
+
 INTERPRETER = Device("Triton interpreter", 90, 1, SHARED_MEMORY[90], emulated=True)
 """What kernels see on a machine without a GPU: an H100's numerics, one program at a time."""
 

@@ -15,13 +15,11 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import cases, compare, ladder, peers, plot, readme, report, timing, tune
+from bench import adapters, cases, compare, ladder, peers, plot, readme, report, timing
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
 from fp8attn.triton import run
-from fp8attn.triton.configs import HopperConfig, PortableConfig
-from fp8attn.triton.tune import from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,10 +34,19 @@ def test_suites() -> None:
     mission = seeds["mission"]
     assert (mission.batch, mission.q_heads, mission.q_length, mission.head_dim) == (2, 8, 512, 64)
     assert (seeds["mission-256"].batch, seeds["mission-256"].q_heads, seeds["mission-256"].q_length) == (2, 8, 256)
-    for case in cases.HEADLINE:
+    for case in cases.PREFILL:
         assert case.batch * case.q_length == 16384 and case.q_heads * case.head_dim == 2048
     names = [case.name for suite in cases.SUITES.values() for case in suite]
     assert len(names) == len(set(names))
+    assert max(case.kv_length for case in cases.LONG) == 524288
+    lengths = [case.kv_length for case in cases.DIFFUSION]
+    assert min(lengths) <= 17_776 and max(lengths) >= 118_000 and not any(case.causal for case in cases.DIFFUSION)
+    assert all(case.q_length <= 128 < case.kv_length for case in cases.DECODE_LIKE)
+
+
+def test_workloads_are_listed_once_and_accuracy_brings_its_distributions() -> None:
+    found = cases.workloads(["tiny", "accuracy", "tiny"], "outliers", gpu=False)
+    assert found == [*((case, "outliers") for case in cases.TINY), *cases.ACCURACY_ON_CPU]
 
 
 def test_flops() -> None:
@@ -60,8 +67,9 @@ def test_errors_by_hand() -> None:
 
 
 def test_percentiles() -> None:
-    found = timing.Timing.of([1.0, 2.0, 3.0, 4.0, 5.0], 1, "by hand")
+    found = timing.Timing.of([[1.0, 2.0, 3.0], [4.0, 5.0]], 1, "by hand")
     assert found.p50_us == 3.0 and found.p90_us == pytest.approx(4.6) and found.p99_us == pytest.approx(4.96) and found.samples == 5
+    assert found.mean_us == 3.0 and found.std_us == pytest.approx(math.sqrt(2)) and found.round_us == (2.0, 4.5)
 
 
 def test_every_pytorch_backend_is_named() -> None:
@@ -105,22 +113,11 @@ def test_the_command_without_a_gpu(tmp_path: Path) -> None:
     for expected in ("Gates", "Kernel alone", "End to end", "interpreter", "SDPA flash", "SDPA math", "fp8attn triton end to end"):
         assert expected in done.stdout, expected
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == len(cases.TINY) * len(peers.PEERS)
+    assert len(lines) == len(cases.TINY) * len(adapters.present(adapters.PEERS)[0])
+    assert "FA3 e4m3 isn't here: it needs" in done.stderr
     for line in lines:
         assert {"case", "backend", "p50_us", "p90_us", "p99_us", "tflops", "against_sdpa", "max_abs", "commit", "torch", "date"} <= line.keys()
         assert (line["refused"] is None) == (line["p50_us"] is not None)
-
-
-def test_tuning_writes_the_table(tmp_path: Path) -> None:
-    """Other GPUs' entries stay, and what is written is read again."""
-    path = tmp_path / "shipped.json"
-    path.write_text(
-        json.dumps({"other": {"d64 dv64 e4m3 full": {"kernel": "portable", "block_m": 64, "block_n": 64, "num_warps": 2, "num_stages": 2}}})
-    )
-    tune.write({"d128 dv128 e4m3 full": HopperConfig(2, 128, 2, 240)}, "one", path)
-    table = json.loads(path.read_text())
-    assert from_json(table["other"]["d64 dv64 e4m3 full"]) == PortableConfig(64, 64, 2, 2)
-    assert from_json(table["one"]["d128 dv128 e4m3 full"]) == HopperConfig(2, 128, 2, 240)
 
 
 def test_committed_results_are_whole() -> None:
@@ -165,7 +162,42 @@ def test_changes_beyond_noise_and_rows_that_only_one_run_has(tmp_path: Path) -> 
     assert [key[0] for key in found.only_before] == ["gone"] and [key[0] for key in found.only_after] == ["new"]
     noisy = compare.compare(before, results(tmp_path / "c.jsonl", {"faster": 80.0}, p90=1.3))
     assert noisy.changes[0].verdict == "no change"
-    assert "| slower | fp8attn cuda | 100.0 | 200.0 | 0.500 | ±2.0 % | slower |" in compare.markdown(found)
+    assert "| slower | fp8attn cuda | 100.0 | 200.0 | 0.500 | ±5.0 % | slower |" in compare.markdown(found)
+
+
+def test_rows_that_took_turns_are_compared_round_by_round() -> None:
+    """A clock that falls by a third in the middle of the run is no noise: it falls for both. Nor is one odd round."""
+    old, new = {"p50_us": 120.0, "round_us": [100.0, 100.0, 100.0, 150.0, 150.0]}, {"p50_us": 100.0, "round_us": [80.0, 81.0, 99.0, 120.0, 119.0]}
+    found = compare.paired(("case", "backend", "normal"), old, new)
+    assert found.ratio == 1.25 and 0.02 <= found.noise < 0.03 and found.verdict == "faster"
+    assert compare.change(("case", "backend", "normal"), old, new).verdict == "no change"
+    noisy = compare.paired(("case", "backend", "normal"), old, new | {"round_us": [80.0, 130.0, 60.0, 120.0, 170.0]})
+    assert noisy.ratio == 1.25 and noisy.noise > 0.3 and noisy.verdict == "no change"
+
+
+def test_uncertainty_is_three_standard_errors_of_a_median() -> None:
+    """Of medians of five numbers from N(1, 0.01), 99 % and more lie within it on average; a single odd one hardly counts."""
+    draws = torch.randn(2000, 5, generator=torch.Generator().manual_seed(0)).mul(0.01).add(1).tolist()
+    typical = sum(map(compare.uncertainty, draws)) / len(draws)
+    inside = sum(abs(sorted(draw)[2] - 1) <= typical for draw in draws) / len(draws)
+    assert inside > 0.97 and typical == pytest.approx(3 * 1.25 * 0.01 / math.sqrt(5), rel=0.35)
+    assert compare.uncertainty([1.0, 1.0, 1.0, 1.0, 9.0]) == 0.0
+
+
+in_git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not in_git, reason="compares commits: needs the repository's history")
+def test_comparing_a_commit_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Two processes take turns; which fp8attn each imports is checked there."""
+    words = ["compare", "HEAD", "HEAD", "--commits", "--case", "tiny full", "--suite", "tiny", "--backend", "fp8attn triton", "--rounds", "2"]
+    assert command.main([*words, "--milliseconds", "5", "--to", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 rows" in printed and "geometric mean" in printed
+    lines = [json.loads(line) for name in ("before", "after") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and len({line["commit"] for line in lines}) == 1 and all(len(line["round_us"]) == 2 for line in lines)
+    assert command.main(["compare", "nowhere", "HEAD", "--commits"]) == 2
+    assert "'nowhere' is no commit" in capsys.readouterr().err
 
 
 def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -199,6 +231,30 @@ def test_the_picture_is_of_the_committed_results(tmp_path: Path) -> None:
         plot.draw(tmp_path / "x.png", tmp_path / "empty.jsonl")
 
 
+def test_the_report_of_the_committed_results(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Every kind of picture, in both formats; the tables' numbers are the file's."""
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    assert command.main(["report", str(plot.SOURCE), "--to", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", *(f"{kind}.{suffix}" for kind in plot.KINDS for suffix in ("svg", "png"))}
+    text = (tmp_path / "report.md").read_text()
+    record = next(r for r in plot.records_of(plot.SOURCE) if (r["case"], r["backend"]) == ("D128 full 16k", "fp8attn cuda"))
+    assert f"| {record['p50_us']:.1f} ({record['tflops']:.0f}) |" in text and "![roofline](roofline.svg)" in text
+    assert "**Not timed**" in text and "SDPA math: " in text
+    roofline = (tmp_path / "roofline.svg").read_text()
+    assert "e4m3 tensor cores, 1630 TFLOP/s sustained" in roofline and "exact exponentials, D 64: 815" in roofline
+    assert (tmp_path / "error.png").read_bytes()[:4] == b"\x89PNG"
+    (tmp_path / "bad.jsonl").write_text('{"case": "x"}\n')
+    assert command.main(["report", str(tmp_path / "bad.jsonl"), "--to", str(tmp_path)]) == 2
+    assert "isn't a results file" in capsys.readouterr().err
+
+
+def test_every_kernel_that_can_be_timed_can_be_drawn() -> None:
+    """Each in a style of its own."""
+    kernels = [peer.name for peer in adapters.PEERS if peers.KERNEL in peer.stages]
+    assert set(kernels) - set(plot.STYLES) == {"SDPA efficient", "SDPA math"}
+    assert len(set(plot.STYLES.values())) == len(plot.STYLES)
+
+
 def test_the_ladder_without_a_gpu_says_so(device: torch.device, capsys: pytest.CaptureFixture) -> None:
     if device.type == "cuda":
         pytest.skip("there is a GPU")
@@ -212,7 +268,7 @@ def test_rungs_are_compared_with_the_one_before_and_the_first(tmp_path: Path) ->
     names = ("0 scalar", "1 wmma-qk", "2 cp.async")
     results = [ladder.Result(case, name, ladder.rungs(64)[name]) for name in names] + [ladder.Result(case, "SDPA flash", None)]
     times = {"0 scalar": 100.0, "2 cp.async": 25.0, "SDPA flash": 50.0}  # one was refused
-    found = ladder._compared(results, {name: timing.Timing.of([us], 1, "by hand") for name, us in times.items()})
+    found = ladder._compared(results, {name: timing.Timing.of([[us]], 1, "by hand") for name, us in times.items()})
     assert [r.against_previous for r in found] == [None, None, 4.0, None]
     assert [r.against_first for r in found] == [None, None, 4.0, 2.0]
     assert report.ladder_table(found).row_count == 4

@@ -59,11 +59,13 @@ def compile_all(arch: int) -> list[dict]:
         case = f"D {dim} Dv {value_dim} {compute} {mask}"
         recipe = Recipe(compute=compute)
         quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
+        many = torch.zeros(1, 1, fused.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
         call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
         with architecture(arch):
             run.forward(call, device, warmup=True)
             if mask == "full":
-                fused.quantize(q, k, v, recipe, device, warmup=True)
+                fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
+                fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
                 fused.import_values(quantized[1].data, device, warmup=True)
     return compiled
 
@@ -80,7 +82,7 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
     from fp8attn.device import SHARED_MEMORY
 
     names = {entry["kernel"] for entry in compiled}
-    assert {"forward_kernel", "gather_kernel", "finish_kernel", "write_kernel", "import_values_kernel"} <= names
+    assert {"forward_kernel", "short_kernel", "gather_kernel", "finish_kernel", "write_kernel", "import_values_kernel"} <= names
     assert ("hopper_kernel" in names) == (arch == 90)
     for entry in compiled:
         assert entry["shared"] <= SHARED_MEMORY[arch], (entry["case"], entry["kernel"])
@@ -91,5 +93,8 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
         for registers in re.findall(r"wgmma\.mma_async[^;]*\}, \{([^}]*)\}", entry["ptx"]):
             # ptxas 12.8 loses half of a register that holds the same pair of e4m3 twice, which only a P known in advance does
             assert len(set(registers.split(","))) == 4, f"{entry['case']}: parts of P are the same number: a length was compiled in"
-        if entry["kernel"] in ("gather_kernel", "write_kernel") and arch >= 89:
+        if entry["kernel"] in ("short_kernel", "gather_kernel", "write_kernel") and arch >= 89:
             assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
+        if entry["kernel"] in ("short_kernel", "gather_kernel", "finish_kernel", "write_kernel"):
+            # a dependent that doesn't wait reads what isn't there yet
+            assert ("griddepcontrol.wait" in entry["ptx"]) == (arch >= 90)

@@ -222,7 +222,7 @@ def test_resources_are_read_from_cuobjdump() -> None:
     assert build.parse_resources(text) == {"_Zfoo": {"reg": 128, "stack": 24, "shared": 0, "local": 0, "constant[0]": 1248, "texture": 0}}
 
 
-STACK = {HopperConfig(256, 256, 2, 2, 240, False, 1, True): 40}
+STACK = {HopperConfig(256, 256, 2, 2, 240, False, 1, True): 48}
 """Bytes of it that an instance may have; the others have none."""
 
 

@@ -30,7 +30,7 @@ MUTANTS = {
     "end of keys forgotten": ("tile/mask.h", "max(min(kv_length, min(row", "max(min(1 << 30, min(row"),
     "missing rescale": ("tile/softmax.h", "alpha[r] = ptx::exp2_approx(m[r] - origin[r]);", "alpha[r] = 1.0f;"),
     "stale maximum": ("tile/softmax.h", "m[r] = m_new;", "if (m[r] == -INFINITE) m[r] = m_new;"),
-    "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : shared.k_scale[ring.stage()])", "1.0f"),
+    "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : shared.k_scale[stage])", "1.0f"),
     "scale of another block": ("hopper.cuh", "*(k_scale += scale_step)", "*k_scale"),
     "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ from fp8attn.triton.tile import key_of_slot as kernels_key_of_slot
 BAD = (torch.nan, torch.inf, -torch.inf)
 BAD_PLACES = (*["nowhere"] * 5, "elements", "elements", "tokens", "channel", "everywhere")
 MAGNITUDES = (*["as drawn"] * 3, "subnormal", "largest")
+
+SHORTS = {"one launch": 4096, "three launches": 0}
+"""Lengths up to which the fused quantizer takes one launch."""
 
 EDGES = (127, 128, 129, 511, 512, 513, 1025)
 """Lengths around whole blocks and whole strips."""
@@ -154,24 +158,50 @@ def centred(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     return x.float() if quantized.mean is None else x.float() - quantized.mean.unsqueeze(-2)
 
 
-@given(problem=problems(), given_tensors=st.sampled_from(("q", "kv", "qkv", "qkv")))
-def test_triton_writes_the_same_bytes(problem: Problem, given_tensors: str, device: torch.device) -> None:
+@given(problem=problems(), given_tensors=st.sampled_from(("q", "kv", "qkv", "qkv")), launches=st.sampled_from(tuple(SHORTS)))
+def test_triton_writes_the_same_bytes(problem: Problem, given_tensors: str, launches: str, device: torch.device) -> None:
     q, k, v = (x if name in given_tensors else None for name, x in zip("qkv", problem.tensors(device), strict=True))
-    for actual, expected in zip(by_triton(q, k, v, problem.case.recipe), quantize(q, k, v, problem.case.recipe), strict=True):
+    with mock.patch.multiple(fused, SHORT=SHORTS[launches], SHORT_PROGRAMS=10**6):
+        results = by_triton(q, k, v, problem.case.recipe)
+    for actual, expected in zip(results, quantize(q, k, v, problem.case.recipe), strict=True):
         assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("launches", SHORTS)
 @pytest.mark.parametrize("granularity", ("head", "block"))
 @pytest.mark.parametrize("length", EDGES)
-def test_edges_of_blocks_and_strips(device: torch.device, length: int, granularity: Granularity) -> None:
+def test_edges_of_blocks_and_strips(
+    device: torch.device, length: int, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a NaN in the first token and another in the last, or none; every tensor of another dtype; means far from the zeros behind the end."""
-    q, k, v = normal((1, 1, length, 24), device, 3)
-    q, k, v = q.half(), (k + 20).bfloat16(), v - 30
+    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
+    q, k, v = normal((1, 1, length, 32), device, 3)
+    q, k, v = q[..., :24].half(), (k[..., :24] + 20).bfloat16(), v - 30
     recipe = Recipe(q=granularity, k=granularity)
     for bad in (0.0, torch.nan):
         q[..., 0, 3] = k[..., 0, 4] = v[..., -1, 5] = bad
         for actual, expected in zip(by_triton(q, k, v, recipe), quantize(q, k, v, recipe), strict=True):
             assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("launches", SHORTS)
+def test_only_the_first_strip_needs_care(device: torch.device, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
+    k, v = normal((1, 1, 2 * STRIP, 16), device, 2)
+    v[..., 3, 5] = torch.inf
+    for actual, expected in zip(by_triton(None, k, v, Recipe()), quantize(None, k, v, Recipe()), strict=True):
+        assert_same(actual, expected)
+
+
+def test_short_sequences_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(fused, "launch", lambda kernel, *arguments, **options: names.append(kernel.__name__))
+    hardware = dataclasses.replace(device_of(device), sm_count=10)
+    for heads, length, dim in ((1, fused.SHORT, 32), (1, fused.SHORT + 1, 32), (1, 8, 24), (20, 8, 32)):
+        fused.quantize(*normal((1, heads, length, dim), device, 3), Recipe(), hardware)
+    assert names == ["short_kernel"] + ["gather_kernel", "finish_kernel", "write_kernel"] * 3
 
 
 def test_more_strips_than_lanes(device: torch.device) -> None:

@@ -7,6 +7,7 @@
 
 #include "config.h"
 #include "params.h"
+#include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
@@ -18,7 +19,7 @@
 
 namespace fp8attn {
 
-constexpr int ONES = 8;       // channels of ones behind V's
+constexpr int ONES = 8;  // channels of ones behind V's
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int TILES = 4;
 
@@ -31,6 +32,7 @@ struct Shape {
   static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;
   static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
   static constexpr int threads = 128 * (C.consumers + 1);
+  static constexpr int tile_rows = C.consumers * ROWS;
 };
 
 template <HopperConfig C>
@@ -39,8 +41,8 @@ struct alignas(1024) SharedStorage {
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
   TileFacts<C.value_dim> facts[C.consumers];
-  float k_scale[C.stages];
   Tile tiles[TILES];  // of this round and the next; consumers may be two rounds apart
+  float k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
@@ -55,29 +57,31 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   ptx::tma_prefetch(p.v_map);
   const int64_t scale_step = p.k_group == KEYS ? p.k_scale_strides[2] : 0;  // scales of single keys are the consumers' to read
   Ring<C.stages> ring;
+  // a barrier is told of its bytes once they are on their way and what else it stands for is written
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
-    shared.tiles[(round + 1) % TILES] = schedule.at(schedule.after(round));  // before consumers are told of this round's queries
     const Tile tile = shared.tiles[round % TILES];
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
-      ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
+      ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
     }
-    const int blocks = visible.blocks(tile.first_row + C.consumers * ROWS - 1);
+    const int blocks = visible.blocks(tile.first_row + S::tile_rows - 1);
     const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
     const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
     float next_scale = *k_scale;
     for (int n = 0; n < blocks; ++n, ring.advance()) {
-      ptx::mbarrier_wait(&shared.k_empty[ring.stage()], ring.phase() ^ 1);
-      shared.k_scale[ring.stage()] = next_scale;
-      if (n + 1 < blocks) next_scale = *(k_scale += scale_step);
-      ptx::mbarrier_expect(&shared.k_full[ring.stage()], KEYS * C.head_dim);
+      const int stage = ring.stage();
+      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
       for (int i = 0; i < S::panels; ++i)
-        ptx::tma_load(shared.k[ring.stage()][i], p.k_map, &shared.k_full[ring.stage()], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
-      ptx::mbarrier_wait(&shared.v_empty[ring.stage()], ring.phase() ^ 1);
-      ptx::mbarrier_expect(&shared.v_full[ring.stage()], KEYS * C.value_dim);
-      ptx::tma_load(shared.v[ring.stage()], p.v_map, &shared.v_full[ring.stage()], n * KEYS, channel);
+        ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
+      shared.k_scale[stage] = next_scale;
+      ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
+      if (n + 1 < blocks) next_scale = *(k_scale += scale_step);
+      ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase() ^ 1);
+      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, channel);
+      if (n + 1 == blocks) shared.tiles[(round + 1) % TILES] = schedule.at(schedule.after(round));
+      ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
     }
   }
 }
@@ -174,13 +178,18 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     Softmax<C.exact> softmax;
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
-    // scores of block n become probabilities
-    const auto attend = [&](int n) {
-      float factor[2];
-      const float key_factor = p.score_scale * (by_key ? 1.0f : shared.k_scale[ring.stage()]);
+    // what the next softmax step wants to know, found out while its scores are in the making
+    float factor[2];
+    bool calm;
+    const auto prepare = [&](int stage) {
+      const float key_factor = p.score_scale * (by_key ? 1.0f : shared.k_scale[stage]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
-      const bool calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      softmax.prepare();
+    };
+    // scores of block n become probabilities
+    const auto attend = [&](int n) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(s);
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
@@ -218,11 +227,13 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     start_scores(s, shared, consumer, ring.stage());
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);
+    prepare(ring.stage());
     for (int n = 0; n < share.seen - 1; ++n) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
         ptx::mbarrier_wait(&shared.k_full[next.stage()], next.phase());
         start_scores(s, shared, consumer, next.stage());
+        prepare(next.stage());
       };
       attend(n);
       if constexpr (C.overlap) {
@@ -237,7 +248,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, [] {});
     ring.advance();
-    const int loaded = visible.blocks(share.tile.first_row + C.consumers * ROWS - 1);
+    const int loaded = visible.blocks(share.tile.first_row + S::tile_rows - 1);
     for (int n = share.seen; n < loaded; ++n, ring.advance()) {  // for later rows of the tile
       ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
@@ -255,7 +266,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   constexpr HopperConfig C = Instance::config;
   extern __shared__ __align__(1024) uint8_t bytes[];
   SharedStorage<C>& shared = *reinterpret_cast<SharedStorage<C>*>(bytes);
-  const Schedule schedule(p, C.consumers * ROWS);
+  const Schedule schedule(p, Shape<C>::tile_rows);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is the warp's
 
   for (int stage = 0; stage < C.stages; ++stage)
@@ -277,6 +288,8 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   }
   ptx::fence_proxy_async();
   __syncthreads();
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
 
   if (warpgroup == 0) {
     ptx::registers_decrease<PRODUCER_REGISTERS>();
@@ -287,14 +300,23 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   }
 }
 
-// At most one CTA an SM: `ctas` of them.
+// At most one CTA an SM: `ctas` of them. A programmatic dependent of what runs before it.
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(SharedStorage<Instance::config>);
   const cudaError_t error = cudaFuncSetAttribute(hopper_forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  hopper_forward<Instance><<<ctas, 128 * (Instance::config.consumers + 1), bytes, stream>>>(p);
-  return cudaGetLastError();
+  cudaLaunchAttribute dependent = {};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = ctas;
+  config.blockDim = Shape<Instance::config>::threads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, hopper_forward<Instance>, p);
 }
 
 }  // namespace fp8attn

@@ -209,11 +209,6 @@ BEST = {
 """By head dim, the features that pay on an H100 put together."""
 
 
-def able(rung: PortableConfig, call: Call) -> PortableConfig:
-    """A rung as a call needs it: general or not, with P rounded to e4m3 or not."""
-    return replace(rung, general=is_general(call), e4m3_p=call.compute == "e4m3")
-
-
 def _shipped() -> dict[PortableConfig, float]:
     found: dict[PortableConfig, float] = {}
 

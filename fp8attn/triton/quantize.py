@@ -2,7 +2,10 @@
 
 Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of strips of v, makes k's mean and
 quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
-or more is k read twice, too.
+or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one.
+
+Kernels are programmatic dependents of what runs before them, and let what comes after them start at once: it waits where it begins
+to touch memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import quantize as definition
 from ..call import GROUPS
@@ -24,6 +28,10 @@ from .tile import e4m3_code, is_finite, key_of_slot, scale_of
 STRIP: tl.constexpr = tl.constexpr(definition.STRIP)
 LANES: tl.constexpr = tl.constexpr(definition.LANES)
 CHANNELS: tl.constexpr = tl.constexpr(32)  # of one program of finish_kernel
+SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16 bits, what memory moves at once
+AT_ONCE: tl.constexpr = tl.constexpr(definition.STRIP // definition.LANES)  # groups of a strip that one program loads together, if it is to be quick
+SHORT = 1024  # tokens up to which short_kernel may be faster,
+SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
 MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
 ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
@@ -39,6 +47,7 @@ class Traits:
         q_group, k_group: rows under one scale that the kernel makes, 1 or SCALE_BLOCK; 0 if scales are given.
         k_extremes: whether K needs its channels' extremes, for scales of heads or of the tensor.
         native: the architecture converts to e4m3 by itself.
+        dependent: the architecture has programmatic dependent launch.
     """
 
     q_dim: int
@@ -50,11 +59,20 @@ class Traits:
     smooth_v: bool
     k_extremes: bool
     native: bool
+    dependent: bool
 
     @property
     def widths(self) -> tuple[int, int, int]:
         q, k, v = (max(16, triton.next_power_of_2(dim)) for dim in (self.q_dim, self.k_dim, self.v_dim))
         return q, k, v
+
+
+@triton.jit
+def begin(C: tl.constexpr):
+    """What every kernel does before it touches memory."""
+    if C.dependent:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -85,7 +103,8 @@ def sum_lanes(total):
 
 @triton.jit
 def sum_strip(
-    base, first, step, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr
+    base, first, step, stride, length,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Lanes' sums, minima and maxima (LANES, WIDTH) of the channels of STRIP tokens: groups of LANES, `step` tokens apart.
 
@@ -94,7 +113,7 @@ def sum_strip(
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.full([LANES, WIDTH], float("inf"), tl.float32)
     high = tl.full([LANES, WIDTH], -float("inf"), tl.float32)
-    for i in tl.range(0, STRIP // LANES, loop_unroll_factor=4):
+    for i in tl.range(0, STRIP // LANES, loop_unroll_factor=UNROLL):
         rows = first + i * step + tl.arange(0, LANES)
         x = load_tile(base, rows, stride, length, DIM, WIDTH, CAREFUL, False)
         if CAREFUL:
@@ -112,27 +131,31 @@ def sum_strip(
 
 
 @triton.jit
-def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Statistics of one strip of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care: ragged, or not all finite.
-
-    sums and flag may be None.
-    """
+def strip_statistics(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr):
+    """Of one strip of tokens: sums, minima and maxima (WIDTH,) of its finite elements, and whether it needs care: ragged, or not all finite."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.zeros([LANES, WIDTH], tl.float32)
     high = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
     first = strip * STRIP
     if first + STRIP <= length:
-        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, False)
+        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, False, UNROLL)
         # an element that isn't finite leaves a sum that isn't
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, True)
+        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, True, 4)
+    return sum_lanes(total), tl.min(low, 0), tl.max(high, 0), careful
+
+
+@triton.jit
+def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Statistics of one strip of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care. sums and flag may be None."""
+    total, low, high, careful = strip_statistics(base, strip, stride, length, DIM, WIDTH, 4)
     columns = tl.arange(0, WIDTH)
-    tl.store(extremes + columns, tl.min(low, 0), mask=columns < DIM)
-    tl.store(extremes + DIM + columns, tl.max(high, 0), mask=columns < DIM)
+    tl.store(extremes + columns, low, mask=columns < DIM)
+    tl.store(extremes + DIM + columns, high, mask=columns < DIM)
     if sums is not None:
-        tl.store(sums + columns, sum_lanes(total), mask=columns < DIM)
+        tl.store(sums + columns, total, mask=columns < DIM)
     if flag is not None:
         tl.store(flag, careful)
 
@@ -144,11 +167,16 @@ def removable(mean):
 
 
 @triton.jit
-def sample_mean(base, step, stride, length, inverse_size, mean, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """quantize.key_mean of one head."""
-    total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, False, True)
-    columns = tl.arange(0, WIDTH)
-    tl.store(mean + columns, removable(sum_lanes(total) * inverse_size), mask=columns < DIM)
+def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr):
+    """quantize.key_mean (WIDTH,) of one head."""
+    total = tl.zeros([LANES, WIDTH], tl.float32)
+    careful = 1
+    if (STRIP - LANES) * step + LANES <= length:
+        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, False, False, UNROLL)
+        careful = tl.max(tl.where(is_finite(total), 0, 1))
+    if careful == 1:
+        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, False, True, 4)
+    return removable(sum_lanes(total) * inverse_size)
 
 
 @triton.jit
@@ -220,27 +248,30 @@ def store_rows(
 
 
 @triton.jit
-def load_vector(vector, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def load_vector(vector, stride, behind, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """(WIDTH,), `behind` from DIM on."""
     columns = tl.arange(0, WIDTH)
-    return tl.load(vector + columns, mask=columns < DIM, other=0.0)[None, :]
+    return tl.load(vector + columns * stride, mask=columns < DIM, other=behind)
+
+
+@triton.jit
+def store_vector(vector, x, DIM: tl.constexpr):
+    columns = tl.arange(0, x.shape[0])
+    tl.store(vector + columns, x, mask=columns < DIM)
 
 
 @triton.jit
 def write_rows(
-    x, x_stride, mean, rows, hidden, whole, scale_out, scale_block, scale_stride, out, out_stride, length,
+    x, x_stride, shift, rows, hidden, whole, scale_out, scale_block, scale_stride, out, out_stride, length,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block of one head's q or k.
 
     Args:
-        mean: (DIM,), or None.
+        shift: what is subtracted, (1, WIDTH) or a number.
         rows: (BLOCK,) tokens of the block in any order. hidden: (BLOCK,) bool, those that become NaN.
         whole: whether all rows exist and none is hidden.
     """
-    shift = 0.0
-    if mean is not None:
-        columns = tl.arange(0, WIDTH)
-        shift = tl.load(mean + columns, mask=columns < DIM, other=0.0)[None, :]
     careful = 1
     if whole:
         y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True)  # what comes after is to find v in L2
@@ -255,24 +286,48 @@ def write_rows(
 
 
 @triton.jit
-def write_values(v, v_stride, mean, scale, scale_stride, out, slots, length, padded, C: tl.constexpr, CAREFUL: tl.constexpr):
-    """Quantize one block of one head's v; which of its tokens aren't finite. CAREFUL: it is ragged, or some aren't."""
-    WIDTH: tl.constexpr = C.widths[2]
+def write_values(
+    v, v_stride, shift, scale, out, slots, length, padded, DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr
+):  # fmt: skip
+    """Quantize one block of channels of one head's v; which of its tokens aren't finite there.
+
+    Args:
+        shift: what is subtracted, (1, WIDTH) or a number.
+        scale: (WIDTH,).
+        CAREFUL: the block is ragged, or some tokens aren't finite.
+    """
     rows = key_of_slot(slots)
     columns = tl.arange(0, WIDTH)
-    y = load_tile(v, rows, v_stride, length, C.v_dim, WIDTH, CAREFUL, False)
+    y = load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False)
     hidden = rows < 0
     if CAREFUL:
         hidden = tl.max(tl.where(is_finite(y), 0, 1), 1) > 0
-    if C.smooth_v:
-        y -= tl.load(mean + columns, mask=columns < C.v_dim, other=0.0)[None, :]
-    y *= tl.div_rn(1.0, tl.load(scale + columns * scale_stride, mask=columns < C.v_dim, other=1.0))[None, :]
+    y -= shift
+    y *= tl.div_rn(1.0, scale)[None, :]
     if CAREFUL:
         # a token's NaN goes into its key; behind the end there are zeros, not -mean
         y = tl.where(is_finite(y) & (rows < length)[:, None], y, 0.0)
     pointers = out + columns[:, None].to(tl.int64) * padded + slots[None, :]
-    tl.store(pointers, tl.trans(e4m3_code(y, C.native)), mask=(columns < C.v_dim)[:, None])
+    tl.store(pointers, tl.trans(e4m3_code(y, NATIVE)), mask=(columns < DIM)[:, None])
     return hidden
+
+
+@triton.jit
+def write_queries(
+    q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, item, heads, length, C: tl.constexpr
+):  # fmt: skip
+    """Quantize one block of q, the item-th of (B · Hq) x blocks."""
+    blocks = tl.cdiv(length, BLOCK)
+    pair = (item // blocks).to(tl.int64)
+    batch = pair // heads
+    head = pair % heads
+    block = item % blocks
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    write_rows(
+        q + batch * q_strides[0] + head * q_strides[1], q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length,
+        q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
+        q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], length, C.q_dim, C.widths[0], C.q_group, C.native,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
@@ -285,6 +340,7 @@ def gather_kernel(
     Grid: strips of v, strips of k if C.k_extremes, heads of k if C.smooth_k, blocks of q, in one dimension: long programs first. Dims
     of 0 in C: there is no q, or no k and v.
     """
+    begin(C)
     item = tl.program_id(0)
     strips = tl.cdiv(kv_length, STRIP)
     k_first = kv_pairs * strips
@@ -310,21 +366,11 @@ def gather_kernel(
         if C.smooth_k:
             pair = (item - mean_first).to(tl.int64)
             base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
-            sample_mean(base, sample_step, k_strides[2], kv_length, inverse_sample_size, k_mean + pair * C.k_dim, C.k_dim, C.widths[1])
+            mean = sample_mean(base, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], 4)
+            store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
     else:
         if C.q_dim > 0:
-            q_blocks = tl.cdiv(q_length, BLOCK)
-            pair = ((item - q_first) // q_blocks).to(tl.int64)
-            batch = pair // q_heads
-            head = pair % q_heads
-            block = (item - q_first) % q_blocks
-            rows = block * BLOCK + tl.arange(0, BLOCK)
-            write_rows(
-                q + batch * q_strides[0] + head * q_strides[1], q_strides[2], None, rows, rows < 0, (block + 1) * BLOCK <= q_length,
-                q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
-                q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], q_length,
-                C.q_dim, C.widths[0], C.q_group, C.native,
-            )  # fmt: skip
+            write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, item - q_first, q_heads, q_length, C)
 
 
 @triton.jit(do_not_specialize=["strips"])
@@ -332,6 +378,7 @@ def finish_kernel(
     k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, inverse_length, C: tl.constexpr
 ):  # fmt: skip
     """v's means and scales, largest magnitudes of k and v, (B, Hkv, D) each; None isn't stored. Grid: (B · Hkv) x D / CHANNELS."""
+    begin(C)
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     if C.k_extremes:
@@ -360,6 +407,7 @@ def write_kernel(
     v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
     """Quantize k and v. Grid: blocks x (B · Hkv)."""
+    begin(C)
     block = tl.program_id(0)
     # backwards: the heads that were read last are still in L2
     pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
@@ -372,21 +420,95 @@ def write_kernel(
     v_scale += batch * v_scale_strides[0] + head * v_scale_strides[1]
     k_data += batch * k_data_strides[0] + head * k_data_strides[1]
     v_data += pair * C.v_dim * padded
+    k_shift = 0.0
     if C.smooth_k:
-        k_mean += pair * C.k_dim
+        k_shift = load_vector(k_mean + pair * C.k_dim, 1, 0.0, C.k_dim, C.widths[1])[None, :]
+    v_shift = 0.0
     if C.smooth_v:
-        v_mean += pair * C.v_dim
+        v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
+    scale = load_vector(v_scale, v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
     slots = block * BLOCK + tl.arange(0, BLOCK)
     rows = key_of_slot(slots)
     hidden = rows < 0
     if careful == 0:
-        write_values(v, v_strides[2], v_mean, v_scale, v_scale_strides[2], v_data, slots, length, padded, C, False)
+        write_values(v, v_strides[2], v_shift, scale, v_data, slots, length, padded, C.v_dim, C.widths[2], C.native, False)
     else:
-        hidden = write_values(v, v_strides[2], v_mean, v_scale, v_scale_strides[2], v_data, slots, length, padded, C, True)
+        hidden = write_values(v, v_strides[2], v_shift, scale, v_data, slots, length, padded, C.v_dim, C.widths[2], C.native, True)
     write_rows(
-        k, k_strides[2], k_mean, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
+        k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
         C.k_dim, C.widths[1], C.k_group, C.native,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
+def short_kernel(
+    q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, k_mean, k_data, k_data_strides,
+    k_scale, k_scale_strides, v_mean, v_data, v_scale, q_heads, kv_heads, kv_pairs, q_length, kv_length, padded, sample_step,
+    inverse_sample_size, inverse_length, C: tl.constexpr,
+):  # fmt: skip
+    """All of it at once: every program that wants a mean makes it.
+
+    Grid: slices of v's channels of all heads, blocks of k, blocks of q, in one dimension. v_mean and v_scale are (B, Hkv, Dv).
+    """
+    begin(C)
+    item = tl.program_id(0)
+    blocks = tl.cdiv(kv_length, BLOCK)
+    slices: tl.constexpr = (C.v_dim + SLICE - 1) // SLICE
+    q_first = kv_pairs * (slices + blocks)
+    if item < kv_pairs * slices:
+        pair = (item // slices).to(tl.int64)
+        channel = item % slices * SLICE
+        v += pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1] + channel
+        strips = tl.cdiv(kv_length, STRIP)
+        sums = tl.zeros([LANES, SLICE], tl.float32)
+        low = tl.full([SLICE], float("inf"), tl.float32)
+        high = tl.full([SLICE], -float("inf"), tl.float32)
+        careful = 0
+        for strip in range(strips):
+            total, strip_low, strip_high, strip_careful = strip_statistics(v, strip, v_strides[2], kv_length, SLICE, SLICE, AT_ONCE)
+            sums = tl.where((tl.arange(0, LANES) == strip)[:, None], total[None, :], sums)
+            low = tl.minimum(low, strip_low)
+            high = tl.maximum(high, strip_high)
+            careful |= strip_careful
+        mean = tl.zeros([SLICE], tl.float32)
+        if C.smooth_v:
+            mean = removable(coarse(sum_lanes(sums) * inverse_length, low, high))
+            store_vector(v_mean + pair * C.v_dim + channel, mean, SLICE)
+        scale = scale_of(largest_magnitude(low, high, mean))
+        store_vector(v_scale + pair * C.v_dim + channel, scale, SLICE)
+        v_data += (pair * C.v_dim + channel) * padded
+        for block in range(blocks):
+            slots = block * BLOCK + tl.arange(0, BLOCK)
+            if careful == 0:
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, slots, kv_length, padded, SLICE, SLICE, C.native, False)
+            else:
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, slots, kv_length, padded, SLICE, SLICE, C.native, True)
+    elif item < q_first:
+        index = item - kv_pairs * slices
+        pair = (index // blocks).to(tl.int64)
+        batch = pair // kv_heads
+        head = pair % kv_heads
+        block = index % blocks
+        k += batch * k_strides[0] + head * k_strides[1]
+        v += batch * v_strides[0] + head * v_strides[1]
+        shift = 0.0
+        if C.smooth_k:
+            mean = sample_mean(k, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], AT_ONCE)
+            if block == 0:
+                store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
+            shift = mean[None, :]
+        rows = block * BLOCK + tl.arange(0, BLOCK)
+        values = load_tile(v, rows, v_strides[2], kv_length, C.v_dim, C.widths[2], True, False)
+        hidden = tl.max(tl.where(is_finite(values), 0, 1), 1)
+        write_rows(
+            k, k_strides[2], shift, rows, hidden > 0, ((block + 1) * BLOCK <= kv_length) & (tl.max(hidden) == 0),
+            k_scale + batch * k_scale_strides[0] + head * k_scale_strides[1], block, k_scale_strides[2],
+            k_data + batch * k_data_strides[0] + head * k_data_strides[1], k_data_strides[2], kv_length,
+            C.k_dim, C.widths[1], C.k_group, C.native,
+        )  # fmt: skip
+    else:
+        if C.q_dim > 0:
+            write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, item - q_first, q_heads, q_length, C)
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
@@ -434,43 +556,70 @@ def quantize(
         q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
         smooth_k=recipe.smooth_k and k is not None, smooth_v=recipe.smooth_v and v is not None,
         k_extremes=recipe.k in given and k is not None, native=device.has_fp8_units and not device.emulated,
+        dependent=device.arch >= 90 and not device.emulated,
     )  # fmt: skip
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
+    if traits.dependent:
+        resources["launch_pdl"] = True
 
-    q_data = q_scale = k_mean = k_extremes = v_sums = v_extremes = v_flags = None
+    q_data = q_scale = None
+    q_items = 0
     if q is not None:
         q_data = definition.empty_rows(q)
         if recipe.q in given:
             q_scale = _reduced_scale(q.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q)
         else:
             q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
+        q_items = batch * q_heads * triton.cdiv(q_length, SCALE_BLOCK)
+    queries = (_bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale))
+    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length)
+    sample = (definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1))
+    k_mean = new(batch, kv_heads, k_dim) if traits.smooth_k else None
+    v_mean = new(batch, kv_heads, v_dim) if traits.smooth_v else None
+    blocks = triton.cdiv(kv_length, SCALE_BLOCK)
+
+    programs = pairs * (v_dim // SLICE.value + blocks) + q_items
+    in_one = kv_length <= SHORT and programs <= SHORT_PROGRAMS * device.sm_count and v_dim % SLICE.value == 0
+    if k is not None and v is not None and in_one and recipe.v == "channel" and not traits.k_extremes:
+        k_data = definition.empty_rows(k)
+        k_scale = new(*definition.scale_shape(recipe.k, *k.shape))
+        v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
+        v_scale = new(batch, kv_heads, v_dim)
+        launch(
+            short_kernel, (programs,),
+            q, k, v, _strides(q), k.stride(), v.stride(), *queries, k_mean, _bytes(k_data), k_data.stride(), k_scale, _scale_strides(k, k_scale),
+            v_mean, _bytes(v_data), v_scale, q_heads, kv_heads, pairs, q_length, kv_length, v_data.shape[3], *sample, 1 / kv_length, traits,
+            **resources,
+        )  # fmt: skip
+        return (
+            q_quantized,
+            Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean),
+            Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
+        )
+
+    k_extremes = v_sums = v_extremes = v_flags = None
     if k is not None:
-        k_mean = new(batch, kv_heads, k_dim) if recipe.smooth_k else None
         k_extremes = new(pairs, strips, 2, k_dim) if traits.k_extremes else None
         v_sums = new(pairs, strips, v_dim)
         v_extremes = new(pairs, strips, 2, v_dim)
         v_flags = new(pairs, strips, dtype=torch.int32)
-    q_items = batch * q_heads * triton.cdiv(q_length, SCALE_BLOCK) if q is not None else 0
-    k_items = (pairs * strips if traits.k_extremes else 0) + (pairs if recipe.smooth_k else 0)
+    k_items = (pairs * strips if traits.k_extremes else 0) + (pairs if traits.smooth_k else 0)
     launch(
         gather_kernel, (pairs * strips + k_items + q_items,),
-        q, k, v, _strides(q), _strides(k), _strides(v), _bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale),
-        k_mean, k_extremes, v_sums, v_extremes, v_flags, q_heads, kv_heads, pairs, q_length, kv_length,
-        definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1), traits, **resources,
+        q, k, v, _strides(q), _strides(k), _strides(v), *queries, k_mean, k_extremes, v_sums, v_extremes, v_flags,
+        q_heads, kv_heads, pairs, q_length, kv_length, *sample, traits, **resources,
     )  # fmt: skip
-    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length)
     if k is None or v is None:
         return q_quantized, None, None
 
-    v_mean = new(batch, kv_heads, v_dim) if recipe.smooth_v else None
     k_largest = new(batch, kv_heads, k_dim) if traits.k_extremes else None
     v_largest = None if recipe.v == "channel" else new(batch, kv_heads, v_dim)
     v_scale = new(batch, kv_heads, v_dim) if recipe.v == "channel" else None
     launch(
         finish_kernel, (pairs, triton.cdiv(max(k_dim, v_dim), CHANNELS.value)),
         k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, 1 / kv_length, traits,
-        warmup=warmup, num_warps=4,
+        **resources | dict(num_warps=4, maxnreg=None),
     )  # fmt: skip
     k_scale = new(*definition.scale_shape(recipe.k, *k.shape)) if k_largest is None else _reduced_scale(k_largest, recipe.k)
     if v_largest is not None:
@@ -479,7 +628,7 @@ def quantize(
     k_data = definition.empty_rows(k)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
     launch(
-        write_kernel, (triton.cdiv(kv_length, SCALE_BLOCK), pairs),
+        write_kernel, (blocks, pairs),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
         _bytes(k_data), k_data.stride(), _bytes(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
     )  # fmt: skip

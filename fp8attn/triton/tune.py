@@ -1,7 +1,7 @@
 """The table of measured configs, and measuring.
 
 First use never tunes: known GPUs have a shipped table, others the heuristics of `configs`. Tuning is an act of its own:
-`python -m bench tune` prints and `--write` ships; FP8ATTN_AUTOTUNE=1 makes a process time the candidates of every kind of
+`python -m bench search` prints and `--write` ships; FP8ATTN_AUTOTUNE=1 makes a process time the candidates of every kind of
 call it meets for the first time.
 """
 

@@ -79,13 +79,17 @@ __device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
 template <int EXACT>
 struct Softmax {
   float m[2] = {-INFINITE, -INFINITE};  // running maxima
+  bool positive = false;                // none of the warp's is negative
+
+  // To be called before a step. Maxima only grow.
+  __device__ void prepare() { positive = __all_sync(~0u, fminf(m[0], m[1]) >= 0.0f); }
 
   // From scores over `factor` to an operand `p` of P * V, and to what sums so far are to be multiplied with. Where a score may be
   // above LARGEST_SCORE, `factor` must be 1: a rounded maximum and unrounded products would differ by more than codes can take.
   template <int N>
   __device__ void step(float (&s)[N], const float (&factor)[2], uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
     float largest[2];
-    if (__all_sync(~0u, fminf(m[0], m[1]) >= 0.0f)) {
+    if (positive) {
       // floats from zero up compare as integers, of which an instruction takes two new ones
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(largest_of(s, r));
@@ -107,12 +111,9 @@ struct Softmax {
       alpha[r] = ptx::exp2_approx(m[r] - origin[r]);
       m[r] = m_new;
     }
-    // row by row and kind by kind: fewer factors are alive at a time
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      write_codes<true>(ExactRow(factor[r], origin[r]), s, p, r, std::make_integer_sequence<int, N / 8>());
-      write_codes<false>(DirectRow(factor[r], origin[r]), s, p, r, std::make_integer_sequence<int, N / 8>());
-    }
+    const ExactRow exact[2] = {{factor[0], origin[0]}, {factor[1], origin[1]}};
+    const DirectRow direct[2] = {{factor[0], origin[0]}, {factor[1], origin[1]}};
+    write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
 
  private:
@@ -128,12 +129,17 @@ struct Softmax {
     return max(a, b);
   }
 
-  // Codes of the groups T of 16 keys whose exponentials are exact, or of the others, into row r's operand registers of P * V: with
-  // the key order of quantized V a group's scores of a thread are the bytes of one.
-  template <bool ARE_EXACT, typename Row, int N, int... T>
-  __device__ static void write_codes(const Row& row, const float (&s)[N], uint32_t (&p)[N / 16][4], int r, std::integer_sequence<int, T...>) {
-    const auto write = [&](int t) { p[t / 2][t % 2 * 2 + r] = row.codes(s[8 * t + 2 * r], s[8 * t + 2 * r + 1], s[8 * t + 4 + 2 * r], s[8 * t + 5 + 2 * r]); };
-    (((T % 4 < EXACT) == ARE_EXACT ? write(T) : void()), ...);
+  // Codes of the groups T of 16 keys into operand registers of P * V: with the key order of quantized V a group's scores of a thread
+  // are the bytes of one.
+  template <int N, int... T>
+  __device__ static void write_codes(const ExactRow (&exact)[2], const DirectRow (&direct)[2], const float (&s)[N], uint32_t (&p)[N / 16][4],
+                                     std::integer_sequence<int, T...>) {
+    const auto write = [&](int t, const auto& rows) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        p[t / 2][t % 2 * 2 + r] = rows[r].codes(s[8 * t + 2 * r], s[8 * t + 2 * r + 1], s[8 * t + 4 + 2 * r], s[8 * t + 5 + 2 * r]);
+    };
+    ((T % 4 < EXACT ? write(T, exact) : write(T, direct)), ...);
   }
 };
 

@@ -1,0 +1,315 @@
+"""Other libraries' attention, each by its documented interface and used if it is installed; nothing of them is needed or copied here.
+
+Whatever a library wants of its inputs, layout, FP8 and scales, is made outside of what is timed. Per-tensor scales are amax / 448.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8attn.recipe import E4M3, E4M3_MAX
+
+from .cases import Tensors
+from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
+
+WORKSPACE_BYTES = 256 << 20
+
+
+def lacking(module: str, how: str) -> Callable[[], str | None]:
+    """What to do if a module can't be imported."""
+
+    def needs() -> str | None:
+        if not torch.cuda.is_available():
+            return f"an NVIDIA GPU, and {how}"
+        return None if importlib.util.find_spec(module.split(".")[0]) else how
+
+    return needs
+
+
+def per_tensor(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in e4m3, and the float32 number that restores it."""
+    scale = (x.abs().amax().float() / E4M3_MAX).clamp(min=1e-12)
+    return (x / scale).to(E4M3), scale
+
+
+def sequence_first(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) as (B, S, H, D), contiguous."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _flex(problem: Problem) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    case = problem.case
+    compiled = _compiled_flex(flex_attention)
+    mask = None
+    if case.causal:
+        mask = create_block_mask(
+            lambda b, h, query, key: query >= key, B=None, H=None, Q_LEN=case.q_length, KV_LEN=case.kv_length, device=str(problem.device)
+        )
+    gqa = case.q_heads != case.kv_heads
+    return lambda i: compiled(*problem.sets[i % len(problem.sets)], block_mask=mask, enable_gqa=gqa)
+
+
+@functools.cache
+def _compiled_flex(flex_attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _cudnn(problem: Problem) -> Attention:
+    """cuDNN's graph operation sdpa_fp8. On Hopper its output is e4m3: in units of V's scale it fits, being a mean of V's rows."""
+    cudnn = importlib.import_module("cudnn")
+    case = problem.case
+    types = cudnn.data_type
+    handle = cudnn.create_handle()
+    graph = cudnn.pygraph(io_data_type=types.FP8_E4M3, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=handle)
+    sets = [[per_tensor(x) for x in tensors] for tensors in problem.sets]
+    operands = {
+        name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=types.FP8_E4M3)
+        for name, (x, _) in zip("qkv", sets[0], strict=True)
+    }
+    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    scales = {name: graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=types.FLOAT) for name in names}
+    out, _, *amax = graph.sdpa_fp8(
+        **operands, **scales, attn_scale=1 / math.sqrt(case.head_dim), use_causal_mask=case.causal, generate_stats=False, name="sdpa"
+    )
+    shape = (case.batch, case.q_heads, case.q_length, case.value_dim)
+    out.set_output(True).set_dim(list(shape)).set_stride(list(torch.empty(shape, device="meta").stride()))
+    for one in amax:
+        one.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(types.FLOAT)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=problem.device)
+
+    def number(x: torch.Tensor | float) -> torch.Tensor:
+        return torch.as_tensor(x, dtype=torch.float32, device=problem.device).reshape(1, 1, 1, 1)
+
+    # S is a probability: 448 times it is e4m3's range
+    constants = {scales["scale_s"]: number(E4M3_MAX), scales["descale_s"]: number(1 / E4M3_MAX)}
+    constants |= {one: number(0.0) for one in amax}
+    packs = []
+    for (q8, q_scale), (k8, k_scale), (v8, v_scale) in sets:
+        restores = {scales["descale_q"]: number(q_scale), scales["descale_k"]: number(k_scale), scales["descale_v"]: number(v_scale)}
+        packs.append({operands["q"]: q8, operands["k"]: k8, operands["v"]: v8, scales["scale_o"]: number(1 / v_scale), **restores, **constants})
+
+    def attention(i: int) -> torch.Tensor:
+        result = torch.empty(shape, dtype=E4M3, device=problem.device)
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(problem.device).cuda_stream)
+        graph.execute({**packs[i % len(packs)], out: result}, workspace, handle=handle)
+        return result
+
+    return attention
+
+
+def _in_v_scales(problem: Problem, out: torch.Tensor) -> torch.Tensor:
+    return out.float() * per_tensor(problem.sets[0][2])[1]
+
+
+def _flash3(fp8: bool, problem: Problem) -> Attention:
+    """flash_attn_interface.flash_attn_func: (B, S, H, D), one scale a batch and key/value head in FP8."""
+    function = importlib.import_module("flash_attn_interface").flash_attn_func
+    causal = problem.case.causal
+    per_head = (problem.case.batch, problem.case.kv_heads)
+
+    def arguments(tensors: Tensors) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        if not fp8:
+            return [sequence_first(x) for x in tensors], {}
+        quantized = [per_tensor(sequence_first(x)) for x in tensors]
+        scales = {f"{name}_descale": scale.expand(per_head) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+        return [x for x, _ in quantized], scales
+
+    sets = [arguments(tensors) for tensors in problem.sets]
+
+    def attention(i: int) -> torch.Tensor:
+        tensors, scales = sets[i % len(sets)]
+        found = function(*tensors, causal=causal, **scales)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)  # early versions return the LSE too
+
+    return attention
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) as (B · S, H, D), contiguous: requests one after the other."""
+    return sequence_first(x).flatten(0, 1)
+
+
+def starts(problem: Problem, length: int) -> torch.Tensor:
+    """Where requests of one length begin, and the last one ends: int32 (B + 1,)."""
+    return torch.arange(problem.case.batch + 1, dtype=torch.int32, device=problem.device) * length
+
+
+def unpacked(problem: Problem, out: torch.Tensor) -> torch.Tensor:
+    """(B · Sq, Hq, Dv) as (B, Hq, Sq, Dv)."""
+    return out.unflatten(0, (problem.case.batch, problem.case.q_length)).transpose(1, 2)
+
+
+def _flash3_two_level(problem: Problem) -> Attention:
+    """vLLM's FlashAttention-3, which adds up P · V in two levels: requests one after the other, scales as views of one number."""
+    function = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    case = problem.case
+    q_starts, k_starts = starts(problem, case.q_length), starts(problem, case.kv_length)
+
+    def arguments(tensors: Tensors) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        quantized = [per_tensor(packed(x)) for x in tensors]
+        scales = {f"{name}_descale": scale.expand(case.batch, case.kv_heads) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+        return [x for x, _ in quantized], scales
+
+    sets = [arguments(tensors) for tensors in problem.sets]
+
+    def attention(i: int) -> torch.Tensor:
+        tensors, scales = sets[i % len(sets)]
+        out = function(
+            *tensors, max_seqlen_q=case.q_length, cu_seqlens_q=q_starts, max_seqlen_k=case.kv_length, cu_seqlens_k=k_starts,
+            causal=case.causal, fa_version=3, **scales,
+        )  # fmt: skip
+        return unpacked(problem, out)
+
+    return attention
+
+
+def _sage(problem: Problem) -> Attention:
+    """sageattention.sageattn, which chooses the kernel of the GPU, quantizes and attends."""
+    function = importlib.import_module("sageattention").sageattn
+    return lambda i: function(*problem.sets[i % len(problem.sets)], tensor_layout="HND", is_causal=problem.case.causal)
+
+
+def _sage_kernel(problem: Problem) -> Attention:
+    """SageAttention 2's Hopper kernel alone, called as sageattn_qk_int8_pv_fp8_cuda_sm90 calls it: no public function leaves quantization out."""
+    core = importlib.import_module("sageattention.core")
+    case = problem.case
+    if case.kv_length % 128:
+        raise ValueError(f"{case.kv_length} keys; without its own padding the kernel takes multiples of 128")
+
+    def quantized(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        q, k, v = tensors
+        mean = k.mean(dim=2, keepdim=True)
+        blocks = {"BLKQ": 64, "WARPQ": 16, "BLKK": 128, "WARPK": 128}
+        q8, q_scale, k8, k_scale = core.per_thread_int8_triton(q, k, mean, tensor_layout="HND", **blocks)
+        v8, v_scale, _ = core.per_channel_fp8(v, tensor_layout="HND", smooth_v=False)
+        return q8, k8, v8, q_scale, k_scale, v_scale
+
+    sets = [quantized(tensors) for tensors in problem.sets]
+    kernel = core._qattn_sm90.qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf
+    heads_first, per_thread, no_lse = 1, 3, 0
+
+    def attention(i: int) -> torch.Tensor:
+        q8, k8, v8, q_scale, k_scale, v_scale = sets[i % len(sets)]
+        out = torch.empty_like(problem.sets[0][0])
+        softmax_scale = case.head_dim**-0.5
+        kernel(q8, k8, v8, out, q_scale, k_scale, v_scale, heads_first, int(case.causal), per_thread, softmax_scale, no_lse)
+        return out
+
+    return attention
+
+
+def _flashinfer(problem: Problem) -> Attention:
+    """flashinfer.BatchPrefillWithRaggedKVCacheWrapper, planned once: (tokens, H, D)."""
+    flashinfer = importlib.import_module("flashinfer")
+    case = problem.case
+    sets = [tuple(packed(x) for x in tensors) for tensors in problem.sets]
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(
+        starts(problem, case.q_length), starts(problem, case.kv_length), case.q_heads, case.kv_heads, case.head_dim,
+        head_dim_vo=case.value_dim, causal=case.causal, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    return lambda i: unpacked(problem, wrapper.run(*sets[i % len(sets)]))
+
+
+def _flashinfer_fp8(problem: Problem) -> Attention:
+    """flashinfer.single_prefill_with_kv_cache in e4m3: one request, a scale a head."""
+    function = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+    case = problem.case
+    if case.batch != 1:
+        raise ValueError(f"batch {case.batch}; its FP8 call takes one request")
+
+    def arguments(tensors: Tensors) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        quantized = [per_tensor(sequence_first(x)[0]) for x in tensors]
+        scales = {f"scale_{name}": scale.expand(x.shape[1]).contiguous() for name, (x, scale) in zip("qkv", quantized, strict=True)}
+        return [x for x, _ in quantized], scales
+
+    sets = [arguments(tensors) for tensors in problem.sets]
+
+    def attention(i: int) -> torch.Tensor:
+        tensors, scales = sets[i % len(sets)]
+        return function(*tensors, **scales, o_dtype=torch.bfloat16, causal=case.causal)[None].transpose(1, 2)
+
+    return attention
+
+
+def _transformer_engine(problem: Problem) -> Attention:
+    """transformer_engine.pytorch.DotProductAttention under fp8_autocast with fp8_dpa: quantizes with scales from earlier calls."""
+    te = importlib.import_module("transformer_engine.pytorch")
+    recipe = importlib.import_module("transformer_engine.common.recipe")
+    case = problem.case
+    module = te.DotProductAttention(
+        case.q_heads, case.head_dim, num_gqa_groups=case.kv_heads, attention_dropout=0.0, qkv_format="bshd",
+        attn_mask_type="causal" if case.causal else "no_mask",
+    ).eval()  # fmt: skip
+    scaling = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, fp8_dpa=True)
+    sets = [tuple(sequence_first(x) for x in tensors) for tensors in problem.sets]
+
+    def attention(i: int) -> torch.Tensor:
+        with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=scaling):
+            out = module(*sets[i % len(sets)])
+        return out.view(case.batch, case.q_length, case.q_heads, case.value_dim).transpose(1, 2)
+
+    for _ in range(2):
+        attention(0)  # the history that scales come from
+    return attention
+
+
+def _flex_needs() -> str | None:
+    return None if torch.cuda.is_available() else "an NVIDIA GPU"
+
+
+_FLASH3 = lacking("flash_attn_interface", "FlashAttention-3: its repository's folder hopper, installed from source; module flash_attn_interface")
+_SAGE = lacking("sageattention", "SageAttention 2, installed from source; module sageattention")
+_FLASHINFER = lacking("flashinfer", "pip install flashinfer-python")
+
+OTHERS = (
+    Peer("FlexAttention", (KERNEL, END_TO_END), _flex, needs=_flex_needs),
+    Peer("cuDNN e4m3", (KERNEL,), _cudnn, needs=lacking("cudnn", "pip install nvidia-cudnn-frontend"), restored=_in_v_scales),
+    Peer("FA3 bf16", (KERNEL, END_TO_END), functools.partial(_flash3, False), needs=_FLASH3),
+    Peer("FA3 e4m3", (KERNEL,), functools.partial(_flash3, True), needs=_FLASH3),
+    Peer("FA3 e4m3 two-level", (KERNEL,), _flash3_two_level, needs=lacking("vllm", "pip install vllm, whose FlashAttention-3 it is")),
+    Peer("Sage2", (KERNEL,), _sage_kernel, needs=_SAGE),
+    Peer("Sage2 end to end", (END_TO_END,), _sage, needs=_SAGE),
+    Peer("FlashInfer bf16", (KERNEL, END_TO_END), _flashinfer, needs=_FLASHINFER),
+    Peer("FlashInfer e4m3", (KERNEL,), _flashinfer_fp8, needs=_FLASHINFER),
+    Peer(
+        "Transformer Engine e4m3",
+        (END_TO_END,),
+        _transformer_engine,
+        needs=lacking("transformer_engine", "pip install transformer-engine[pytorch]"),
+    ),
+)
+PEERS = OWN + PYTORCH + OTHERS
+
+
+def chosen(substrings: list[str] | None) -> tuple[Peer, ...]:
+    """Peers with one of these in their names; all without any.
+
+    Raises:
+        ValueError: nobody's name has one of them.
+    """
+    for one in substrings or ():
+        if not any(one.lower() in peer.name.lower() for peer in PEERS):
+            raise ValueError(f"no peer has {one!r} in its name; there are {', '.join(peer.name for peer in PEERS)}")
+    return tuple(peer for peer in PEERS if not substrings or any(one.lower() in peer.name.lower() for one in substrings))
+
+
+def present(peers: tuple[Peer, ...]) -> tuple[tuple[Peer, ...], dict[str, str]]:
+    """Those that this machine has, and what the others need, by name."""
+    needs = {peer.name: peer.needs() for peer in peers}
+    return tuple(peer for peer in peers if needs[peer.name] is None), {name: need for name, need in needs.items() if need is not None}

@@ -1,0 +1,283 @@
+"""Compiling, checking and timing candidate configs in a process of their own, which may crash or hang without ending the search."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Literal
+
+import torch
+
+import fp8attn
+from fp8attn import reference
+from fp8attn.api import call_of
+from fp8attn.call import Call
+from fp8attn.cuda import build
+from fp8attn.cuda import configs as cuda_configs
+from fp8attn.cuda import run as cuda
+from fp8attn.device import device_of
+from fp8attn.triton import run as triton
+
+from .cases import Case, inputs
+from .errors import Errors
+from .gates import Gates
+from .machine import ROOT
+from .peers import Problem
+from .space import Config, from_json, to_json
+from .timing import Protocol, time_all
+
+CHECKED_LENGTH = 300
+"""Queries and keys of the problem that the oracle answers: three key blocks of 128, the last one cut."""
+
+TYPICAL, WORST = 0.01, 0.15
+"""Relative error of the median and of the worst row against the pipeline's oracle. A tensor core keeps 13 bits of its sums, which moves
+one P in a hundred to the next e4m3 number, an eighth off; the output is rounded to bfloat16."""
+
+SILENCE_SECONDS = 120.0
+"""After which a process that says nothing is ended: it hangs."""
+
+PROTOCOL = Protocol(rounds=3, milliseconds=10.0, lead_in=5.0)
+
+Gate = Literal["fits", "compiles", "correct", "timed"]
+Result = tuple[Gate, str | None, float | None, float | None]
+"""The last gate, why it wasn't passed or None, microseconds, and their ratio to the anchor's."""
+
+
+class Measured:
+    """Outcomes of candidates of one case, each timed in turns with an anchor.
+
+    Args:
+        anchor: the config that all are compared with.
+    """
+
+    def __init__(self, case: Case, backend: str, anchor: Config, protocol: Protocol = PROTOCOL) -> None:
+        self.case, self.backend, self.anchor, self.protocol = case, backend, anchor, protocol
+
+    def __call__(self, configs: Sequence[Config]) -> Iterator[tuple[Config, Result]]:
+        """A crash or a hang is the doing of the candidate that was at work; the others are asked again."""
+        waiting = list(configs)
+        while waiting:
+            results, culprit, words = self._ask(waiting)
+            yield from results.items()
+            waiting = [config for config in waiting if config not in results]
+            if not waiting:
+                return
+            if culprit is None or culprit not in waiting:
+                if len(waiting) > 1:  # nobody is known to have done it: one by one
+                    for config in waiting:
+                        yield from self([config])
+                    return
+                culprit = waiting[0]
+            yield culprit, ("correct", words, None, None)
+            waiting.remove(culprit)
+
+    def _ask(self, configs: Sequence[Config]) -> tuple[dict[Config, Result], Config | None, str]:
+        """Results; who was at work when the process ended too early; and its last words."""
+        request = {
+            "case": dataclasses.asdict(self.case),
+            "backend": self.backend,
+            "anchor": to_json(self.anchor),
+            "configs": [to_json(config) for config in configs],
+            "protocol": dataclasses.asdict(self.protocol),
+        }
+        results: dict[Config, Result] = {}
+        at_work: Config | None = None
+        with subprocess.Popen(
+            [sys.executable, "-m", "bench.candidates"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None and process.stderr is not None
+            process.stdin.write(json.dumps(request))
+            process.stdin.close()
+            words = []
+            for line, is_reply in _lines(process, SILENCE_SECONDS):
+                if not is_reply:
+                    words.append(line)
+                    continue
+                reply = json.loads(line)
+                config = configs[reply["number"]] if reply["number"] is not None else None
+                if "at_work" in reply:
+                    at_work = config
+                elif config is not None:
+                    results[config] = (reply["gate"], reply["reason"], reply["us"], reply["ratio"])
+        hung = f"it said nothing for {SILENCE_SECONDS:.0f} s" if process.returncode == -9 else f"exit code {process.returncode}"
+        return results, at_work, f"its process ended, {hung}: {''.join(words)[-300:].strip()}"
+
+
+def _lines(process: subprocess.Popen, silence: float) -> Iterator[tuple[str, bool]]:
+    """Lines of standard output (True) and standard error (False) as they come; the process is killed if none comes for long."""
+    assert process.stdout is not None and process.stderr is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, True)
+        selector.register(process.stderr, selectors.EVENT_READ, False)
+        rest = {True: b"", False: b""}
+        while selector.get_map():
+            ready = selector.select(silence)
+            if not ready:
+                process.kill()
+                return
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                if not part:
+                    selector.unregister(key.fileobj)
+                    continue
+                *whole, rest[key.data] = (rest[key.data] + part).split(b"\n")
+                for line in whole:
+                    yield line.decode(errors="replace") + "\n", key.data
+
+
+def run_of(backend: str, call: Call, config: Config, device: torch.device) -> Callable[[int], torch.Tensor]:
+    """A call by a config."""
+    properties = device_of(device)
+    if backend == "cuda":
+        assert isinstance(config, cuda_configs.HopperConfig)
+        return lambda i: cuda.forward(call, properties, config)[0]
+    assert not isinstance(config, cuda_configs.HopperConfig)
+    return lambda i: triton.forward(call, properties, config)[0]
+
+
+def checked_case(case: Case) -> Case:
+    """A small problem of the same kind."""
+    return dataclasses.replace(
+        case, name="checked", batch=1, q_heads=case.q_heads // case.kv_heads * 2, kv_heads=2, q_length=CHECKED_LENGTH, kv_length=CHECKED_LENGTH
+    )
+
+
+def differs(backend: str, case: Case, config: Config, device: torch.device) -> str | None:
+    """How a config's answer to a small problem is further from the pipeline's oracle than rounding explains, or None if it isn't."""
+    small = checked_case(case)
+    tensors = inputs(small, "normal", device)
+    quantized = fp8attn.quantize(*tensors)
+    call = call_of(*quantized, is_causal=small.causal, enable_gqa=small.q_heads != small.kv_heads)
+    out = run_of(backend, call, config, device)(0).float()
+    exact = config.exact if isinstance(config, cuda_configs.HopperConfig) else None
+    block_n = cuda_configs.KEYS if isinstance(config, cuda_configs.HopperConfig) else config.block_n
+    oracle, _ = reference.pipeline(*quantized, block_n=block_n, causal=call.causal, exact=exact)
+    rows = (out - oracle).norm(dim=-1) / oracle.norm(dim=-1)
+    typical, worst = float(rows.median()), float(rows.max())
+    if typical <= TYPICAL and worst <= WORST:  # False for NaN
+        return None
+    return f"rows differ from the oracle by {typical:.3g} typically and {worst:.3g} at worst; rounding explains {TYPICAL} and {WORST}"
+
+
+def warm_triton(case: Case, config: dict[str, Any]) -> str | None:
+    """Compile into Triton's cache on disk; the compiler's words if it can't."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = from_json(config)
+    assert not isinstance(found, cuda_configs.HopperConfig)
+    try:
+        for one in (checked_case(case), case):  # lengths that 16 divides are kernels of their own
+            triton.forward(call_of(*inputs(one, "normal", device), **one.options), device_of(device), found, warmup=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def compiled_triton(case: Case, configs: Sequence[Config]) -> dict[Config, str]:
+    """Compile side by side; what couldn't be, and why."""
+    workers = min(len(configs), os.cpu_count() or 1, 12)
+    wrong = {}
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        started = {config: pool.submit(warm_triton, case, to_json(config)) for config in configs}
+        for config, done in started.items():
+            try:
+                reason = done.result()
+            except Exception as error:  # the process died
+                reason = f"{type(error).__name__}: {error}"
+            if reason is not None:
+                wrong[config] = reason
+    return wrong
+
+
+def compiled_cuda(configs: Sequence[cuda_configs.HopperConfig]) -> dict[Config, str]:
+    """One library of all, loaded; without those that don't compile, which are found by halving."""
+    good, wrong = _that_compile(list(configs))
+    if good:
+        build.load(tuple(good))
+    return wrong
+
+
+def _that_compile(configs: list[cuda_configs.HopperConfig]) -> tuple[list[cuda_configs.HopperConfig], dict[Config, str]]:
+    """In another process, which keeps what it loads."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        reason = pool.submit(_builds, tuple(configs)).result()
+    if reason is None:
+        return configs, {}
+    if len(configs) == 1:
+        return [], {configs[0]: reason}
+    half = len(configs) // 2
+    first, first_wrong = _that_compile(configs[:half])
+    second, second_wrong = _that_compile(configs[half:])
+    return first + second, {**first_wrong, **second_wrong}
+
+
+def _builds(configs: tuple[cuda_configs.HopperConfig, ...]) -> str | None:
+    try:
+        build.build(configs)
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    """Candidates from standard input; a line of JSON for each gate that ends one, and before each that one might not survive."""
+    request = json.loads(sys.stdin.read())
+    case, backend, anchor = Case(**request["case"]), request["backend"], from_json(request["anchor"])
+    configs = [from_json(entry) for entry in request["configs"]]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**line: Any) -> None:
+        replies.write(json.dumps(line) + "\n")
+        replies.flush()
+
+    def end(config: Config, gate: Gate, reason: str | None = None, us: float | None = None, ratio: float | None = None) -> None:
+        if config in configs:
+            say(number=configs.index(config), gate=gate, reason=reason, us=us, ratio=ratio)
+
+    everyone = list(dict.fromkeys([anchor, *configs]))
+    wrong: dict[Config, str] = {}
+    if backend == "cuda":
+        wrong = compiled_cuda([config for config in everyone if isinstance(config, cuda_configs.HopperConfig)])
+    elif device.type == "cuda":
+        wrong = compiled_triton(case, everyone)
+    for config, reason in wrong.items():
+        end(config, "compiles", reason)
+
+    gates = Gates.load()
+    problem = Problem.of(case, "normal", device, rotate=False)
+    call = call_of(*problem.sets[0], **case.options)
+    expected = problem.expected()
+    runs: dict[Config, Callable[[int], torch.Tensor]] = {}
+    for config in (config for config in everyone if config not in wrong):
+        say(number=configs.index(config) if config in configs else None, at_work=True)
+        try:
+            difference = differs(backend, case, config, device)
+            run = run_of(backend, call, config, device)
+            broken = gates.broken(Errors.of(run(0)[:, :, -problem.checked_rows :], expected, gates.bad), scale_free=True)
+        except Exception as error:
+            end(config, "correct", f"{type(error).__name__}: {error}")
+            continue
+        if difference is None and not broken:
+            runs[config] = run
+        else:
+            end(config, "correct", difference or f"gates: {', '.join(broken)}")
+    say(number=None, at_work=True)
+    named = {str(number): run for number, run in enumerate(runs.values())}
+    timed = time_all(named, 1, Protocol(**request["protocol"]), device) if runs else {}
+    times = {config: timed[str(number)].timing.p50_us for number, config in enumerate(runs)}
+    for config, us in times.items():
+        end(config, "timed", None, us, us / times[anchor]) if anchor in times else end(config, "timed", "the shipped config failed", us)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

@@ -1,0 +1,101 @@
+"""Two commits of fp8attn in one interleaved run on one GPU: a process each, which take turns, case by case."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .cases import Case, Workload
+from .errors import Errors
+from .gates import Gates
+from .machine import ROOT, typical
+from .peers import Answer, Peer
+from .run import Result, red
+from .timing import Protocol, Timing
+from .worker import Worker
+
+
+def resolved(revision: str) -> str:
+    """The commit that a revision names.
+
+    Raises:
+        ValueError: git knows no such commit, or there is no git.
+    """
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"{revision!r} is no commit of the repository at {ROOT}") from error
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def tree_of(commit: str) -> Iterator[Path]:
+    """A temporary folder with the package fp8attn as it was at a commit."""
+    archive = subprocess.run(["git", "archive", "--format=tar", commit, "fp8attn"], cwd=ROOT, capture_output=True, check=True).stdout
+    with tempfile.TemporaryDirectory(prefix="fp8attn-") as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One row of both commits, or why there is none. `broken` says which gates are red."""
+
+    before: Result
+    after: Result
+
+    @property
+    def red(self) -> bool:
+        return bool(self.before.broken or self.after.broken)
+
+
+def interleaved(before: Worker, after: Worker, chosen: Sequence[Workload], peers: Sequence[Peer], protocol: Protocol, gates: Gates) -> Iterator[Pair]:
+    """Every case and peer that both have: a turn each, in the order A B, B A, A B, …
+
+    Raises:
+        ValueError: a process ended.
+    """
+    for case, distribution in chosen:
+        for peer in peers:
+            asked = {
+                "case": dataclasses.asdict(case),
+                "distribution": distribution,
+                "peer": peer.name,
+                "protocol": dataclasses.asdict(protocol),
+                "bad": dataclasses.asdict(gates.bad),
+            }
+            given = [worker.ask(do="prepare", **asked) for worker in (before, after)]
+            results = [_judged(one, case, distribution, peer, gates) for one in given]
+            if all(result.refused is None for result in results):
+                turns: list[list[dict[str, Any]]] = [[], []]
+                for i in range(protocol.rounds):
+                    for side in (0, 1) if i % 2 == 0 else (1, 0):
+                        turns[side].append((before, after)[side].ask(do="turn"))
+                results = [_timed(result, one, mine) for result, one, mine in zip(results, given, turns, strict=True)]
+            for worker in (before, after):
+                worker.ask(do="release")
+            if not all(result.unavailable for result in results):
+                yield Pair(*results)
+
+
+def _judged(given: dict[str, Any], case: Case, distribution: str, peer: Peer, gates: Gates) -> Result:
+    errors = None if given["errors"] is None else Errors(**given["errors"])
+    broken = red(peer, Answer(errors, refused=given["refused"], unavailable=given["unavailable"]), distribution, gates)
+    refused = given["refused"] or (f"red: {', '.join(broken)}" if broken else None)
+    return Result(case, peer.name, peer.stages, distribution, errors, refused=refused, unavailable=given["unavailable"], broken=broken)
+
+
+def _timed(result: Result, given: dict[str, Any], turns: Sequence[dict[str, Any]]) -> Result:
+    timing = Timing.of([turn["us"] for turn in turns], given["calls"], given["method"])
+    readings = [turn["readings"] for turn in turns if turn["readings"] is not None]
+    return dataclasses.replace(result, timing=timing, readings=typical(readings) if readings else {})

@@ -1,0 +1,96 @@
+"""A results file as a report: Markdown tables, and pictures beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import plot
+from .peers import END_TO_END, KERNEL
+from .readme import markdown_table
+
+HELP = "a results file of `run` as a folder with report.md and its pictures, PNG and SVG"
+
+Record = dict[str, Any]
+
+
+def _number(x: float | None, form: str) -> str:
+    return "–" if x is None else format(x, form)
+
+
+def _cases(records: Sequence[Record]) -> list[list[Record]]:
+    """Records in groups of one case and one distribution."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["case"], record["distribution"]), []).append(record)
+    return list(groups.values())
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """For kernels alone and from bfloat16 on: a row for each case, each backend's median µs and TFLOP/s, and of fp8attn's first timed row its
+    speed against PyTorch's fastest backend, its share of the hardware's limit and its error; then what was refused, and why."""
+    first = records[0]
+    versions = ", ".join(f"{name} {first[name]}" for name in ("driver", "torch", "triton") if first.get(name))
+    where = first["gpu"] or "Triton's interpreter on a CPU: the times mean nothing for speed"
+    parts = [f"{where}; {versions}; commit {first['commit'][:7]}, {first['date'][:10]}\n"]
+    for stage in (KERNEL, END_TO_END):
+        there = [record for record in records if stage in record["stages"]]
+        backends = list(dict.fromkeys(record["backend"] for record in there if record["p50_us"] is not None))
+        head = ["case", "inputs", *(f"{name}, µs (TFLOP/s)" for name in backends), "× fastest SDPA", "of limit", "relative L2"]
+        rows = []
+        for group in _cases(there):
+            cells = {r["backend"]: f"{r['p50_us']:.1f} ({r['tflops']:.0f})" for r in group if r["p50_us"] is not None}
+            own = next((r for r in group if r["backend"].startswith("fp8attn") and r["p50_us"] is not None), {})
+            shares = (_number(own.get("against_sdpa"), ".2f"), _number(own.get("share_of_limit"), ".0%"), _number(own.get("relative_l2"), ".4f"))
+            rows.append([group[0]["case"], group[0]["distribution"], *(cells.get(name, "–") for name in backends), *shares])
+        parts.append(f"**{stage.capitalize()}**\n\n{markdown_table(head, rows, 2)}\n")
+    refusals = dict.fromkeys((record["backend"], record["refused"].splitlines()[0]) for record in records if record["refused"])
+    if refusals:
+        parts.append("**Not timed**\n\n" + "\n".join(f"- {backend}: {why}" for backend, why in refusals) + "\n")
+    return "\n".join(parts)
+
+
+def write(source: Path, folder: Path) -> list[Path]:
+    """report.md and what pictures there is something for.
+
+    Raises:
+        ValueError: the file isn't a results file of `run`.
+    """
+    try:
+        records = [json.loads(line) for line in source.read_text().splitlines()]
+        text = markdown(records)
+    except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{source} isn't a results file of python -m bench run: {error!r}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for kind in plot.KINDS:
+        try:
+            for suffix in ("svg", "png"):
+                plot.draw(folder / f"{kind}.{suffix}", source, kind)
+                written.append(folder / f"{kind}.{suffix}")
+        except ValueError:
+            continue  # nothing of this kind was measured
+        text += f"\n![{kind}]({kind}.svg)\n"
+    (folder / "report.md").write_text(text)
+    return [folder / "report.md", *written]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    try:
+        for path in write(arguments.source, arguments.to):
+            print(path)
+    except (OSError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,73 @@
+"""The process that Nsight Compute profiles: one call, warmed up, between the profiler's start and stop. Started by bench.profile."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fp8attn import api
+
+from . import adapters
+from .cases import Case
+from .peers import Problem
+
+WARM_UP_CALLS = 3
+
+
+@contextmanager
+def named_ranges() -> Iterator[None]:
+    """Inside, quantizing and attending are NVTX ranges; outside they cost nothing."""
+    library = api.ops.library_ops
+    api.ops.library_ops = Ranged(library)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        api.ops.library_ops = library
+
+
+class Ranged:
+    """fp8attn's operators, each in an NVTX range: `quantize`, or `forward` whatever the backend."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        operator = getattr(self._library, name)
+        label = "forward" if name.endswith("_forward") else name
+
+        def ranged(*args: Any) -> Any:
+            torch.cuda.nvtx.range_push(label)
+            try:
+                return operator(*args)
+            finally:
+                torch.cuda.nvtx.range_pop()
+
+        return ranged
+
+
+def main(words: str) -> None:
+    """
+    Args:
+        words: a JSON object with the fields of `case`, the `peer`'s name and the `distribution`.
+    """
+    asked = json.loads(words)
+    device = torch.device("cuda", torch.cuda.current_device())
+    peer = next(peer for peer in adapters.PEERS if peer.name == asked["peer"])
+    attention = peer.prepare(Problem.of(Case(**asked["case"]), asked["distribution"], device, rotate=False))
+    with named_ranges():
+        for _ in range(WARM_UP_CALLS):
+            attention(0)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        attention(0)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,322 @@
+"""Evolutionary search over kernel configs: structure outside, tiles inside, an elite of three kept per case.
+
+Every candidate passes four gates in turn: it fits, it compiles, it is correct against the oracle, it is timed, in turns with the config
+that ships. All that was tried, and what rejected it, is in a journal; a search that finds its journal goes on where that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import hashlib
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+import fp8attn
+from fp8attn.api import call_of
+from fp8attn.call import Call
+from fp8attn.cuda import configs as cuda_configs
+from fp8attn.device import Device, device_of
+from fp8attn.triton import tune
+from fp8attn.triton.configs import HopperConfig, PortableConfig
+
+from . import cases, report
+from .candidates import Gate, Measured
+from .cases import Case
+from .space import BACKENDS, Config, Space, from_json, misfit, shipped, spaces, to_json, why_not
+
+HELP = "search for better kernel configs, evolving what ships; resumable, every try is in its journal"
+
+ELITE = 3
+BATCH = 12
+"""Candidates of a generation that fit: compiled side by side, then timed in turns."""
+
+PATIENCE = 200
+"""Draws in vain, after which what is left of the space is listed."""
+
+LENGTH = 4096
+"""Of the case that stands for its kind: long enough to fill a GPU, short enough that starts and ends of tiles count."""
+
+CASES = tuple(case for case in cases.PREFILL if case.q_length == LENGTH)
+CUDA_TABLE = Path(cuda_configs.__file__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate.
+
+    Attributes:
+        gate: the last one it came to.
+        reason: why it didn't pass that, or None.
+        us: median of a call. ratio: over the shipped config's in the same turns; less than 1 is faster.
+    """
+
+    config: Config
+    gate: Gate
+    reason: str | None = None
+    us: float | None = None
+    ratio: float | None = None
+
+    @property
+    def score(self) -> float:
+        return math.inf if self.ratio is None or self.reason is not None else self.ratio
+
+
+Evaluate = Callable[[Sequence[Config]], Iterable[Outcome]]
+"""Outcomes of candidates that fit."""
+
+
+def elite_of(outcomes: Iterable[Outcome], count: int = ELITE) -> list[Outcome]:
+    """The fastest."""
+    return sorted((one for one in outcomes if one.score < math.inf), key=lambda one: one.score)[:count]
+
+
+def fingerprint() -> str:
+    """Of the package's sources, but for the tables: times of other kernels are no times of these."""
+    root = Path(fp8attn.__file__).parent
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".h", ".cuh", ".cpp", ".cu") and path != CUDA_TABLE)
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+class Journal:
+    """A file of JSON lines: every candidate of every search, with its outcome. Lines of another case, GPU or source are kept and left alone."""
+
+    def __init__(self, path: Path | None, key: dict[str, str]) -> None:
+        self.path, self.key = path, key
+        self.outcomes: dict[Config, Outcome] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                if all(entry.get(name) == value for name, value in key.items()):
+                    outcome = Outcome(from_json(entry["config"]), entry["gate"], entry["reason"], entry["us"], entry["ratio"])
+                    self.outcomes[outcome.config] = outcome
+
+    def add(self, outcome: Outcome, generation: int) -> None:
+        self.outcomes[outcome.config] = outcome
+        entry = {"gate": outcome.gate, "reason": outcome.reason, "us": outcome.us, "ratio": outcome.ratio}
+        line = {**self.key, "generation": generation, "config": to_json(outcome.config), **entry, "time": round(time.time())}
+        report.append(self.path, [json.dumps(line) + "\n"])
+
+
+def proposed(
+    space: Sequence[Space], parents: Sequence[Config], tried: set[Config], fits: Callable[[Config], str | None], dice: random.Random, count: int
+) -> tuple[list[Config], list[Outcome]]:
+    """New candidates that fit, at most `count`, none if the space is exhausted; and those met on the way that don't fit."""
+    fresh: list[Config] = []
+    rejected: list[Outcome] = []
+    seen = set(tried)
+
+    def take(config: Config) -> None:
+        if config in seen or len(fresh) == count:
+            return
+        seen.add(config)
+        reason = fits(config)
+        if reason is None:
+            fresh.append(config)
+        else:
+            rejected.append(Outcome(config, "fits", reason))
+
+    for _ in range(PATIENCE):
+        for config in dice.choice(space).bred(parents, dice):
+            take(config)
+        if len(fresh) == count:
+            return fresh, rejected
+    left = [config for one in space for config in one.everything() if config not in seen]
+    dice.shuffle(left)
+    for config in left:
+        take(config)
+    return fresh, rejected
+
+
+def search(
+    space: Sequence[Space],
+    seeds: Sequence[Config],
+    fits: Callable[[Config], str | None],
+    evaluate: Evaluate,
+    journal: Journal,
+    deadline: float,
+    *,
+    dice: random.Random,
+    clock: Callable[[], float] = time.monotonic,
+    batch: int = BATCH,
+    progress: Callable[[list[Outcome], int], object] = lambda elite, tried: None,
+) -> list[Outcome]:
+    """The elite when the time is up or everything has been tried, fastest first.
+
+    Args:
+        seeds: the first generation.
+        deadline: of `clock`; a generation that has begun is finished.
+    """
+    generation = 0
+    candidates = [config for config in seeds if config not in journal.outcomes]
+    rejected: list[Outcome] = []
+    while clock() < deadline:
+        for outcome in (*rejected, *(evaluate(candidates) if candidates else ())):
+            journal.add(outcome, generation)
+        elite = elite_of(journal.outcomes.values())
+        progress(elite, len(journal.outcomes))
+        generation += 1
+        candidates, rejected = proposed(space, [one.config for one in elite], set(journal.outcomes), fits, dice, batch)
+        if not candidates:
+            for outcome in rejected:
+                journal.add(outcome, generation)
+            break
+    return elite_of(journal.outcomes.values())
+
+
+def rendered(table: dict[str, dict[str, dict]]) -> str:
+    """Triton's shipped table as text: GPU name -> kind of call -> config, keys sorted, a line for each kind."""
+    blocks = []
+    for gpu, kinds in sorted(table.items()):
+        lines = ",\n".join(f"    {json.dumps(kind)}: {json.dumps(config)}" for kind, config in sorted(kinds.items()))
+        blocks.append(f"  {json.dumps(gpu)}: {{\n{lines}\n  }}")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def write_triton(best: dict[str, HopperConfig | PortableConfig], gpu: str, path: Path = tune.SHIPPED) -> None:
+    """Put the best configs of one GPU, by kind of call, into the shipped table; other GPUs and other kinds stay."""
+    table = json.loads(path.read_text())
+    table.setdefault(gpu, {}).update({kind: tune.to_json(config) for kind, config in best.items()})
+    path.write_text(rendered(table))
+    tune.table.cache_clear()
+
+
+CudaSpeeds = dict[cuda_configs.HopperConfig, float]
+
+
+def speeds_from(outcomes: Sequence[Sequence[Outcome]]) -> CudaSpeeds:
+    """Of the configs that were timed in every one of some cases, all of the same head dims: the fastest of each tile height, by the geometric
+    mean of its ratios, and how fast it is beside the fastest of all."""
+    ratios: dict[cuda_configs.HopperConfig, list[float]] = {}
+    for case in outcomes:
+        for one in case:
+            if isinstance(one.config, cuda_configs.HopperConfig) and one.score < math.inf:
+                ratios.setdefault(one.config, []).append(one.score)
+    mean = {config: statistics.geometric_mean(found) for config, found in ratios.items() if len(found) == len(outcomes)}
+    best: dict[int, cuda_configs.HopperConfig] = {}
+    for config in sorted(mean, key=lambda config: mean[config]):
+        best.setdefault(config.tile_rows, config)
+    return {config: round(min(mean.values()) / mean[config], 2) for config in best.values()}
+
+
+def merged(table: CudaSpeeds, found: CudaSpeeds) -> CudaSpeeds:
+    """CUDA's shipped table with `found` in the place of the entries of the same head dims that do the same calls."""
+    group = {(c.head_dim, c.value_dim, c.general) for c in found}
+    kept = {c: speed for c, speed in table.items() if (c.head_dim, c.value_dim, c.general) not in group}
+    return dict(sorted({**kept, **found}.items(), key=lambda entry: (entry[0].general, entry[0].head_dim, entry[0].value_dim, -entry[0].consumers)))
+
+
+def with_speeds(source: str, speeds: CudaSpeeds) -> str:
+    """The text of fp8attn/cuda/configs.py with another table SPEEDS.
+
+    Raises:
+        ValueError: it has no such table.
+    """
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "SPEEDS":
+            lines = source.splitlines(keepends=True)
+            entries = "".join(f"    HopperConfig({', '.join(str(x) for x in dataclasses.astuple(c))}): {speed},\n" for c, speed in speeds.items())
+            assert node.end_lineno is not None
+            return "".join((*lines[: node.lineno - 1], "SPEEDS = {\n", entries, "}\n", *lines[node.end_lineno :]))
+    raise ValueError("there is no table SPEEDS in it")
+
+
+def write_cuda(found: Sequence[CudaSpeeds], path: Path = CUDA_TABLE) -> None:
+    """Put what was found for some head dims each into CUDA's shipped table; it counts from the next start of Python on."""
+    table = dict(cuda_configs.SPEEDS)
+    for speeds in found:
+        table = merged(table, speeds)
+    path.write_text(with_speeds(path.read_text(), table))
+
+
+def table_of(title: str, elite: Sequence[Outcome], flops: int) -> Table:
+    made = Table(title=title, title_style="bold", title_justify="left")
+    for header in ("config", "µs", "TFLOP/s", "× shipped"):
+        made.add_column(header, justify="left" if header == "config" else "right")
+    for one in elite:
+        assert one.us is not None and one.ratio is not None
+        made.add_row(str(one.config), f"{one.us:.1f}", f"{flops / one.us / 1e6:.0f}", f"{1 / one.ratio:.3f}")
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeatable; default: both, without a GPU triton")
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each case and backend (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=BATCH, help="candidates of a generation (default: %(default)s)")
+    parser.add_argument("--journal", type=Path, metavar="FILE.jsonl", help="of everything tried; a search goes on where it ends")
+    parser.add_argument("--seed", type=int, default=0, help="of the dice (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="put the elite's best into the shipped tables")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    console, gpu = report.console(), device.type == "cuda"
+    if arguments.write and not gpu:
+        print("search: --write needs a GPU: the interpreter's times mean nothing", file=sys.stderr)
+        return 2
+    properties = device_of(device)
+    chosen = [case for case in (CASES if gpu else cases.TINY) if arguments.case in case.name]
+    triton: dict[str, HopperConfig | PortableConfig] = {}
+    cuda: dict[tuple[int, int], list[list[Outcome]]] = {}
+    for backend in arguments.backend or (BACKENDS if gpu else ("triton",)):
+        for case in chosen:
+            call = call_of(*cases.inputs(case, "normal", device), **case.options)
+            reason = why_not(backend, call, properties)
+            if reason is not None:
+                print(f"search: {backend}, {case.name}: {reason}", file=sys.stderr)
+                continue
+            journal = Journal(arguments.journal, {"case": case.name, "backend": backend, "gpu": properties.name, "sources": fingerprint()})
+            elite = one_search(arguments, backend, case, call, properties, journal)
+            console.print(table_of(f"{backend}, {case.name}: the best of {len(journal.outcomes)} candidates", elite, case.flops))
+            if elite and backend == "triton":
+                assert isinstance(elite[0].config, (HopperConfig, PortableConfig))
+                triton[tune.kind(call)] = elite[0].config
+            elif elite:
+                cuda.setdefault((case.head_dim, case.value_dim), []).append(list(journal.outcomes.values()))
+    if not triton and not cuda:
+        print("search: nothing was found", file=sys.stderr)
+        return 2
+    if arguments.write:
+        if triton:
+            write_triton(triton, properties.name)
+        if cuda:
+            write_cuda([speeds_from(outcomes) for outcomes in cuda.values()])
+        console.print(f"written: {', '.join((*sorted(triton), *(f'cuda d{dim}' for dim, _ in sorted(cuda))))}")
+    return 0
+
+
+def one_search(arguments: argparse.Namespace, backend: str, case: Case, call: Call, device: Device, journal: Journal) -> list[Outcome]:
+    """The elite of one case and backend; the shipped config's own turns at the end decide among them."""
+    seeds = shipped(backend, call, device)
+    measured = Measured(case, backend, anchor=seeds[0])
+
+    def evaluate(configs: Sequence[Config]) -> Iterable[Outcome]:
+        return [Outcome(config, *result) for config, result in measured(configs)]
+
+    with report.progress() as bar:
+        task = bar.add_task(f"{backend}, {case.name}", total=None)
+
+        def show(elite: list[Outcome], tried: int) -> None:
+            best = f", × {1 / elite[0].score:.3f}" if elite else ""
+            bar.update(task, completed=tried, description=f"{backend}, {case.name}{best}")
+
+        dice = random.Random(arguments.seed)
+        deadline = time.monotonic() + 60 * arguments.minutes
+        elite = search(
+            spaces(backend, call, device), seeds, lambda config: misfit(config, call, device), evaluate, journal, deadline,
+            dice=dice, batch=arguments.batch, progress=show,
+        )  # fmt: skip
+    finalists = list(dict.fromkeys([seeds[0], *(one.config for one in elite)]))
+    again = elite_of(evaluate(finalists), len(finalists))
+    return again or elite

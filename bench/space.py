@@ -1,0 +1,130 @@
+"""What a search moves in: the configs of every kernel, split into structure and tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8attn.call import Call
+from fp8attn.cuda import configs as cuda_configs
+from fp8attn.cuda.configs import HopperConfig as CudaConfig
+from fp8attn.device import Device
+from fp8attn.triton import configs as triton_configs
+from fp8attn.triton import run as triton
+from fp8attn.triton.configs import HopperConfig as TritonHopperConfig
+from fp8attn.triton.configs import PortableConfig as TritonPortableConfig
+
+Config = TritonPortableConfig | TritonHopperConfig | CudaConfig
+KERNELS: dict[str, type] = {"triton portable": TritonPortableConfig, "triton hopper": TritonHopperConfig, "cuda hopper": CudaConfig}
+BACKENDS = ("triton", "cuda")
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    kernel = next(name for name, kind in KERNELS.items() if isinstance(config, kind))
+    return {"kernel": kernel, **dataclasses.asdict(config)}
+
+
+def from_json(entry: dict[str, Any]) -> Config:
+    fields = dict(entry)
+    return KERNELS[fields.pop("kernel")](**fields)
+
+
+@dataclass(frozen=True)
+class Space:
+    """One kernel's configs.
+
+    Attributes:
+        kernel: their class.
+        fixed: fields that aren't searched: what a call demands, and what would change an answer beyond rounding.
+        structure: fields of the outer layer and their values: switches, roles, stages.
+        tiles: fields of the inner layer: sizes and counts.
+    """
+
+    kernel: type
+    fixed: dict[str, Any]
+    structure: dict[str, tuple[Any, ...]]
+    tiles: dict[str, tuple[Any, ...]]
+
+    def config(self, structure: dict[str, Any], tiles: dict[str, Any]) -> Config:
+        return self.kernel(**self.fixed, **structure, **tiles)
+
+    def layers(self, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A config's structure and tiles."""
+        return {name: getattr(config, name) for name in self.structure}, {name: getattr(config, name) for name in self.tiles}
+
+    def owns(self, config: Config) -> bool:
+        """Whether a config lies in this space."""
+        return type(config) is self.kernel and all(getattr(config, name) == value for name, value in self.fixed.items())
+
+    def everything(self) -> Iterator[Config]:
+        values = {**self.structure, **self.tiles}
+        for point in itertools.product(*values.values()):
+            yield self.kernel(**self.fixed, **dict(zip(values, point, strict=True)))
+
+    def bred(self, parents: Sequence[Config], dice: random.Random) -> Iterator[Config]:
+        """A child structure with a few tiles: the outer layer mutates one parent's structure in a field, crosses two parents', or
+        draws anew; the inner layer keeps the parent's tiles, and takes each step away from them in one field."""
+        mine = [parent for parent in parents if self.owns(parent)]
+        if not mine or dice.random() < 0.25:
+            structure = {name: dice.choice(values) for name, values in self.structure.items()}
+            tiles = {name: dice.choice(values) for name, values in self.tiles.items()}
+        else:
+            structure, tiles = self.layers(dice.choice(mine))
+            other, _ = self.layers(dice.choice(mine))
+            structure = {name: dice.choice((value, other[name])) for name, value in structure.items()}
+            if dice.random() < 0.75:
+                name = dice.choice(list(self.structure))
+                structure[name] = dice.choice(self.structure[name])
+        yield self.config(structure, tiles)
+        for name, values in self.tiles.items():
+            at = values.index(tiles[name]) if tiles[name] in values else 0
+            for near in {max(at - 1, 0), min(at + 1, len(values) - 1)} - {at}:
+                yield self.config(structure, tiles | {name: values[near]})
+
+
+def spaces(backend: str, call: Call, device: Device) -> list[Space]:
+    """Where a call's configs may lie."""
+    if backend == "cuda":
+        shipped = cuda_configs.choose(call, device)
+        fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general")}
+        structure = {"consumers": (1, 2, 3, 4), "overlap": (False, True), "stages": (2, 3, 4, 5, 6)}
+        return [Space(CudaConfig, fixed, structure, {"registers": tuple(range(88, 248, 8))})]
+    found = [
+        Space(
+            TritonPortableConfig,
+            {},
+            {"num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3, 4)},
+            {"block_m": (16, 32, 64, 128), "block_n": (32, 64, 128)},
+        )
+    ]
+    if triton.why_not_hopper(call, device) is None:
+        structure = {"consumers": (1, 2, 3, 4), "teams": (1, 3), "overlap": (False, True), "stages": (2, 3, 4), "polynomials": (0, 1, 2)}
+        found.append(Space(TritonHopperConfig, {}, structure, {"block_n": (64, 128), "registers": (112, 136, 160, 200, 240)}))
+    return found
+
+
+def misfit(config: Config, call: Call, device: Device) -> str | None:
+    """Why a config can't run a call on a device, or None if it can."""
+    if isinstance(config, CudaConfig):
+        return cuda_configs.misfit(config, device)
+    return triton_configs.misfit(config, call, device)
+
+
+def shipped(backend: str, call: Call, device: Device) -> list[Config]:
+    """The config that runs a call today, then the others that the tables and rules have for it."""
+    if backend == "cuda":
+        first = cuda_configs.choose(call, device)
+        return [first, *(config for config in cuda_configs.serving(call) if config != first)]
+    rules: list[Config] = [triton.choose(call, device), triton_configs.portable_config(call, device)]
+    if triton.why_not_hopper(call, device) is None:
+        rules.append(triton_configs.hopper_config(call, device))
+    return list(dict.fromkeys(rules))
+
+
+def why_not(backend: str, call: Call, device: Device) -> str | None:
+    """Why a backend has no config for a call, or None if it has."""
+    return cuda_configs.why_not(call, device) if backend == "cuda" else None
