@@ -200,13 +200,12 @@ def compiled_cuda(configs: Sequence[cuda_configs.HopperConfig]) -> dict[Config, 
     """One library of all, loaded; without those that don't compile, which are found by halving."""
     good, wrong = _that_compile(list(configs))
     if good:
-        build.build(tuple(good))
-        build._library = build.Library(torch.ops.fp8attn_cuda.hopper.default, tuple(good))
+        build.load(tuple(good))
     return wrong
 
 
 def _that_compile(configs: list[cuda_configs.HopperConfig]) -> tuple[list[cuda_configs.HopperConfig], dict[Config, str]]:
-    """In another process, because an operator can be registered once only."""
+    """In another process, which keeps what it loads."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         reason = pool.submit(_builds, tuple(configs)).result()
     if reason is None:

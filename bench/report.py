@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +19,9 @@ from .errors import Errors
 from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
 from .run import Result
+
+if TYPE_CHECKING:
+    from . import ladder
 
 WIDTH = 176
 """Columns of a table where no terminal says how many it has."""
@@ -140,6 +143,22 @@ def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
         form = ".0f" if gpu else ".3f"
         speeds = (f"{r.traffic / 1e6:.1f}", f"{r.gb_per_s:{form}}", f"{r.copy_gb_per_s:{form}}", f"{r.gb_per_s / r.copy_gb_per_s:.0%}")
         table.add_row(r.case.name, *times, *speeds)
+    return table
+
+
+def ladder_table(results: Sequence[ladder.Result]) -> Table:
+    """Rungs in order, then peers."""
+    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "stack", "relative L2", "max error")
+    table = _table(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
+    for r in results:
+        if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
+            table.add_section()
+        times = ("–", "–", "–") if r.timing is None else (f"{r.timing.p50_us:.1f}", f"{r.timing.p90_us:.1f}", str(r.timing.samples))
+        speeds = (_number(r.against_previous, ".2f"), _number(r.against_first, ".2f"), _number(r.tflops, ".0f"))
+        shared = None if r.config is None else r.config.shared_bytes
+        numbers = (_number(r.resources.get("reg"), "d"), _number(shared, "d"), _number(r.resources.get("stack"), "d"))
+        errors = ("–", "–") if r.errors is None else (f"{r.errors.relative_l2:.4f}", f"{r.errors.max_abs:.4f}")
+        table.add_row(r.rung, *times, *speeds, *numbers, *errors)
     return table
 
 

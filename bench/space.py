@@ -11,7 +11,6 @@ from typing import Any
 
 from fp8attn.call import Call
 from fp8attn.cuda import configs as cuda_configs
-from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import HopperConfig as CudaConfig
 from fp8attn.device import Device
 from fp8attn.triton import configs as triton_configs
@@ -90,7 +89,7 @@ class Space:
 def spaces(backend: str, call: Call, device: Device) -> list[Space]:
     """Where a call's configs may lie."""
     if backend == "cuda":
-        shipped = cuda.choose(call, device)
+        shipped = cuda_configs.choose(call, device)
         fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general")}
         structure = {"consumers": (1, 2, 3, 4), "overlap": (False, True), "stages": (2, 3, 4, 5, 6)}
         return [Space(CudaConfig, fixed, structure, {"registers": tuple(range(88, 248, 8))})]
@@ -118,8 +117,8 @@ def misfit(config: Config, call: Call, device: Device) -> str | None:
 def shipped(backend: str, call: Call, device: Device) -> list[Config]:
     """The config that runs a call today, then the others that the tables and rules have for it."""
     if backend == "cuda":
-        first = cuda.choose(call, device)
-        return [first, *(config for config in cuda.serving(call) if config != first)]
+        first = cuda_configs.choose(call, device)
+        return [first, *(config for config in cuda_configs.serving(call) if config != first)]
     rules: list[Config] = [triton.choose(call, device), triton_configs.portable_config(call, device)]
     if triton.why_not_hopper(call, device) is None:
         rules.append(triton_configs.hopper_config(call, device))
@@ -128,4 +127,4 @@ def shipped(backend: str, call: Call, device: Device) -> list[Config]:
 
 def why_not(backend: str, call: Call, device: Device) -> str | None:
     """Why a backend has no config for a call, or None if it has."""
-    return cuda.why_not(call, device) if backend == "cuda" else None
+    return cuda_configs.why_not(call, device) if backend == "cuda" else None

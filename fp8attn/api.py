@@ -9,8 +9,9 @@ import torch
 
 from . import ops, reference
 from .call import GROUPS, Call
-from .cuda import build
+from .cuda import build, configs
 from .cuda import run as cuda
+from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
 from .recipe import E4M3, Quantized, Recipe
@@ -57,8 +58,8 @@ def cuda_missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"cuda: tensors are on {device}; move them to a GPU"
     properties = device_of(device)
-    if properties.arch // 10 != 9:
-        return f"cuda: this version's kernels need sm_90, {properties.name} is sm_{properties.arch}; use backend='triton' or 'auto'"
+    if properties.arch < 80:
+        return f"cuda: the kernels need sm_80 or later, {properties.name} is sm_{properties.arch}"
     lacking = build.unavailable()
     return None if lacking is None else f"cuda: {lacking}"
 
@@ -293,7 +294,7 @@ def sdpa(
             element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
         out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
-        backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA where it has a kernel and can be compiled, Triton
+        backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
             for other calls on a GPU, and the exact reference for CPU tensors.
 
     Returns:
@@ -332,7 +333,7 @@ def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
 
 
 def cuda_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
-    """`sdpa` by the CUDA kernels, which are compiled on first use: sm_90, compute type e4m3, two-level accumulation.
+    """`sdpa` by the CUDA kernels, which are compiled on first use: the Hopper kernel where it takes the call, else the portable one, sm_80 and later.
 
     Raises:
         BackendUnavailable: they don't do what the call asks for, or can't run here.
@@ -395,10 +396,13 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     call = call_of(query, key, value, *args, **kwargs)
     properties = device_of(device)
     if chosen != "triton":
-        reason = ops.why_not_cuda(call)
+        reason = ops.why_not_cuda(call) if chosen == "cuda" else ops.why_not_cuda_first(call)
         if reason is None:
             config = cuda.choose(call, properties)
-            return Plan("cuda", "hopper", config, call.compute, tuple(because))
+            if not isinstance(config, PortableConfig):
+                return Plan("cuda", "hopper", config, "e4m3", tuple(because))
+            because.append(f"not the Hopper kernel: {configs.why_not(call, properties)}")
+            return Plan("cuda", "portable", config, "e4m3" if config.operands == "native" else "f16", tuple(because))
         if chosen == "cuda":
             raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
         because.append(f"cuda: {reason}")

@@ -9,8 +9,16 @@ import triton
 
 from .api import cuda_missing, triton_missing
 from .cuda import build
-from .device import device_of
+from .device import Device, device_of
 from .triton import run
+
+
+def _cuda_kernels(device: Device) -> str:
+    """Which of them a GPU gets, and what they multiply."""
+    if device.arch < 80:
+        return "need sm_80"
+    operands = "e4m3 as it is" if device.has_fp8_units else "e4m3 as half"
+    return f"{'hopper, and for what it refuses ' if device.arch // 10 == 9 else ''}portable, which multiplies {operands}"
 
 
 def info() -> dict[str, str]:
@@ -28,6 +36,7 @@ def info() -> dict[str, str]:
         lines[f"gpu {index}"] = f"{device.name}, sm_{device.arch}, {device.sm_count} SMs, {units}"
         hopper = "needs sm_90" if device.arch // 10 != 9 else run.hopper_missing or "works"
         lines[f"triton hopper kernel, gpu {index}"] = hopper
+        lines[f"cuda kernels, gpu {index}"] = _cuda_kernels(device)
     if not gpus:
         lines["gpu"] = "none that torch can use"
     missing = triton_missing(torch.device("cuda" if gpus else "cpu"))

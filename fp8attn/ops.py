@@ -141,7 +141,7 @@ def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By CUDA where it can, by Triton where not, also if compiling CUDA turns out to fail."""
-    if why_not_cuda(call) is None:
+    if why_not_cuda_first(call) is None:
         try:
             return cuda.forward(call, device_of(call.q.device))
         except BuildError as error:
@@ -152,6 +152,11 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def why_not_cuda(call: Call) -> str | None:
     """Why the CUDA kernels don't run a call here, as far as is known without compiling them, or None if they do."""
     return cuda.why_not(call, device_of(call.q.device)) or build.unavailable()
+
+
+def why_not_cuda_first(call: Call) -> str | None:
+    """Why `auto` goes to Triton with a call, as far as is known without compiling, or None if it goes to CUDA."""
+    return cuda.why_not_first(call, device_of(call.q.device)) or build.unavailable()
 
 
 def forward_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]):

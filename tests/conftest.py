@@ -47,12 +47,8 @@ class Attention:
 
     backend: str
 
-    def able(self, recipe: Recipe) -> Recipe:
-        """The recipe, or where the backend hasn't all of it, what it has."""
-        return dataclasses.replace(recipe, compute="e4m3", two_level=None) if self.backend == "cuda" else recipe
-
     def __call__(self, *args, recipe: Recipe | None = None, **kwargs):
-        return fp8attn.sdpa(*args, recipe=self.able(recipe or Recipe()), backend=self.backend, **kwargs)
+        return fp8attn.sdpa(*args, recipe=recipe or Recipe(), backend=self.backend, **kwargs)
 
 
 @pytest.fixture(scope="session", params=("triton", "cuda"))

@@ -15,7 +15,7 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import adapters, cases, compare, peers, plot, readme, timing
+from bench import adapters, cases, compare, ladder, peers, plot, readme, report, timing
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
@@ -253,3 +253,27 @@ def test_every_kernel_that_can_be_timed_can_be_drawn() -> None:
     kernels = [peer.name for peer in adapters.PEERS if peers.KERNEL in peer.stages]
     assert set(kernels) - set(plot.STYLES) == {"SDPA efficient", "SDPA math"}
     assert len(set(plot.STYLES.values())) == len(plot.STYLES)
+
+
+def test_the_ladder_without_a_gpu_says_so(device: torch.device, capsys: pytest.CaptureFixture) -> None:
+    if device.type == "cuda":
+        pytest.skip("there is a GPU")
+    assert command.main(["ladder"]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_rungs_are_compared_with_the_one_before_and_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    case = ladder.CASES[0]
+    names = ("0 scalar", "1 wmma-qk", "2 cp.async")
+    results = [ladder.Result(case, name, ladder.rungs(64)[name]) for name in names] + [ladder.Result(case, "SDPA flash", None)]
+    times = {"0 scalar": 100.0, "2 cp.async": 25.0, "SDPA flash": 50.0}  # one was refused
+    found = ladder._compared(results, {name: timing.Timing.of([[us]], 1, "by hand") for name, us in times.items()})
+    assert [r.against_previous for r in found] == [None, None, 4.0, None]
+    assert [r.against_first for r in found] == [None, None, 4.0, 2.0]
+    assert report.ladder_table(found).row_count == 4
+    records = [r.record() | {"gpu": "a GPU", "commit": "0123456789"} for r in found]
+    ladder.draw(records, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no rung was timed"):
+        ladder.draw(records[1:2], tmp_path / "none.png")

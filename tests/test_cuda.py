@@ -9,6 +9,7 @@ import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_direct_codes() -> None:
 
 
 def test_everything_rendered_is_compiled_once() -> None:
-    files = render.files(INSTANCES)
+    files = render.files(INSTANCES, 90)
     assert {f"{c.name}.cu" for c in INSTANCES} | {"instances.h", "wgmma_shapes.h"} == files.keys()
     listed = re.findall(r"^    launch_(\w+),$", files["instances.h"], re.MULTILINE)
     assert listed == [c.name for c in INSTANCES]
@@ -166,7 +167,7 @@ def race(folder: str, barrier, log: str) -> None:
     """In a process of its own: build with a compiler that takes its time and leaves a trace."""
     import time
 
-    def slow(staging: Path, instances: tuple) -> None:
+    def slow(staging: Path, instances: tuple, arch: int) -> None:
         with open(log, "a") as file:
             file.write("compiled\n")
         (staging / f"{build.NAME}.so").write_text("half")
@@ -204,12 +205,12 @@ def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "missing", lambda: None)
 
-    def fails(staging: Path, instances: tuple) -> None:
+    def fails(staging: Path, instances: tuple, arch: int) -> None:
         (staging / "half").touch()
         raise BuildError("the CUDA kernels don't compile here: error: expected a ';'")
 
     monkeypatch.setattr(build, "compile_into", fails)
-    monkeypatch.setattr(build, "_failure", None)
+    monkeypatch.setattr(build, "_failures", {})
     for _ in range(2):  # the second time from memory
         with pytest.raises(BuildError, match="expected a ';'"):
             build.load()
@@ -234,35 +235,31 @@ def nvcc() -> str:
     return str(path)
 
 
-def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
-    """Every instance: registers and stack as ptxas says, no wgmma made synchronous."""
-    for name, text in render.files(INSTANCES).items():
-        (tmp_path / name).write_text(text)
+def compiled(nvcc: str, instances: tuple, arch: int, folder: Path) -> dict[Any, str]:
+    """What ptxas says of every instance; NAME.cubin is left in `folder`."""
+    for name, text in render.files(instances, arch).items():
+        (folder / name).write_text(text)
 
-    def compiled(config: HopperConfig) -> str:
-        command = [
-            nvcc,
-            *build.CUDA_FLAGS,
-            "-I",
-            str(build.SOURCES),
-            "-I",
-            str(tmp_path),
-            "-Xptxas=-v",
-            "-cubin",
-            f"{config.name}.cu",
-            "-o",
-            f"{config.name}.cubin",
-        ]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    def compile_one(config) -> str:
+        command = [nvcc, *build.cuda_flags(arch), "-I", str(build.SOURCES), "-I", str(folder), "-Xptxas=-v", "-cubin", f"{config.name}.cu"]
+        done = subprocess.run([*command, "-o", f"{config.name}.cubin"], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stderr
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        reports = dict(zip(INSTANCES, pool.map(compiled, INSTANCES), strict=True))
-    for config, report in reports.items():
+        return dict(zip(instances, pool.map(compile_one, instances), strict=True))
+
+
+def numbers(report: str) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack."""
+    return int(re.findall(r"Used (\d+) registers", report)[0]), int(re.findall(r"(\d+) bytes stack frame", report)[0])
+
+
+def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
+    """Every instance: registers and stack as ptxas says, no wgmma made synchronous."""
+    for config, report in compiled(nvcc, INSTANCES, 90, tmp_path).items():
+        registers, stack = numbers(report)
         assert "wgmma" not in report, f"{config.name}: {report}"
-        stack = int(re.findall(r"(\d+) bytes stack frame", report)[0])
-        registers = int(re.findall(r"Used (\d+) registers", report)[0])
         assert stack <= STACK.get(config, 0), f"{config.name}: {report}"
         assert registers * config.threads <= configs.REGISTER_FILE, f"{config.name}: {report}"
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from closeness import assert_matches_pipeline
+from closeness import E4M3_STEP, assert_matches_pipeline
+from models import oracle
 
 import fp8attn
-from fp8attn import reference
 from fp8attn.api import call_of, cuda_missing
-from fp8attn.cuda import build
+from fp8attn.cuda import build, configs
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import INSTANCES, KEYS
+from fp8attn.cuda.configs import INSTANCES
+from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
 
 TESTS = Path(__file__).resolve().parent
@@ -37,7 +38,61 @@ MUTANTS = {
     "sums of the wrong ones": ("hopper.cuh", "0x38383838", "0x38383839"),
     "output of the wrong lane": ("tile/output.h", "exchange(w[0], w[2], high, 2);", ""),
 }
-"""File, what stands there, what it is broken into."""
+"""Of the Hopper kernel: file, what stands there, what it is broken into."""
+
+SPLIT, NATIVE, SPECIALISED, FUSED, SCALAR, WMMA = (
+    "11 register operands",
+    "10 native e4m3",
+    "7 warp-specialised",
+    "4 fused softmax",
+    "0 scalar",
+    "3 wmma-pv",
+)
+
+RUNG_MUTANTS = {
+    "scores that no lane wrote": (SCALAR, "tile/unfused.h", "for (int j = 0; j < keys; ++j) shared.s", "for (int j = 0; j < keys - 1; ++j) shared.s"),
+    "end of keys forgotten, unfused": (SCALAR, "tile/unfused.h", "if (key >= end)\n", "if (key >= end + 1)\n"),
+    "missing rescale, unfused": (SCALAR, "tile/unfused.h", "fmaf(shared.l[row], alpha, sum)", "shared.l[row] + sum"),
+    "channels of another fragment": (WMMA, "tile/unfused.h", "v.at(32 * c + 16 * half, key / 8)", "v.at(32 * c + 16 * (1 - half), key / 8)"),
+    "halves in the wrong order": (
+        FUSED,
+        "tile/shared_tile.h",
+        "halves_of_e4m3(codes.y, first.y, second.y)",
+        "halves_of_e4m3(codes.y, second.y, first.y)",
+    ),
+    "scale of another block": (FUSED, "tile/fused.h", "(start + first_key) / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
+    "scale of another row": (FUSED, "tile/fused.h", "shared.facts.row_scale[f.row + 8 * r]", "shared.facts.row_scale[f.row]"),
+    "missing rescale": (FUSED, "tile/online_softmax.h", "l[r] *= alpha[r];", ""),
+    "stale maximum": (FUSED, "tile/online_softmax.h", "m[r] = m_new;\n      l[r]", "if (m[r] == -INFINITE) m[r] = m_new;\n      l[r]"),
+    "unrounded P": (FUSED, "tile/fused.h", "constexpr (E4M3)", "constexpr (false)"),
+    "mask off by one": (FUSED, "tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
+    "a stage too early": (
+        FUSED,
+        "portable.cuh",
+        "if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n + ahead,",
+        "if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n,",
+    ),
+    "producers a block behind": (
+        SPECIALISED,
+        "portable.cuh",
+        "load_block<C>(p, shared, thread, n + ahead, stage",
+        "load_block<C>(p, shared, thread, n, stage",
+    ),
+    "swizzle of another row": (SPECIALISED, "tile/shared_tile.h", "lane_offset ^ 16 * chunks :", "lane_offset + 16 * chunks :"),
+    "unpermuted V": (
+        NATIVE,
+        "tile/fused.h",
+        "a[2 * h + r] = ptx::e4m3x4(x[0], x[1], x[4], x[5])",
+        "a[2 * h + r] = ptx::e4m3x4(x[0], x[4], x[1], x[5])",
+    ),
+    "output not rescaled": (NATIVE, "tile/fused.h", "alpha[t][i / 2 % 2], fresh", "1.0f, fresh"),
+    "a part's weight": (SPLIT, "tile/online_softmax.h", "theirs = ptx::exp2_approx(their_m - origin(m_new));", "theirs = 1.0f;"),
+    "a part's sum": (SPLIT, "tile/online_softmax.h", "fmaf(l[r], mine, their_l * theirs)", "l[r] * mine"),
+    "values of another part": (SPLIT, "tile/fused.h", "first_step = first_key / 32;", "first_step = 0;"),
+}
+"""Of the portable kernel: the rung that shows it, and the same."""
+
+EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()} | {f"{mutant[0]}: {name}": mutant for name, mutant in RUNG_MUTANTS.items()}
 
 
 def mutated(name: str | None, folder: Path) -> Path:
@@ -45,61 +100,67 @@ def mutated(name: str | None, folder: Path) -> Path:
     sources = folder / "cuda"
     shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
     if name is not None:
-        file, right, wrong = MUTANTS[name]
+        _, file, right, wrong = EVERY[name]
         text = (sources / file).read_text()
         assert text.count(right) == 1, f"{file} has {right!r} {text.count(right)} times"
         (sources / file).write_text(text.replace(right, wrong))
     return sources
 
 
-def check(sources: str) -> None:
-    """In a process of its own: the parity test on kernels compiled from `sources`."""
-    config = INSTANCES[0]
+def check(sources: str, rung: str | None) -> None:
+    """In a process of its own: the parity test of a rung, or of the Hopper kernel, on kernels compiled from `sources`."""
+    config = INSTANCES[0] if rung is None else {**LADDER[64], **BEST[64]}[rung]
     build.SOURCES = Path(sources)
     build.INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 300, 300))
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 700, 700))
     # later keys score higher, so that the maximum moves; scales of blocks differ
-    k = k * torch.linspace(0.2, 3, 300, device=device)[:, None]
+    k = k * torch.linspace(0.2, 3, 700, device=device)[:, None]
     quantized = fp8attn.quantize(q, k, v)
     for is_causal in (False, True):
-        call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32)
-        out, _ = cuda.forward(call, device_of(device), config)
-        oracle, _ = reference.pipeline(*quantized, block_n=KEYS, causal="bottom_right" if is_causal else "none", exact=config.exact)
+        call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32, return_lse=True)
+        out, lse = cuda.forward(call, device_of(device), config)
+        expected, expected_lse = oracle(quantized, call, config)
         try:
-            assert_matches_pipeline(out, oracle, emulated=False)
+            assert_matches_pipeline(out, expected, emulated=False)
+            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
         except AssertionError as error:
             print(SEEN, error)
 
 
-def run_check(sources: Path, cache: Path) -> str:
+def run_check(sources: Path, cache: Path, rung: str | None) -> str:
     environment = os.environ | {"FP8ATTN_CACHE": str(cache), "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
-    program = f"import test_cuda_mutants; test_cuda_mutants.check({str(sources)!r})"
+    program = f"import test_cuda_mutants; test_cuda_mutants.check({str(sources)!r}, {rung!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
     """On any machine: what a mutant breaks is in the source."""
     mutated(name, tmp_path)
 
 
-@pytest.fixture
-def hopper(device: torch.device) -> None:
-    missing = cuda_missing(device)
-    if missing is not None:
-        pytest.skip(missing)
+def require(rung: str | None, device: torch.device) -> None:
+    """Skip where a GPU can't run it."""
+    reason = cuda_missing(device)
+    if reason is None and rung is None:
+        reason = configs.misfit(INSTANCES[0], device_of(device))
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.mark.gpu
-def test_the_kernel_itself_passes(hopper: None, tmp_path: Path) -> None:
-    assert SEEN not in run_check(mutated(None, tmp_path), tmp_path / "cache")
+@pytest.mark.parametrize("rung", (None, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
+    require(rung, device)
+    assert SEEN not in run_check(mutated(None, tmp_path), tmp_path / "cache", rung)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_seen(hopper: None, name: str, tmp_path: Path) -> None:
-    assert SEEN in run_check(mutated(name, tmp_path), tmp_path / "cache")
+@pytest.mark.parametrize("name", EVERY)
+def test_mutant_is_seen(device: torch.device, name: str, tmp_path: Path) -> None:
+    require(EVERY[name][0], device)
+    assert SEEN in run_check(mutated(name, tmp_path), tmp_path / "cache", EVERY[name][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,32 +18,34 @@ import fp8attn
 from fp8attn import Quantized, Recipe, reference
 from fp8attn.api import call_of
 from fp8attn.call import Call
+from fp8attn.cuda import configs as hopper
+from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import INSTANCES, KEYS, HopperConfig, is_general
+from fp8attn.cuda.configs import INSTANCES, is_general
+from fp8attn.cuda.render import Config
 from fp8attn.device import Device, device_of
 from fp8attn.quantize import empty_rows
 from fp8attn.triton import configs, run
 
 
-def run_call(call: Call, device: Device, sdpa: Attention, config: configs.Config | HopperConfig | None = None):
-    """out, lse and what tells the pipeline oracle how they were computed."""
+def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, config: configs.Config | Config | None = None):
+    """out, lse and the pipeline oracle's, which is told how they were computed."""
     if sdpa.backend == "cuda":
         instance = cuda.choose(call, device) if config is None else config
-        return *cuda.forward(call, device, instance), dict(block_n=KEYS, exact=instance.exact)
+        return *cuda.forward(call, device, instance), *models.oracle(quantized, call, instance)
     config = run.choose(call, device) if config is None else config
-    return *run.forward(call, device, config), dict(block_n=config.block_n, compute=call.compute)
+    model = dict(block_n=config.block_n, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute)
+    return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, **model)
 
 
-def run_case(case: Case, device: torch.device, sdpa: Attention, config: configs.Config | HopperConfig | None = None):
+def run_case(case: Case, device: torch.device, sdpa: Attention, config: configs.Config | Config | None = None):
     """out, lse, the oracle's and the device that ran it."""
     q, k, v = case.tensors(device)
-    recipe = sdpa.able(case.recipe)
-    quantized = fp8attn.quantize(q, k, v, recipe=recipe)
-    call = call_of(*quantized, **case.options(device), recipe=recipe, out_dtype=case.out_dtype, return_lse=True)
+    quantized = fp8attn.quantize(q, k, v, recipe=case.recipe)
+    call = call_of(*quantized, **case.options(device), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
     properties = device_of(device)
-    out, lse, model = run_call(call, properties, sdpa, config)
-    oracle = reference.pipeline(*quantized, call.attn_mask, causal=case.causal, softmax_scale=call.softmax_scale, **model)
-    return out, lse, *oracle, properties
+    out, lse, *expected = run_call(quantized, call, properties, sdpa, config)
+    return out, lse, *expected, properties
 
 
 @given(case=cases())
@@ -59,10 +62,12 @@ def test_matches_the_pipeline(case: Case, device: torch.device, sdpa: Attention)
 def test_configs_agree(case: Case, data: st.DataObject, device: torch.device, sdpa: Attention) -> None:
     """Any config that fits matches the oracle with its key blocks."""
     q, k, v = case.tensors(device)
-    call = call_of(q, k, v, **case.options(device), recipe=sdpa.able(case.recipe))
+    call = call_of(q, k, v, **case.options(device), recipe=case.recipe)
     properties = device_of(device)
     if sdpa.backend == "cuda":
-        able = [c for c in INSTANCES if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.general >= is_general(call)]
+        able = [*portable.serving(call, properties)]
+        if hopper.why_not(call, properties) is None:
+            able += [c for c in INSTANCES if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.general >= is_general(call)]
         config = data.draw(st.sampled_from(able))
     elif properties.emulated:
         config = configs.PortableConfig(*(data.draw(st.sampled_from(x)) for x in ((16, 32, 64, 128), (32, 64, 128))), 1, 1)
@@ -142,9 +147,8 @@ def test_exact_scores(device: torch.device, sdpa: Attention, kv_length: int, is_
     """Where scores are exact, no P flips, and what is left is the tensor core's sum of one key block: 2^-13 a term at most."""
     q, k, v = exact_problem(device, kv_length, seed=kv_length)
     call = call_of(q, k, v, is_causal=is_causal, out_dtype=torch.float32)
-    out, _, model = run_call(call, device_of(device), sdpa)
-    oracle, _ = reference.pipeline(q, k, v, causal="top_left" if is_causal else "none", **model)
-    assert relative(out, oracle) <= (1e-6 if device_of(device).emulated else 1e-3)
+    out, _, expected, _ = run_call((q, k, v), call, device_of(device), sdpa)
+    assert relative(out, expected) <= (1e-6 if device_of(device).emulated else 1e-3)
 
 
 @pytest.mark.parametrize("smooth", (False, True))

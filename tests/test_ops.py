@@ -179,7 +179,8 @@ def test_goes_on_with_triton_if_cuda_does_not_compile(device: torch.device, monk
     def fails(*arguments):
         raise BuildError("the CUDA kernels don't compile here: no space left")
 
-    monkeypatch.setattr(ops, "why_not_cuda", lambda call: None)
+    for name in ("why_not_cuda", "why_not_cuda_first"):
+        monkeypatch.setattr(ops, name, lambda call: None)
     monkeypatch.setattr(ops.cuda, "forward", fails)
     arguments = _operator_arguments(_prepare(q, k, v, None, 0.0, False, None, True, "top_left", Recipe(), None, None, None, None), False)
     with pytest.warns(UserWarning, match="goes on with Triton: .*no space left"):

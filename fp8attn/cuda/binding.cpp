@@ -45,18 +45,35 @@ void copy_strides(int64_t (&to)[N], const Tensor& from) {
   std::copy_n(from.strides().begin(), N, to);
 }
 
-// fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes, the grid.
-void hopper(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
+// Whether all rows of (B, H, S, D) start at multiples of 16 bytes.
+bool is_aligned(const Tensor& x) {
+  const auto of_16 = [&](int i) { return x.size(i) == 1 || x.stride(i) % 16 == 0; };
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && of_16(0) && of_16(1) && of_16(2);
+}
+
+// fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes (no rows: it has no use for tensor maps),
+// the grid.
+void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
             int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
             const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse,
             const std::optional<Tensor>& counter) {
   fp8attn::Params p = {};
-  encode_rows(p.q_map, q, rows, panel);
-  encode_rows(p.k_map, k, keys, panel);
-  const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
-  const uint32_t box[2] = {uint32_t(keys), uint32_t(value_rows)};
-  TORCH_CHECK(v.is_contiguous() && fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());
-
+  TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
+  if (rows > 0) {
+    encode_rows(p.q_map, q, rows, panel);
+    encode_rows(p.k_map, k, keys, panel);
+    const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
+    const uint32_t box[2] = {uint32_t(keys), uint32_t(value_rows)};
+    TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());
+  }
+  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
+  p.k = static_cast<const uint8_t*>(k.const_data_ptr());
+  p.v = static_cast<const uint8_t*>(v.const_data_ptr());
+  copy_strides(p.q_strides, q);
+  copy_strides(p.k_strides, k);
+  p.v_pitch = v.size(3);
+  p.q_aligned = is_aligned(q);
+  p.k_aligned = is_aligned(k);
   p.q_scale = q_scale.const_data_ptr<float>();
   p.k_scale = k_scale.const_data_ptr<float>();
   p.v_scale = v_scale.const_data_ptr<float>();
@@ -78,6 +95,7 @@ void hopper(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t
   p.kv_heads = k.size(1);
   p.q_length = q.size(2);
   p.kv_length = kv_length;
+  p.head_dim = q.size(3);
   p.value_dim = v.size(2);
   p.q_group = q_group;
   p.k_group = k_group;
@@ -90,12 +108,16 @@ void hopper(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t
   TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error));
 }
 
-}  // namespace
-
-TORCH_LIBRARY(fp8attn_cuda, m) {
+// A process may load several libraries of kernels, each of other instances: an operator of the same name, each in a namespace of its own.
+const torch::Library& library() {
+  static torch::Library m(torch::Library::DEF, fp8attn::NAMESPACE, std::nullopt, __FILE__, __LINE__);
   m.def(
-      "hopper(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
-      " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter) -> ()");
+      "forward(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor q_scale, int q_group,"
+      " Tensor k, Tensor k_scale, int k_group, Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset,"
+      " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter) -> ()");
+  m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
+  return m;
 }
+[[maybe_unused]] const torch::Library& registered = library();
 
-TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) { m.impl("hopper", hopper); }
+}  // namespace

@@ -26,12 +26,19 @@ from typing import Any
 import torch
 
 from . import render
-from .configs import INSTANCES, HopperConfig
+from .configs import INSTANCES
+from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
 NAME = "fp8attn_cuda"
 CXX_FLAGS = ("-std=c++20", "-O2")
-CUDA_FLAGS = ("-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
+CUDA_FLAGS = ("-std=c++20", "-O3")
+
+
+def cuda_flags(arch: int) -> tuple[str, ...]:
+    """For GPUs of one architecture; Hopper's with what its kernel needs and no later GPU has."""
+    name = f"{arch}a" if arch == 90 else str(arch)
+    return (*CUDA_FLAGS, f"-gencode=arch=compute_{name},code=sm_{name}")
 
 
 class BuildError(RuntimeError):
@@ -43,12 +50,12 @@ class Library:
     """The loaded kernels.
 
     Attributes:
-        hopper: the operator fp8attn_cuda::hopper.
+        forward: the operator that launches an instance by its number.
         instances: what it was compiled with; an instance's number is its place.
     """
 
-    hopper: Callable[..., None]
-    instances: tuple[HopperConfig, ...]
+    forward: Callable[..., None]
+    instances: tuple[Config, ...]
 
 
 def cuda_home() -> str | None:
@@ -87,13 +94,13 @@ def source_files() -> list[Path]:
     return sorted(p for p in SOURCES.rglob("*") if p.suffix in (".h", ".cuh", ".cpp"))
 
 
-def fingerprint(instances: tuple[HopperConfig, ...]) -> str:
+def fingerprint(instances: tuple[Config, ...], arch: int = 90) -> str:
     """Hash of sources, rendered sources, flags and versions."""
     nvcc = str(Path(cuda_home() or "") / "bin" / "nvcc")
     versions = (torch.__version__, str(torch.version.cuda), version_of(nvcc), version_of(os.environ.get("CXX", "c++")))
-    parts = [*versions, *CXX_FLAGS, *CUDA_FLAGS]
+    parts = [*versions, *CXX_FLAGS, *cuda_flags(arch)]
     parts += [f"{path.relative_to(SOURCES)}\0{path.read_text()}" for path in source_files()]
-    parts += [f"{name}\0{text}" for name, text in render.files(instances).items()]
+    parts += [f"{name}\0{text}" for name, text in render.files(instances, arch).items()]
     return hashlib.sha256("\0\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -146,12 +153,12 @@ def parse_resources(text: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def write_meta(folder: Path, instances: tuple[HopperConfig, ...], seconds: float) -> None:
+def write_meta(folder: Path, instances: tuple[Config, ...], arch: int, seconds: float) -> None:
     """build_meta.json: what was built, of what, with what."""
     meta = {
         "instances": {c.name: dict(zip(c.__dataclass_fields__, astuple(c), strict=True)) for c in instances},
         "cxx_flags": CXX_FLAGS,
-        "cuda_flags": CUDA_FLAGS,
+        "cuda_flags": cuda_flags(arch),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nvcc": version_of(str(Path(cuda_home() or "") / "bin" / "nvcc")).strip().splitlines()[-1:],
@@ -162,7 +169,7 @@ def write_meta(folder: Path, instances: tuple[HopperConfig, ...], seconds: float
     (folder / "build_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def compile_into(folder: Path, instances: tuple[HopperConfig, ...]) -> None:
+def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None:
     """Compile and load the library in an empty folder.
 
     Raises:
@@ -170,7 +177,7 @@ def compile_into(folder: Path, instances: tuple[HopperConfig, ...]) -> None:
     """
     from torch.utils import cpp_extension
 
-    rendered = render.files(instances)
+    rendered = render.files(instances, arch)
     for name, text in rendered.items():
         (folder / name).write_text(text)
     started = time.time()
@@ -180,7 +187,7 @@ def compile_into(folder: Path, instances: tuple[HopperConfig, ...]) -> None:
             NAME,
             [str(SOURCES / "binding.cpp"), *(str(folder / name) for name in rendered if name.endswith(".cu"))],
             extra_cflags=list(CXX_FLAGS),
-            extra_cuda_cflags=list(CUDA_FLAGS),
+            extra_cuda_cflags=list(cuda_flags(arch)),
             extra_include_paths=[str(SOURCES), str(folder)],
             build_directory=str(folder),
             is_python_module=False,
@@ -191,10 +198,10 @@ def compile_into(folder: Path, instances: tuple[HopperConfig, ...]) -> None:
         raise BuildError(f"the CUDA kernels don't compile here: {error}") from error
     seconds = time.time() - started
     print(f" {seconds:.0f} s", file=sys.stderr, flush=True)
-    write_meta(folder, instances, seconds)
+    write_meta(folder, instances, arch, seconds)
 
 
-def build(instances: tuple[HopperConfig, ...]) -> Path:
+def build(instances: tuple[Config, ...], arch: int = 90) -> Path:
     """The folder of the whole and loaded build, made if it isn't there.
 
     Raises:
@@ -204,13 +211,13 @@ def build(instances: tuple[HopperConfig, ...]) -> Path:
     if lacking is not None:
         raise BuildError(lacking)
     folder = cache_folder()
-    wanted = folder / fingerprint(instances)
+    wanted = folder / fingerprint(instances, arch)
     if not wanted.exists():
         with locked(folder / f"{wanted.name}.lock"):
             if not wanted.exists():
                 staging = Path(tempfile.mkdtemp(prefix=f"{wanted.name}.", dir=folder))
                 try:
-                    compile_into(staging, instances)
+                    compile_into(staging, instances, arch)
                     staging.rename(wanted)
                 except BaseException:
                     shutil.rmtree(staging, ignore_errors=True)
@@ -220,37 +227,50 @@ def build(instances: tuple[HopperConfig, ...]) -> Path:
     return wanted
 
 
-_library: Library | None = None
-_failure: str | None = None
+_libraries: dict[tuple[tuple[Config, ...], int], Library] = {}
+_failures: dict[tuple[tuple[Config, ...], int], str] = {}
 
 
-def load() -> Library:
-    """The kernels, compiled if this is their first use on this machine.
+def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library:
+    """The kernels, compiled if this is their first use on this machine; None: the Hopper kernel's.
 
     Raises:
         BuildError: they can't be; remembered, so that only the first call tries.
     """
-    global _library, _failure
-    if _library is None:
-        if _failure is not None:
-            raise BuildError(_failure)
+    key = (INSTANCES if instances is None else instances, arch)
+    if key not in _libraries:
+        if key in _failures:
+            raise BuildError(_failures[key])
         try:
-            build(INSTANCES)
+            build(*key)
         except BuildError as error:
-            _failure = str(error)
+            _failures[key] = str(error)
             raise
-        _library = Library(torch.ops.fp8attn_cuda.hopper.default, INSTANCES)
-    return _library
+        operators = getattr(torch.ops, render.namespace(*key))
+        _libraries[key] = Library(operators.forward.default, key[0])
+    return _libraries[key]
+
+
+def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
+    """The library with an instance: one that is loaded already, or that of its group.
+
+    Raises:
+        BuildError: it can't be compiled.
+    """
+    for (instances, built_for), library in _libraries.items():
+        if built_for == arch and config in instances:
+            return library
+    return load(group if config in group else (config,), arch)
 
 
 def unavailable() -> str | None:
     """Why kernels can't be had, as far as is known without compiling, or None."""
-    return _failure or missing()
+    return next(iter(_failures.values()), None) or missing()
 
 
-def built() -> dict[str, Any] | None:
-    """build_meta.json of the build that would be loaded now, or None if there is none."""
+def built(instances: tuple[Config, ...] | None = None, arch: int = 90) -> dict[str, Any] | None:
+    """build_meta.json of the build that would be loaded now, or None if there is none; of the Hopper kernel's instances unless others are given."""
     if missing() is not None:
         return None
-    meta = cache_folder() / fingerprint(INSTANCES) / "build_meta.json"
+    meta = cache_folder() / fingerprint(INSTANCES if instances is None else instances, arch) / "build_meta.json"
     return json.loads(meta.read_text()) if meta.exists() else None

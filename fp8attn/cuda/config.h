@@ -14,4 +14,28 @@ struct HopperConfig {
   bool general;   // masks, scales per key, negative softmax scales; without, none of them
 };
 
+// Where e4m3 becomes half: in shared memory, once for a CTA; in registers, on the way to the tensor core; nowhere.
+enum class Operands : int { shared, registers, native };
+
+struct PortableConfig {
+  int head_dim;   // of Q and K in shared memory: 64, 128 or 256
+  int value_dim;  // of V in shared memory: 64, 128 or 256
+  int warps;      // that attend
+  int warp_rows;  // query rows of each: 16 or 32
+  int splits;     // warps that share rows, each with a part of every block's keys
+  int keys;       // of a block: 32 to 256; of a warp's part of it, at most 128
+  int stages;     // of bytes of K and V in flight; 1 waits for each
+  int ctas;       // of an SM, at least: what registers must leave room for
+  bool tensor_qk;
+  bool tensor_pv;
+  bool fused;  // scores and P stay in registers
+  bool swizzle;
+  int producers;  // warps that load and convert, and nothing else
+  bool persistent;
+  bool fast_exp;
+  Operands operands;
+  bool e4m3_p;   // P is rounded to e4m3, also where it is multiplied as half
+  bool general;  // masks, scales per key, negative softmax scales; without, none of them
+};
+
 }  // namespace fp8attn

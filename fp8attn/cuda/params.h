@@ -7,11 +7,17 @@
 
 namespace fp8attn {
 
+constexpr int SCALE_BLOCK = 128;  // rows under one scale of k, where it isn't one of all or of each
+
 enum class OutType : int { bf16, f16, f32 };
 
 // Strides are in elements. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 struct Params {
-  CUtensorMap q_map, k_map, v_map;  // boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded); outside is zero
+  CUtensorMap q_map, k_map, v_map;  // of instances with TMA: boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded); outside is zero
+
+  const uint8_t* q;  // (B, Hq, Sq, D)
+  const uint8_t* k;  // (B, Hkv, Sk, D)
+  const uint8_t* v;  // (B, Hkv, Dv, S_padded), contiguous
 
   const float* q_scale;  // (B, Hq, ceil(Sq / q_group))
   const float* k_scale;  // (B, Hkv, ceil(Sk / k_group))
@@ -24,13 +30,16 @@ struct Params {
 
   int64_t q_scale_strides[3], k_scale_strides[3], v_scale_strides[3], mask_strides[4], out_strides[3];
 
-  int batches, q_heads, kv_heads, q_length, kv_length, value_dim;
+  int64_t q_strides[3], k_strides[3], v_pitch;
+
+  int batches, q_heads, kv_heads, q_length, kv_length, head_dim, value_dim;
   int q_group, k_group;  // rows under one scale; 0: all of a head's
   int causal_offset;     // row i sees keys 0 ... i + causal_offset, and kv_length of them at most
   int heads_side_by_side;
   float score_scale;  // softmax scale times log2 e
   OutType out_type;
   int mask_type;  // 0: bytes; else OutType + 1
+  bool q_aligned, k_aligned;  // whether rows start at multiples of 16 bytes
 };
 
 }  // namespace fp8attn

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple
 
 from .configs import KEYS, ONES, HopperConfig
+from .portable import PortableConfig
+
+Config = HopperConfig | PortableConfig
 
 WRAPPER = """
 template <>
@@ -54,14 +58,14 @@ def wgmma_shapes(widths: Sequence[int]) -> str:
 
 
 INSTANCE = """// Rendered by fp8attn/cuda/render.py.
-#include "hopper.cuh"
+#include "{header}"
 
 namespace fp8attn {{
 
 struct {name} {{
-  static constexpr HopperConfig config{{{fields}}};
+  static constexpr {kind} config{{{fields}}};
 }};
-static_assert(sizeof(SharedStorage<{name}::config>) == {shared_bytes});
+static_assert(sizeof({storage}<{name}::config>) == {shared_bytes});
 
 cudaError_t launch_{name}(const Params& p, int ctas, cudaStream_t stream) {{ return launch<{name}>(p, ctas, stream); }}
 
@@ -69,13 +73,30 @@ cudaError_t launch_{name}(const Params& p, int ctas, cudaStream_t stream) {{ ret
 """
 
 
-def instance(config: HopperConfig) -> str:
+def literal(value: bool | int | str) -> str:
+    """A field's value in C++."""
+    return f"Operands::{value}" if isinstance(value, str) else str(value).lower()
+
+
+def instance(config: Config) -> str:
     """The translation unit of one instance."""
-    fields = ", ".join(str(x).lower() for x in astuple(config))
-    return INSTANCE.format(name=config.name, fields=fields, shared_bytes=config.shared_bytes)
+    portable = isinstance(config, PortableConfig)
+    return INSTANCE.format(
+        header="portable.cuh" if portable else "hopper.cuh",
+        kind=type(config).__name__,
+        storage="PortableStorage" if portable else "SharedStorage",
+        name=config.name,
+        fields=", ".join(literal(x) for x in astuple(config)),
+        shared_bytes=config.shared_bytes,
+    )
 
 
-def instances(configs: Sequence[HopperConfig]) -> str:
+def namespace(configs: Sequence[Config], arch: int) -> str:
+    """Of the operators of a library of these instances: another one for every library that a process may load."""
+    return f"fp8attn_cuda_{arch}_{hashlib.sha256(' '.join(c.name for c in configs).encode()).hexdigest()[:8]}"
+
+
+def instances(configs: Sequence[Config], arch: int) -> str:
     """The header that lists all instances, in order."""
     declarations = "\n".join(f"cudaError_t launch_{c.name}(const Params& p, int ctas, cudaStream_t stream);" for c in configs)
     names = ",\n    ".join(f"launch_{c.name}" for c in configs)
@@ -88,6 +109,8 @@ def instances(configs: Sequence[HopperConfig]) -> str:
 
 namespace fp8attn {{
 
+constexpr const char* NAMESPACE = "{namespace(configs, arch)}";
+
 {declarations}
 
 using Launch = cudaError_t (*)(const Params&, int, cudaStream_t);
@@ -99,14 +122,15 @@ constexpr Launch INSTANCES[] = {{
 """
 
 
-def widths(configs: Sequence[HopperConfig]) -> list[int]:
-    """Widths of the accumulators that instances use."""
-    found = {KEYS}
+def widths(configs: Sequence[Config]) -> list[int]:
+    """Widths of the wgmma accumulators that instances use."""
+    found: set[int] = set()
     for c in configs:
-        found |= {c.value_dim + ONES} if c.value_dim <= 128 else {128, c.value_dim - 128 + ONES}
+        if isinstance(c, HopperConfig):
+            found |= {KEYS, c.value_dim + ONES} if c.value_dim <= 128 else {KEYS, 128, c.value_dim - 128 + ONES}
     return sorted(found)
 
 
-def files(configs: Sequence[HopperConfig]) -> dict[str, str]:
-    """Everything rendered, by file name."""
-    return {"wgmma_shapes.h": wgmma_shapes(widths(configs)), "instances.h": instances(configs)} | {f"{c.name}.cu": instance(c) for c in configs}
+def files(configs: Sequence[Config], arch: int) -> dict[str, str]:
+    """Everything rendered for one architecture, by file name."""
+    return {"wgmma_shapes.h": wgmma_shapes(widths(configs)), "instances.h": instances(configs, arch)} | {f"{c.name}.cu": instance(c) for c in configs}

@@ -7,13 +7,40 @@ import torch
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
 from ..schedule import heads_side_by_side
-from . import build
-from .configs import KEYS, ROWS, HopperConfig, choose, serving, why_not
+from . import build, configs, portable
+from .configs import KEYS, ROWS, HopperConfig
+from .portable import PortableConfig
+from .render import Config
 
-__all__ = ["choose", "forward", "serving", "why_not"]
+
+def why_not(call: Call, device: Device) -> str | None:
+    """Why no instance of either kernel runs a call, or None if one does."""
+    return None if configs.why_not(call, device) is None else portable.why_not(call, device)
 
 
-def forward(call: Call, device: Device, config: HopperConfig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def why_not_first(call: Call, device: Device) -> str | None:
+    """Why `auto` doesn't take these kernels for a call, or None if it does: where the Hopper kernel runs. On other GPUs nobody has measured
+    the portable kernel beside Triton's, and on Hopper Triton's e4m3 kernel is faster."""
+    return configs.why_not(call, device)
+
+
+def choose(call: Call, device: Device) -> Config:
+    """The instance that runs a call, `why_not` having said that there is one: the Hopper kernel's where one does."""
+    return configs.choose(call, device) if configs.why_not(call, device) is None else portable.choose(call, device)
+
+
+def library_of(config: Config, device: Device) -> build.Library:
+    """The kernels that an instance is among, compiled if this is their first use on this machine.
+
+    Raises:
+        BuildError: they can't be.
+    """
+    if isinstance(config, HopperConfig):
+        return build.load_with(config, build.INSTANCES, device.arch)
+    return build.load_with(config, portable.group(config.head_dim, device), device.arch)
+
+
+def forward(call: Call, device: Device, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the instance `config`, or the one chosen for the call; `why_not` has said that there is one.
 
     Returns:
@@ -30,12 +57,17 @@ def forward(call: Call, device: Device, config: HopperConfig | None = None) -> t
         return out.zero_(), lse.fill_(-torch.inf)
     config = choose(call, device) if config is None else config
     tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
-    ctas = min(tiles, device.sm_count)
+    if isinstance(config, PortableConfig):
+        boxes = (0, 0, 0, 0)
+        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else tiles
+    else:
+        boxes = (ROWS, KEYS, config.panel, config.value_dim)
+        ctas = min(tiles, device.sm_count)
     # tiles of a causal call are of many lengths: whoever is free takes the next
     counter = out.new_zeros(1, dtype=torch.int32) if call.causal != "none" and tiles > ctas else None
-    library = build.load()
-    library.hopper(
-        library.instances.index(config), ROWS, KEYS, config.panel, config.value_dim, ctas, heads_side_by_side(call, ctas),
+    library = library_of(config, device)
+    library.forward(
+        library.instances.index(config), *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
         call.q, call.q_scale, call.q_group, call.k, call.k_scale, call.k_group, call.v, call.v_scale, call.v_mean,
         call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
     )  # fmt: skip

@@ -31,7 +31,11 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
       "{\n"
       ".reg .pred done;\n"
       "wait:\n"
+#if __CUDA_ARCH__ >= 900
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
       "@!done bra.uni wait;\n"
       "}\n" ::"r"(shared_address(barrier)),
       "r"(parity)

@@ -14,16 +14,19 @@ constexpr int KEYS = 128;  // in a block
 constexpr float INFINITE = __builtin_huge_valf();
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Of the accumulator of wgmma m64nN a thread holds, for its rows r = 0, 1 and groups of 8 columns j, the columns
-// 8j + 2 (lane % 4) + {0, 1}: elements 4j + 2r + {0, 1}.
+// Of an accumulator of wgmma m64nN, or of mma m16n8 side by side, a thread holds, for its rows r = 0, 1 and groups of 8 columns j, the
+// columns 8j + 2 (lane % 4) + {0, 1}: elements 4j + 2r + {0, 1}.
 struct Fragment {
-  int row;     // of r = 0 in the warpgroup's 64; r = 1 is 8 below
+  int row;     // of r = 0 in the tile; r = 1 is 8 below
   int column;  // of j = 0
 
   __device__ static Fragment mine() {
     const int thread = threadIdx.x % 128;
     return {thread / 32 * 16 + thread % 32 / 4, thread % 4 * 2};
   }
+
+  // Of the 16 rows that start at `row`, which are one warp's.
+  __device__ static Fragment of_warp(int row) { return {row + int(threadIdx.x) % 32 / 4, int(threadIdx.x) % 4 * 2}; }
 };
 
 // Causality and the end of the keys.
@@ -40,8 +43,8 @@ struct Visible {
 };
 
 // -inf for the keys that a thread's rows don't see of those from `start` on: they see as many as `row_end` says.
-template <int N>
-__device__ void hide(float (&s)[N], const int (&row_end)[ROWS], int start, Fragment f) {
+template <int N, int M>
+__device__ void hide(float (&s)[N], const int (&row_end)[M], int start, Fragment f) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int limit = row_end[f.row + 8 * r] - start - f.column;
@@ -58,6 +61,23 @@ __device__ inline float mask_value(uint8_t visible) { return visible ? 0.0f : -I
 __device__ inline float mask_value(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float mask_value(__half x) { return __half2float(x); }
 __device__ inline float mask_value(float x) { return x; }
+
+// A score with the mask of its row and key added; one that is hidden becomes -inf even if it was NaN.
+template <typename Place>
+__device__ float masked(float score, const Params& p, const Place& tile, int row, int key) {
+  const int64_t index = tile.batch * p.mask_strides[0] + tile.head * p.mask_strides[1] + row * p.mask_strides[2] + key * p.mask_strides[3];
+  const auto with = [&](float value) { return value == -INFINITE ? -INFINITE : score + value * LOG2E; };
+  switch (p.mask_type) {
+    case 0:
+      return with(mask_value(static_cast<const uint8_t*>(p.mask)[index]));
+    case 1 + int(OutType::bf16):
+      return with(mask_value(static_cast<const __nv_bfloat16*>(p.mask)[index]));
+    case 1 + int(OutType::f16):
+      return with(mask_value(static_cast<const __half*>(p.mask)[index]));
+    default:
+      return with(mask_value(static_cast<const float*>(p.mask)[index]));
+  }
+}
 
 // Adds the mask of a warpgroup's rows and the keys from `start` on; a score that is hidden becomes -inf even if it was NaN.
 template <typename T, int N>

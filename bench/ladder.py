@@ -1,0 +1,227 @@
+"""The ladder: what each feature of the portable CUDA kernel is worth, from one interleaved run, beside the kernels to beat."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp8attn
+from fp8attn.api import call_of
+from fp8attn.cuda import build, portable
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
+from fp8attn.device import Device, device_of
+
+from . import report
+from .cases import Case, square
+from .errors import Bad, Errors
+from .gates import Gates
+from .machine import machine
+from .peers import PYTORCH, Attention, Problem, answer, poison
+from .readme import RESULTS
+from .timing import Protocol, Timing, tflops, time_all
+
+HELP = "what each feature of the portable CUDA kernel is worth"
+
+CASES = (square("B2 H8 S512 D64", 2, 8, 512, 64), square("B1 H16 S4096 D128", 1, 16, 4096, 128))
+
+PICTURE = RESULTS / "ladder.png"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One rung, or one peer, on one case.
+
+    Attributes:
+        config: of a rung; None of a peer.
+        against_previous, against_first: median of the rung before and of rung 0 over this one's; more than 1 is faster.
+        resources: what cuobjdump says of the kernel: registers and bytes of stack of a thread, which is where spills would be.
+        refused: why there is no timing, or None.
+    """
+
+    case: Case
+    rung: str
+    config: PortableConfig | None
+    errors: Errors | None = None
+    timing: Timing | None = None
+    against_previous: float | None = None
+    against_first: float | None = None
+    resources: dict[str, int] = dataclasses.field(default_factory=dict)
+    refused: str | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.timing is None else tflops(self.case.flops, self.timing.p50_us)
+
+    def record(self) -> dict[str, Any]:
+        """One flat JSON object; fields that don't apply are null."""
+        timing: dict[str, Any] = dict.fromkeys(Timing.__dataclass_fields__) if self.timing is None else dataclasses.asdict(self.timing)
+        errors: dict[str, Any] = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else dataclasses.asdict(self.errors)
+        case = dataclasses.asdict(self.case)
+        return {
+            "case": case.pop("name"),
+            **case,
+            "rung": self.rung,
+            "config": None if self.config is None else dataclasses.asdict(self.config),
+            **timing,
+            "tflops": self.tflops,
+            "against_previous": self.against_previous,
+            "against_first": self.against_first,
+            "registers": self.resources.get("reg"),
+            "stack": self.resources.get("stack"),
+            "shared_bytes": None if self.config is None else self.config.shared_bytes,
+            **errors,
+            "refused": self.refused,
+        }
+
+
+def rungs(dim: int) -> dict[str, PortableConfig]:
+    """What is measured at a head dim: the ladder, and what is best on the GPU that it was tuned on."""
+    return {**LADDER[dim], **BEST[dim]}
+
+
+def configs(device: Device) -> tuple[PortableConfig, ...]:
+    """What is compiled for all cases, at once."""
+    everything = (config for case in CASES for config in rungs(case.head_dim).values())
+    return tuple(config for config in dict.fromkeys(everything) if portable.fits(config, device))
+
+
+def _resources(config: PortableConfig, meta: dict[str, Any]) -> dict[str, int]:
+    """Of the kernel whose mangled name says that it is of this config."""
+    mangled = f"{len(config.name)}{config.name}E"
+    return next((numbers for name, numbers in meta["resources"].items() if mangled in name), {})
+
+
+def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> list[Result]:
+    """Every rung of a case in order, then the Hopper kernel where it runs, then PyTorch's backends.
+
+    Raises:
+        BuildError: the kernels can't be compiled here.
+    """
+    properties = device_of(device)
+    compiled = configs(properties)
+    build.load(compiled, properties.arch)
+    meta = build.built(compiled, properties.arch) or {"resources": {}}
+    problem = Problem.of(case, "normal", device, rotate=True)
+    expected = problem.expected()
+    calls = [call_of(*tensors, **case.options) for tensors in problem.sets]
+    runs: dict[str, Attention] = {}
+    results: list[Result] = []
+    for name, config in rungs(case.head_dim).items():
+        reason = portable.misfit(config, properties)
+        if reason is not None:
+            results.append(Result(case, name, config, refused=reason))
+            continue
+        poison(problem)
+        runs[name] = lambda i, config=config: cuda.forward(calls[i % len(calls)], properties, config)[0]  # type: ignore[misc]
+        results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=_resources(config, meta)))
+    if isinstance(cuda.choose(calls[0], properties), PortableConfig):
+        others = {}
+    else:
+        others = {"fp8attn Hopper kernel": lambda i: cuda.forward(calls[i % len(calls)], properties)[0]}
+    for name, attention in others.items():
+        runs[name] = attention
+        results.append(Result(case, name, None, Errors.of(attention(0), expected, bad)))
+    for peer in PYTORCH:
+        given = answer(peer, problem, expected, bad)
+        if given.attention is not None:
+            runs[peer.name] = given.attention
+        results.append(Result(case, peer.name, None, given.errors, refused=given.refused))
+    timed = time_all(runs, len(problem.sets), protocol, device)
+    return _compared(results, {name: found.timing for name, found in timed.items()})
+
+
+def _compared(results: list[Result], timings: dict[str, Timing]) -> list[Result]:
+    """With timings, and speeds against the rung before and the first."""
+    found: list[Result] = []
+    first = previous = None
+    for result in results:
+        timing = timings.get(result.rung)
+        if timing is not None:
+            result = dataclasses.replace(
+                result,
+                timing=timing,
+                against_previous=previous / timing.p50_us if previous is not None and result.config is not None else None,
+                against_first=first / timing.p50_us if first is not None else None,
+            )
+            if result.config is not None:
+                previous = timing.p50_us
+                first = timing.p50_us if first is None else first
+        found.append(result)
+    return found
+
+
+def draw(records: list[dict[str, Any]], to: Path) -> None:
+    """TFLOP/s of every rung and peer, a panel for each case; the format is `to`'s suffix.
+
+    Raises:
+        ValueError: nothing was timed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [record for record in records if record["tflops"] is not None]
+    names = list(dict.fromkeys(record["case"] for record in timed))
+    if not names:
+        raise ValueError("no rung was timed")
+    figure, axes = pyplot.subplots(1, len(names), figsize=(7 * len(names), 6), squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        rows = [record for record in timed if record["case"] == name]
+        colours = ["#0072B2" if row["config"] is not None else "#999999" for row in rows]
+        bars = axis.barh([row["rung"] for row in rows], [row["tflops"] for row in rows], color=colours)
+        axis.bar_label(bars, [f"{row['tflops']:.0f}  ({row['p50_us']:.1f} µs)" for row in rows], padding=3, fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.25)
+        axis.set_title(name, fontsize=11)
+        axis.set_xlabel("TFLOP/s, kernel alone")
+    figure.suptitle(f"{timed[0]['gpu']}, commit {timed[0]['commit'][:7]}", fontsize=11)
+    figure.tight_layout()
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=110)
+    pyplot.close(figure)
+
+
+def lacking(device: torch.device) -> str | None:
+    """Why the ladder can't be measured here, or None."""
+    if device.type != "cuda":
+        return "needs an NVIDIA GPU, and torch sees none"
+    return fp8attn.api.cuda_missing(device)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that every rung gets (default: %(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=130.0, help="length of a turn (default: %(default)s, 100 samples of the slowest rung)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw a bar chart; the README's is {PICTURE.name}")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    reason = lacking(device)
+    if reason is not None:
+        print(f"ladder: {reason}", file=sys.stderr)
+        return 2
+    gates, about = Gates.load(), machine(device)
+    protocol = Protocol(arguments.rounds, arguments.milliseconds)
+    records = []
+    with report.progress() as bar:
+        chosen = [case for case in CASES if arguments.case in case.name]
+        task = bar.add_task("", total=len(chosen))
+        for case in chosen:
+            bar.update(task, description=case.name)
+            results = measure(case, gates.bad, protocol, device)
+            report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
+            records += [result.record() | about for result in results]
+            report.console().print(report.ladder_table(results))
+            bar.advance(task)
+    if arguments.picture is not None:
+        draw(records, arguments.picture)
+    return 0

@@ -1,0 +1,323 @@
+"""How the portable kernel runs: its configs, the ladder of them, which ones a GPU gets, and why a config or a call can't run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..call import Call
+from ..device import Device
+from ..recipe import SCALE_BLOCK
+
+Operands = Literal["shared", "registers", "native"]
+
+REGISTER_FILE = 65_536
+LANES = 32
+HARD_LIMIT = 255
+"""Registers of a thread."""
+
+
+@dataclass(frozen=True)
+class PortableConfig:
+    """One instance of the portable kernel; the fields of C++'s PortableConfig, in order.
+
+    Attributes:
+        head_dim: of Q and K in shared memory; the call's or more.
+        value_dim: of V in shared memory; the call's or more.
+        warps: that attend, each with query rows of its own.
+        warp_rows: of each.
+        splits: warps that share rows, each with a part of every block's keys: their results are combined by their LSE at the end of the tile.
+        keys: of a block.
+        stages: of bytes of K and V in flight; 1 waits for each.
+        ctas: of an SM that registers must leave room for.
+        tensor_qk: Q·Kᵀ on tensor cores.
+        tensor_pv: P·V on tensor cores.
+        fused: scores and P stay in the registers of `mma.sync`; without, steps meet in shared memory, and tensor cores are `nvcuda::wmma`'s.
+        swizzle: an XOR of addresses keeps bank conflicts away; without, padding does.
+        producers: warps that load and convert, and nothing else; 0: all warps do all.
+        persistent: CTAs take tile after tile, as many of them as the GPU has room for.
+        fast_exp: one multiply-add and `ex2.approx.ftz`; without, an exact difference and `exp2f`.
+        operands: where e4m3 becomes half: in `shared` memory, once for a CTA; in `registers`, on the way to the tensor core; nowhere,
+            `native`.
+        e4m3_p: P is rounded to e4m3, also where it is multiplied as half: what recipes of compute type e4m3 say, and f16 doesn't.
+        general: masks, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
+    """
+
+    head_dim: int
+    value_dim: int
+    warps: int
+    warp_rows: int
+    splits: int
+    keys: int
+    stages: int
+    ctas: int
+    tensor_qk: bool
+    tensor_pv: bool
+    fused: bool
+    swizzle: bool
+    producers: int
+    persistent: bool
+    fast_exp: bool
+    operands: Operands
+    e4m3_p: bool
+    general: bool
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile."""
+        return self.warps // self.splits * self.warp_rows
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return LANES * (self.warps + self.producers)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """What warps that share rows tell each other of them."""
+        return 4 * (self.splits // 2) * self.tile_rows * (self.value_dim + 8)
+
+    @property
+    def registers(self) -> int:
+        """That a thread may have, for `ctas` to fit an SM."""
+        return min(REGISTER_FILE // (self.threads * self.ctas) // 8 * 8, HARD_LIMIT)
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(PortableStorage)."""
+
+        def tile(rows: int, width: int, swizzle: bool) -> int:
+            return _up(rows * (width if swizzle else width + 16), 128) or 1
+
+        halves = self.operands == "shared"
+        slots = (2 if self.producers else 1) if halves else self.stages
+        rows, s = self.tile_rows, self.swizzle
+        total = tile(rows, self.head_dim * (1 if self.operands == "native" else 2), s)
+        total += self.stages * (tile(self.keys, self.head_dim, s) + tile(self.value_dim, self.keys, s))
+        half_tiles = tile(self.keys if halves else 0, 2 * self.head_dim, s) + tile(self.value_dim if halves else 0, 2 * self.keys, s)
+        total += (slots if halves else 1) * half_tiles
+        met = 0 if self.fused else rows
+        total += tile(met, 4 * self.keys, False) + tile(met, 2 * self.keys, False)
+        total = _up(total, 4) + 3 * 4 * (met or 4)
+        total += 4 * (2 * self.value_dim + 2 * rows)
+        total = _up(total, 8) + 8 * 2 * slots + 4 * 4 + 3 * 8
+        return _up(total, 128)
+
+    @property
+    def name(self) -> str:
+        values = (getattr(self, name) for name in self.__dataclass_fields__)
+        return "portable_" + "_".join(x if isinstance(x, str) else str(int(x)) for x in values)
+
+
+def _up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+DIMS = (64, 128, 256)
+"""Head dims of instances; a call's are rounded up."""
+
+
+def misfit(config: PortableConfig, device: Device) -> str | None:
+    """Why a config can't run on a device, or None if it can."""
+    c = config
+    if device.emulated or device.arch < 80:
+        return f"it needs sm_80 or later; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
+    if c.operands == "native" and not device.has_fp8_units:
+        return f"it multiplies e4m3, which takes sm_89; {device.name} is sm_{device.arch}"
+    if c.operands == "native" and not c.e4m3_p:
+        return "it multiplies e4m3, so P must be rounded to it"
+    if c.head_dim not in DIMS or c.value_dim not in DIMS:
+        return f"head dims are {c.head_dim} and {c.value_dim}; they must be among {DIMS}"
+    if c.keys not in (32, 64, 128, 256) or c.warp_rows not in (16, 32) or c.stages < 1:
+        return f"{c.keys} keys, {c.warp_rows} rows of a warp, {c.stages} stages; they must be 32, 64, 128 or 256, 16 or 32, and 1 at least"
+    if c.splits not in (1, 2, 4) or c.warps % c.splits or c.keys < 32 * c.splits:
+        return f"{c.splits} of {c.warps} warps share rows and {c.keys} keys; they must be 1, 2 or 4, divide the warps, and have 32 keys each"
+    if c.keys // c.splits > SCALE_BLOCK:
+        return f"a warp has {c.keys // c.splits} keys of a block; a scale covers {SCALE_BLOCK}"
+    if c.splits > 1 and (not c.fused or c.producers):
+        return "warps that share rows have fused scores and no producers"
+    if c.exchange_bytes > c.stages * c.keys * (c.head_dim + c.value_dim):
+        return f"warps that share rows exchange {c.exchange_bytes} bytes, more than lie where K and V were"
+    if c.fused and not (c.tensor_qk and c.tensor_pv):
+        return "fused scores live in the registers of tensor cores; tensor_qk and tensor_pv must be on"
+    if not c.fused:
+        if c.warp_rows != 16:
+            return f"a warp has {c.warp_rows} rows; where scores meet in shared memory it has 16"
+        if c.operands != "shared":
+            return f"operands are {c.operands}; where scores meet in shared memory they are halves in shared memory"
+        if c.swizzle and (c.tensor_qk or c.tensor_pv):
+            return "nvcuda::wmma reads rows at one distance, and so no swizzled tile"
+        if c.producers:
+            return "producers need consumers that are fused"
+    if c.threads > 1024 or c.producers not in (0, 1, 2, 4):
+        return f"{c.warps} warps and {c.producers} producers; they must be 1024 threads at most, and producers 0, 1, 2 or 4"
+    loaders = LANES * (c.producers or c.warps)
+    for width in (c.head_dim, c.keys):
+        if loaders * 16 % width or loaders * 16 // width % 8:
+            return f"{loaders} threads can't share out rows of {width} bytes by eights of rows"
+    if c.shared_bytes > device.shared_memory:
+        return f"it takes {c.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
+    if c.fused:
+        # output, scores, and P as it is packed from them
+        accumulators = c.warp_rows // 16 * (c.value_dim // 2 + c.keys // c.splits // 2)
+        if accumulators + 40 > c.registers:
+            return f"accumulators take {accumulators} registers of a thread; it has {c.registers}"
+    return None
+
+
+def fits(config: PortableConfig, device: Device) -> bool:
+    return misfit(config, device) is None
+
+
+def _rungs(dim: int) -> dict[str, PortableConfig]:
+    scalar = PortableConfig(dim, dim, 4, 16, 1, 64, 1, 1, False, False, False, False, 0, False, False, "shared", True, False)
+    wmma_qk = replace(scalar, tensor_qk=True)
+    asynchronous = replace(wmma_qk, stages=2)
+    wmma_pv = replace(asynchronous, tensor_pv=True)
+    fused = replace(wmma_pv, fused=True)
+    three = replace(fused, stages=3)
+    swizzled = replace(three, swizzle=True)
+    specialised = replace(swizzled, producers=2)
+    persistent = replace(specialised, persistent=True)
+    fast = replace(persistent, fast_exp=True)
+    native = replace(fast, operands="native")
+    return {
+        "0 scalar": scalar,
+        "1 wmma-qk": wmma_qk,
+        "2 cp.async": asynchronous,
+        "3 wmma-pv": wmma_pv,
+        "4 fused softmax": fused,
+        "5 three stages": three,
+        "6 swizzle": swizzled,
+        "7 warp-specialised": specialised,
+        "8 persistent": persistent,
+        "9 fast exp": fast,
+        "10 native e4m3": native,
+    }
+
+
+LADDER = {dim: _rungs(dim) for dim in (64, 128)}
+"""The rungs by head dim, each with what the one before has and one feature more."""
+
+
+BEST = {
+    64: {"11 register operands": PortableConfig(64, 64, 8, 16, 2, 256, 2, 1, True, True, True, True, 0, False, True, "registers", True, False)},
+    128: {"11 register operands": PortableConfig(128, 128, 8, 16, 1, 128, 3, 1, True, True, True, True, 0, False, True, "registers", True, False)},
+}
+"""By head dim, the features that pay on an H100 put together."""
+
+
+def _shipped() -> dict[PortableConfig, float]:
+    found: dict[PortableConfig, float] = {}
+
+    def add(
+        dim: int,
+        warps: int,
+        rows: int,
+        splits: int,
+        keys: int,
+        stages: int,
+        ctas: int,
+        operands: Operands,
+        general: bool,
+        speed: float,
+        half_p: bool = True,
+    ) -> None:
+        for e4m3_p in (True, False) if operands != "native" and half_p else (True,):
+            config = PortableConfig(
+                dim, dim, warps, rows, splits, keys, stages, ctas, True, True, True, True, 0, False, True, operands, e4m3_p, general
+            )  # fmt: skip
+            found[config] = speed
+
+    add(64, 4, 32, 1, 64, 3, 2, "registers", False, 1.0)
+    add(64, 8, 16, 2, 256, 2, 1, "registers", False, 0.84)
+    add(64, 4, 16, 1, 64, 3, 2, "registers", True, 1.0)
+    add(128, 8, 16, 1, 128, 3, 1, "registers", False, 1.0)
+    add(128, 4, 16, 1, 128, 2, 2, "registers", False, 0.97)
+    add(128, 4, 16, 1, 64, 2, 2, "registers", True, 1.0)
+    add(256, 8, 16, 1, 64, 2, 1, "registers", False, 1.0, half_p=False)  # it would spill, on sm_80
+    add(256, 4, 16, 1, 32, 3, 2, "registers", False, 0.8)
+    add(256, 4, 16, 1, 32, 3, 2, "registers", True, 1.0)
+    add(64, 4, 16, 1, 64, 3, 3, "native", False, 1.0)
+    add(64, 8, 16, 2, 128, 3, 1, "native", False, 0.9)
+    add(64, 4, 16, 1, 64, 3, 2, "native", True, 1.0)
+    add(128, 4, 16, 1, 64, 2, 2, "native", False, 1.0)
+    add(128, 4, 16, 1, 64, 2, 2, "native", True, 1.0)
+    return found
+
+
+SPEEDS = _shipped()
+"""What is compiled, and how fast each is beside the fastest of its head dims and operands where there are plenty of tiles (H100, 4k tokens;
+`native`: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
+
+INSTANCES = tuple(SPEEDS)
+
+
+def takes(config: PortableConfig, call: Call) -> bool:
+    """Whether an instance does what a call asks for."""
+    if config.head_dim < call.head_dim or config.value_dim < call.value_dim:
+        return False
+    if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
+        return False
+    return config.general or not config.fused or not is_general(call)
+
+
+def is_general(call: Call) -> bool:
+    """Whether a call has what only general instances do."""
+    return call.attn_mask is not None or call.k_group == 1 or not call.softmax_scale > 0
+
+
+@functools.cache
+def group(dim: int, device: Device) -> tuple[PortableConfig, ...]:
+    """What is compiled together for the larger of a call's head dims, rounded up: what a GPU needs of it."""
+    able = (c for c in INSTANCES if c.head_dim == dim and fits(c, device))
+    return tuple(c for c in able if c.operands != "native" or multiplies_e4m3(device))
+
+
+def multiplies_e4m3(device: Device) -> bool:
+    """Whether `mma.sync` of e4m3 is an instruction. Hopper's tensor cores take e4m3 by wgmma only; there it is compiled to conversions of both
+    operands and products of halves, which cost more than converting once."""
+    return device.has_fp8_units and device.arch // 10 != 9
+
+
+def padded_dim(call: Call) -> int:
+    """The head dim of the instances that take a call's."""
+    return next(dim for dim in DIMS if dim >= max(call.head_dim, call.value_dim))
+
+
+@functools.cache
+def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, device: Device) -> tuple[PortableConfig, ...]:
+    able = [c for c in group(dim, device) if c.general >= general and c.e4m3_p == e4m3_p]
+    units = [c for c in able if c.operands == "native" and native] or [c for c in able if c.operands == "registers"]
+    exact = [c for c in units if c.general == general]
+    return tuple(exact or units)
+
+
+def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
+    """The shipped instances that a call is chosen among: e4m3 tensor cores where there are any and the recipe wants them."""
+    e4m3_p = call.compute == "e4m3"
+    return _serving(padded_dim(call), is_general(call), e4m3_p, e4m3_p and call.two_level is not False, device)
+
+
+def why_not(call: Call, device: Device) -> str | None:
+    """Why no instance runs a call, or None if one does."""
+    if device.emulated or device.arch < 80:
+        return misfit(INSTANCES[0], device)
+    if call.v.data_ptr() % 16 or not call.v.is_contiguous():
+        return "quantized values aren't contiguous from a multiple of 16 bytes on"
+    if not serving(call, device):
+        return f"no instance of head dim {padded_dim(call)} fits {device.name}"
+    return None
+
+
+def choose(call: Call, device: Device) -> PortableConfig:
+    """The instance that runs a call: which is done first, by rows and speed, with `ctas` tiles at a time on an SM."""
+
+    def time(config: PortableConfig) -> float:
+        rounds = call.batch * call.q_heads * -(-call.q_length // config.tile_rows) / device.sm_count
+        at_once = min(config.ctas, max(rounds, 1.0))
+        return math.ceil(rounds / at_once) * at_once * config.tile_rows / SPEEDS[config]
+
+    return min(serving(call, device), key=time)

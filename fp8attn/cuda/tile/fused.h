@@ -1,0 +1,264 @@
+// Attention of a warp whose scores and probabilities never leave its registers.
+#pragma once
+
+#include "../config.h"
+#include "../params.h"
+#include "../ptx/ldmatrix.h"
+#include "../ptx/mma.h"
+#include "mask.h"
+#include "online_softmax.h"
+#include "output.h"
+#include "schedule.h"
+#include "shared_tile.h"
+
+namespace fp8attn {
+
+// Words of a thread's operands of a product over 32 summands.
+template <Operands O>
+constexpr int A_WORDS = O == Operands::native ? 4 : 8;
+template <Operands O>
+constexpr int B_WORDS = O == Operands::native ? 2 : 4;
+
+// Rows row ... row + 15 of a tile, its summands 32 step ... + 31.
+template <Operands O, typename Tile>
+__device__ void load_rows(uint32_t (&a)[A_WORDS<O>], const Tile& tile, int row, int step) {
+  const int lane = threadIdx.x % 32, mine = Tile::offset(lane % 16, lane / 16);
+#pragma unroll
+  for (int i = 0; i < A_WORDS<O> / 4; ++i) ptx::ldmatrix(a + 4 * i, tile.beyond(mine, row, A_WORDS<O> / 2 * step + 2 * i));
+}
+
+// The rows row ... row + 15 of a tile as two operands of 8 columns each. e4m3 becomes half here unless it is half already, or stays e4m3.
+template <Operands O, typename Tile>
+__device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (O == Operands::shared) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) ptx::ldmatrix(b[j], tile.beyond(Tile::offset(lane % 8, lane / 8), row + 8 * j, 4 * step));
+  } else {
+    uint32_t codes[4];
+    ptx::ldmatrix(codes, tile.beyond(Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2), row, 2 * step));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (O == Operands::native)
+        b[i / 2][i % 2] = codes[i];
+      else
+        ptx::halves_of_e4m3(codes[i], b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
+    }
+  }
+}
+
+// d (16, 8) += a * b over 32 summands.
+template <Operands O>
+__device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
+  if constexpr (O == Operands::native) {
+    ptx::mma_e4m3(d, a, b);
+  } else {
+    ptx::mma_f16(d, a, b);
+    ptx::mma_f16(d, a + 4, b + 2);
+  }
+}
+
+// A thread's P of 32 keys as an operand of P * V, without a shuffle: of every 16 keys it has 2c, 2c + 1, 8 + 2c, 8 + 2c + 1 (c its lane in
+// the quad), which is what the operand of halves wants; that of e4m3 wants slots 4c ... 4c + 3, and these are the same keys in quantized V.
+template <Operands O, bool E4M3>
+__device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* x = p + 8 * h + 2 * r;
+      if constexpr (O == Operands::native) {
+        a[2 * h + r] = ptx::e4m3x4(x[0], x[1], x[4], x[5]);
+      } else if constexpr (E4M3) {
+        ptx::halves_of_e4m3(ptx::e4m3x4(x[0], x[1], x[4], x[5]), a[4 * h + r], a[4 * h + 2 + r]);
+      } else {
+        a[4 * h + r] = ptx::half2(x[0], x[1]);
+        a[4 * h + 2 + r] = ptx::half2(x[4], x[5]);
+      }
+    }
+  }
+}
+
+template <PortableConfig C>
+struct Fused {
+  static constexpr int tiles = C.warp_rows / 16;
+  static constexpr int row_warps = C.warps / C.splits;
+  static constexpr int keys = C.keys / C.splits;  // of a block, the warp's
+  static constexpr int steps = keys / 32;
+
+  int first;      // of the warp's rows in the tile
+  int first_key;  // of its keys in a block
+  OnlineSoftmax<C.fast_exp> softmax[tiles];
+  float o[tiles][C.value_dim / 2] = {};
+
+  template <typename Storage>
+  __device__ explicit Fused(const Storage&) : first(threadIdx.x / 32 % row_warps * C.warp_rows), first_key(threadIdx.x / 32 / row_warps * keys) {}
+
+  // The keys from `start` on; some rows see them not all unless `whole`.
+  template <typename Storage, typename K, typename V>
+  __device__ void attend(const Params& p, Storage& shared, const K& k, const V& v, int start, bool whole) {
+    const bool by_key = C.general && p.k_group == 1;
+    const Tile& tile = shared.source.tile;
+    const float* k_scale = shared.source.k_scale;
+    const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : (start + first_key) / SCALE_BLOCK * p.k_scale_strides[2]]);
+    float s[tiles][keys / 2] = {}, factor[tiles][2], alpha[tiles][2];
+    scores(s, shared.q, k);
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      const Fragment f = Fragment::of_warp(first + 16 * t);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) factor[t][r] = score_factor(shared.facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
+      const bool calm = !C.general && __all_sync(~0u, fmaxf(factor[t][0], factor[t][1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      if (by_key) scale_by_key(p, tile, start + first_key, s[t], f);
+      if (!calm) scale_by_row(factor[t], s[t]);
+      if constexpr (C.general) {
+        if (p.mask != nullptr) add_mask(s[t], p, tile.batch, tile.head, tile.first_row, start + first_key, f);
+      }
+      if (!whole) hide(s[t], shared.facts.row_end, start + first_key, f);
+      softmax[t].advance(s[t], factor[t], alpha[t]);
+    }
+    // without branches from here on, so that exponentials find their place between products
+    values(s, factor, alpha, v);
+  }
+
+  // Normalises and stores the output and its LSE.
+  template <typename Storage>
+  __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
+    if constexpr (C.splits > 1) {
+      gather(shared);
+      if (first_key > 0) return;
+    }
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      softmax[t].finish();
+      const Fragment f = Fragment::of_warp(first + 16 * t);
+      const Output output(p, tile, tile.first_row, f, softmax[t].l);
+      output.store<0, C.value_dim>(o[t], shared.facts);
+      if (p.lse == nullptr || f.column != 0) continue;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = tile.first_row + f.row + 8 * r;
+        if (row < p.q_length) p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = softmax[t].lse(r);
+      }
+    }
+  }
+
+ private:
+  // Warps that share rows combine by halves what they have of them, in shared memory where K and V were; the one with the first keys ends
+  // up with all.
+  template <typename Storage>
+  __device__ void gather(Storage& shared) {
+    constexpr int threads = 32 * row_warps, per_tile = C.value_dim / 2 + 4;
+    static_assert(sizeof(shared.k) + sizeof(shared.v) >= sizeof(float) * (C.splits / 2) * threads * tiles * per_tile);
+    float* exchange = reinterpret_cast<float*>(&shared.k);
+    const int part = first_key / keys, thread = threadIdx.x % threads;
+    const auto place = [&](int from, int t, int i) -> float& { return exchange[((from * tiles + t) * per_tile + i) * threads + thread]; };
+    ptx::cp_async_wait();
+    for (int half = C.splits / 2; half > 0; half /= 2) {
+      __syncthreads();  // all have read what is overwritten here
+      if (part >= half && part < 2 * half) {
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) place(part - half, t, r) = softmax[t].m[r], place(part - half, t, 2 + r) = softmax[t].l[r];
+#pragma unroll
+          for (int i = 0; i < C.value_dim / 2; ++i) place(part - half, t, 4 + i) = o[t][i];
+        }
+      }
+      __syncthreads();
+      if (part < half) {
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+          float mine[2], theirs[2];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) softmax[t].absorb(r, place(part, t, r), place(part, t, 2 + r), mine[r], theirs[r]);
+#pragma unroll
+          for (int i = 0; i < C.value_dim / 2; ++i) o[t][i] = fmaf(o[t][i], mine[i / 2 % 2], theirs[i / 2 % 2] * place(part, t, 4 + i));
+        }
+      }
+    }
+  }
+
+  template <typename Q, typename K>
+  __device__ void scores(float (&s)[tiles][keys / 2], const Q& q, const K& k) {
+#pragma unroll
+    for (int step = 0; step < C.head_dim / 32; ++step) {
+      uint32_t a[tiles][A_WORDS<C.operands>];
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) load_rows<C.operands>(a[t], q, first + 16 * t, step);
+#pragma unroll
+      for (int key = 0; key < keys; key += 16) {
+        uint32_t b[2][B_WORDS<C.operands>];
+        load_columns<C.operands>(b, k, first_key + key, step);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int t = 0; t < tiles; ++t) multiply<C.operands>(&s[t][key / 2 + 4 * j], a[t], b[j]);
+        }
+      }
+    }
+  }
+
+  // P of 32 keys as operands.
+  __device__ void probabilities(uint32_t (&p)[tiles][A_WORDS<C.operands>], float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], int step) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      softmax[t].exponentiate(s[t] + 16 * step, factor[t]);
+      softmax[t].exponentiate(s[t] + 16 * step + 8, factor[t]);
+      operand_of<C.operands, C.e4m3_p>(p[t], s[t] + 16 * step);
+    }
+  }
+
+  // O * alpha + P * V; the warp's keys are slots 32 first_step ... of a block.
+  template <typename V>
+  __device__ void values(float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], const float (&alpha)[tiles][2], const V& v) {
+    uint32_t b[2][B_WORDS<C.operands>];
+    const int first_step = first_key / 32;
+    if constexpr (C.operands == Operands::native) {
+      // two-level accumulation: e4m3's accumulators keep 13 bits, so a key block's are fresh, and come in by the multiply-add that rescales
+      uint32_t p[steps][tiles][A_WORDS<C.operands>];
+#pragma unroll
+      for (int step = 0; step < steps; ++step) probabilities(p[step], s, factor, step);
+#pragma unroll
+      for (int channel = 0; channel < C.value_dim; channel += 16) {
+        float fresh[tiles][2][4] = {};
+#pragma unroll
+        for (int step = 0; step < steps; ++step) {
+          load_columns<C.operands>(b, v, channel, first_step + step);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int t = 0; t < tiles; ++t) multiply<C.operands>(fresh[t][j], p[step][t], b[j]);
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) o[t][channel / 2 + i] = fmaf(o[t][channel / 2 + i], alpha[t][i / 2 % 2], fresh[t][i / 4][i % 4]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < C.value_dim / 2; ++i) o[t][i] *= alpha[t][i / 2 % 2];
+      }
+#pragma unroll
+      for (int step = 0; step < steps; ++step) {
+        uint32_t p[tiles][A_WORDS<C.operands>];
+        probabilities(p, s, factor, step);
+#pragma unroll
+        for (int channel = 0; channel < C.value_dim; channel += 16) {
+          load_columns<C.operands>(b, v, channel, first_step + step);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int t = 0; t < tiles; ++t) multiply<C.operands>(&o[t][channel / 2 + 4 * j], p[t], b[j]);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fp8attn

@@ -1,0 +1,79 @@
+// Online softmax in base 2 with exact exponentials; P stays float32.
+#pragma once
+
+#include "../ptx/convert.h"
+#include "mask.h"
+#include "softmax.h"
+
+namespace fp8attn {
+
+// 2^(s factor - m + 8). FAST: one multiply-add and ex2.approx.ftz, whose relative error is below 2^-22 (PTX ISA, ex2); with the rounding of
+// the sum, |score| 2^-24 more. Otherwise the difference to the maximum is exact, and exp2f off by 2 ulp.
+template <bool FAST>
+__device__ float probability(float s, float factor, float m) {
+  if constexpr (FAST)
+    return ptx::exp2_approx(fmaf(s, factor, P_OFFSET - m));
+  else
+    return exp2f(__fsub_rn(__fmul_rn(s, factor), m) + P_OFFSET);
+}
+
+// Of a thread's two rows in the accumulators of a warp.
+template <bool FAST>
+struct OnlineSoftmax {
+  float m[2] = {-INFINITE, -INFINITE};  // running maxima
+  float l[2] = {};                      // sums of P over the columns of this lane
+
+  // Moves the maxima on to those of scores over `factor`; `alpha` is what sums so far are to be multiplied with.
+  template <int N>
+  __device__ void advance(const float (&s)[N], const float (&factor)[2], float (&alpha)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = s[2 * r];
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float m_new = fmaxf(m[r], __fmul_rn(largest, factor[r]));
+      alpha[r] = ptx::exp2_approx(m[r] - origin(m_new));
+      m[r] = m_new;
+      l[r] *= alpha[r];
+    }
+  }
+
+  // Of the scores over `factor` of 16 keys, eight floats, the P.
+  __device__ void exponentiate(float* s, const float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float* x = s + 2 * r;
+#pragma unroll
+      for (int i : {0, 1, 4, 5}) x[i] = probability<FAST>(x[i], factor[r], origin(m[r]));
+      l[r] += x[0] + x[1] + (x[4] + x[5]);
+    }
+  }
+
+  // Takes over row r of somebody with other keys: by what the two outputs are to be multiplied.
+  __device__ void absorb(int r, float their_m, float their_l, float& mine, float& theirs) {
+    const float m_new = fmaxf(m[r], their_m);
+    mine = ptx::exp2_approx(m[r] - origin(m_new));
+    theirs = ptx::exp2_approx(their_m - origin(m_new));
+    m[r] = m_new;
+    l[r] = fmaf(l[r], mine, their_l * theirs);
+  }
+
+  // Whole rows' sums.
+  __device__ void finish() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      l[r] += __shfl_xor_sync(~0u, l[r], 1);
+      l[r] += __shfl_xor_sync(~0u, l[r], 2);
+    }
+  }
+
+  __device__ float lse(int r) const { return (m[r] - P_OFFSET + log2f(l[r])) / LOG2E; }
+
+ private:
+  // Nothing visible so far: -inf - -inf would be NaN.
+  __device__ static float origin(float m) { return m == -INFINITE ? 0.0f : m; }
+};
+
+}  // namespace fp8attn

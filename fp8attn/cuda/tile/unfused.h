@@ -1,0 +1,239 @@
+// Attention of a warp of 16 rows by steps that meet in shared memory: scores, softmax, values. The ladder's first rungs.
+#pragma once
+
+#include <mma.h>
+
+#include "../config.h"
+#include "../params.h"
+#include "mask.h"
+#include "online_softmax.h"
+#include "schedule.h"
+#include "shared_tile.h"
+
+namespace fp8attn {
+
+// Eight halves as floats.
+struct Eight {
+  float x[8];
+
+  __device__ explicit Eight(const uint8_t* chunk) {
+    const uint4 words = *reinterpret_cast<const uint4*>(chunk);
+    const __half2* pairs = reinterpret_cast<const __half2*>(&words);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(pairs[i]);
+      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+  }
+
+  __device__ float dot(const Eight& other, float sum) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], other.x[i], sum);
+    return sum;
+  }
+};
+
+template <PortableConfig C>
+struct Unfused {
+  static constexpr int keys = C.keys / 32, channels = C.value_dim / 32;  // of a lane
+
+  int first;                   // of the warp's rows in the tile
+  float o[16][channels] = {};  // of every row the channels lane, lane + 32, ...
+
+  template <typename Storage>
+  __device__ explicit Unfused(Storage& shared) : first(threadIdx.x / 32 * 16) {
+    if (lane() >= 16) return;
+    shared.m[first + lane()] = -INFINITE;
+    shared.l[first + lane()] = 0.0f;
+  }
+
+  template <typename Storage, typename K, typename V>
+  __device__ void attend(const Params& p, Storage& shared, const K& k, const V& v, int start, bool whole) {
+    if constexpr (C.tensor_qk)
+      tensor_scores(shared, k);
+    else
+      scalar_scores(shared, k);
+    __syncwarp();
+    softmax(p, shared, start);
+    __syncwarp();
+    if constexpr (C.tensor_pv)
+      tensor_values(shared, v);
+    else
+      scalar_values(shared, v);
+    __syncwarp();
+  }
+
+  template <typename Storage>
+  __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+      const int row = tile.first_row + first + r;
+      if (row >= p.q_length) return;
+      const float l = shared.l[first + r];
+      const int64_t index = tile.batch * p.out_strides[0] + tile.head * p.out_strides[1] + row * p.out_strides[2];
+#pragma unroll
+      for (int c = 0; c < channels; ++c) {
+        const int x = lane() + 32 * c;
+        if (x >= p.value_dim) continue;
+        const float value = l == 0.0f ? 0.0f : fmaf(o[r][c] / l, shared.facts.channel_scale[x], shared.facts.channel_mean[x]);
+        store_element(p, index + x, value);
+      }
+      if (p.lse != nullptr && lane() == 0)
+        p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = (shared.m[first + r] - P_OFFSET + log2f(l)) / LOG2E;
+    }
+  }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  __device__ static void store_element(const Params& p, int64_t index, float value) {
+    switch (p.out_type) {
+      case OutType::bf16:
+        static_cast<__nv_bfloat16*>(p.out)[index] = __float2bfloat16(value);
+        return;
+      case OutType::f16:
+        static_cast<__half*>(p.out)[index] = __float2half(value);
+        return;
+      case OutType::f32:
+        static_cast<float*>(p.out)[index] = value;
+        return;
+    }
+  }
+
+  // Q * K^T by multiply-adds: a lane has the keys lane, lane + 32, ...
+  template <typename Storage, typename K>
+  __device__ void scalar_scores(Storage& shared, const K& k) {
+    float s[16][keys] = {};
+    for (int chunk = 0; chunk < C.head_dim / 8; ++chunk) {
+#pragma unroll
+      for (int j = 0; j < keys; ++j) {
+        const Eight key(k.at(lane() + 32 * j, chunk));
+#pragma unroll
+        for (int r = 0; r < 16; ++r) s[r][j] = Eight(shared.q.at(first + r, chunk)).dot(key, s[r][j]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+#pragma unroll
+      for (int j = 0; j < keys; ++j) shared.s.template row<float>(first + r)[lane() + 32 * j] = s[r][j];
+    }
+  }
+
+  // Q * K^T by nvcuda::wmma. CUDA C++ Programming Guide, "Warp Matrix Functions".
+  template <typename Storage, typename K>
+  __device__ void tensor_scores(Storage& shared, K& k) {
+    using namespace nvcuda;
+    constexpr int pitch = K::pitch / 2;
+#pragma unroll
+    for (int key = 0; key < C.keys; key += 16) {
+      wmma::fragment<wmma::accumulator, 16, 16, 16, float> s;
+      wmma::fill_fragment(s, 0.0f);
+#pragma unroll
+      for (int d = 0; d < C.head_dim; d += 16) {
+        wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> a;
+        wmma::fragment<wmma::matrix_b, 16, 16, 16, __half, wmma::col_major> b;
+        wmma::load_matrix_sync(a, reinterpret_cast<const __half*>(shared.q.at(first, d / 8)), pitch);
+        wmma::load_matrix_sync(b, reinterpret_cast<const __half*>(k.at(key, d / 8)), pitch);
+        wmma::mma_sync(s, a, b, s);
+      }
+      wmma::store_matrix_sync(shared.s.template row<float>(first) + key, s, shared.s.pitch / 4, wmma::mem_row_major);
+    }
+  }
+
+  // Scores become P; alpha is what sums so far are to be multiplied with.
+  template <typename Storage>
+  __device__ void softmax(const Params& p, Storage& shared, int start) {
+    const bool by_key = p.k_group == 1;
+    const Tile& tile = shared.source.tile;
+    const float* k_scale = shared.source.k_scale;
+    const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : start / SCALE_BLOCK * p.k_scale_strides[2]]);
+    for (int r = 0; r < 16; ++r) {
+      const int row = first + r, end = shared.facts.row_end[row];
+      const float factor = score_factor(shared.facts.row_scale[row] * key_factor, !(p.score_scale > 0));
+      float x[keys], largest = -INFINITE, sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < keys; ++j) {
+        const int key = start + lane() + 32 * j;
+        x[j] = shared.s.template row<float>(row)[lane() + 32 * j] * factor;
+        if (key >= end)
+          x[j] = -INFINITE;
+        else if (by_key)
+          x[j] *= k_scale[key * p.k_scale_strides[2]];
+        if (p.mask != nullptr && key < end && tile.first_row + row < p.q_length) x[j] = masked(x[j], p, tile, tile.first_row + row, key);
+        largest = fmaxf(largest, x[j]);
+      }
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+      const float m_old = shared.m[row], m_new = fmaxf(m_old, largest);
+      const float origin = m_new == -INFINITE ? 0.0f : m_new;  // nothing visible so far: -inf - -inf would be NaN
+      const float alpha = ptx::exp2_approx(m_old - origin);
+#pragma unroll
+      for (int j = 0; j < keys; ++j) {
+        x[j] = probability<C.fast_exp>(x[j], 1.0f, origin);
+        sum += x[j];
+        uint32_t half, unused;
+        if constexpr (C.e4m3_p)
+          ptx::halves_of_e4m3(ptx::e4m3x4(x[j], 0.0f, 0.0f, 0.0f), half, unused);
+        else
+          half = ptx::half2(x[j], 0.0f);
+        shared.p.template row<uint16_t>(row)[lane() + 32 * j] = half;
+      }
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+      __syncwarp();  // all have read the old maximum
+      if (lane() == 0) {
+        shared.m[row] = m_new;
+        shared.l[row] = fmaf(shared.l[row], alpha, sum);
+        shared.alpha[row] = alpha;
+      }
+    }
+  }
+
+  // O * alpha + P * V by multiply-adds.
+  template <typename Storage, typename V>
+  __device__ void scalar_values(Storage& shared, const V& v) {
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+#pragma unroll
+      for (int c = 0; c < channels; ++c) o[r][c] *= shared.alpha[first + r];
+    }
+    for (int chunk = 0; chunk < C.keys / 8; ++chunk) {
+#pragma unroll
+      for (int c = 0; c < channels; ++c) {
+        const Eight channel(v.at(lane() + 32 * c, chunk));
+#pragma unroll
+        for (int r = 0; r < 16; ++r) o[r][c] = Eight(shared.p.at(first + r, chunk)).dot(channel, o[r][c]);
+      }
+    }
+  }
+
+  // O * alpha + P * V by nvcuda::wmma: 32 channels at a time go through the place of the scores, because which lane has what of a
+  // fragment is nobody's business.
+  template <typename Storage, typename V>
+  __device__ void tensor_values(Storage& shared, V& v) {
+    using namespace nvcuda;
+#pragma unroll
+    for (int c = 0; c < channels; ++c) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        wmma::fragment<wmma::accumulator, 16, 16, 16, float> fresh;
+        wmma::fill_fragment(fresh, 0.0f);
+#pragma unroll
+        for (int key = 0; key < C.keys; key += 16) {
+          wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> a;
+          wmma::fragment<wmma::matrix_b, 16, 16, 16, __half, wmma::col_major> b;
+          wmma::load_matrix_sync(a, reinterpret_cast<const __half*>(shared.p.at(first, key / 8)), shared.p.pitch / 2);
+          wmma::load_matrix_sync(b, reinterpret_cast<const __half*>(v.at(32 * c + 16 * half, key / 8)), V::pitch / 2);
+          wmma::mma_sync(fresh, a, b, fresh);
+        }
+        wmma::store_matrix_sync(shared.s.template row<float>(first) + 16 * half, fresh, shared.s.pitch / 4, wmma::mem_row_major);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < 16; ++r) o[r][c] = fmaf(o[r][c], shared.alpha[first + r], shared.s.template row<float>(first + r)[lane()]);
+      __syncwarp();
+    }
+  }
+};
+
+}  // namespace fp8attn

@@ -1,0 +1,34 @@
+"""What a CUDA config computes, by the pipeline oracle."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8attn import Quantized, reference
+from fp8attn.call import Call
+from fp8attn.cuda.configs import KEYS
+from fp8attn.cuda.portable import PortableConfig
+from fp8attn.cuda.render import Config
+
+
+def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order."""
+    options = dict(causal=call.causal, softmax_scale=call.softmax_scale)
+    if not isinstance(config, PortableConfig):
+        return reference.pipeline(*quantized, call.attn_mask, block_n=KEYS, exact=config.exact, **options)
+    options |= dict(block_n=config.keys, compute=call.compute)
+    if config.splits == 1:
+        return reference.pipeline(*quantized, call.attn_mask, **options)
+    # warps that share rows have the same part of every block each, and maxima of their own
+    owner = torch.arange(call.kv_length, device=call.q.device) % config.keys // (config.keys // config.splits)
+    parts = []
+    for i in range(config.splits):
+        mine = (owner == i).expand(*call.q.shape[:3], call.kv_length)
+        if call.attn_mask is None:
+            mask = mine
+        elif call.attn_mask.dtype == torch.bool:
+            mask = call.attn_mask & mine
+        else:
+            mask = call.attn_mask.masked_fill(~mine, -torch.inf)
+        parts.append(reference.pipeline(*quantized, mask, **options))
+    return reference.combine(*(torch.stack(x) for x in zip(*parts, strict=True)))
