@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from . import ops, reference
+from . import ops, reference, rotation
 from .call import GROUPS, Call
 from .cuda import build, configs
 from .cuda import run as cuda
@@ -136,12 +136,12 @@ def _quantize(
     query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """The operator, its results as `Quantized`; None for what isn't given."""
-    tensors = ops.library_ops.quantize(query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v)
+    tensors = ops.library_ops.quantize(query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate)
     q = k = v = None
     if query is not None:
-        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2])
+        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], rotated=recipe.rotate)
     if key is not None:
-        k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], tensors[5] if recipe.smooth_k else None)
+        k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], tensors[5] if recipe.smooth_k else None, recipe.rotate)
         v = Quantized(tensors[6], tensors[7], recipe.v, "values", key.shape[2], tensors[8] if recipe.smooth_v else None)
     return q, k, v
 
@@ -215,6 +215,12 @@ def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_
     return query, key, value
 
 
+def _check_rotation(query: bool, key: bool) -> None:
+    if query != key:
+        rotated, other = ("query", "key") if query else ("key", "query")
+        raise ValueError(f"{rotated} is rotated, {other} isn't; both must be quantized with recipes of the same `rotate`")
+
+
 def _prepare(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
 ) -> _Prepared:
@@ -226,6 +232,7 @@ def _prepare(
     if any(x is not None for x in floats):
         q, k, v = _quantize(floats[0], floats[1], floats[2], recipe)
         query, key, value = q or query, k or key, v or value
+    _check_rotation(query.rotated, key.rotated)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.length)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -322,7 +329,9 @@ def sdpa(
         return out
     if prepared.key.mean is not None:
         # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-        source = query if isinstance(query, torch.Tensor) and not is_e4m3(query) else dequantize(prepared.query)
+        source = dequantize(prepared.query)
+        if isinstance(query, torch.Tensor) and not is_e4m3(query):
+            source = rotation.rotate(query) * rotation.part_of(query.shape[3]) if prepared.query.rotated else query
         lse = lse + reference.smoothing_shift(source, prepared.key.mean, prepared.softmax_scale)
     return out, lse
 
@@ -369,6 +378,10 @@ def reference_sdpa(
     if out_dtype is None:
         out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
     operands = _imported(query, key, value, q_scale, k_scale, v_scale)
+    if isinstance(operands[1], Quantized):
+        _check_rotation(isinstance(operands[0], Quantized) and operands[0].rotated, operands[1].rotated)
+    elif isinstance(operands[0], Quantized):
+        _check_rotation(operands[0].rotated, False)
     q, k, v = (dequantize(x) if isinstance(x, Quantized) else x for x in operands)
     out, lse = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=scale, dtype=dtype)
     return (out.to(out_dtype), lse.float()) if return_lse else out.to(out_dtype)

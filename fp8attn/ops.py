@@ -60,8 +60,9 @@ def _quantize(
     v_granularity: Granularity,
     smooth_k: bool,
     smooth_v: bool,
+    rotate: bool,
 ) -> tuple[torch.Tensor, ...]:
-    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v)
+    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate)
     like = k if q is None else q
     assert like is not None
     if has_kernels(like.device):
@@ -76,7 +77,7 @@ def _quantize(
     return tuple(tensors)
 
 
-def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v) -> tuple[torch.Tensor, ...]:
+def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate) -> tuple[torch.Tensor, ...]:
     like = k if q is None else q
 
     def numbers(*shape) -> torch.Tensor:
@@ -103,7 +104,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
 
 register(
-    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v)"
+    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v, bool rotate)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _fake_quantize,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from . import rotation
 from .layout import padded_length, slots
 from .recipe import E4M3, E4M3_MAX, E4M3_NAN, ROW_ALIGNMENT, SCALE_BLOCK, Granularity, Quantized, Recipe
 
@@ -190,28 +191,32 @@ def _largest(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     return padded.view(batch, heads, blocks, SCALE_BLOCK).amax(-1)
 
 
-def _quantize_rows(x: torch.Tensor, granularity: Granularity, mean: torch.Tensor | None, poisoned: torch.Tensor | None) -> Quantized:
-    batch, heads, length, dim = x.shape
-    y = centre(x, mean)
-    scale = scale_of(_largest(y, granularity))
+def _quantize_rows(
+    x: torch.Tensor, granularity: Granularity, mean: torch.Tensor | None, poisoned: torch.Tensor | None, rotated: bool, factor: float
+) -> Quantized:
+    """`factor`: of the scales that are kept, a power of two."""
+    length = x.shape[2]
+    y = centre(rotation.rotate(x) if rotated else x, mean)
+    largest = _largest(y, granularity)
+    scale = scale_of(largest)
     if poisoned is not None:
         y = y.masked_fill(poisoned.unsqueeze(-1), torch.nan)
     data = empty_rows(x)
     data.copy_(encode(y, row_scales(scale, granularity, length).unsqueeze(-1)))
-    return Quantized(data, scale, granularity, "rows", length, mean)
+    return Quantized(data, torch.where(largest > 0, scale * factor, 1.0), granularity, "rows", length, mean, rotated)
 
 
-def quantize_q(q: torch.Tensor, granularity: Granularity) -> Quantized:
+def quantize_q(q: torch.Tensor, recipe: Recipe) -> Quantized:
     """Quantize queries (B, H, S, D), any float dtype."""
-    return _quantize_rows(q, granularity, None, None)
+    return _quantize_rows(q, recipe.q, None, None, recipe.rotate, rotation.part_of(q.shape[-1]) if recipe.rotate else 1.0)
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
     """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, any float dtypes."""
-    k_mean = removable(key_mean(k)) if recipe.smooth_k else None
+    k_mean = removable(key_mean(rotation.rotate(k) if recipe.rotate else k)) if recipe.smooth_k else None
     v_mean = removable(coarse(value_mean(v), v)) if recipe.smooth_v else None
     poisoned = ~v.isfinite().all(-1)
-    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned)
+    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned, recipe.rotate, 1.0)
     y = centre(v, v_mean).nan_to_num(nan=0.0)
     scale = scale_of(_largest(y, recipe.v))
     rows = encode(y, scale.unsqueeze(-2))
@@ -222,7 +227,7 @@ def quantize(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """Quantize q, or k and v, or all three; what isn't given comes back as None."""
-    q_quantized = None if q is None else quantize_q(q, recipe.q)
+    q_quantized = None if q is None else quantize_q(q, recipe)
     if k is None or v is None:
         return q_quantized, None, None
     return q_quantized, *quantize_kv(k, v, recipe)

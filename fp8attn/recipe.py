@@ -37,6 +37,8 @@ class Recipe:
             with a large common part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
         smooth_v: subtract V's mean over tokens before quantizing and add it back after normalisation, which is exact
             because the probabilities of a row sum to one.
+        rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread
+            over all channels (fp8attn.rotation). Scores don't change; it takes time in the quantizer, none in the kernel.
         compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel.
         two_level: accumulate P·V of every key block in a fresh accumulator that is added to the running float32 output
             outside the tensor core. `None` means: where the hardware's FP8 accumulators are shorter than float32.
@@ -52,6 +54,7 @@ class Recipe:
     v: Granularity = "channel"
     smooth_k: bool = True
     smooth_v: bool = True
+    rotate: bool = False
     compute: ComputeType = "e4m3"
     two_level: bool | None = None
 
@@ -62,6 +65,7 @@ class Recipe:
             "v": VALUE_GRANULARITIES,
             "smooth_k": (False, True),
             "smooth_v": (False, True),
+            "rotate": (False, True),
             "compute": get_args(ComputeType),
             "two_level": (None, False, True),
         }
@@ -84,6 +88,7 @@ class Quantized:
         layout: `rows` for q and k, `values` for v.
         length: S, the number of tokens.
         mean: float32 (B, H, D) that was subtracted before quantizing, or None.
+        rotated: whether it stands for rows of q or k times fp8attn.rotation's matrix: of k over sqrt(2^k), of q times as much.
     """
 
     data: torch.Tensor
@@ -92,6 +97,7 @@ class Quantized:
     layout: Layout
     length: int
     mean: torch.Tensor | None = None
+    rotated: bool = False
 
     @property
     def shape(self) -> torch.Size:

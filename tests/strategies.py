@@ -116,6 +116,7 @@ recipes = st.builds(
     v=st.sampled_from(VALUE_GRANULARITIES),
     smooth_k=st.booleans(),
     smooth_v=st.booleans(),
+    rotate=st.sampled_from((False, False, True)),
     compute=st.sampled_from(("e4m3", "e4m3", "f16")),
     two_level=st.sampled_from((None, True, False)),
 )

@@ -86,6 +86,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (full(out_dtype=torch.int8, backend="reference"), TypeError, "out_dtype is torch.int8; it must be"),
     (full(backend="metal"), ValueError, "backend is 'metal'; it must be"),
     (full(backend="cuda"), BackendUnavailable, "cuda: tensors are on cpu; move them to a GPU"),
+    (call(query=dataclasses.replace(quantized(), data=Q8, rotated=True)), ValueError, "query is rotated, key isn't; both must be quantized"),
     (call(q_scale=1.0), ValueError, "q_scale is given, but its tensor isn't float8_e4m3fn or uint8; it must be None"),
     (cached(k_scale=None), ValueError, "k is torch.float8_e4m3fn and k_scale is None; it must be"),
     (cached(q_scale=torch.ones(1).double()), TypeError, "q_scale is torch.float64; it must be a float or a float32 tensor"),

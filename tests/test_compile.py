@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -66,6 +67,7 @@ def compile_all(arch: int) -> list[dict]:
             if mask == "full":
                 fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
+                fused.quantize(q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=True), device, warmup=True)
                 fused.import_values(quantized[1].data, device, warmup=True)
     return compiled
 

@@ -18,7 +18,7 @@ from fp8attn.triton import configs, tune
 ROOT = Path(fp8attn.__file__).resolve().parent
 FLOORS = (
     {"recipe", "device"},
-    {"layout"},
+    {"layout", "rotation"},
     {"quantize"},
     {"reference"},
     {"call", "validate"},

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strategies import FINITE, Case, cases, lengths
 
 import fp8attn
-from fp8attn import Quantized, Recipe
+from fp8attn import Quantized, Recipe, rotation
 from fp8attn.device import device_of
 from fp8attn.layout import GROUP, PADDING, key_of_slot, padded_length, slots
 from fp8attn.quantize import (
@@ -155,7 +155,17 @@ def token_codes(x: Quantized) -> torch.Tensor:
 
 def centred(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """What was encoded, float32, the difference rounded once."""
-    return x.float() if quantized.mean is None else x.float() - quantized.mean.unsqueeze(-2)
+    y = rotation.rotate(x) if quantized.rotated else x.float()
+    return y if quantized.mean is None else y - quantized.mean.unsqueeze(-2)
+
+
+def bad_elements(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
+    """Where x (B, H, S, D) isn't finite; if it was rotated, the parts with such an element."""
+    bad = ~x.isfinite()
+    if not quantized.rotated:
+        return bad
+    part = rotation.part_of(x.shape[3])
+    return bad.unflatten(3, (-1, part)).any(-1, keepdim=True).expand(*x.shape[:3], -1, part).flatten(3)
 
 
 @given(problem=problems(), given_tensors=st.sampled_from(("q", "kv", "qkv", "qkv")), launches=st.sampled_from(tuple(SHORTS)))
@@ -304,13 +314,16 @@ def test_round_trip(problem: Problem, device: torch.device) -> None:
     """Half an e4m3 step of each element, 2^-4 of it or 2^-10 scales, and three float32 roundings: 1 / scale, y / scale, code · scale."""
     tensors = problem.tensors(device)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
-        y = centred(x, quantized).double()
-        restored = dequantize(dataclasses.replace(quantized, mean=None)).double()
+        factor = rotation.part_of(x.shape[3]) if quantized.rotated and x is tensors[0] else 1
+        y = centred(x, quantized).double() * factor
+        restored = token_codes(quantized).view(E4M3).double() * element_scales(quantized).double()
+        if factor == 1:
+            assert torch.equal(dequantize(dataclasses.replace(quantized, mean=None)), restored.float())
         half_step = torch.maximum(2.0**-4 * y.abs(), 2.0**-10 * element_scales(quantized).double())
         assert ((restored - y).abs() <= half_step + 2.0**-22 * y.abs() + 2.0**-149).all()
         if quantized.mean is not None:
             whole = dequantize(quantized).double()
-            assert ((whole - (restored + quantized.mean.double().unsqueeze(-2))).abs() <= 2.0**-24 * whole.abs() + 2.0**-149).all()
+            assert ((whole - (restored.float().double() + quantized.mean.double().unsqueeze(-2))).abs() <= 2.0**-24 * whole.abs() + 2.0**-149).all()
 
 
 def largest_under_each_scale(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
@@ -333,11 +346,12 @@ def test_scales_are_the_largest_finite_magnitude_over_448(problem: Problem, devi
     tensors = problem.tensors(device)
     poisoned = ~tensors[2].isfinite().all(-1, keepdim=True)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
-        y = torch.where(x.isfinite(), centred(x, quantized), torch.nan)
+        y = centred(x, quantized).masked_fill(bad_elements(x, quantized), torch.nan)
         largest = largest_under_each_scale(y, quantized.granularity)
         # a quotient in float64 rounded to float32 is the float32 quotient
         expected = torch.where(largest > 0, (largest.double() / E4M3_MAX).float().clamp(min=SMALLEST_SCALE), 1.0)
-        assert torch.equal(quantized.scale, expected)
+        factor = rotation.part_of(x.shape[3]) if quantized.rotated and x is tensors[0] else 1
+        assert torch.equal(quantized.scale, torch.where(largest > 0, expected * factor, 1.0))
         spread = element_scales(dataclasses.replace(quantized, scale=largest))
         at_largest = (y.abs() == spread) & (spread >= SMALLEST_SCALE * E4M3_MAX)
         if x is tensors[1]:
@@ -384,7 +398,7 @@ def test_zero_blocks_tokens_and_channels_have_scale_one(device: torch.device, gr
 def test_means(case: Case, device: torch.device) -> None:
     """K's are off by the roundings of a sum in 32 lanes; V's are the nearest multiples of MEAN_STEP of their channel's largest power of two."""
     _, k, v = case.tensors(device)
-    _, k_quantized, v_quantized = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, smooth_v=True))
+    _, k_quantized, v_quantized = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, smooth_v=True, rotate=False))
     additions = 32 + -(-case.kv_length // 32)
     slack = additions * 2.0**-24 * k.double().abs().mean(2)
     assert ((k_quantized.mean.double() - k.double().mean(2)).abs() <= slack).all()
@@ -458,7 +472,8 @@ def anchored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 )
 def test_nan_and_infinity_change_nothing_else(case: Case, lengths: tuple[int, int], bad: float, data: st.DataObject, device: torch.device) -> None:
     """Instead of a zero they change their own byte, the bytes of the key whose value they are, and the scale of their own token."""
-    case = dataclasses.replace(case, q_length=lengths[0], kv_length=lengths[1])
+    # rotated, an element changes its row
+    case = dataclasses.replace(case, q_length=lengths[0], kv_length=lengths[1], recipe=dataclasses.replace(case.recipe, rotate=False))
     tensors = anchored(case, device)
     which = data.draw(st.integers(0, 2), label="tensor")
     token = data.draw(st.integers(2, case.q_length - 1 if which == 0 else case.kv_length - 1).filter(lambda t: t % SCALE_BLOCK > 1), label="token")
@@ -485,7 +500,8 @@ def test_nan_is_stored_where_it_must_be(problem: Problem, device: torch.device) 
     q, k, v = problem.tensors(device)
     quantized = by_torch(q, k, v, problem.case.recipe)
     poisoned = ~v.isfinite().all(-1, keepdim=True)
-    for x, expected in zip(quantized, (~q.isfinite(), ~k.isfinite() | poisoned, torch.zeros_like(v, dtype=torch.bool)), strict=True):
+    bad = (bad_elements(q, quantized[0]), bad_elements(k, quantized[1]) | poisoned, torch.zeros_like(v, dtype=torch.bool))
+    for x, expected in zip(quantized, bad, strict=True):
         assert torch.equal(token_codes(x) == E4M3_NAN, expected) and not (codes(x) == 0xFF).any()
         assert x.scale.isfinite().all() and (x.mean is None or x.mean.isfinite().all())
     assert (token_codes(quantized[2])[~v.isfinite()] == 0).all()

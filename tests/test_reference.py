@@ -101,7 +101,7 @@ def test_chunks_do_not_matter(case: Case, elements: int, device: torch.device) -
 @pytest.mark.parametrize("q_length, kv_length", ((0, 5), (5, 0), (0, 0)))
 def test_no_tokens(device: torch.device, q_length: int, kv_length: int) -> None:
     q, k, v = (torch.randn(2, 3, n, 16, device=device) for n in (q_length, kv_length, kv_length))
-    for out, lse in (reference.attention(q, k, v), reference.pipeline(quantize_q(q, "token"), *quantize_kv(k, v, Recipe()), block_n=64)):
+    for out, lse in (reference.attention(q, k, v), reference.pipeline(quantize_q(q, Recipe()), *quantize_kv(k, v, Recipe()), block_n=64)):
         assert out.shape == q.shape and (out == 0).all()
         assert lse.shape == q.shape[:3] and (lse == -torch.inf).all()
 

@@ -18,16 +18,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import quantize as definition
+from .. import rotation
 from ..call import GROUPS
 from ..device import Device
 from ..layout import padded_length
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .launch import launch
-from .tile import e4m3_code, is_finite, key_of_slot, scale_of
+from .tile import INTERPRETING, e4m3_code, is_finite, key_of_slot, scale_of
 
 STRIP: tl.constexpr = tl.constexpr(definition.STRIP)
 LANES: tl.constexpr = tl.constexpr(definition.LANES)
 CHANNELS: tl.constexpr = tl.constexpr(32)  # of one program of finish_kernel
+# the interpreter runs plain Python functions as they are
+sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
+
 SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16 bits, what memory moves at once
 AT_ONCE: tl.constexpr = tl.constexpr(definition.STRIP // definition.LANES)  # groups of a strip that one program loads together, if it is to be quick
 SHORT = 1024  # tokens up to which short_kernel may be faster,
@@ -46,6 +50,7 @@ class Traits:
     Attributes:
         q_group, k_group: rows under one scale that the kernel makes, 1 or SCALE_BLOCK; 0 if scales are given.
         k_extremes: whether K needs its channels' extremes, for scales of heads or of the tensor.
+        part: channels of Q and K that are rotated together, 0 if none are.
         native: the architecture converts to e4m3 by itself.
         dependent: the architecture has programmatic dependent launch.
     """
@@ -57,9 +62,15 @@ class Traits:
     k_group: int
     smooth_k: bool
     smooth_v: bool
+    part: int
     k_extremes: bool
     native: bool
     dependent: bool
+
+    @property
+    def q_factor(self) -> float:
+        """Of Q's scales: what rotating divided by."""
+        return float(max(self.part, 1))
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -76,17 +87,37 @@ def begin(C: tl.constexpr):
 
 
 @triton.jit
-def load_tile(base, rows, row_stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, ONCE: tl.constexpr):
-    """Rows of a (length, DIM) matrix as float32 (…, WIDTH), zeros outside. CHECK: rows may reach the end. ONCE: L2 may drop them."""
+def rotated(x, PART: tl.constexpr):
+    """rotation.rotate of rows (M, WIDTH), PART channels together."""
+    columns = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
+    x *= (1 - 2 * sign_bit(columns)).to(tl.float32) * (1.0 / PART)
+    for level in tl.static_range(8):
+        if (1 << level) < PART:
+            partner = tl.gather(x, columns ^ (1 << level), 1)
+            x = tl.where((columns >> level) & 1 == 0, x + partner, partner - x)
+    return x
+
+
+@triton.jit
+def load_tile(
+    base, rows, row_stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, ONCE: tl.constexpr, PART: tl.constexpr = 0
+):  # fmt: skip
+    """Rows of a (length, DIM) matrix as float32 (…, WIDTH), zeros outside.
+
+    CHECK: rows may reach the end. ONCE: L2 may drop them. PART: channels that are rotated together, 0 if none are.
+    """
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     columns = tl.arange(0, WIDTH)
     pointers = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
     if CHECK:
-        return tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < DIM), other=0.0, eviction_policy=POLICY).to(tl.float32)
+        x = tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < DIM), other=0.0, eviction_policy=POLICY).to(tl.float32)
     elif WIDTH > DIM:
-        return tl.load(pointers, mask=columns[None, :] < DIM, other=0.0, eviction_policy=POLICY).to(tl.float32)
+        x = tl.load(pointers, mask=columns[None, :] < DIM, other=0.0, eviction_policy=POLICY).to(tl.float32)
     else:
-        return tl.load(pointers, eviction_policy=POLICY).to(tl.float32)
+        x = tl.load(pointers, eviction_policy=POLICY).to(tl.float32)
+    if PART > 0:
+        x = rotated(x, PART)
+    return x
 
 
 @triton.jit
@@ -104,7 +135,7 @@ def sum_lanes(total):
 @triton.jit
 def sum_strip(
     base, first, step, stride, length,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr, UNROLL: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Lanes' sums, minima and maxima (LANES, WIDTH) of the channels of STRIP tokens: groups of LANES, `step` tokens apart.
 
@@ -115,7 +146,7 @@ def sum_strip(
     high = tl.full([LANES, WIDTH], -float("inf"), tl.float32)
     for i in tl.range(0, STRIP // LANES, loop_unroll_factor=UNROLL):
         rows = first + i * step + tl.arange(0, LANES)
-        x = load_tile(base, rows, stride, length, DIM, WIDTH, CAREFUL, False)
+        x = load_tile(base, rows, stride, length, DIM, WIDTH, CAREFUL, False, PART)
         if CAREFUL:
             counts = is_finite(x) & (rows < length)[:, None]
             total += tl.where(counts, x, 0.0)
@@ -131,7 +162,7 @@ def sum_strip(
 
 
 @triton.jit
-def strip_statistics(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr):
+def strip_statistics(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
     """Of one strip of tokens: sums, minima and maxima (WIDTH,) of its finite elements, and whether it needs care: ragged, or not all finite."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.zeros([LANES, WIDTH], tl.float32)
@@ -139,18 +170,18 @@ def strip_statistics(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.c
     careful = 1
     first = strip * STRIP
     if first + STRIP <= length:
-        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, False, UNROLL)
+        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, PART, True, False, UNROLL)
         # an element that isn't finite leaves a sum that isn't
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, True, True, 4)
+        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, PART, True, True, 4)
     return sum_lanes(total), tl.min(low, 0), tl.max(high, 0), careful
 
 
 @triton.jit
-def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     """Statistics of one strip of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care. sums and flag may be None."""
-    total, low, high, careful = strip_statistics(base, strip, stride, length, DIM, WIDTH, 4)
+    total, low, high, careful = strip_statistics(base, strip, stride, length, DIM, WIDTH, PART, 4)
     columns = tl.arange(0, WIDTH)
     tl.store(extremes + columns, low, mask=columns < DIM)
     tl.store(extremes + DIM + columns, high, mask=columns < DIM)
@@ -167,15 +198,15 @@ def removable(mean):
 
 
 @triton.jit
-def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr):
+def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
     """quantize.key_mean (WIDTH,) of one head."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
     if (STRIP - LANES) * step + LANES <= length:
-        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, False, False, UNROLL)
+        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, PART, False, False, UNROLL)
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, False, True, 4)
+        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, PART, False, True, 4)
     return removable(sum_lanes(total) * inverse_size)
 
 
@@ -222,22 +253,27 @@ def coarse(mean, low, high):
 @triton.jit
 def store_rows(
     y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Scale, encode and store a tile of q or k. CAREFUL: y may be NaN, `hidden` rows (M,) become NaN, rows may not exist."""
+    """Scale, encode and store a tile of q or k.
+
+    FACTOR: of the scales that are stored, but of zeros. CAREFUL: y may be NaN, `hidden` rows (M,) become NaN, rows may not exist.
+    """
     magnitude = tl.abs(y)
     if CAREFUL:
         magnitude = tl.where(y == y, magnitude, 0.0)
     if GROUP == 1:
-        scale = scale_of(tl.max(magnitude, 1))
-        tl.store(scale_out + rows * scale_stride, scale, mask=rows < length)
+        largest = tl.max(magnitude, 1)
+        scale = scale_of(largest)
+        tl.store(scale_out + rows * scale_stride, tl.where(largest > 0, scale * FACTOR, 1.0), mask=rows < length)
         y *= tl.div_rn(1.0, scale)[:, None]
     elif GROUP == BLOCK:
-        scale = scale_of(tl.max(magnitude))
-        tl.store(scale_out + scale_block * scale_stride, scale)
+        largest = tl.max(magnitude)
+        scale = scale_of(largest)
+        tl.store(scale_out + scale_block * scale_stride, tl.where(largest > 0, scale * FACTOR, 1.0))
         y *= tl.div_rn(1.0, scale)
     else:
-        y *= tl.div_rn(1.0, tl.load(scale_out))
+        y *= tl.div_rn(1.0, tl.load(scale_out) * (1.0 / FACTOR))
     columns = tl.arange(0, WIDTH)
     pointers = out + rows[:, None].to(tl.int64) * out_stride + columns[None, :]
     inside = (columns < DIM)[None, :]
@@ -263,7 +299,7 @@ def store_vector(vector, x, DIM: tl.constexpr):
 @triton.jit
 def write_rows(
     x, x_stride, shift, rows, hidden, whole, scale_out, scale_block, scale_stride, out, out_stride, length,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block of one head's q or k.
 
@@ -274,15 +310,17 @@ def write_rows(
     """
     careful = 1
     if whole:
-        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True)  # what comes after is to find v in L2
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True, PART)  # what comes after is to find v in L2
         if tl.sum(y * 0.0) == 0.0:  # NaN * 0 and inf * 0 are NaN
             careful = 0
-            store_rows(y - shift, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, NATIVE, False)
+            store_rows(
+                y - shift, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, FACTOR, NATIVE, False
+            )
     if careful == 1:
-        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, True, True)
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, True, True, PART)
         y = tl.where(is_finite(y), y, float("nan")) - shift
         y = tl.where((rows < length)[:, None], y, 0.0)  # rows behind the end don't widen the block's scale
-        store_rows(y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, NATIVE, True)
+        store_rows(y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, FACTOR, NATIVE, True)
 
 
 @triton.jit
@@ -326,7 +364,8 @@ def write_queries(
     write_rows(
         q + batch * q_strides[0] + head * q_strides[1], q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length,
         q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
-        q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], length, C.q_dim, C.widths[0], C.q_group, C.native,
+        q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], length,
+        C.q_dim, C.widths[0], C.part, C.q_group, C.q_factor, C.native,
     )  # fmt: skip
 
 
@@ -353,7 +392,7 @@ def gather_kernel(
             base = v + pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1]
             gather_strip(
                 base, item % strips, v_strides[2], kv_length, v_sums + index * C.v_dim, v_extremes + index * 2 * C.v_dim,
-                v_flags + index, C.v_dim, C.widths[2],
+                v_flags + index, C.v_dim, C.widths[2], 0,
             )  # fmt: skip
     elif item < mean_first:
         if C.k_extremes:
@@ -361,12 +400,12 @@ def gather_kernel(
             pair = index // strips
             base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
             extremes = k_extremes + index * 2 * C.k_dim
-            gather_strip(base, (item - k_first) % strips, k_strides[2], kv_length, None, extremes, None, C.k_dim, C.widths[1])
+            gather_strip(base, (item - k_first) % strips, k_strides[2], kv_length, None, extremes, None, C.k_dim, C.widths[1], C.part)
     elif item < q_first:
         if C.smooth_k:
             pair = (item - mean_first).to(tl.int64)
             base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
-            mean = sample_mean(base, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], 4)
+            mean = sample_mean(base, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], C.part, 4)
             store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
     else:
         if C.q_dim > 0:
@@ -436,7 +475,7 @@ def write_kernel(
         hidden = write_values(v, v_strides[2], v_shift, scale, v_data, slots, length, padded, C.v_dim, C.widths[2], C.native, True)
     write_rows(
         k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
-        C.k_dim, C.widths[1], C.k_group, C.native,
+        C.k_dim, C.widths[1], C.part, C.k_group, 1.0, C.native,
     )  # fmt: skip
 
 
@@ -465,7 +504,7 @@ def short_kernel(
         high = tl.full([SLICE], -float("inf"), tl.float32)
         careful = 0
         for strip in range(strips):
-            total, strip_low, strip_high, strip_careful = strip_statistics(v, strip, v_strides[2], kv_length, SLICE, SLICE, AT_ONCE)
+            total, strip_low, strip_high, strip_careful = strip_statistics(v, strip, v_strides[2], kv_length, SLICE, SLICE, 0, AT_ONCE)
             sums = tl.where((tl.arange(0, LANES) == strip)[:, None], total[None, :], sums)
             low = tl.minimum(low, strip_low)
             high = tl.maximum(high, strip_high)
@@ -493,7 +532,7 @@ def short_kernel(
         v += batch * v_strides[0] + head * v_strides[1]
         shift = 0.0
         if C.smooth_k:
-            mean = sample_mean(k, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], AT_ONCE)
+            mean = sample_mean(k, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], C.part, AT_ONCE)
             if block == 0:
                 store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
             shift = mean[None, :]
@@ -504,7 +543,7 @@ def short_kernel(
             k, k_strides[2], shift, rows, hidden > 0, ((block + 1) * BLOCK <= kv_length) & (tl.max(hidden) == 0),
             k_scale + batch * k_scale_strides[0] + head * k_scale_strides[1], block, k_scale_strides[2],
             k_data + batch * k_data_strides[0] + head * k_data_strides[1], k_data_strides[2], kv_length,
-            C.k_dim, C.widths[1], C.k_group, C.native,
+            C.k_dim, C.widths[1], C.part, C.k_group, 1.0, C.native,
         )  # fmt: skip
     else:
         if C.q_dim > 0:
@@ -555,6 +594,7 @@ def quantize(
     traits = Traits(
         q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
         smooth_k=recipe.smooth_k and k is not None, smooth_v=recipe.smooth_v and v is not None,
+        part=rotation.part_of(k_dim or q_dim) if recipe.rotate else 0,
         k_extremes=recipe.k in given and k is not None, native=device.has_fp8_units and not device.emulated,
         dependent=device.arch >= 90 and not device.emulated,
     )  # fmt: skip
@@ -568,12 +608,13 @@ def quantize(
     if q is not None:
         q_data = definition.empty_rows(q)
         if recipe.q in given:
-            q_scale = _reduced_scale(q.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q)
+            values = rotation.rotate(q) if recipe.rotate else q.float()
+            q_scale = _reduced_scale(values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q, traits.q_factor)
         else:
             q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
         q_items = batch * q_heads * triton.cdiv(q_length, SCALE_BLOCK)
     queries = (_bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale))
-    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length)
+    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length, rotated=recipe.rotate)
     sample = (definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1))
     k_mean = new(batch, kv_heads, k_dim) if traits.smooth_k else None
     v_mean = new(batch, kv_heads, v_dim) if traits.smooth_v else None
@@ -594,7 +635,7 @@ def quantize(
         )  # fmt: skip
         return (
             q_quantized,
-            Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean),
+            Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, recipe.rotate),
             Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
         )
 
@@ -634,14 +675,15 @@ def quantize(
     )  # fmt: skip
     return (
         q_quantized,
-        Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean),
+        Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, recipe.rotate),
         Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
     )
 
 
-def _reduced_scale(largest: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """Scales of heads or of the tensor from channels' largest magnitudes (B, H, D)."""
-    return definition.scale_of(largest.amax(-1, keepdim=True) if granularity == "head" else largest.amax().view(1, 1, 1))
+def _reduced_scale(largest: torch.Tensor, granularity: Granularity, factor: float = 1.0) -> torch.Tensor:
+    """Scales of heads or of the tensor, times `factor`, from channels' largest magnitudes (B, H, D)."""
+    largest = largest.amax(-1, keepdim=True) if granularity == "head" else largest.amax().view(1, 1, 1)
+    return torch.where(largest > 0, definition.scale_of(largest) * factor, 1.0)
 
 
 def _strides(x: torch.Tensor | None) -> tuple[int, ...]:

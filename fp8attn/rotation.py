@@ -1,0 +1,41 @@
+"""Rotation of Q and K by one orthonormal matrix, which leaves their products as they are.
+
+Random-looking signs, then a Walsh-Hadamard transform, spread what a few channels or tokens have over all channels of a row, so that a scale
+no longer serves an outlier at the cost of its neighbours (QuIP#, arXiv:2402.04396, section 3; FlashAttention-3, arXiv:2407.08608,
+section 3.3). The signs are those of the Rudin-Shapiro sequence: its own Walsh spectrum is flat, so rows whose channels are all alike are
+spread as well as single channels are.
+
+A head dim of 2^k m, m odd, is rotated in m parts of 2^k. Butterflies only add; to keep them finite wherever x is, both operands are divided
+by 2^k first, and Q's scales make up for it: the product of two transforms that aren't normalised is 2^k too large, of two so divided 2^k
+too small.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def part_of(dim: int) -> int:
+    """2^k, the channels that are rotated together: the largest power of two that divides `dim`."""
+    return dim & -dim
+
+
+def sign_bit(channel):
+    """1 where a channel's sign is turned; of numbers up to 255, ints or tensors: the parity of pairs of ones in the binary number."""
+    pairs = channel & (channel >> 1)
+    pairs = pairs ^ (pairs >> 4)
+    pairs = pairs ^ (pairs >> 2)
+    return (pairs ^ (pairs >> 1)) & 1
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """x (…, D) rotated, float32, over sqrt(2^k). Of a row with an element that isn't finite no element of its part is."""
+    part = part_of(x.shape[-1])
+    channels = torch.arange(x.shape[-1], device=x.device)
+    y = x.float() * ((1 - 2 * sign_bit(channels)) * (1.0 / part))
+    distance = 1
+    while distance < part:
+        low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        y = torch.stack((low + high, low - high), -2).flatten(-3)
+        distance *= 2
+    return y
