@@ -1,15 +1,20 @@
 """FP8 (e4m3) attention forward for PyTorch inference."""
 
 from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa
+from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
 from .recipe import Quantized, Recipe
 from .validate import BackendUnavailable
 
 __all__ = [
+    "AttentionCall",
     "BackendUnavailable",
+    "Calibration",
     "Plan",
     "Quantized",
     "Recipe",
+    "calibrate",
+    "capture",
     "cuda_sdpa",
     "explain",
     "import_kv",

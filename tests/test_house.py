@@ -26,7 +26,7 @@ FLOORS = (
     {"triton", "cuda"},
     {"ops"},
     {"api"},
-    {"info"},
+    {"info", "calibration"},
     {"__init__", "__main__"},
 )
 """Modules of the package from the ground up: each imports from floors below its own only."""
