@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 import fp8attn
 from fp8attn.api import call_of
@@ -189,6 +191,22 @@ def draw(records: list[dict[str, Any]], to: Path) -> None:
     pyplot.close(figure)
 
 
+def table(results: Sequence[Result]) -> Table:
+    """Rungs in order, then peers."""
+    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "stack", "relative L2", "max error")
+    rows = report.table_of(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
+    for r in results:
+        if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
+            rows.add_section()
+        times = ("–", "–", "–") if r.timing is None else (f"{r.timing.p50_us:.1f}", f"{r.timing.p90_us:.1f}", str(r.timing.samples))
+        speeds = (report.number_of(r.against_previous, ".2f"), report.number_of(r.against_first, ".2f"), report.number_of(r.tflops, ".0f"))
+        shared = None if r.config is None else r.config.shared_bytes
+        numbers = (report.number_of(r.resources.get("reg"), "d"), report.number_of(shared, "d"), report.number_of(r.resources.get("stack"), "d"))
+        errors = ("–", "–") if r.errors is None else (f"{r.errors.relative_l2:.4f}", f"{r.errors.max_abs:.4f}")
+        rows.add_row(r.rung, *times, *speeds, *numbers, *errors)
+    return rows
+
+
 def lacking(device: torch.device) -> str | None:
     """Why the ladder can't be measured here, or None."""
     if device.type != "cuda":
@@ -220,7 +238,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
             results = measure(case, gates.bad, protocol, device)
             report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
             records += [result.record() | about for result in results]
-            report.console().print(report.ladder_table(results))
+            report.console().print(table(results))
             bar.advance(task)
     if arguments.picture is not None:
         draw(records, arguments.picture)

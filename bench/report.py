@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,9 +19,6 @@ from .errors import Errors
 from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
 from .run import Result
-
-if TYPE_CHECKING:
-    from . import ladder
 
 WIDTH = 176
 """Columns of a table where no terminal says how many it has."""
@@ -52,7 +49,7 @@ def progress() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None) -> Table:
+def table_of(title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None) -> Table:
     table = Table(title=title, title_style="bold", title_justify="left", caption=caption, caption_justify="left")
     for header in left:
         table.add_column(header, no_wrap=True)
@@ -61,7 +58,7 @@ def _table(title: str, left: Sequence[str], right: Sequence[str], caption: str |
     return table
 
 
-def _number(x: float | None, form: str) -> str:
+def number_of(x: float | None, form: str) -> str:
     return "–" if x is None else format(x, form)
 
 
@@ -75,7 +72,7 @@ def gate_table(verdicts: Sequence[Verdict], gates: Gates) -> Table:
     """Each verdict with its errors, and what is broken."""
     limits = ", ".join(f"{name} ≤ {limit:g}" for name, limit in gates.limits.items())
     bad = f"bad: |error| > {gates.bad.rtol:g}·|expected| + {gates.bad.atol_rms:g}·rms(expected)"
-    table = _table("Gates", ("case", "backend"), (*ERROR_HEADERS, "verdict"), f"Limits: {limits}; {bad}")
+    table = table_of("Gates", ("case", "backend"), (*ERROR_HEADERS, "verdict"), f"Limits: {limits}; {bad}")
     for verdict in verdicts:
         color, text = ("green", "green") if verdict.green else ("red", "red: " + ", ".join(verdict.broken))
         table.add_row(verdict.case.name, verdict.backend, *_error_cells(verdict.errors), f"[{color}]{text}[/]")
@@ -95,16 +92,16 @@ def speed_tables(results: Sequence[Result], gpu: bool) -> list[Table]:
     tables = []
     for stage in (KERNEL, END_TO_END):
         headers = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", "of limit", *ERROR_HEADERS)
-        table = _table(stage.capitalize(), ("case", "backend"), headers, TIMED if gpu else INTERPRETED)
+        table = table_of(stage.capitalize(), ("case", "backend"), headers, TIMED if gpu else INTERPRETED)
         for group in _by_case(results):
             table.add_section()
             for i, result in enumerate(r for r in group if stage in r.stages):
                 timing = result.timing
                 times = ("–",) * 3 if timing is None else tuple(f"{x:.1f}" for x in (timing.p50_us, timing.p90_us, timing.p99_us))
                 speeds = (
-                    _number(result.tflops, ".0f" if gpu else ".4f"),
-                    _number(result.against_sdpa, ".2f" if gpu else ".4f"),
-                    _number(result.share_of_limit, ".0%"),
+                    number_of(result.tflops, ".0f" if gpu else ".4f"),
+                    number_of(result.against_sdpa, ".2f" if gpu else ".4f"),
+                    number_of(result.share_of_limit, ".0%"),
                 )
                 own = "bold" if result.backend.startswith("fp8attn") else None
                 inputs = "" if result.distribution == "normal" else f", {result.distribution}"
@@ -116,7 +113,7 @@ def speed_tables(results: Sequence[Result], gpu: bool) -> list[Table]:
 
 def peer_table(needs: dict[str, str | None]) -> Table:
     """Who can be compared here, and what the others need."""
-    table = _table("Peers", ("peer", "here", "needs"), ())
+    table = table_of("Peers", ("peer", "here", "needs"), ())
     for name, need in needs.items():
         table.add_row(name, "yes" if need is None else "no", "" if need is None else escape(need), style=None if need is None else "dim")
     return table
@@ -126,9 +123,11 @@ def accuracy_table(results: Sequence[Result], gpu: bool) -> Table:
     """Relative L2 errors, a column for each backend."""
     backends = list(dict.fromkeys(result.backend for result in results))
     where = "" if gpu else " From Triton's interpreter, at lengths that it can do."
-    table = _table("Relative L2 error against float32 attention of the unquantized inputs", ("distribution", "case"), backends, f"–: refused.{where}")
+    table = table_of(
+        "Relative L2 error against float32 attention of the unquantized inputs", ("distribution", "case"), backends, f"–: refused.{where}"
+    )
     for group in _by_case(results):
-        cells = {result.backend: _number(result.errors.relative_l2 if result.errors else None, ".4f") for result in group}
+        cells = {result.backend: number_of(result.errors.relative_l2 if result.errors else None, ".4f") for result in group}
         table.add_row(group[0].distribution, group[0].case.name, *(cells.get(name, "–") for name in backends))
     return table
 
@@ -137,7 +136,7 @@ def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
     """Microseconds and bandwidth of the quantizer."""
     caption = "Bytes: q and k read once, v twice, results written once. Copy: bytes read and written by torch's copy_ in the same run."
     headers = ("p50 µs", "p90", "p99", "MB", "GB/s", "copy GB/s", "of copy")
-    table = _table("Quantizing q, k and v", ("case",), headers, caption if gpu else INTERPRETED)
+    table = table_of("Quantizing q, k and v", ("case",), headers, caption if gpu else INTERPRETED)
     for r in results:
         times = (f"{x:.1f}" for x in (r.timing.p50_us, r.timing.p90_us, r.timing.p99_us))
         form = ".0f" if gpu else ".3f"
@@ -146,25 +145,9 @@ def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
     return table
 
 
-def ladder_table(results: Sequence[ladder.Result]) -> Table:
-    """Rungs in order, then peers."""
-    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "stack", "relative L2", "max error")
-    table = _table(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
-    for r in results:
-        if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
-            table.add_section()
-        times = ("–", "–", "–") if r.timing is None else (f"{r.timing.p50_us:.1f}", f"{r.timing.p90_us:.1f}", str(r.timing.samples))
-        speeds = (_number(r.against_previous, ".2f"), _number(r.against_first, ".2f"), _number(r.tflops, ".0f"))
-        shared = None if r.config is None else r.config.shared_bytes
-        numbers = (_number(r.resources.get("reg"), "d"), _number(shared, "d"), _number(r.resources.get("stack"), "d"))
-        errors = ("–", "–") if r.errors is None else (f"{r.errors.relative_l2:.4f}", f"{r.errors.max_abs:.4f}")
-        table.add_row(r.rung, *times, *speeds, *numbers, *errors)
-    return table
-
-
 def compare_table(comparison: Comparison) -> Table:
     """Two runs, row by row."""
-    table = _table("Before and after", ("case", "backend"), ("before µs", "after µs", "×", "noise", ""), summary(comparison))
+    table = table_of("Before and after", ("case", "backend"), ("before µs", "after µs", "×", "noise", ""), summary(comparison))
     style = {"faster": "green", "slower": "red", "no change": None}
     for c in comparison.changes:
         cells = (f"{c.before_us:.1f}", f"{c.after_us:.1f}", f"{c.ratio:.3f}", f"±{c.noise * 100:.1f} %", c.verdict)

@@ -15,7 +15,7 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import adapters, cases, compare, ladder, peers, plot, readme, report, timing
+from bench import adapters, cases, compare, ladder, peers, plot, readme, timing
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn.cuda import run as cuda
@@ -271,7 +271,7 @@ def test_rungs_are_compared_with_the_one_before_and_the_first(tmp_path: Path) ->
     found = ladder._compared(results, {name: timing.Timing.of([[us]], 1, "by hand") for name, us in times.items()})
     assert [r.against_previous for r in found] == [None, None, 4.0, None]
     assert [r.against_first for r in found] == [None, None, 4.0, 2.0]
-    assert report.ladder_table(found).row_count == 4
+    assert ladder.table(found).row_count == 4
     records = [r.record() | {"gpu": "a GPU", "commit": "0123456789"} for r in found]
     ladder.draw(records, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
