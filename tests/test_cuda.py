@@ -217,6 +217,18 @@ def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch:
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
+def test_a_second_library_of_a_process_is_found_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch numbers libraries of one name; the cache has each under the name itself."""
+    from torch.utils import cpp_extension
+
+    numbers = iter(("", "_v1"))
+    monkeypatch.setattr(cpp_extension, "load", lambda name, *_, build_directory, **__: (Path(build_directory) / f"{name}{next(numbers)}.so").touch())
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        build.compile_into(folder, INSTANCES[:1], 90)
+        assert [path.name for path in folder.glob("*.so")] == [f"{build.NAME}.so"]
+
+
 def test_resources_are_read_from_cuobjdump() -> None:
     text = " Function _Zfoo:\n  REG:128 STACK:24 SHARED:0 LOCAL:0 CONSTANT[0]:1248 TEXTURE:0\n"
     assert build.parse_resources(text) == {"_Zfoo": {"reg": 128, "stack": 24, "shared": 0, "local": 0, "constant[0]": 1248, "texture": 0}}

@@ -196,6 +196,9 @@ def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         print(" failed", file=sys.stderr, flush=True)
         raise BuildError(f"the CUDA kernels don't compile here: {error}") from error
+    # torch names a process's second library of a name NAME_v1
+    (compiled,) = folder.glob(f"{NAME}*.so")
+    compiled.rename(folder / f"{NAME}.so")
     seconds = time.time() - started
     print(f" {seconds:.0f} s", file=sys.stderr, flush=True)
     write_meta(folder, instances, arch, seconds)
