@@ -34,6 +34,7 @@ sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
 
 SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16 bits, what memory moves at once
 AT_ONCE: tl.constexpr = tl.constexpr(definition.STRIP // definition.LANES)  # groups of a strip that one program loads together, if it is to be quick
+OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loads: butterflies among them need no shuffle
 SHORT = 1024  # tokens up to which short_kernel may be faster,
 SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
 MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
@@ -87,14 +88,26 @@ def begin(C: tl.constexpr):
 
 
 @triton.jit
+def butterfly(x, DISTANCE: tl.constexpr):
+    """Rows (M, WIDTH): sums of channels DISTANCE apart in the place of the first, differences in that of the second."""
+    M: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    if DISTANCE < OF_THREAD:
+        low, high = tl.split(tl.permute(tl.reshape(x, (M, WIDTH // (2 * DISTANCE), 2, DISTANCE)), (0, 1, 3, 2)))
+        return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (M, WIDTH))
+    else:
+        columns = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], x.shape)
+        partner = tl.gather(x, columns ^ DISTANCE, 1)
+        return tl.where(columns & DISTANCE == 0, x + partner, partner - x)
+
+
+@triton.jit
 def rotated(x, PART: tl.constexpr):
     """rotation.rotate of rows (M, WIDTH), PART channels together."""
-    columns = tl.broadcast_to(tl.arange(0, x.shape[1])[None, :], x.shape)
-    x *= (1 - 2 * sign_bit(columns)).to(tl.float32) * (1.0 / PART)
+    x *= ((1 - 2 * sign_bit(tl.arange(0, x.shape[1]))).to(tl.float32) * (1.0 / PART))[None, :]
     for level in tl.static_range(8):
         if (1 << level) < PART:
-            partner = tl.gather(x, columns ^ (1 << level), 1)
-            x = tl.where((columns >> level) & 1 == 0, x + partner, partner - x)
+            x = butterfly(x, 1 << level)
     return x
 
 
