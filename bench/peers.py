@@ -120,8 +120,8 @@ def _cuda(problem: Problem) -> Attention:
     return lambda i: cuda.forward(calls[i % len(calls)], device)[0]
 
 
-def _end_to_end(backend: Literal["triton", "cuda"], problem: Problem) -> Attention:
-    options = problem.case.options
+def _end_to_end(backend: Literal["triton", "cuda"], recipe: fp8attn.Recipe, problem: Problem) -> Attention:
+    options = problem.case.options | {"recipe": recipe}
     return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options, backend=backend))
 
 
@@ -139,9 +139,10 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
 
 OWN = (
     Peer("fp8attn cuda", (KERNEL,), _cuda, own=True),
-    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda"), own=True),
+    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True),
+    Peer("fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True),
     Peer("fp8attn triton", (KERNEL,), _triton, own=True),
-    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton"), own=True),
+    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True),
 )
 PYTORCH = tuple(
     Peer(f"SDPA {name}", (KERNEL, END_TO_END), functools.partial(_pytorch, backend))
