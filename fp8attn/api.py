@@ -215,9 +215,10 @@ def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_
     return query, key, value
 
 
-def _check_rotation(query: bool, key: bool) -> None:
-    if query != key:
-        rotated, other = ("query", "key") if query else ("key", "query")
+def _check_rotation(query: Operand, key: Operand) -> None:
+    in_query, in_key = (isinstance(x, Quantized) and x.rotated for x in (query, key))
+    if in_query != in_key:
+        rotated, other = ("query", "key") if in_query else ("key", "query")
         raise ValueError(f"{rotated} is rotated, {other} isn't; both must be quantized with recipes of the same `rotate`")
 
 
@@ -232,7 +233,7 @@ def _prepare(
     if any(x is not None for x in floats):
         q, k, v = _quantize(floats[0], floats[1], floats[2], recipe)
         query, key, value = q or query, k or key, v or value
-    _check_rotation(query.rotated, key.rotated)
+    _check_rotation(query, key)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.length)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -329,9 +330,12 @@ def sdpa(
         return out
     if prepared.key.mean is not None:
         # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-        source = dequantize(prepared.query)
-        if isinstance(query, torch.Tensor) and not is_e4m3(query):
-            source = rotation.rotate(query) * rotation.part_of(query.shape[3]) if prepared.query.rotated else query
+        if not isinstance(query, torch.Tensor) or is_e4m3(query):
+            source = dequantize(prepared.query)
+        elif prepared.query.rotated:
+            source = rotation.rotate(query) * rotation.part_of(query.shape[3])
+        else:
+            source = query
         lse = lse + reference.smoothing_shift(source, prepared.key.mean, prepared.softmax_scale)
     return out, lse
 
@@ -378,10 +382,7 @@ def reference_sdpa(
     if out_dtype is None:
         out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
     operands = _imported(query, key, value, q_scale, k_scale, v_scale)
-    if isinstance(operands[1], Quantized):
-        _check_rotation(isinstance(operands[0], Quantized) and operands[0].rotated, operands[1].rotated)
-    elif isinstance(operands[0], Quantized):
-        _check_rotation(operands[0].rotated, False)
+    _check_rotation(operands[0], operands[1])
     q, k, v = (dequantize(x) if isinstance(x, Quantized) else x for x in operands)
     out, lse = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=scale, dtype=dtype)
     return (out.to(out_dtype), lse.float()) if return_lse else out.to(out_dtype)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from . import reference
 from .api import quantize, sdpa
 from .quantize import dequantize
-from .recipe import SCALE_BLOCK, Recipe
+from .recipe import SCALE_BLOCK, Quantized, Recipe
 
 CANDIDATES = (Recipe(), Recipe(rotate=True), Recipe(k="token"), Recipe(k="token", rotate=True), Recipe(compute="f16", k="token", rotate=True))
 """Recipes from the cheapest on: rotation costs the quantizer, scales of single keys the kernel, half tensor cores half the rate."""
@@ -50,6 +50,16 @@ class AttentionCall:
     attn_mask: torch.Tensor | None = None
     is_causal: bool = False
     scale: float | None = None
+
+    @property
+    def causal(self) -> reference.Causal:
+        """As the oracles call it."""
+        return "top_left" if self.is_causal else "none"
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """attn_mask as (B, Hq, Sq, Sk)."""
+        return None if self.attn_mask is None else self.attn_mask.expand(*self.query.shape[:3], self.key.shape[2])
 
 
 @dataclass(frozen=True)
@@ -200,19 +210,19 @@ def _applied(calibration: Calibration, model: torch.nn.Module, options: dict[str
         mode.remove()
 
 
-def _answer(call: AttentionCall, recipe: Recipe) -> torch.Tensor:
+Operands = tuple[Quantized, Quantized, Quantized]
+
+
+def _answer(call: AttentionCall, operands: Operands, recipe: Recipe) -> torch.Tensor:
     """What fp8attn gives, float32: by its kernels, on a CPU by the oracle that models them."""
     if call.query.is_cuda:
         out = sdpa(
-            call.query, call.key, call.value, call.attn_mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
+            *operands, call.attn_mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
             recipe=recipe, out_dtype=torch.float32,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
-    mask = None if call.attn_mask is None else call.attn_mask.expand(*call.query.shape[:3], call.key.shape[2])
-    operands = quantize(call.query, call.key, call.value, recipe=recipe)
-    causal: reference.Causal = "top_left" if call.is_causal else "none"
-    return reference.pipeline(*operands, mask, block_n=SCALE_BLOCK, causal=causal, softmax_scale=call.scale, compute=recipe.compute)[0]
+    return reference.pipeline(*operands, call.mask, block_n=SCALE_BLOCK, causal=call.causal, softmax_scale=call.scale, compute=recipe.compute)[0]
 
 
 def _probabilities(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -220,17 +230,16 @@ def _probabilities(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, rows: 
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     k = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q[:, :, rows].float() @ k.transpose(-2, -1) * scale
-    mask = None if call.attn_mask is None else call.attn_mask.expand(*call.query.shape[:3], k.shape[2])[:, :, rows]
+    mask = None if call.mask is None else call.mask[:, :, rows]
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.float()
     keys = torch.arange(k.shape[2], device=q.device)
-    hidden = reference.hidden_keys(mask, "top_left" if call.is_causal else "none", rows, keys, q.shape[2], k.shape[2])
+    hidden = reference.hidden_keys(mask, call.causal, rows, keys, q.shape[2], k.shape[2])
     return scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(nan=0.0)
 
 
-def _attention_mass(call: AttentionCall, recipe: Recipe) -> torch.Tensor:
+def _attention_mass(call: AttentionCall, q: Quantized, k: Quantized) -> torch.Tensor:
     """HeadErrors.attention_mass, (B, Hq)."""
-    q, k, _ = quantize(call.query, call.key, call.value, recipe=recipe)
     length = call.query.shape[2]
     rows = torch.linspace(0, length - 1, min(length, MASS_ROWS), device=call.query.device).round().long()
     exact = _probabilities(call, call.query, call.key, rows)
@@ -239,7 +248,8 @@ def _attention_mass(call: AttentionCall, recipe: Recipe) -> torch.Tensor:
 
 def _errors(call: AttentionCall, recipe: Recipe, expected: torch.Tensor) -> HeadErrors:
     """Of one call; `expected` (B, Hq, Sq, Dv) is exact."""
-    out = _answer(call, recipe).double().flatten(2)
+    operands = quantize(call.query, call.key, call.value, recipe=recipe)
+    out = _answer(call, operands, recipe).double().flatten(2)
     exact = expected.double().flatten(2)
     error = out - exact
     tiny = torch.finfo(torch.float64).tiny
@@ -251,7 +261,7 @@ def _errors(call: AttentionCall, recipe: Recipe, expected: torch.Tensor) -> Head
     def heads(x: torch.Tensor) -> tuple[float, ...]:
         return tuple(x.nan_to_num(nan=math.inf).tolist())
 
-    mass = _attention_mass(call, recipe)
+    mass = _attention_mass(call, operands[0], operands[1])
     return HeadErrors(heads(l2.amax(0)), heads(l1.amax(0)), tuple(sqnr.amin(0).tolist()), tuple(cosine.amin(0).tolist()), heads(mass.amax(0)))
 
 
@@ -283,9 +293,7 @@ def calibrate(calls: Sequence[AttentionCall], *, tolerance: float = 0.06, recipe
         raise ValueError(f"tolerance is {tolerance}; it must be positive")
     tried: dict[str, list[list[HeadErrors]]] = {}
     for call in calls:
-        causal: reference.Causal = "top_left" if call.is_causal else "none"
-        mask = None if call.attn_mask is None else call.attn_mask.expand(*call.query.shape[:3], call.key.shape[2])
-        expected, _ = reference.attention(call.query, call.key, call.value, mask, causal=causal, softmax_scale=call.scale)
+        expected, _ = reference.attention(call.query, call.key, call.value, call.mask, causal=call.causal, softmax_scale=call.scale)
         of_layer = tried.setdefault(call.layer, [[] for _ in recipes])
         for found, recipe in zip(of_layer, recipes, strict=True):
             found.append(_errors(call, recipe, expected))

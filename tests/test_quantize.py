@@ -159,6 +159,11 @@ def centred(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     return y if quantized.mean is None else y - quantized.mean.unsqueeze(-2)
 
 
+def factor_of(quantized: Quantized, is_query: bool) -> int:
+    """Of the scales: what rotated queries were divided by."""
+    return rotation.part_of(quantized.shape[3]) if quantized.rotated and is_query else 1
+
+
 def bad_elements(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """Where x (B, H, S, D) isn't finite; if it was rotated, the parts with such an element."""
     bad = ~x.isfinite()
@@ -314,7 +319,7 @@ def test_round_trip(problem: Problem, device: torch.device) -> None:
     """Half an e4m3 step of each element, 2^-4 of it or 2^-10 scales, and three float32 roundings: 1 / scale, y / scale, code · scale."""
     tensors = problem.tensors(device)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
-        factor = rotation.part_of(x.shape[3]) if quantized.rotated and x is tensors[0] else 1
+        factor = factor_of(quantized, x is tensors[0])
         y = centred(x, quantized).double() * factor
         restored = token_codes(quantized).view(E4M3).double() * element_scales(quantized).double()
         if factor == 1:
@@ -350,7 +355,7 @@ def test_scales_are_the_largest_finite_magnitude_over_448(problem: Problem, devi
         largest = largest_under_each_scale(y, quantized.granularity)
         # a quotient in float64 rounded to float32 is the float32 quotient
         expected = torch.where(largest > 0, (largest.double() / E4M3_MAX).float().clamp(min=SMALLEST_SCALE), 1.0)
-        factor = rotation.part_of(x.shape[3]) if quantized.rotated and x is tensors[0] else 1
+        factor = factor_of(quantized, x is tensors[0])
         assert torch.equal(quantized.scale, torch.where(largest > 0, expected * factor, 1.0))
         spread = element_scales(dataclasses.replace(quantized, scale=largest))
         at_largest = (y.abs() == spread) & (spread >= SMALLEST_SCALE * E4M3_MAX)

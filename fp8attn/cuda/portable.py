@@ -10,10 +10,10 @@ from typing import Literal
 from ..call import Call
 from ..device import Device
 from ..recipe import SCALE_BLOCK
+from .configs import REGISTER_FILE, is_general
 
 Operands = Literal["shared", "registers", "native"]
 
-REGISTER_FILE = 65_536
 LANES = 32
 HARD_LIMIT = 255
 """Registers of a thread."""
@@ -262,11 +262,6 @@ def takes(config: PortableConfig, call: Call) -> bool:
     if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
         return False
     return config.general or not config.fused or not is_general(call)
-
-
-def is_general(call: Call) -> bool:
-    """Whether a call has what only general instances do."""
-    return call.attn_mask is not None or call.k_group == 1 or not call.softmax_scale > 0
 
 
 @functools.cache
