@@ -62,24 +62,26 @@ __device__ inline float mask_value(__nv_bfloat16 x) { return __bfloat162float(x)
 __device__ inline float mask_value(__half x) { return __half2float(x); }
 __device__ inline float mask_value(float x) { return x; }
 
-// A score with the mask of its row and key added; one that is hidden becomes -inf even if it was NaN.
+// A score with a mask's value added; one that is hidden becomes -inf even if it was NaN.
+__device__ inline float with_mask(float score, float value) { return value == -INFINITE ? -INFINITE : score + value * LOG2E; }
+
+// A score with the mask of its row and key added.
 template <typename Place>
 __device__ float masked(float score, const Params& p, const Place& tile, int row, int key) {
   const int64_t index = tile.batch * p.mask_strides[0] + tile.head * p.mask_strides[1] + row * p.mask_strides[2] + key * p.mask_strides[3];
-  const auto with = [&](float value) { return value == -INFINITE ? -INFINITE : score + value * LOG2E; };
   switch (p.mask_type) {
     case 0:
-      return with(mask_value(static_cast<const uint8_t*>(p.mask)[index]));
+      return with_mask(score, mask_value(static_cast<const uint8_t*>(p.mask)[index]));
     case 1 + int(OutType::bf16):
-      return with(mask_value(static_cast<const __nv_bfloat16*>(p.mask)[index]));
+      return with_mask(score, mask_value(static_cast<const __nv_bfloat16*>(p.mask)[index]));
     case 1 + int(OutType::f16):
-      return with(mask_value(static_cast<const __half*>(p.mask)[index]));
+      return with_mask(score, mask_value(static_cast<const __half*>(p.mask)[index]));
     default:
-      return with(mask_value(static_cast<const float*>(p.mask)[index]));
+      return with_mask(score, mask_value(static_cast<const float*>(p.mask)[index]));
   }
 }
 
-// Adds the mask of a warpgroup's rows and the keys from `start` on; a score that is hidden becomes -inf even if it was NaN.
+// Adds the mask of a warpgroup's rows and the keys from `start` on.
 template <typename T, int N>
 __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
 #pragma unroll
@@ -95,8 +97,7 @@ __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head,
       for (int i = 0; i < 2; ++i) {
         if (8 * j + i < keys) {
           float& score = s[4 * j + 2 * r + i];
-          const float value = mask_value(at[i * step]);
-          score = value == -INFINITE ? -INFINITE : score + value * LOG2E;
+          score = with_mask(score, mask_value(at[i * step]));
         }
       }
     }
