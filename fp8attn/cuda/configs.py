@@ -21,6 +21,9 @@ ONES = 8
 PRODUCER_REGISTERS = 24
 """Of a thread of the producer's warpgroup."""
 
+OUTPUT_BYTES = 128
+"""Of a row of the output in shared memory; there are two where there are more than 64 channels."""
+
 REGISTER_FILE = 65_536
 
 
@@ -69,10 +72,11 @@ class HopperConfig:
         """sizeof(SharedStorage)."""
         q = self.consumers * ROWS * self.head_dim
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
+        output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
         tiles = 4 * 16
         barriers = 8 * (2 * self.consumers + 4 * self.stages)
-        return -(-(q + kv + facts + tiles + barriers) // 1024) * 1024
+        return -(-(q + kv + output + facts + tiles + barriers) // 1024) * 1024
 
     @property
     def name(self) -> str:
