@@ -148,9 +148,14 @@ def why_not(call: Call, device: Device) -> str | None:
     reason = why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
     if reason is not None:
         return reason
-    able = serving(call)
+    return _lacking(is_general(call), call.head_dim, call.value_dim, device)
+
+
+@functools.cache
+def _lacking(general: bool, head_dim: int, value_dim: int, device: Device) -> str | None:
+    able = _serving(general, head_dim, value_dim)
     if not able:
-        return f"head dims are {call.head_dim} and {call.value_dim}; the CUDA kernel has none as large"
+        return f"head dims are {head_dim} and {value_dim}; the CUDA kernel has none as large"
     return misfit(able[0], device)
 
 
@@ -159,9 +164,14 @@ def choose(call: Call, device: Device) -> HopperConfig:
 
     Where all tiles are as long, the last round of them takes as long as any; tiles of causal calls go to whoever is free.
     """
+    heads = call.batch * call.q_heads
+    return _fastest(is_general(call), call.head_dim, call.value_dim, heads, call.q_length, call.causal != "none", device.sm_count)
 
+
+@functools.lru_cache(4096)
+def _fastest(general: bool, head_dim: int, value_dim: int, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
     def time(config: HopperConfig) -> float:
-        rounds = call.batch * call.q_heads * -(-call.q_length // config.tile_rows) / device.sm_count
-        return (max(rounds, 1.0) if call.causal != "none" else math.ceil(rounds)) * config.tile_rows / SPEEDS[config]
+        rounds = heads * -(-q_length // config.tile_rows) / sm_count
+        return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / SPEEDS[config]
 
-    return min(serving(call), key=time)
+    return min(_serving(general, head_dim, value_dim), key=time)
