@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     comparing.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     for name, module in MODULES.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=f"{module.HELP}."))
-    commands.add_parser("readme", help="fill the README's tables from bench/results")
+    commands.add_parser("readme", help="fill the tables of README.md and docs/accuracy.md from bench/results")
     return top
 
 

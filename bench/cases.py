@@ -208,9 +208,9 @@ def channel_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: t
 
 
 def sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Every query has a common part, and the first four keys are along it: their scores are about 10, those of other keys N(0, 2). Their values are
-    a fiftieth of the others', as those of language models' attention sinks are small (arXiv:2309.17453, section 3.1): most of the probability is
-    theirs, most of the answer is the others'."""
+    """Queries have a common part, and the first four keys lie along it: their scores are about 10, those of other keys N(0, 2), and most of the
+    probability is theirs. Their values are a fiftieth of the others', so that the answer isn't: what language models do with their first
+    tokens (arXiv:2309.17453, section 3.1; arXiv:2410.13835 on value-state drains)."""
     common = torch.ones(q.shape[-1], device=q.device)
     k, v = k.clone(), v.clone()
     k[:, :, :4] = common * (10 * q.shape[-1] ** -0.5)

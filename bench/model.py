@@ -172,7 +172,8 @@ def attend_with(row: Peer) -> Attend:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         batch, heads, length, dim = q.shape
         problem = Problem(Case("model", batch, heads, heads, length, length, dim, dim, causal=True), "model", q.device, ((q, k, v),))
-        return row.restored(problem, row.prepare(problem)(0)).to(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):  # it would round what models compute in float32
+            return row.restored(problem, row.prepare(problem)(0)).to(q.dtype)
 
     return attend
 

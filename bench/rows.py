@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -12,13 +13,13 @@ from typing import cast
 import torch
 
 import fp8attn
-from fp8attn import Recipe, reference
-from fp8attn.api import Backend
+from fp8attn import Quantized, Recipe, reference
+from fp8attn.quantize import quantize
 from fp8attn.recipe import SCALE_BLOCK
 
 from .adapters import OTHERS
 from .cases import Case
-from .peers import END_TO_END, KERNEL, PYTORCH, Attention, Peer, Problem
+from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
 
 PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False)
 """A scale for each tensor and nothing removed: what FP8 attention is given by who only casts."""
@@ -31,50 +32,51 @@ RECIPES = {
     "f16": Recipe(compute="f16"),
     "per tensor": PLAIN,
 }
-"""Beside the default; of these the kernel is whichever `sdpa` takes."""
+"""Beside the default."""
 
-ONE_LEVEL = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False, two_level=False)
-
-BASELINE, DEFAULT = "SDPA flash", "fp8attn cuda"
-"""The rows that others are compared with, and that is compared."""
+BASELINE = "SDPA flash"
 
 
-def _sdpa(backend: Backend | None, recipe: Recipe, problem: Problem) -> Attention:
-    """`backend` None: the one that `sdpa` takes by itself, without a GPU the interpreter's."""
-    chosen: Backend = backend or ("auto" if problem.device.type == "cuda" else "triton")
-    options = problem.case.options | {"recipe": recipe, "backend": chosen}
-    return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options))
-
-
-def _modelled_one_level(problem: Problem) -> Attention:
-    """FlashAttention-3's FP8 kernel (arXiv:2407.08608, section 3.3, as released): a scale a tensor, P·V in one chain of the accumulator."""
+def modelled(recipe: Recipe, bits: int | None, problem: Problem) -> Attention:
+    """The pipeline's oracle on what quantization is by definition; `bits` of its accumulator as `fp8attn.reference.pipeline` has them."""
     causal: reference.Causal = "top_left" if problem.case.causal else "none"
 
     def attention(i: int) -> torch.Tensor:
-        operands = fp8attn.quantize(*problem.sets[i % len(problem.sets)], recipe=PLAIN)
-        out, _ = reference.pipeline(*operands, block_n=SCALE_BLOCK, causal=causal, accumulator_bits=reference.TENSOR_CORE_BITS)
+        operands = cast(tuple[Quantized, Quantized, Quantized], quantize(*problem.sets[i % len(problem.sets)], recipe))
+        out, _ = reference.pipeline(*operands, block_n=SCALE_BLOCK, causal=causal, compute=recipe.compute, accumulator_bits=bits)
         return out.to(torch.bfloat16)
 
     return attention
+
+
+def by_recipe(recipe: Recipe, problem: Problem) -> Attention:
+    """The kernel that `sdpa` takes; without a GPU the oracle, which is as exact as the interpreter and reaches further."""
+    if problem.device.type != "cuda":
+        return modelled(recipe, None, problem)
+    options = problem.case.options | {"recipe": recipe}
+    return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options))
+
+
+def one_level(problem: Problem) -> Attention:
+    """A Triton kernel of ours that does as others do: scales of tensors, P·V in one chain of the tensor core's accumulator."""
+    options = problem.case.options | {"recipe": dataclasses.replace(PLAIN, two_level=False)}
+    return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options, backend="triton"))
 
 
 def _needs_short_accumulators() -> str | None:
     return None if torch.cuda.is_available() else "an NVIDIA GPU: the interpreter's accumulators are float32"
 
 
-OURS = (
-    Peer(DEFAULT, (END_TO_END,), functools.partial(_sdpa, "cuda", Recipe()), own=True),
-    Peer("fp8attn triton", (END_TO_END,), functools.partial(_sdpa, "triton", Recipe()), own=True),
-    *(Peer(f"fp8attn {name}", (END_TO_END,), functools.partial(_sdpa, None, recipe), own=True) for name, recipe in RECIPES.items()),
-)
 ROWS = (
     *(peer for peer in PYTORCH if peer.name in (BASELINE, "SDPA cuDNN")),
-    *OURS,
-    Peer("e4m3 one level", (END_TO_END,), functools.partial(_sdpa, "triton", ONE_LEVEL), needs=_needs_short_accumulators),
-    Peer("FA3 e4m3, modelled", (END_TO_END,), _modelled_one_level),
+    *(peer for peer in OWN if END_TO_END in peer.stages),
+    *(Peer(f"fp8attn {name}", (END_TO_END,), functools.partial(by_recipe, recipe), own=True) for name, recipe in RECIPES.items()),
+    Peer("e4m3 one level", (END_TO_END,), one_level, own=True, needs=_needs_short_accumulators),
+    # arXiv:2407.08608, section 3.3, as released: a scale a tensor, one chain
+    Peer("FA3 e4m3, modelled", (END_TO_END,), functools.partial(modelled, PLAIN, reference.TENSOR_CORE_BITS)),
     *(peer for peer in OTHERS if "e4m3" in peer.name or (peer.name.startswith("Sage") and KERNEL not in peer.stages)),
 )
-"""In the order of tables. "e4m3 one level" is a Triton kernel of ours with what others do: scales of tensors, one long accumulation."""
+"""In the order of tables."""
 
 
 def chosen(substrings: Sequence[str] | None) -> tuple[tuple[Peer, ...], dict[str, str]]:
@@ -101,6 +103,6 @@ def compile_side_by_side(rows: Sequence[Peer], cases: Sequence[Case]) -> Iterato
     """Bring the rows' kernels of these cases into the caches on disk, several processes at a time; yields as each is there. What goes wrong
     goes wrong again, and is reported, where the answer is wanted."""
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 12), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_compile, row, case) for case in cases for row in rows if row.name.startswith(("fp8attn", "e4m3"))]):
+        for done in as_completed([pool.submit(_compile, row, case) for case in cases for row in rows if row.own]):
             done.exception()
             yield
