@@ -38,6 +38,7 @@ OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loa
 SHORT = 1024  # tokens up to which short_kernel may be faster,
 SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
 MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
+MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
@@ -260,7 +261,8 @@ def coarse(mean, low, high):
     """quantize.coarse."""
     largest = tl.maximum(tl.maximum(high, -low), 0.0)
     step = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * MEAN_STEP
-    return tl.where(low == high, low + 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    rounded = tl.where(tl.abs(mean) < step * MEAN_STEPS, 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    return tl.where(low == high, low + 0.0, rounded)
 
 
 @triton.jit
