@@ -36,14 +36,20 @@ RECIPES = {
 
 BASELINE = "SDPA flash"
 
+EXACT = 1
+"""Of the CUDA Hopper kernel's shipped configs (fp8attn.cuda.configs.HopperConfig); Triton's exponentials are all exact."""
 
-def modelled(recipe: Recipe, bits: int | None, problem: Problem) -> Attention:
-    """The pipeline's oracle on what quantization is by definition; `bits` of its accumulator as `fp8attn.reference.pipeline` has them."""
+
+def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Problem) -> Attention:
+    """The pipeline's oracle on what quantization is by definition; `bits` of its accumulator and `exact` exponentials as
+    `fp8attn.reference.pipeline` has them."""
     causal: reference.Causal = "top_left" if problem.case.causal else "none"
 
     def attention(i: int) -> torch.Tensor:
         operands = cast(tuple[Quantized, Quantized, Quantized], quantize(*problem.sets[i % len(problem.sets)], recipe))
-        out, _ = reference.pipeline(*operands, block_n=SCALE_BLOCK, causal=causal, compute=recipe.compute, accumulator_bits=bits)
+        out, _ = reference.pipeline(
+            *operands, block_n=SCALE_BLOCK, causal=causal, compute=recipe.compute, exact=exact, accumulator_bits=bits
+        )  # fmt: skip
         return out.to(torch.bfloat16)
 
     return attention
@@ -52,7 +58,7 @@ def modelled(recipe: Recipe, bits: int | None, problem: Problem) -> Attention:
 def by_recipe(recipe: Recipe, problem: Problem) -> Attention:
     """The kernel that `sdpa` takes; without a GPU the oracle, which is as exact as the interpreter and reaches further."""
     if problem.device.type != "cuda":
-        return modelled(recipe, None, problem)
+        return modelled(recipe, None, None, problem)
     options = problem.case.options | {"recipe": recipe}
     return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options))
 
@@ -72,8 +78,10 @@ ROWS = (
     *(peer for peer in OWN if END_TO_END in peer.stages),
     *(Peer(f"fp8attn {name}", (END_TO_END,), functools.partial(by_recipe, recipe), own=True) for name, recipe in RECIPES.items()),
     Peer("e4m3 one level", (END_TO_END,), one_level, own=True, needs=_needs_short_accumulators),
+    Peer("fp8attn modelled", (END_TO_END,), functools.partial(modelled, Recipe(), None, None)),
+    Peer("fp8attn modelled, direct codes", (END_TO_END,), functools.partial(modelled, Recipe(), None, EXACT)),
     # arXiv:2407.08608, section 3.3, as released: a scale a tensor, one chain
-    Peer("FA3 e4m3, modelled", (END_TO_END,), functools.partial(modelled, PLAIN, reference.TENSOR_CORE_BITS)),
+    Peer("FA3 e4m3, modelled", (END_TO_END,), functools.partial(modelled, PLAIN, reference.TENSOR_CORE_BITS, None)),
     *(peer for peer in OTHERS if "e4m3" in peer.name or (peer.name.startswith("Sage") and KERNEL not in peer.stages)),
 )
 """In the order of tables."""

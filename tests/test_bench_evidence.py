@@ -19,6 +19,7 @@ from bench.errors import Bad, Errors
 from bench.gates import Gates
 from bench.peers import END_TO_END, Peer, Problem
 from fp8attn import Recipe, quantize, reference, reference_sdpa
+from fp8attn.cuda import configs
 
 CPU = torch.device("cpu")
 TINY = model.Size(layers=2, heads=2, head_dim=32, context=64, batch=8, steps=40, learning_rate=3e-3)
@@ -54,6 +55,10 @@ def test_every_recipe_has_a_row() -> None:
         rows.chosen(["nobody"])
 
 
+def test_the_models_are_of_the_kernels_that_ship() -> None:
+    assert {config.exact for config in configs.SPEEDS} == {rows.EXACT}
+
+
 def test_accuracy_covers_what_goes_wrong() -> None:
     found = accuracy.workloads(gpu=True)
     assert {name for _, name in found} == set(cases.DISTRIBUTIONS)
@@ -86,7 +91,7 @@ def test_the_model_of_short_accumulators_loses_what_was_measured() -> None:
     for keys, measured in ((1024, 0.017), (16384, 0.227)):
         problem = Problem.of(dataclasses.replace(accuracy.by_length(keys, 16), head_dim=64, value_dim=64), "one-sign", CPU, rotate=False)
         expected = problem.expected(torch.float64)
-        errors = {bits: Errors.of(rows.modelled(rows.PLAIN, bits, problem)(0), expected, Bad(0.1, 0.1)).relative_l2 for bits in (13, None)}
+        errors = {bits: Errors.of(rows.modelled(rows.PLAIN, bits, None, problem)(0), expected, Bad(0.1, 0.1)).relative_l2 for bits in (13, None)}
         assert errors[13] == pytest.approx(measured, rel=0.1) and errors[None] < 0.005
 
 
@@ -156,9 +161,9 @@ def test_a_needle_has_its_share_and_exact_attention_finds_it(share: float) -> No
 
 def test_one_long_accumulation_loses_the_needle_and_two_levels_do_not() -> None:
     hay = needle.haystack(16384, 1 / 16, CPU, heads=1, queries=16)
-    found = {bits: hay.found(rows.modelled(rows.PLAIN, bits, hay.problem)(0)) for bits in (13, None)}
+    found = {bits: hay.found(rows.modelled(rows.PLAIN, bits, None, hay.problem)(0)) for bits in (13, None)}
     assert found[13] < 0.3 and found[None] == 1.0
-    assert hay.found(rows.modelled(Recipe(), None, hay.problem)(0)) == 1.0
+    assert hay.found(rows.modelled(Recipe(), None, None, hay.problem)(0)) == 1.0
 
 
 @pytest.mark.skipif(GPU, reason="a GPU's rows take longer")
@@ -190,11 +195,11 @@ def small() -> tuple[model.Transformer, torch.Tensor]:
 
 def test_a_model_learns_and_a_wrong_attention_costs_it(small: tuple[model.Transformer, torch.Tensor]) -> None:
     trained, windows = small
-    recency = Peer("wrong", (END_TO_END,), lambda problem: lambda i: problem.sets[0][2])
+    values = Peer("wrong", (END_TO_END,), lambda problem: lambda i: problem.sets[0][2])
     exact = Peer("exact", (END_TO_END,), lambda problem: lambda i: reference_sdpa(*problem.sets[0], is_causal=True))
-    default = Peer("default", (END_TO_END,), lambda problem: rows.modelled(Recipe(), None, problem))
+    default = Peer("default", (END_TO_END,), lambda problem: rows.modelled(Recipe(), None, None, problem))
     raising = Peer("raising", (END_TO_END,), lambda problem: 1 / 0)  # type: ignore[arg-type, return-value]
-    found = {result.row: result for result in model.evaluate(trained, windows, [recency, exact, default, raising], 2)}
+    found = {result.row: result for result in model.evaluate(trained, windows, [values, exact, default, raising], 2)}
     assert found["bfloat16"].gap == 0 and found["bfloat16"].agreement == 1
     assert found["bfloat16"].perplexity is not None and found["bfloat16"].perplexity < 60  # of 256 bytes
     gaps = {name: result.gap for name, result in found.items() if result.gap is not None}
@@ -231,7 +236,7 @@ def test_the_model_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkey
     monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "lines.jsonl"
     words = ["model", "--layers", "1", "--heads", "2", "--head-dim", "32", "--context", "128", "--batch", "4", "--steps", "3", "--windows", "2"]
-    words += ["--text", "300000", "--peer", "triton", "--peer", "modelled", "--json", str(out)]
+    words += ["--text", "300000", "--peer", "triton", "--peer", "FA3 e4m3, modelled", "--json", str(out)]
     assert command.main(words) == 0
     first = capsys.readouterr()
     assert "step 0" in first.err and "perplexity" in first.out
