@@ -106,6 +106,7 @@ def test_long_enough_accumulators_are_exact() -> None:
     one, tiny = torch.ones(1, 1), torch.full((1, 1), 2.0**-14)
     assert reference.chained(one, tiny, one, 13) == 1 and reference.chained(one, -tiny, one, 13) == 1
     assert reference.chained(one, 2 * tiny, one, 13) == 1 + 2.0**-13
+    assert reference.chained(one + tiny, 0 * one, one, 13) == 1 and reference.chained(-one - tiny, 0 * one, one, 13) == -1
 
 
 def test_accumulator_bits_are_the_pipelines() -> None:
