@@ -38,11 +38,11 @@ OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loa
 SHORT = 1024  # tokens up to which short_kernel may be faster,
 SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
 MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
-MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
+MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 
 
 @dataclass(frozen=True)
