@@ -43,7 +43,7 @@ class Result:
     Attributes:
         config: of a rung; None of a peer.
         against_previous, against_first: median of the rung before and of rung 0 over this one's; more than 1 is faster.
-        resources: what cuobjdump says of the kernel: registers and bytes of stack of a thread, which is where spills would be.
+        resources: what ptxas says of the kernel: of a thread, registers and bytes of stack and spills.
         refused: why there is no timing, or None.
     """
 
@@ -75,8 +75,9 @@ class Result:
             "tflops": self.tflops,
             "against_previous": self.against_previous,
             "against_first": self.against_first,
-            "registers": self.resources.get("reg"),
+            "registers": self.resources.get("registers"),
             "stack": self.resources.get("stack"),
+            "spills": self.resources.get("spill_stores"),
             "shared_bytes": None if self.config is None else self.config.shared_bytes,
             **errors,
             "refused": self.refused,
@@ -92,12 +93,6 @@ def configs(device: Device) -> tuple[PortableConfig, ...]:
     """What is compiled for all cases, at once."""
     everything = (config for case in CASES for config in rungs(case.head_dim).values())
     return tuple(config for config in dict.fromkeys(everything) if portable.fits(config, device))
-
-
-def _resources(config: PortableConfig, meta: dict[str, Any]) -> dict[str, int]:
-    """Of the kernel whose mangled name says that it is of this config."""
-    mangled = f"{len(config.name)}{config.name}E"
-    return next((numbers for name, numbers in meta["resources"].items() if mangled in name), {})
 
 
 def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> list[Result]:
@@ -122,7 +117,7 @@ def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> l
             continue
         poison(problem)
         runs[name] = lambda i, config=config: cuda.forward(calls[i % len(calls)], properties, config)[0]  # type: ignore[misc]
-        results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=_resources(config, meta)))
+        results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=meta["resources"].get(config.name, {})))
     if isinstance(cuda.choose(calls[0], properties), PortableConfig):
         others = {}
     else:
@@ -193,7 +188,7 @@ def draw(records: list[dict[str, Any]], to: Path) -> None:
 
 def table(results: Sequence[Result]) -> Table:
     """Rungs in order, then peers."""
-    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "stack", "relative L2", "max error")
+    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "spills", "relative L2", "max error")
     rows = report.table_of(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
     for r in results:
         if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
@@ -201,7 +196,7 @@ def table(results: Sequence[Result]) -> Table:
         times = ("–", "–", "–") if r.timing is None else (f"{r.timing.p50_us:.1f}", f"{r.timing.p90_us:.1f}", str(r.timing.samples))
         speeds = (report.number_of(r.against_previous, ".2f"), report.number_of(r.against_first, ".2f"), report.number_of(r.tflops, ".0f"))
         shared = None if r.config is None else r.config.shared_bytes
-        numbers = (report.number_of(r.resources.get("reg"), "d"), report.number_of(shared, "d"), report.number_of(r.resources.get("stack"), "d"))
+        numbers = (*(report.number_of(n, "d") for n in (r.resources.get("registers"), shared, r.resources.get("spill_stores"))),)
         errors = ("–", "–") if r.errors is None else (f"{r.errors.relative_l2:.4f}", f"{r.errors.max_abs:.4f}")
         rows.add_row(r.rung, *times, *speeds, *numbers, *errors)
     return rows
