@@ -67,6 +67,8 @@ def test_all_rungs_fit_an_h100(dim: int) -> None:
         ("6 swizzle", dict(warps=16, keys=128), H100, "accumulators take"),
         ("6 swizzle", dict(splits=3), H100, "share rows"),
         ("8 persistent", dict(splits=2), H100, "no producers"),
+        ("9 fast exp", dict(drift=True), H100, "warps that drift"),
+        ("6 swizzle", dict(drift=True), H100, "warps that drift"),
         ("9 fast exp", dict(producers=0, operands="registers", stages=1, splits=2, warps=16), H100, "exchange"),
     ),
 )
