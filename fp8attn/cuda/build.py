@@ -194,8 +194,8 @@ def write_meta(folder: Path, instances: tuple[Config, ...], arch: int, seconds: 
     (folder / "build_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def compile_kernels(folder: Path, instances: tuple[Config, ...], arch: int) -> dict[str, str]:
-    """NAME.o of every instance, rendered in `folder`; by instance, what ptxas says.
+def compile_kernels(folder: Path, names: Sequence[str], arch: int) -> dict[str, str]:
+    """NAME.o of every NAME.cu in `folder`; by name, what ptxas says.
 
     Raises:
         BuildError: with nvcc's words.
@@ -203,15 +203,15 @@ def compile_kernels(folder: Path, instances: tuple[Config, ...], arch: int) -> d
     host = ["-ccbin", os.environ["CXX"]] if "CXX" in os.environ else []
     options = [*cuda_flags(arch), *host, "-Xcompiler=-fPIC", "-Xptxas=-v", "-I", str(SOURCES), "-I", str(folder)]
 
-    def compile_one(config: Config) -> str:
-        command = [nvcc(), *options, "-c", f"{config.name}.cu", "-o", f"{config.name}.o"]
+    def compile_one(name: str) -> str:
+        command = [nvcc(), *options, "-c", f"{name}.cu", "-o", f"{name}.o"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"the CUDA kernels don't compile here: {(done.stderr + done.stdout).strip()}")
         return done.stderr + done.stdout
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        return dict(zip((c.name for c in instances), pool.map(compile_one, instances), strict=True))
+        return dict(zip(names, pool.map(compile_one, names), strict=True))
 
 
 def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None:
@@ -222,18 +222,20 @@ def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None
     """
     from torch.utils import cpp_extension
 
-    for name, text in render.files(instances, arch).items():
+    rendered = render.files(instances, arch)
+    for name, text in rendered.items():
         (folder / name).write_text(text)
+    kernels = [name.removesuffix(".cu") for name in rendered if name.endswith(".cu")]
     started = time.time()
     print(f"fp8attn: compiling {len(instances)} CUDA kernels, once …", end="", file=sys.stderr, flush=True)
     try:
-        reports = compile_kernels(folder, instances, arch)
+        reports = compile_kernels(folder, kernels, arch)
         cpp_extension.load(
             NAME,
             [str(SOURCES / "binding.cpp")],
             extra_cflags=list(CXX_FLAGS),
             extra_cuda_cflags=list(cuda_flags(arch)),  # or torch looks for a GPU to compile for
-            extra_ldflags=[str(folder / f"{c.name}.o") for c in instances],
+            extra_ldflags=[str(folder / f"{name}.o") for name in kernels],
             extra_include_paths=[str(SOURCES), str(folder)],
             build_directory=str(folder),
             is_python_module=False,

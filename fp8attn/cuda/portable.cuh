@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "combine.h"
 #include "config.h"
 #include "params.h"
 #include "ptx/cp_async.h"
@@ -33,14 +34,19 @@ struct PortableShape {
 // The tile and where its keys and values come from: in shared memory and read there again, since registers are scarce.
 struct Source {
   Tile tile;
+  int split;  // which range of the tile's keys
   const uint8_t *k, *v;
   const float* k_scale;
 
-  __device__ Source(const Params& p, const Tile& its_tile)
-      : tile(its_tile),
+  __device__ Source(const Params& p, const Schedule& schedule, int position)
+      : tile(schedule.at(position / p.key_splits)),
+        split(position % p.key_splits),
         k(p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1]),
         v(p.v + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim * p.v_pitch),
         k_scale(p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1]) {}
+
+  // Where the output goes: parts of a call lie behind one another.
+  __device__ Tile place(const Params& p) const { return {tile.batch + split * p.batches, tile.head, tile.kv_head, tile.first_row}; }
 };
 
 template <PortableConfig C>
@@ -131,9 +137,6 @@ struct Loader {
   using Keys = Share<PortableShape<C>::loaders, typename Storage::KeyBytes>;
   using Values = Share<PortableShape<C>::loaders, typename Storage::ValueBytes>;
 
-  // whether addresses stay in registers from block to block; an output of 256 columns has them all
-  static constexpr bool kept = C.value_dim < 256;
-
   const uint8_t *k, *v;  // the share's first chunks of the next block
   int start;             // its first key
   Keys keys;
@@ -145,7 +148,7 @@ struct Loader {
   }
 
   __device__ void next(const Params& p, Storage& shared, int stage) {
-    if constexpr (!kept) {
+    if constexpr (!KEEPS_ADDRESSES<C>) {
       int thread = threadIdx.x - (C.producers > 0 ? 32 * C.warps : 0);
       asm volatile("" : "+r"(thread));  // or they are made before the loop over blocks, and spilled
       *this = Loader(p, shared.source, thread, start);
@@ -172,15 +175,17 @@ __device__ void dequantize(PortableStorage<C>& shared, int thread, int stage, in
   });
 }
 
-// Blocks of a tile: all, and those that every row sees whole. One even if no row sees a key, so that there is something to hide.
+// Blocks of a tile and a range of keys: first ... end - 1, and before `whole` every row sees them whole. Perhaps none.
 template <PortableConfig C>
 struct Blocks {
-  int all, whole;
+  int first, end, whole;
 
-  __device__ Blocks(const Params& p, const Tile& tile) {
+  __device__ Blocks(const Params& p, const Source& source) {
     const Visible visible(p);
-    all = max((visible.end(tile.first_row + PortableShape<C>::rows - 1) + C.keys - 1) / C.keys, 1);
-    whole = visible.end(tile.first_row) / C.keys;
+    const int share = ((p.kv_length + C.keys - 1) / C.keys + p.key_splits - 1) / p.key_splits;
+    first = share * source.split;
+    end = min((visible.end(source.tile.first_row + PortableShape<C>::rows - 1) + C.keys - 1) / C.keys, first + share);
+    whole = visible.end(source.tile.first_row) / C.keys;
   }
 };
 
@@ -189,7 +194,7 @@ template <PortableConfig C>
 __device__ void load_ahead(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Loader<C>& loader) {
 #pragma unroll
   for (int n = 0; n < C.stages - 1; ++n) {
-    if (n < blocks.all) loader.next(p, shared, n);
+    if (blocks.first + n < blocks.end) loader.next(p, shared, n);
     ptx::cp_async_commit();
   }
 }
@@ -199,10 +204,10 @@ template <PortableConfig C, typename Attention>
 __device__ void attend_together(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Loader<C>& loader, Attention& attention) {
   constexpr int ahead = C.stages - 1;
   int stage = 0;
-  for (int n = 0; n < blocks.all; ++n) {
+  for (int n = blocks.first; n < blocks.end; ++n) {
     if constexpr (ahead > 0) ptx::cp_async_wait_but<ahead - 1>();
     __syncthreads();  // the last block has been read
-    if (n + ahead < blocks.all) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
+    if (n + ahead < blocks.end) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
     ptx::cp_async_commit();
     if constexpr (ahead == 0) ptx::cp_async_wait_but<0>();
     if constexpr (PortableShape<C>::halves) dequantize<C>(shared, threadIdx.x, stage, 0);
@@ -212,6 +217,10 @@ __device__ void attend_together(const Params& p, PortableStorage<C>& shared, con
     else
       attention.attend(p, shared, shared.k[stage], shared.v[stage], n * C.keys, n < blocks.whole);
     stage = stage == C.stages - 1 ? 0 : stage + 1;
+  }
+  if (blocks.first >= blocks.end) {  // then nobody has waited for what is known of the tile
+    ptx::cp_async_wait();
+    __syncthreads();
   }
 }
 
@@ -232,13 +241,13 @@ __device__ void load_when_empty(const Params& p, PortableStorage<C>& shared, Loa
 template <PortableConfig C>
 __device__ void produce(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring) {
   const int thread = threadIdx.x - 32 * C.warps;
-  Loader<C> loader(p, shared.source, thread);
+  Loader<C> loader(p, shared.source, thread, blocks.first * C.keys);
   if constexpr (PortableShape<C>::halves) {
     constexpr int ahead = C.stages - 1;
     load_ahead<C>(p, shared, blocks, loader);
     int stage = 0;
-    for (int n = 0; n < blocks.all; ++n, ring.advance()) {
-      if (n + ahead < blocks.all) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
+    for (int n = blocks.first; n < blocks.end; ++n, ring.advance()) {
+      if (n + ahead < blocks.end) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
       ptx::cp_async_commit();
       ptx::cp_async_wait_but<ahead>();
       ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
@@ -247,7 +256,7 @@ __device__ void produce(const Params& p, PortableStorage<C>& shared, const Block
       stage = stage == C.stages - 1 ? 0 : stage + 1;
     }
   } else {
-    for (int n = 0; n < blocks.all; ++n, ring.advance()) load_when_empty<C>(p, shared, loader, ring);
+    for (int n = blocks.first; n < blocks.end; ++n, ring.advance()) load_when_empty<C>(p, shared, loader, ring);
   }
 }
 
@@ -255,7 +264,7 @@ __device__ void produce(const Params& p, PortableStorage<C>& shared, const Block
 template <PortableConfig C, typename Attention, typename F>
 __device__ void consume(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring,
                         Attention& attention, F&& before) {
-  for (int n = 0; n < blocks.all; ++n, ring.advance()) {
+  for (int n = blocks.first; n < blocks.end; ++n, ring.advance()) {
     const int slot = ring.stage();
     before(n);
     ptx::mbarrier_wait(&shared.full[slot], ring.phase());
@@ -287,23 +296,23 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
       }
     }
   }
-  if (threadIdx.x == 0) shared.source = Source(p, schedule.at(blockIdx.x));
+  if (threadIdx.x == 0) shared.source = Source(p, schedule, blockIdx.x);
   __syncthreads();
   Ring<S::slots> ring, filling;
   for (int round = 0; shared.source.tile.exists(); ++round) {
     const Tile& tile = shared.source.tile;
-    const Blocks<C> blocks(p, tile);
+    const Blocks<C> blocks(p, shared.source);
     shared.facts.load(p, visible, tile, tile.first_row);
     // a stage is filled two blocks behind its last reader's, so that warps may be a block apart
     constexpr int ahead = C.stages - 2;
-    Loader<C> loader(p, shared.source, threadIdx.x);
+    Loader<C> loader(p, shared.source, threadIdx.x, blocks.first * C.keys);
     const auto load_next = [&](int block) {
-      if (block >= blocks.all) return;
+      if (block >= blocks.end) return;
       load_when_empty<C>(p, shared, loader, filling);
       filling.advance();
     };
     if constexpr (C.drift) {
-      for (int n = 0; n < ahead; ++n) load_next(n);
+      for (int n = 0; n < ahead; ++n) load_next(blocks.first + n);
     } else if constexpr (C.producers == 0) {
       load_ahead<C>(p, shared, blocks, loader);
     }
@@ -316,34 +325,35 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
       } else {
         Attention attention(shared);
         consume<C>(p, shared, blocks, ring, attention, [](int) {});
-        attention.store(p, shared, tile);
+        attention.store(p, shared, shared.source.place(p));
       }
     } else if constexpr (C.drift) {
       ptx::cp_async_wait();
       __syncthreads();
       Attention attention(shared);
       consume<C>(p, shared, blocks, ring, attention, [&](int n) { load_next(n + ahead); });
-      attention.store(p, shared, tile);
+      attention.store(p, shared, shared.source.place(p));
     } else {
       Attention attention(shared);
       attend_together<C>(p, shared, blocks, loader, attention);
-      attention.store(p, shared, tile);
+      attention.store(p, shared, shared.source.place(p));
     }
     if constexpr (!C.persistent) return;
     __syncthreads();
-    if (threadIdx.x == 0) shared.source = Source(p, schedule.at(schedule.after(round)));
+    if (threadIdx.x == 0) shared.source = Source(p, schedule, schedule.after(round));
     __syncthreads();
   }
 }
 
-// `ctas` CTAs, which is one for each tile unless the instance is persistent.
+// `ctas` CTAs, which is one for each tile and range of its keys unless the instance is persistent.
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(PortableStorage<Instance::config>);
   const cudaError_t error = cudaFuncSetAttribute(portable_forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  portable_forward<Instance><<<ctas, PortableShape<Instance::config>::threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  portable_forward<Instance><<<ctas, PortableShape<Instance::config>::threads, bytes, stream>>>(p.key_splits > 1 ? parts_of(p) : p);
+  const cudaError_t launched = cudaGetLastError();
+  return launched == cudaSuccess && p.key_splits > 1 ? combine(p, stream) : launched;
 }
 
 }  // namespace fp8attn

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from ..call import Call
 from ..device import Device
 from ..recipe import SCALE_BLOCK
@@ -104,7 +106,7 @@ class PortableConfig:
         total += tile(met, 4 * self.keys, False) + tile(met, 2 * self.keys, False)
         total = _up(total, 4) + 3 * 4 * (met or 4)
         total += 4 * (2 * self.value_dim + 2 * rows)
-        total = _up(total, 8) + 8 * 2 * slots + 4 * 4 + 3 * 8
+        total = _up(total, 8) + 8 * 2 * slots + 6 * 4 + 3 * 8
         return _up(total, 128)
 
     @property
@@ -316,8 +318,53 @@ def why_not(call: Call, device: Device) -> str | None:
     return None
 
 
+MOST_KEY_SPLITS = 64
+"""Of a tile: the combine reads as many parts of every row."""
+
+
+def key_splits(call: Call, config: PortableConfig, device: Device) -> int:
+    """CTAs that share a tile, each with a range of its keys: as many as leave no SM without one, but none with less than two blocks.
+    Flash-Decoding (Dao et al., 2023)."""
+    tiles = call.batch * call.q_heads * -(-call.q_length // config.tile_rows)
+    blocks = -(-call.kv_length // config.keys)
+    if config.persistent:
+        return 1
+    return max(min(device.sm_count * config.ctas // tiles, blocks // 2, MOST_KEY_SPLITS), 1)
+
+
+SHORT = 64
+"""Rows of the smallest tile: calls with fewer have room for rows of other heads."""
+
+
+def rows_of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, H, S, D), a row of `heads` heads after the other, as (B, H / heads, heads · S, D), without a copy."""
+    batch, all_heads, length, dim = x.shape
+    step = x.stride(1) if length == 1 else x.stride(2)
+    return x.as_strided((batch, all_heads // heads, heads * length, dim), (x.stride(0), heads * x.stride(1), step, 1))
+
+
+def packed(call: Call) -> Call:
+    """A short call whose query heads of one key head are rows of one head, so that keys are read once for all of them; the call itself where
+    those rows don't see the same keys, or don't lie one after the other."""
+    heads = call.q_heads // call.kv_heads
+    per_head = call.q_scale.shape[2] == 1
+    if heads == 1 or call.q_length >= SHORT or call.attn_mask is not None or not (per_head or call.q_group == 1):
+        return call
+    if call.q_length > 1 and (call.causal != "none" or call.q.stride(1) != call.q_length * call.q.stride(2)):
+        return call
+    return replace(
+        call,
+        q=rows_of_heads(call.q, heads),
+        q_scale=call.q_scale.reshape(call.batch, call.kv_heads, -1),
+        q_group=call.q_length if per_head else 1,
+        kv_length=min(call.kv_length, call.causal_offset + 1),
+        causal="none",
+    )
+
+
 def choose(call: Call, device: Device) -> PortableConfig:
     """The instance that runs a call: which is done first, by rows and speed, with `ctas` tiles at a time on an SM."""
+    call = packed(call)
 
     def time(config: PortableConfig) -> float:
         rounds = call.batch * call.q_heads * -(-call.q_length // config.tile_rows) / device.sm_count

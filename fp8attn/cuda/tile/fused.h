@@ -13,6 +13,16 @@
 
 namespace fp8attn {
 
+// Whether there are registers for addresses from block to block: an output of 256 columns has them all, a native product its second
+// accumulators, and before sm_89 conversions.
+#if __CUDA_ARCH__ >= 890
+template <PortableConfig C>
+constexpr bool KEEPS_ADDRESSES = C.value_dim < 256 && C.operands != Operands::native;
+#else
+template <PortableConfig>
+constexpr bool KEEPS_ADDRESSES = false;
+#endif
+
 // Words of a thread's operands of a product over 32 summands.
 template <Operands O>
 constexpr int A_WORDS = O == Operands::native ? 4 : 8;
@@ -109,9 +119,7 @@ struct Fused {
     q_lane = Storage::Queries::moved(lane_of_rows<typename Storage::Queries>(), first, 0);
     k_lane = Keys::moved(lane_of_columns<C.operands, Keys>(), first_key, 0);
     v_lane = Values::moved(lane_of_columns<C.operands, Values>(), 0, first_key / 16 * (C.operands == Operands::shared ? 2 : 1));
-#if __CUDA_ARCH__ >= 890  // before, conversions take the registers
-    if constexpr (C.value_dim < 256) asm volatile("" : "+r"(q_lane), "+r"(k_lane), "+r"(v_lane));  // or they are made again for every block
-#endif
+    if constexpr (KEEPS_ADDRESSES<C>) asm volatile("" : "+r"(q_lane), "+r"(k_lane), "+r"(v_lane));  // or they are made again for every block
   }
 
   // The keys from `start` on; some rows see them not all unless `whole`.

@@ -9,6 +9,7 @@
 #include "../params.h"
 #include "mask.h"
 #include "online_softmax.h"
+#include "output.h"
 #include "schedule.h"
 #include "shared_tile.h"
 
@@ -119,20 +120,6 @@ struct Unfused {
       }
       if (p.lse != nullptr && lane() == 0)
         p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = (shared.m[first + r] - P_OFFSET + log2f(l)) / LOG2E;
-    }
-  }
-
-  __device__ static void store_element(const Params& p, int64_t index, float value) {
-    switch (p.out_type) {
-      case OutType::bf16:
-        static_cast<__nv_bfloat16*>(p.out)[index] = __float2bfloat16(value);
-        return;
-      case OutType::f16:
-        static_cast<__half*>(p.out)[index] = __float2half(value);
-        return;
-      case OutType::f32:
-        static_cast<float*>(p.out)[index] = value;
-        return;
     }
   }
 
