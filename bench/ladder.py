@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from fp8attn.cuda import run as cuda
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import Device, device_of
 
-from . import report
+from . import profile, report
 from .cases import Case, square
 from .errors import Bad, Errors
 from .gates import Gates
@@ -43,6 +45,7 @@ class Result:
     Attributes:
         config: of a rung; None of a peer.
         against_previous, against_first: median of the rung before and of rung 0 over this one's; more than 1 is faster.
+        conflicts: of the wavefronts of shared memory, those that conflicts of banks added, percent, by Nsight Compute; None if not asked for.
         resources: what ptxas says of the kernel: of a thread, registers and bytes of stack and spills.
         refused: why there is no timing, or None.
     """
@@ -54,6 +57,7 @@ class Result:
     timing: Timing | None = None
     against_previous: float | None = None
     against_first: float | None = None
+    conflicts: float | None = None
     resources: dict[str, int] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
@@ -75,6 +79,7 @@ class Result:
             "tflops": self.tflops,
             "against_previous": self.against_previous,
             "against_first": self.against_first,
+            "conflicts": self.conflicts,
             "registers": self.resources.get("registers"),
             "stack": self.resources.get("stack"),
             "spills": self.resources.get("spill_stores"),
@@ -154,6 +159,16 @@ def _compared(results: list[Result], timings: dict[str, Timing]) -> list[Result]
     return found
 
 
+def with_conflicts(results: Sequence[Result], counters: Sequence[profile.Counters]) -> list[Result]:
+    """The rungs with what Nsight Compute counted of their kernels."""
+    found = []
+    for result in results:
+        config = result.config
+        counted = [c.conflicts for c in counters if config is not None and re.search(rf"\b{config.name}\b", c.kernel)]
+        found.append(dataclasses.replace(result, conflicts=counted[0] if counted else None))
+    return found
+
+
 def draw(records: list[dict[str, Any]], to: Path) -> None:
     """TFLOP/s of every rung and peer, a panel for each case; the format is `to`'s suffix.
 
@@ -188,7 +203,20 @@ def draw(records: list[dict[str, Any]], to: Path) -> None:
 
 def table(results: Sequence[Result]) -> Table:
     """Rungs in order, then peers."""
-    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "spills", "relative L2", "max error")
+    headers = (
+        "p50 µs",
+        "p90",
+        "samples",
+        "× previous",
+        "× rung 0",
+        "TFLOP/s",
+        "conflicts, %",
+        "registers",
+        "shared bytes",
+        "spills",
+        "relative L2",
+        "max error",
+    )
     rows = report.table_of(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
     for r in results:
         if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
@@ -197,8 +225,9 @@ def table(results: Sequence[Result]) -> Table:
         speeds = (report.number_of(r.against_previous, ".2f"), report.number_of(r.against_first, ".2f"), report.number_of(r.tflops, ".0f"))
         shared = None if r.config is None else r.config.shared_bytes
         numbers = (*(report.number_of(n, "d") for n in (r.resources.get("registers"), shared, r.resources.get("spill_stores"))),)
+        conflicts = report.number_of(r.conflicts, ".1f")
         errors = ("–", "–") if r.errors is None else (f"{r.errors.relative_l2:.4f}", f"{r.errors.max_abs:.4f}")
-        rows.add_row(r.rung, *times, *speeds, *numbers, *errors)
+        rows.add_row(r.rung, *times, *speeds, conflicts, *numbers, *errors)
     return rows
 
 
@@ -213,6 +242,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
     parser.add_argument("--rounds", type=int, default=5, help="turns that every rung gets (default: %(default)s)")
     parser.add_argument("--milliseconds", type=float, default=130.0, help="length of a turn (default: %(default)s, 100 samples of the slowest rung)")
+    parser.add_argument(
+        "--profile", action="store_true", help="count conflicts of shared memory's banks under Nsight Compute, in a process of its own"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
     parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw a bar chart; the README's is {PICTURE.name}")
 
@@ -231,6 +263,9 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         for case in chosen:
             bar.update(task, description=case.name)
             results = measure(case, gates.bad, protocol, device)
+            if arguments.profile:
+                words = ["-m", "bench.launched", json.dumps(dataclasses.asdict(case))]
+                results = with_conflicts(results, profile.parse(profile.measure(words, "none", None)))
             report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
             records += [result.record() | about for result in results]
             report.console().print(table(results))

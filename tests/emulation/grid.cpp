@@ -81,7 +81,7 @@ bool run_block() {
   for (int left = threads; left > 0 && patience > 0; --patience) {
     std::shuffle(order.begin(), order.end(), random_order);
     for (int warp : order) {
-      for (int turns = 1 + random_order() % 40; turns > 0; --turns) {
+      for (int turns = 1 << random_order() % 11; turns > 0; --turns) {  // a block takes a few hundred
         for (int i = 32 * warp; i < 32 * warp + 32; ++i) {
           if (all[i].done || !waits[i].over()) continue;
           current = &all[i];
