@@ -8,9 +8,16 @@ import torch
 
 from fp8attn import Quantized, reference
 from fp8attn.call import Call
+from fp8attn.cuda import portable
 from fp8attn.cuda.configs import KEYS
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.cuda.render import Config
+from fp8attn.device import Device
+
+
+def key_splits(call: Call, config: Config, device: Device) -> int:
+    """CTAs that share a tile where nobody says how many."""
+    return portable.key_splits(portable.packed(call), config, device) if isinstance(config, PortableConfig) else 1
 
 
 def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, key_splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

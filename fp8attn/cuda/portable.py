@@ -322,14 +322,17 @@ MOST_KEY_SPLITS = 64
 """Of a tile: the combine reads as many parts of every row."""
 
 
+LEAST_KEYS = 512
+"""Of a CTA among several that share a tile: it takes longer with them, at 3 µs a block of 128 (H100), than a combine's launch."""
+
+
 def key_splits(call: Call, config: PortableConfig, device: Device) -> int:
-    """CTAs that share a tile, each with a range of its keys: as many as leave no SM without one, but none with less than two blocks.
-    Flash-Decoding (Dao et al., 2023)."""
+    """CTAs that share a tile, each with a range of its keys: as many as leave no SM without one, each with LEAST_KEYS. Flash-Decoding (Dao et
+    al., 2023)."""
     tiles = call.batch * call.q_heads * -(-call.q_length // config.tile_rows)
-    blocks = -(-call.kv_length // config.keys)
     if config.persistent:
         return 1
-    return max(min(device.sm_count * config.ctas // tiles, blocks // 2, MOST_KEY_SPLITS), 1)
+    return max(min(device.sm_count // tiles, call.kv_length // LEAST_KEYS, MOST_KEY_SPLITS), 1)
 
 
 SHORT = 64
