@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 
-from . import accuracy, adapters, cases, commits, compare, document, ladder, model, needle, plot, profile, quantize, readme, report, search
+from . import accuracy, adapters, cases, commits, compare, document, ladder, model, needle, plot, profile, quantize, readme, report, sanitize, search
 from .compare import Comparison
 from .gates import Gates, all_green, compiles, judge
 from .machine import machine
@@ -30,6 +30,7 @@ MODULES: dict[str, ModuleType] = {
     "model": model,
     "ladder": ladder,
     "profile": profile,
+    "sanitize": sanitize,
     "search": search,
     "plot": plot,
     "report": document,

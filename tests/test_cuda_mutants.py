@@ -53,8 +53,15 @@ SPLIT, NATIVE, SPECIALISED, FUSED, SCALAR, WMMA = (
 RUNG_MUTANTS = {
     "scores that no lane wrote": (SCALAR, "tile/unfused.h", "for (int j = 0; j < keys; ++j) shared.s", "for (int j = 0; j < keys - 1; ++j) shared.s"),
     "end of keys forgotten, unfused": (SCALAR, "tile/unfused.h", "if (key >= end)\n", "if (key >= end + 1)\n"),
-    "missing rescale, unfused": (SCALAR, "tile/unfused.h", "fmaf(shared.l[row], alpha, sum)", "shared.l[row] + sum"),
-    "channels of another fragment": (WMMA, "tile/unfused.h", "v.at(32 * c + 16 * half, key / 8)", "v.at(32 * c + 16 * (1 - half), key / 8)"),
+    "missing rescale, unfused": (
+        SCALAR,
+        "tile/unfused.h",
+        "\n        shared.l[row] = fmaf(shared.l[row], alpha, sum)",
+        "\n        shared.l[row] = shared.l[row] + sum",
+    ),
+    "missing rescale of fragments": (WMMA, "tile/unfused.h", "columns.x[i] *= alpha.x[i];", "columns.x[i] *= 1.0f;"),
+    "half a row": (WMMA, "tile/unfused.h", "sum += __shfl_xor_sync(~0u, sum, 16);", ""),
+    "channels of another fragment": (WMMA, "tile/unfused.h", "v.at(channel, key / 8)", "v.at(channel ^ 16, key / 8)"),
     "halves in the wrong order": (
         FUSED,
         "tile/shared_tile.h",
@@ -70,14 +77,14 @@ RUNG_MUTANTS = {
     "a stage too early": (
         FUSED,
         "portable.cuh",
-        "if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n + ahead,",
-        "if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n,",
+        "stage == 0 ? ahead : stage - 1);\n    ptx::cp_async_commit();\n    if",
+        "stage);\n    ptx::cp_async_commit();\n    if",
     ),
-    "producers a block behind": (
+    "producers a stage too early": (
         SPECIALISED,
         "portable.cuh",
-        "load_block<C>(p, shared, thread, n + ahead, stage",
-        "load_block<C>(p, shared, thread, n, stage",
+        "stage == 0 ? ahead : stage - 1);\n      ptx::cp_async_commit();\n      ptx",
+        "stage);\n      ptx::cp_async_commit();\n      ptx",
     ),
     "swizzle of another row": (SPECIALISED, "tile/shared_tile.h", "lane_offset ^ 16 * chunks :", "lane_offset + 16 * chunks :"),
     "unpermuted V": (
@@ -89,7 +96,7 @@ RUNG_MUTANTS = {
     "output not rescaled": (NATIVE, "tile/fused.h", "alpha[t][i / 2 % 2], fresh", "1.0f, fresh"),
     "a part's weight": (SPLIT, "tile/online_softmax.h", "theirs = ptx::exp2_approx(their_m - origin(m_new));", "theirs = 1.0f;"),
     "a part's sum": (SPLIT, "tile/online_softmax.h", "fmaf(l[r], mine, their_l * theirs)", "l[r] * mine"),
-    "values of another part": (SPLIT, "tile/fused.h", "first_step = first_key / 32;", "first_step = 0;"),
+    "values of another part": (SPLIT, "tile/fused.h", "0, first_key / 16 * (", "0, 0 * ("),
 }
 """Of the portable kernel: the rung that shows it, and the same."""
 

@@ -15,7 +15,7 @@ from closeness import assert_matches_pipeline
 from conftest import GPU
 from hypothesis import given
 from hypothesis import strategies as st
-from models import oracle
+from models import key_splits, oracle
 from strategies import Case, cases
 from test_cuda import call, compiled, numbers, nvcc  # noqa: F401
 
@@ -67,6 +67,8 @@ def test_all_rungs_fit_an_h100(dim: int) -> None:
         ("6 swizzle", dict(warps=16, keys=128), H100, "accumulators take"),
         ("6 swizzle", dict(splits=3), H100, "share rows"),
         ("8 persistent", dict(splits=2), H100, "no producers"),
+        ("9 fast exp", dict(drift=True), H100, "warps that drift"),
+        ("6 swizzle", dict(drift=True), H100, "warps that drift"),
         ("9 fast exp", dict(producers=0, operands="registers", stages=1, splits=2, warps=16), H100, "exchange"),
     ),
 )
@@ -93,6 +95,26 @@ def test_the_hopper_kernel_goes_first() -> None:
     assert isinstance(cuda.choose(call(), H100), configs.HopperConfig)
     for problem, device in ((call(), L40S), (call(recipe=Recipe(compute="f16")), H100), (call(recipe=Recipe(two_level=False)), H100)):
         assert isinstance(cuda.choose(problem, device), PortableConfig) and cuda.why_not(problem, device) is None
+
+
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, length, kv_length, expected",
+    (
+        (1, 8, 8, 64, 65536, 16),
+        (1, 8, 8, 64, 600, 1),
+        (8, 32, 32, 64, 65536, 1),
+        (1, 1, 1, 1, 1 << 20, 64),
+        (1, 32, 8, 1, 65536, 16),
+        (1, 32, 8, 128, 65536, 2),
+    ),
+)
+def test_keys_are_shared_where_sms_are_empty(batch: int, heads: int, kv_heads: int, length: int, kv_length: int, expected: int) -> None:
+    """Each of 132 SMs has a CTA if there are keys enough; query heads of a key head are one tile if they are short."""
+    k = torch.zeros(1, 1, 1, 64).expand(batch, kv_heads, kv_length, 64)
+    q, q_scale = torch.zeros(batch, heads, length, 64), torch.ones(batch, heads, 1)
+    problem = dataclasses.replace(call(), q=q, q_scale=q_scale, q_group=0, k=k, kv_length=kv_length)
+    assert key_splits(problem, RUNGS["11 register operands"], H100) == expected
+    assert key_splits(problem, RUNGS["8 persistent"], H100) == 1
 
 
 def test_small_problems_get_small_tiles() -> None:
@@ -168,7 +190,7 @@ def able(rungs: tuple[PortableConfig, ...], problem: Call) -> list[PortableConfi
 def check(quantized: tuple, problem: Call, config: PortableConfig, device: Device) -> None:
     """A config against the oracle that models it."""
     out, lse = cuda.forward(problem, device, config)
-    expected, expected_lse = oracle(quantized, problem, config)
+    expected, expected_lse = oracle(quantized, problem, config, key_splits(problem, config, device))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
 

@@ -36,6 +36,7 @@ struct PortableConfig {
   Operands operands;
   bool e4m3_p;   // P is rounded to e4m3, also where it is multiplied as half
   bool general;  // masks, scales per key, negative softmax scales; without, none of them
+  bool drift;    // warps wait for stages, not for one another
 };
 
 }  // namespace fp8attn

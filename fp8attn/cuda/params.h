@@ -43,6 +43,10 @@ struct Params {
   OutType out_type;
   int mask_type;  // 0: bytes; else OutType + 1
   bool q_aligned, k_aligned;  // whether rows start at multiples of 16 bytes
+
+  int key_splits;   // CTAs that share a tile, each with a range of its keys; of the portable kernel
+  float* parts;     // (key_splits, B, Hq, Sq, Dv), contiguous: their outputs; or null
+  float* part_lse;  // (key_splits, B, Hq, Sq), contiguous; or null
 };
 
 }  // namespace fp8attn

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from ..call import Call
 from ..device import Device
 from ..recipe import SCALE_BLOCK
@@ -43,6 +45,7 @@ class PortableConfig:
             `native`.
         e4m3_p: P is rounded to e4m3, also where it is multiplied as half: what recipes of compute type e4m3 say, and f16 doesn't.
         general: masks, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
+        drift: warps wait for stages of K and V, not for one another, and may be a block apart.
     """
 
     head_dim: int
@@ -63,6 +66,7 @@ class PortableConfig:
     operands: Operands
     e4m3_p: bool
     general: bool
+    drift: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -102,7 +106,7 @@ class PortableConfig:
         total += tile(met, 4 * self.keys, False) + tile(met, 2 * self.keys, False)
         total = _up(total, 4) + 3 * 4 * (met or 4)
         total += 4 * (2 * self.value_dim + 2 * rows)
-        total = _up(total, 8) + 8 * 2 * slots + 4 * 4 + 3 * 8
+        total = _up(total, 8) + 8 * 2 * slots + 6 * 4 + 3 * 8
         return _up(total, 128)
 
     @property
@@ -138,6 +142,8 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
         return f"a warp has {c.keys // c.splits} keys of a block; a scale covers {SCALE_BLOCK}"
     if c.splits > 1 and (not c.fused or c.producers):
         return "warps that share rows have fused scores and no producers"
+    if c.drift and (not c.fused or c.producers or c.operands == "shared" or c.stages < 3):
+        return f"{c.stages} stages, {c.producers} producers, operands {c.operands}; warps that drift need 3, 0, and not `shared`, and fused scores"
     if c.exchange_bytes > c.stages * c.keys * (c.head_dim + c.value_dim):
         return f"warps that share rows exchange {c.exchange_bytes} bytes, more than lie where K and V were"
     if c.fused and not (c.tensor_qk and c.tensor_pv):
@@ -204,7 +210,11 @@ LADDER = {dim: _rungs(dim) for dim in (64, 128)}
 
 BEST = {
     64: {"11 register operands": PortableConfig(64, 64, 8, 16, 2, 256, 2, 1, True, True, True, True, 0, False, True, "registers", True, False)},
-    128: {"11 register operands": PortableConfig(128, 128, 8, 16, 1, 128, 3, 1, True, True, True, True, 0, False, True, "registers", True, False)},
+    128: {
+        "11 register operands": PortableConfig(
+            128, 128, 8, 16, 1, 128, 3, 1, True, True, True, True, 0, False, True, "registers", True, False, drift=True
+        )
+    },
 }
 """By head dim, the features that pay on an H100 put together."""
 
@@ -224,18 +234,19 @@ def _shipped() -> dict[PortableConfig, float]:
         general: bool,
         speed: float,
         half_p: bool = True,
+        drift: bool = False,
     ) -> None:
         for e4m3_p in (True, False) if operands != "native" and half_p else (True,):
             config = PortableConfig(
-                dim, dim, warps, rows, splits, keys, stages, ctas, True, True, True, True, 0, False, True, operands, e4m3_p, general
+                dim, dim, warps, rows, splits, keys, stages, ctas, True, True, True, True, 0, False, True, operands, e4m3_p, general, drift
             )  # fmt: skip
             found[config] = speed
 
     add(64, 4, 32, 1, 64, 3, 2, "registers", False, 1.0)
     add(64, 8, 16, 2, 256, 2, 1, "registers", False, 0.84)
     add(64, 4, 16, 1, 64, 3, 2, "registers", True, 1.0)
-    add(128, 8, 16, 1, 128, 3, 1, "registers", False, 1.0)
-    add(128, 4, 16, 1, 128, 2, 2, "registers", False, 0.97)
+    add(128, 8, 16, 1, 128, 3, 1, "registers", False, 1.0, drift=True)
+    add(128, 4, 16, 1, 128, 2, 2, "registers", False, 0.94)
     add(128, 4, 16, 1, 64, 2, 2, "registers", True, 1.0)
     add(256, 8, 16, 1, 64, 2, 1, "registers", False, 1.0, half_p=False)  # it would spill, on sm_80
     add(256, 4, 16, 1, 32, 3, 2, "registers", False, 0.8)
@@ -307,8 +318,56 @@ def why_not(call: Call, device: Device) -> str | None:
     return None
 
 
+MOST_KEY_SPLITS = 64
+"""Of a tile: the combine reads as many parts of every row."""
+
+
+LEAST_KEYS = 512
+"""Of a CTA among several that share a tile: it takes longer with them, at 3 µs a block of 128 (H100), than a combine's launch."""
+
+
+def key_splits(call: Call, config: PortableConfig, device: Device) -> int:
+    """CTAs that share a tile, each with a range of its keys: as many as leave no SM without one, each with LEAST_KEYS. Flash-Decoding (Dao et
+    al., 2023)."""
+    tiles = call.batch * call.q_heads * -(-call.q_length // config.tile_rows)
+    if config.persistent:
+        return 1
+    return max(min(device.sm_count // tiles, call.kv_length // LEAST_KEYS, MOST_KEY_SPLITS), 1)
+
+
+SHORT = 64
+"""Rows of the smallest tile: calls with fewer have room for rows of other heads."""
+
+
+def rows_of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, H, S, D), a row of `heads` heads after the other, as (B, H / heads, heads · S, D), without a copy."""
+    batch, all_heads, length, dim = x.shape
+    step = x.stride(1) if length == 1 else x.stride(2)
+    return x.as_strided((batch, all_heads // heads, heads * length, dim), (x.stride(0), heads * x.stride(1), step, 1))
+
+
+def packed(call: Call) -> Call:
+    """A short call whose query heads of one key head are rows of one head, so that keys are read once for all of them; the call itself where
+    those rows don't see the same keys, or don't lie one after the other."""
+    heads = call.q_heads // call.kv_heads
+    per_head = call.q_scale.shape[2] == 1
+    if heads == 1 or call.q_length >= SHORT or call.attn_mask is not None or not (per_head or call.q_group == 1):
+        return call
+    if call.q_length > 1 and (call.causal != "none" or call.q.stride(1) != call.q_length * call.q.stride(2)):
+        return call
+    return replace(
+        call,
+        q=rows_of_heads(call.q, heads),
+        q_scale=call.q_scale.reshape(call.batch, call.kv_heads, -1),
+        q_group=call.q_length if per_head else 1,
+        kv_length=min(call.kv_length, call.causal_offset + 1),
+        causal="none",
+    )
+
+
 def choose(call: Call, device: Device) -> PortableConfig:
     """The instance that runs a call: which is done first, by rows and speed, with `ctas` tiles at a time on an SM."""
+    call = packed(call)
 
     def time(config: PortableConfig) -> float:
         rounds = call.batch * call.q_heads * -(-call.q_length // config.tile_rows) / device.sm_count

@@ -133,4 +133,8 @@ def widths(configs: Sequence[Config]) -> list[int]:
 
 def files(configs: Sequence[Config], arch: int) -> dict[str, str]:
     """Everything rendered for one architecture, by file name."""
-    return {"wgmma_shapes.h": wgmma_shapes(widths(configs)), "instances.h": instances(configs, arch)} | {f"{c.name}.cu": instance(c) for c in configs}
+    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs)), "instances.h": instances(configs, arch)}
+    found |= {f"{c.name}.cu": instance(c) for c in configs}
+    if any(isinstance(c, PortableConfig) for c in configs):
+        found["combine.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "combine.cuh"\n'
+    return found

@@ -40,8 +40,11 @@ def library_of(config: Config, device: Device) -> build.Library:
     return build.load_with(config, portable.group(config.head_dim, device), device.arch)
 
 
-def forward(call: Call, device: Device, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: Call, device: Device, config: Config | None = None, key_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the instance `config`, or the one chosen for the call; `why_not` has said that there is one.
+
+    Args:
+        key_splits: CTAs that share a tile, of the portable kernel; None: as many as fill the GPU.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
@@ -56,11 +59,19 @@ def forward(call: Call, device: Device, config: Config | None = None) -> tuple[t
     if call.kv_length == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     config = choose(call, device) if config is None else config
-    tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
+    to, parts, part_lse = out, None, None
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
-        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else tiles
+        call, heads = portable.packed(call), call.q_heads
+        to = portable.rows_of_heads(out, heads // call.q_heads) if call.q_heads < heads else out
+        splits = portable.key_splits(call, config, device) if key_splits is None else key_splits
+        if splits > 1:
+            parts = torch.empty(splits, *to.shape, dtype=torch.float32, device=out.device)
+            part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
+        tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
+        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else splits * tiles
     else:
+        tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
         ctas = min(tiles, device.sm_count)
     # tiles of a causal call are of many lengths: whoever is free takes the next
@@ -69,6 +80,7 @@ def forward(call: Call, device: Device, config: Config | None = None) -> tuple[t
     library.forward(
         library.instances.index(config), *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
         call.q, call.q_scale, call.q_group, call.k, call.k_scale, call.k_group, call.v, call.v_scale, call.v_mean,
-        call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
+        call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, to, lse if call.return_lse else None, counter,
+        parts, part_lse,
     )  # fmt: skip
     return out, lse

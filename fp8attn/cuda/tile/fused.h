@@ -13,30 +13,50 @@
 
 namespace fp8attn {
 
+// Whether there are registers for addresses from block to block: an output of 256 columns has them all, a native product its second
+// accumulators, and before sm_89 conversions.
+#if __CUDA_ARCH__ >= 890
+template <PortableConfig C>
+constexpr bool KEEPS_ADDRESSES = C.value_dim < 256 && C.operands != Operands::native;
+#else
+template <PortableConfig>
+constexpr bool KEEPS_ADDRESSES = false;
+#endif
+
 // Words of a thread's operands of a product over 32 summands.
 template <Operands O>
 constexpr int A_WORDS = O == Operands::native ? 4 : 8;
 template <Operands O>
 constexpr int B_WORDS = O == Operands::native ? 2 : 4;
 
-// Rows row ... row + 15 of a tile, its summands 32 step ... + 31.
-template <Operands O, typename Tile>
-__device__ void load_rows(uint32_t (&a)[A_WORDS<O>], const Tile& tile, int row, int step) {
-  const int lane = threadIdx.x % 32, mine = Tile::offset(lane % 16, lane / 16);
-#pragma unroll
-  for (int i = 0; i < A_WORDS<O> / 4; ++i) ptx::ldmatrix(a + 4 * i, tile.beyond(mine, row, A_WORDS<O> / 2 * step + 2 * i));
+// Where a lane's row and chunk of the first operands of load_rows and load_columns lie.
+template <typename Tile>
+__device__ int lane_of_rows() {
+  return Tile::offset(threadIdx.x % 16, threadIdx.x % 32 / 16);
 }
 
-// The rows row ... row + 15 of a tile as two operands of 8 columns each. e4m3 becomes half here unless it is half already, or stays e4m3.
 template <Operands O, typename Tile>
-__device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int row, int step) {
+__device__ int lane_of_columns() {
   const int lane = threadIdx.x % 32;
+  return O == Operands::shared ? Tile::offset(lane % 8, lane / 8) : Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// Rows row ... row + 15 behind the lane's of a tile, its summands 32 step ... + 31.
+template <Operands O, typename Tile>
+__device__ void load_rows(uint32_t (&a)[A_WORDS<O>], const Tile& tile, int lane, int row, int step) {
+#pragma unroll
+  for (int i = 0; i < A_WORDS<O> / 4; ++i) ptx::ldmatrix(a + 4 * i, tile.beyond(lane, row, A_WORDS<O> / 2 * step + 2 * i));
+}
+
+// The rows row ... row + 15 behind the lane's of a tile as two operands of 8 columns each. e4m3 becomes half here unless it is half already, or stays e4m3.
+template <Operands O, typename Tile>
+__device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int lane, int row, int step) {
   if constexpr (O == Operands::shared) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) ptx::ldmatrix(b[j], tile.beyond(Tile::offset(lane % 8, lane / 8), row + 8 * j, 4 * step));
+    for (int j = 0; j < 2; ++j) ptx::ldmatrix(b[j], tile.beyond(lane, row + 8 * j, 4 * step));
   } else {
     uint32_t codes[4];
-    ptx::ldmatrix(codes, tile.beyond(Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2), row, 2 * step));
+    ptx::ldmatrix(codes, tile.beyond(lane, row, 2 * step));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (O == Operands::native)
@@ -88,11 +108,19 @@ struct Fused {
 
   int first;      // of the warp's rows in the tile
   int first_key;  // of its keys in a block
+  int q_lane, k_lane, v_lane;  // where a lane's first operands lie in tiles
   OnlineSoftmax<C.fast_exp> softmax[tiles];
   float o[tiles][C.value_dim / 2] = {};
 
   template <typename Storage>
-  __device__ explicit Fused(const Storage&) : first(threadIdx.x / 32 % row_warps * C.warp_rows), first_key(threadIdx.x / 32 / row_warps * keys) {}
+  __device__ explicit Fused(const Storage&) : first(threadIdx.x / 32 % row_warps * C.warp_rows), first_key(threadIdx.x / 32 / row_warps * keys) {
+    using Keys = typename Storage::Keys;
+    using Values = typename Storage::Values;
+    q_lane = Storage::Queries::moved(lane_of_rows<typename Storage::Queries>(), first, 0);
+    k_lane = Keys::moved(lane_of_columns<C.operands, Keys>(), first_key, 0);
+    v_lane = Values::moved(lane_of_columns<C.operands, Values>(), 0, first_key / 16 * (C.operands == Operands::shared ? 2 : 1));
+    if constexpr (KEEPS_ADDRESSES<C>) asm volatile("" : "+r"(q_lane), "+r"(k_lane), "+r"(v_lane));  // or they are made again for every block
+  }
 
   // The keys from `start` on; some rows see them not all unless `whole`.
   template <typename Storage, typename K, typename V>
@@ -185,11 +213,11 @@ struct Fused {
     for (int step = 0; step < C.head_dim / 32; ++step) {
       uint32_t a[tiles][A_WORDS<C.operands>];
 #pragma unroll
-      for (int t = 0; t < tiles; ++t) load_rows<C.operands>(a[t], q, first + 16 * t, step);
+      for (int t = 0; t < tiles; ++t) load_rows<C.operands>(a[t], q, q_lane, 16 * t, step);
 #pragma unroll
       for (int key = 0; key < keys; key += 16) {
         uint32_t b[2][B_WORDS<C.operands>];
-        load_columns<C.operands>(b, k, first_key + key, step);
+        load_columns<C.operands>(b, k, k_lane, key, step);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -209,11 +237,10 @@ struct Fused {
     }
   }
 
-  // O * alpha + P * V; the warp's keys are slots 32 first_step ... of a block.
+  // O * alpha + P * V.
   template <typename V>
   __device__ void values(float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], const float (&alpha)[tiles][2], const V& v) {
     uint32_t b[2][B_WORDS<C.operands>];
-    const int first_step = first_key / 32;
     if constexpr (C.operands == Operands::native) {
       // two-level accumulation: e4m3's accumulators keep 13 bits, so a key block's are fresh, and come in by the multiply-add that rescales
       uint32_t p[steps][tiles][A_WORDS<C.operands>];
@@ -224,7 +251,7 @@ struct Fused {
         float fresh[tiles][2][4] = {};
 #pragma unroll
         for (int step = 0; step < steps; ++step) {
-          load_columns<C.operands>(b, v, channel, first_step + step);
+          load_columns<C.operands>(b, v, v_lane, channel, step);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -249,7 +276,7 @@ struct Fused {
         probabilities(p, s, factor, step);
 #pragma unroll
         for (int channel = 0; channel < C.value_dim; channel += 16) {
-          load_columns<C.operands>(b, v, channel, first_step + step);
+          load_columns<C.operands>(b, v, v_lane, channel, step);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
