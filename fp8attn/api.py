@@ -101,14 +101,14 @@ def quantize(query: None, key: torch.Tensor, value: torch.Tensor, *, recipe: Rec
 @overload
 def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ...) -> tuple[Quantized, Quantized, Quantized]: ...
 def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
-    """Quantize to e4m3 as a recipe says.
+    """Quantize to e4m3, query and key perhaps to int8, as a recipe says.
 
     Keys and values go together: a token whose value isn't finite gets NaN in its key (see fp8attn.quantize).
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None.
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise; or None, both.
-        recipe: granularities and smoothing.
+        recipe: granularities, smoothing, rotation, what query and key are stored as.
 
     Returns:
         The `Quantized` of what was given: of query; of key and value; or of all three.
@@ -136,7 +136,9 @@ def _quantize(
     query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """The operator, its results as `Quantized`; None for what isn't given."""
-    tensors = ops.library_ops.quantize(query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate)
+    tensors = ops.library_ops.quantize(
+        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate, recipe.qk
+    )  # fmt: skip
     q = k = v = None
     if query is not None:
         q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], rotated=recipe.rotate)
@@ -215,7 +217,11 @@ def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_
     return query, key, value
 
 
-def _check_rotation(query: Operand, key: Operand) -> None:
+def _check_pair(query: Operand, key: Operand) -> None:
+    """That query and key were quantized alike."""
+    types = tuple(x.data.dtype for x in (query, key) if isinstance(x, Quantized))
+    if len(types) == 2 and types[0] != types[1]:
+        raise TypeError(f"query is stored as {types[0]}, key as {types[1]}; both must be quantized with recipes of the same `qk`")
     in_query, in_key = (isinstance(x, Quantized) and x.rotated for x in (query, key))
     if in_query != in_key:
         rotated, other = ("query", "key") if in_query else ("key", "query")
@@ -233,7 +239,7 @@ def _prepare(
     if any(x is not None for x in floats):
         q, k, v = _quantize(floats[0], floats[1], floats[2], recipe)
         query, key, value = q or query, k or key, v or value
-    _check_rotation(query, key)
+    _check_pair(query, key)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.length)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -382,7 +388,7 @@ def reference_sdpa(
     if out_dtype is None:
         out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
     operands = _imported(query, key, value, q_scale, k_scale, v_scale)
-    _check_rotation(operands[0], operands[1])
+    _check_pair(operands[0], operands[1])
     q, k, v = (dequantize(x) if isinstance(x, Quantized) else x for x in operands)
     out, lse = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=scale, dtype=dtype)
     return (out.to(out_dtype), lse.float()) if return_lse else out.to(out_dtype)
