@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from ..call import Call, why_not_tma
 from ..device import Device
@@ -38,6 +38,7 @@ class HopperConfig:
         exact: of every four groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
         general: masks, scales by key, softmax scales that aren't positive; an instance without has none of them.
+        int8: Q and K are int8, not e4m3.
     """
 
     head_dim: int
@@ -48,6 +49,7 @@ class HopperConfig:
     overlap: bool
     exact: int
     general: bool
+    int8: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -117,6 +119,11 @@ SPEEDS = {
 
 INSTANCES = tuple(SPEEDS)
 
+INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
+"""The same for int8, compiled by themselves on their first use."""
+
+SPEEDS |= dict(zip(INT8_INSTANCES, SPEEDS.values(), strict=True))
+
 
 def is_general(call: Call) -> bool:
     """Whether a call has what only general instances do."""
@@ -124,15 +131,15 @@ def is_general(call: Call) -> bool:
 
 
 @functools.cache
-def _serving(general: bool, head_dim: int, value_dim: int) -> tuple[HopperConfig, ...]:
-    able = [c for c in INSTANCES if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
+def _serving(general: bool, int8: bool, head_dim: int, value_dim: int) -> tuple[HopperConfig, ...]:
+    able = [c for c in (INT8_INSTANCES if int8 else INSTANCES) if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
 
 def serving(call: Call) -> tuple[HopperConfig, ...]:
     """The instances of the smallest head dims that take a call's, with what it needs."""
-    return _serving(is_general(call), call.head_dim, call.value_dim)
+    return _serving(is_general(call), call.int8, call.head_dim, call.value_dim)
 
 
 def why_not(call: Call, device: Device) -> str | None:

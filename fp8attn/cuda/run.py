@@ -36,8 +36,8 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, build.INSTANCES, device.arch)
-    return build.load_with(config, portable.group(config.head_dim, device), device.arch)
+        return build.load_with(config, configs.INT8_INSTANCES if config.int8 else build.INSTANCES, device.arch)
+    return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 
 def forward(call: Call, device: Device, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor]:

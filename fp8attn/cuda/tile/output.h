@@ -50,6 +50,16 @@ struct TileFacts {
   }
 };
 
+// NaN instead of the sums of P of a thread's rows that are of int8 that isn't finite, and see a key.
+__device__ inline void poison_rows(const Params& p, const Tile& tile, int first_row, Fragment f, float (&l)[2]) {
+  const uint8_t* q = p.q + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
+    if (l[r] != 0.0f && q[row * p.q_strides[2]] == INT8_NAN) l[r] = NAN;
+  }
+}
+
 // Where a thread's two rows of the output go, and by what they are multiplied on the way.
 struct Output {
   const Params& p;

@@ -14,6 +14,10 @@ constexpr float LARGEST_FACTOR = 0x1p100f;
 constexpr float E4M3_MAX = 448.0f;
 constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by less than 1/16
 
+// Of a product of a number of Q and one of K.
+template <bool INT8>
+constexpr float LARGEST_PRODUCT = INT8 ? 128.0f * 128.0f : E4M3_MAX * E4M3_MAX;
+
 // A product of scales, kept where its product with any score of e4m3 is finite.
 __device__ inline float score_factor(float product, bool either_sign) {
   return fmaxf(fminf(product, LARGEST_FACTOR), either_sign ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
@@ -64,6 +68,35 @@ __device__ void scale_by_key(const Params& p, const Tile& tile, int start, float
       const float k_scale = at[i * step];
       s[4 * j + i] *= k_scale;
       s[4 * j + 2 + i] *= k_scale;
+    }
+  }
+}
+
+// The first of a block of int8 keys from `start` on that isn't finite; kv_length if all are.
+__device__ inline int first_poisoned(const Params& p, const Tile& tile, int start) {
+  const uint8_t* k = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1];
+#pragma unroll 1
+  for (int i = 0; i < KEYS; i += 32) {
+    const int key = start + i + int(threadIdx.x) % 32;
+    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && k[key * p.k_strides[2]] == INT8_NAN);
+    if (poisoned != 0) return start + i + __ffs(poisoned) - 1;
+  }
+  return p.kv_length;
+}
+
+// NaN for the scores of int8 keys, from `start` on, that aren't finite.
+template <int N>
+__device__ void poison_keys(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
+  int64_t step = p.k_strides[2];
+  asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
+  int key = start + int(threadIdx.x) % 32;
+  const uint8_t* at = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1] + key * step;
+#pragma unroll
+  for (int j = 0; j < N / 16; ++j, key += 32, at += 32 * step) {
+    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && *at == INT8_NAN) >> f.column;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (poisoned >> (i / 4 * 8 + i % 2) & 1) s[16 * j + i] = NAN;
     }
   }
 }
