@@ -20,12 +20,13 @@ from .triton import run
 from .validate import (
     BackendUnavailable,
     Operand,
+    as_stored,
     check_causal,
     check_operand,
     check_options,
     check_recipe,
     check_shapes,
-    is_e4m3,
+    is_stored,
     named_scale,
 )
 
@@ -120,7 +121,7 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
     for name, x, layout in (("query", query, "rows"), ("key", key, "rows"), ("value", value, "values")):
         if x is not None:
             check_operand(name, x, layout)
-            if isinstance(x, Quantized) or is_e4m3(x):
+            if isinstance(x, Quantized) or is_stored(x):
                 raise TypeError(f"{name} is quantized already; it must be float16, bfloat16 or float32")
     if (key is None) != (value is None):
         raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
@@ -149,13 +150,13 @@ def _quantize(
 
 
 def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor | float, v_scale: torch.Tensor | float) -> tuple[Quantized, Quantized]:
-    """Keys and values that are e4m3 already, an FP8 cache say, as `Quantized`: do it once where they are used often.
+    """Keys and values that are quantized already, an FP8 cache say, as `Quantized`: do it once where they are used often.
 
     Keys are taken as they are; values are copied into the layout of quantized V. Keys get one scale per token, because
     a token whose value holds a NaN must turn into NaN the rows that attend to it, and no others.
 
     Args:
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn or uint8 holding e4m3, unit last stride.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn or uint8 holding e4m3, unit last stride; key perhaps int8 from -127 to 127.
         k_scale: float, or float32 with one element, (B, Hkv), (B, Hkv, Sk) or (B, Hkv, ceil(Sk / 128)).
         v_scale: float, or float32 with one element, (B, Hkv) or (B, Hkv, Dv).
 
@@ -165,11 +166,11 @@ def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor | fl
     check_operand("key", key, "rows")
     check_operand("value", value, "values")
     check_shapes(key, key, value, False)
-    if not is_e4m3(key):
-        raise TypeError(f"key is {key.dtype}; it must be float8_e4m3fn or uint8")
+    if not is_stored(key):
+        raise TypeError(f"key is {key.dtype}; it must be float8_e4m3fn, uint8 or int8")
     k_restores, k_granularity = named_scale("k", key, k_scale, for_values=False)
     v_restores, v_granularity = named_scale("v", value, v_scale, for_values=True)
-    data = key.view(E4M3)
+    data = as_stored(key)
     token_scale, values = ops.library_ops.import_kv(data, k_restores, k_granularity, value.view(E4M3))
     length = key.shape[2]
     return (
@@ -205,14 +206,14 @@ def _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_scale) -> tuple[Operand, Operand, Operand]:
-    """e4m3 of the user's own as Quantized; anything else as it is."""
+    """What the user quantized as Quantized; anything else as it is."""
     for name, x, restores in (("q", query, q_scale), ("k", key, k_scale), ("v", value, v_scale)):
-        if restores is not None and not is_e4m3(x):
-            raise ValueError(f"{name}_scale is given, but its tensor isn't float8_e4m3fn or uint8; it must be None")
-    if is_e4m3(query):
+        if restores is not None and not is_stored(x):
+            raise ValueError(f"{name}_scale is given, but its tensor isn't float8_e4m3fn, uint8 or int8; it must be None")
+    if is_stored(query):
         restores, granularity = named_scale("q", query, q_scale, for_values=False)
-        query = Quantized(query.view(E4M3), restores, granularity, "rows", query.shape[2])
-    if is_e4m3(key) and is_e4m3(value):
+        query = Quantized(as_stored(query), restores, granularity, "rows", query.shape[2])
+    if is_stored(key) and is_stored(value):
         key, value = import_kv(key, value, k_scale, v_scale)
     return query, key, value
 
@@ -233,7 +234,7 @@ def _prepare(
 ) -> _Prepared:
     causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
+        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_stored(query) else query.dtype
     query, key, value = _imported(query, key, value, q_scale, k_scale, v_scale)
     floats = tuple(x if isinstance(x, torch.Tensor) else None for x in (query, key, value))
     if any(x is not None for x in floats):
@@ -294,9 +295,9 @@ def sdpa(
 
     Args:
         query: (B, Hq, Sq, D). float16, bfloat16 or float32 with unit last stride; or e4m3 (float8_e4m3fn, or uint8 holding
-            it) with `q_scale`; or `Quantized`. D is a multiple of 8 from 16 to 256.
+            it), or int8 from -127 to 127, with `q_scale`; or `Quantized`. D is a multiple of 8 from 16 to 256.
         key: (B, Hkv, Sk, D), likewise.
-        value: (B, Hkv, Sk, Dv), of key's kind. Dv is a multiple of 8 from 16 to 256.
+        value: (B, Hkv, Sk, Dv), of key's kind, but e4m3 where that is int8. Dv is a multiple of 8 from 16 to 256.
         attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend; float: added to the scaled scores.
         dropout_p: must be 0.
         is_causal: row i sees keys j <= i, or j <= i + Sk - Sq if `causal_alignment` is `bottom_right`.
@@ -304,7 +305,7 @@ def sdpa(
         enable_gqa: every key/value head serves Hq / Hkv query heads.
         causal_alignment: `top_left`, as in PyTorch, or `bottom_right`.
         recipe: numeric choices; for operands that are quantized already only compute type and accumulation count.
-        q_scale, k_scale, v_scale: what restores e4m3 operands: x ≈ x_fp8.float() * x_scale. A float, or float32 with one
+        q_scale, k_scale, v_scale: what restores such operands: x ≈ x_fp8.float() * x_scale. A float, or float32 with one
             element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
         out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
@@ -336,7 +337,7 @@ def sdpa(
         return out
     if prepared.key.mean is not None:
         # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-        if not isinstance(query, torch.Tensor) or is_e4m3(query):
+        if not isinstance(query, torch.Tensor) or is_stored(query):
             source = dequantize(prepared.query)
         elif prepared.query.rotated:
             source = rotation.rotate(query) * rotation.part_of(query.shape[3])
@@ -386,7 +387,7 @@ def reference_sdpa(
     """
     causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
+        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_stored(query) else query.dtype
     operands = _imported(query, key, value, q_scale, k_scale, v_scale)
     _check_pair(operands[0], operands[1])
     q, k, v = (dequantize(x) if isinstance(x, Quantized) else x for x in operands)

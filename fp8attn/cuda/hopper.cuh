@@ -150,7 +150,11 @@ __device__ void poison_sums(const Params& p, const Share& share, int n, const in
   const int poisoned = first_poisoned(p, share.tile, n * KEYS);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (poisoned < row_end[f.row + 8 * r]) (PARTS ? o_second[SECOND - 4 + 2 * r] : o[FIRST - 4 + 2 * r]) = NAN;
+    if (poisoned >= row_end[f.row + 8 * r]) continue;
+    if constexpr (PARTS)
+      o_second[SECOND - 4 + 2 * r] = NAN;
+    else
+      o[FIRST - 4 + 2 * r] = NAN;
   }
 }
 
@@ -222,11 +226,11 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       ptx::wgmma_touch(scores);
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
       if constexpr (C.int8) {
-        if (!C.general && marked) poison_sums<S::second != 0>(p, share, n, facts.row_end, f, o, o_second);
         float s[KEYS / 2];
 #pragma unroll
         for (int i = 0; i < KEYS / 2; ++i) s[i] = float(scores[i]);
         make_probabilities(s, n, marked);
+        if (!C.general && marked) poison_sums<S::second != 0>(p, share, n, facts.row_end, f, o, o_second);
       } else {
         make_probabilities(scores, n, marked);
       }
