@@ -242,6 +242,7 @@ STACK = {
     HopperConfig(256, 256, 2, 2, 240, False, 1, True): 48,
     HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 152,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, True): 8,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
 }
 """Bytes of it that an instance may have; the others have none."""
 
