@@ -37,7 +37,8 @@ MUTANTS = {
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
     "sums of the wrong ones": ("hopper.cuh", "0x38383838", "0x38383839"),
-    "output of the wrong lane": ("tile/output.h", "exchange(w[0], w[2], high, 2);", ""),
+    "output in the wrong place": ("tile/staged_output.h", "(2 * j + lane % 4 / 2) ^ row % 8", "(2 * j + lane % 4 / 2) ^ row % 4"),
+    "mean of the wrong channel": ("tile/staged_output.h", "fmaf(b * inverse[r], scale.y, mean.y)", "fmaf(b * inverse[r], scale.y, mean.x)"),
 }
 """Of the Hopper kernel: file, what stands there, what it is broken into."""
 
@@ -99,8 +100,8 @@ INT8_MUTANTS = {
     "products taken for floats": ("hopper.cuh", "s[i] = float(scores[i]);", "s[i] = __int_as_float(scores[i]);"),
     "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
     "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
-    "the key before": ("tile/softmax.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),
-    "queries that aren't finite forgotten": ("tile/output.h", "q[row * p.q_strides[2]] == INT8_NAN", "false"),
+    "the key before": ("tile/poison.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),
+    "queries that aren't finite forgotten": ("tile/poison.h", "q[row * p.q_strides[2]] == INT8_NAN", "false"),
 }
 """Of the Hopper kernel on int8."""
 

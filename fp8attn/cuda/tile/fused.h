@@ -8,6 +8,7 @@
 #include "mask.h"
 #include "online_softmax.h"
 #include "output.h"
+#include "poison.h"
 #include "schedule.h"
 #include "shared_tile.h"
 

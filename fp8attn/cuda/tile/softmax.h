@@ -72,35 +72,6 @@ __device__ void scale_by_key(const Params& p, const Tile& tile, int start, float
   }
 }
 
-// The first of a block of int8 keys from `start` on that isn't finite; kv_length if all are.
-__device__ inline int first_poisoned(const Params& p, const Tile& tile, int start) {
-  const uint8_t* k = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1];
-#pragma unroll 1
-  for (int i = 0; i < KEYS; i += 32) {
-    const int key = start + i + int(threadIdx.x) % 32;
-    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && k[key * p.k_strides[2]] == INT8_NAN);
-    if (poisoned != 0) return start + i + __ffs(poisoned) - 1;
-  }
-  return p.kv_length;
-}
-
-// NaN for the scores of int8 keys, from `start` on, that aren't finite.
-template <int N>
-__device__ void poison_keys(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
-  int64_t step = p.k_strides[2];
-  asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
-  int key = start + int(threadIdx.x) % 32;
-  const uint8_t* at = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1] + key * step;
-#pragma unroll
-  for (int j = 0; j < N / 16; ++j, key += 32, at += 32 * step) {
-    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && *at == INT8_NAN) >> f.column;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (poisoned >> (i / 4 * 8 + i % 2) & 1) s[16 * j + i] = NAN;
-    }
-  }
-}
-
 // Scores times the factors of their rows, which become 1.
 template <int N>
 __device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
