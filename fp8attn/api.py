@@ -43,7 +43,7 @@ class Plan:
         backend: `triton`, `cuda` or `reference`.
         kernel: the kernel's name.
         config: its config, or None for the reference.
-        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`.
+        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`; `int8 and …` where Q·Kᵀ is of int8.
         because: why these and not the others, one reason a line.
     """
 
@@ -416,14 +416,15 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
         return Plan("reference", "attention", None, "float32", tuple(because + missing))
     call = call_of(query, key, value, *args, **kwargs)
     properties = device_of(device)
+    scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
         reason = ops.why_not_cuda(call) if chosen == "cuda" else ops.why_not_cuda_first(call)
         if reason is None:
             config = cuda.choose(call, properties)
             if not isinstance(config, PortableConfig):
-                return Plan("cuda", "hopper", config, "e4m3", tuple(because))
+                return Plan("cuda", "hopper", config, f"{scores}e4m3", tuple(because))
             because.append(f"not the Hopper kernel: {configs.why_not(call, properties)}")
-            return Plan("cuda", "portable", config, "e4m3" if config.operands == "native" else "f16", tuple(because))
+            return Plan("cuda", "portable", config, scores + ("e4m3" if config.operands == "native" else "f16"), tuple(because))
         if chosen == "cuda":
             raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
         because.append(f"cuda: {reason}")
@@ -433,4 +434,4 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
         compute = "f16"
         because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
     kernel = "portable" if reason else "hopper"
-    return Plan("triton", kernel, run.choose(call, properties), compute, tuple(because + ([reason] if reason else [])))
+    return Plan("triton", kernel, run.choose(call, properties), scores + compute, tuple(because + ([reason] if reason else [])))

@@ -45,7 +45,7 @@ class Recipe:
         rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread
             over all channels (fp8attn.rotation). Scores don't change; it takes time in the quantizer, none in the kernel.
         qk: what Q and K are stored and multiplied as. `int8` has uniform steps: of a row like N(0, 1) a third of e4m3's rounding error, and exact
-            products (SageAttention 2, arXiv:2411.10958, section 3.1, there int4). P and V stay e4m3.
+            products (SageAttention 2, arXiv:2411.10958). P and V stay e4m3.
         compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel, all but int8.
         two_level: accumulate P·V of every key block in a fresh accumulator that is added to the running float32 output
             outside the tensor core. `None` means: where the hardware's FP8 accumulators are shorter than float32.

@@ -238,6 +238,8 @@ def test_explain(device: torch.device) -> None:
     q, k, v = (x.to(device) for x in (Q, K, V))
     plan = fp8attn.explain(q, k, v, enable_gqa=True, backend="triton")
     assert plan.backend == "triton" and plan.kernel in ("portable", "hopper") and plan.config is not None and plan.because
+    int8 = fp8attn.explain(q, k, v, enable_gqa=True, backend="triton", recipe=Recipe(qk="int8"))
+    assert int8.compute == f"int8 and {plan.compute}"
     automatic = fp8attn.explain(q, k, v, enable_gqa=True)
     lacking = cuda_missing(q.device)
     assert automatic.backend == ("reference" if not GPU else "cuda" if lacking is None else "triton")
