@@ -217,6 +217,26 @@ def test_edges_of_blocks_and_strips(
 
 
 @pytest.mark.parametrize("launches", SHORTS)
+@pytest.mark.parametrize("granularity", ROW_GRANULARITIES)
+def test_marks_of_int8_keys(device: torch.device, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN in the second block's last key, in the third's first value and in a query: NaN scales of their own, else negative ones, of keys only."""
+    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
+    q, k, v = normal((1, 2, 400, 32), device, 3)
+    k[0, 1, 255, 3] = v[0, 1, 256, 4] = q[0, 1, 300, 5] = torch.nan
+    recipe = Recipe(q=granularity, k=granularity, qk="int8")
+    results = by_triton(q, k, v, recipe)
+    for actual, expected in zip(results, quantize(q, k, v, recipe), strict=True):
+        assert_same(actual, expected)
+    assert (results[0].scale > 0).all() and results[2].scale.isfinite().all()
+    marked = ~(results[1].scale > 0)
+    where = {"tensor": [0], "head": [1], "block": [5, 6], "token": [655, 656]}[granularity]
+    assert torch.nonzero(marked.flatten()).flatten().tolist() == where
+    assert results[1].scale.isnan().any() == (granularity == "token")
+    assert torch.nonzero(codes(results[1])[0, 1, :, 0] == 0x80).flatten().tolist() == [255, 256]
+
+
+@pytest.mark.parametrize("launches", SHORTS)
 def test_only_the_first_strip_needs_care(device: torch.device, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
     monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
