@@ -73,14 +73,14 @@ class Problem:
         """How many of the last queries have an expected answer."""
         return self.case.q_length if self.case.scores <= MOST_CHECKED else min(CHECKED_ROWS, self.case.q_length)
 
-    def expected(self) -> torch.Tensor:
-        """Exact attention of the last `checked_rows` unquantized queries, float32 (B, Hq, rows, Dv)."""
+    def expected(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Exact attention of the last `checked_rows` unquantized queries, computed in `dtype`, float32 (B, Hq, rows, Dv)."""
         q, k, v = self.sets[0]
         # the last rows of a square causal problem are one that is causal from the bottom right
         return cast(
             torch.Tensor,
             fp8attn.reference_sdpa(
-                q[:, :, -self.checked_rows :], k, v, **self.case.options, causal_alignment="bottom_right", out_dtype=torch.float32
+                q[:, :, -self.checked_rows :], k, v, **self.case.options, causal_alignment="bottom_right", out_dtype=torch.float32, dtype=dtype
             ),
         )
 

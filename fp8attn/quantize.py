@@ -32,6 +32,9 @@ LARGEST_MEAN = 2.0**100
 MEAN_STEP = 2.0**-5
 """V's means are rounded to multiples of this part of their channel's largest power of two."""
 
+MEAN_STEPS = 4.0
+"""V's means smaller than so many steps are not removed."""
+
 ROUNDER = 1.5 * 2.0**23
 """x + ROUNDER · step - ROUNDER · step is float32 x rounded to a multiple of step."""
 
@@ -102,6 +105,10 @@ def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     bfloat16 values minus an arbitrary mean no longer lie symmetrically between e4m3 values, and the rounding of a channel gets
     a bias of about 3e-4 of its values. Over 16k keys that is a quarter of the error. Minus a multiple of the largest values'
     spacing they stay on their grid, ties and all. Removing most of a mean serves as well as all of it.
+
+    A mean that is small beside the largest values is often that of a few hundred draws around zero. Removed, it would be all that is left of
+    tokens whose values are smaller still, rounded as coarsely as it is large, and such tokens are where language models' attention goes
+    when it has nowhere to go (arXiv:2410.13835, value-state drains). It stays.
     """
     x = x.float()
     if x.numel() == 0:
@@ -111,7 +118,8 @@ def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     largest = torch.maximum(high, -low).clamp(min=0.0)
     step = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * MEAN_STEP
     # + 0.0: of minus and plus zero, plus zero, whichever comes out as the minimum
-    return torch.where(low == high, low + 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    rounded = torch.where(mean.abs() < step * MEAN_STEPS, 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    return torch.where(low == high, low + 0.0, rounded)
 
 
 def removable(mean: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Recipe:
         v: granularity of V's scales, one of `tensor | head | channel`.
         smooth_k: subtract K's mean over tokens, estimated from 512 of them, before quantizing. Softmax doesn't change; channels
             with a large common part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
-        smooth_v: subtract V's mean over tokens before quantizing and add it back after normalisation, which is exact
+        smooth_v: subtract V's mean over tokens, where it isn't small, before quantizing and add it back after normalisation, which is exact
             because the probabilities of a row sum to one.
         rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread
             over all channels (fp8attn.rotation). Scores don't change; it takes time in the quantizer, none in the kernel.

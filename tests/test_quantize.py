@@ -23,6 +23,7 @@ from fp8attn.quantize import (
     LANES,
     LARGEST_MEAN,
     MEAN_STEP,
+    MEAN_STEPS,
     SAMPLE,
     SMALLEST_SCALE,
     STRIP,
@@ -458,7 +459,8 @@ def test_zero_blocks_tokens_and_channels_have_scale_one(device: torch.device, gr
 
 @given(case=cases(masks=("none",), distributions=("normal", "outliers", "channel bias", "one sign", "tiny", "huge")))
 def test_means(case: Case, device: torch.device) -> None:
-    """K's are off by the roundings of a sum in 32 lanes; V's are the nearest multiples of MEAN_STEP of their channel's largest power of two."""
+    """K's are off by the roundings of a sum in 32 lanes; V's are the nearest multiples of MEAN_STEP of their channel's largest power of two, or zero
+    if they are less than MEAN_STEPS of them."""
     _, k, v = case.tensors(device)
     _, k_quantized, v_quantized = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, smooth_v=True, rotate=False))
     additions = 32 + -(-case.kv_length // 32)
@@ -466,11 +468,25 @@ def test_means(case: Case, device: torch.device) -> None:
     assert ((k_quantized.mean.double() - k.double().mean(2)).abs() <= slack).all()
     _, exponent = torch.frexp(v.double().abs().amax(2))  # log2 of a power of two may come out just below
     step = MEAN_STEP * torch.exp2(exponent - 1.0)
-    slack = additions * 2.0**-24 * v.double().abs().mean(2) + step / 2
-    assert ((v_quantized.mean.double() - v.double().mean(2)).abs() <= slack).all()
+    rounding = additions * 2.0**-24 * v.double().abs().mean(2)
+    mean = v.double().mean(2)
+    small = (v_quantized.mean == 0) & (mean.abs() < MEAN_STEPS * step + rounding)
+    assert (small | ((v_quantized.mean.double() - mean).abs() <= step / 2 + rounding)).all()
     constant = (v == v[:, :, :1]).all(2)
     steps = (v_quantized.mean.double() / step).masked_fill(constant, 0)
     assert torch.equal(steps, steps.round())
+    assert ((steps == 0) | (steps.abs() >= MEAN_STEPS)).all()
+
+
+def test_values_near_zero_are_not_drowned_in_a_small_mean(device: torch.device) -> None:
+    """Tokens whose values are a fiftieth of the others' keep their precision; a mean that is a good part of the largest values goes all the same."""
+    (v,) = normal((1, 2, 256, 64), device, 1)
+    v[:, :, :4] /= 50
+    v[:, 1] += 3
+    _, _, quantized = by_torch(None, v, v, Recipe())
+    assert (quantized.mean[:, 0] == 0).double().mean() > 0.95 and (quantized.mean[:, 1] > 2).all()
+    error = (dequantize(quantized) - v).double()
+    assert error[:, 0, :4].square().mean().sqrt() < 0.05 * v[:, 0, :4].double().square().mean().sqrt()
 
 
 @pytest.mark.parametrize("length, sampled", ((511, 511), (512, 512), (513, 257), (1000, 512), (1024, 512), (1025, 352), (5000, 512)))

@@ -41,6 +41,7 @@ MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
+MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,8 @@ def coarse(mean, low, high):
     """quantize.coarse."""
     largest = tl.maximum(tl.maximum(high, -low), 0.0)
     step = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * MEAN_STEP
-    return tl.where(low == high, low + 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    rounded = tl.where(tl.abs(mean) < step * MEAN_STEPS, 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    return tl.where(low == high, low + 0.0, rounded)
 
 
 @triton.jit
