@@ -310,7 +310,8 @@ def numbers(x: Quantized) -> torch.Tensor:
 def dequantize(x: Quantized) -> torch.Tensor:
     """The float32 (B, H, S, D) that `x` stands for, its mean added back."""
     if x.layout == "rows":
-        y = numbers(x) * row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)
+        # 127 times a scale that was rounded up may be above the largest float32
+        y = (numbers(x) * row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)).clamp(-FLOAT_MAX, FLOAT_MAX)
     else:
         y = rows_layout(x.data, x.length).float() * x.scale.unsqueeze(-2)
     return y if x.mean is None else y + x.mean.unsqueeze(-2)
