@@ -19,7 +19,7 @@ from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
 from .layout import padded_length
-from .recipe import E4M3, ComputeType, Granularity, Quantized, Recipe
+from .recipe import E4M3, ComputeType, Granularity, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
@@ -61,8 +61,9 @@ def _quantize(
     smooth_k: bool,
     smooth_v: bool,
     rotate: bool,
+    qk: ProductType,
 ) -> tuple[torch.Tensor, ...]:
-    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate)
+    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate, qk=qk)
     like = k if q is None else q
     assert like is not None
     if has_kernels(like.device):
@@ -77,7 +78,7 @@ def _quantize(
     return tuple(tensors)
 
 
-def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate) -> tuple[torch.Tensor, ...]:
+def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate, qk) -> tuple[torch.Tensor, ...]:
     like = k if q is None else q
 
     def numbers(*shape) -> torch.Tensor:
@@ -85,7 +86,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
     q_data, q_scale = numbers(0), numbers(0)
     if q is not None:
-        q_data = definition.empty_rows(q)
+        q_data = definition.empty_rows(q, definition.row_type(qk))
         q_scale = numbers(*definition.scale_shape(q_granularity, *q.shape))
     if k is None:
         return q_data, q_scale, *(numbers(0) for _ in range(7))
@@ -94,7 +95,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
         q_data,
         q_scale,
         numbers(0),
-        definition.empty_rows(k),
+        definition.empty_rows(k, definition.row_type(qk)),
         numbers(*definition.scale_shape(k_granularity, *k.shape)),
         numbers(batch, heads, k.shape[3]) if smooth_k else numbers(0),
         v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3),
@@ -104,8 +105,8 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
 
 register(
-    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v, bool rotate)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v, bool rotate,"
+    " str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _fake_quantize,
 )

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from .quantize import row_scales, rows_layout
+from .quantize import numbers, row_scales, rows_layout
 from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
 
 Causal = Literal["none", "top_left", "bottom_right"]
@@ -21,7 +21,7 @@ P_OFFSET = 8.0
 """P is computed as 2^(score - max + 8): e4m3 reaches 448, and probabilities down to 2^-14 of the largest stay normal."""
 
 LARGEST_FACTOR = 2.0**100
-"""Scale factors of the scores are kept inside 2^±100, where their products with any e4m3 dot product are finite."""
+"""Scale factors of the scores are kept inside 2^±100, where their products with any dot product of e4m3 or int8 are finite."""
 
 CHUNK_ELEMENTS = 1 << 25
 """Scores held at a time by the exact oracle."""
@@ -157,7 +157,7 @@ def pipeline(
     """What a kernel with key blocks of `block_n` computes, in float32.
 
     Args:
-        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
+        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact: below 2^24.
         exact: of every four groups of 16 keys, the first ones whose exponentials are exact; the others' e4m3 codes are those of
             `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
         accumulator_bits: P·V of all key blocks is one chain in a tensor core's accumulator of so many mantissa bits, as FlashAttention-3's
@@ -170,10 +170,10 @@ def pipeline(
     kv_length = k.length
     softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
     probability = E4M3 if compute == "e4m3" else torch.float16
-    q_rows, k_rows = q.data.float(), _per_query_head(k.data.float(), heads)
+    q_rows, k_rows = numbers(q), _per_query_head(numbers(k), heads)
     v_rows = _per_query_head(rows_layout(v.data, kv_length).float(), heads)
-    row_factor = (row_scales(q.scale, q.granularity, q_length) * (softmax_scale * LOG2E)).expand(batch, heads, q_length)
-    key_scale = row_scales(k.scale, k.granularity, kv_length).expand(batch, k.shape[1], kv_length)
+    row_factor = (row_scales(q.multiplier, q.granularity, q_length) * (softmax_scale * LOG2E)).expand(batch, heads, q_length)
+    key_scale = row_scales(k.multiplier, k.granularity, kv_length).expand(batch, k.shape[1], kv_length)
     key_scale = _per_query_head(key_scale, heads)
     rows = torch.arange(q_length, device=q_rows.device)
     m = q_rows.new_full((batch, heads, q_length, 1), -math.inf)

@@ -24,7 +24,7 @@ from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run
 from fp8attn.cuda.build import BuildError
-from fp8attn.cuda.configs import INSTANCES, HopperConfig
+from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES, HopperConfig
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 
@@ -37,14 +37,15 @@ def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: 
     return call_of(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("config", INSTANCES, ids=lambda c: c.name)
+@pytest.mark.parametrize("config", INSTANCES + INT8_INSTANCES, ids=lambda c: c.name)
 def test_every_instance_fits_an_h100(config: HopperConfig) -> None:
     assert configs.misfit(config, H100) is None
     assert config.shared_bytes <= SHARED_MEMORY[90]
 
 
 def test_instances_are_told_apart_by_name() -> None:
-    assert len({c.name for c in INSTANCES}) == len(INSTANCES) == len(set(INSTANCES))
+    every = INSTANCES + INT8_INSTANCES
+    assert len({c.name for c in every}) == len(every) == len(set(every))
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,13 @@ def test_tiles_are_as_large_as_leaves_no_sm_idle(heads: int, length: int, causal
         (dict(recipe=Recipe(k="token")), True),
         (dict(scale=-0.1), True),
         (dict(scale=0.0), True),
+        (dict(recipe=Recipe(qk="int8")), False),
+        (dict(recipe=Recipe(qk="int8", k="token")), True),
     ),
 )
 def test_general_instances_take_what_others_do_not(options: dict, general: bool) -> None:
-    assert configs.choose(call(**options), H100).general == general
+    chosen = configs.choose(call(**options), H100)
+    assert chosen.general == general and chosen.int8 == (options.get("recipe", Recipe()).qk == "int8")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +133,8 @@ def test_everything_rendered_is_compiled_once() -> None:
 
 @pytest.mark.parametrize("n", (64, 72, 136))
 def test_wgmma_wrappers_name_every_register_once(n: int) -> None:
-    for text in re.findall(r"asm volatile\((.*?)\);", render.wgmma_shapes([n]), re.DOTALL):
-        outputs = text.split('"+f"')
+    for text in re.findall(r"asm volatile\((.*?)\);", render.wgmma_shapes([n], [n]), re.DOTALL):
+        outputs = re.split('"\\+[fr]"', text)
         assert len(outputs) == n // 2 + 1
         operands = [int(x) for x in re.findall(r"%(\d+)", text)]
         count = n // 2 + len(re.findall(r'"[rln]"\(', text))
@@ -328,7 +332,12 @@ def test_a_prebuilt_library_loads_without_nvcc(device: torch.device, tmp_path: P
     assert done.returncode == 0 and "forward" in done.stdout, done.stderr
 
 
-STACK = {HopperConfig(256, 256, 2, 2, 240, False, 1, True): 40}
+STACK = {
+    HopperConfig(256, 256, 2, 2, 240, False, 1, True): 40,
+    HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 160,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, True): 8,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
+}
 """Bytes of it that an instance may have; the others have none."""
 
 
@@ -363,7 +372,7 @@ def numbers(report: str) -> tuple[int, int]:
 
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
     """Every instance: registers and stack as ptxas says, no wgmma made synchronous."""
-    for config, report in compiled(nvcc, INSTANCES, 90, tmp_path).items():
+    for config, report in compiled(nvcc, INSTANCES + INT8_INSTANCES, 90, tmp_path).items():
         registers, stack = numbers(report)
         assert "wgmma" not in report, f"{config.name}: {report}"
         assert stack <= STACK.get(config, 0), f"{config.name}: {report}"

@@ -44,12 +44,16 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
 @pytest.mark.parametrize("given", ("q", "kv", "qkv"))
 @pytest.mark.parametrize(
     "recipe",
-    (Recipe(), Recipe(q="block", k="token", v="head", smooth_k=False, rotate=True), Recipe(q="head", k="tensor", v="tensor", smooth_v=False)),
+    (
+        Recipe(),
+        Recipe(q="block", k="token", v="head", smooth_k=False, rotate=True, qk="int8"),
+        Recipe(q="head", k="tensor", v="tensor", smooth_v=False),
+    ),
 )
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
     q, k, v = inputs(device, dim=72)
     arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
-    options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate)
+    options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate, recipe.qk)
     opcheck(library_ops.quantize, (*arguments, *options), test_utils=CHECKS)
 
 

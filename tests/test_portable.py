@@ -61,6 +61,8 @@ def test_all_rungs_fit_an_h100(dim: int) -> None:
         ("4 fused softmax", dict(tensor_pv=False), H100, "tensor_qk and tensor_pv"),
         ("6 swizzle", dict(keys=256), H100, "a scale covers 128"),
         ("10 native e4m3", dict(e4m3_p=False), L40S, "P must be rounded"),
+        ("9 fast exp", dict(int8=True), H100, "in registers or native"),
+        ("3 wmma-pv", dict(int8=True), H100, "scores fused"),
         ("9 fast exp", dict(producers=1, head_dim=256, value_dim=256), H100, "by eights of rows"),
         ("7 warp-specialised", dict(producers=3), H100, "producers 0, 1, 2 or 4"),
         ("7 warp-specialised", dict(stages=12), L40S, "bytes of shared memory"),
@@ -80,13 +82,22 @@ def test_what_does_not_fit_says_why(rung: str, change: dict, device: Device, rea
 @pytest.mark.parametrize("device", (A100, L40S, H100, ARCHITECTURES[100], ARCHITECTURES[120]), ids=lambda device: f"sm_{device.arch}")
 @pytest.mark.parametrize("dim", (16, 64, 72, 128, 136, 256))
 @pytest.mark.parametrize(
-    "options", ({}, dict(is_causal=True), dict(scale=-0.1), dict(recipe=Recipe(compute="f16")), dict(recipe=Recipe(k="token", two_level=False)))
+    "options",
+    (
+        {},
+        dict(is_causal=True),
+        dict(scale=-0.1),
+        dict(recipe=Recipe(compute="f16")),
+        dict(recipe=Recipe(k="token", two_level=False)),
+        dict(recipe=Recipe(qk="int8")),
+        dict(recipe=Recipe(qk="int8", k="token", compute="f16")),
+    ),
 )
 def test_every_gpu_gets_an_instance(device: Device, dim: int, options: dict) -> None:
     problem = call(dim, **options)
     config = portable.choose(problem, device)
     assert portable.why_not(problem, device) is None and portable.fits(config, device) and portable.takes(config, problem)
-    assert config in portable.group(config.head_dim, device) and config.head_dim == min(d for d in DIMS if d >= dim)
+    assert config in portable.group(config.head_dim, device, problem.int8) and config.head_dim == min(d for d in DIMS if d >= dim)
     native = device.has_fp8_units and problem.compute == "e4m3" and problem.two_level is not False
     assert config.operands == ("native" if native and device.arch != 90 and config.head_dim < 256 else "registers")
 
@@ -162,10 +173,11 @@ def every_config(device: Device) -> tuple[PortableConfig, ...]:
     """All rungs, for calls of every kind, and what is shipped: one library."""
     rungs = (config for dim in LADDER for config in (*LADDER[dim].values(), *BEST[dim].values()))
     everything = [
-        dataclasses.replace(c, general=general, e4m3_p=e4m3_p)
+        dataclasses.replace(c, general=general, e4m3_p=e4m3_p, int8=int8)
         for c in rungs
         for general in ((False, True) if c.fused else (False,))
         for e4m3_p in ((True, False) if c.operands != "native" else (True,))
+        for int8 in ((False, True) if c.operands != "shared" and e4m3_p else (False,))
     ]
     return tuple(c for c in dict.fromkeys((*everything, *INSTANCES)) if portable.fits(c, device))
 

@@ -29,6 +29,9 @@ CONFIGS = {
     **{name: RUNGS[name] for name in ("1 wmma-qk", "3 wmma-pv", "9 fast exp", "10 native e4m3", "11 register operands")},
     "drift": BEST[128]["11 register operands"],
     "general": GENERAL,
+    "int8": dataclasses.replace(RUNGS["11 register operands"], int8=True),
+    "int8 general": dataclasses.replace(GENERAL, int8=True),
+    "int8 native": dataclasses.replace(RUNGS["10 native e4m3"], int8=True),
 }
 
 Emulated = Callable[[PortableConfig], None]
@@ -62,6 +65,8 @@ def quantized(q_shape: tuple, kv_shape: tuple, recipe: Recipe) -> tuple:
 
 def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: tuple, key_splits: int | None = 1, moved: int = 0, **options) -> None:
     recipe = options.pop("recipe", Recipe())
+    if config.int8:
+        recipe = dataclasses.replace(recipe, qk="int8")
     operands = quantized(q_shape, kv_shape, recipe)
     call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, return_lse=True, enable_gqa=q_shape[1] != kv_shape[1], **options)
     if moved:
@@ -134,3 +139,17 @@ def test_a_nan_stays_in_its_rows_through_the_combine(emulated: Callable) -> None
     call = call_of(*fp8attn.quantize(q, k, v), attn_mask=mask, out_dtype=torch.float32)
     out, _ = emulated(call, GENERAL, 3)
     assert out[0, 0, :2].isnan().all() and out[0, 0, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ("int8", "int8 general", "int8 native"))
+def test_int8_that_is_not_finite(emulated: Callable, name: str) -> None:
+    """NaN for the query itself and for the queries that see the key, and for no others."""
+    q, k, v = (torch.randn(1, 1, length, 64, generator=torch.Generator().manual_seed(2)) for length in (300, 300, 300))
+    q[0, 0, 20, 3] = torch.inf
+    k[0, 0, 250, 5] = torch.nan
+    operands = fp8attn.quantize(q, k, v, recipe=Recipe(qk="int8"))
+    call = call_of(*operands, is_causal=True, recipe=Recipe(qk="int8"), out_dtype=torch.float32)
+    out, _ = emulated(call, CONFIGS[name], 1)
+    expected = torch.arange(300) >= 250
+    expected[20] = True
+    assert torch.equal(out[0, 0].isnan().any(-1), expected) and torch.equal(out[0, 0].isnan().all(-1), expected)

@@ -30,6 +30,7 @@ struct PortableShape {
   static constexpr bool halves = C.operands == Operands::shared;
   static constexpr int half_slots = halves ? C.producers > 0 ? 2 : 1 : 0;
   static constexpr int slots = halves ? half_slots : C.stages;
+  static constexpr int q_bytes = C.operands == Operands::native || C.int8 ? 1 : 2;
 };
 
 // The tile and where its keys and values come from: in shared memory and read there again, since registers are scarce.
@@ -58,7 +59,7 @@ struct PortableStorage {
   using KeyHalves = SharedTile<S::halves ? C.keys : 0, 2 * C.head_dim, C.swizzle>;
   using ValueHalves = SharedTile<S::halves ? C.value_dim : 0, 2 * C.keys, C.swizzle>;
   // what warps multiply with
-  using Queries = SharedTile<S::rows, C.operands == Operands::native ? C.head_dim : 2 * C.head_dim, C.swizzle>;
+  using Queries = SharedTile<S::rows, S::q_bytes * C.head_dim, C.swizzle>;
   using Keys = std::conditional_t<S::halves, KeyHalves, KeyBytes>;
   using Values = std::conditional_t<S::halves, ValueHalves, ValueBytes>;
 
@@ -95,7 +96,7 @@ __device__ void load_queries(const Params& p, PortableStorage<C>& shared, const 
   for_chunks<Codes, PortableShape<C>::threads>(threadIdx.x, [&](int row, int chunk) {
     const int count = tile.first_row + row < p.q_length ? max(min(p.head_dim - 16 * chunk, 16), 0) : 0;
     const uint4 codes = load_chunk(q + (tile.first_row + row) * p.q_strides[2] + 16 * chunk, count, p.q_aligned);
-    if constexpr (C.operands == Operands::native)
+    if constexpr (PortableShape<C>::q_bytes == 1)
       *reinterpret_cast<uint4*>(shared.q.at(row, chunk)) = codes;
     else
       store_halves(shared.q, row, chunk, codes);

@@ -46,6 +46,7 @@ class PortableConfig:
         e4m3_p: P is rounded to e4m3, also where it is multiplied as half: what recipes of compute type e4m3 say, and f16 doesn't.
         general: masks, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
         drift: warps wait for stages of K and V, not for one another, and may be a block apart.
+        int8: Q and K are int8, multiplied as they are.
     """
 
     head_dim: int
@@ -67,6 +68,7 @@ class PortableConfig:
     e4m3_p: bool
     general: bool
     drift: bool = False
+    int8: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -98,7 +100,7 @@ class PortableConfig:
         halves = self.operands == "shared"
         slots = (2 if self.producers else 1) if halves else self.stages
         rows, s = self.tile_rows, self.swizzle
-        total = tile(rows, self.head_dim * (1 if self.operands == "native" else 2), s)
+        total = tile(rows, self.head_dim * (1 if self.operands == "native" or self.int8 else 2), s)
         total += self.stages * (tile(self.keys, self.head_dim, s) + tile(self.value_dim, self.keys, s))
         half_tiles = tile(self.keys if halves else 0, 2 * self.head_dim, s) + tile(self.value_dim if halves else 0, 2 * self.keys, s)
         total += (slots if halves else 1) * half_tiles
@@ -132,6 +134,8 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
         return f"it multiplies e4m3, which takes sm_89; {device.name} is sm_{device.arch}"
     if c.operands == "native" and not c.e4m3_p:
         return "it multiplies e4m3, so P must be rounded to it"
+    if c.int8 and (not c.fused or c.operands == "shared"):
+        return "int8 is multiplied as it is by fused products of bytes; operands must be in registers or native, and scores fused"
     if c.head_dim not in DIMS or c.value_dim not in DIMS:
         return f"head dims are {c.head_dim} and {c.value_dim}; they must be among {DIMS}"
     if c.keys not in (32, 64, 128, 256) or c.warp_rows not in (16, 32) or c.stages < 1:
@@ -256,19 +260,19 @@ def _shipped() -> dict[PortableConfig, float]:
     add(64, 4, 16, 1, 64, 3, 2, "native", True, 1.0)
     add(128, 4, 16, 1, 64, 2, 2, "native", False, 1.0)
     add(128, 4, 16, 1, 64, 2, 2, "native", True, 1.0)
-    return found
+    return found | {replace(config, int8=True): 1.0 for config, speed in found.items() if speed == 1.0}
 
 
 SPEEDS = _shipped()
 """What is compiled, and how fast each is beside the fastest of its head dims and operands where there are plenty of tiles (H100, 4k tokens;
-`native`: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
+`native` and int8: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
 
 INSTANCES = tuple(SPEEDS)
 
 
 def takes(config: PortableConfig, call: Call) -> bool:
     """Whether an instance does what a call asks for."""
-    if config.head_dim < call.head_dim or config.value_dim < call.value_dim:
+    if config.head_dim < call.head_dim or config.value_dim < call.value_dim or config.int8 != call.int8:
         return False
     if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
         return False
@@ -276,9 +280,9 @@ def takes(config: PortableConfig, call: Call) -> bool:
 
 
 @functools.cache
-def group(dim: int, device: Device) -> tuple[PortableConfig, ...]:
-    """What is compiled together for the larger of a call's head dims, rounded up: what a GPU needs of it."""
-    able = (c for c in INSTANCES if c.head_dim == dim and fits(c, device))
+def group(dim: int, device: Device, int8: bool = False) -> tuple[PortableConfig, ...]:
+    """What is compiled together for the larger of a call's head dims, rounded up, and what Q and K are: what a GPU needs of it."""
+    able = (c for c in INSTANCES if c.head_dim == dim and c.int8 == int8 and fits(c, device))
     return tuple(c for c in able if c.operands != "native" or multiplies_e4m3(device))
 
 
@@ -294,8 +298,8 @@ def padded_dim(call: Call) -> int:
 
 
 @functools.cache
-def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, device: Device) -> tuple[PortableConfig, ...]:
-    able = [c for c in group(dim, device) if c.general >= general and c.e4m3_p == e4m3_p]
+def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, int8: bool, device: Device) -> tuple[PortableConfig, ...]:
+    able = [c for c in group(dim, device, int8) if c.general >= general and c.e4m3_p == e4m3_p]
     units = [c for c in able if c.operands == "native" and native] or [c for c in able if c.operands == "registers"]
     exact = [c for c in units if c.general == general]
     return tuple(exact or units)
@@ -304,7 +308,7 @@ def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, device: Device
 def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
     """The shipped instances that a call is chosen among: e4m3 tensor cores where there are any and the recipe wants them."""
     e4m3_p = call.compute == "e4m3"
-    return _serving(padded_dim(call), is_general(call), e4m3_p, e4m3_p and call.two_level is not False, device)
+    return _serving(padded_dim(call), is_general(call), e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
 
 
 def why_not(call: Call, device: Device) -> str | None:

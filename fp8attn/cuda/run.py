@@ -19,9 +19,9 @@ def why_not(call: Call, device: Device) -> str | None:
 
 
 def why_not_first(call: Call, device: Device) -> str | None:
-    """Why `auto` doesn't take these kernels for a call, or None if it does: where the Hopper kernel runs. On other GPUs nobody has measured
-    the portable kernel beside Triton's, and on Hopper Triton's e4m3 kernel is faster."""
-    return configs.why_not(call, device)
+    """Why `auto` doesn't take these kernels for a call, or None if it does: where the Hopper kernel runs, and Q and K are e4m3. On other GPUs
+    nobody has measured the portable kernel beside Triton's, and on Hopper Triton's e4m3 kernel is faster; nor int8 on any."""
+    return "nobody has measured the CUDA kernels of int8 beside Triton's" if call.int8 else configs.why_not(call, device)
 
 
 def choose(call: Call, device: Device) -> Config:
@@ -36,8 +36,8 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, build.INSTANCES, device.arch)
-    return build.load_with(config, portable.group(config.head_dim, device), device.arch)
+        return build.load_with(config, configs.INT8_INSTANCES if config.int8 else build.INSTANCES, device.arch)
+    return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 
 def forward(call: Call, device: Device, config: Config | None = None, key_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

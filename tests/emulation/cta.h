@@ -96,6 +96,18 @@ inline int __all_sync(unsigned, int x) {
   return x;
 }
 
+inline unsigned __ballot_sync(unsigned, int x) {
+  unsigned votes = x;
+  cta::together(&votes, [](void** all) {
+    unsigned every = 0;
+    for (int i = 0; i < 32; ++i) every |= unsigned(*static_cast<unsigned*>(all[i]) != 0) << i;
+    for (int i = 0; i < 32; ++i) *static_cast<unsigned*>(all[i]) = every;
+  });
+  return votes;
+}
+
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
 inline int atomicAdd(int* to, int x) {
   const int before = *to;
   *to += x;

@@ -8,6 +8,7 @@
 #include "mask.h"
 #include "online_softmax.h"
 #include "output.h"
+#include "poison.h"
 #include "schedule.h"
 #include "shared_tile.h"
 
@@ -78,6 +79,12 @@ __device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32
   }
 }
 
+template <Operands O>
+__device__ void multiply(int32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
+  static_assert(O == Operands::native);
+  ptx::mma_s8(d, a, b);
+}
+
 // A thread's P of 32 keys as an operand of P * V, without a shuffle: of every 16 keys it has 2c, 2c + 1, 8 + 2c, 8 + 2c + 1 (c its lane in
 // the quad), which is what the operand of halves wants; that of e4m3 wants slots 4c ... 4c + 3, and these are the same keys in quantized V.
 template <Operands O, bool E4M3>
@@ -128,15 +135,25 @@ struct Fused {
     const bool by_key = C.general && p.k_group == 1;
     const Tile& tile = shared.source.tile;
     const float* k_scale = shared.source.k_scale;
-    const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : (start + first_key) / SCALE_BLOCK * p.k_scale_strides[2]]);
+    const float block_scale = by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : (start + first_key) / SCALE_BLOCK * p.k_scale_strides[2]];
+    const bool marked = C.int8 && block_scale < 0.0f;
+    const float key_factor = p.score_scale * (C.int8 ? fabsf(block_scale) : block_scale);
     float s[tiles][keys / 2] = {}, factor[tiles][2], alpha[tiles][2];
-    scores(s, shared.q, k);
+    if constexpr (C.int8) {
+      int32_t products[tiles][keys / 2] = {};
+      scores(products, shared.q, k);
+#pragma unroll
+      for (int i = 0; i < tiles * keys / 2; ++i) s[i / (keys / 2)][i % (keys / 2)] = float(products[i / (keys / 2)][i % (keys / 2)]);
+    } else {
+      scores(s, shared.q, k);
+    }
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       const Fragment f = Fragment::of_warp(first + 16 * t);
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[t][r] = score_factor(shared.facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
-      const bool calm = !C.general && __all_sync(~0u, fmaxf(factor[t][0], factor[t][1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      const bool calm = !C.general && __all_sync(~0u, fmaxf(factor[t][0], factor[t][1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
+      if (marked) poison_keys(p, tile, start + first_key, s[t], f);
       if (by_key) scale_by_key(p, tile, start + first_key, s[t], f);
       if (!calm) scale_by_row(factor[t], s[t]);
       if constexpr (C.general) {
@@ -160,6 +177,7 @@ struct Fused {
     for (int t = 0; t < tiles; ++t) {
       softmax[t].finish();
       const Fragment f = Fragment::of_warp(first + 16 * t);
+      if constexpr (C.int8) poison_rows(p, tile, tile.first_row, f, softmax[t].l);
       const Output output(p, tile, tile.first_row, f, softmax[t].l);
       output.store<0, C.value_dim>(o[t], shared.facts);
       if (p.lse == nullptr || f.column != 0) continue;
@@ -207,21 +225,23 @@ struct Fused {
     }
   }
 
-  template <typename Q, typename K>
-  __device__ void scores(float (&s)[tiles][keys / 2], const Q& q, const K& k) {
+  // Q * K^T; int8 is multiplied as it is.
+  template <typename Q, typename K, typename Score>
+  __device__ void scores(Score (&s)[tiles][keys / 2], const Q& q, const K& k) {
+    constexpr Operands rows = C.int8 ? Operands::native : C.operands;
 #pragma unroll
     for (int step = 0; step < C.head_dim / 32; ++step) {
-      uint32_t a[tiles][A_WORDS<C.operands>];
+      uint32_t a[tiles][A_WORDS<rows>];
 #pragma unroll
-      for (int t = 0; t < tiles; ++t) load_rows<C.operands>(a[t], q, q_lane, 16 * t, step);
+      for (int t = 0; t < tiles; ++t) load_rows<rows>(a[t], q, q_lane, 16 * t, step);
 #pragma unroll
       for (int key = 0; key < keys; key += 16) {
-        uint32_t b[2][B_WORDS<C.operands>];
-        load_columns<C.operands>(b, k, k_lane, key, step);
+        uint32_t b[2][B_WORDS<rows>];
+        load_columns<rows>(b, k, k_lane, key, step);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
-          for (int t = 0; t < tiles; ++t) multiply<C.operands>(&s[t][key / 2 + 4 * j], a[t], b[j]);
+          for (int t = 0; t < tiles; ++t) multiply<rows>(&s[t][key / 2 + 4 * j], a[t], b[j]);
         }
       }
     }

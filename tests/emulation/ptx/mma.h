@@ -6,10 +6,10 @@
 namespace fp8attn::ptx {
 
 // Operands of K summands, K / 8 of them in a word of A's and B's; value(word, i) is a word's i-th.
-template <int K, typename F>
-void multiply_add(float* d, const uint32_t* a, const uint32_t* b, F) {
+template <int K, typename D, typename F>
+void multiply_add(D* d, const uint32_t* a, const uint32_t* b, F) {
   struct Lane {
-    float* d;
+    D* d;
     const uint32_t *a, *b;
   } mine{d, a, b};
   cta::together(&mine, [](void** all) {
@@ -38,6 +38,10 @@ inline void mma_f16(float* d, const uint32_t* a, const uint32_t* b) {
 
 inline void mma_e4m3(float* d, const uint32_t* a, const uint32_t* b) {
   multiply_add<32>(d, a, b, [](uint32_t word, int i) { return e4m3_value(word >> 8 * i); });
+}
+
+inline void mma_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
+  multiply_add<32>(d, a, b, [](uint32_t word, int i) { return float(int8_t(word >> 8 * i)); });  // sums of 32 products are exact
 }
 
 }  // namespace fp8attn::ptx
