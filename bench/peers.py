@@ -19,7 +19,6 @@ import fp8attn
 from fp8attn.api import call_of
 from fp8attn.cuda import run as cuda
 from fp8attn.device import device_of
-from fp8attn.ops import why_not_cuda
 from fp8attn.triton import run
 
 from .cases import Case, Tensors, inputs
@@ -114,9 +113,7 @@ def _triton(problem: Problem) -> Attention:
 def _cuda(problem: Problem) -> Attention:
     calls = [call_of(*tensors, **problem.case.options) for tensors in problem.sets]
     device = device_of(problem.device)
-    reason = why_not_cuda(calls[0])
-    if reason is not None:
-        raise fp8attn.BackendUnavailable(reason)
+    fp8attn.explain(*problem.sets[0], **problem.case.options, backend="cuda")  # says what is missing
     return lambda i: cuda.forward(calls[i % len(calls)], device)[0]
 
 

@@ -30,6 +30,8 @@ RECIPES = {
     "token keys rotated": Recipe(k="token", rotate=True),
     "V not smoothed": Recipe(smooth_v=False),
     "f16": Recipe(compute="f16"),
+    "int8": Recipe(qk="int8"),
+    "int8 rotated": Recipe(qk="int8", rotate=True),
     "per tensor": PLAIN,
 }
 """Beside the default."""

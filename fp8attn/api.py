@@ -10,7 +10,7 @@ import torch
 from . import ops, reference, rotation
 from .call import GROUPS, Call
 from .cuda import build, configs
-from .cuda import run as cuda
+from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
@@ -418,16 +418,15 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     properties = device_of(device)
     scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
-        reason = ops.why_not_cuda(call) if chosen == "cuda" else ops.why_not_cuda_first(call)
-        if reason is None:
-            config = cuda.choose(call, properties)
-            if not isinstance(config, PortableConfig):
-                return Plan("cuda", "hopper", config, f"{scores}e4m3", tuple(because))
+        planned = ops.plan_cuda(call, first=chosen == "auto")
+        if isinstance(planned, HopperConfig):
+            return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
+        if isinstance(planned, PortableConfig):
             because.append(f"not the Hopper kernel: {configs.why_not(call, properties)}")
-            return Plan("cuda", "portable", config, scores + ("e4m3" if config.operands == "native" else "f16"), tuple(because))
+            return Plan("cuda", "portable", planned, scores + ("e4m3" if planned.operands == "native" else "f16"), tuple(because))
         if chosen == "cuda":
-            raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-        because.append(f"cuda: {reason}")
+            raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
+        because.append(f"cuda: {planned}")
     reason = run.why_not_hopper(call, properties)
     compute = call.compute
     if compute == "e4m3" and not properties.has_fp8_units:

@@ -17,6 +17,7 @@ from .call import Call, empty_lse, empty_output
 from .cuda import build
 from .cuda import run as cuda
 from .cuda.build import BuildError
+from .cuda.render import Config as CudaConfig
 from .device import device_of
 from .layout import padded_length
 from .recipe import E4M3, ComputeType, Granularity, ProductType, Quantized, Recipe
@@ -134,31 +135,29 @@ def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return run.forward(call, device_of(call.q.device))
 
 
+def plan_cuda(call: Call, first: bool = False) -> CudaConfig | str:
+    """The instance of the CUDA kernels that runs a call, of those that `auto` takes before Triton's if `first`; or why none does, as far as is
+    known without compiling them."""
+    planned = cuda.plan(call, device_of(call.q.device), first)
+    return planned if isinstance(planned, str) else build.unavailable() or planned
+
+
 def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    reason = why_not_cuda(call)
-    if reason is not None:
-        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-    return cuda.forward(call, device_of(call.q.device))
+    planned = plan_cuda(call)
+    if isinstance(planned, str):
+        raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
+    return cuda.forward(call, device_of(call.q.device), planned)
 
 
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By CUDA where it can, by Triton where not, also if compiling CUDA turns out to fail."""
-    if why_not_cuda_first(call) is None:
+    planned = plan_cuda(call, first=True)
+    if not isinstance(planned, str):
         try:
-            return cuda.forward(call, device_of(call.q.device))
+            return cuda.forward(call, device_of(call.q.device), planned)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
     return _by_triton(call)
-
-
-def why_not_cuda(call: Call) -> str | None:
-    """Why the CUDA kernels don't run a call here, as far as is known without compiling them, or None if they do."""
-    return cuda.why_not(call, device_of(call.q.device)) or build.unavailable()
-
-
-def why_not_cuda_first(call: Call) -> str | None:
-    """Why `auto` goes to Triton with a call, as far as is known without compiling, or None if it goes to CUDA."""
-    return cuda.why_not_first(call, device_of(call.q.device)) or build.unavailable()
 
 
 def forward_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]):

@@ -105,7 +105,7 @@ def test_every_gpu_gets_an_instance(device: Device, dim: int, options: dict) -> 
 def test_the_hopper_kernel_goes_first() -> None:
     assert isinstance(cuda.choose(call(), H100), configs.HopperConfig)
     for problem, device in ((call(), L40S), (call(recipe=Recipe(compute="f16")), H100), (call(recipe=Recipe(two_level=False)), H100)):
-        assert isinstance(cuda.choose(problem, device), PortableConfig) and cuda.why_not(problem, device) is None
+        assert isinstance(cuda.plan(problem, device), PortableConfig) and isinstance(cuda.plan(problem, device, first=True), str)
 
 
 @pytest.mark.parametrize(

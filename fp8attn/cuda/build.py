@@ -66,6 +66,14 @@ class Library:
     forward: Callable[..., None]
     instances: tuple[Config, ...]
 
+    @functools.cached_property
+    def _numbers(self) -> dict[Config, int]:
+        return {config: number for number, config in enumerate(self.instances)}
+
+    def number(self, config: Config) -> int:
+        """What `forward` knows an instance by."""
+        return self._numbers[config]
+
 
 def cuda_home() -> str | None:
     """Where the CUDA toolkit is, as torch finds it."""
@@ -318,6 +326,8 @@ def build(instances: tuple[Config, ...], arch: int = 90) -> Path:
 
 
 _libraries: dict[tuple[tuple[Config, ...], int], Library] = {}
+_having: dict[tuple[Config, int], Library] = {}
+"""By configuration and architecture, the first library that was loaded with it."""
 _failures: dict[tuple[tuple[Config, ...], int], str] = {}
 
 
@@ -338,6 +348,8 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
             raise
         operators = getattr(torch.ops, render.namespace(*key))
         _libraries[key] = Library(operators.forward.default, key[0])
+        for config in key[0]:
+            _having.setdefault((config, arch), _libraries[key])
     return _libraries[key]
 
 
@@ -347,10 +359,8 @@ def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
     Raises:
         BuildError: it can't be compiled.
     """
-    for (instances, built_for), library in _libraries.items():
-        if built_for == arch and config in instances:
-            return library
-    return load(group if config in group else (config,), arch)
+    found = _having.get((config, arch))
+    return load(group if config in group else (config,), arch) if found is None else found
 
 
 def unavailable() -> str | None:
