@@ -53,17 +53,22 @@ def instances(call: Call, device: Device) -> list[Config]:
     return found
 
 
-def every_shape(device: torch.device) -> None:
-    """Each shape class by all instances that run it."""
+def loaded(device: torch.device) -> dict[str, tuple[Call, list[Config]]]:
+    """A problem of each shape class with all instances that run it, compiled and loaded."""
     properties = device_of(device)
     calls = {shape: problem(shape, device) for shape in SHAPES}
-    wanted = {shape: instances(call, properties) for shape, call in calls.items()}
-    build.load(tuple(dict.fromkeys(c for several in wanted.values() for c in several)), properties.arch)
-    for shape, call in calls.items():
-        for config in wanted[shape]:
-            cuda.forward(call, properties, config)
+    found = {shape: (call, instances(call, properties)) for shape, call in calls.items()}
+    build.load(tuple(dict.fromkeys(c for _, several in found.values() for c in several)), properties.arch)
+    return found
+
+
+def every_shape(device: torch.device) -> None:
+    """Each shape class by all instances that run it."""
+    for shape, (call, several) in loaded(device).items():
+        for config in several:
+            cuda.forward(call, device_of(device), config)
         torch.cuda.synchronize()
-        print(f"{shape}: {len(wanted[shape])} instances", flush=True)
+        print(f"{shape}: {len(several)} instances", flush=True)
 
 
 def rungs(case: Case, device: torch.device) -> None:

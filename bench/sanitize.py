@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from . import report
+from . import launched, report
 from .ladder import lacking
 from .machine import ROOT, machine
 
@@ -58,6 +58,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     if reason is not None or sanitizer is None:
         print(f"sanitize: {reason}", file=sys.stderr)
         return 2
+    launched.loaded(device)  # compilers aren't to be watched
     rows = Table("tool", "findings", "its words")
     about, clean = machine(device), True
     for tool in arguments.tool or TOOLS:

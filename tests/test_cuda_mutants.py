@@ -138,6 +138,7 @@ def check(sources: str, rung: str | None) -> None:
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 700, 700))
     # later keys score higher, so that the maximum moves; scales of blocks differ
     k = k * torch.linspace(0.2, 3, 700, device=device)[:, None]
+    v += torch.linspace(-3, 3, 64, device=device)  # means that are removed
     if rung == INT8:
         q[0, 0, 20, 3], k[0, 0, 600, 5] = torch.nan, torch.inf
     quantized = fp8attn.quantize(q, k, v, recipe=Recipe(qk="int8" if rung == INT8 else "e4m3"))

@@ -625,6 +625,9 @@ def quantize(
     )  # fmt: skip
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
+    if traits.int8:
+        # rounding is an addition there: fused with the product before it, a tie of the rounded product is none
+        resources["enable_fp_fusion"] = False
     if traits.dependent:
         resources["launch_pdl"] = True
 
