@@ -14,7 +14,7 @@ from .cuda import run as cuda
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
-from .recipe import E4M3, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, E4M3, Quantized, Recipe
 from .reference import Causal
 from .triton import run
 from .validate import (
@@ -30,8 +30,6 @@ from .validate import (
 )
 
 Backend = Literal["auto", "triton", "cuda", "reference"]
-
-DEFAULT_RECIPE = Recipe()
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,12 @@ class Library:
 
     Attributes:
         forward: the operator that launches an instance by its number.
+        forward_from_half: likewise, of the instances that quantize.
         instances: what it was compiled with; an instance's number is its place.
     """
 
     forward: Callable[..., None]
+    forward_from_half: Callable[..., None]
     instances: tuple[Config, ...]
 
 
@@ -250,7 +252,7 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
             _failures[key] = str(error)
             raise
         operators = getattr(torch.ops, render.namespace(*key))
-        _libraries[key] = Library(operators.forward.default, key[0])
+        _libraries[key] = Library(operators.forward.default, operators.forward_from_half.default, key[0])
     return _libraries[key]
 
 

@@ -40,6 +40,13 @@ struct Params {
   OutType out_type;
   int mask_type;  // 0: bytes; else OutType + 1
   bool q_aligned, k_aligned;  // whether rows start at multiples of 16 bytes
+
+  // Of instances that quantize. Their q, k and v are bfloat16 or half, v (B, Hkv, Sk, Dv).
+  int64_t v_strides[3];
+  float* k_mean;         // (B, Hkv, D), contiguous, which they write; or null
+  float inverse_length;  // 1 / Sk
+  bool half;             // or bfloat16
+  int splits;            // clusters that share the queries of a key/value head
 };
 
 }  // namespace fp8attn
