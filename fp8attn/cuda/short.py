@@ -86,6 +86,11 @@ def splits(config: ShortConfig, q: torch.Tensor, k: torch.Tensor) -> int:
     return -(-tiles // config.cluster_tiles)
 
 
+def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a call of plain tensors may be one launch, by what torch.compile knows of them."""
+    return q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype and q.shape[3] == v.shape[3] and k.shape[2] <= LONGEST
+
+
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
     """Why a call of plain tensors isn't done in one launch, or None if it is."""
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
