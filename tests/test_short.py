@@ -99,6 +99,43 @@ def test_the_operator_goes_on_in_two_launches(device: torch.device, sdpa: Attent
     assert torch.equal(out, expected[0]) and torch.equal(k_mean, quantized[1].mean)
 
 
+@pytest.mark.parametrize("options", ({}, {"is_causal": True, "return_lse": True, "scale": 0.2, "out_dtype": torch.float32}))
+def test_sdpa_takes_the_operator(device: torch.device, monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    """With the bits of quantizing first, compiled whole too; other recipes, masks and what is quantized already go on as they were."""
+    monkeypatch.setattr(fp8attn.api, "choose_backend", lambda backend, device: "auto")
+    q, k, v = halves((1, 4, 70, 64), (1, 2, 200, 64), device)
+    taken = []
+    monkeypatch.setattr(short, "may_take", lambda *tensors, original=short.may_take: taken.append(original(*tensors)) or taken[-1])
+    actual = fp8attn.sdpa(q, k, v, enable_gqa=True, **options)
+    assert taken == [True]
+    recipe = Recipe(two_level=True)
+    expected = fp8attn.sdpa(q, k, v, enable_gqa=True, recipe=recipe, **options)
+    for other in (dict(recipe=recipe), dict(attn_mask=torch.ones(70, 200, dtype=torch.bool, device=device))):
+        fp8attn.sdpa(q, k, v, enable_gqa=True, **other)
+    fp8attn.sdpa(*fp8attn.quantize(q, k, v), enable_gqa=True)
+    assert taken == [True]
+    monkeypatch.undo()
+    monkeypatch.setattr(fp8attn.api, "choose_backend", lambda backend, device: "auto")
+    torch._dynamo.reset()
+    compiled_sdpa = torch.compile(lambda *x: fp8attn.sdpa(*x, enable_gqa=True, **options), fullgraph=True, backend="aot_eager")
+    for one in (actual, compiled_sdpa(q, k, v)):
+        for x, y in zip(*((x if isinstance(x, tuple) else (x,)) for x in (one, expected)), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("broken", (dict(query=torch.zeros(1, 2, 3)), dict(scale="1"), dict(dropout_p=0.5), dict(out_dtype=torch.int8)))
+def test_errors_are_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch, broken: dict) -> None:
+    q, k, v = halves((1, 2, 70, 64), (1, 2, 200, 64), device)
+    arguments = dict(query=q, key=k, value=v) | {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in broken.items()}
+    messages = []
+    for backend in ("auto", "triton"):
+        monkeypatch.setattr(fp8attn.api, "choose_backend", lambda *_, backend=backend: backend)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fp8attn.sdpa(**arguments)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 def assert_bits_of_two_launches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str, scale: float = 0.125, out_dtype: torch.dtype = torch.float32
 ) -> None:

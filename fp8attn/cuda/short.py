@@ -88,7 +88,8 @@ def splits(config: ShortConfig, q: torch.Tensor, k: torch.Tensor) -> int:
 
 def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a call of plain tensors may be one launch, by what torch.compile knows of them."""
-    return q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype and q.shape[3] == v.shape[3] and k.shape[2] <= LONGEST
+    known = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    return known and any(q.shape[3] == v.shape[3] == c.head_dim for c in INSTANCES) and k.shape[2] <= LONGEST
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
