@@ -36,7 +36,8 @@ MUTANTS = {
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
     "sums of the wrong ones": ("hopper.cuh", "0x38383838", "0x38383839"),
-    "output of the wrong lane": ("tile/output.h", "exchange(w[0], w[2], high, 2);", ""),
+    "output in the wrong place": ("tile/staged_output.h", "(2 * j + lane % 4 / 2) ^ row % 8", "(2 * j + lane % 4 / 2) ^ row % 4"),
+    "mean of the wrong channel": ("tile/staged_output.h", "fmaf(b * inverse[r], scale.y, mean.y)", "fmaf(b * inverse[r], scale.y, mean.x)"),
 }
 """Of the Hopper kernel: file, what stands there, what it is broken into."""
 

@@ -32,11 +32,12 @@ fp8attn::OutType out_type(at::ScalarType type) {
   }
 }
 
-// Boxes of rows x panel out of (B, H, S, D).
-void encode_rows(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t panel) {
-  const uint64_t sizes[4] = {uint64_t(x.size(3)), uint64_t(x.size(2)), uint64_t(x.size(1)), uint64_t(x.size(0))};
-  const uint64_t strides[3] = {uint64_t(x.stride(2)), uint64_t(x.stride(1)), uint64_t(x.stride(0))};
-  const uint32_t box[4] = {uint32_t(panel), uint32_t(rows), 1, 1};
+// Boxes of `rows` rows x `bytes` bytes of (B, H, S, D).
+void encode_rows(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t bytes) {
+  const uint64_t size = x.element_size();
+  const uint64_t sizes[4] = {size * x.size(3), uint64_t(x.size(2)), uint64_t(x.size(1)), uint64_t(x.size(0))};
+  const uint64_t strides[3] = {size * x.stride(2), size * x.stride(1), size * x.stride(0)};
+  const uint32_t box[4] = {uint32_t(bytes), uint32_t(rows), 1, 1};
   TORCH_CHECK(fp8attn::encode(map, x.const_data_ptr(), sizes, strides, box), "no tensor map for shape ", x.sizes(), ", strides ", x.strides());
 }
 
@@ -64,6 +65,7 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   if (rows > 0) {
     encode_rows(p.q_map, q, rows, panel);
     encode_rows(p.k_map, k, keys, panel);
+    encode_rows(p.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
     const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
     const uint32_t box[2] = {uint32_t(keys), uint32_t(value_rows)};
     TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());

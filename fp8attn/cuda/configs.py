@@ -21,6 +21,9 @@ ONES = 8
 PRODUCER_REGISTERS = 24
 """Of a thread of the producer's warpgroup."""
 
+OUTPUT_BYTES = 128
+"""Of a row of the output in shared memory; there are two where there are more than 64 channels."""
+
 REGISTER_FILE = 65_536
 
 
@@ -69,10 +72,11 @@ class HopperConfig:
         """sizeof(SharedStorage)."""
         q = self.consumers * ROWS * self.head_dim
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
+        output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
         tiles = 4 * 16
         barriers = 8 * (2 * self.consumers + 4 * self.stages)
-        return -(-(q + kv + facts + tiles + barriers) // 1024) * 1024
+        return -(-(q + kv + output + facts + tiles + barriers) // 1024) * 1024
 
     @property
     def name(self) -> str:
@@ -144,9 +148,14 @@ def why_not(call: Call, device: Device) -> str | None:
     reason = why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
     if reason is not None:
         return reason
-    able = serving(call)
+    return _lacking(is_general(call), call.head_dim, call.value_dim, device)
+
+
+@functools.cache
+def _lacking(general: bool, head_dim: int, value_dim: int, device: Device) -> str | None:
+    able = _serving(general, head_dim, value_dim)
     if not able:
-        return f"head dims are {call.head_dim} and {call.value_dim}; the CUDA kernel has none as large"
+        return f"head dims are {head_dim} and {value_dim}; the CUDA kernel has none as large"
     return misfit(able[0], device)
 
 
@@ -155,9 +164,14 @@ def choose(call: Call, device: Device) -> HopperConfig:
 
     Where all tiles are as long, the last round of them takes as long as any; tiles of causal calls go to whoever is free.
     """
+    heads = call.batch * call.q_heads
+    return _fastest(is_general(call), call.head_dim, call.value_dim, heads, call.q_length, call.causal != "none", device.sm_count)
 
+
+@functools.lru_cache(4096)
+def _fastest(general: bool, head_dim: int, value_dim: int, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
     def time(config: HopperConfig) -> float:
-        rounds = call.batch * call.q_heads * -(-call.q_length // config.tile_rows) / device.sm_count
-        return (max(rounds, 1.0) if call.causal != "none" else math.ceil(rounds)) * config.tile_rows / SPEEDS[config]
+        rounds = heads * -(-q_length // config.tile_rows) / sm_count
+        return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / SPEEDS[config]
 
-    return min(serving(call), key=time)
+    return min(_serving(general, head_dim, value_dim), key=time)

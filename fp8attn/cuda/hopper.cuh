@@ -7,13 +7,16 @@
 
 #include "config.h"
 #include "params.h"
+#include "ptx/cp_async.h"
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
 #include "tile/attend.h"
+#include "tile/facts.h"
 #include "tile/schedule.h"
 #include "tile/softmax.h"
+#include "tile/staged_output.h"
 
 namespace fp8attn {
 
@@ -30,6 +33,7 @@ struct Shape {
   static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr int tile_rows = C.consumers * ROWS;
+  static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
 };
 
 template <HopperConfig C>
@@ -37,6 +41,7 @@ struct alignas(1024) SharedStorage {
   uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
+  OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileFacts<C.value_dim> facts[C.consumers];
   Tile tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   float k_scale[C.stages];
@@ -52,6 +57,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   ptx::tma_prefetch(p.q_map);
   ptx::tma_prefetch(p.k_map);
   ptx::tma_prefetch(p.v_map);
+  ptx::tma_prefetch(p.out_map);
   const int64_t scale_step = p.k_group == KEYS ? p.k_scale_strides[2] : 0;  // scales of single keys are the consumers' to read
   Ring<C.stages> ring;
   // a barrier is told of its bytes once they are on their way and what else it stands for is written
@@ -103,6 +109,19 @@ __device__ void start_scores(float (&s)[KEYS / 2], SharedStorage<C>& shared, int
   ptx::wgmma_commit();
 }
 
+// Normalises a share's output and stores it, and its LSE. Sums of P stand behind the last channel.
+template <int FIRST, int SECOND, int BOXES, typename Facts>
+__device__ void store_tile(const Params& p, const Share& share, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
+                           const Facts& facts, OutputBoxes<BOXES>& boxes, Fragment f) {
+  constexpr bool parts = SECOND > 1;
+  constexpr int CHANNELS = Facts::channels;
+  const float l[2] = {parts ? o_second[SECOND - 4] : o[FIRST - 4], parts ? o_second[SECOND - 2] : o[FIRST - 2]};
+  const StagedOutput<Facts, BOXES> output(p, share.tile, share.first_row(), facts, boxes, l);
+  output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
+  if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
+  store_lse(p, share, m, l, f);
+}
+
 // One warpgroup: attention of 64 queries of every tile. Scores of a block are in the making when the loop comes to it.
 template <HopperConfig C>
 __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer) {
@@ -116,10 +135,20 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   float s[KEYS / 2], alpha[2];
   uint32_t probabilities[KEYS / 32][4];
 
+  // each is asked for as soon as nobody needs the last tile's, in this order
+  const auto load_rows = [&](const Tile& tile) {
+    if (tile.exists()) facts.load_rows(p, visible, tile, tile.first_row + consumer * ROWS);
+    ptx::cp_async_commit();
+  };
+  const auto load_channels = [&](const Tile& tile) {
+    if (tile.exists()) facts.load_channels(p, tile);
+    ptx::cp_async_commit();
+  };
+  load_rows(shared.tiles[0]);
+  load_channels(shared.tiles[0]);
+
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Share share(p, visible, shared.tiles[round % TILES], consumer);
-    ptx::warpgroup_sync(1 + consumer);  // all are done with the last tile's
-    facts.load(p, visible, share.tile, share.first_row());
     Softmax<C.exact> softmax;
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
@@ -170,8 +199,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
     start_scores(s, shared, consumer, ring.stage());
-    ptx::cp_async_wait();
-    ptx::warpgroup_sync(1 + consumer);
+    ptx::cp_async_wait_but<1>();
+    ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
     prepare(ring.stage());
     for (int n = 0; n < share.seen - 1; ++n) {
       const Ring<C.stages> next = ring.next();
@@ -201,8 +230,15 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);
     }
 
-    store_tile<C.value_dim>(p, share, softmax.m, o, o_second, facts, f);
+    const Tile& next_tile = shared.tiles[(round + 1) % TILES];
+    ptx::cp_async_wait();
+    ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows'
+    load_rows(next_tile);
+    store_tile(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
+    ptx::warpgroup_sync(1 + consumer);  // and with channels'
+    load_channels(next_tile);
   }
+  ptx::tma_store_wait<0>();
 }
 
 // Instance::config is the HopperConfig; a kernel's own template parameter can't be one, for which nvcc writes a broken stub.

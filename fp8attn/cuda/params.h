@@ -7,13 +7,16 @@
 
 namespace fp8attn {
 
+constexpr int OUTPUT_ROWS = 16, OUTPUT_BYTES = 128;  // of a box of the output
+
 constexpr int SCALE_BLOCK = 128;  // rows under one scale of k, where it isn't one of all or of each
 
 enum class OutType : int { bf16, f16, f32 };
 
 // Strides are in elements. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 struct Params {
-  CUtensorMap q_map, k_map, v_map;  // of instances with TMA: boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded); outside is zero
+  // of instances with TMA: boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded), zero outside; and into `out`, nothing outside
+  CUtensorMap q_map, k_map, v_map, out_map;
 
   const uint8_t* q;  // (B, Hq, Sq, D)
   const uint8_t* k;  // (B, Hkv, Sk, D)

@@ -10,6 +10,7 @@
 #include "params.h"
 #include "ptx/cp_async.h"
 #include "ptx/mbarrier.h"
+#include "tile/facts.h"
 #include "tile/fused.h"
 #include "tile/mask.h"
 #include "tile/output.h"

@@ -12,6 +12,7 @@
 #include "ptx/mbarrier.h"
 #include "ptx/warpgroup.h"
 #include "tile/attend.h"
+#include "tile/output.h"
 #include "tile/quantize.h"
 
 namespace fp8attn {
@@ -330,13 +331,18 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
 
   ptx::warpgroup_sync(1 + part.warpgroup);
   const Share share(p, visible, tile, 0);
-  float m[2], o[S::width / 2] = {}, none[1];
+  float m[2], o[S::width / 2] = {};
   if (attends) attend<C>(p, shared, part.warpgroup, share, k_scale, m, o);
   // what comes to this CTA is read from the shared memory of others, which must not end before
 #pragma unroll 1
   for (int n = 0; n < blocks; ++n) ptx::mbarrier_wait(&shared.k_full[n], 0), ptx::mbarrier_wait(&shared.v_full[n], 0);
   ptx::cluster_arrive_relaxed();
-  if (attends) store_tile<C.head_dim>(p, share, m, o, none, shared, Fragment::mine());
+  if (attends) {
+    const Fragment f = Fragment::mine();
+    const float l[2] = {o[S::width / 2 - 4], o[S::width / 2 - 2]};  // sums of P stand behind the last channel
+    Output(p, tile, tile.first_row, f, l).store<0, C.head_dim>(o, shared);
+    store_lse(p, share, m, l, f);
+  }
   ptx::cluster_wait();
 }
 

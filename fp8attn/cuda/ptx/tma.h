@@ -23,4 +23,19 @@ __device__ inline void tma_load(void* to, const CUtensorMap& map, uint64_t* barr
                : "memory");
 }
 
+__device__ inline void tma_store(const CUtensorMap& map, const void* from, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(reinterpret_cast<uint64_t>(&map)), "r"(shared_address(from)),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// This thread's stores since the last commit become a group.
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Returns once all groups of this thread but the last PENDING have read what they store.
+template <int PENDING>
+__device__ inline void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
 }  // namespace fp8attn::ptx

@@ -3,7 +3,6 @@
 
 #include "../ptx/wgmma.h"
 #include "mask.h"
-#include "output.h"
 #include "schedule.h"
 #include "softmax.h"
 
@@ -45,15 +44,8 @@ struct Share {
   __device__ int first_row() const { return tile.first_row + consumer * ROWS; }
 };
 
-// Normalises a share's output and stores it, and its LSE. Sums of P stand behind the last channel.
-template <int CHANNELS, int FIRST, int SECOND, typename Facts>
-__device__ void store_tile(const Params& p, const Share& share, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                           const Facts& facts, Fragment f) {
-  constexpr bool parts = SECOND > 1;
-  const float l[2] = {parts ? o_second[SECOND - 4] : o[FIRST - 4], parts ? o_second[SECOND - 2] : o[FIRST - 2]};
-  const Output output(p, share.tile, share.first_row(), f, l);
-  output.store<0, parts ? 2 * FIRST : CHANNELS>(o, facts);
-  if constexpr (parts) output.store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second, facts);
+// Of a thread's rows, from their maxima and the sums of their P.
+__device__ inline void store_lse(const Params& p, const Share& share, const float (&m)[2], const float (&l)[2], Fragment f) {
   if (p.lse == nullptr || f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -6,7 +6,6 @@
 
 #include <type_traits>
 
-#include "../ptx/cp_async.h"
 #include "mask.h"
 #include "schedule.h"
 
@@ -24,31 +23,6 @@ __device__ inline void transpose_quad(uint32_t (&w)[4]) {
   exchange(w[0], w[2], high, 2);
   exchange(w[1], w[3], high, 2);
 }
-
-// What THREADS threads, a warpgroup's or all of them, want to know of their tile, in shared memory: scales and means of V's channels,
-// zero where there are none, scales of the M rows of Q, and how many keys these see.
-template <int CHANNELS, int M = ROWS, int THREADS = 128>
-struct TileFacts {
-  float channel_scale[CHANNELS], channel_mean[CHANNELS], row_scale[M];
-  int row_end[M];
-
-  // Called by all of them; complete once all have been through cp_async_wait.
-  __device__ void load(const Params& p, const Visible& visible, const Tile& tile, int first_row) {
-    const float* scales = p.v_scale + tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[1];
-    const float* means = p.v_mean + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim;
-    for (int x = threadIdx.x % THREADS; x < CHANNELS; x += THREADS) {
-      const bool exists = x < p.value_dim;
-      ptx::cp_async(&channel_scale[x], exists ? scales + x * p.v_scale_strides[2] : p.v_scale, exists);
-      ptx::cp_async(&channel_mean[x], exists && p.v_mean != nullptr ? means + x : p.v_scale, exists && p.v_mean != nullptr);
-    }
-    const float* row_scales = p.q_scale + tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1];
-    for (int i = threadIdx.x % THREADS; i < M; i += THREADS) {
-      const int row = min(first_row + i, p.q_length - 1);
-      ptx::cp_async(&row_scale[i], row_scales + (p.q_group == 0 ? 0 : row / p.q_group) * p.q_scale_strides[2], true);
-      row_end[i] = visible.end(first_row + i);
-    }
-  }
-};
 
 // Where a thread's two rows of the output go, and by what they are multiplied on the way.
 struct Output {

@@ -1,0 +1,112 @@
+// From accumulators to memory through shared memory, so that the copy engine stores while the warpgroup goes on.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../ptx/stmatrix.h"
+#include "../ptx/tma.h"
+#include "schedule.h"
+
+namespace fp8attn {
+
+// Of each warp of a warpgroup: boxes of its 16 rows that are written, or being stored. Chunks of 16 bytes are swizzled as TMA does.
+template <int BOXES>
+struct alignas(1024) OutputBoxes {
+  uint8_t bytes[4][BOXES][OUTPUT_ROWS * OUTPUT_BYTES];
+};
+
+// A warp's 16 rows of the output, and by what they are multiplied on the way.
+template <typename Facts, int BOXES>
+struct StagedOutput {
+  const Params& p;
+  const Tile& tile;
+  const Facts& facts;
+  OutputBoxes<BOXES>& boxes;
+  int first_row, lane;
+  bool there[2];  // a row without visible keys is zero
+  float inverse[2];
+
+  __device__ StagedOutput(const Params& params, const Tile& its_tile, int warpgroup_row, const Facts& its_facts, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
+      : p(params), tile(its_tile), facts(its_facts), boxes(its_boxes), first_row(warpgroup_row + threadIdx.x % 128 / 32 * OUTPUT_ROWS), lane(threadIdx.x % 32) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      there[r] = l[r] != 0.0f;
+      inverse[r] = 1.0f / l[r];
+    }
+  }
+
+  // Normalises, descales and stores COUNT of the channels, from FIRST on.
+  template <int FIRST, int COUNT, int N>
+  __device__ void store(const float (&o)[N]) const {
+    switch (p.out_type) {
+      case OutType::bf16:
+        return store_as<__nv_bfloat16, FIRST, COUNT>(o);
+      case OutType::f16:
+        return store_as<__half, FIRST, COUNT>(o);
+      case OutType::f32:
+        return store_as<float, FIRST, COUNT>(o);
+    }
+  }
+
+ private:
+  // Of a thread's row r the channels x and x + 1.
+  __device__ float2 value(float a, float b, int r, int x) const {
+    const float2 scale = reinterpret_cast<const float2&>(facts.channel_scale[x]), mean = reinterpret_cast<const float2&>(facts.channel_mean[x]);
+    return {there[r] ? fmaf(a * inverse[r], scale.x, mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, mean.y) : 0.0f};
+  }
+
+  __device__ static uint32_t pack(float2 x, __nv_bfloat16) {
+    const __nv_bfloat162 pair = __float22bfloat162_rn(x);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+
+  __device__ static uint32_t pack(float2 x, __half) {
+    const __half2 pair = __float22half2_rn(x);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+
+  template <typename T, int FIRST, int COUNT, int N>
+  __device__ void store_as(const float (&o)[N]) const {
+    constexpr int width = OUTPUT_BYTES / sizeof(T);
+    const int column = lane % 4 * 2;
+#pragma unroll
+    for (int box = 0; box < COUNT / width; ++box) {
+      uint8_t* to = boxes.bytes[threadIdx.x % 128 / 32][box % BOXES];
+      if (lane == 0) ptx::tma_store_wait<BOXES - 1>();
+      __syncwarp();
+      const int x = FIRST + box * width + column;
+      const float* s = o + box * width / 2;
+      if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int j = 0; j < width / 8; ++j)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int row = lane / 4 + 8 * r, chunk = (2 * j + lane % 4 / 2) ^ row % 8;
+            *reinterpret_cast<float2*>(to + row * OUTPUT_BYTES + chunk * 16 + lane % 2 * 8) = value(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], r, x + 8 * j);
+          }
+      } else {
+        // of each four matrices the rows 0 ... 7 and 8 ... 15 of one group of 8 channels, then of the next
+        uint8_t* row = to + lane % 16 * OUTPUT_BYTES;
+#pragma unroll
+        for (int j = 0; j < width / 8; j += 2) {
+          uint32_t matrices[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int at = 4 * (j + i / 2) + 2 * (i % 2);
+            matrices[i] = pack(value(s[at], s[at + 1], i % 2, x + 8 * (j + i / 2)), T());
+          }
+          ptx::stmatrix(row + ((j + lane / 16) ^ lane % 8) * 16, matrices);
+        }
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::tma_store(p.out_map, to, (FIRST + box * width) * sizeof(T), first_row, tile.head, tile.batch);
+        ptx::tma_store_commit();
+      }
+    }
+  }
+};
+
+}  // namespace fp8attn
