@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 
-from . import accuracy, adapters, cases, commits, compare, document, ladder, plot, profile, quantize, readme, report, search
+from . import accuracy, adapters, cases, commits, compare, document, ladder, model, needle, plot, profile, quantize, readme, report, sanitize, search
 from .compare import Comparison
 from .gates import Gates, all_green, compiles, judge
 from .machine import machine
@@ -25,8 +25,12 @@ DEFAULT = "run"
 
 
 MODULES: dict[str, ModuleType] = {
+    "accuracy": accuracy,
+    "needle": needle,
+    "model": model,
     "ladder": ladder,
     "profile": profile,
+    "sanitize": sanitize,
     "search": search,
     "plot": plot,
     "report": document,
@@ -74,7 +78,6 @@ def parser() -> argparse.ArgumentParser:
     side_by_side.add_argument("--distribution", default="normal", choices=cases.DISTRIBUTIONS, help="of the inputs (default: %(default)s)")
     side_by_side.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown tables, to standard output without FILE")
     commands.add_parser("peers", help="who can be compared on this machine, and what the others need")
-    commands.add_parser("accuracy", parents=[filtered, peered, recorded], help="errors by distribution and length")
     commands.add_parser("quantize", parents=[filtered, timed, recorded], help="the quantizer's bandwidth")
     comparing = commands.add_parser(
         "compare", parents=[filtered, timed], help="two results files or two commits, case by case: what is faster, what slower, what noise"
@@ -89,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     comparing.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     for name, module in MODULES.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=f"{module.HELP}."))
-    commands.add_parser("readme", help="fill the README's tables from bench/results")
+    commands.add_parser("readme", help="fill the tables of README.md and docs/accuracy.md from bench/results")
     return top
 
 
@@ -148,23 +151,6 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
     for result in reds:
         console.print(f"[red]red, no speed: {result.case.name}, {result.distribution}, {result.backend}: {', '.join(result.broken)}[/]")
     return 1 if reds else 0
-
-
-def run_accuracy(arguments: argparse.Namespace, device: torch.device) -> int:
-    gpu, gates, about = device.type == "cuda", Gates.load(), machine(device)
-    chosen = [work for work in cases.accuracy(gpu) if arguments.case in work[0].name]
-    peers = peers_of(arguments)
-    results: list[Result] = []
-    with report.progress() as bar:
-        task = bar.add_task("", total=len(chosen))
-        for case, distribution in chosen:
-            bar.update(task, description=f"{distribution}, {case.name}")
-            found = accuracy.accuracy(case, distribution, peers, gates.bad, device)
-            report.append(arguments.json, (report.json_line("accuracy", result.record(), about) for result in found))
-            results += found
-            bar.advance(task)
-    report.console().print(report.accuracy_table(results, gpu))
-    return 0
 
 
 def run_peers(arguments: argparse.Namespace, device: torch.device) -> int:
@@ -251,7 +237,6 @@ RUN = {
     "run": run_side_by_side,
     "peers": run_peers,
     "compare": run_compare,
-    "accuracy": run_accuracy,
     "quantize": run_quantize,
     "readme": run_readme,
     **{name: module.main for name, module in MODULES.items()},

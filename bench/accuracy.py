@@ -1,24 +1,189 @@
-"""Errors by distribution and length, without timing."""
+"""Errors against exact attention in float64, by distribution, length, head dim and mask, without timing."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from rich.table import Table
 
-from .cases import Case
-from .errors import Bad
-from .peers import END_TO_END, Peer, Problem, answer
-from .run import Result
+from . import cases, report
+from .cases import Case, Workload
+from .errors import Errors
+from .gates import Gates
+from .machine import machine
+from .peers import Peer, Problem, answer
+from .plot import _legend, _origin, _pyplot
+from .readme import RESULTS, Record
+from .rows import chosen, compile_side_by_side
+
+HELP = "errors against float64 attention by distribution, length, head dim and mask: every recipe, and others' FP8 kernels"
+
+PICTURE = RESULTS / "accuracy.svg"
+
+LENGTHS = (128, 512, 2048, 16384, 65536, 131072, 524288)
+LENGTHS_ON_CPU = (128, 512, 2048, 16384)
+LONG_QUERIES = 256
+"""At most, where length is what matters: float64 attention of 512k of them would take hours."""
+
+BY_LENGTH = ("normal", "one-sign", "sinks", "outliers")
 
 
-def accuracy(case: Case, distribution: str, peers: Sequence[Peer], bad: Bad, device: torch.device) -> list[Result]:
-    """A result without timing for every peer that starts from bfloat16."""
+def _keys(length: int) -> str:
+    return f"{length // 1024}k keys" if length >= 1024 else f"{length} keys"
+
+
+def by_length(length: int, queries: int) -> Case:
+    return Case(f"{_keys(length)} D128", 1, 1, 1, min(queries, length), length, 128, 128, causal=False)
+
+
+def by_distribution(length: int, heads: int, dim: int, causal: bool) -> Case:
+    return cases.square(f"{_keys(length)} D{dim}{' causal' if causal else ''}", 1, heads, length, dim, causal)
+
+
+def workloads(gpu: bool) -> list[Workload]:
+    """What is looked at; without a GPU, small cases and few queries."""
+    dims, length, heads = ((64, 128, 256), 4096, 2) if gpu else ((64, 128), 1024, 1)
+    found = [(by_distribution(length, heads, dim, causal), name) for name in cases.DISTRIBUTIONS for dim in dims for causal in (False, True)]
+    lengths, queries = (LENGTHS, LONG_QUERIES) if gpu else (LENGTHS_ON_CPU, 32)
+    return found + [(by_length(keys, queries), name) for name in BY_LENGTH for keys in lengths]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One row's errors on a case, or why there are none."""
+
+    case: Case
+    distribution: str
+    row: str
+    errors: Errors | None
+    refused: str | None
+
+    def record(self) -> Record:
+        """One flat JSON object, errors to five digits."""
+        case = {name: getattr(self.case, name) for name in ("q_heads", "q_length", "kv_length", "head_dim", "causal")}
+        errors: dict[str, Any] = dict.fromkeys(Errors.__dataclass_fields__)
+        if self.errors is not None:
+            # cosines lie next to one
+            errors = {name: float(f"{x:.5g}") if name != "cosine" else round(x, 8) for name, x in dataclasses.asdict(self.errors).items()}
+        return {"case": self.case.name, **case, "backend": self.row, "distribution": self.distribution, **errors, "refused": self.refused}
+
+
+def measure(case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, device: torch.device) -> list[Result]:
     problem = Problem.of(case, distribution, device, rotate=False)
-    expected = problem.expected()
+    expected = problem.expected(torch.float64)
     results = []
-    for peer in peers:
-        if END_TO_END in peer.stages:
-            given = answer(peer, problem, expected, bad)
-            results.append(Result(case, peer.name, peer.stages, distribution, given.errors, refused=given.refused, unavailable=given.unavailable))
+    for row in rows:
+        given = answer(row, problem, expected, gates.bad)
+        if not given.unavailable:
+            results.append(Result(case, distribution, row.name, given.errors, given.refused))
     return results
+
+
+def table(results: Sequence[Result], gpu: bool) -> Table:
+    """All errors of every row."""
+    where = "" if gpu else " Without a GPU recipes' rows are the pipeline's oracle, and lengths end where a CPU's patience does."
+    headers = ("RMSE", "relative L2", "cosine", "SQNR dB", "worst element")
+    made = report.table_of("Errors against float64", ("inputs", "case", "row"), headers, f"–: refused, --json keeps the reason.{where}")
+    for i, result in enumerate(results):
+        new = i == 0 or (result.case, result.distribution) != (results[i - 1].case, results[i - 1].distribution)
+        if new:
+            made.add_section()
+        e = result.errors
+        cells = ("–",) * 5 if e is None else (f"{e.rmse:.2e}", f"{e.relative_l2:.4f}", f"{e.cosine:.6f}", f"{e.sqnr_db:.1f}", f"{e.max_abs:.2e}")
+        names = (result.distribution, result.case.name) if new else ("", "")
+        made.add_row(*names, result.row, *cells, style="bold" if result.row.startswith("fp8attn") else None)
+    return made
+
+
+DRAWN = {
+    "fp8attn cuda end to end": ("#D55E00", "o", "-"),
+    "fp8attn triton end to end": ("#0072B2", "s", "-"),
+    "fp8attn rotated": ("#E69F00", "v", "-"),
+    "fp8attn V not smoothed": ("#F0E442", "<", "-"),
+    "fp8attn f16": ("#56B4E9", ">", "-"),
+    "cuDNN e4m3": ("#000000", "P", "-"),
+    "e4m3 one level": ("#009E73", "D", "-"),
+    "FA3 e4m3, modelled": ("#009E73", "d", ":"),
+    "FA3 e4m3 two-level": ("#CC79A7", "X", ":"),
+    "SDPA flash": ("#999999", "^", "--"),
+}
+"""Rows in the picture: colour, marker, line."""
+
+
+def draw(records: Sequence[Record], to: Path) -> None:
+    """Relative L2 error over the number of keys, a panel for each distribution; the format is `to`'s suffix.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    there = [r for r in records if r["case"].endswith("keys D128") and r["distribution"] in BY_LENGTH and r["relative_l2"]]
+    names = list(dict.fromkeys(r["distribution"] for r in there))
+    if not names:
+        raise ValueError("no errors by length")
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.8), sharey=True, squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        for row, (colour, marker, line) in DRAWN.items():
+            mine = sorted((r["kv_length"], r["relative_l2"]) for r in there if (r["backend"], r["distribution"]) == (row, name))
+            if mine:
+                axis.plot(*zip(*mine, strict=True), color=colour, marker=marker, linestyle=line, label=row)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(name, fontsize=11)
+        axis.set_xlabel("keys")
+        axis.grid(alpha=0.3, which="both")
+    axes[0][0].set_ylabel("relative L2 error")
+    _legend(figure, axes[0][0], 5)
+    figure.suptitle(f"{_origin(there)}, head dim 128", fontsize=11)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=110, metadata={"Date": None} if to.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    parser.add_argument("--distribution", action="append", choices=cases.DISTRIBUTIONS, help="repeatable; default: all")
+    parser.add_argument("--peer", action="append", metavar="SUBSTRING", help="only rows with this in their names; repeatable")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+    parser.add_argument("--draw", type=Path, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE.name} beside it")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    gpu, gates, about = device.type == "cuda", Gates.load(), machine(device)
+    try:
+        if arguments.draw is not None:
+            draw([json.loads(line) for line in arguments.draw.read_text().splitlines()], arguments.draw.with_name(PICTURE.name))
+            return 0
+        rows, needs = chosen(arguments.peer)
+    except (OSError, ValueError) as error:
+        print(f"accuracy: {error}", file=sys.stderr)
+        return 2
+    for name, need in needs.items():
+        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+    wanted = [
+        (case, name) for case, name in workloads(gpu) if arguments.case in case.name and name in (arguments.distribution or cases.DISTRIBUTIONS)
+    ]
+    results: list[Result] = []
+    with report.progress() as bar:
+        if gpu:
+            shapes = list(dict.fromkeys((case.head_dim, case.causal) for case, _ in wanted))
+            task = bar.add_task("compiling", total=None)
+            for _ in compile_side_by_side(rows, [by_distribution(512, 1, *shape) for shape in shapes]):
+                bar.advance(task)
+        task = bar.add_task("", total=len(wanted))
+        for case, distribution in wanted:
+            bar.update(task, description=f"{distribution}, {case.name}")
+            found = measure(case, distribution, rows, gates, device)
+            report.append(arguments.json, (report.json_line("accuracy", result.record(), about) for result in found))
+            results += found
+            bar.advance(task)
+    report.console().print(table(results, gpu))
+    return 0

@@ -207,11 +207,48 @@ def channel_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: t
     return q, k + bias, v
 
 
+def sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
+    """Queries have a common part, and the first four keys lie along it: their scores are about 10, those of other keys N(0, 2), and most of the
+    probability is theirs. Their values are a fiftieth of the others', so that the answer isn't: what language models do with their first
+    tokens (arXiv:2309.17453, section 3.1; arXiv:2410.13835 on value-state drains)."""
+    common = torch.ones(q.shape[-1], device=q.device)
+    k, v = k.clone(), v.clone()
+    k[:, :, :4] = common * (10 * q.shape[-1] ** -0.5)
+    v[:, :, :4] /= 50
+    return q + common, k, v
+
+
+def heavy_tails(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
+    """Student's t with three degrees of freedom, over its standard deviation."""
+
+    def tailed(x: torch.Tensor) -> torch.Tensor:
+        squares = torch.zeros_like(x)
+        for _ in range(3):
+            squares += torch.randn(x.shape, generator=generator, device=x.device) ** 2
+        return x / squares.sqrt()
+
+    return tailed(q), tailed(k), tailed(v)
+
+
+def one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
+    """Query i is twice key i, so that nearly all of its attention goes there."""
+    return 2 * k[:, :, : q.shape[2]].repeat_interleave(q.shape[1] // k.shape[1], 1), k, v
+
+
+def constant(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
+    """0.7 everywhere."""
+    return torch.full_like(q, 0.7), torch.full_like(k, 0.7), torch.full_like(v, 0.7)
+
+
 DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], Tensors]] = {
     "normal": normal,
     "one-sign": one_sign,
     "outliers": outliers,
     "channel-bias": channel_bias,
+    "sinks": sinks,
+    "heavy-tails": heavy_tails,
+    "one-hot": one_hot,
+    "constant": constant,
 }
 
 

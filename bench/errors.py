@@ -26,16 +26,20 @@ class Errors:
 
     Attributes:
         max_abs, mean_abs: of |error|.
+        rmse: root of the mean squared error.
         relative_l2: ‖error‖ / ‖expected‖.
         bad_share: of elements that `Bad` calls bad.
         sqnr_db: signal to quantization noise, 10 log10(‖expected‖² / ‖error‖²).
+        cosine: of the angle between the answers, 0 where one of them is zero.
     """
 
     max_abs: float
     mean_abs: float
+    rmse: float
     relative_l2: float
     bad_share: float
     sqnr_db: float
+    cosine: float
 
     @classmethod
     def of(cls, out: torch.Tensor, expected: torch.Tensor, bad: Bad) -> Errors:
@@ -48,18 +52,22 @@ class Errors:
         """
         if out.shape != expected.shape:
             raise ValueError(f"the answer has shape {tuple(out.shape)}, expected {tuple(expected.shape)}")
-        error = (out.float() - expected).abs_()
-        signal = _norm(expected)
-        noise = _norm(error)
+        out = out.float()
+        error = (out - expected).abs_()
+        signal, size, noise = _norm(expected), _norm(out), _norm(error)
+        elements = max(expected.numel(), 1)
         relative = noise / signal if signal > 0 else noise
-        limit = expected.abs().mul_(bad.rtol).add_(bad.atol_rms * signal / math.sqrt(max(expected.numel(), 1)))
+        limit = expected.abs().mul_(bad.rtol).add_(bad.atol_rms * signal / math.sqrt(elements))
         good = error <= limit  # False for NaN
         return cls(
             max_abs=float(error.max()),
             mean_abs=float(error.mean(dtype=torch.float64)),
+            rmse=noise / math.sqrt(elements),
             relative_l2=relative,
             bad_share=1.0 - int(good.sum()) / good.numel(),
             sqnr_db=math.inf if relative == 0 else -20 * math.log10(relative),
+            # from lengths alone: float32 products of long answers would lose the digits that it is about
+            cosine=(size**2 + signal**2 - noise**2) / (2 * size * signal) if size and signal else 0.0,
         )
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from fp8attn.cuda import run as cuda
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import Device, device_of
 
-from . import report
+from . import profile, report
 from .cases import Case, square
 from .errors import Bad, Errors
 from .gates import Gates
@@ -43,7 +45,8 @@ class Result:
     Attributes:
         config: of a rung; None of a peer.
         against_previous, against_first: median of the rung before and of rung 0 over this one's; more than 1 is faster.
-        resources: what cuobjdump says of the kernel: registers and bytes of stack of a thread, which is where spills would be.
+        conflicts: of the wavefronts of shared memory, those that conflicts of banks added, percent, by Nsight Compute; None if not asked for.
+        resources: what ptxas says of the kernel: of a thread, registers and bytes of stack and spills.
         refused: why there is no timing, or None.
     """
 
@@ -54,6 +57,7 @@ class Result:
     timing: Timing | None = None
     against_previous: float | None = None
     against_first: float | None = None
+    conflicts: float | None = None
     resources: dict[str, int] = dataclasses.field(default_factory=dict)
     refused: str | None = None
 
@@ -75,8 +79,10 @@ class Result:
             "tflops": self.tflops,
             "against_previous": self.against_previous,
             "against_first": self.against_first,
-            "registers": self.resources.get("reg"),
+            "conflicts": self.conflicts,
+            "registers": self.resources.get("registers"),
             "stack": self.resources.get("stack"),
+            "spills": self.resources.get("spill_stores"),
             "shared_bytes": None if self.config is None else self.config.shared_bytes,
             **errors,
             "refused": self.refused,
@@ -92,12 +98,6 @@ def configs(device: Device) -> tuple[PortableConfig, ...]:
     """What is compiled for all cases, at once."""
     everything = (config for case in CASES for config in rungs(case.head_dim).values())
     return tuple(config for config in dict.fromkeys(everything) if portable.fits(config, device))
-
-
-def _resources(config: PortableConfig, meta: dict[str, Any]) -> dict[str, int]:
-    """Of the kernel whose mangled name says that it is of this config."""
-    mangled = f"{len(config.name)}{config.name}E"
-    return next((numbers for name, numbers in meta["resources"].items() if mangled in name), {})
 
 
 def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> list[Result]:
@@ -122,7 +122,7 @@ def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> l
             continue
         poison(problem)
         runs[name] = lambda i, config=config: cuda.forward(calls[i % len(calls)], properties, config)[0]  # type: ignore[misc]
-        results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=_resources(config, meta)))
+        results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=meta["resources"].get(config.name, {})))
     if isinstance(cuda.choose(calls[0], properties), PortableConfig):
         others = {}
     else:
@@ -156,6 +156,16 @@ def _compared(results: list[Result], timings: dict[str, Timing]) -> list[Result]
                 previous = timing.p50_us
                 first = timing.p50_us if first is None else first
         found.append(result)
+    return found
+
+
+def with_conflicts(results: Sequence[Result], counters: Sequence[profile.Counters]) -> list[Result]:
+    """The rungs with what Nsight Compute counted of their kernels."""
+    found = []
+    for result in results:
+        config = result.config
+        counted = [c.conflicts for c in counters if config is not None and re.search(rf"\b{config.name}\b", c.kernel)]
+        found.append(dataclasses.replace(result, conflicts=counted[0] if counted else None))
     return found
 
 
@@ -193,7 +203,20 @@ def draw(records: list[dict[str, Any]], to: Path) -> None:
 
 def table(results: Sequence[Result]) -> Table:
     """Rungs in order, then peers."""
-    headers = ("p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "registers", "shared bytes", "stack", "relative L2", "max error")
+    headers = (
+        "p50 µs",
+        "p90",
+        "samples",
+        "× previous",
+        "× rung 0",
+        "TFLOP/s",
+        "conflicts, %",
+        "registers",
+        "shared bytes",
+        "spills",
+        "relative L2",
+        "max error",
+    )
     rows = report.table_of(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
     for r in results:
         if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
@@ -201,9 +224,10 @@ def table(results: Sequence[Result]) -> Table:
         times = ("–", "–", "–") if r.timing is None else (f"{r.timing.p50_us:.1f}", f"{r.timing.p90_us:.1f}", str(r.timing.samples))
         speeds = (report.number_of(r.against_previous, ".2f"), report.number_of(r.against_first, ".2f"), report.number_of(r.tflops, ".0f"))
         shared = None if r.config is None else r.config.shared_bytes
-        numbers = (report.number_of(r.resources.get("reg"), "d"), report.number_of(shared, "d"), report.number_of(r.resources.get("stack"), "d"))
+        numbers = (*(report.number_of(n, "d") for n in (r.resources.get("registers"), shared, r.resources.get("spill_stores"))),)
+        conflicts = report.number_of(r.conflicts, ".1f")
         errors = ("–", "–") if r.errors is None else (f"{r.errors.relative_l2:.4f}", f"{r.errors.max_abs:.4f}")
-        rows.add_row(r.rung, *times, *speeds, *numbers, *errors)
+        rows.add_row(r.rung, *times, *speeds, conflicts, *numbers, *errors)
     return rows
 
 
@@ -218,6 +242,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
     parser.add_argument("--rounds", type=int, default=5, help="turns that every rung gets (default: %(default)s)")
     parser.add_argument("--milliseconds", type=float, default=130.0, help="length of a turn (default: %(default)s, 100 samples of the slowest rung)")
+    parser.add_argument(
+        "--profile", action="store_true", help="count conflicts of shared memory's banks under Nsight Compute, in a process of its own"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
     parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw a bar chart; the README's is {PICTURE.name}")
 
@@ -236,6 +263,9 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         for case in chosen:
             bar.update(task, description=case.name)
             results = measure(case, gates.bad, protocol, device)
+            if arguments.profile:
+                words = ["-m", "bench.launched", json.dumps(dataclasses.asdict(case))]
+                results = with_conflicts(results, profile.parse(profile.measure(words, "none", None)))
             report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
             records += [result.record() | about for result in results]
             report.console().print(table(results))

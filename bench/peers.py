@@ -19,7 +19,6 @@ import fp8attn
 from fp8attn.api import call_of
 from fp8attn.cuda import run as cuda
 from fp8attn.device import device_of
-from fp8attn.ops import why_not_cuda
 from fp8attn.triton import run
 
 from .cases import Case, Tensors, inputs
@@ -73,14 +72,14 @@ class Problem:
         """How many of the last queries have an expected answer."""
         return self.case.q_length if self.case.scores <= MOST_CHECKED else min(CHECKED_ROWS, self.case.q_length)
 
-    def expected(self) -> torch.Tensor:
-        """Exact attention of the last `checked_rows` unquantized queries, float32 (B, Hq, rows, Dv)."""
+    def expected(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Exact attention of the last `checked_rows` unquantized queries, computed in `dtype`, float32 (B, Hq, rows, Dv)."""
         q, k, v = self.sets[0]
         # the last rows of a square causal problem are one that is causal from the bottom right
         return cast(
             torch.Tensor,
             fp8attn.reference_sdpa(
-                q[:, :, -self.checked_rows :], k, v, **self.case.options, causal_alignment="bottom_right", out_dtype=torch.float32
+                q[:, :, -self.checked_rows :], k, v, **self.case.options, causal_alignment="bottom_right", out_dtype=torch.float32, dtype=dtype
             ),
         )
 
@@ -114,9 +113,7 @@ def _triton(problem: Problem) -> Attention:
 def _cuda(problem: Problem) -> Attention:
     calls = [call_of(*tensors, **problem.case.options) for tensors in problem.sets]
     device = device_of(problem.device)
-    reason = why_not_cuda(calls[0])
-    if reason is not None:
-        raise fp8attn.BackendUnavailable(reason)
+    fp8attn.explain(*problem.sets[0], **problem.case.options, backend="cuda")  # says what is missing
     return lambda i: cuda.forward(calls[i % len(calls)], device)[0]
 
 
@@ -141,6 +138,7 @@ OWN = (
     Peer("fp8attn cuda", (KERNEL,), _cuda, own=True),
     Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True),
     Peer("fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True),
+    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True),
     Peer("fp8attn triton", (KERNEL,), _triton, own=True),
     Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True),
 )

@@ -175,15 +175,20 @@ def parse(text: str) -> list[Counters]:
     return found
 
 
-def command(ncu: str, case: cases.Case, peer: str, distribution: str, clock_control: str, nvtx: str | None) -> list[str]:
-    """What is run: ncu, and under it the profiled call."""
+def target(case: cases.Case, peer: str, distribution: str) -> list[str]:
+    """The profiled call."""
+    return ["-m", "bench.profiled", json.dumps({"case": asdict(case), "peer": peer, "distribution": distribution})]
+
+
+def command(ncu: str, profiled: Sequence[str], clock_control: str, nvtx: str | None) -> list[str]:
+    """What is run: ncu, and under it Python with the words `profiled`."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
     ranges = ["--nvtx", "--nvtx-include", f"{nvtx}/"] if nvtx else []
-    target = [sys.executable, "-m", "bench.profiled", json.dumps({"case": asdict(case), "peer": peer, "distribution": distribution})]
-    return [ncu, "--clock-control", clock_control, "--profile-from-start", "off", *sections, *ranges, "--csv", "--page", "raw", *target]
+    words = ["--clock-control", clock_control, "--profile-from-start", "off", *sections, *ranges, "--csv", "--page", "raw"]
+    return [ncu, *words, sys.executable, *profiled]
 
 
-def measure(case: cases.Case, peer: str, distribution: str, clock_control: str, nvtx: str | None) -> str:
+def measure(profiled: Sequence[str], clock_control: str, nvtx: str | None) -> str:
     """ncu's CSV.
 
     Raises:
@@ -192,7 +197,7 @@ def measure(case: cases.Case, peer: str, distribution: str, clock_control: str, 
     ncu = shutil.which("ncu")
     if ncu is None:
         raise ValueError("ncu isn't here; install Nsight Compute, which comes with the CUDA toolkit, and put it on the PATH")
-    done = subprocess.run(command(ncu, case, peer, distribution, clock_control, nvtx), cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command(ncu, profiled, clock_control, nvtx), cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         hint = "; try --clock-control none" if clock_control != "none" else ""
         raise ValueError(f"ncu failed{hint}: {(done.stderr + done.stdout)[-1500:].strip()}")
@@ -258,7 +263,10 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
                 raise ValueError(f"no case is named {unknown[0]!r}; --help lists them")
             if arguments.peer not in {peer.name for peer in adapters.PEERS}:
                 raise ValueError(f"no peer is named {arguments.peer!r}; there are {', '.join(peer.name for peer in adapters.PEERS)}")
-            texts = {name: measure(by_name[name], arguments.peer, arguments.distribution, arguments.clock_control, arguments.nvtx) for name in wanted}
+            texts = {
+                name: measure(target(by_name[name], arguments.peer, arguments.distribution), arguments.clock_control, arguments.nvtx)
+                for name in wanted
+            }
         found = {name: parse(text) for name, text in texts.items()}
     except (OSError, ValueError) as error:
         print(f"profile: {error}", file=sys.stderr)

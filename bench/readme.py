@@ -1,16 +1,16 @@
-"""The README's tables, from the committed results: rendered between markers, so that no number in them was typed."""
+"""The documents' tables, from the committed results: rendered between markers, so that no number in them was typed."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from .machine import ROOT
 
 README = ROOT / "README.md"
+ACCURACY = ROOT / "docs" / "accuracy.md"
 RESULTS = ROOT / "bench" / "results"
 
 Record = dict[str, Any]
@@ -82,15 +82,81 @@ def beside() -> str:
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 
+COLUMNS = {
+    "fp8attn cuda end to end": "CUDA",
+    "fp8attn cuda rotated end to end": "rotated",
+    "fp8attn triton end to end": "Triton",
+    "cuDNN e4m3": "cuDNN e4m3",
+    "e4m3 one level": "e4m3 one level",
+    "FA3 e4m3 two-level": "FA3 two-level",
+    "SDPA cuDNN": "SDPA cuDNN bf16",
+}
+"""Rows of `accuracy` that are columns of the README's table, if they were measured."""
+
+
 def errors() -> str:
-    """Relative L2 by distribution and length."""
+    """Relative L2 by distribution and length: cases without a mask and not the shortest."""
+    records = [r for r in _lines("accuracy") if not r["causal"] and r["head_dim"] <= 128 and r["kv_length"] >= 1024]
+    return _by_input(records, {name: column for name, column in COLUMNS.items() if any(r["backend"] == name for r in records)})
+
+
+def accuracy() -> str:
+    """Relative L2 of everything that was asked and gave an answer."""
     records = _lines("accuracy")
-    backends = ("fp8attn cuda end to end", "fp8attn triton end to end", "SDPA cuDNN")
-    rows = [[*key, *(f"{by[name]['relative_l2']:.4f}" for name in backends)] for key, by in _by_case(records, "distribution", "case").items()]
-    return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', 'CUDA', 'Triton', 'SDPA cuDNN bf16'), rows, 2)}"
+    return _by_input(records, {r["backend"]: r["backend"].removeprefix("fp8attn ") for r in records if r["relative_l2"] is not None})
+
+
+def _by_input(records: Sequence[Record], columns: dict[str, str]) -> str:
+    rows = []
+    for key, by in _by_case(records, "distribution", "case").items():
+        found = (by.get(name, {}).get("relative_l2") for name in columns)
+        rows.append([*key, *("–" if x is None else f"{x:.4f}" for x in found)])
+    return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', *columns.values()), rows, 2)}"
+
+
+def needle() -> str:
+    """Needles found, by their share and the row, over length."""
+    records = _lines("needle")
+    lengths = list(dict.fromkeys(record["keys"] for record in records))
+    found = {(r["share"], r["backend"], r["keys"]): r["found"] for r in records}
+    rows = []
+    for share, name in dict.fromkeys((share, name) for share, name, _ in found):
+        by_length = (found.get((share, name, keys)) for keys in lengths)
+        rows.append([f"1/{1 / share:.0f}", name, *("–" if x is None else f"{x:.1%}" for x in by_length)])
+    return (
+        f"{_machine(records)}; {records[0]['trials']} needles:\n\n{markdown_table(('share', '', *(f'{keys // 1024}k' for keys in lengths)), rows, 2)}"
+    )
+
+
+def model() -> str:
+    """Perplexities."""
+    records = _lines("model")
+    one = records[0]
+    rows = []
+    for r in records:
+        if r["perplexity"] is not None:
+            rows.append([r["backend"], f"{r['perplexity']:.5f}", f"{r['gap']:+.4%}", f"{r['gap_error']:.4%}", f"{r['agreement']:.3%}"])
+    about = (
+        f"{one['parameters'] / 1e6:.1f} M parameters, {one['layers']} layers of {one['heads']} heads, D {one['head_dim']};"
+        f" {one['windows']} held-out windows of {one['context']} bytes"
+    )
+    head = ("attention", "perplexity", "gap to bfloat16", "± standard error", "same likeliest byte")
+    return f"{_machine(records)}; {about}:\n\n{markdown_table(head, rows, 1)}"
+
+
+def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
+    """The table of a results file, or how to get one."""
+    missing = f"Not measured on a GPU yet: `python -m bench {name} --json bench/results/{name}.jsonl && python -m bench readme`."
+    return lambda: table() if (RESULTS / f"{name}.jsonl").exists() else missing
 
 
 TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "errors": errors}
+ACCURACY_TABLES: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy,
+    "needle": if_measured("needle", needle),
+    "model": if_measured("model", model),
+}
+DOCUMENTS = {README: TABLES, ACCURACY: ACCURACY_TABLES}
 
 
 def _filling(content: str) -> Callable[[re.Match[str]], str]:
@@ -98,13 +164,13 @@ def _filling(content: str) -> Callable[[re.Match[str]], str]:
     return lambda match: f"{match[1]}\n{content}\n{match[2]}"
 
 
-def rendered(text: str) -> str:
+def rendered(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     """A document with every `<!-- table: name -->` … `<!-- end -->` filled from the results.
 
     Raises:
-        ValueError: a table of TABLES has no place in it, or more than one.
+        ValueError: one of `tables` has no place in it, or more than one.
     """
-    for name, render in TABLES.items():
+    for name, render in tables.items():
         place = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         content = render()
         text, count = place.subn(_filling(content), text)
@@ -113,5 +179,7 @@ def rendered(text: str) -> str:
     return text
 
 
-def write(path: Path = README) -> None:
-    path.write_text(rendered(path.read_text()))
+def write() -> None:
+    """Fill all documents."""
+    for path, tables in DOCUMENTS.items():
+        path.write_text(rendered(path.read_text(), tables))

@@ -119,19 +119,6 @@ def peer_table(needs: dict[str, str | None]) -> Table:
     return table
 
 
-def accuracy_table(results: Sequence[Result], gpu: bool) -> Table:
-    """Relative L2 errors, a column for each backend."""
-    backends = list(dict.fromkeys(result.backend for result in results))
-    where = "" if gpu else " From Triton's interpreter, at lengths that it can do."
-    table = table_of(
-        "Relative L2 error against float32 attention of the unquantized inputs", ("distribution", "case"), backends, f"–: refused.{where}"
-    )
-    for group in _by_case(results):
-        cells = {result.backend: number_of(result.errors.relative_l2 if result.errors else None, ".4f") for result in group}
-        table.add_row(group[0].distribution, group[0].case.name, *(cells.get(name, "–") for name in backends))
-    return table
-
-
 def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
     """Microseconds and bandwidth of the quantizer."""
     caption = "Bytes: q and k read once, v twice, results written once. Copy: bytes read and written by torch's copy_ in the same run."

@@ -10,7 +10,7 @@ import torch
 from . import ops, reference, rotation
 from .call import GROUPS, Call
 from .cuda import build, configs, short
-from .cuda import run as cuda
+from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
@@ -20,12 +20,13 @@ from .triton import run
 from .validate import (
     BackendUnavailable,
     Operand,
+    as_stored,
     check_causal,
     check_operand,
     check_options,
     check_recipe,
     check_shapes,
-    is_e4m3,
+    is_stored,
     named_scale,
 )
 
@@ -40,7 +41,7 @@ class Plan:
         backend: `triton`, `cuda` or `reference`.
         kernel: the kernel's name.
         config: its config, or None for the reference.
-        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`.
+        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`; `int8 and …` where Q·Kᵀ is of int8.
         because: why these and not the others, one reason a line.
     """
 
@@ -99,14 +100,14 @@ def quantize(query: None, key: torch.Tensor, value: torch.Tensor, *, recipe: Rec
 @overload
 def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ...) -> tuple[Quantized, Quantized, Quantized]: ...
 def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
-    """Quantize to e4m3 as a recipe says.
+    """Quantize to e4m3, query and key perhaps to int8, as a recipe says.
 
     Keys and values go together: a token whose value isn't finite gets NaN in its key (see fp8attn.quantize).
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None.
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise; or None, both.
-        recipe: granularities and smoothing.
+        recipe: granularities, smoothing, rotation, what query and key are stored as.
 
     Returns:
         The `Quantized` of what was given: of query; of key and value; or of all three.
@@ -118,7 +119,7 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
     for name, x, layout in (("query", query, "rows"), ("key", key, "rows"), ("value", value, "values")):
         if x is not None:
             check_operand(name, x, layout)
-            if isinstance(x, Quantized) or is_e4m3(x):
+            if isinstance(x, Quantized) or is_stored(x):
                 raise TypeError(f"{name} is quantized already; it must be float16, bfloat16 or float32")
     if (key is None) != (value is None):
         raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
@@ -134,7 +135,9 @@ def _quantize(
     query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """The operator, its results as `Quantized`; None for what isn't given."""
-    tensors = ops.library_ops.quantize(query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate)
+    tensors = ops.library_ops.quantize(
+        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate, recipe.qk
+    )  # fmt: skip
     q = k = v = None
     if query is not None:
         q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], rotated=recipe.rotate)
@@ -145,13 +148,13 @@ def _quantize(
 
 
 def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor | float, v_scale: torch.Tensor | float) -> tuple[Quantized, Quantized]:
-    """Keys and values that are e4m3 already, an FP8 cache say, as `Quantized`: do it once where they are used often.
+    """Keys and values that are quantized already, an FP8 cache say, as `Quantized`: do it once where they are used often.
 
     Keys are taken as they are; values are copied into the layout of quantized V. Keys get one scale per token, because
     a token whose value holds a NaN must turn into NaN the rows that attend to it, and no others.
 
     Args:
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn or uint8 holding e4m3, unit last stride.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn or uint8 holding e4m3, unit last stride; key perhaps int8 from -127 to 127.
         k_scale: float, or float32 with one element, (B, Hkv), (B, Hkv, Sk) or (B, Hkv, ceil(Sk / 128)).
         v_scale: float, or float32 with one element, (B, Hkv) or (B, Hkv, Dv).
 
@@ -161,11 +164,11 @@ def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor | fl
     check_operand("key", key, "rows")
     check_operand("value", value, "values")
     check_shapes(key, key, value, False)
-    if not is_e4m3(key):
-        raise TypeError(f"key is {key.dtype}; it must be float8_e4m3fn or uint8")
+    if not is_stored(key):
+        raise TypeError(f"key is {key.dtype}; it must be float8_e4m3fn, uint8 or int8")
     k_restores, k_granularity = named_scale("k", key, k_scale, for_values=False)
     v_restores, v_granularity = named_scale("v", value, v_scale, for_values=True)
-    data = key.view(E4M3)
+    data = as_stored(key)
     token_scale, values = ops.library_ops.import_kv(data, k_restores, k_granularity, value.view(E4M3))
     length = key.shape[2]
     return (
@@ -201,19 +204,23 @@ def _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_scale) -> tuple[Operand, Operand, Operand]:
-    """e4m3 of the user's own as Quantized; anything else as it is."""
+    """What the user quantized as Quantized; anything else as it is."""
     for name, x, restores in (("q", query, q_scale), ("k", key, k_scale), ("v", value, v_scale)):
-        if restores is not None and not is_e4m3(x):
-            raise ValueError(f"{name}_scale is given, but its tensor isn't float8_e4m3fn or uint8; it must be None")
-    if is_e4m3(query):
+        if restores is not None and not is_stored(x):
+            raise ValueError(f"{name}_scale is given, but its tensor isn't float8_e4m3fn, uint8 or int8; it must be None")
+    if is_stored(query):
         restores, granularity = named_scale("q", query, q_scale, for_values=False)
-        query = Quantized(query.view(E4M3), restores, granularity, "rows", query.shape[2])
-    if is_e4m3(key) and is_e4m3(value):
+        query = Quantized(as_stored(query), restores, granularity, "rows", query.shape[2])
+    if is_stored(key) and is_stored(value):
         key, value = import_kv(key, value, k_scale, v_scale)
     return query, key, value
 
 
-def _check_rotation(query: Operand, key: Operand) -> None:
+def _check_pair(query: Operand, key: Operand) -> None:
+    """That query and key were quantized alike."""
+    types = tuple(x.data.dtype for x in (query, key) if isinstance(x, Quantized))
+    if len(types) == 2 and types[0] != types[1]:
+        raise TypeError(f"query is stored as {types[0]}, key as {types[1]}; both must be quantized with recipes of the same `qk`")
     in_query, in_key = (isinstance(x, Quantized) and x.rotated for x in (query, key))
     if in_query != in_key:
         rotated, other = ("query", "key") if in_query else ("key", "query")
@@ -225,13 +232,13 @@ def _prepare(
 ) -> _Prepared:
     causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
+        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_stored(query) else query.dtype
     query, key, value = _imported(query, key, value, q_scale, k_scale, v_scale)
     floats = tuple(x if isinstance(x, torch.Tensor) else None for x in (query, key, value))
     if any(x is not None for x in floats):
         q, k, v = _quantize(floats[0], floats[1], floats[2], recipe)
         query, key, value = q or query, k or key, v or value
-    _check_rotation(query, key)
+    _check_pair(query, key)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.length)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -286,9 +293,9 @@ def sdpa(
 
     Args:
         query: (B, Hq, Sq, D). float16, bfloat16 or float32 with unit last stride; or e4m3 (float8_e4m3fn, or uint8 holding
-            it) with `q_scale`; or `Quantized`. D is a multiple of 8 from 16 to 256.
+            it), or int8 from -127 to 127, with `q_scale`; or `Quantized`. D is a multiple of 8 from 16 to 256.
         key: (B, Hkv, Sk, D), likewise.
-        value: (B, Hkv, Sk, Dv), of key's kind. Dv is a multiple of 8 from 16 to 256.
+        value: (B, Hkv, Sk, Dv), of key's kind, but e4m3 where that is int8. Dv is a multiple of 8 from 16 to 256.
         attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend; float: added to the scaled scores.
         dropout_p: must be 0.
         is_causal: row i sees keys j <= i, or j <= i + Sk - Sq if `causal_alignment` is `bottom_right`.
@@ -296,7 +303,7 @@ def sdpa(
         enable_gqa: every key/value head serves Hq / Hkv query heads.
         causal_alignment: `top_left`, as in PyTorch, or `bottom_right`.
         recipe: numeric choices; for operands that are quantized already only compute type and accumulation count.
-        q_scale, k_scale, v_scale: what restores e4m3 operands: x ≈ x_fp8.float() * x_scale. A float, or float32 with one
+        q_scale, k_scale, v_scale: what restores such operands: x ≈ x_fp8.float() * x_scale. A float, or float32 with one
             element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
         out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
@@ -336,7 +343,7 @@ def sdpa(
         return out
     if prepared.key.mean is not None:
         # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-        if not isinstance(query, torch.Tensor) or is_e4m3(query):
+        if not isinstance(query, torch.Tensor) or is_stored(query):
             source = dequantize(prepared.query)
         elif prepared.query.rotated:
             source = rotation.rotate(query) * rotation.part_of(query.shape[3])
@@ -400,9 +407,9 @@ def reference_sdpa(
     """
     causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_e4m3(query) else query.dtype
+        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_stored(query) else query.dtype
     operands = _imported(query, key, value, q_scale, k_scale, v_scale)
-    _check_rotation(operands[0], operands[1])
+    _check_pair(operands[0], operands[1])
     q, k, v = (dequantize(x) if isinstance(x, Quantized) else x for x in operands)
     out, lse = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=scale, dtype=dtype)
     return (out.to(out_dtype), lse.float()) if return_lse else out.to(out_dtype)
@@ -432,21 +439,21 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen != "triton" and plain is not None and ops.why_not_one_launch(*plain) is None:
         return Plan("cuda", "short", short.choose(plain[0]), "e4m3", (*because, "quantized and attended in one launch"))
     call = call_of(query, key, value, *args, **kwargs)
+    scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
-        reason = ops.why_not_cuda(call) if chosen == "cuda" else ops.why_not_cuda_first(call)
-        if reason is None:
-            config = cuda.choose(call, properties)
-            if not isinstance(config, PortableConfig):
-                return Plan("cuda", "hopper", config, "e4m3", tuple(because))
+        planned = ops.plan_cuda(call, first=chosen == "auto")
+        if isinstance(planned, HopperConfig):
+            return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
+        if isinstance(planned, PortableConfig):
             because.append(f"not the Hopper kernel: {configs.why_not(call, properties)}")
-            return Plan("cuda", "portable", config, "e4m3" if config.operands == "native" else "f16", tuple(because))
+            return Plan("cuda", "portable", planned, scores + ("e4m3" if planned.operands == "native" else "f16"), tuple(because))
         if chosen == "cuda":
-            raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-        because.append(f"cuda: {reason}")
+            raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
+        because.append(f"cuda: {planned}")
     reason = run.why_not_hopper(call, properties)
     compute = call.compute
     if compute == "e4m3" and not properties.has_fp8_units:
         compute = "f16"
         because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
     kernel = "portable" if reason else "hopper"
-    return Plan("triton", kernel, run.choose(call, properties), compute, tuple(because + ([reason] if reason else [])))
+    return Plan("triton", kernel, run.choose(call, properties), scores + compute, tuple(because + ([reason] if reason else [])))

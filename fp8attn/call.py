@@ -18,10 +18,10 @@ class Call:
     """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 
     Attributes:
-        q: (B, Hq, Sq, D) e4m3.
+        q: (B, Hq, Sq, D) e4m3 or int8.
         q_scale: float32 (B, Hq, n), one per `q_group` rows.
-        k: (B, Hkv, Sk, D) e4m3.
-        k_scale: float32 (B, Hkv, n), one per `k_group` rows.
+        k: (B, Hkv, Sk, D), as q.
+        k_scale: float32 (B, Hkv, n), one per `k_group` rows; of int8, negative where a key under it isn't finite.
         v: (B, Hkv, Dv, S_padded) e4m3 in the layout of quantized V.
         v_scale: float32 (B, Hkv, Dv). v_mean: float32 (B, Hkv, Dv) or None.
         attn_mask: (B, Hq, Sq, Sk), bool or float, any strides, or None.
@@ -46,6 +46,11 @@ class Call:
     two_level: bool | None
     out_dtype: torch.dtype
     return_lse: bool
+
+    @property
+    def int8(self) -> bool:
+        """Whether Q·Kᵀ is of int8."""
+        return self.q.dtype == torch.int8
 
     @property
     def mask_bytes(self) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
 from .layout import padded_length
-from .recipe import DEFAULT_RECIPE, E4M3, ComputeType, Granularity, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, E4M3, ComputeType, Granularity, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
@@ -73,8 +73,9 @@ def _quantize(
     smooth_k: bool,
     smooth_v: bool,
     rotate: bool,
+    qk: ProductType,
 ) -> tuple[torch.Tensor, ...]:
-    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate)
+    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate, qk=qk)
     like = k if q is None else q
     assert like is not None
     results = quantized(q, k, v, recipe)
@@ -85,7 +86,7 @@ def _quantize(
     return tuple(tensors)
 
 
-def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate) -> tuple[torch.Tensor, ...]:
+def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate, qk) -> tuple[torch.Tensor, ...]:
     like = k if q is None else q
 
     def numbers(*shape) -> torch.Tensor:
@@ -93,7 +94,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
     q_data, q_scale = numbers(0), numbers(0)
     if q is not None:
-        q_data = definition.empty_rows(q)
+        q_data = definition.empty_rows(q, definition.row_type(qk))
         q_scale = numbers(*definition.scale_shape(q_granularity, *q.shape))
     if k is None:
         return q_data, q_scale, *(numbers(0) for _ in range(7))
@@ -102,7 +103,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
         q_data,
         q_scale,
         numbers(0),
-        definition.empty_rows(k),
+        definition.empty_rows(k, definition.row_type(qk)),
         numbers(*definition.scale_shape(k_granularity, *k.shape)),
         numbers(batch, heads, k.shape[3]) if smooth_k else numbers(0),
         v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3),
@@ -112,8 +113,8 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
 
 register(
-    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v, bool rotate)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v, bool rotate,"
+    " str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _fake_quantize,
 )
@@ -141,31 +142,29 @@ def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return run.forward(call, device_of(call.q.device))
 
 
+def plan_cuda(call: Call, first: bool = False) -> cuda.Config | str:
+    """The instance of the CUDA kernels that runs a call, of those that `auto` takes before Triton's if `first`; or why none does, as far as is
+    known without compiling them."""
+    planned = cuda.plan(call, device_of(call.q.device), first)
+    return planned if isinstance(planned, str) else build.unavailable() or planned
+
+
 def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    reason = why_not_cuda(call)
-    if reason is not None:
-        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-    return cuda.forward(call, device_of(call.q.device))
+    planned = plan_cuda(call)
+    if isinstance(planned, str):
+        raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
+    return cuda.forward(call, device_of(call.q.device), planned)
 
 
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By CUDA where it can, by Triton where not, also if compiling CUDA turns out to fail."""
-    if why_not_cuda_first(call) is None:
+    planned = plan_cuda(call, first=True)
+    if not isinstance(planned, str):
         try:
-            return cuda.forward(call, device_of(call.q.device))
+            return cuda.forward(call, device_of(call.q.device), planned)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
     return _by_triton(call)
-
-
-def why_not_cuda(call: Call) -> str | None:
-    """Why the CUDA kernels don't run a call here, as far as is known without compiling them, or None if they do."""
-    return cuda.why_not(call, device_of(call.q.device)) or build.unavailable()
-
-
-def why_not_cuda_first(call: Call) -> str | None:
-    """Why `auto` goes to Triton with a call, as far as is known without compiling, or None if it goes to CUDA."""
-    return cuda.why_not_first(call, device_of(call.q.device)) or build.unavailable()
 
 
 def forward_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]):

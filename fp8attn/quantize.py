@@ -3,8 +3,8 @@
 Where float32 addition would depend on the order (the means), the order is part of the definition: see `lane_sum`.
 
 Non-finite input is neither laundered into a finite answer nor spread further than it must:
-- a scale is the largest finite magnitude over 448, a mean is taken over the finite elements;
-- a NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN;
+- a scale is the largest finite magnitude over 448 (127 for int8), a mean is taken over the finite elements;
+- a NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN; int8 has none: all of the row becomes INT8_NAN;
 - a token whose v has a NaN or ±inf gets NaN in all of its *k*, and zeros in v's place: exactly the rows that attend to the
   token come out NaN. A NaN in v itself would reach rows that the mask hides it from, through 0 · NaN.
 """
@@ -15,7 +15,7 @@ import torch
 
 from . import rotation
 from .layout import padded_length, slots
-from .recipe import E4M3, E4M3_MAX, E4M3_NAN, ROW_ALIGNMENT, SCALE_BLOCK, Granularity, Quantized, Recipe
+from .recipe import E4M3, E4M3_MAX, E4M3_NAN, INT8_MAX, INT8_NAN, ROW_ALIGNMENT, SCALE_BLOCK, Granularity, ProductType, Quantized, Recipe
 
 STRIP = 512
 """Tokens that one program adds up."""
@@ -31,6 +31,9 @@ LARGEST_MEAN = 2.0**100
 
 MEAN_STEP = 2.0**-5
 """V's means are rounded to multiples of this part of their channel's largest power of two."""
+
+MEAN_STEPS = 4.0
+"""V's means smaller than so many steps are not removed."""
 
 ROUNDER = 1.5 * 2.0**23
 """x + ROUNDER · step - ROUNDER · step is float32 x rounded to a multiple of step."""
@@ -102,6 +105,10 @@ def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     bfloat16 values minus an arbitrary mean no longer lie symmetrically between e4m3 values, and the rounding of a channel gets
     a bias of about 3e-4 of its values. Over 16k keys that is a quarter of the error. Minus a multiple of the largest values'
     spacing they stay on their grid, ties and all. Removing most of a mean serves as well as all of it.
+
+    A mean that is small beside the largest values is often that of a few hundred draws around zero. Removed, it would be all that is left of
+    tokens whose values are smaller still, rounded as coarsely as it is large, and such tokens are where language models' attention goes
+    when it has nowhere to go (arXiv:2410.13835, value-state drains). It stays.
     """
     x = x.float()
     if x.numel() == 0:
@@ -111,7 +118,8 @@ def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     largest = torch.maximum(high, -low).clamp(min=0.0)
     step = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * MEAN_STEP
     # + 0.0: of minus and plus zero, plus zero, whichever comes out as the minimum
-    return torch.where(low == high, low + 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    rounded = torch.where(mean.abs() < step * MEAN_STEPS, 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    return torch.where(low == high, low + 0.0, rounded)
 
 
 def removable(mean: torch.Tensor) -> torch.Tensor:
@@ -126,10 +134,10 @@ def centre(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
     return torch.where(x.isfinite(), y, torch.nan)
 
 
-def scale_of(largest: torch.Tensor) -> torch.Tensor:
-    """The scale that maps `largest` to 448; 1 where there is nothing but zeros."""
+def scale_of(largest: torch.Tensor, code: float = E4M3_MAX) -> torch.Tensor:
+    """The scale that maps `largest` to `code`; 1 where there is nothing but zeros."""
     # by a tensor: dividing by a number, torch multiplies with its inverse on GPUs
-    scale = largest / torch.full_like(largest, E4M3_MAX)
+    scale = largest / torch.full_like(largest, code)
     return torch.where(largest > 0, scale.clamp(min=SMALLEST_SCALE), 1.0)
 
 
@@ -139,16 +147,26 @@ def encode(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isnan(), E4M3_NAN, data.view(torch.uint8)).view(E4M3)
 
 
-def empty_rows(x: torch.Tensor) -> torch.Tensor:
-    """An uninitialised e4m3 tensor for a quantized x (B, H, S, D): its rows start at multiples of ROW_ALIGNMENT bytes.
+def encode_int8(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round y / scale, 127 at most, to int8, to nearest even; NaN becomes INT8_NAN."""
+    return torch.where(y.isnan(), INT8_NAN, (y * (1.0 / scale)).round()).to(torch.int8)
+
+
+def row_type(qk: ProductType) -> torch.dtype:
+    """What q and k are stored as."""
+    return torch.int8 if qk == "int8" else E4M3
+
+
+def empty_rows(x: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    """An uninitialised tensor of bytes for a quantized x (B, H, S, D): its rows start at multiples of ROW_ALIGNMENT bytes.
 
     Stored as (B, S, H, …) if that is how x lies in memory, because outputs lie as queries do.
     """
     batch, heads, length, dim = x.shape
     pitch = -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT
     if x.stride(1) < x.stride(2):
-        return torch.empty(batch, length, heads, pitch, dtype=E4M3, device=x.device).transpose(1, 2)[..., :dim]
-    return torch.empty(batch, heads, length, pitch, dtype=E4M3, device=x.device)[..., :dim]
+        return torch.empty(batch, length, heads, pitch, dtype=dtype, device=x.device).transpose(1, 2)[..., :dim]
+    return torch.empty(batch, heads, length, pitch, dtype=dtype, device=x.device)[..., :dim]
 
 
 def scale_shape(granularity: Granularity, batch: int, heads: int, length: int, dim: int) -> tuple[int, int, int]:
@@ -191,24 +209,43 @@ def _largest(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     return padded.view(batch, heads, blocks, SCALE_BLOCK).amax(-1)
 
 
+def marked(scale: torch.Tensor, poisoned: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """Scales of int8 keys, of which `poisoned` (bool (B, H, S)) aren't finite: NaN for single ones, negative where one of many is poisoned."""
+    if granularity == "token":
+        return scale.masked_fill(poisoned, torch.nan)
+    return torch.where(_largest(poisoned.float().unsqueeze(-1), granularity) > 0, -scale, scale)
+
+
 def _quantize_rows(
-    x: torch.Tensor, granularity: Granularity, mean: torch.Tensor | None, poisoned: torch.Tensor | None, rotated: bool, factor: float
+    x: torch.Tensor,
+    granularity: Granularity,
+    mean: torch.Tensor | None,
+    poisoned: torch.Tensor | None,
+    rotated: bool,
+    factor: float,
+    qk: ProductType,
 ) -> Quantized:
-    """`factor`: of the scales that are kept, a power of two."""
+    """`poisoned`: keys whose values aren't finite, None for queries. `factor`: of the scales that are kept, a power of two."""
     length = x.shape[2]
     y = centre(rotation.rotate(x) if rotated else x, mean)
     largest = _largest(y, granularity)
-    scale = scale_of(largest)
+    scale = scale_of(largest, INT8_MAX if qk == "int8" else E4M3_MAX)
+    kept = torch.where(largest > 0, scale * factor, 1.0)
+    hidden = y.isnan().any(-1) if qk == "int8" else torch.zeros_like(y[..., 0], dtype=torch.bool)
     if poisoned is not None:
-        y = y.masked_fill(poisoned.unsqueeze(-1), torch.nan)
-    data = empty_rows(x)
-    data.copy_(encode(y, row_scales(scale, granularity, length).unsqueeze(-1)))
-    return Quantized(data, torch.where(largest > 0, scale * factor, 1.0), granularity, "rows", length, mean, rotated)
+        hidden = hidden | poisoned
+        if qk == "int8":
+            kept = marked(kept, hidden, granularity)
+    y = y.masked_fill(hidden.unsqueeze(-1), torch.nan)
+    data = empty_rows(x, row_type(qk))
+    data.copy_((encode_int8 if qk == "int8" else encode)(y, row_scales(scale, granularity, length).unsqueeze(-1)))
+    return Quantized(data, kept, granularity, "rows", length, mean, rotated)
 
 
 def quantize_q(q: torch.Tensor, recipe: Recipe) -> Quantized:
     """Quantize queries (B, H, S, D), any float dtype."""
-    return _quantize_rows(q, recipe.q, None, None, recipe.rotate, rotation.part_of(q.shape[-1]) if recipe.rotate else 1.0)
+    factor = rotation.part_of(q.shape[-1]) if recipe.rotate else 1.0
+    return _quantize_rows(q, recipe.q, None, None, recipe.rotate, factor, recipe.qk)
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
@@ -216,7 +253,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quant
     k_mean = removable(key_mean(rotation.rotate(k) if recipe.rotate else k)) if recipe.smooth_k else None
     v_mean = removable(coarse(value_mean(v), v)) if recipe.smooth_v else None
     poisoned = ~v.isfinite().all(-1)
-    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned, recipe.rotate, 1.0)
+    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned, recipe.rotate, 1.0, recipe.qk)
     y = centre(v, v_mean).nan_to_num(nan=0.0)
     scale = scale_of(_largest(y, recipe.v))
     rows = encode(y, scale.unsqueeze(-2))
@@ -265,10 +302,16 @@ def poison(k: Quantized, tokens: torch.Tensor) -> Quantized:
     return Quantized(k.data, scale, "token", "rows", k.length, k.mean)
 
 
+def numbers(x: Quantized) -> torch.Tensor:
+    """The float32 numbers (B, H, S, D) that rows are stored as, over their scales."""
+    return torch.where(x.data == INT8_NAN, torch.nan, x.data.float()) if x.data.dtype == torch.int8 else x.data.float()
+
+
 def dequantize(x: Quantized) -> torch.Tensor:
     """The float32 (B, H, S, D) that `x` stands for, its mean added back."""
     if x.layout == "rows":
-        y = x.data.float() * row_scales(x.scale, x.granularity, x.length).unsqueeze(-1)
+        # 127 times a scale that was rounded up may be above the largest float32
+        y = (numbers(x) * row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)).clamp(-FLOAT_MAX, FLOAT_MAX)
     else:
         y = rows_layout(x.data, x.length).float() * x.scale.unsqueeze(-2)
     return y if x.mean is None else y + x.mean.unsqueeze(-2)

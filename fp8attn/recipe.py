@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 Granularity = Literal["tensor", "head", "block", "token", "channel"]
+ProductType = Literal["e4m3", "int8"]
 ComputeType = Literal["e4m3", "f16"]
 Layout = Literal["rows", "values"]
 
@@ -17,6 +18,10 @@ VALUE_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "channel")
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
+
+INT8_MAX = 127.0
+INT8_NAN = -128
+"""What all of a row of int8 holds that has an element that isn't finite: no other row holds it."""
 
 SCALE_BLOCK = 128
 """Rows that one `block` scale covers. A kernel's key block divides it, so a block scale is one scalar per key block."""
@@ -35,11 +40,13 @@ class Recipe:
         v: granularity of V's scales, one of `tensor | head | channel`.
         smooth_k: subtract K's mean over tokens, estimated from 512 of them, before quantizing. Softmax doesn't change; channels
             with a large common part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
-        smooth_v: subtract V's mean over tokens before quantizing and add it back after normalisation, which is exact
+        smooth_v: subtract V's mean over tokens, where it isn't small, before quantizing and add it back after normalisation, which is exact
             because the probabilities of a row sum to one.
         rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread
             over all channels (fp8attn.rotation). Scores don't change; it takes time in the quantizer, none in the kernel.
-        compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel.
+        qk: what Q and K are stored and multiplied as. `int8` has uniform steps: of a row like N(0, 1) a third of e4m3's rounding error, and exact
+            products (SageAttention 2, arXiv:2411.10958). P and V stay e4m3.
+        compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel, all but int8.
         two_level: accumulate P·V of every key block in a fresh accumulator that is added to the running float32 output
             outside the tensor core. `None` means: where the hardware's FP8 accumulators are shorter than float32.
 
@@ -55,6 +62,7 @@ class Recipe:
     smooth_k: bool = True
     smooth_v: bool = True
     rotate: bool = False
+    qk: ProductType = "e4m3"
     compute: ComputeType = "e4m3"
     two_level: bool | None = None
 
@@ -66,6 +74,7 @@ class Recipe:
             "smooth_k": (False, True),
             "smooth_v": (False, True),
             "rotate": (False, True),
+            "qk": get_args(ProductType),
             "compute": get_args(ComputeType),
             "two_level": (None, False, True),
         }
@@ -80,13 +89,14 @@ DEFAULT_RECIPE = Recipe()
 
 @dataclass(frozen=True)
 class Quantized:
-    """An e4m3 tensor with the scales that restore it.
+    """An e4m3 or int8 tensor with the scales that restore it.
 
     Attributes:
-        data: float8_e4m3fn. Layout `rows`: (B, H, S, D), unit last stride. Layout `values`: (B, H, D, S_padded), V
+        data: float8_e4m3fn, or int8, which only rows can be. Layout `rows`: (B, H, S, D), unit last stride. Layout `values`: (B, H, D, S_padded), V
             transposed, its keys permuted by `fp8attn.layout.key_of_slot` and padded with zeros to whole groups.
         scale: float32 multiplier that restores values. Its shape says what it covers: (1, 1, 1) `tensor`, (B, H, 1)
             `head`, (B, H, ceil(S / 128)) `block`, (B, H, S) `token`; for values (1, 1, 1), (B, H, 1) or (B, H, D) `channel`.
+            int8 has no NaN: the scale of a key that isn't finite is NaN if it is the token's own, else it is negative, and the key INT8_NAN.
         granularity: what one scale covers.
         layout: `rows` for q and k, `values` for v.
         length: S, the number of tokens.
@@ -109,6 +119,11 @@ class Quantized:
             return self.data.shape
         batch, heads, dim, _ = self.data.shape
         return torch.Size((batch, heads, self.length, dim))
+
+    @property
+    def multiplier(self) -> torch.Tensor:
+        """The scale without the sign that says that an int8 key under it isn't finite."""
+        return self.scale.abs() if self.data.dtype == torch.int8 else self.scale
 
     @property
     def device(self) -> torch.device:

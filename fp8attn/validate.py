@@ -21,9 +21,14 @@ class BackendUnavailable(RuntimeError):
     """The chosen backend can't run here; the message says why and what to do."""
 
 
-def is_e4m3(x: Operand) -> TypeGuard[torch.Tensor]:
-    """Whether x is e4m3 of the user's own, as such or as bytes."""
-    return isinstance(x, torch.Tensor) and x.dtype in E4M3_BYTES
+def is_stored(x: Operand) -> TypeGuard[torch.Tensor]:
+    """Whether x is quantized by the user: e4m3, as such or as bytes, or int8."""
+    return isinstance(x, torch.Tensor) and (x.dtype in E4M3_BYTES or x.dtype == torch.int8)
+
+
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """What the user quantized, bytes of e4m3 as e4m3."""
+    return x if x.dtype == torch.int8 else x.view(E4M3)
 
 
 def check_operand(name: str, x: Operand, layout: str) -> None:
@@ -35,8 +40,9 @@ def check_operand(name: str, x: Operand, layout: str) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor or a fp8attn.Quantized")
     elif x.dim() != 4:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, heads, length, head_dim)")
-    elif x.dtype not in FLOATS and x.dtype not in E4M3_BYTES:
-        raise TypeError(f"{name} is {x.dtype}; it must be one of {FLOATS}, or e4m3 as {E4M3_BYTES} with its scale")
+    elif x.dtype not in FLOATS and (not is_stored(x) or (x.dtype == torch.int8 and layout == "values")):
+        stored = f"e4m3 as {E4M3_BYTES}{'' if layout == 'values' else ' or int8'}"
+        raise TypeError(f"{name} is {x.dtype}; it must be one of {FLOATS}, or {stored} with its scale")
     elif x.shape[3] > 1 and x.stride(3) != 1:
         raise ValueError(f"{name} has strides {x.stride()}; the last must be 1. Nothing is copied silently: call .contiguous()")
     dim = x.shape[3]
@@ -63,9 +69,9 @@ def check_shapes(query: Operand, key: Operand, value: Operand, enable_gqa: bool)
             raise ValueError(f"query has {q[1]} heads and key {k[1]}; they must be equal unless enable_gqa=True")
         if k[1] == 0 or q[1] % k[1]:
             raise ValueError(f"query has {q[1]} heads; with enable_gqa it must be a multiple of key's {k[1]}")
-    if is_e4m3(key) != is_e4m3(value) or isinstance(key, Quantized) != isinstance(value, Quantized):
+    if is_stored(key) != is_stored(value) or isinstance(key, Quantized) != isinstance(value, Quantized):
         kinds = [x.data.dtype if isinstance(x, Quantized) else x.dtype for x in (key, value)]
-        raise TypeError(f"key is {kinds[0]} and value {kinds[1]}; both must be float, both e4m3 with scales, or both Quantized")
+        raise TypeError(f"key is {kinds[0]} and value {kinds[1]}; both must be float, both quantized with scales, or both Quantized")
 
 
 def check_options(
@@ -110,7 +116,7 @@ def check_causal(is_causal: bool, causal_alignment: str) -> Causal:
 
 
 def named_scale(name: str, x: torch.Tensor, scale: torch.Tensor | float | None, for_values: bool) -> tuple[torch.Tensor, Granularity]:
-    """The scale of e4m3 of the user's own, in the shape that `Quantized` has it, and what it covers."""
+    """The scale of what the user quantized, in the shape that `Quantized` has it, and what it covers."""
     batch, heads, length, dim = x.shape
     if scale is None:
         raise ValueError(f"{name} is {x.dtype} and {name}_scale is None; it must be the float32 multiplier that restores {name}")

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fp8attn import Quantized, reference
 from fp8attn.call import Call
+from fp8attn.cuda import portable
 from fp8attn.cuda.configs import KEYS
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.cuda.render import Config
+from fp8attn.device import Device
 
 
-def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order."""
+def key_splits(call: Call, config: Config, device: Device) -> int:
+    """CTAs that share a tile where nobody says how many."""
+    return portable.key_splits(portable.packed(call), config, device) if isinstance(config, PortableConfig) else 1
+
+
+def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, key_splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order; CTAs that share a tile have a
+    range of its blocks each."""
     options = dict(causal=call.causal, softmax_scale=call.softmax_scale)
     if not isinstance(config, PortableConfig):
         return reference.pipeline(*quantized, call.attn_mask, block_n=KEYS, exact=config.exact, **options)
     options |= dict(block_n=config.keys, compute=call.compute)
-    if config.splits == 1:
+    if config.splits * key_splits == 1:
         return reference.pipeline(*quantized, call.attn_mask, **options)
     # warps that share rows have the same part of every block each, and maxima of their own
-    owner = torch.arange(call.kv_length, device=call.q.device) % config.keys // (config.keys // config.splits)
+    keys = torch.arange(call.kv_length, device=call.q.device)
+    blocks = math.ceil(call.kv_length / config.keys)
+    share = math.ceil(blocks / key_splits) * config.keys
+    owner = keys // share * config.splits + keys % config.keys // (config.keys // config.splits)
     parts = []
-    for i in range(config.splits):
+    for i in range(config.splits * key_splits):
         mine = (owner == i).expand(*call.q.shape[:3], call.kv_length)
         if call.attn_mask is None:
             mask = mine

@@ -117,6 +117,7 @@ recipes = st.builds(
     smooth_k=st.booleans(),
     smooth_v=st.booleans(),
     rotate=st.sampled_from((False, False, True)),
+    qk=st.sampled_from(("e4m3", "e4m3", "int8")),
     compute=st.sampled_from(("e4m3", "e4m3", "f16")),
     two_level=st.sampled_from((None, True, False)),
 )

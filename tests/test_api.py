@@ -19,7 +19,7 @@ from conftest import GPU
 import fp8attn
 from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
 from fp8attn.api import cuda_missing
-from fp8attn.quantize import dequantize
+from fp8attn.quantize import dequantize, values_layout
 
 E4M3 = torch.float8_e4m3fn
 META = torch.device("meta")
@@ -70,6 +70,16 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (call(key=bf16(2, 2, 9, 64)), ValueError, "key has head_dim 64; it must be query's, 32"),
     (call(enable_gqa=False), ValueError, "query has 4 heads and key 2; they must be equal unless enable_gqa=True"),
     (call(query=bf16(2, 3, 6, 32)), ValueError, "query has 3 heads; with enable_gqa it must be a multiple of key's 2"),
+    (call(value=V8.view(torch.int8)), TypeError, r"value is torch.int8; it must be one of .*, or e4m3 as \(.*uint8\) with its scale"),
+    (
+        call(
+            query=Quantized(Q8.view(torch.int8), torch.ones(1, 1, 1), "tensor", "rows", 6),
+            key=quantized(),
+            value=dataclasses.replace(quantized("values"), data=values_layout(V8)),
+        ),
+        TypeError,
+        "query is stored as torch.int8, key as torch.float8_e4m3fn; both must be quantized with recipes of the same `qk`",
+    ),
     (call(key=K8, k_scale=1.0), TypeError, "key is torch.float8_e4m3fn and value torch.bfloat16; both must be"),
     (call(dropout_p=0.1), ValueError, "dropout_p is 0.1; it must be 0"),
     (call(scale=float("nan")), ValueError, "scale is nan; it must be a finite number"),
@@ -87,7 +97,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (full(backend="metal"), ValueError, "backend is 'metal'; it must be"),
     (full(backend="cuda"), BackendUnavailable, "cuda: tensors are on cpu; move them to a GPU"),
     (call(query=dataclasses.replace(quantized(), data=Q8, rotated=True)), ValueError, "query is rotated, key isn't; both must be quantized"),
-    (call(q_scale=1.0), ValueError, "q_scale is given, but its tensor isn't float8_e4m3fn or uint8; it must be None"),
+    (call(q_scale=1.0), ValueError, "q_scale is given, but its tensor isn't float8_e4m3fn, uint8 or int8; it must be None"),
     (cached(k_scale=None), ValueError, "k is torch.float8_e4m3fn and k_scale is None; it must be"),
     (cached(q_scale=torch.ones(1).double()), TypeError, "q_scale is torch.float64; it must be a float or a float32 tensor"),
     (cached(q_scale="1"), TypeError, "q_scale is str; it must be"),
@@ -96,7 +106,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: fp8attn.quantize(Q8), TypeError, "query is quantized already"),
     (lambda: fp8attn.quantize(None, K), ValueError, "value is None; key and value are quantized together"),
     (lambda: fp8attn.quantize(), ValueError, "query, key and value are None; at least"),
-    (lambda: fp8attn.import_kv(K, V, 1.0, 1.0), TypeError, "key is torch.bfloat16; it must be float8_e4m3fn or uint8"),
+    (lambda: fp8attn.import_kv(K, V, 1.0, 1.0), TypeError, "key is torch.bfloat16; it must be float8_e4m3fn, uint8 or int8"),
     (lambda: Recipe(k="channel"), ValueError, r"Recipe.k is 'channel'; it must be one of"),
 ]
 
@@ -166,22 +176,29 @@ def test_cpu_tensors_run_on_the_reference() -> None:
 SCALE_SHAPES = {"tensor": (1,), "head": (2, 2), "block": (2, 2, 1), "token": (2, 2, 9), "channel": (2, 2, 16)}
 
 
-@pytest.mark.parametrize("as_bytes", (False, True))
+@pytest.mark.parametrize("rows_as", (E4M3, torch.uint8, torch.int8))
 @pytest.mark.parametrize("granularity", ("tensor", "head", "block", "token"))
-def test_fp8_of_the_users_own(device: torch.device, granularity: str, as_bytes: bool) -> None:
+def test_what_the_user_quantized(device: torch.device, granularity: str, rows_as: torch.dtype) -> None:
     """The same as attention of what the bytes and scales stand for, within P's rounding."""
     generator = torch.Generator().manual_seed(1)
     k_scale = (0.5 + torch.rand(SCALE_SHAPES[granularity], generator=generator)).to(device)
     v_scale = (0.5 + torch.rand(SCALE_SHAPES["channel" if granularity == "token" else "head"], generator=generator)).to(device)
-    q, k, v = (x.to(device).view(torch.uint8 if as_bytes else E4M3) for x in (Q8, K8, V8))
-    out = fp8attn.triton_sdpa(q, k, v, enable_gqa=True, q_scale=0.5, k_scale=k_scale, v_scale=v_scale)
+    if rows_as == torch.int8:
+        q, k = ((x.to(device).float() * 30).round().clamp(-127, 127).to(torch.int8) for x in (Q, K))
+        v, k_scale = V8.to(device), k_scale / 30
+        numbers = q.float() / 30, k.float()
+    else:
+        q, k, v = (x.to(device).view(rows_as) for x in (Q8, K8, V8))
+        numbers = Q8.to(device).float(), K8.to(device).float()
+    q_scale = 0.5 / 30 if rows_as == torch.int8 else 0.5
+    out = fp8attn.triton_sdpa(q, k, v, enable_gqa=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     assert out.dtype == torch.bfloat16
     k_rows = k_scale if granularity == "token" else k_scale.reshape(1, 1, 1) if granularity == "tensor" else k_scale.reshape(2, 2, 1)
     v_rows = v_scale.reshape(2, 2, 1, -1)
-    restored = (Q8.to(device).float() * 0.5, K8.to(device).float() * k_rows.unsqueeze(-1), V8.to(device).float() * v_rows)
+    restored = (numbers[0] * 0.5, numbers[1] * k_rows.unsqueeze(-1), V8.to(device).float() * v_rows)
     expected = fp8attn.reference_sdpa(*restored, enable_gqa=True)
     assert float((out.float() - expected).norm() / expected.norm()) < 0.04
-    exact = fp8attn.reference_sdpa(q, k, v, enable_gqa=True, q_scale=0.5, k_scale=k_scale, v_scale=v_scale, out_dtype=torch.float32)
+    exact = fp8attn.reference_sdpa(q, k, v, enable_gqa=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=torch.float32)
     torch.testing.assert_close(exact, expected)
 
 
@@ -221,6 +238,8 @@ def test_explain(device: torch.device) -> None:
     q, k, v = (x.to(device) for x in (Q, K, V))
     plan = fp8attn.explain(q, k, v, enable_gqa=True, backend="triton")
     assert plan.backend == "triton" and plan.kernel in ("portable", "hopper") and plan.config is not None and plan.because
+    int8 = fp8attn.explain(q, k, v, enable_gqa=True, backend="triton", recipe=Recipe(qk="int8"))
+    assert int8.compute == f"int8 and {plan.compute}"
     automatic = fp8attn.explain(q, k, v, enable_gqa=True)
     lacking = cuda_missing(q.device)
     assert automatic.backend == ("reference" if not GPU else "cuda" if lacking is None else "triton")

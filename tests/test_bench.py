@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -15,10 +16,12 @@ import torch
 from conftest import GPU
 
 from bench import __main__ as command
-from bench import adapters, cases, compare, ladder, peers, plot, readme, timing
+from bench import adapters, cases, compare, ladder, launched, peers, plot, profile, readme, sanitize, timing
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
+from fp8attn.cuda import configs, portable
 from fp8attn.cuda import run as cuda
+from fp8attn.device import ARCHITECTURES
 from fp8attn.triton import run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,8 +133,9 @@ def test_committed_results_are_whole() -> None:
 
 def test_the_readmes_tables_are_the_results() -> None:
     """No number in them was typed: filling them again changes nothing."""
+    for path, tables in readme.DOCUMENTS.items():
+        assert readme.rendered(path.read_text(), tables) == path.read_text()
     text = readme.README.read_text()
-    assert readme.rendered(text) == text
     changed = text.replace("| D128 full 16k | 1", "| D128 full 16k | 2")
     assert changed != text and readme.rendered(changed) == text
     with pytest.raises(ValueError, match="0 places for the table 'speed'"):
@@ -277,3 +281,42 @@ def test_rungs_are_compared_with_the_one_before_and_the_first(tmp_path: Path) ->
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no rung was timed"):
         ladder.draw(records[1:2], tmp_path / "none.png")
+
+
+def test_conflicts_are_those_of_the_rungs_kernel() -> None:
+    rungs = ladder.rungs(64)
+    names = ("5 three stages", "6 swizzle")
+    [example, *_] = profile.parse((Path(__file__).parent / "data" / "ncu_h100.csv").read_text())
+    counted = [
+        dataclasses.replace(example, kernel=f"void portable_forward<fp8attn::{rungs[name].name}>(fp8attn::Params)", conflicts=percent)
+        for name, percent in zip(reversed(names), (0.0, 12.5), strict=True)
+    ]
+    results = [ladder.Result(ladder.CASES[0], name, rungs[name]) for name in names] + [ladder.Result(ladder.CASES[0], "SDPA flash", None)]
+    assert [r.conflicts for r in ladder.with_conflicts(results, counted)] == [12.5, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    "code, output, findings",
+    (
+        (0, "full: 3 instances\n========= ERROR SUMMARY: 0 errors", 0),
+        (9, "========= Invalid __shared__ read\n========= ERROR SUMMARY: 1 error", 1),
+        (9, "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", 2),
+        (1, "Traceback\nBuildError: no\n========= ERROR SUMMARY: 0 errors", None),
+        (0, "", None),
+    ),
+)
+def test_a_sanitizer_that_did_not_finish_is_not_clean(code: int, output: str, findings: int | None) -> None:
+    assert sanitize.judged(code, output)[0] == findings
+
+
+@pytest.mark.parametrize("shape", launched.SHAPES)
+def test_sanitizers_see_every_kind_of_instance(shape: str) -> None:
+    found = launched.instances(launched.problem(shape, torch.device("cpu")), ARCHITECTURES[90])
+    assert {type(c) for c in found} >= {configs.HopperConfig, portable.PortableConfig}
+
+
+def test_sanitize_without_a_gpu_says_so(device: torch.device, capsys: pytest.CaptureFixture) -> None:
+    if device.type == "cuda":
+        pytest.skip("there is a GPU")
+    assert command.main(["sanitize"]) == 2
+    assert "sanitize: needs an NVIDIA GPU" in capsys.readouterr().err

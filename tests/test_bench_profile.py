@@ -110,7 +110,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert command.main(["profile"]) == 2
     assert "ncu isn't here" in capsys.readouterr().err
-    words = profile.command("ncu", cases.TINY[0], "fp8attn cuda", "normal", "none", "forward")
+    words = profile.command("ncu", profile.target(cases.TINY[0], "fp8attn cuda", "normal"), "none", "forward")
     assert words[1:5] == ["--clock-control", "none", "--profile-from-start", "off"] and "forward/" in words
     assert json.loads(words[-1])["case"]["name"] == "tiny full"
 

@@ -24,6 +24,11 @@ TENSOR_CORES = {
 }
 """Instructions that kernels multiply with, by architecture: compute type e4m3, and f16 or an FP8 recipe without FP8 units."""
 
+INT8_SCORES = dict.fromkeys(TENSOR_CORES, "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32") | {
+    90: "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8"
+}
+"""The same for Q·Kᵀ of int8."""
+
 
 def compile_all(arch: int) -> list[dict]:
     """In a process of its own: launch everything with warmup=True; what was compiled, for the test to look at."""
@@ -50,25 +55,27 @@ def compile_all(arch: int) -> list[dict]:
     dims = ((64, 64), (128, 128), (192, 128), (256, 256)) if arch == 90 else ((128, 128),)
     cases = [(dim, value_dim, "e4m3", "full") for dim, value_dim in dims]
     cases += [(128, 128, "e4m3", "causal"), (72, 40, "e4m3", "bool"), (128, 128, "f16", "float")]
-    cases += [(128, 128, "e4m3", "one key")]
-    for dim, value_dim, compute, mask in cases:
+    cases += [(128, 128, "e4m3", "one key"), (128, 128, "e4m3 int8", "causal"), (128, 128, "f16 int8", "bool")]
+    for dim, value_dim, computes, mask in cases:
+        compute, *int8 = computes.split()
         keys = 1 if mask == "one key" else 200
         # enough tiles that the configs for a full GPU are chosen
         shapes = ((1, 512, 64, dim), (1, 1, keys, dim), (1, 1, keys, value_dim))
         q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
         attn_mask = {"float": torch.zeros(64, keys), "full": None, "causal": None}.get(mask, torch.ones(64, keys, dtype=torch.bool))
-        case = f"D {dim} Dv {value_dim} {compute} {mask}"
-        recipe = Recipe(compute=compute)
+        case = f"D {dim} Dv {value_dim} {computes} {mask}"
+        recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3")
         quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
         many = torch.zeros(1, 1, fused.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
         call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
         with architecture(arch):
             run.forward(call, device, warmup=True)
-            if mask == "full":
+            if mask == "full" or (mask == "causal" and int8):
                 fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
+            if mask == "full":
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=True), device, warmup=True)
-                fused.import_values(quantized[1].data, device, warmup=True)
+                fused.import_values(quantized[2].data, device, warmup=True)
     return compiled
 
 
@@ -92,10 +99,12 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
         if entry["kernel"] in ("forward_kernel", "hopper_kernel"):
             instruction = half if " f16 " in entry["case"] else e4m3
             assert instruction in entry["ptx"], f"{entry['case']}: {entry['kernel']} doesn't use {instruction}"
+            assert (INT8_SCORES[arch] in entry["ptx"]) == (" int8 " in entry["case"]), f"{entry['case']}: {entry['kernel']}"
         for registers in re.findall(r"wgmma\.mma_async[^;]*\}, \{([^}]*)\}", entry["ptx"]):
             # ptxas 12.8 loses half of a register that holds the same pair of e4m3 twice, which only a P known in advance does
             assert len(set(registers.split(","))) == 4, f"{entry['case']}: parts of P are the same number: a length was compiled in"
-        if entry["kernel"] in ("short_kernel", "gather_kernel", "write_kernel") and arch >= 89:
+        writes_e4m3 = ("short_kernel", "write_kernel") if " int8 " in entry["case"] else ("short_kernel", "gather_kernel", "write_kernel")
+        if entry["kernel"] in writes_e4m3 and arch >= 89:
             assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
         if entry["kernel"] in ("short_kernel", "gather_kernel", "finish_kernel", "write_kernel"):
             # a dependent that doesn't wait reads what isn't there yet

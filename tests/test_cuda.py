@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import re
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ from models import oracle
 
 import fp8attn
 from fp8attn import Recipe, reference
-from fp8attn.api import call_of
-from fp8attn.cuda import build, configs, render, run
+from fp8attn.api import call_of, cuda_missing
+from fp8attn.cuda import build, configs, portable, render, run, short
 from fp8attn.cuda.build import BuildError
-from fp8attn.cuda.configs import INSTANCES, HopperConfig
+from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES, HopperConfig
+from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 
 H100 = ARCHITECTURES[90]
@@ -34,14 +37,15 @@ def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: 
     return call_of(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("config", INSTANCES, ids=lambda c: c.name)
+@pytest.mark.parametrize("config", INSTANCES + INT8_INSTANCES, ids=lambda c: c.name)
 def test_every_instance_fits_an_h100(config: HopperConfig) -> None:
     assert configs.misfit(config, H100) is None
     assert config.shared_bytes <= SHARED_MEMORY[90]
 
 
 def test_instances_are_told_apart_by_name() -> None:
-    assert len({c.name for c in INSTANCES}) == len(INSTANCES) == len(set(INSTANCES))
+    every = INSTANCES + INT8_INSTANCES
+    assert len({c.name for c in every}) == len(every) == len(set(every))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +91,13 @@ def test_tiles_are_as_large_as_leaves_no_sm_idle(heads: int, length: int, causal
         (dict(recipe=Recipe(k="token")), True),
         (dict(scale=-0.1), True),
         (dict(scale=0.0), True),
+        (dict(recipe=Recipe(qk="int8")), False),
+        (dict(recipe=Recipe(qk="int8", k="token")), True),
     ),
 )
 def test_general_instances_take_what_others_do_not(options: dict, general: bool) -> None:
-    assert configs.choose(call(**options), H100).general == general
+    chosen = configs.choose(call(**options), H100)
+    assert chosen.general == general and chosen.int8 == (options.get("recipe", Recipe()).qk == "int8")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +133,8 @@ def test_everything_rendered_is_compiled_once() -> None:
 
 @pytest.mark.parametrize("n", (64, 72, 136))
 def test_wgmma_wrappers_name_every_register_once(n: int) -> None:
-    for text in re.findall(r"asm volatile\((.*?)\);", render.wgmma_shapes([n]), re.DOTALL):
-        outputs = text.split('"+f"')
+    for text in re.findall(r"asm volatile\((.*?)\);", render.wgmma_shapes([n], [n]), re.DOTALL):
+        outputs = re.split('"\\+[fr]"', text)
         assert len(outputs) == n // 2 + 1
         operands = [int(x) for x in re.findall(r"%(\d+)", text)]
         count = n // 2 + len(re.findall(r'"[rln]"\(', text))
@@ -224,6 +231,7 @@ def test_a_second_library_of_a_process_is_found_by_the_next_process(tmp_path: Pa
     from torch.utils import cpp_extension
 
     numbers = iter(("", "_v1"))
+    monkeypatch.setattr(build, "compile_kernels", lambda *_: {})
     monkeypatch.setattr(cpp_extension, "load", lambda name, *_, build_directory, **__: (Path(build_directory) / f"{name}{next(numbers)}.so").touch())
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()
@@ -231,12 +239,106 @@ def test_a_second_library_of_a_process_is_found_by_the_next_process(tmp_path: Pa
         assert [path.name for path in folder.glob("*.so")] == [f"{build.NAME}.so"]
 
 
-def test_resources_are_read_from_cuobjdump() -> None:
-    text = " Function _Zfoo:\n  REG:128 STACK:24 SHARED:0 LOCAL:0 CONSTANT[0]:1248 TEXTURE:0\n"
-    assert build.parse_resources(text) == {"_Zfoo": {"reg": 128, "stack": 24, "shared": 0, "local": 0, "constant[0]": 1248, "texture": 0}}
+REPORT = """ptxas info    : Compiling entry function '_Zfoo' for 'sm_90a'
+    24 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 24 bytes cumulative stack size, 12 bytes smem, 1248 bytes cmem[0]
+"""
 
 
-STACK = {HopperConfig(256, 256, 2, 2, 240, False, 1, True): 40}
+def test_resources_are_read_from_ptxas() -> None:
+    expected = {"registers": 128, "stack": 24, "spill_stores": 16, "spill_loads": 8, "static_shared_bytes": 12}
+    assert build.resources(REPORT) == expected
+
+
+def pretended(staging: Path, instances: tuple, arch: int) -> None:
+    """What compile_into leaves, without a compiler."""
+    (staging / f"{build.NAME}.so").write_text("library")
+    build.write_meta(staging, instances, arch, 1.0, {config.name: REPORT for config in instances})
+
+
+def test_build_meta_says_what_was_built(tmp_path: Path) -> None:
+    pretended(tmp_path, INSTANCES, 90)
+    meta = json.loads((tmp_path / "build_meta.json").read_text())
+    assert meta["arch"] == 90 and meta["content"] == build.content(INSTANCES, 90) and "-std=c++20" in meta["cuda_flags"]
+    assert meta["torch"] == torch.__version__ and meta["commit"] == build.commit()
+    assert list(meta["instances"]) == list(meta["resources"]) == [c.name for c in INSTANCES]
+    first = INSTANCES[0]
+    assert meta["instances"][first.name] == dataclasses.asdict(first)
+    assert meta["resources"][first.name] == build.resources(REPORT) | {"shared_bytes": first.shared_bytes}
+
+
+def test_the_commit_is_the_checkouts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", build.commit() or "")
+    around = tmp_path / "somebody"
+    subprocess.run(["git", "init", "-q", str(around)], check=True)
+    (around / "build.py").touch()
+    monkeypatch.setattr(build, "SOURCES", around)
+    assert build.commit() is None
+
+
+@pytest.fixture
+def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A package with the Hopper kernel compiled ahead, on a machine without a compiler; what was loaded."""
+    loaded: list[str] = []
+    monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "missing", lambda: None)
+    monkeypatch.setattr(build, "compile_into", pretended)
+    build.prebuild(tmp_path / "prebuilt", 90, (INSTANCES,))
+    monkeypatch.setattr(build, "missing", lambda: "nvcc isn't here")
+    monkeypatch.setattr(build, "compile_into", lambda *_: pytest.fail("it compiles"))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(build, "_failures", {})
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    return loaded
+
+
+def test_what_a_wheel_brings_needs_no_compiler(brought: list[str]) -> None:
+    folder = build.build(INSTANCES)
+    assert brought == [str(folder / f"{build.NAME}.so")] and folder.parent == build.PREBUILT
+    assert build.unavailable() is None and (build.built() or {})["arch"] == 90
+
+
+@pytest.mark.parametrize("change", ("sources", "torch", "arch"))
+def test_what_a_wheel_brings_is_of_these_sources_and_this_torch(brought: list[str], change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if change == "sources":
+        monkeypatch.setattr(build, "source_files", lambda: [])
+    if change == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.9.0+cu128")
+    with pytest.raises(BuildError, match="nvcc isn't here"):
+        build.build(INSTANCES, 89 if change == "arch" else 90)
+    assert not brought
+
+
+def test_libraries_of_an_architecture() -> None:
+    assert build.groups(90)[:2] == (INSTANCES, short.INSTANCES)
+    assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
+    assert all(len(build.groups(arch)) == (5 if arch == 90 else 3) and all(build.groups(arch)) for arch in (80, 89, 90))
+
+
+@pytest.mark.gpu
+def test_a_prebuilt_library_loads_without_nvcc(device: torch.device, tmp_path: Path) -> None:
+    """One instance, compiled ahead and loaded by a process that can't compile."""
+    missing = cuda_missing(device)
+    if missing is not None:
+        pytest.skip(missing)
+    config = portable.BEST[64]["11 register operands"]
+    build.prebuild(tmp_path, device_of(device).arch, ((config,),))
+    script = (
+        "import pathlib, sys, torch, fp8attn\n"
+        "from fp8attn.cuda import build, portable\n"
+        "build.PREBUILT, build.missing = pathlib.Path(sys.argv[1]), lambda: 'no compiler'\n"
+        "print(build.load((portable.BEST[64]['11 register operands'],), int(sys.argv[2])).forward)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(device_of(device).arch)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "forward" in done.stdout, done.stderr
+
+
+STACK = {
+    HopperConfig(256, 256, 2, 2, 240, False, 1, True): 40,
+    HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 160,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, True): 8,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
+}
 """Bytes of it that an instance may have; the others have none."""
 
 
@@ -271,7 +373,7 @@ def numbers(report: str) -> tuple[int, int]:
 
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
     """Every instance: registers and stack as ptxas says, no wgmma made synchronous."""
-    for config, report in compiled(nvcc, INSTANCES, 90, tmp_path).items():
+    for config, report in compiled(nvcc, INSTANCES + INT8_INSTANCES, 90, tmp_path).items():
         registers, stack = numbers(report)
         assert "wgmma" not in report, f"{config.name}: {report}"
         assert stack <= STACK.get(config, 0), f"{config.name}: {report}"

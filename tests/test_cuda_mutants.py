@@ -14,10 +14,11 @@ from closeness import E4M3_STEP, assert_matches_pipeline
 from models import oracle
 
 import fp8attn
+from fp8attn import Recipe
 from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, short
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import INSTANCES
+from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
 
@@ -30,7 +31,7 @@ MUTANTS = {
     "end of keys forgotten": ("tile/mask.h", "max(min(kv_length, min(row", "max(min(1 << 30, min(row"),
     "missing rescale": ("tile/softmax.h", "alpha[r] = ptx::exp2_approx(m[r] - origin[r]);", "alpha[r] = 1.0f;"),
     "stale maximum": ("tile/softmax.h", "m[r] = m_new;", "if (m[r] == -INFINITE) m[r] = m_new;"),
-    "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : shared.k_scale[stage])", "1.0f"),
+    "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
     "scale of another block": ("hopper.cuh", "*(k_scale += scale_step)", "*k_scale"),
     "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
@@ -53,8 +54,15 @@ SPLIT, NATIVE, SPECIALISED, FUSED, SCALAR, WMMA = (
 RUNG_MUTANTS = {
     "scores that no lane wrote": (SCALAR, "tile/unfused.h", "for (int j = 0; j < keys; ++j) shared.s", "for (int j = 0; j < keys - 1; ++j) shared.s"),
     "end of keys forgotten, unfused": (SCALAR, "tile/unfused.h", "if (key >= end)\n", "if (key >= end + 1)\n"),
-    "missing rescale, unfused": (SCALAR, "tile/unfused.h", "fmaf(shared.l[row], alpha, sum)", "shared.l[row] + sum"),
-    "channels of another fragment": (WMMA, "tile/unfused.h", "v.at(32 * c + 16 * half, key / 8)", "v.at(32 * c + 16 * (1 - half), key / 8)"),
+    "missing rescale, unfused": (
+        SCALAR,
+        "tile/unfused.h",
+        "\n        shared.l[row] = fmaf(shared.l[row], alpha, sum)",
+        "\n        shared.l[row] = shared.l[row] + sum",
+    ),
+    "missing rescale of fragments": (WMMA, "tile/unfused.h", "columns.x[i] *= alpha.x[i];", "columns.x[i] *= 1.0f;"),
+    "half a row": (WMMA, "tile/unfused.h", "sum += __shfl_xor_sync(~0u, sum, 16);", ""),
+    "channels of another fragment": (WMMA, "tile/unfused.h", "v.at(channel, key / 8)", "v.at(channel ^ 16, key / 8)"),
     "halves in the wrong order": (
         FUSED,
         "tile/shared_tile.h",
@@ -70,14 +78,14 @@ RUNG_MUTANTS = {
     "a stage too early": (
         FUSED,
         "portable.cuh",
-        "if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n + ahead,",
-        "if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n,",
+        "stage == 0 ? ahead : stage - 1);\n    ptx::cp_async_commit();\n    if",
+        "stage);\n    ptx::cp_async_commit();\n    if",
     ),
-    "producers a block behind": (
+    "producers a stage too early": (
         SPECIALISED,
         "portable.cuh",
-        "load_block<C>(p, shared, thread, n + ahead, stage",
-        "load_block<C>(p, shared, thread, n, stage",
+        "stage == 0 ? ahead : stage - 1);\n      ptx::cp_async_commit();\n      ptx",
+        "stage);\n      ptx::cp_async_commit();\n      ptx",
     ),
     "swizzle of another row": (SPECIALISED, "tile/shared_tile.h", "lane_offset ^ 16 * chunks :", "lane_offset + 16 * chunks :"),
     "unpermuted V": (
@@ -89,7 +97,7 @@ RUNG_MUTANTS = {
     "output not rescaled": (NATIVE, "tile/fused.h", "alpha[t][i / 2 % 2], fresh", "1.0f, fresh"),
     "a part's weight": (SPLIT, "tile/online_softmax.h", "theirs = ptx::exp2_approx(their_m - origin(m_new));", "theirs = 1.0f;"),
     "a part's sum": (SPLIT, "tile/online_softmax.h", "fmaf(l[r], mine, their_l * theirs)", "l[r] * mine"),
-    "values of another part": (SPLIT, "tile/fused.h", "first_step = first_key / 32;", "first_step = 0;"),
+    "values of another part": (SPLIT, "tile/fused.h", "0, first_key / 16 * (", "0, 0 * ("),
 }
 """Of the portable kernel: the rung that shows it, and the same."""
 
@@ -106,9 +114,20 @@ SHORT_MUTANTS = {
 }
 """Of the kernel that quantizes, likewise."""
 
-EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()} | {
-    f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()
+INT8 = "int8"
+
+INT8_MUTANTS = {
+    "products taken for floats": ("hopper.cuh", "s[i] = float(scores[i]);", "s[i] = __int_as_float(scores[i]);"),
+    "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
+    "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
+    "the key before": ("tile/poison.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),
+    "queries that aren't finite forgotten": ("tile/poison.h", "q[row * p.q_strides[2]] == INT8_NAN", "false"),
 }
+"""Of the Hopper kernel on int8."""
+
+EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
+EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
+EVERY |= {f"{INT8}: {name}": (INT8, *mutant) for name, mutant in INT8_MUTANTS.items()}
 
 
 def mutated(name: str | None, folder: Path) -> Path:
@@ -128,21 +147,23 @@ def check(sources: str, rung: str | None) -> None:
     build.SOURCES = Path(sources)
     if rung == SHORT:
         return check_short()
-    config = INSTANCES[0] if rung is None else {**LADDER[64], **BEST[64]}[rung]
-    build.INSTANCES = (config,)
+    config = {None: INSTANCES[0], INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
+    build.INSTANCES = configs.INT8_INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 700, 700))
     # later keys score higher, so that the maximum moves; scales of blocks differ
     k = k * torch.linspace(0.2, 3, 700, device=device)[:, None]
-    quantized = fp8attn.quantize(q, k, v)
+    if rung == INT8:
+        q[0, 0, 20, 3], k[0, 0, 600, 5] = torch.nan, torch.inf
+    quantized = fp8attn.quantize(q, k, v, recipe=Recipe(qk="int8" if rung == INT8 else "e4m3"))
     for is_causal in (False, True):
         call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32, return_lse=True)
         out, lse = cuda.forward(call, device_of(device), config)
         expected, expected_lse = oracle(quantized, call, config)
         try:
             assert_matches_pipeline(out, expected, emulated=False)
-            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
+            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
         except AssertionError as error:
             print(SEEN, error)
 
@@ -185,14 +206,14 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
     reason = cuda_missing(device)
-    if reason is None and rung in (None, SHORT):
+    if reason is None and rung in (None, INT8, SHORT):
         reason = configs.misfit(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", (None, SHORT, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize("rung", (None, INT8, SHORT, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert SEEN not in run_check(mutated(None, tmp_path), tmp_path / "cache", rung)

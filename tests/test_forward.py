@@ -25,14 +25,17 @@ from fp8attn.cuda.configs import INSTANCES, is_general
 from fp8attn.cuda.render import Config
 from fp8attn.device import Device, device_of
 from fp8attn.quantize import empty_rows
+from fp8attn.recipe import ProductType
 from fp8attn.triton import configs, run
+
+INT8 = Recipe(qk="int8")
 
 
 def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, config: configs.Config | Config | None = None):
     """out, lse and the pipeline oracle's, which is told how they were computed."""
     if sdpa.backend == "cuda":
         instance = cuda.choose(call, device) if config is None else config
-        return *cuda.forward(call, device, instance), *models.oracle(quantized, call, instance)
+        return *cuda.forward(call, device, instance), *models.oracle(quantized, call, instance, models.key_splits(call, instance, device))
     config = run.choose(call, device) if config is None else config
     model = dict(block_n=config.block_n, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute)
     return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, **model)
@@ -67,7 +70,8 @@ def test_configs_agree(case: Case, data: st.DataObject, device: torch.device, sd
     if sdpa.backend == "cuda":
         able = [*portable.serving(call, properties)]
         if hopper.why_not(call, properties) is None:
-            able += [c for c in INSTANCES if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.general >= is_general(call)]
+            instances = hopper.INT8_INSTANCES if call.int8 else INSTANCES
+            able += [c for c in instances if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.general >= is_general(call)]
         config = data.draw(st.sampled_from(able))
     elif properties.emulated:
         config = configs.PortableConfig(*(data.draw(st.sampled_from(x)) for x in ((16, 32, 64, 128), (32, 64, 128))), 1, 1)
@@ -124,7 +128,7 @@ def test_lse_against_float64(case: Case, device: torch.device, sdpa: Attention) 
     assert float((lse.double() - exact).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) <= bound
 
 
-def exact_problem(device: torch.device, kv_length: int, seed: int) -> tuple[Quantized, Quantized, Quantized]:
+def exact_problem(device: torch.device, kv_length: int, seed: int, row_type: torch.dtype) -> tuple[Quantized, Quantized, Quantized]:
     """Small integers with scales of one: every score is exact however few bits the tensor core keeps."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -135,17 +139,18 @@ def exact_problem(device: torch.device, kv_length: int, seed: int) -> tuple[Quan
     one = torch.ones(1, 1, 1, device=device)
     values = fp8attn.import_kv(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 1.0, 1.0)[1]
     return (
-        Quantized(q.to(torch.float8_e4m3fn), one, "tensor", "rows", 200),
-        Quantized(k.to(torch.float8_e4m3fn), one, "tensor", "rows", kv_length),
+        Quantized(q.to(row_type), one, "tensor", "rows", 200),
+        Quantized(k.to(row_type), one, "tensor", "rows", kv_length),
         values,
     )
 
 
+@pytest.mark.parametrize("row_type", (torch.float8_e4m3fn, torch.int8))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("kv_length", (96, 1000))
-def test_exact_scores(device: torch.device, sdpa: Attention, kv_length: int, is_causal: bool) -> None:
+def test_exact_scores(device: torch.device, sdpa: Attention, kv_length: int, is_causal: bool, row_type: torch.dtype) -> None:
     """Where scores are exact, no P flips, and what is left is the tensor core's sum of one key block: 2^-13 a term at most."""
-    q, k, v = exact_problem(device, kv_length, seed=kv_length)
+    q, k, v = exact_problem(device, kv_length, kv_length, row_type)
     call = call_of(q, k, v, is_causal=is_causal, out_dtype=torch.float32)
     out, _, expected, _ = run_call((q, k, v), call, device_of(device), sdpa)
     assert relative(out, expected) <= (1e-6 if device_of(device).emulated else 1e-3)
@@ -172,7 +177,7 @@ def test_future_keys_cannot_matter(case: Case, device: torch.device, sdpa: Atten
     border = max(row + offset + 1, 0)  # rows up to `row` see keys before it
     options = dict(is_causal=True, causal_alignment=case.causal, enable_gqa=True, return_lse=True, recipe=Recipe(compute=case.recipe.compute))
     before = sdpa(q, k, v, **options)
-    k_data, k_scale = empty_rows(k.data), k.scale.clone()  # not clone(): with other strides another kernel may run
+    k_data, k_scale = empty_rows(k.data, k.data.dtype), k.scale.clone()  # not clone(): with other strides another kernel may run
     k_data.copy_(k.data)
     k_data.view(torch.uint8)[:, :, border:] ^= 0x55
     k_scale[:, :, border:] = torch.nan
@@ -185,17 +190,37 @@ def test_future_keys_cannot_matter(case: Case, device: torch.device, sdpa: Atten
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("where", ("query", "key", "value"))
 @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
-def test_nan_reaches_the_rows_that_attend_and_no_others(device: torch.device, sdpa: Attention, where: str, bad: float, is_causal: bool) -> None:
+@pytest.mark.parametrize("recipe", (Recipe(), INT8, Recipe(qk="int8", k="token"), Recipe(qk="int8", k="head", q="tensor")), ids=str)
+def test_nan_reaches_the_rows_that_attend_and_no_others(
+    device: torch.device, sdpa: Attention, recipe: Recipe, where: str, bad: float, is_causal: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(1, 2, 200, 64, generator=generator).to(device) for name in ("query", "key", "value")}
     tensors[where][0, 1, 77, 5] = bad
-    out = sdpa(*tensors.values(), is_causal=is_causal)
+    out, lse = sdpa(*tensors.values(), is_causal=is_causal, recipe=recipe, return_lse=True)
     expected = torch.zeros(1, 2, 200, dtype=torch.bool, device=device)
     if where == "query":
         expected[0, 1, 77] = True
     else:
         expected[0, 1, 77 if is_causal else 0 :] = True
-    assert torch.equal(out.isnan().any(-1), expected) and torch.equal(out.isnan().all(-1), expected)
+    assert torch.equal(out.isnan().any(-1), expected) and torch.equal(out.isnan().all(-1), expected) and torch.equal(lse.isnan(), expected)
+    exact = fp8attn.reference_sdpa(*tensors.values(), is_causal=is_causal)
+    assert relative(out[~expected], exact[~expected]) < 0.08  # marks change nothing else
+
+
+@pytest.mark.parametrize("recipe", (Recipe(), INT8), ids=str)
+def test_nan_that_a_mask_hides(device: torch.device, sdpa: Attention, recipe: Recipe) -> None:
+    """A cache's keys behind the end of what is valid may be anything; so may a query that sees no key."""
+    q, k, v = (torch.randn(1, 2, 200, 64, device=device) for _ in range(3))
+    mask = torch.ones(200, 200, dtype=torch.bool, device=device)
+    mask[:, 150:] = False
+    mask[3] = False
+    expected = sdpa(q, k.clone(), v, mask, recipe=dataclasses.replace(recipe, smooth_k=False, smooth_v=False))
+    k[:, :, 150:190], k[:, :, 190:] = torch.nan, 0
+    q[:, :, 3] = torch.nan
+    out = sdpa(q, k, v, mask, recipe=dataclasses.replace(recipe, smooth_k=False, smooth_v=False))
+    assert out.isfinite().all() and (out[:, :, 3] == 0).all()
+    assert relative(out[:, :, 4:], expected[:, :, 4:]) < 0.05
 
 
 def test_nan_in_e4m3_of_the_users_own(device: torch.device, sdpa: Attention) -> None:
@@ -265,25 +290,27 @@ def test_batches_and_heads_are_independent(case: Case, device: torch.device, sdp
     assert torch.equal(whole[b : b + 1, heads], alone)
 
 
-def test_permuting_keys_with_their_values(device: torch.device) -> None:
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+def test_permuting_keys_with_their_values(device: torch.device, qk: ProductType) -> None:
     """Changes the order of rounding, nothing else: with half operands next to nothing."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 2, 300, 64, generator=generator).to(device) for _ in range(3))
     order = torch.randperm(300, generator=generator).to(device)
-    recipe = Recipe(k="head", compute="f16")
+    recipe = Recipe(k="head", compute="f16", qk=qk)
     straight = fp8attn.triton_sdpa(q, k, v, recipe=recipe)
     permuted = fp8attn.triton_sdpa(q, k[:, :, order], v[:, :, order], recipe=recipe)
     assert relative(permuted, straight) <= 2e-3
 
 
-def test_adding_a_constant_to_keys(device: torch.device, sdpa: Attention) -> None:
+@pytest.mark.parametrize("recipe", (Recipe(), INT8), ids=str)
+def test_adding_a_constant_to_keys(device: torch.device, sdpa: Attention, recipe: Recipe) -> None:
     """Smoothing takes it away, bit for bit where float32 can: all numbers are multiples of 2^-6, and means exact."""
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randint(-64, 65, (1, 2, 256, 64), generator=generator).float().to(device) / 64 for _ in range(3))
-    out = sdpa(q, k, v)
-    moved = sdpa(q, k + torch.arange(64, device=device) * 8.0, v)
+    out = sdpa(q, k, v, recipe=recipe)
+    moved = sdpa(q, k + torch.arange(64, device=device) * 8.0, v, recipe=recipe)
     assert torch.equal(out, moved)
-    rough = sdpa(q, k + torch.arange(64, device=device) * 8.0, v, recipe=Recipe(smooth_k=False))
+    rough = sdpa(q, k + torch.arange(64, device=device) * 8.0, v, recipe=dataclasses.replace(recipe, smooth_k=False))
     assert relative(rough, out) > 0.05
 
 

@@ -13,6 +13,7 @@ import fp8attn
 from fp8attn import Recipe, ops
 from fp8attn.api import _operator_arguments, _prepare
 from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.configs import INSTANCES
 from fp8attn.ops import library_ops
 
 COMPILER = "inductor" if GPU else "aot_eager"
@@ -44,12 +45,16 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
 @pytest.mark.parametrize("given", ("q", "kv", "qkv"))
 @pytest.mark.parametrize(
     "recipe",
-    (Recipe(), Recipe(q="block", k="token", v="head", smooth_k=False, rotate=True), Recipe(q="head", k="tensor", v="tensor", smooth_v=False)),
+    (
+        Recipe(),
+        Recipe(q="block", k="token", v="head", smooth_k=False, rotate=True, qk="int8"),
+        Recipe(q="head", k="tensor", v="tensor", smooth_v=False),
+    ),
 )
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
     q, k, v = inputs(device, dim=72)
     arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
-    options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate)
+    options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate, recipe.qk)
     opcheck(library_ops.quantize, (*arguments, *options), test_utils=CHECKS)
 
 
@@ -180,8 +185,7 @@ def test_goes_on_with_triton_if_cuda_does_not_compile(device: torch.device, monk
     def fails(*arguments):
         raise BuildError("the CUDA kernels don't compile here: no space left")
 
-    for name in ("why_not_cuda", "why_not_cuda_first"):
-        monkeypatch.setattr(ops, name, lambda call: None)
+    monkeypatch.setattr(ops, "plan_cuda", lambda call, first=False: INSTANCES[0])
     monkeypatch.setattr(ops.cuda, "forward", fails)
     arguments = _operator_arguments(_prepare(q, k, v, None, 0.0, False, None, True, "top_left", Recipe(), None, None, None, None), False)
     with pytest.warns(UserWarning, match="goes on with Triton: .*no space left"):

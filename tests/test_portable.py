@@ -15,7 +15,7 @@ from closeness import assert_matches_pipeline
 from conftest import GPU
 from hypothesis import given
 from hypothesis import strategies as st
-from models import oracle
+from models import key_splits, oracle
 from strategies import Case, cases
 from test_cuda import call, compiled, numbers, nvcc  # noqa: F401
 
@@ -61,12 +61,16 @@ def test_all_rungs_fit_an_h100(dim: int) -> None:
         ("4 fused softmax", dict(tensor_pv=False), H100, "tensor_qk and tensor_pv"),
         ("6 swizzle", dict(keys=256), H100, "a scale covers 128"),
         ("10 native e4m3", dict(e4m3_p=False), L40S, "P must be rounded"),
+        ("9 fast exp", dict(int8=True), H100, "in registers or native"),
+        ("3 wmma-pv", dict(int8=True), H100, "scores fused"),
         ("9 fast exp", dict(producers=1, head_dim=256, value_dim=256), H100, "by eights of rows"),
         ("7 warp-specialised", dict(producers=3), H100, "producers 0, 1, 2 or 4"),
         ("7 warp-specialised", dict(stages=12), L40S, "bytes of shared memory"),
         ("6 swizzle", dict(warps=16, keys=128), H100, "accumulators take"),
         ("6 swizzle", dict(splits=3), H100, "share rows"),
         ("8 persistent", dict(splits=2), H100, "no producers"),
+        ("9 fast exp", dict(drift=True), H100, "warps that drift"),
+        ("6 swizzle", dict(drift=True), H100, "warps that drift"),
         ("9 fast exp", dict(producers=0, operands="registers", stages=1, splits=2, warps=16), H100, "exchange"),
     ),
 )
@@ -78,13 +82,22 @@ def test_what_does_not_fit_says_why(rung: str, change: dict, device: Device, rea
 @pytest.mark.parametrize("device", (A100, L40S, H100, ARCHITECTURES[100], ARCHITECTURES[120]), ids=lambda device: f"sm_{device.arch}")
 @pytest.mark.parametrize("dim", (16, 64, 72, 128, 136, 256))
 @pytest.mark.parametrize(
-    "options", ({}, dict(is_causal=True), dict(scale=-0.1), dict(recipe=Recipe(compute="f16")), dict(recipe=Recipe(k="token", two_level=False)))
+    "options",
+    (
+        {},
+        dict(is_causal=True),
+        dict(scale=-0.1),
+        dict(recipe=Recipe(compute="f16")),
+        dict(recipe=Recipe(k="token", two_level=False)),
+        dict(recipe=Recipe(qk="int8")),
+        dict(recipe=Recipe(qk="int8", k="token", compute="f16")),
+    ),
 )
 def test_every_gpu_gets_an_instance(device: Device, dim: int, options: dict) -> None:
     problem = call(dim, **options)
     config = portable.choose(problem, device)
     assert portable.why_not(problem, device) is None and portable.fits(config, device) and portable.takes(config, problem)
-    assert config in portable.group(config.head_dim, device) and config.head_dim == min(d for d in DIMS if d >= dim)
+    assert config in portable.group(config.head_dim, device, problem.int8) and config.head_dim == min(d for d in DIMS if d >= dim)
     native = device.has_fp8_units and problem.compute == "e4m3" and problem.two_level is not False
     assert config.operands == ("native" if native and device.arch != 90 and config.head_dim < 256 else "registers")
 
@@ -92,7 +105,27 @@ def test_every_gpu_gets_an_instance(device: Device, dim: int, options: dict) -> 
 def test_the_hopper_kernel_goes_first() -> None:
     assert isinstance(cuda.choose(call(), H100), configs.HopperConfig)
     for problem, device in ((call(), L40S), (call(recipe=Recipe(compute="f16")), H100), (call(recipe=Recipe(two_level=False)), H100)):
-        assert isinstance(cuda.choose(problem, device), PortableConfig) and cuda.why_not(problem, device) is None
+        assert isinstance(cuda.plan(problem, device), PortableConfig) and isinstance(cuda.plan(problem, device, first=True), str)
+
+
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, length, kv_length, expected",
+    (
+        (1, 8, 8, 64, 65536, 16),
+        (1, 8, 8, 64, 600, 1),
+        (8, 32, 32, 64, 65536, 1),
+        (1, 1, 1, 1, 1 << 20, 64),
+        (1, 32, 8, 1, 65536, 16),
+        (1, 32, 8, 128, 65536, 2),
+    ),
+)
+def test_keys_are_shared_where_sms_are_empty(batch: int, heads: int, kv_heads: int, length: int, kv_length: int, expected: int) -> None:
+    """Each of 132 SMs has a CTA if there are keys enough; query heads of a key head are one tile if they are short."""
+    k = torch.zeros(1, 1, 1, 64).expand(batch, kv_heads, kv_length, 64)
+    q, q_scale = torch.zeros(batch, heads, length, 64), torch.ones(batch, heads, 1)
+    problem = dataclasses.replace(call(), q=q, q_scale=q_scale, q_group=0, k=k, kv_length=kv_length)
+    assert key_splits(problem, RUNGS["11 register operands"], H100) == expected
+    assert key_splits(problem, RUNGS["8 persistent"], H100) == 1
 
 
 def test_small_problems_get_small_tiles() -> None:
@@ -140,10 +173,11 @@ def every_config(device: Device) -> tuple[PortableConfig, ...]:
     """All rungs, for calls of every kind, and what is shipped: one library."""
     rungs = (config for dim in LADDER for config in (*LADDER[dim].values(), *BEST[dim].values()))
     everything = [
-        dataclasses.replace(c, general=general, e4m3_p=e4m3_p)
+        dataclasses.replace(c, general=general, e4m3_p=e4m3_p, int8=int8)
         for c in rungs
         for general in ((False, True) if c.fused else (False,))
         for e4m3_p in ((True, False) if c.operands != "native" else (True,))
+        for int8 in ((False, True) if c.operands != "shared" and e4m3_p else (False,))
     ]
     return tuple(c for c in dict.fromkeys((*everything, *INSTANCES)) if portable.fits(c, device))
 
@@ -168,7 +202,7 @@ def able(rungs: tuple[PortableConfig, ...], problem: Call) -> list[PortableConfi
 def check(quantized: tuple, problem: Call, config: PortableConfig, device: Device) -> None:
     """A config against the oracle that models it."""
     out, lse = cuda.forward(problem, device, config)
-    expected, expected_lse = oracle(quantized, problem, config)
+    expected, expected_lse = oracle(quantized, problem, config, key_splits(problem, config, device))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
 

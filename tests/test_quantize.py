@@ -23,6 +23,7 @@ from fp8attn.quantize import (
     LANES,
     LARGEST_MEAN,
     MEAN_STEP,
+    MEAN_STEPS,
     SAMPLE,
     SMALLEST_SCALE,
     STRIP,
@@ -34,7 +35,19 @@ from fp8attn.quantize import (
     rows_layout,
     values_layout,
 )
-from fp8attn.recipe import E4M3, E4M3_MAX, E4M3_NAN, ROW_ALIGNMENT, ROW_GRANULARITIES, SCALE_BLOCK, VALUE_GRANULARITIES, Granularity
+from fp8attn.recipe import (
+    E4M3,
+    E4M3_MAX,
+    E4M3_NAN,
+    INT8_MAX,
+    INT8_NAN,
+    ROW_ALIGNMENT,
+    ROW_GRANULARITIES,
+    SCALE_BLOCK,
+    VALUE_GRANULARITIES,
+    Granularity,
+    ProductType,
+)
 from fp8attn.triton import quantize as fused
 from fp8attn.triton.tile import e4m3_code, permute_keys
 from fp8attn.triton.tile import key_of_slot as kernels_key_of_slot
@@ -135,9 +148,10 @@ def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
         return
     for field in ("granularity", "layout", "length", "shape"):
         assert getattr(actual, field) == getattr(expected, field)
-    assert actual.data.dtype == E4M3
+    assert actual.data.dtype == expected.data.dtype
     assert torch.equal(codes(actual), codes(expected)), f"{int((codes(actual) != codes(expected)).sum())} bytes differ"
-    assert torch.equal(actual.scale.view(torch.int32), expected.scale.view(torch.int32)), "scales differ"
+    # one NaN is as good as another
+    assert torch.equal(*(x.scale.nan_to_num(nan=-torch.inf).view(torch.int32) for x in (actual, expected))), "scales differ"
     assert (actual.mean is None) == (expected.mean is None)
     if actual.mean is not None and expected.mean is not None:
         assert torch.equal(actual.mean.view(torch.int32), expected.mean.view(torch.int32)), "means differ"
@@ -145,7 +159,11 @@ def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
 
 def element_scales(x: Quantized) -> torch.Tensor:
     """The scale of every element, broadcastable to (B, H, S, D)."""
-    return x.scale.unsqueeze(-2) if x.layout == "values" else row_scales(x.scale, x.granularity, x.length).unsqueeze(-1)
+    return x.scale.unsqueeze(-2) if x.layout == "values" else row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)
+
+
+def largest_code(x: Quantized) -> float:
+    return INT8_MAX if x.data.dtype == torch.int8 else E4M3_MAX
 
 
 def token_codes(x: Quantized) -> torch.Tensor:
@@ -165,7 +183,7 @@ def factor_of(quantized: Quantized, is_query: bool) -> int:
 
 
 def bad_elements(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
-    """Where x (B, H, S, D) isn't finite; if it was rotated, the parts with such an element."""
+    """What isn't finite of x (B, H, S, D) when it is encoded: if it was rotated, the parts with such an element."""
     bad = ~x.isfinite()
     if not quantized.rotated:
         return bad
@@ -201,6 +219,26 @@ def test_edges_of_blocks_and_strips(
 
 
 @pytest.mark.parametrize("launches", SHORTS)
+@pytest.mark.parametrize("granularity", ROW_GRANULARITIES)
+def test_marks_of_int8_keys(device: torch.device, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN in the second block's last key, in the third's first value and in a query: NaN scales of their own, else negative ones, of keys only."""
+    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
+    q, k, v = normal((1, 2, 400, 32), device, 3)
+    k[0, 1, 255, 3] = v[0, 1, 256, 4] = q[0, 1, 300, 5] = torch.nan
+    recipe = Recipe(q=granularity, k=granularity, qk="int8")
+    results = by_triton(q, k, v, recipe)
+    for actual, expected in zip(results, quantize(q, k, v, recipe), strict=True):
+        assert_same(actual, expected)
+    assert (results[0].scale > 0).all() and results[2].scale.isfinite().all()
+    marked = ~(results[1].scale > 0)
+    where = {"tensor": [0], "head": [1], "block": [5, 6], "token": [655, 656]}[granularity]
+    assert torch.nonzero(marked.flatten()).flatten().tolist() == where
+    assert results[1].scale.isnan().any() == (granularity == "token")
+    assert torch.nonzero(codes(results[1])[0, 1, :, 0] == 0x80).flatten().tolist() == [255, 256]
+
+
+@pytest.mark.parametrize("launches", SHORTS)
 def test_only_the_first_strip_needs_care(device: torch.device, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
     monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
@@ -228,9 +266,10 @@ def test_more_strips_than_lanes(device: torch.device) -> None:
 @pytest.mark.parametrize("granularity", ("tensor", "token"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("magnitude", ("subnormal", "largest"))
-def test_limits_of_a_dtype(device: torch.device, magnitude: str, dtype: torch.dtype, granularity: Granularity) -> None:
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+def test_limits_of_a_dtype(device: torch.device, qk: ProductType, magnitude: str, dtype: torch.dtype, granularity: Granularity) -> None:
     q, k, v = (at_limits(x.to(dtype), magnitude) for x in normal((1, 1, 140, 24), device, 3))
-    recipe = Recipe(q=granularity, k=granularity)
+    recipe = Recipe(q=granularity, k=granularity, qk=qk)
     for actual, expected in zip(by_triton(q, k, v, recipe), quantize(q, k, v, recipe), strict=True):
         assert_same(actual, expected)
         assert dequantize(actual).isfinite().all()
@@ -295,6 +334,16 @@ def nearest_codes(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), E4M3_NAN, code).to(torch.uint8)
 
 
+@pytest.mark.parametrize("by", QUANTIZERS)
+def test_encoding_int8(device: torch.device, by: str) -> None:
+    """All of -127 … 127 and the ties between them: to nearest even."""
+    x = torch.arange(-254, 255, device=device).float() / 2
+    x = torch.nn.functional.pad(x, (0, 3)).view(1, 1, -1, 128).expand(1, 2, -1, -1).contiguous()
+    q, k, _ = QUANTIZERS[by](x, x, x, Recipe(q="tensor", k="tensor", smooth_k=False, qk="int8"))
+    for quantized in (q, k):
+        assert quantized.scale.item() == 1.0 and torch.equal(quantized.data.float(), x.round())
+
+
 @triton.jit
 def encode_kernel(x, code, count, NATIVE: tl.constexpr):
     at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
@@ -316,19 +365,23 @@ def test_encoding(device: torch.device, native: bool) -> None:
 
 @given(problem=problems(places=("nowhere",)))
 def test_round_trip(problem: Problem, device: torch.device) -> None:
-    """Half an e4m3 step of each element, 2^-4 of it or 2^-10 scales, and three float32 roundings: 1 / scale, y / scale, code · scale."""
+    """Half an e4m3 step of each element, 2^-4 of it or 2^-10 scales, half a scale for int8, and three float32 roundings: 1 / scale, y / scale,
+    code · scale."""
     tensors = problem.tensors(device)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
         factor = factor_of(quantized, x is tensors[0])
         y = centred(x, quantized).double() * factor
-        restored = token_codes(quantized).view(E4M3).double() * element_scales(quantized).double()
+        integers = quantized.data.dtype == torch.int8
+        restored = token_codes(quantized).view(quantized.data.dtype).double() * element_scales(quantized).double()
+        bounded = restored.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max).float()
         if factor == 1:
-            assert torch.equal(dequantize(dataclasses.replace(quantized, mean=None)), restored.float())
-        half_step = torch.maximum(2.0**-4 * y.abs(), 2.0**-10 * element_scales(quantized).double())
+            assert torch.equal(dequantize(dataclasses.replace(quantized, mean=None)), bounded)
+        scales = element_scales(quantized).double()
+        half_step = scales.expand(y.shape) / 2 if integers else torch.maximum(2.0**-4 * y.abs(), 2.0**-10 * scales)
         assert ((restored - y).abs() <= half_step + 2.0**-22 * y.abs() + 2.0**-149).all()
         if quantized.mean is not None:
             whole = dequantize(quantized).double()
-            assert ((whole - (restored.float().double() + quantized.mean.double().unsqueeze(-2))).abs() <= 2.0**-24 * whole.abs() + 2.0**-149).all()
+            assert ((whole - (bounded.double() + quantized.mean.double().unsqueeze(-2))).abs() <= 2.0**-24 * whole.abs() + 2.0**-149).all()
 
 
 def largest_under_each_scale(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
@@ -346,22 +399,30 @@ def largest_under_each_scale(y: torch.Tensor, granularity: Granularity) -> torch
 
 
 @given(problem=problems())
-def test_scales_are_the_largest_finite_magnitude_over_448(problem: Problem, device: torch.device) -> None:
-    """Rounded once, normal numbers, and exactly 1 where all is zero; the largest elements are stored as ±448."""
+def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: Problem, device: torch.device) -> None:
+    """Rounded once, normal numbers, and exactly 1 where all is zero; the largest elements are stored as ±448, or ±127.
+
+    int8 keys that aren't finite mark their scale: with NaN if it is their own, by its sign if it isn't.
+    """
     tensors = problem.tensors(device)
     poisoned = ~tensors[2].isfinite().all(-1, keepdim=True)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
         y = centred(x, quantized).masked_fill(bad_elements(x, quantized), torch.nan)
         largest = largest_under_each_scale(y, quantized.granularity)
         # a quotient in float64 rounded to float32 is the float32 quotient
-        expected = torch.where(largest > 0, (largest.double() / E4M3_MAX).float().clamp(min=SMALLEST_SCALE), 1.0)
-        factor = factor_of(quantized, x is tensors[0])
-        assert torch.equal(quantized.scale, torch.where(largest > 0, expected * factor, 1.0))
+        code = largest_code(quantized)
+        expected = torch.where(largest > 0, (largest.double() / code).float().clamp(min=SMALLEST_SCALE), 1.0)
+        expected = torch.where(largest > 0, expected * factor_of(quantized, x is tensors[0]), 1.0)
+        hidden = y.isnan().any(-1, keepdim=True) | (poisoned if x is tensors[1] else False)
+        if code == INT8_MAX and x is tensors[1]:
+            mark = largest_under_each_scale(hidden.float(), quantized.granularity) > 0
+            expected = torch.where(mark, torch.nan if quantized.granularity == "token" else -expected, expected)
+        torch.testing.assert_close(quantized.scale, expected, rtol=0, atol=0, equal_nan=True)
         spread = element_scales(dataclasses.replace(quantized, scale=largest))
-        at_largest = (y.abs() == spread) & (spread >= SMALLEST_SCALE * E4M3_MAX)
-        if x is tensors[1]:
-            at_largest &= ~poisoned
-        assert ((token_codes(quantized) & 0x7F) == 0x7E)[at_largest].all()
+        at_largest = (y.abs() == spread) & (spread >= SMALLEST_SCALE * code)
+        if x is tensors[1] or code == INT8_MAX:
+            at_largest &= ~hidden
+        assert (token_codes(quantized).view(quantized.data.dtype).float().abs() == code)[at_largest].all()
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
@@ -401,7 +462,8 @@ def test_zero_blocks_tokens_and_channels_have_scale_one(device: torch.device, gr
 
 @given(case=cases(masks=("none",), distributions=("normal", "outliers", "channel bias", "one sign", "tiny", "huge")))
 def test_means(case: Case, device: torch.device) -> None:
-    """K's are off by the roundings of a sum in 32 lanes; V's are the nearest multiples of MEAN_STEP of their channel's largest power of two."""
+    """K's are off by the roundings of a sum in 32 lanes; V's are the nearest multiples of MEAN_STEP of their channel's largest power of two, or zero
+    if they are less than MEAN_STEPS of them."""
     _, k, v = case.tensors(device)
     _, k_quantized, v_quantized = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, smooth_v=True, rotate=False))
     additions = 32 + -(-case.kv_length // 32)
@@ -409,11 +471,25 @@ def test_means(case: Case, device: torch.device) -> None:
     assert ((k_quantized.mean.double() - k.double().mean(2)).abs() <= slack).all()
     _, exponent = torch.frexp(v.double().abs().amax(2))  # log2 of a power of two may come out just below
     step = MEAN_STEP * torch.exp2(exponent - 1.0)
-    slack = additions * 2.0**-24 * v.double().abs().mean(2) + step / 2
-    assert ((v_quantized.mean.double() - v.double().mean(2)).abs() <= slack).all()
+    rounding = additions * 2.0**-24 * v.double().abs().mean(2)
+    mean = v.double().mean(2)
+    small = (v_quantized.mean == 0) & (mean.abs() < MEAN_STEPS * step + rounding)
+    assert (small | ((v_quantized.mean.double() - mean).abs() <= step / 2 + rounding)).all()
     constant = (v == v[:, :, :1]).all(2)
     steps = (v_quantized.mean.double() / step).masked_fill(constant, 0)
     assert torch.equal(steps, steps.round())
+    assert ((steps == 0) | (steps.abs() >= MEAN_STEPS)).all()
+
+
+def test_values_near_zero_are_not_drowned_in_a_small_mean(device: torch.device) -> None:
+    """Tokens whose values are a fiftieth of the others' keep their precision; a mean that is a good part of the largest values goes all the same."""
+    (v,) = normal((1, 2, 256, 64), device, 1)
+    v[:, :, :4] /= 50
+    v[:, 1] += 3
+    _, _, quantized = by_torch(None, v, v, Recipe())
+    assert (quantized.mean[:, 0] == 0).double().mean() > 0.95 and (quantized.mean[:, 1] > 2).all()
+    error = (dequantize(quantized) - v).double()
+    assert error[:, 0, :4].square().mean().sqrt() < 0.05 * v[:, 0, :4].double().square().mean().sqrt()
 
 
 @pytest.mark.parametrize("length, sampled", ((511, 511), (512, 512), (513, 257), (1000, 512), (1024, 512), (1025, 352), (5000, 512)))
@@ -490,8 +566,8 @@ def test_nan_and_infinity_change_nothing_else(case: Case, lengths: tuple[int, in
     for index, (x, y) in enumerate(zip(before, after, strict=True)):
         others = torch.ones(x.shape, dtype=torch.bool, device=device)
         if index == which:
-            # after smoothing the zero was minus the mean, and could be the largest of its token
-            others[at if x.granularity != "token" or x.mean is None else at[:3]] = False
+            # after smoothing the zero was minus the mean, and could be the largest of its token; int8 has no NaN but whole rows
+            others[at if x.data.dtype == E4M3 and (x.granularity != "token" or x.mean is None) else at[:3]] = False
         if index == 1 and which == 2:
             others[at[:3]] = False
         assert torch.equal(token_codes(x)[others], token_codes(y)[others])
@@ -501,14 +577,19 @@ def test_nan_and_infinity_change_nothing_else(case: Case, lengths: tuple[int, in
 
 @given(problem=problems(distributions=("normal", "channel bias", "zeros")))
 def test_nan_is_stored_where_it_must_be(problem: Problem, device: torch.device) -> None:
-    """As 0x7F for each element of q and k that isn't finite, for all of a key whose value isn't, and never in v."""
+    """As 0x7F for each element of q and k that isn't finite, for all of a key whose value isn't, and never in v; as -128 for all of a row of int8."""
     q, k, v = problem.tensors(device)
     quantized = by_torch(q, k, v, problem.case.recipe)
     poisoned = ~v.isfinite().all(-1, keepdim=True)
     bad = (bad_elements(q, quantized[0]), bad_elements(k, quantized[1]) | poisoned, torch.zeros_like(v, dtype=torch.bool))
     for x, expected in zip(quantized, bad, strict=True):
-        assert torch.equal(token_codes(x) == E4M3_NAN, expected) and not (codes(x) == 0xFF).any()
-        assert x.scale.isfinite().all() and (x.mean is None or x.mean.isfinite().all())
+        if x.data.dtype == torch.int8:
+            assert torch.equal(x.data == INT8_NAN, expected.any(-1, keepdim=True).expand(x.shape))
+        else:
+            assert torch.equal(token_codes(x) == E4M3_NAN, expected) and not (codes(x) == 0xFF).any()
+            assert x.scale.isfinite().all()
+        assert torch.equal(dequantize(x).isnan(), expected if x.data.dtype == E4M3 else (x.data == INT8_NAN))
+        assert x.mean is None or x.mean.isfinite().all()
     assert (token_codes(quantized[2])[~v.isfinite()] == 0).all()
 
 

@@ -59,7 +59,7 @@ void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kern
 void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
             int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
             const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse,
-            const std::optional<Tensor>& counter) {
+            const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
   fp8attn::Params p = {};
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
   if (rows > 0) {
@@ -85,6 +85,9 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   p.out = out.mutable_data_ptr();
   p.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
   p.counter = counter ? counter->mutable_data_ptr<int>() : nullptr;
+  p.key_splits = parts ? parts->size(0) : 1;
+  p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
+  p.part_lse = part_lse ? part_lse->mutable_data_ptr<float>() : nullptr;
   copy_strides(p.q_scale_strides, q_scale);
   copy_strides(p.k_scale_strides, k_scale);
   copy_strides(p.v_scale_strides, v_scale);
@@ -147,7 +150,7 @@ const torch::Library& library() {
   m.def(
       "forward(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor q_scale, int q_group,"
       " Tensor k, Tensor k_scale, int k_group, Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset,"
-      " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter) -> ()");
+      " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   m.def(
       "forward_from_half(int instance, int ctas, int splits, Tensor q, Tensor k, Tensor v, float softmax_scale, int causal_offset, Tensor(a!) out,"

@@ -1,7 +1,10 @@
 """Compiling the CUDA kernels on first use, and loading them.
 
 A build lies in a folder named by the hash of all that went into it. It is made beside that folder and renamed when it is whole, under
-a lock, so that processes which start together compile once and none loads half of it.
+a lock, so that processes which start together compile once and none loads half of it. What a wheel brings compiled (`prebuild`) is taken
+instead where it is of these sources and this torch.
+
+Kernels are compiled by nvcc alone: they know no torch, and what ptxas says of them goes into build_meta.json.
 """
 
 from __future__ import annotations
@@ -12,24 +15,30 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import render
+from ..device import ARCHITECTURES
+from . import portable, render, short
 from .configs import INSTANCES
 from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
+PREBUILT = SOURCES / "prebuilt"
+"""Where a wheel brings compiled kernels."""
+
 NAME = "fp8attn_cuda"
 CXX_FLAGS = ("-std=c++20", "-O2")
 CUDA_FLAGS = ("-std=c++20", "-O3")
@@ -58,6 +67,14 @@ class Library:
     forward: Callable[..., None]
     forward_from_half: Callable[..., None]
     instances: tuple[Config, ...]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Config, int]:
+        return {config: number for number, config in enumerate(self.instances)}
+
+    def number(self, config: Config) -> int:
+        """What `forward` knows an instance by."""
+        return self._numbers[config]
 
 
 def cuda_home() -> str | None:
@@ -96,13 +113,25 @@ def source_files() -> list[Path]:
     return sorted(p for p in SOURCES.rglob("*") if p.suffix in (".h", ".cuh", ".cpp"))
 
 
+def nvcc() -> str:
+    """Its path; it may not be there."""
+    return str(Path(cuda_home() or "") / "bin" / "nvcc")
+
+
 def fingerprint(instances: tuple[Config, ...], arch: int = 90) -> str:
-    """Hash of sources, rendered sources, flags and versions."""
-    nvcc = str(Path(cuda_home() or "") / "bin" / "nvcc")
-    versions = (torch.__version__, str(torch.version.cuda), version_of(nvcc), version_of(os.environ.get("CXX", "c++")))
-    parts = [*versions, *CXX_FLAGS, *cuda_flags(arch)]
+    """Hash of sources, rendered sources, flags and versions, compilers' too."""
+    return _hash([content(instances, arch), version_of(nvcc()), version_of(os.environ.get("CXX", "c++"))])
+
+
+def content(instances: tuple[Config, ...], arch: int) -> str:
+    """Hash of what a library does and where it can be loaded: sources, rendered sources, flags, torch."""
+    parts = [torch.__version__, str(torch.version.cuda), *CXX_FLAGS, *cuda_flags(arch)]
     parts += [f"{path.relative_to(SOURCES)}\0{path.read_text()}" for path in source_files()]
     parts += [f"{name}\0{text}" for name, text in render.files(instances, arch).items()]
+    return _hash(parts)
+
+
+def _hash(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -131,44 +160,68 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def resources(library: Path) -> dict[str, dict[str, int]]:
-    """Registers, stack, shared and local memory of every kernel in a library, as cuobjdump says; {} without it."""
-    cuobjdump = Path(cuda_home() or "") / "bin" / "cuobjdump"
-    if not cuobjdump.exists():
-        return {}
-    done = subprocess.run([str(cuobjdump), "--dump-resource-usage", str(library)], capture_output=True, text=True, check=False)
-    return parse_resources(done.stdout)
+def resources(report: str) -> dict[str, int]:
+    """What ptxas -v says of one kernel: registers of a thread; bytes of its stack, spilled to memory and read back; static shared memory."""
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "stack": r"(\d+) bytes stack frame",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+        "static_shared_bytes": r"(\d+) bytes smem",
+    }
+    found = {name: re.search(pattern, report) for name, pattern in patterns.items()}
+    return {name: 0 if match is None else int(match[1]) for name, match in found.items()}
 
 
-def parse_resources(text: str) -> dict[str, dict[str, int]]:
-    """cuobjdump's ` Function name:` lines, each followed by `REG:128 STACK:0 …`."""
-    found: dict[str, dict[str, int]] = {}
-    name = None
-    for line in text.splitlines():
-        words = line.split()
-        if words[:1] == ["Function"]:
-            name = words[1].rstrip(":")
-        elif name is not None and words and words[0].startswith("REG:"):
-            pairs = (word.split(":") for word in words if word.count(":") == 1)
-            found[name] = {key.lower(): int(value) for key, value in pairs if value.isdigit()}
-            name = None
-    return found
+def commit() -> str | None:
+    """Of the checkout that the sources lie in, or None if they lie in none."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(SOURCES), "ls-files", "--error-unmatch", Path(__file__).name]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        return None  # somebody else's checkout, around site-packages
+    done = subprocess.run(["git", "-C", str(SOURCES), "describe", "--always", "--abbrev=40", "--dirty"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
-def write_meta(folder: Path, instances: tuple[Config, ...], arch: int, seconds: float) -> None:
-    """build_meta.json: what was built, of what, with what."""
+def write_meta(folder: Path, instances: tuple[Config, ...], arch: int, seconds: float, reports: dict[str, str]) -> None:
+    """build_meta.json: what was built, of what, with what; `reports`, by instance, is what ptxas said."""
     meta = {
+        "arch": arch,
         "instances": {c.name: dict(zip(c.__dataclass_fields__, astuple(c), strict=True)) for c in instances},
+        "commit": commit(),
+        "content": content(instances, arch),
         "cxx_flags": CXX_FLAGS,
         "cuda_flags": cuda_flags(arch),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nvcc": version_of(str(Path(cuda_home() or "") / "bin" / "nvcc")).strip().splitlines()[-1:],
+        "nvcc": version_of(nvcc()).strip().splitlines()[-1:],
+        "cxx": version_of(os.environ.get("CXX", "c++")).strip().splitlines()[:1],
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
-        "resources": resources(folder / f"{NAME}.so"),
+        "resources": {c.name: resources(reports.get(c.name, "")) | {"shared_bytes": c.shared_bytes} for c in instances},
     }
     (folder / "build_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def compile_kernels(folder: Path, names: Sequence[str], arch: int) -> dict[str, str]:
+    """NAME.o of every NAME.cu in `folder`; by name, what ptxas says.
+
+    Raises:
+        BuildError: with nvcc's words.
+    """
+    host = ["-ccbin", os.environ["CXX"]] if "CXX" in os.environ else []
+    options = [*cuda_flags(arch), *host, "-Xcompiler=-fPIC", "-Xptxas=-v", "-I", str(SOURCES), "-I", str(folder)]
+
+    def compile_one(name: str) -> str:
+        command = [nvcc(), *options, "-c", f"{name}.cu", "-o", f"{name}.o"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"the CUDA kernels don't compile here: {(done.stderr + done.stdout).strip()}")
+        return done.stderr + done.stdout
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(compile_one, names), strict=True))
 
 
 def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None:
@@ -182,36 +235,78 @@ def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None
     rendered = render.files(instances, arch)
     for name, text in rendered.items():
         (folder / name).write_text(text)
+    kernels = [name.removesuffix(".cu") for name in rendered if name.endswith(".cu")]
     started = time.time()
     print(f"fp8attn: compiling {len(instances)} CUDA kernels, once …", end="", file=sys.stderr, flush=True)
     try:
+        reports = compile_kernels(folder, kernels, arch)
         cpp_extension.load(
             NAME,
-            [str(SOURCES / "binding.cpp"), *(str(folder / name) for name in rendered if name.endswith(".cu"))],
+            [str(SOURCES / "binding.cpp")],
             extra_cflags=list(CXX_FLAGS),
-            extra_cuda_cflags=list(cuda_flags(arch)),
+            extra_cuda_cflags=list(cuda_flags(arch)),  # or torch looks for a GPU to compile for
+            extra_ldflags=[str(folder / f"{name}.o") for name in kernels],
             extra_include_paths=[str(SOURCES), str(folder)],
             build_directory=str(folder),
             is_python_module=False,
             with_cuda=True,
         )
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+    except (BuildError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         print(" failed", file=sys.stderr, flush=True)
+        if isinstance(error, BuildError):
+            raise
         raise BuildError(f"the CUDA kernels don't compile here: {error}") from error
     # torch names a process's second library of a name NAME_v1
     (compiled,) = folder.glob(f"{NAME}*.so")
     compiled.rename(folder / f"{NAME}.so")
     seconds = time.time() - started
     print(f" {seconds:.0f} s", file=sys.stderr, flush=True)
-    write_meta(folder, instances, arch, seconds)
+    write_meta(folder, instances, arch, seconds, reports)
+
+
+def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
+    """What GPUs of an architecture load, library by library."""
+    hopper: tuple[tuple[Config, ...], ...] = (INSTANCES, short.INSTANCES) if arch // 10 == 9 else ()
+    return (*hopper, *(portable.group(dim, ARCHITECTURES[arch]) for dim in portable.DIMS))
+
+
+def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:
+    """Compile ahead of time what GPUs of an architecture load, or some `libraries` of it, for a wheel to bring: `folder` becomes PREBUILT.
+
+    Raises:
+        BuildError: they can't be compiled here.
+    """
+    lacking = missing()
+    if lacking is not None:
+        raise BuildError(lacking)
+    for instances in groups(arch) if libraries is None else libraries:
+        into = folder / render.namespace(instances, arch)
+        with tempfile.TemporaryDirectory() as staging:
+            compile_into(Path(staging), instances, arch)
+            into.mkdir(parents=True, exist_ok=True)
+            for name in (f"{NAME}.so", "build_meta.json"):
+                shutil.copy(Path(staging) / name, into / name)
+
+
+def prebuilt(instances: tuple[Config, ...], arch: int) -> Path | None:
+    """The folder of the library that came with the package, or None if none did that is of these sources and this torch."""
+    folder = PREBUILT / render.namespace(instances, arch)
+    meta = folder / "build_meta.json"
+    if not meta.exists() or json.loads(meta.read_text())["content"] != content(instances, arch):
+        return None
+    return folder
 
 
 def build(instances: tuple[Config, ...], arch: int = 90) -> Path:
-    """The folder of the whole and loaded build, made if it isn't there.
+    """The folder of the whole and loaded build, made if it is neither there nor came with the package.
 
     Raises:
         BuildError: it can't be made.
     """
+    brought = prebuilt(instances, arch)
+    if brought is not None:
+        torch.ops.load_library(str(brought / f"{NAME}.so"))
+        return brought
     lacking = missing()
     if lacking is not None:
         raise BuildError(lacking)
@@ -233,6 +328,8 @@ def build(instances: tuple[Config, ...], arch: int = 90) -> Path:
 
 
 _libraries: dict[tuple[tuple[Config, ...], int], Library] = {}
+_having: dict[tuple[Config, int], Library] = {}
+"""By configuration and architecture, the first library that was loaded with it."""
 _failures: dict[tuple[tuple[Config, ...], int], str] = {}
 
 
@@ -253,6 +350,8 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
             raise
         operators = getattr(torch.ops, render.namespace(*key))
         _libraries[key] = Library(operators.forward.default, operators.forward_from_half.default, key[0])
+        for config in key[0]:
+            _having.setdefault((config, arch), _libraries[key])
     return _libraries[key]
 
 
@@ -262,20 +361,22 @@ def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
     Raises:
         BuildError: it can't be compiled.
     """
-    for (instances, built_for), library in _libraries.items():
-        if built_for == arch and config in instances:
-            return library
-    return load(group if config in group else (config,), arch)
+    found = _having.get((config, arch))
+    return load(group if config in group else (config,), arch) if found is None else found
 
 
 def unavailable() -> str | None:
     """Why kernels can't be had, as far as is known without compiling, or None."""
-    return next(iter(_failures.values()), None) or missing()
+    return next(iter(_failures.values()), None) or (None if PREBUILT.exists() else missing())
 
 
 def built(instances: tuple[Config, ...] | None = None, arch: int = 90) -> dict[str, Any] | None:
     """build_meta.json of the build that would be loaded now, or None if there is none; of the Hopper kernel's instances unless others are given."""
-    if missing() is not None:
-        return None
-    meta = cache_folder() / fingerprint(INSTANCES if instances is None else instances, arch) / "build_meta.json"
+    wanted = INSTANCES if instances is None else instances
+    folder = prebuilt(wanted, arch)
+    if folder is None:
+        if missing() is not None:
+            return None
+        folder = cache_folder() / fingerprint(wanted, arch)
+    meta = folder / "build_meta.json"
     return json.loads(meta.read_text()) if meta.exists() else None

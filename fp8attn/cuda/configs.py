@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from ..call import Call, why_not_tma
 from ..device import Device
@@ -41,6 +41,7 @@ class HopperConfig:
         exact: of every four groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
         general: masks, scales by key, softmax scales that aren't positive; an instance without has none of them.
+        int8: Q and K are int8, not e4m3.
     """
 
     head_dim: int
@@ -51,6 +52,7 @@ class HopperConfig:
     overlap: bool
     exact: int
     general: bool
+    int8: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -121,6 +123,11 @@ SPEEDS = {
 
 INSTANCES = tuple(SPEEDS)
 
+INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
+"""The same for int8, compiled by themselves on their first use."""
+
+SPEEDS |= dict(zip(INT8_INSTANCES, SPEEDS.values(), strict=True))
+
 
 def is_general(call: Call) -> bool:
     """Whether a call has what only general instances do."""
@@ -128,15 +135,15 @@ def is_general(call: Call) -> bool:
 
 
 @functools.cache
-def _serving(general: bool, head_dim: int, value_dim: int) -> tuple[HopperConfig, ...]:
-    able = [c for c in INSTANCES if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
+def _serving(general: bool, int8: bool, head_dim: int, value_dim: int) -> tuple[HopperConfig, ...]:
+    able = [c for c in (INT8_INSTANCES if int8 else INSTANCES) if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
 
 def serving(call: Call) -> tuple[HopperConfig, ...]:
     """The instances of the smallest head dims that take a call's, with what it needs."""
-    return _serving(is_general(call), call.head_dim, call.value_dim)
+    return _serving(is_general(call), call.int8, call.head_dim, call.value_dim)
 
 
 def why_not(call: Call, device: Device) -> str | None:
@@ -148,12 +155,12 @@ def why_not(call: Call, device: Device) -> str | None:
     reason = why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
     if reason is not None:
         return reason
-    return _lacking(is_general(call), call.head_dim, call.value_dim, device)
+    return _lacking(is_general(call), call.int8, call.head_dim, call.value_dim, device)
 
 
 @functools.cache
-def _lacking(general: bool, head_dim: int, value_dim: int, device: Device) -> str | None:
-    able = _serving(general, head_dim, value_dim)
+def _lacking(general: bool, int8: bool, head_dim: int, value_dim: int, device: Device) -> str | None:
+    able = _serving(general, int8, head_dim, value_dim)
     if not able:
         return f"head dims are {head_dim} and {value_dim}; the CUDA kernel has none as large"
     return misfit(able[0], device)
@@ -165,13 +172,13 @@ def choose(call: Call, device: Device) -> HopperConfig:
     Where all tiles are as long, the last round of them takes as long as any; tiles of causal calls go to whoever is free.
     """
     heads = call.batch * call.q_heads
-    return _fastest(is_general(call), call.head_dim, call.value_dim, heads, call.q_length, call.causal != "none", device.sm_count)
+    return _fastest(is_general(call), call.int8, call.head_dim, call.value_dim, heads, call.q_length, call.causal != "none", device.sm_count)
 
 
 @functools.lru_cache(4096)
-def _fastest(general: bool, head_dim: int, value_dim: int, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
+def _fastest(general: bool, int8: bool, head_dim: int, value_dim: int, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
     def time(config: HopperConfig) -> float:
         rounds = heads * -(-q_length // config.tile_rows) / sm_count
         return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / SPEEDS[config]
 
-    return min(_serving(general, head_dim, value_dim), key=time)
+    return min(_serving(general, int8, head_dim, value_dim), key=time)

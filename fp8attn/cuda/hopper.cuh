@@ -1,9 +1,11 @@
-// The Hopper kernel, sm_90a: TMA, wgmma in e4m3, warp specialisation, persistent.
+// The Hopper kernel, sm_90a: TMA, wgmma in e4m3 and int8, warp specialisation, persistent.
 //
 // One producer thread streams queries, keys and values into shared memory. Each consumer warpgroup attends with 64 query rows.
 // P stays in registers from accumulator to operand, because V's keys are stored in the order that makes the two register layouts
 // the same. V has 8 more channels than the caller knows of, all ones: the tensor core sums the rows of P.
 #pragma once
+
+#include <type_traits>
 
 #include "config.h"
 #include "params.h"
@@ -14,6 +16,8 @@
 #include "ptx/warpgroup.h"
 #include "tile/attend.h"
 #include "tile/facts.h"
+#include "tile/mask.h"
+#include "tile/poison.h"
 #include "tile/schedule.h"
 #include "tile/softmax.h"
 #include "tile/staged_output.h"
@@ -25,6 +29,8 @@ constexpr int TILES = 4;
 
 template <HopperConfig C>
 struct Shape {
+  using Score = std::conditional_t<C.int8, int32_t, float>;  // of Q * K^T
+  using ScoreProduct = std::conditional_t<C.int8, ptx::WgmmaInt8<KEYS>, ptx::Wgmma<KEYS>>;
   // bytes of a row in one panel of Q and K: what a swizzle spans
   static constexpr int panel = C.head_dim % 128 == 0 ? 128 : 64;
   static constexpr int panels = C.head_dim / panel;
@@ -91,7 +97,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
 
 // Issues Q * K^T for the keys of one stage.
 template <HopperConfig C>
-__device__ void start_scores(float (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage) {
+__device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage) {
   using S = Shape<C>;
   ptx::wgmma_fence();
 #pragma unroll
@@ -101,21 +107,36 @@ __device__ void start_scores(float (&s)[KEYS / 2], SharedStorage<C>& shared, int
 #pragma unroll
     for (int step = 0; step < S::panel / 32; ++step) {
       if (i == 0 && step == 0)
-        ptx::Wgmma<KEYS>::template run<false>(s, q, k);
+        S::ScoreProduct::template run<false>(s, q, k);
       else
-        ptx::Wgmma<KEYS>::template run<true>(s, q + 2 * step, k + 2 * step);
+        S::ScoreProduct::template run<true>(s, q + 2 * step, k + 2 * step);
     }
   }
   ptx::wgmma_commit();
 }
 
+// Sums of P become NaN in rows that see an int8 key of block n that isn't finite. Without masks these are the rows that see the first such key.
+template <bool PARTS, int M, int FIRST, int SECOND>
+__device__ void poison_sums(const Params& p, const Share& share, int n, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
+  const int poisoned = first_poisoned(p, share.tile, n * KEYS);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (poisoned >= row_end[f.row + 8 * r]) continue;
+    if constexpr (PARTS)
+      o_second[SECOND - 4 + 2 * r] = NAN;
+    else
+      o[FIRST - 4 + 2 * r] = NAN;
+  }
+}
+
 // Normalises a share's output and stores it, and its LSE. Sums of P stand behind the last channel.
-template <int FIRST, int SECOND, int BOXES, typename Facts>
+template <bool INT8, int FIRST, int SECOND, int BOXES, typename Facts>
 __device__ void store_tile(const Params& p, const Share& share, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                            const Facts& facts, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Facts::channels;
-  const float l[2] = {parts ? o_second[SECOND - 4] : o[FIRST - 4], parts ? o_second[SECOND - 2] : o[FIRST - 2]};
+  float l[2] = {parts ? o_second[SECOND - 4] : o[FIRST - 4], parts ? o_second[SECOND - 2] : o[FIRST - 2]};
+  if constexpr (INT8) poison_rows(p, share.tile, share.first_row(), f, l);
   const StagedOutput<Facts, BOXES> output(p, share.tile, share.first_row(), facts, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
@@ -132,7 +153,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   const bool by_key = C.general && p.k_group == 1;
   auto& facts = shared.facts[consumer];
   Ring<C.stages> ring;
-  float s[KEYS / 2], alpha[2];
+  typename S::Score scores[KEYS / 2];
+  float alpha[2];
   uint32_t probabilities[KEYS / 32][4];
 
   // each is asked for as soon as nobody needs the last tile's, in this order
@@ -156,24 +178,38 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     float factor[2];
     bool calm;
     const auto prepare = [&](int stage) {
-      const float key_factor = p.score_scale * (by_key ? 1.0f : shared.k_scale[stage]);
+      const float k_scale = shared.k_scale[stage];
+      const float key_factor = p.score_scale * (by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale);
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
-      calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
       softmax.prepare();
     };
-    // scores of block n become probabilities
-    const auto attend = [&](int n) {
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(s);
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
+    const auto make_probabilities = [&](float (&s)[KEYS / 2], int n, bool marked) {
       if (by_key) scale_by_key(p, share.tile, n * KEYS, s, f);
       if (!calm) scale_by_row(factor, s);
       if constexpr (C.general) {
+        if (marked) poison_keys(p, share.tile, n * KEYS, s, f);
         if (p.mask != nullptr) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
       }
       if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
       softmax.step(s, factor, probabilities, alpha);
+    };
+    // scores of block n become probabilities
+    const auto attend = [&](int n) {
+      const bool marked = C.int8 && shared.k_scale[ring.stage()] < 0.0f;  // of scales of single keys never
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(scores);
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
+      if constexpr (C.int8) {
+        float s[KEYS / 2];
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) s[i] = float(scores[i]);
+        make_probabilities(s, n, marked);
+        if (!C.general && marked) poison_sums<S::second != 0>(p, share, n, facts.row_end, f, o, o_second);
+      } else {
+        make_probabilities(scores, n, marked);
+      }
     };
     // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it
     const auto add_values = [&]<int PENDING>(std::integral_constant<int, PENDING>, auto&& meanwhile) {
@@ -198,7 +234,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
-    start_scores(s, shared, consumer, ring.stage());
+    start_scores<C>(scores, shared, consumer, ring.stage());
     ptx::cp_async_wait_but<1>();
     ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
     prepare(ring.stage());
@@ -206,7 +242,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
         ptx::mbarrier_wait(&shared.k_full[next.stage()], next.phase());
-        start_scores(s, shared, consumer, next.stage());
+        start_scores<C>(scores, shared, consumer, next.stage());
         prepare(next.stage());
       };
       attend(n);
@@ -234,7 +270,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows'
     load_rows(next_tile);
-    store_tile(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
+    store_tile<C.int8>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
     ptx::warpgroup_sync(1 + consumer);  // and with channels'
     load_channels(next_tile);
   }

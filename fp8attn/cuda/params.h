@@ -10,6 +10,7 @@ namespace fp8attn {
 constexpr int OUTPUT_ROWS = 16, OUTPUT_BYTES = 128;  // of a box of the output
 
 constexpr int SCALE_BLOCK = 128;  // rows under one scale of k, where it isn't one of all or of each
+constexpr uint8_t INT8_NAN = 0x80;  // in every byte of an int8 row that isn't finite, and of no other
 
 enum class OutType : int { bf16, f16, f32 };
 
@@ -23,7 +24,7 @@ struct Params {
   const uint8_t* v;  // (B, Hkv, Dv, S_padded), contiguous
 
   const float* q_scale;  // (B, Hq, ceil(Sq / q_group))
-  const float* k_scale;  // (B, Hkv, ceil(Sk / k_group))
+  const float* k_scale;  // (B, Hkv, ceil(Sk / k_group)); of int8, negative where a key under it isn't finite
   const float* v_scale;  // (B, Hkv, Dv)
   const float* v_mean;   // (B, Hkv, Dv), contiguous; or null
   const void* mask;      // (B, Hq, Sq, Sk), bytes that are 0 where hidden, or what mask_type says, added; or null
@@ -43,6 +44,10 @@ struct Params {
   OutType out_type;
   int mask_type;  // 0: bytes; else OutType + 1
   bool q_aligned, k_aligned;  // whether rows start at multiples of 16 bytes
+
+  int key_splits;   // CTAs that share a tile, each with a range of its keys; of the portable kernel
+  float* parts;     // (key_splits, B, Hq, Sq, Dv), contiguous: their outputs; or null
+  float* part_lse;  // (key_splits, B, Hq, Sq), contiguous; or null
 
   // Of instances that quantize. Their q, k and v are bfloat16 or half, v (B, Hkv, Sk, Dv).
   int64_t v_strides[3];

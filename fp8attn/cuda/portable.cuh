@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "combine.h"
 #include "config.h"
 #include "params.h"
 #include "ptx/cp_async.h"
@@ -29,30 +30,44 @@ struct PortableShape {
   static constexpr bool halves = C.operands == Operands::shared;
   static constexpr int half_slots = halves ? C.producers > 0 ? 2 : 1 : 0;
   static constexpr int slots = halves ? half_slots : C.stages;
+  static constexpr int q_bytes = C.operands == Operands::native || C.int8 ? 1 : 2;
 };
 
 // The tile and where its keys and values come from: in shared memory and read there again, since registers are scarce.
 struct Source {
   Tile tile;
+  int split;  // which range of the tile's keys
   const uint8_t *k, *v;
   const float* k_scale;
 
-  __device__ Source(const Params& p, const Tile& its_tile)
-      : tile(its_tile),
+  __device__ Source(const Params& p, const Schedule& schedule, int position)
+      : tile(schedule.at(position / p.key_splits)),
+        split(position % p.key_splits),
         k(p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1]),
         v(p.v + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim * p.v_pitch),
         k_scale(p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1]) {}
+
+  // Where the output goes: parts of a call lie behind one another.
+  __device__ Tile place(const Params& p) const { return {tile.batch + split * p.batches, tile.head, tile.kv_head, tile.first_row}; }
 };
 
 template <PortableConfig C>
 struct PortableStorage {
   using S = PortableShape<C>;
+  using KeyBytes = SharedTile<C.keys, C.head_dim, C.swizzle>;
+  using ValueBytes = SharedTile<C.value_dim, C.keys, C.swizzle>;
+  using KeyHalves = SharedTile<S::halves ? C.keys : 0, 2 * C.head_dim, C.swizzle>;
+  using ValueHalves = SharedTile<S::halves ? C.value_dim : 0, 2 * C.keys, C.swizzle>;
+  // what warps multiply with
+  using Queries = SharedTile<S::rows, S::q_bytes * C.head_dim, C.swizzle>;
+  using Keys = std::conditional_t<S::halves, KeyHalves, KeyBytes>;
+  using Values = std::conditional_t<S::halves, ValueHalves, ValueBytes>;
 
-  SharedTile<S::rows, C.operands == Operands::native ? C.head_dim : 2 * C.head_dim, C.swizzle> q;
-  SharedTile<C.keys, C.head_dim, C.swizzle> k[C.stages];
-  SharedTile<C.value_dim, C.keys, C.swizzle> v[C.stages];
-  SharedTile<S::halves ? C.keys : 0, 2 * C.head_dim, C.swizzle> k_half[S::halves ? S::half_slots : 1];
-  SharedTile<S::halves ? C.value_dim : 0, 2 * C.keys, C.swizzle> v_half[S::halves ? S::half_slots : 1];
+  Queries q;
+  KeyBytes k[C.stages];
+  ValueBytes v[C.stages];
+  KeyHalves k_half[S::halves ? S::half_slots : 1];
+  ValueHalves v_half[S::halves ? S::half_slots : 1];
   SharedTile<C.fused ? 0 : S::rows, 4 * C.keys, false> s;
   SharedTile<C.fused ? 0 : S::rows, 2 * C.keys, false> p;
   float m[C.fused ? 4 : S::rows], l[C.fused ? 4 : S::rows], alpha[C.fused ? 4 : S::rows];
@@ -81,87 +96,120 @@ __device__ void load_queries(const Params& p, PortableStorage<C>& shared, const 
   for_chunks<Codes, PortableShape<C>::threads>(threadIdx.x, [&](int row, int chunk) {
     const int count = tile.first_row + row < p.q_length ? max(min(p.head_dim - 16 * chunk, 16), 0) : 0;
     const uint4 codes = load_chunk(q + (tile.first_row + row) * p.q_strides[2] + 16 * chunk, count, p.q_aligned);
-    if constexpr (C.operands == Operands::native)
+    if constexpr (PortableShape<C>::q_bytes == 1)
       *reinterpret_cast<uint4*>(shared.q.at(row, chunk)) = codes;
     else
       store_halves(shared.q, row, chunk, codes);
   });
 }
 
-// A block of `tile`'s rows on its way: row i is `distance` bytes behind row i - 1, has `width` bytes, and exists if i < rows.
+// A thread's share of a tile's chunks: one chunk of every PASS-th row.
 template <int THREADS, typename Tile>
-__device__ void load_rows_ahead(Tile& tile, const uint8_t* from, int64_t distance, int width, int rows, bool aligned, int thread) {
-  constexpr int pass = THREADS / Tile::chunks;
+struct Share {
+  static constexpr int pass = THREADS / Tile::chunks;
   static_assert(THREADS % Tile::chunks == 0 && pass % 8 == 0);  // a chunk is then moved alike in all of a thread's rows
-  constexpr bool even = Tile::rows % pass == 0;
-  const int row = thread / Tile::chunks, chunk = thread % Tile::chunks;
-  const int count = max(min(width - 16 * chunk, 16), 0), offset = Tile::offset(row, chunk);
-  from += row * distance + (count > 0 ? 16 * chunk : 0);
-  if (aligned) {
-#pragma unroll
-    for (int i = 0; i < Tile::rows; i += pass) {
-      if (even || row + i < Tile::rows) ptx::cp_async_16(tile.bytes + offset + i * Tile::pitch, from + i * distance, row + i < rows ? count : 0);
-    }
-  } else {
-    for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass)
-      *reinterpret_cast<uint4*>(tile.bytes + offset + i * Tile::pitch) = load_chunk(from + i * distance, row + i < rows ? count : 0, false);
-  }
-}
+  static constexpr bool even = Tile::rows % pass == 0;
 
-// One block of K and V on its way to a stage. Keys past the end are zero, V's by its padding.
+  int row, chunk;  // its first
+
+  __device__ explicit Share(int thread) : row(thread / Tile::chunks), chunk(thread % Tile::chunks) {}
+
+  // Its chunks on their way, of which `count` bytes exist, `from` its first and `distance` apart; rows from `rows` on are zero.
+  __device__ void load_ahead(Tile& tile, const uint8_t* from, int64_t distance, int count, int rows, bool aligned) const {
+    uint8_t* to = tile.at(row, chunk);
+    if (aligned && count % 16 == 0) {  // no counts but 0 and 16: then a copy has a predicate, and no arithmetic
+#pragma unroll
+      for (int i = 0; i < Tile::rows; i += pass, from += pass * distance) {
+        if (even || row + i < Tile::rows) ptx::cp_async_16(to + i * Tile::pitch, from, count > 0 && row + i < rows ? 16 : 0);
+      }
+    } else if (aligned) {
+      for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass, from += pass * distance)
+        ptx::cp_async_16(to + i * Tile::pitch, from, row + i < rows ? count : 0);
+    } else {
+      for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass, from += pass * distance)
+        *reinterpret_cast<uint4*>(to + i * Tile::pitch) = load_chunk(from, row + i < rows ? count : 0, false);
+    }
+  }
+};
+
+// Takes a thread's share of one block of K and V after the other on its way to a stage. Keys past the end are zero, V's by its padding.
 template <PortableConfig C>
-__device__ void load_block(const Params& p, PortableStorage<C>& shared, int thread, int block, int stage) {
-  constexpr int loaders = PortableShape<C>::loaders;
-  asm volatile("" : "+r"(thread));  // or all addresses are made before the loop over blocks, and spilled
-  const int start = block * C.keys;
-  load_rows_ahead<loaders>(shared.k[stage], shared.source.k + start * p.k_strides[2], p.k_strides[2], p.head_dim, p.kv_length - start, p.k_aligned, thread);
-  load_rows_ahead<loaders>(shared.v[stage], shared.source.v + start, p.v_pitch, p.v_pitch - start, p.value_dim, true, thread);
-}
+struct Loader {
+  using Storage = PortableStorage<C>;
+  using Keys = Share<PortableShape<C>::loaders, typename Storage::KeyBytes>;
+  using Values = Share<PortableShape<C>::loaders, typename Storage::ValueBytes>;
+
+  const uint8_t *k, *v;  // the share's first chunks of the next block
+  int start;             // its first key
+  Keys keys;
+  Values values;
+
+  __device__ Loader(const Params& p, const Source& source, int thread, int first_key = 0) : start(first_key), keys(thread), values(thread) {
+    k = source.k + (start + keys.row) * p.k_strides[2] + (16 * keys.chunk < p.head_dim ? 16 * keys.chunk : 0);
+    v = source.v + start + values.row * p.v_pitch + 16 * values.chunk;
+  }
+
+  __device__ void next(const Params& p, Storage& shared, int stage) {
+    if constexpr (!KEEPS_ADDRESSES<C>) {
+      int thread = threadIdx.x - (C.producers > 0 ? 32 * C.warps : 0);
+      asm volatile("" : "+r"(thread));  // or they are made before the loop over blocks, and spilled
+      *this = Loader(p, shared.source, thread, start);
+    }
+    keys.load_ahead(shared.k[stage], k, p.k_strides[2], max(min(p.head_dim - 16 * keys.chunk, 16), 0), p.kv_length - start, p.k_aligned);
+    const bool padding = start + 16 * values.chunk < p.v_pitch;
+    values.load_ahead(shared.v[stage], padding ? v : v - 16 * values.chunk, p.v_pitch, padding ? 16 : 0, p.value_dim, true);
+    k += C.keys * p.k_strides[2];
+    v += C.keys;
+    start += C.keys;
+  }
+};
 
 // What this thread has copied of a stage becomes halves.
 template <PortableConfig C>
 __device__ void dequantize(PortableStorage<C>& shared, int thread, int stage, int slot) {
   using Storage = PortableStorage<C>;
   constexpr int loaders = PortableShape<C>::loaders;
-  for_chunks<std::remove_reference_t<decltype(Storage::k[0])>, loaders>(thread, [&](int key, int chunk) {
+  for_chunks<typename Storage::KeyBytes, loaders>(thread, [&](int key, int chunk) {
     store_halves(shared.k_half[slot], key, chunk, *reinterpret_cast<const uint4*>(shared.k[stage].at(key, chunk)));
   });
-  for_chunks<std::remove_reference_t<decltype(Storage::v[0])>, loaders>(thread, [&](int channel, int chunk) {
+  for_chunks<typename Storage::ValueBytes, loaders>(thread, [&](int channel, int chunk) {
     store_halves(shared.v_half[slot], channel, chunk, *reinterpret_cast<const uint4*>(shared.v[stage].at(channel, chunk)));
   });
 }
 
-// Blocks of a tile: all, and those that every row sees whole. One even if no row sees a key, so that there is something to hide.
+// Blocks of a tile and a range of keys: first ... end - 1, and before `whole` every row sees them whole. Perhaps none.
 template <PortableConfig C>
 struct Blocks {
-  int all, whole;
+  int first, end, whole;
 
-  __device__ Blocks(const Params& p, const Tile& tile) {
+  __device__ Blocks(const Params& p, const Source& source) {
     const Visible visible(p);
-    all = max((visible.end(tile.first_row + PortableShape<C>::rows - 1) + C.keys - 1) / C.keys, 1);
-    whole = visible.end(tile.first_row) / C.keys;
+    const int share = ((p.kv_length + C.keys - 1) / C.keys + p.key_splits - 1) / p.key_splits;
+    first = share * source.split;
+    end = min((visible.end(source.tile.first_row + PortableShape<C>::rows - 1) + C.keys - 1) / C.keys, first + share);
+    whole = visible.end(source.tile.first_row) / C.keys;
   }
 };
 
 // The first blocks of K and V on their way to the first stages.
 template <PortableConfig C>
-__device__ void load_ahead(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, int thread) {
+__device__ void load_ahead(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Loader<C>& loader) {
 #pragma unroll
   for (int n = 0; n < C.stages - 1; ++n) {
-    if (n < blocks.all) load_block<C>(p, shared, thread, n, n);
+    if (blocks.first + n < blocks.end) loader.next(p, shared, n);
     ptx::cp_async_commit();
   }
 }
 
 // All warps load, convert and compute.
 template <PortableConfig C, typename Attention>
-__device__ void attend_together(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Attention& attention) {
+__device__ void attend_together(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Loader<C>& loader, Attention& attention) {
   constexpr int ahead = C.stages - 1;
   int stage = 0;
-  for (int n = 0; n < blocks.all; ++n) {
+  for (int n = blocks.first; n < blocks.end; ++n) {
     if constexpr (ahead > 0) ptx::cp_async_wait_but<ahead - 1>();
     __syncthreads();  // the last block has been read
-    if (n + ahead < blocks.all) load_block<C>(p, shared, threadIdx.x, n + ahead, stage == 0 ? ahead : stage - 1);
+    if (n + ahead < blocks.end) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
     ptx::cp_async_commit();
     if constexpr (ahead == 0) ptx::cp_async_wait_but<0>();
     if constexpr (PortableShape<C>::halves) dequantize<C>(shared, threadIdx.x, stage, 0);
@@ -172,18 +220,36 @@ __device__ void attend_together(const Params& p, PortableStorage<C>& shared, con
       attention.attend(p, shared, shared.k[stage], shared.v[stage], n * C.keys, n < blocks.whole);
     stage = stage == C.stages - 1 ? 0 : stage + 1;
   }
+  if (blocks.first >= blocks.end) {  // then nobody has waited for what is known of the tile
+    ptx::cp_async_wait();
+    __syncthreads();
+  }
+}
+
+// A block on its way to the next stage once all have read what was there.
+template <PortableConfig C>
+__device__ void load_when_empty(const Params& p, PortableStorage<C>& shared, Loader<C>& loader, const Ring<PortableShape<C>::slots>& ring) {
+  ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
+  loader.next(p, shared, ring.stage());
+  if (p.k_aligned) {
+    ptx::cp_async_arrive(&shared.full[ring.stage()]);
+  } else {
+    ptx::cp_async_wait();
+    ptx::mbarrier_arrive(&shared.full[ring.stage()]);
+  }
 }
 
 // Producer warps: blocks on their way, as halves if the consumers want those.
 template <PortableConfig C>
 __device__ void produce(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring) {
   const int thread = threadIdx.x - 32 * C.warps;
+  Loader<C> loader(p, shared.source, thread, blocks.first * C.keys);
   if constexpr (PortableShape<C>::halves) {
     constexpr int ahead = C.stages - 1;
-    load_ahead<C>(p, shared, blocks, thread);
+    load_ahead<C>(p, shared, blocks, loader);
     int stage = 0;
-    for (int n = 0; n < blocks.all; ++n, ring.advance()) {
-      if (n + ahead < blocks.all) load_block<C>(p, shared, thread, n + ahead, stage == 0 ? ahead : stage - 1);
+    for (int n = blocks.first; n < blocks.end; ++n, ring.advance()) {
+      if (n + ahead < blocks.end) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
       ptx::cp_async_commit();
       ptx::cp_async_wait_but<ahead>();
       ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
@@ -192,24 +258,17 @@ __device__ void produce(const Params& p, PortableStorage<C>& shared, const Block
       stage = stage == C.stages - 1 ? 0 : stage + 1;
     }
   } else {
-    for (int n = 0; n < blocks.all; ++n, ring.advance()) {
-      ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
-      load_block<C>(p, shared, thread, n, ring.stage());
-      if (p.k_aligned) {
-        ptx::cp_async_arrive(&shared.full[ring.stage()]);
-      } else {
-        ptx::cp_async_wait();
-        ptx::mbarrier_arrive(&shared.full[ring.stage()]);
-      }
-    }
+    for (int n = blocks.first; n < blocks.end; ++n, ring.advance()) load_when_empty<C>(p, shared, loader, ring);
   }
 }
 
-template <PortableConfig C, typename Attention>
+// `before`(n) comes before block n.
+template <PortableConfig C, typename Attention, typename F>
 __device__ void consume(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring,
-                        Attention& attention) {
-  for (int n = 0; n < blocks.all; ++n, ring.advance()) {
+                        Attention& attention, F&& before) {
+  for (int n = blocks.first; n < blocks.end; ++n, ring.advance()) {
     const int slot = ring.stage();
+    before(n);
     ptx::mbarrier_wait(&shared.full[slot], ring.phase());
     if constexpr (PortableShape<C>::halves)
       attention.attend(p, shared, shared.k_half[slot], shared.v_half[slot], n * C.keys, n < blocks.whole);
@@ -231,22 +290,34 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
   const Schedule schedule(p, S::rows);
   const Visible visible(p);
 
-  if constexpr (C.producers > 0) {
+  if constexpr (C.producers > 0 || C.drift) {
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < S::slots; ++slot) {
-        ptx::mbarrier_init(&shared.full[slot], 32 * C.producers);
+        ptx::mbarrier_init(&shared.full[slot], S::loaders);
         ptx::mbarrier_init(&shared.empty[slot], C.warps);
       }
     }
   }
-  if (threadIdx.x == 0) shared.source = Source(p, schedule.at(blockIdx.x));
+  if (threadIdx.x == 0) shared.source = Source(p, schedule, blockIdx.x);
   __syncthreads();
-  Ring<S::slots> ring;
+  Ring<S::slots> ring, filling;
   for (int round = 0; shared.source.tile.exists(); ++round) {
     const Tile& tile = shared.source.tile;
-    const Blocks<C> blocks(p, tile);
+    const Blocks<C> blocks(p, shared.source);
     shared.facts.load(p, visible, tile, tile.first_row);
-    if constexpr (C.producers == 0) load_ahead<C>(p, shared, blocks, threadIdx.x);
+    // a stage is filled two blocks behind its last reader's, so that warps may be a block apart
+    constexpr int ahead = C.stages - 2;
+    Loader<C> loader(p, shared.source, threadIdx.x, blocks.first * C.keys);
+    const auto load_next = [&](int block) {
+      if (block >= blocks.end) return;
+      load_when_empty<C>(p, shared, loader, filling);
+      filling.advance();
+    };
+    if constexpr (C.drift) {
+      for (int n = 0; n < ahead; ++n) load_next(blocks.first + n);
+    } else if constexpr (C.producers == 0) {
+      load_ahead<C>(p, shared, blocks, loader);
+    }
     load_queries<C>(p, shared, tile);
     if constexpr (C.producers > 0) {
       ptx::cp_async_wait();
@@ -255,29 +326,36 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
         produce<C>(p, shared, blocks, ring);
       } else {
         Attention attention(shared);
-        consume<C>(p, shared, blocks, ring, attention);
-        attention.store(p, shared, tile);
+        consume<C>(p, shared, blocks, ring, attention, [](int) {});
+        attention.store(p, shared, shared.source.place(p));
       }
+    } else if constexpr (C.drift) {
+      ptx::cp_async_wait();
+      __syncthreads();
+      Attention attention(shared);
+      consume<C>(p, shared, blocks, ring, attention, [&](int n) { load_next(n + ahead); });
+      attention.store(p, shared, shared.source.place(p));
     } else {
       Attention attention(shared);
-      attend_together<C>(p, shared, blocks, attention);
-      attention.store(p, shared, tile);
+      attend_together<C>(p, shared, blocks, loader, attention);
+      attention.store(p, shared, shared.source.place(p));
     }
     if constexpr (!C.persistent) return;
     __syncthreads();
-    if (threadIdx.x == 0) shared.source = Source(p, schedule.at(schedule.after(round)));
+    if (threadIdx.x == 0) shared.source = Source(p, schedule, schedule.after(round));
     __syncthreads();
   }
 }
 
-// `ctas` CTAs, which is one for each tile unless the instance is persistent.
+// `ctas` CTAs, which is one for each tile and range of its keys unless the instance is persistent.
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(PortableStorage<Instance::config>);
   const cudaError_t error = cudaFuncSetAttribute(portable_forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  portable_forward<Instance><<<ctas, PortableShape<Instance::config>::threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  portable_forward<Instance><<<ctas, PortableShape<Instance::config>::threads, bytes, stream>>>(p.key_splits > 1 ? parts_of(p) : p);
+  const cudaError_t launched = cudaGetLastError();
+  return launched == cudaSuccess && p.key_splits > 1 ? combine(p, stream) : launched;
 }
 
 }  // namespace fp8attn

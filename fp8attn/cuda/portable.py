@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from ..call import Call
 from ..device import Device
 from ..recipe import SCALE_BLOCK
@@ -43,6 +45,8 @@ class PortableConfig:
             `native`.
         e4m3_p: P is rounded to e4m3, also where it is multiplied as half: what recipes of compute type e4m3 say, and f16 doesn't.
         general: masks, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
+        drift: warps wait for stages of K and V, not for one another, and may be a block apart.
+        int8: Q and K are int8, multiplied as they are.
     """
 
     head_dim: int
@@ -63,6 +67,8 @@ class PortableConfig:
     operands: Operands
     e4m3_p: bool
     general: bool
+    drift: bool = False
+    int8: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -94,7 +100,7 @@ class PortableConfig:
         halves = self.operands == "shared"
         slots = (2 if self.producers else 1) if halves else self.stages
         rows, s = self.tile_rows, self.swizzle
-        total = tile(rows, self.head_dim * (1 if self.operands == "native" else 2), s)
+        total = tile(rows, self.head_dim * (1 if self.operands == "native" or self.int8 else 2), s)
         total += self.stages * (tile(self.keys, self.head_dim, s) + tile(self.value_dim, self.keys, s))
         half_tiles = tile(self.keys if halves else 0, 2 * self.head_dim, s) + tile(self.value_dim if halves else 0, 2 * self.keys, s)
         total += (slots if halves else 1) * half_tiles
@@ -102,7 +108,7 @@ class PortableConfig:
         total += tile(met, 4 * self.keys, False) + tile(met, 2 * self.keys, False)
         total = _up(total, 4) + 3 * 4 * (met or 4)
         total += 4 * (2 * self.value_dim + 2 * rows)
-        total = _up(total, 8) + 8 * 2 * slots + 4 * 4 + 3 * 8
+        total = _up(total, 8) + 8 * 2 * slots + 6 * 4 + 3 * 8
         return _up(total, 128)
 
     @property
@@ -128,6 +134,8 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
         return f"it multiplies e4m3, which takes sm_89; {device.name} is sm_{device.arch}"
     if c.operands == "native" and not c.e4m3_p:
         return "it multiplies e4m3, so P must be rounded to it"
+    if c.int8 and (not c.fused or c.operands == "shared"):
+        return "int8 is multiplied as it is by fused products of bytes; operands must be in registers or native, and scores fused"
     if c.head_dim not in DIMS or c.value_dim not in DIMS:
         return f"head dims are {c.head_dim} and {c.value_dim}; they must be among {DIMS}"
     if c.keys not in (32, 64, 128, 256) or c.warp_rows not in (16, 32) or c.stages < 1:
@@ -138,6 +146,8 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
         return f"a warp has {c.keys // c.splits} keys of a block; a scale covers {SCALE_BLOCK}"
     if c.splits > 1 and (not c.fused or c.producers):
         return "warps that share rows have fused scores and no producers"
+    if c.drift and (not c.fused or c.producers or c.operands == "shared" or c.stages < 3):
+        return f"{c.stages} stages, {c.producers} producers, operands {c.operands}; warps that drift need 3, 0, and not `shared`, and fused scores"
     if c.exchange_bytes > c.stages * c.keys * (c.head_dim + c.value_dim):
         return f"warps that share rows exchange {c.exchange_bytes} bytes, more than lie where K and V were"
     if c.fused and not (c.tensor_qk and c.tensor_pv):
@@ -204,7 +214,11 @@ LADDER = {dim: _rungs(dim) for dim in (64, 128)}
 
 BEST = {
     64: {"11 register operands": PortableConfig(64, 64, 8, 16, 2, 256, 2, 1, True, True, True, True, 0, False, True, "registers", True, False)},
-    128: {"11 register operands": PortableConfig(128, 128, 8, 16, 1, 128, 3, 1, True, True, True, True, 0, False, True, "registers", True, False)},
+    128: {
+        "11 register operands": PortableConfig(
+            128, 128, 8, 16, 1, 128, 3, 1, True, True, True, True, 0, False, True, "registers", True, False, drift=True
+        )
+    },
 }
 """By head dim, the features that pay on an H100 put together."""
 
@@ -224,18 +238,19 @@ def _shipped() -> dict[PortableConfig, float]:
         general: bool,
         speed: float,
         half_p: bool = True,
+        drift: bool = False,
     ) -> None:
         for e4m3_p in (True, False) if operands != "native" and half_p else (True,):
             config = PortableConfig(
-                dim, dim, warps, rows, splits, keys, stages, ctas, True, True, True, True, 0, False, True, operands, e4m3_p, general
+                dim, dim, warps, rows, splits, keys, stages, ctas, True, True, True, True, 0, False, True, operands, e4m3_p, general, drift
             )  # fmt: skip
             found[config] = speed
 
     add(64, 4, 32, 1, 64, 3, 2, "registers", False, 1.0)
     add(64, 8, 16, 2, 256, 2, 1, "registers", False, 0.84)
     add(64, 4, 16, 1, 64, 3, 2, "registers", True, 1.0)
-    add(128, 8, 16, 1, 128, 3, 1, "registers", False, 1.0)
-    add(128, 4, 16, 1, 128, 2, 2, "registers", False, 0.97)
+    add(128, 8, 16, 1, 128, 3, 1, "registers", False, 1.0, drift=True)
+    add(128, 4, 16, 1, 128, 2, 2, "registers", False, 0.94)
     add(128, 4, 16, 1, 64, 2, 2, "registers", True, 1.0)
     add(256, 8, 16, 1, 64, 2, 1, "registers", False, 1.0, half_p=False)  # it would spill, on sm_80
     add(256, 4, 16, 1, 32, 3, 2, "registers", False, 0.8)
@@ -245,19 +260,19 @@ def _shipped() -> dict[PortableConfig, float]:
     add(64, 4, 16, 1, 64, 3, 2, "native", True, 1.0)
     add(128, 4, 16, 1, 64, 2, 2, "native", False, 1.0)
     add(128, 4, 16, 1, 64, 2, 2, "native", True, 1.0)
-    return found
+    return found | {replace(config, int8=True): 1.0 for config, speed in found.items() if speed == 1.0}
 
 
 SPEEDS = _shipped()
 """What is compiled, and how fast each is beside the fastest of its head dims and operands where there are plenty of tiles (H100, 4k tokens;
-`native`: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
+`native` and int8: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
 
 INSTANCES = tuple(SPEEDS)
 
 
 def takes(config: PortableConfig, call: Call) -> bool:
     """Whether an instance does what a call asks for."""
-    if config.head_dim < call.head_dim or config.value_dim < call.value_dim:
+    if config.head_dim < call.head_dim or config.value_dim < call.value_dim or config.int8 != call.int8:
         return False
     if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
         return False
@@ -265,9 +280,9 @@ def takes(config: PortableConfig, call: Call) -> bool:
 
 
 @functools.cache
-def group(dim: int, device: Device) -> tuple[PortableConfig, ...]:
-    """What is compiled together for the larger of a call's head dims, rounded up: what a GPU needs of it."""
-    able = (c for c in INSTANCES if c.head_dim == dim and fits(c, device))
+def group(dim: int, device: Device, int8: bool = False) -> tuple[PortableConfig, ...]:
+    """What is compiled together for the larger of a call's head dims, rounded up, and what Q and K are: what a GPU needs of it."""
+    able = (c for c in INSTANCES if c.head_dim == dim and c.int8 == int8 and fits(c, device))
     return tuple(c for c in able if c.operands != "native" or multiplies_e4m3(device))
 
 
@@ -283,8 +298,8 @@ def padded_dim(call: Call) -> int:
 
 
 @functools.cache
-def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, device: Device) -> tuple[PortableConfig, ...]:
-    able = [c for c in group(dim, device) if c.general >= general and c.e4m3_p == e4m3_p]
+def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, int8: bool, device: Device) -> tuple[PortableConfig, ...]:
+    able = [c for c in group(dim, device, int8) if c.general >= general and c.e4m3_p == e4m3_p]
     units = [c for c in able if c.operands == "native" and native] or [c for c in able if c.operands == "registers"]
     exact = [c for c in units if c.general == general]
     return tuple(exact or units)
@@ -293,7 +308,7 @@ def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, device: Device
 def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
     """The shipped instances that a call is chosen among: e4m3 tensor cores where there are any and the recipe wants them."""
     e4m3_p = call.compute == "e4m3"
-    return _serving(padded_dim(call), is_general(call), e4m3_p, e4m3_p and call.two_level is not False, device)
+    return _serving(padded_dim(call), is_general(call), e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
 
 
 def why_not(call: Call, device: Device) -> str | None:
@@ -307,8 +322,56 @@ def why_not(call: Call, device: Device) -> str | None:
     return None
 
 
+MOST_KEY_SPLITS = 64
+"""Of a tile: the combine reads as many parts of every row."""
+
+
+LEAST_KEYS = 512
+"""Of a CTA among several that share a tile: it takes longer with them, at 3 µs a block of 128 (H100), than a combine's launch."""
+
+
+def key_splits(call: Call, config: PortableConfig, device: Device) -> int:
+    """CTAs that share a tile, each with a range of its keys: as many as leave no SM without one, each with LEAST_KEYS. Flash-Decoding (Dao et
+    al., 2023)."""
+    tiles = call.batch * call.q_heads * -(-call.q_length // config.tile_rows)
+    if config.persistent:
+        return 1
+    return max(min(device.sm_count // tiles, call.kv_length // LEAST_KEYS, MOST_KEY_SPLITS), 1)
+
+
+SHORT = 64
+"""Rows of the smallest tile: calls with fewer have room for rows of other heads."""
+
+
+def rows_of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, H, S, D), a row of `heads` heads after the other, as (B, H / heads, heads · S, D), without a copy."""
+    batch, all_heads, length, dim = x.shape
+    step = x.stride(1) if length == 1 else x.stride(2)
+    return x.as_strided((batch, all_heads // heads, heads * length, dim), (x.stride(0), heads * x.stride(1), step, 1))
+
+
+def packed(call: Call) -> Call:
+    """A short call whose query heads of one key head are rows of one head, so that keys are read once for all of them; the call itself where
+    those rows don't see the same keys, or don't lie one after the other."""
+    heads = call.q_heads // call.kv_heads
+    per_head = call.q_scale.shape[2] == 1
+    if heads == 1 or call.q_length >= SHORT or call.attn_mask is not None or not (per_head or call.q_group == 1):
+        return call
+    if call.q_length > 1 and (call.causal != "none" or call.q.stride(1) != call.q_length * call.q.stride(2)):
+        return call
+    return replace(
+        call,
+        q=rows_of_heads(call.q, heads),
+        q_scale=call.q_scale.reshape(call.batch, call.kv_heads, -1),
+        q_group=call.q_length if per_head else 1,
+        kv_length=min(call.kv_length, call.causal_offset + 1),
+        causal="none",
+    )
+
+
 def choose(call: Call, device: Device) -> PortableConfig:
     """The instance that runs a call: which is done first, by rows and speed, with `ctas` tiles at a time on an SM."""
+    call = packed(call)
 
     def time(config: PortableConfig) -> float:
         rounds = call.batch * call.q_heads * -(-call.q_length // config.tile_rows) / device.sm_count

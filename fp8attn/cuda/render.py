@@ -38,8 +38,24 @@ struct Wgmma<{n}> {{
 """
 
 
-def wgmma_shapes(widths: Sequence[int]) -> str:
-    """Specialisations of `Wgmma` for these widths N of the (64, N) accumulator. PTX ISA, wgmma.mma_async, .e4m3."""
+INT8_WRAPPER = """
+template <>
+struct WgmmaInt8<{n}> {{
+  // d = a * b, or d += a * b; a (64, 32) and b (32, {n}) in shared memory
+  template <bool ADD>
+  __device__ static void run(int32_t (&d)[{half}], uint64_t a, uint64_t b) {{
+    asm volatile(
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{flag}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k32.s32.s8.s8 {{{registers}}}, %{first}, %{second}, add;\\n}}\\n"
+        : {outputs}
+        : "l"(a), "l"(b), "n"(int(ADD)));
+  }}
+}};
+"""
+
+
+def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
+    """Specialisations of `Wgmma` and `WgmmaInt8` for these widths N of the (64, N) accumulator. PTX ISA, wgmma.mma_async, .e4m3 and .s8."""
     text = "// Rendered by fp8attn/cuda/render.py.\n"
     for n in sorted(set(widths)):
         half = n // 2
@@ -54,6 +70,17 @@ def wgmma_shapes(widths: Sequence[int]) -> str:
             fifth=half + 4,
             flag_ss=half + 2,
             flag_rs=half + 5,
+        )
+    for n in sorted(set(int8_widths)):
+        half = n // 2
+        text += INT8_WRAPPER.format(
+            n=n,
+            half=half,
+            registers=", ".join(f"%{i}" for i in range(half)),
+            outputs=", ".join(f'"+r"(d[{i}])' for i in range(half)),
+            first=half,
+            second=half + 1,
+            flag=half + 2,
         )
     return text
 
@@ -144,4 +171,9 @@ def widths(configs: Sequence[Config]) -> list[int]:
 
 def files(configs: Sequence[Config], arch: int) -> dict[str, str]:
     """Everything rendered for one architecture, by file name."""
-    return {"wgmma_shapes.h": wgmma_shapes(widths(configs)), "instances.h": instances(configs, arch)} | {f"{c.name}.cu": instance(c) for c in configs}
+    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
+    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "instances.h": instances(configs, arch)}
+    found |= {f"{c.name}.cu": instance(c) for c in configs}
+    if any(isinstance(c, PortableConfig) for c in configs):
+        found["combine.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "combine.cuh"\n'
+    return found

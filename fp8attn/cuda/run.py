@@ -15,20 +15,26 @@ from .portable import PortableConfig
 Config = HopperConfig | PortableConfig
 
 
-def why_not(call: Call, device: Device) -> str | None:
-    """Why no instance of either kernel runs a call, or None if one does."""
-    return None if configs.why_not(call, device) is None else portable.why_not(call, device)
+def plan(call: Call, device: Device, first: bool = False) -> Config | str:
+    """The instance that runs a call, the Hopper kernel's where one does, or why none does.
 
-
-def why_not_first(call: Call, device: Device) -> str | None:
-    """Why `auto` doesn't take these kernels for a call, or None if it does: where the Hopper kernel runs. On other GPUs nobody has measured
-    the portable kernel beside Triton's, and on Hopper Triton's e4m3 kernel is faster."""
-    return configs.why_not(call, device)
+    Args:
+        first: of those that `auto` takes before Triton's kernels: the Hopper kernel's, where Q and K are e4m3. On other GPUs nobody has
+            measured the portable kernel beside Triton's, and on Hopper Triton's e4m3 kernel is faster; nor int8 on any.
+    """
+    if first and call.int8:
+        return "nobody has measured the CUDA kernels of int8 beside Triton's"
+    lacking = configs.why_not(call, device)
+    if lacking is None:
+        return configs.choose(call, device)
+    return lacking if first else portable.why_not(call, device) or portable.choose(call, device)
 
 
 def choose(call: Call, device: Device) -> Config:
-    """The instance that runs a call, `why_not` having said that there is one: the Hopper kernel's where one does."""
-    return configs.choose(call, device) if configs.why_not(call, device) is None else portable.choose(call, device)
+    """The instance that runs a call that `plan` has one for."""
+    planned = plan(call, device)
+    assert not isinstance(planned, str), planned
+    return planned
 
 
 def library_of(config: Config, device: Device) -> build.Library:
@@ -38,12 +44,15 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, build.INSTANCES, device.arch)
-    return build.load_with(config, portable.group(config.head_dim, device), device.arch)
+        return build.load_with(config, configs.INT8_INSTANCES if config.int8 else build.INSTANCES, device.arch)
+    return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 
-def forward(call: Call, device: Device, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the instance `config`, or the one chosen for the call; `why_not` has said that there is one.
+def forward(call: Call, device: Device, config: Config | None = None, key_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by the instance `config`, or the one that `plan` has for the call.
+
+    Args:
+        key_splits: CTAs that share a tile, of the portable kernel; None: as many as fill the GPU.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
@@ -58,22 +67,42 @@ def forward(call: Call, device: Device, config: Config | None = None) -> tuple[t
     if call.kv_length == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     config = choose(call, device) if config is None else config
-    tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
     if isinstance(config, PortableConfig):
-        boxes = (0, 0, 0, 0)
-        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else tiles
+        _launch_portable(call, device, config, out, lse, key_splits)
     else:
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
-        ctas = min(tiles, device.sm_count)
+        tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
+        _launch(call, device, config, boxes, min(tiles, device.sm_count), tiles, out, lse)
+    return out, lse
+
+
+def _launch_portable(call: Call, device: Device, config: PortableConfig, out: torch.Tensor, lse: torch.Tensor, key_splits: int | None) -> None:
+    heads, call = call.q_heads, portable.packed(call)
+    if call.q_heads < heads:
+        out = portable.rows_of_heads(out, heads // call.q_heads)
+    splits = portable.key_splits(call, config, device) if key_splits is None else key_splits
+    parts = part_lse = None
+    if splits > 1:
+        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
+        part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
+    tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
+    ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else splits * tiles
+    _launch(call, device, config, (0, 0, 0, 0), ctas, tiles, out, lse, parts, part_lse)
+
+
+def _launch(
+    call: Call, device: Device, config: Config, boxes: tuple[int, int, int, int], ctas: int, tiles: int,
+    out: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor | None = None, part_lse: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     # tiles of a causal call are of many lengths: whoever is free takes the next
     counter = out.new_zeros(1, dtype=torch.int32) if call.causal != "none" and tiles > ctas else None
     library = library_of(config, device)
     library.forward(
-        library.instances.index(config), *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
+        library.number(config), *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
         call.q, call.q_scale, call.q_group, call.k, call.k_scale, call.k_group, call.v, call.v_scale, call.v_mean,
         call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
+        parts, part_lse,
     )  # fmt: skip
-    return out, lse
 
 
 def forward_from_half(
@@ -97,7 +126,7 @@ def forward_from_half(
     clusters = k.shape[0] * k.shape[1] * splits
     library = build.load_with(config, short.INSTANCES, device.arch)
     library.forward_from_half(
-        library.instances.index(config), clusters * config.cluster, splits, q, k, v, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]),
+        library.number(config), clusters * config.cluster, splits, q, k, v, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]),
         out, lse if return_lse else None, k_mean if return_lse else None,
     )  # fmt: skip
     return out, lse, k_mean

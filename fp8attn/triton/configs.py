@@ -87,6 +87,7 @@ class Traits:
     Attributes:
         d0, d1: the parts of D; d1 may be 0. dv0, dv1: the parts of Dv.
         q_group, k_group: rows under one scale, 0 for all.
+        int8: Q and K are int8.
         half: P and the operands are half, not e4m3.
         native: the compiler has e4m3; if not, it is stored as bytes and decoded in the kernel.
         two_level: P·V of every key block gets a fresh accumulator.
@@ -104,6 +105,7 @@ class Traits:
     q_group: int
     k_group: int
     causal: bool
+    int8: bool
     half: bool
     native: bool
     two_level: bool
@@ -129,6 +131,7 @@ class Traits:
             call.q_group,
             call.k_group,
             causal=call.causal != "none",
+            int8=call.int8,
             half=half,
             native=device.has_fp8_units and not device.emulated,
             two_level=two_level and not half,

@@ -18,6 +18,8 @@ from .tile import (
     log_sum_exp,
     operand,
     permute_keys,
+    poison_keys,
+    poison_rows,
     probabilities,
     score_factor,
     softmax_step,
@@ -68,13 +70,19 @@ def attend(
     keys = start + columns
     x = tl.dot(q0, operand(load_rows(k_base, keys, k_stride, kv_length, 0, C.d0, C.head_dim, MASKED), C.half).T)
     if C.d1 > 0:
-        x = tl.dot(q1, operand(load_rows(k_base, keys, k_stride, kv_length, C.d0, C.d1, C.head_dim, MASKED), C.half).T, x)
+        x = tl.dot(q1, operand(load_rows(k_base, keys, k_stride, kv_length, C.d0, C.d1, C.head_dim, MASKED), C.half).T, x, out_dtype=x.dtype)
+    if C.int8:
+        x = x.to(tl.float32)
     if C.k_group == 1:
         x *= tl.load(k_scale + keys * k_scale_stride, mask=keys < kv_length, other=1.0)[None, :]
         factor = score_factor(row_factor, 1.0, C.positive)
     else:
         index = start // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
-        factor = score_factor(row_factor, tl.load(k_scale + index * k_scale_stride), C.positive)
+        block_scale = tl.load(k_scale + index * k_scale_stride)
+        if C.int8:
+            x = poison_keys(x, block_scale < 0, k_base, keys, k_stride, kv_length)
+            block_scale = tl.abs(block_scale)
+        factor = score_factor(row_factor, block_scale, C.positive)
     if not C.folded:
         x *= factor[:, None]
     if MASKED:
@@ -106,9 +114,9 @@ def store_part(
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_length", "kv_length", "causal_offset"])
 def forward_kernel(
-    q,  # (B, Hq, Sq, D): e4m3
+    q,  # (B, Hq, Sq, D): e4m3 or int8
     q_scale,  # (B, Hq, n)
-    k,  # (B, Hkv, Sk, D): e4m3
+    k,  # (B, Hkv, Sk, D): as q
     k_scale,  # (B, Hkv, n)
     v,  # (B, Hkv, Dv, S_padded): e4m3, contiguous, keys permuted
     v_scale,  # (B, Hkv, Dv)
@@ -194,6 +202,8 @@ def forward_kernel(
         )  # fmt: skip
 
     l = tl.sum(l, 1)
+    if C.int8:
+        l = poison_rows(l, q, rows, q_strides[2], q_length)
     out += batch * out_strides[0] + head * out_strides[1]
     v_scale += batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
     if v_mean is not None:
@@ -257,5 +267,5 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
 
 
 def stored(x: torch.Tensor, traits: Traits) -> torch.Tensor:
-    """e4m3 as the compiler knows it: a type of its own, or bytes."""
-    return x.view(torch.float8_e4m3fn if traits.native else torch.uint8)
+    """e4m3 as the compiler knows it: a type of its own, or bytes; int8 as it is."""
+    return x if x.dtype == torch.int8 else x.view(torch.float8_e4m3fn if traits.native else torch.uint8)

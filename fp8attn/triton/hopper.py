@@ -29,6 +29,8 @@ from .tile import (
     inverse,
     log_sum_exp,
     permute_keys,
+    poison_keys,
+    poison_rows,
     score_factor,
     softmax_step,
 )
@@ -36,7 +38,7 @@ from .tile import (
 
 @gluon.constexpr_function
 def score_layout(C: Traits):
-    """Registers of a consumer's scores."""
+    """Registers of a consumer's scores, products of e4m3 or int8."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.config.block_n, 32])
 
 
@@ -161,11 +163,17 @@ def release(barriers, n, blocks, block, TEAM: gl.constexpr, STAGES: gl.constexpr
 
 
 @gluon.jit
+def empty_scores(C: gl.constexpr):
+    """Zeros that Q · Kᵀ can be added to."""
+    return gl.full([64, C.config.block_n], 0, gl.int32 if C.int8 else gl.float32, score_layout(C))
+
+
+@gluon.jit
 def start_scores(sq, buffers, stage, C: gl.constexpr):
     """Issue Q · Kᵀ for the keys of one stage."""
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     BLOCK_N: gl.constexpr = C.config.block_n
-    x = gl.full([64, BLOCK_N], 0.0, gl.float32, score_layout(C))
+    x = empty_scores(C)
     x = warpgroup_mma(sq[0], sK0.index(stage).reshape((BLOCK_N, C.d0)).permute((1, 0)), x, use_acc=False, is_async=True)
     if C.d1 > 0:
         x = warpgroup_mma(sq[1], sK1.index(stage).reshape((BLOCK_N, C.d1)).permute((1, 0)), x, is_async=True)
@@ -196,21 +204,21 @@ def add_values(acc, alpha, fresh, C: gl.constexpr):
 
 @gluon.jit
 def attend(
-    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask, buffers, barriers, TEAM: gl.constexpr,
+    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask, k, buffers, barriers, TEAM: gl.constexpr,
     C: gl.constexpr, MASKED: gl.constexpr, POSITIVE: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
     """64 queries attend to key block n of `seen`, the team's `block`-th in all.
 
     Args:
         x: if C.config.overlap the block's Q · Kᵀ, else anything.
-        keys: what tells scales and visibility of keys, see `consume`. mask: the head's (Sq, Sk), or None.
+        keys: what tells scales and visibility of keys, see `consume`. mask: the head's (Sq, Sk), or None. k: the head's rows if they are int8.
         MASKED: some row may not see some of the keys.
         POSITIVE: no m is negative.
         PENDING: the tensor core may still be writing x, when this is called and when it returns.
     """
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    k_scale, k_scale_stride, mask_strides, rows, q_length, kv_length, causal_offset = keys
+    k_stride, k_scale, k_scale_stride, mask_strides, rows, q_length, kv_length, causal_offset = keys
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.stages
     stage = TEAM * STAGES + block % STAGES
@@ -223,6 +231,9 @@ def attend(
     else:
         index = n * BLOCK_N // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
         block_scale = gl.load(k_scale + index * k_scale_stride)
+        if C.int8:
+            marked = block_scale < 0
+            block_scale = gl.abs(block_scale)
 
     if not C.config.overlap:
         mbarrier.wait(k_full.index(stage), phase)
@@ -234,14 +245,17 @@ def attend(
         x = warpgroup_mma_wait(0, deps=(x,))
     mbarrier.arrive(k_empty.index(stage))
 
+    s = x.to(gl.float32) if C.int8 else x
     if C.k_group == 1:
-        x *= key_scale[None, :]
+        s *= key_scale[None, :]
+    elif C.int8:
+        s = poison_keys(s, marked, k, n * BLOCK_N + columns, k_stride, kv_length)
     if not C.folded:
-        x *= factor[:, None]
+        s *= factor[:, None]
     if MASKED:
-        x = hide(x, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, True)
+        s = hide(s, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, True)
     EXP2: gl.constexpr = C.exp2 if POSITIVE else None
-    p, m, alpha, lanes = softmax_step(x, factor, m, C.folded, POSITIVE, EXP2)
+    p, m, alpha, lanes = softmax_step(s, factor, m, C.folded, POSITIVE, EXP2)
     LANES: gl.constexpr = lane_layout()
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, LANES))[:, None] + gl.convert_layout(lanes, LANES, assert_trivial=True)
     p = permute_keys(p.to(gl.float8e4nv))
@@ -296,8 +310,8 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
     """One warpgroup: attention of 64 queries of every tile."""
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_scale, k_scale, v_scale, v_mean, mask, out, lse = tensors
-    q_scale_strides, k_scale_strides, v_scale_strides, mask_strides, out_strides = strides
+    q, k, q_scale, k_scale, v_scale, v_mean, mask, out, lse = tensors
+    q_strides, k_strides, q_scale_strides, k_scale_strides, v_scale_strides, mask_strides, out_strides = strides
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
     BLOCK_N: gl.constexpr = C.config.block_n
     R: gl.constexpr = gl.SliceLayout(1, score_layout(C))
@@ -340,8 +354,11 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             mask_base = mask
             if mask is not None:
                 mask_base += batch * mask_strides[0] + head * mask_strides[1]
-            keys = (scale_base, k_scale_strides[2], mask_strides, rows, q_length, kv_length, causal_offset)
-            x = gl.full([64, BLOCK_N], 0.0, gl.float32, score_layout(C))
+            k_base = k
+            if C.int8:
+                k_base += batch * k_strides[0] + kv_head * k_strides[1]
+            keys = (k_strides[2], scale_base, k_scale_strides[2], mask_strides, rows, q_length, kv_length, causal_offset)
+            x = empty_scores(C)
             if C.config.overlap:
                 if seen > 0:
                     mbarrier.wait(k_full.index(TEAM * STAGES + block % STAGES), block // STAGES & 1)
@@ -349,7 +366,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             opening = gl.minimum(whole, 1)
             for n in range(0, opening):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, False, False
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, k_base, buffers, barriers, TEAM, C, False, False, False
                 )
                 block += 1
             # a maximum only grows: once all are positive they stay so. The rare others take the masked loop to the end
@@ -359,15 +376,16 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                 x = warpgroup_mma_init(x)
             for n in range(opening, whole):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, False, True, C.config.overlap
-                )
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, k_base, buffers, barriers, TEAM, C, False, True,
+                    C.config.overlap,
+                )  # fmt: skip
                 block += 1
             # a loop may turn while the tensor core writes x; where two loops meet, compilers copy registers
             if C.config.overlap:
                 x = warpgroup_mma_wait(0, deps=(x,))
             for n in range(whole, seen):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, buffers, barriers, TEAM, C, True, False, False
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, k_base, buffers, barriers, TEAM, C, True, False, False
                 )
                 block += 1
             mbarrier.arrive(q_empty.index(ME))
@@ -383,6 +401,8 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                 mean0 = load_channels(mean_base, 1, 0, C.dv0, C.value_dim)
                 mean1 = load_channels(mean_base, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
             l = gl.convert_layout(gl.sum(l, 1), R)
+            if C.int8:
+                l = poison_rows(l, q + batch * q_strides[0] + head * q_strides[1], rows, q_strides[2], q_length)
             out_base = out + batch * out_strides[0] + head * out_strides[1]
             store_part(acc0, l, scale0, mean0, out_base, out_strides[2], rows, q_length, 0, C.value_dim)
             if C.dv1 > 0:
@@ -409,15 +429,16 @@ def hopper_kernel(
     CONSUMERS: gl.constexpr = C.config.consumers
     TEAMS: gl.constexpr = C.config.teams
     E4M3: gl.constexpr = gl.float8e4nv
-    sQ0 = gl.allocate_shared_memory(E4M3, [CONSUMERS, 1, 1, 64, C.d0], rows_layout(64, C.d0))
-    sK0 = gl.allocate_shared_memory(E4M3, [STAGES, 1, 1, BLOCK_N, C.d0], rows_layout(BLOCK_N, C.d0))
+    ROWS_TYPE: gl.constexpr = gl.int8 if C.int8 else E4M3
+    sQ0 = gl.allocate_shared_memory(ROWS_TYPE, [CONSUMERS, 1, 1, 64, C.d0], rows_layout(64, C.d0))
+    sK0 = gl.allocate_shared_memory(ROWS_TYPE, [STAGES, 1, 1, BLOCK_N, C.d0], rows_layout(BLOCK_N, C.d0))
     sV0 = gl.allocate_shared_memory(E4M3, [STAGES, C.dv0, BLOCK_N], values_layout(C.dv0, BLOCK_N))
     sQ1 = sQ0
     sK1 = sK0
     sV1 = sV0
     if C.d1 > 0:
-        sQ1 = gl.allocate_shared_memory(E4M3, [CONSUMERS, 1, 1, 64, C.d1], rows_layout(64, C.d1))
-        sK1 = gl.allocate_shared_memory(E4M3, [STAGES, 1, 1, BLOCK_N, C.d1], rows_layout(BLOCK_N, C.d1))
+        sQ1 = gl.allocate_shared_memory(ROWS_TYPE, [CONSUMERS, 1, 1, 64, C.d1], rows_layout(64, C.d1))
+        sK1 = gl.allocate_shared_memory(ROWS_TYPE, [STAGES, 1, 1, BLOCK_N, C.d1], rows_layout(BLOCK_N, C.d1))
     if C.dv1 > 0:
         sV1 = gl.allocate_shared_memory(E4M3, [STAGES, C.dv1, BLOCK_N], values_layout(C.dv1, BLOCK_N))
     buffers = (sQ0, sQ1, sK0, sK1, sV0, sV1)
@@ -528,6 +549,8 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         values_descriptor(call.v, traits.dv0, config.block_n),
         values_descriptor(call.v, traits.dv1, config.block_n),
         (
+            call.q if traits.int8 else None,
+            call.k if traits.int8 else None,
             call.q_scale,
             call.k_scale,
             call.v_scale,
@@ -537,6 +560,8 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
             lse if call.return_lse else None,
         ),
         (
+            call.q.stride(),
+            call.k.stride(),
             call.q_scale.stride(),
             call.k_scale.stride(),
             call.v_scale.stride(),

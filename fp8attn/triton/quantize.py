@@ -1,4 +1,4 @@
-"""Fused quantization: q and k are read once, v twice, and all are written as e4m3, v transposed and key-permuted.
+"""Fused quantization: q and k are read once, v twice, and all are written as bytes, v transposed and key-permuted.
 
 Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of strips of v, makes k's mean and
 quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
@@ -24,7 +24,7 @@ from ..device import Device
 from ..layout import padded_length
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .launch import launch
-from .tile import INTERPRETING, e4m3_code, is_finite, key_of_slot, scale_of
+from .tile import E4M3_MAX, INT8_MAX, INTERPRETING, ROUNDER, e4m3_code, int8_code, is_finite, key_of_slot, scale_of
 
 STRIP: tl.constexpr = tl.constexpr(definition.STRIP)
 LANES: tl.constexpr = tl.constexpr(definition.LANES)
@@ -38,10 +38,10 @@ OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loa
 SHORT = 1024  # tokens up to which short_kernel may be faster,
 SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
 MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
-ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
+MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Traits:
 
     Attributes:
         q_group, k_group: rows under one scale that the kernel makes, 1 or SCALE_BLOCK; 0 if scales are given.
+        int8: Q and K become int8, not e4m3.
         k_extremes: whether K needs its channels' extremes, for scales of heads or of the tensor.
         part: channels of Q and K that are rotated together, 0 if none are.
         native: the architecture converts to e4m3 by itself.
@@ -64,6 +65,7 @@ class Traits:
     smooth_k: bool
     smooth_v: bool
     part: int
+    int8: bool
     k_extremes: bool
     native: bool
     dependent: bool
@@ -260,40 +262,50 @@ def coarse(mean, low, high):
     """quantize.coarse."""
     largest = tl.maximum(tl.maximum(high, -low), 0.0)
     step = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * MEAN_STEP
-    return tl.where(low == high, low + 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    rounded = tl.where(tl.abs(mean) < step * MEAN_STEPS, 0.0, (mean + step * ROUNDER) - step * ROUNDER)
+    return tl.where(low == high, low + 0.0, rounded)
 
 
 @triton.jit
 def store_rows(
     y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, IS_KEY: tl.constexpr, C: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Scale, encode and store a tile of q or k.
 
     FACTOR: of the scales that are stored, but of zeros. CAREFUL: y may be NaN, `hidden` rows (M,) become NaN, rows may not exist.
     """
+    CODE: tl.constexpr = INT8_MAX if C.int8 else E4M3_MAX
     magnitude = tl.abs(y)
     if CAREFUL:
         magnitude = tl.where(y == y, magnitude, 0.0)
+        if C.int8:
+            hidden |= tl.max(tl.where(y == y, 0, 1), 1) > 0
     if GROUP == 1:
         largest = tl.max(magnitude, 1)
-        scale = scale_of(largest)
-        tl.store(scale_out + rows * scale_stride, tl.where(largest > 0, scale * FACTOR, 1.0), mask=rows < length)
+        scale = scale_of(largest, CODE)
+        kept = tl.where(largest > 0, scale * FACTOR, 1.0)
+        if C.int8 and IS_KEY and CAREFUL:
+            kept = tl.where(hidden, float("nan"), kept)
+        tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
         y *= tl.div_rn(1.0, scale)[:, None]
     elif GROUP == BLOCK:
         largest = tl.max(magnitude)
-        scale = scale_of(largest)
-        tl.store(scale_out + scale_block * scale_stride, tl.where(largest > 0, scale * FACTOR, 1.0))
+        scale = scale_of(largest, CODE)
+        kept = tl.where(largest > 0, scale * FACTOR, 1.0)
+        if C.int8 and IS_KEY and CAREFUL:
+            kept = tl.where(tl.max(hidden.to(tl.int32)) > 0, -kept, kept)
+        tl.store(scale_out + scale_block * scale_stride, kept)
         y *= tl.div_rn(1.0, scale)
     else:
-        y *= tl.div_rn(1.0, tl.load(scale_out) * (1.0 / FACTOR))
+        y *= tl.div_rn(1.0, tl.abs(tl.load(scale_out)) * (1.0 / FACTOR))
     columns = tl.arange(0, WIDTH)
     pointers = out + rows[:, None].to(tl.int64) * out_stride + columns[None, :]
     inside = (columns < DIM)[None, :]
     if CAREFUL:
         y = tl.where(hidden[:, None], float("nan"), y)
         inside &= (rows < length)[:, None]
-    tl.store(pointers, e4m3_code(y, NATIVE), mask=inside)
+    tl.store(pointers, int8_code(y) if C.int8 else e4m3_code(y, C.native), mask=inside)
 
 
 @triton.jit
@@ -312,7 +324,7 @@ def store_vector(vector, x, DIM: tl.constexpr):
 @triton.jit
 def write_rows(
     x, x_stride, shift, rows, hidden, whole, scale_out, scale_block, scale_stride, out, out_stride, length,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, NATIVE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr, IS_KEY: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block of one head's q or k.
 
@@ -323,17 +335,17 @@ def write_rows(
     """
     careful = 1
     if whole:
-        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True, PART)  # what comes after is to find v in L2
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True, C.part)  # what comes after is to find v in L2
         if tl.sum(y * 0.0) == 0.0:  # NaN * 0 and inf * 0 are NaN
             careful = 0
             store_rows(
-                y - shift, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, FACTOR, NATIVE, False
+                y - shift, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, FACTOR, IS_KEY, C, False
             )
     if careful == 1:
-        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, True, True, PART)
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, True, True, C.part)
         y = tl.where(is_finite(y), y, float("nan")) - shift
         y = tl.where((rows < length)[:, None], y, 0.0)  # rows behind the end don't widen the block's scale
-        store_rows(y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, FACTOR, NATIVE, True)
+        store_rows(y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, FACTOR, IS_KEY, C, True)
 
 
 @triton.jit
@@ -378,7 +390,7 @@ def write_queries(
         q + batch * q_strides[0] + head * q_strides[1], q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length,
         q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
         q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], length,
-        C.q_dim, C.widths[0], C.part, C.q_group, C.q_factor, C.native,
+        C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
     )  # fmt: skip
 
 
@@ -488,7 +500,7 @@ def write_kernel(
         hidden = write_values(v, v_strides[2], v_shift, scale, v_data, slots, length, padded, C.v_dim, C.widths[2], C.native, True)
     write_rows(
         k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
-        C.k_dim, C.widths[1], C.part, C.k_group, 1.0, C.native,
+        C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
     )  # fmt: skip
 
 
@@ -556,7 +568,7 @@ def short_kernel(
             k, k_strides[2], shift, rows, hidden > 0, ((block + 1) * BLOCK <= kv_length) & (tl.max(hidden) == 0),
             k_scale + batch * k_scale_strides[0] + head * k_scale_strides[1], block, k_scale_strides[2],
             k_data + batch * k_data_strides[0] + head * k_data_strides[1], k_data_strides[2], kv_length,
-            C.k_dim, C.widths[1], C.part, C.k_group, 1.0, C.native,
+            C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
         )  # fmt: skip
     else:
         if C.q_dim > 0:
@@ -607,7 +619,7 @@ def quantize(
     traits = Traits(
         q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
         smooth_k=recipe.smooth_k and k is not None, smooth_v=recipe.smooth_v and v is not None,
-        part=rotation.part_of(k_dim or q_dim) if recipe.rotate else 0,
+        part=rotation.part_of(k_dim or q_dim) if recipe.rotate else 0, int8=recipe.qk == "int8",
         k_extremes=recipe.k in given and k is not None, native=device.has_fp8_units and not device.emulated,
         dependent=device.arch >= 90 and not device.emulated,
     )  # fmt: skip
@@ -616,13 +628,14 @@ def quantize(
     if traits.dependent:
         resources["launch_pdl"] = True
 
+    row_type, largest_code = definition.row_type(recipe.qk), definition.INT8_MAX if traits.int8 else definition.E4M3_MAX
     q_data = q_scale = None
     q_items = 0
     if q is not None:
-        q_data = definition.empty_rows(q)
+        q_data = definition.empty_rows(q, row_type)
         if recipe.q in given:
             values = rotation.rotate(q) if recipe.rotate else q.float()
-            q_scale = _reduced_scale(values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q, traits.q_factor)
+            q_scale = _reduced_scale(values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q, largest_code, traits.q_factor)
         else:
             q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
         q_items = batch * q_heads * triton.cdiv(q_length, SCALE_BLOCK)
@@ -636,7 +649,7 @@ def quantize(
     programs = pairs * (v_dim // SLICE.value + blocks) + q_items
     in_one = kv_length <= SHORT and programs <= SHORT_PROGRAMS * device.sm_count and v_dim % SLICE.value == 0
     if k is not None and v is not None and in_one and recipe.v == "channel" and not traits.k_extremes:
-        k_data = definition.empty_rows(k)
+        k_data = definition.empty_rows(k, row_type)
         k_scale = new(*definition.scale_shape(recipe.k, *k.shape))
         v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
         v_scale = new(batch, kv_heads, v_dim)
@@ -675,11 +688,16 @@ def quantize(
         k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, 1 / kv_length, traits,
         **resources | dict(num_warps=4, maxnreg=None),
     )  # fmt: skip
-    k_scale = new(*definition.scale_shape(recipe.k, *k.shape)) if k_largest is None else _reduced_scale(k_largest, recipe.k)
+    if k_largest is None:
+        k_scale = new(*definition.scale_shape(recipe.k, *k.shape))
+    else:
+        k_scale = _reduced_scale(k_largest, recipe.k, largest_code)
+        if traits.int8:
+            k_scale = definition.marked(k_scale, ~(k.isfinite().all(-1) & v.isfinite().all(-1)), recipe.k)
     if v_largest is not None:
-        v_scale = _reduced_scale(v_largest, recipe.v)
+        v_scale = _reduced_scale(v_largest, recipe.v, definition.E4M3_MAX)
 
-    k_data = definition.empty_rows(k)
+    k_data = definition.empty_rows(k, row_type)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
     launch(
         write_kernel, (blocks, pairs),
@@ -693,10 +711,10 @@ def quantize(
     )
 
 
-def _reduced_scale(largest: torch.Tensor, granularity: Granularity, factor: float = 1.0) -> torch.Tensor:
-    """Scales of heads or of the tensor, times `factor`, from channels' largest magnitudes (B, H, D)."""
+def _reduced_scale(largest: torch.Tensor, granularity: Granularity, code: float, factor: float = 1.0) -> torch.Tensor:
+    """Scales of heads or of the tensor that map to `code`, times `factor`, from channels' largest magnitudes (B, H, D)."""
     largest = largest.amax(-1, keepdim=True) if granularity == "head" else largest.amax().view(1, 1, 1)
-    return torch.where(largest > 0, definition.scale_of(largest) * factor, 1.0)
+    return torch.where(largest > 0, definition.scale_of(largest, code) * factor, 1.0)
 
 
 def _strides(x: torch.Tensor | None) -> tuple[int, ...]:

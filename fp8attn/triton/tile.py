@@ -13,6 +13,9 @@ LARGEST_FACTOR: tl.constexpr = tl.constexpr(reference.LARGEST_FACTOR)
 SCALE_BLOCK: tl.constexpr = tl.constexpr(recipe.SCALE_BLOCK)
 E4M3_MAX: tl.constexpr = tl.constexpr(recipe.E4M3_MAX)
 E4M3_NAN: tl.constexpr = tl.constexpr(recipe.E4M3_NAN)
+INT8_MAX: tl.constexpr = tl.constexpr(recipe.INT8_MAX)
+INT8_NAN: tl.constexpr = tl.constexpr(recipe.INT8_NAN)
+ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
 FLOAT_MAX: tl.constexpr = tl.constexpr(definition.FLOAT_MAX)
 EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
 EXP2_PACK: tl.constexpr = tl.constexpr(exp2.PACK)
@@ -109,6 +112,22 @@ def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask
 
 
 @triton.jit
+def poison_keys(x, marked, k, keys, stride, kv_length):
+    """Scores (M, N) of int8 with NaN for those of `keys` (N,) that are INT8_NAN; if not `marked`, none is. k: pointer to the head's rows."""
+    if marked:
+        first = tl.load(k + keys.to(tl.int64) * stride, mask=keys < kv_length, other=0)
+        x = tl.where((first == INT8_NAN)[None, :], float("nan"), x)
+    return x
+
+
+@triton.jit
+def poison_rows(l, q, rows, stride, q_length):
+    """Sums (M,) of P with NaN for those of `rows` (M,) that are INT8_NAN and see a key. q: pointer to the head's rows."""
+    first = tl.load(q + rows.to(tl.int64) * stride, mask=rows < q_length, other=0)
+    return tl.where((first == INT8_NAN) & (l != 0), float("nan"), l)
+
+
+@triton.jit
 def permute_keys(p):
     """P's columns in the key order of quantized V.
 
@@ -138,9 +157,9 @@ def is_finite(x):
 
 
 @triton.jit
-def scale_of(largest):
+def scale_of(largest, CODE: tl.constexpr = E4M3_MAX):
     """quantize.scale_of."""
-    return tl.where(largest > 0, tl.maximum(tl.div_rn(largest, E4M3_MAX), SMALLEST_SCALE), 1.0)
+    return tl.where(largest > 0, tl.maximum(tl.div_rn(largest, CODE), SMALLEST_SCALE), 1.0)
 
 
 @triton.jit
@@ -161,6 +180,13 @@ def e4m3_code(y, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def int8_code(y):
+    """The bytes of float32 y, 127 at most, rounded to nearest even; those of INT8_NAN for NaN."""
+    code = (y + ROUNDER).to(tl.uint32, bitcast=True).to(tl.uint8)  # the last bits of such a sum are those of a two's complement
+    return tl.where(y == y, code, INT8_NAN & 0xFF)
+
+
+@triton.jit
 def half_of_code(code):
     """e4m3 bytes as float16, exactly, with integer operations alone."""
     code = code.to(tl.uint16)
@@ -170,8 +196,10 @@ def half_of_code(code):
 
 @triton.jit
 def operand(x, HALF: tl.constexpr):
-    """Stored e4m3 as what the tensor core multiplies. Where the compiler has no e4m3, it is stored as bytes."""
-    if x.dtype == tl.uint8:
+    """Stored e4m3 as what the tensor core multiplies; int8 as it is. Where the compiler has no e4m3, it is stored as bytes."""
+    if x.dtype == tl.int8:
+        return x
+    elif x.dtype == tl.uint8:
         return half_of_code(x)
     elif HALF:
         return x.to(tl.float16)

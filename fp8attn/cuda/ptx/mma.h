@@ -1,4 +1,4 @@
-// Products on a warp's tensor core. PTX ISA, "Warp-level matrix instructions: mma", fragments of m16n8k16 (.f16) and m16n8k32 (.e4m3).
+// Products on a warp's tensor core. PTX ISA, "Warp-level matrix instructions: mma", fragments of m16n8k16 (.f16) and m16n8k32 (.e4m3, .s8).
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,13 @@ __device__ inline void mma_f16(float* d, const uint32_t* a, const uint32_t* b) {
 __device__ inline void mma_e4m3(float* d, const uint32_t* a, const uint32_t* b) {
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d += a * b; a (16, 32) and b (32, 8) of int8, exact.
+__device__ inline void mma_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 

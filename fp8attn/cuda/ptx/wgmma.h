@@ -9,6 +9,10 @@ namespace fp8attn::ptx {
 template <int N>
 struct Wgmma;
 
+// The same of int8, exact.
+template <int N>
+struct WgmmaInt8;
+
 #include "wgmma_shapes.h"
 
 // Before the first wgmma after registers were written.
@@ -27,6 +31,12 @@ template <int N>
 __device__ inline void wgmma_touch(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int N>
+__device__ inline void wgmma_touch(int32_t (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 // A K-major operand of ROW_BYTES a row, rows in groups of 8, swizzled as TMA does for boxes of that width.

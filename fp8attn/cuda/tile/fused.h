@@ -8,10 +8,21 @@
 #include "mask.h"
 #include "online_softmax.h"
 #include "output.h"
+#include "poison.h"
 #include "schedule.h"
 #include "shared_tile.h"
 
 namespace fp8attn {
+
+// Whether there are registers for addresses from block to block: an output of 256 columns has them all, a native product its second
+// accumulators, and before sm_89 conversions.
+#if __CUDA_ARCH__ >= 890
+template <PortableConfig C>
+constexpr bool KEEPS_ADDRESSES = C.value_dim < 256 && C.operands != Operands::native;
+#else
+template <PortableConfig>
+constexpr bool KEEPS_ADDRESSES = false;
+#endif
 
 // Words of a thread's operands of a product over 32 summands.
 template <Operands O>
@@ -19,24 +30,34 @@ constexpr int A_WORDS = O == Operands::native ? 4 : 8;
 template <Operands O>
 constexpr int B_WORDS = O == Operands::native ? 2 : 4;
 
-// Rows row ... row + 15 of a tile, its summands 32 step ... + 31.
-template <Operands O, typename Tile>
-__device__ void load_rows(uint32_t (&a)[A_WORDS<O>], const Tile& tile, int row, int step) {
-  const int lane = threadIdx.x % 32, mine = Tile::offset(lane % 16, lane / 16);
-#pragma unroll
-  for (int i = 0; i < A_WORDS<O> / 4; ++i) ptx::ldmatrix(a + 4 * i, tile.beyond(mine, row, A_WORDS<O> / 2 * step + 2 * i));
+// Where a lane's row and chunk of the first operands of load_rows and load_columns lie.
+template <typename Tile>
+__device__ int lane_of_rows() {
+  return Tile::offset(threadIdx.x % 16, threadIdx.x % 32 / 16);
 }
 
-// The rows row ... row + 15 of a tile as two operands of 8 columns each. e4m3 becomes half here unless it is half already, or stays e4m3.
 template <Operands O, typename Tile>
-__device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int row, int step) {
+__device__ int lane_of_columns() {
   const int lane = threadIdx.x % 32;
+  return O == Operands::shared ? Tile::offset(lane % 8, lane / 8) : Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// Rows row ... row + 15 behind the lane's of a tile, its summands 32 step ... + 31.
+template <Operands O, typename Tile>
+__device__ void load_rows(uint32_t (&a)[A_WORDS<O>], const Tile& tile, int lane, int row, int step) {
+#pragma unroll
+  for (int i = 0; i < A_WORDS<O> / 4; ++i) ptx::ldmatrix(a + 4 * i, tile.beyond(lane, row, A_WORDS<O> / 2 * step + 2 * i));
+}
+
+// The rows row ... row + 15 behind the lane's of a tile as two operands of 8 columns each. e4m3 becomes half here unless it is half already, or stays e4m3.
+template <Operands O, typename Tile>
+__device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int lane, int row, int step) {
   if constexpr (O == Operands::shared) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) ptx::ldmatrix(b[j], tile.beyond(Tile::offset(lane % 8, lane / 8), row + 8 * j, 4 * step));
+    for (int j = 0; j < 2; ++j) ptx::ldmatrix(b[j], tile.beyond(lane, row + 8 * j, 4 * step));
   } else {
     uint32_t codes[4];
-    ptx::ldmatrix(codes, tile.beyond(Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2), row, 2 * step));
+    ptx::ldmatrix(codes, tile.beyond(lane, row, 2 * step));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (O == Operands::native)
@@ -56,6 +77,12 @@ __device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32
     ptx::mma_f16(d, a, b);
     ptx::mma_f16(d, a + 4, b + 2);
   }
+}
+
+template <Operands O>
+__device__ void multiply(int32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
+  static_assert(O == Operands::native);
+  ptx::mma_s8(d, a, b);
 }
 
 // A thread's P of 32 keys as an operand of P * V, without a shuffle: of every 16 keys it has 2c, 2c + 1, 8 + 2c, 8 + 2c + 1 (c its lane in
@@ -88,11 +115,19 @@ struct Fused {
 
   int first;      // of the warp's rows in the tile
   int first_key;  // of its keys in a block
+  int q_lane, k_lane, v_lane;  // where a lane's first operands lie in tiles
   OnlineSoftmax<C.fast_exp> softmax[tiles];
   float o[tiles][C.value_dim / 2] = {};
 
   template <typename Storage>
-  __device__ explicit Fused(const Storage&) : first(threadIdx.x / 32 % row_warps * C.warp_rows), first_key(threadIdx.x / 32 / row_warps * keys) {}
+  __device__ explicit Fused(const Storage&) : first(threadIdx.x / 32 % row_warps * C.warp_rows), first_key(threadIdx.x / 32 / row_warps * keys) {
+    using Keys = typename Storage::Keys;
+    using Values = typename Storage::Values;
+    q_lane = Storage::Queries::moved(lane_of_rows<typename Storage::Queries>(), first, 0);
+    k_lane = Keys::moved(lane_of_columns<C.operands, Keys>(), first_key, 0);
+    v_lane = Values::moved(lane_of_columns<C.operands, Values>(), 0, first_key / 16 * (C.operands == Operands::shared ? 2 : 1));
+    if constexpr (KEEPS_ADDRESSES<C>) asm volatile("" : "+r"(q_lane), "+r"(k_lane), "+r"(v_lane));  // or they are made again for every block
+  }
 
   // The keys from `start` on; some rows see them not all unless `whole`.
   template <typename Storage, typename K, typename V>
@@ -100,15 +135,25 @@ struct Fused {
     const bool by_key = C.general && p.k_group == 1;
     const Tile& tile = shared.source.tile;
     const float* k_scale = shared.source.k_scale;
-    const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : (start + first_key) / SCALE_BLOCK * p.k_scale_strides[2]]);
+    const float block_scale = by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : (start + first_key) / SCALE_BLOCK * p.k_scale_strides[2]];
+    const bool marked = C.int8 && block_scale < 0.0f;
+    const float key_factor = p.score_scale * (C.int8 ? fabsf(block_scale) : block_scale);
     float s[tiles][keys / 2] = {}, factor[tiles][2], alpha[tiles][2];
-    scores(s, shared.q, k);
+    if constexpr (C.int8) {
+      int32_t products[tiles][keys / 2] = {};
+      scores(products, shared.q, k);
+#pragma unroll
+      for (int i = 0; i < tiles * keys / 2; ++i) s[i / (keys / 2)][i % (keys / 2)] = float(products[i / (keys / 2)][i % (keys / 2)]);
+    } else {
+      scores(s, shared.q, k);
+    }
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       const Fragment f = Fragment::of_warp(first + 16 * t);
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[t][r] = score_factor(shared.facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
-      const bool calm = !C.general && __all_sync(~0u, fmaxf(factor[t][0], factor[t][1]) < LARGEST_SCORE / (E4M3_MAX * E4M3_MAX * C.head_dim));
+      const bool calm = !C.general && __all_sync(~0u, fmaxf(factor[t][0], factor[t][1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
+      if (marked) poison_keys(p, tile, start + first_key, s[t], f);
       if (by_key) scale_by_key(p, tile, start + first_key, s[t], f);
       if (!calm) scale_by_row(factor[t], s[t]);
       if constexpr (C.general) {
@@ -132,6 +177,7 @@ struct Fused {
     for (int t = 0; t < tiles; ++t) {
       softmax[t].finish();
       const Fragment f = Fragment::of_warp(first + 16 * t);
+      if constexpr (C.int8) poison_rows(p, tile, tile.first_row, f, softmax[t].l);
       const Output output(p, tile, tile.first_row, f, softmax[t].l);
       output.store<0, C.value_dim>(o[t], shared.facts);
       if (p.lse == nullptr || f.column != 0) continue;
@@ -179,21 +225,23 @@ struct Fused {
     }
   }
 
-  template <typename Q, typename K>
-  __device__ void scores(float (&s)[tiles][keys / 2], const Q& q, const K& k) {
+  // Q * K^T; int8 is multiplied as it is.
+  template <typename Q, typename K, typename Score>
+  __device__ void scores(Score (&s)[tiles][keys / 2], const Q& q, const K& k) {
+    constexpr Operands rows = C.int8 ? Operands::native : C.operands;
 #pragma unroll
     for (int step = 0; step < C.head_dim / 32; ++step) {
-      uint32_t a[tiles][A_WORDS<C.operands>];
+      uint32_t a[tiles][A_WORDS<rows>];
 #pragma unroll
-      for (int t = 0; t < tiles; ++t) load_rows<C.operands>(a[t], q, first + 16 * t, step);
+      for (int t = 0; t < tiles; ++t) load_rows<rows>(a[t], q, q_lane, 16 * t, step);
 #pragma unroll
       for (int key = 0; key < keys; key += 16) {
-        uint32_t b[2][B_WORDS<C.operands>];
-        load_columns<C.operands>(b, k, first_key + key, step);
+        uint32_t b[2][B_WORDS<rows>];
+        load_columns<rows>(b, k, k_lane, key, step);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
 #pragma unroll
-          for (int t = 0; t < tiles; ++t) multiply<C.operands>(&s[t][key / 2 + 4 * j], a[t], b[j]);
+          for (int t = 0; t < tiles; ++t) multiply<rows>(&s[t][key / 2 + 4 * j], a[t], b[j]);
         }
       }
     }
@@ -209,11 +257,10 @@ struct Fused {
     }
   }
 
-  // O * alpha + P * V; the warp's keys are slots 32 first_step ... of a block.
+  // O * alpha + P * V.
   template <typename V>
   __device__ void values(float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], const float (&alpha)[tiles][2], const V& v) {
     uint32_t b[2][B_WORDS<C.operands>];
-    const int first_step = first_key / 32;
     if constexpr (C.operands == Operands::native) {
       // two-level accumulation: e4m3's accumulators keep 13 bits, so a key block's are fresh, and come in by the multiply-add that rescales
       uint32_t p[steps][tiles][A_WORDS<C.operands>];
@@ -224,7 +271,7 @@ struct Fused {
         float fresh[tiles][2][4] = {};
 #pragma unroll
         for (int step = 0; step < steps; ++step) {
-          load_columns<C.operands>(b, v, channel, first_step + step);
+          load_columns<C.operands>(b, v, v_lane, channel, step);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -249,7 +296,7 @@ struct Fused {
         probabilities(p, s, factor, step);
 #pragma unroll
         for (int channel = 0; channel < C.value_dim; channel += 16) {
-          load_columns<C.operands>(b, v, channel, first_step + step);
+          load_columns<C.operands>(b, v, v_lane, channel, step);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll

@@ -24,6 +24,20 @@ __device__ inline void transpose_quad(uint32_t (&w)[4]) {
   exchange(w[1], w[3], high, 2);
 }
 
+__device__ inline void store_element(const Params& p, int64_t index, float value) {
+  switch (p.out_type) {
+    case OutType::bf16:
+      static_cast<__nv_bfloat16*>(p.out)[index] = __float2bfloat16(value);
+      return;
+    case OutType::f16:
+      static_cast<__half*>(p.out)[index] = __float2half(value);
+      return;
+    case OutType::f32:
+      static_cast<float*>(p.out)[index] = value;
+      return;
+  }
+}
+
 // Where a thread's two rows of the output go, and by what they are multiplied on the way.
 struct Output {
   const Params& p;

@@ -19,6 +19,7 @@ constexpr int QUADS = SLICE / 4;
 constexpr float SMALLEST_SCALE = 0x1p-126f;
 constexpr float LARGEST_MEAN = 0x1p100f;
 constexpr float MEAN_STEP = 0x1p-5f;
+constexpr float MEAN_STEPS = 4.0f;
 constexpr float ROUNDER = 0x1.8p23f;
 constexpr uint32_t NAN_CODES = 0x7F7F7F7F;
 
@@ -33,7 +34,8 @@ __device__ inline float coarse(float mean, float low, float high) {
   const float largest = fmaxf(fmaxf(high, -low), 0.0f);
   const float step = __int_as_float(__float_as_int(largest) & 0x7F800000) * MEAN_STEP;
   const float far = __fmul_rn(step, ROUNDER);
-  return low == high ? low + 0.0f : __fsub_rn(__fadd_rn(mean, far), far);
+  if (low == high) return low + 0.0f;
+  return fabsf(mean) < step * MEAN_STEPS ? 0.0f : __fsub_rn(__fadd_rn(mean, far), far);
 }
 
 // Two numbers of 16 bits in a word.

@@ -27,9 +27,11 @@ struct alignas(128) SharedTile {
 
   // From the offset of a lane's own row and chunk, that of the row `rows` below, a multiple of 8, and of the chunk `chunks` on, a multiple
   // of a power of two above the lane's own: one instruction, where the compiler, which doesn't know this, would need five.
-  __device__ const uint8_t* beyond(int lane_offset, int rows, int chunks) const {
-    return bytes + (SWIZZLE ? lane_offset ^ 16 * chunks : lane_offset + 16 * chunks) + rows * pitch;
+  __device__ static int moved(int lane_offset, int rows, int chunks) {
+    return (SWIZZLE ? lane_offset ^ 16 * chunks : lane_offset + 16 * chunks) + rows * pitch;
   }
+
+  __device__ const uint8_t* beyond(int lane_offset, int rows, int chunks) const { return bytes + moved(lane_offset, rows, chunks); }
 
   template <typename T>
   __device__ T* row(int i) {

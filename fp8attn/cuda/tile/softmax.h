@@ -14,6 +14,10 @@ constexpr float LARGEST_FACTOR = 0x1p100f;
 constexpr float E4M3_MAX = 448.0f;
 constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by less than 1/16
 
+// Of a product of a number of Q and one of K.
+template <bool INT8>
+constexpr float LARGEST_PRODUCT = INT8 ? 128.0f * 128.0f : E4M3_MAX * E4M3_MAX;
+
 // A product of scales, kept where its product with any score of e4m3 is finite.
 __device__ inline float score_factor(float product, bool either_sign) {
   return fmaxf(fminf(product, LARGEST_FACTOR), either_sign ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);

@@ -3,10 +3,13 @@
 
 #include <mma.h>
 
+#include <type_traits>
+
 #include "../config.h"
 #include "../params.h"
 #include "mask.h"
 #include "online_softmax.h"
+#include "output.h"
 #include "schedule.h"
 #include "shared_tile.h"
 
@@ -35,13 +38,24 @@ struct Eight {
 
 template <PortableConfig C>
 struct Unfused {
+  using Sum = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
   static constexpr int keys = C.keys / 32, channels = C.value_dim / 32;  // of a lane
 
-  int first;                   // of the warp's rows in the tile
-  float o[16][channels] = {};  // of every row the channels lane, lane + 32, ...
+  int first;                                                               // of the warp's rows in the tile
+  std::conditional_t<C.tensor_pv, Sum[C.value_dim / 16], float[16][channels]> o;  // of every row the channels lane, lane + 32, ...
 
   template <typename Storage>
   __device__ explicit Unfused(Storage& shared) : first(threadIdx.x / 32 * 16) {
+    if constexpr (C.tensor_pv) {
+#pragma unroll
+      for (Sum& columns : o) nvcuda::wmma::fill_fragment(columns, 0.0f);
+    } else {
+#pragma unroll
+      for (auto& row : o) {
+#pragma unroll
+        for (float& x : row) x = 0.0f;
+      }
+    }
     if (lane() >= 16) return;
     shared.m[first + lane()] = -INFINITE;
     shared.l[first + lane()] = 0.0f;
@@ -54,7 +68,10 @@ struct Unfused {
     else
       scalar_scores(shared, k);
     __syncwarp();
-    softmax(p, shared, start);
+    if constexpr (C.tensor_qk)
+      softmax_of_rows(p, shared, start, whole);
+    else
+      softmax(p, shared, start);
     __syncwarp();
     if constexpr (C.tensor_pv)
       tensor_values(shared, v);
@@ -65,6 +82,29 @@ struct Unfused {
 
   template <typename Storage>
   __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
+    if constexpr (C.tensor_pv) {
+      // which lane has what of a fragment is nobody's business: they go through the place of the scores
+      constexpr int columns = C.keys < C.value_dim ? C.keys : C.value_dim;
+#pragma unroll
+      for (int from = 0; from < C.value_dim; from += columns) {
+        __syncwarp();
+#pragma unroll
+        for (int x = 0; x < columns; x += 16)
+          nvcuda::wmma::store_matrix_sync(shared.s.template row<float>(first) + x, o[(from + x) / 16], shared.s.pitch / 4, nvcuda::wmma::mem_row_major);
+        __syncwarp();
+        store_columns<columns / 32>(p, shared, tile, from, [&](int r, int c) { return shared.s.template row<float>(first + r)[lane() + 32 * c]; });
+      }
+    } else {
+      store_columns<channels>(p, shared, tile, 0, [&](int r, int c) { return o[r][c]; });
+    }
+  }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  // Normalises and stores COUNT times 32 columns, sum(r, c) of them the lane's, from column `from` on.
+  template <int COUNT, typename Storage, typename F>
+  __device__ void store_columns(const Params& p, const Storage& shared, const Tile& tile, int from, F&& sum) const {
 #pragma unroll
     for (int r = 0; r < 16; ++r) {
       const int row = tile.first_row + first + r;
@@ -72,31 +112,14 @@ struct Unfused {
       const float l = shared.l[first + r];
       const int64_t index = tile.batch * p.out_strides[0] + tile.head * p.out_strides[1] + row * p.out_strides[2];
 #pragma unroll
-      for (int c = 0; c < channels; ++c) {
-        const int x = lane() + 32 * c;
+      for (int c = 0; c < COUNT; ++c) {
+        const int x = from + lane() + 32 * c;
         if (x >= p.value_dim) continue;
-        const float value = l == 0.0f ? 0.0f : fmaf(o[r][c] / l, shared.facts.channel_scale[x], shared.facts.channel_mean[x]);
+        const float value = l == 0.0f ? 0.0f : fmaf(sum(r, c) / l, shared.facts.channel_scale[x], shared.facts.channel_mean[x]);
         store_element(p, index + x, value);
       }
       if (p.lse != nullptr && lane() == 0)
         p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = (shared.m[first + r] - P_OFFSET + log2f(l)) / LOG2E;
-    }
-  }
-
- private:
-  __device__ static int lane() { return threadIdx.x % 32; }
-
-  __device__ static void store_element(const Params& p, int64_t index, float value) {
-    switch (p.out_type) {
-      case OutType::bf16:
-        static_cast<__nv_bfloat16*>(p.out)[index] = __float2bfloat16(value);
-        return;
-      case OutType::f16:
-        static_cast<__half*>(p.out)[index] = __float2half(value);
-        return;
-      case OutType::f32:
-        static_cast<float*>(p.out)[index] = value;
-        return;
     }
   }
 
@@ -124,19 +147,91 @@ struct Unfused {
   __device__ void tensor_scores(Storage& shared, K& k) {
     using namespace nvcuda;
     constexpr int pitch = K::pitch / 2;
+    Sum s[C.keys / 16];
 #pragma unroll
-    for (int key = 0; key < C.keys; key += 16) {
-      wmma::fragment<wmma::accumulator, 16, 16, 16, float> s;
-      wmma::fill_fragment(s, 0.0f);
+    for (Sum& columns : s) wmma::fill_fragment(columns, 0.0f);
 #pragma unroll
-      for (int d = 0; d < C.head_dim; d += 16) {
-        wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> a;
+    for (int d = 0; d < C.head_dim; d += 16) {
+      wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> a;
+      wmma::load_matrix_sync(a, reinterpret_cast<const __half*>(shared.q.at(first, d / 8)), pitch);
+#pragma unroll
+      for (int key = 0; key < C.keys; key += 16) {
         wmma::fragment<wmma::matrix_b, 16, 16, 16, __half, wmma::col_major> b;
-        wmma::load_matrix_sync(a, reinterpret_cast<const __half*>(shared.q.at(first, d / 8)), pitch);
         wmma::load_matrix_sync(b, reinterpret_cast<const __half*>(k.at(key, d / 8)), pitch);
-        wmma::mma_sync(s, a, b, s);
+        wmma::mma_sync(s[key / 16], a, b, s[key / 16]);
       }
-      wmma::store_matrix_sync(shared.s.template row<float>(first) + key, s, shared.s.pitch / 4, wmma::mem_row_major);
+    }
+#pragma unroll
+    for (int key = 0; key < C.keys; key += 16)
+      wmma::store_matrix_sync(shared.s.template row<float>(first) + key, s[key / 16], shared.s.pitch / 4, wmma::mem_row_major);
+  }
+
+  // Scores become P; alpha is what sums so far are to be multiplied with. Two lanes have a row, each half of its keys in a row: one shuffle
+  // for a maximum or a sum of all 16 rows, and chunks of eight rows lie in different banks.
+  template <typename Storage>
+  __device__ void softmax_of_rows(const Params& p, Storage& shared, int start, bool whole) {
+    constexpr int mine = C.keys / 2;
+    const bool by_key = p.k_group == 1;
+    const Tile& tile = shared.source.tile;
+    const float* k_scale = shared.source.k_scale;
+    const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : start / SCALE_BLOCK * p.k_scale_strides[2]]);
+    const int row = first + lane() % 16, begin = lane() / 16 * mine, keys_seen = shared.facts.row_end[row] - start - begin;
+    const float factor = score_factor(shared.facts.row_scale[row] * key_factor, !(p.score_scale > 0));
+    const float4* s = reinterpret_cast<const float4*>(shared.s.template row<float>(row) + begin);
+    float x[mine];
+#pragma unroll
+    for (int j = 0; j < mine; j += 4) {
+      const float4 four = s[j / 4];
+      x[j] = four.x * factor, x[j + 1] = four.y * factor, x[j + 2] = four.z * factor, x[j + 3] = four.w * factor;
+    }
+    if (by_key || p.mask != nullptr) {
+#pragma unroll
+      for (int j = 0; j < mine; ++j) {
+        const int key = start + begin + j;
+        if (j >= keys_seen) continue;
+        if (by_key) x[j] *= k_scale[key * p.k_scale_strides[2]];
+        if (p.mask != nullptr && tile.first_row + row < p.q_length) x[j] = masked(x[j], p, tile, tile.first_row + row, key);
+      }
+    }
+    if (!whole) {
+#pragma unroll
+      for (int j = 0; j < mine; ++j) {
+        if (j >= keys_seen) x[j] = -INFINITE;
+      }
+    }
+    float largest = x[0];
+#pragma unroll
+    for (int j = 1; j < mine; ++j) largest = fmaxf(largest, x[j]);
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
+    const float m_old = shared.m[row], m_new = fmaxf(m_old, largest);
+    const float origin = m_new == -INFINITE ? 0.0f : m_new;  // nothing visible so far: -inf - -inf would be NaN
+    const float alpha = ptx::exp2_approx(m_old - origin);
+    float sum = 0.0f;
+    uint4* to = reinterpret_cast<uint4*>(shared.p.template row<uint16_t>(row) + begin);
+#pragma unroll
+    for (int j = 0; j < mine; j += 8) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[j + i] = probability<C.fast_exp>(x[j + i], 1.0f, origin);
+        sum += x[j + i];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float* four = x + j + 4 * i;
+        if constexpr (C.e4m3_p)
+          ptx::halves_of_e4m3(ptx::e4m3x4(four[0], four[1], four[2], four[3]), words[2 * i], words[2 * i + 1]);
+        else
+          words[2 * i] = ptx::half2(four[0], four[1]), words[2 * i + 1] = ptx::half2(four[2], four[3]);
+      }
+      to[j / 8] = {words[0], words[1], words[2], words[3]};
+    }
+    sum += __shfl_xor_sync(~0u, sum, 16);
+    __syncwarp();  // all have read the old maximum
+    if (lane() < 16) {
+      shared.m[row] = m_new;
+      shared.l[row] = fmaf(shared.l[row], alpha, sum);
+      shared.alpha[row] = alpha;
     }
   }
 
@@ -207,31 +302,27 @@ struct Unfused {
     }
   }
 
-  // O * alpha + P * V by nvcuda::wmma: 32 channels at a time go through the place of the scores, because which lane has what of a
-  // fragment is nobody's business.
+  // O * alpha + P * V by nvcuda::wmma. A fragment of alphas has each where O has the sums of its row.
   template <typename Storage, typename V>
   __device__ void tensor_values(Storage& shared, V& v) {
     using namespace nvcuda;
+    Sum alpha;
+    wmma::load_matrix_sync(alpha, shared.alpha + first, 0, wmma::mem_col_major);
 #pragma unroll
-    for (int c = 0; c < channels; ++c) {
+    for (Sum& columns : o) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        wmma::fragment<wmma::accumulator, 16, 16, 16, float> fresh;
-        wmma::fill_fragment(fresh, 0.0f);
+      for (int i = 0; i < alpha.num_elements; ++i) columns.x[i] *= alpha.x[i];
+    }
 #pragma unroll
-        for (int key = 0; key < C.keys; key += 16) {
-          wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> a;
-          wmma::fragment<wmma::matrix_b, 16, 16, 16, __half, wmma::col_major> b;
-          wmma::load_matrix_sync(a, reinterpret_cast<const __half*>(shared.p.at(first, key / 8)), shared.p.pitch / 2);
-          wmma::load_matrix_sync(b, reinterpret_cast<const __half*>(v.at(32 * c + 16 * half, key / 8)), V::pitch / 2);
-          wmma::mma_sync(fresh, a, b, fresh);
-        }
-        wmma::store_matrix_sync(shared.s.template row<float>(first) + 16 * half, fresh, shared.s.pitch / 4, wmma::mem_row_major);
+    for (int key = 0; key < C.keys; key += 16) {
+      wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> a;
+      wmma::load_matrix_sync(a, reinterpret_cast<const __half*>(shared.p.at(first, key / 8)), shared.p.pitch / 2);
+#pragma unroll
+      for (int channel = 0; channel < C.value_dim; channel += 16) {
+        wmma::fragment<wmma::matrix_b, 16, 16, 16, __half, wmma::col_major> b;
+        wmma::load_matrix_sync(b, reinterpret_cast<const __half*>(v.at(channel, key / 8)), V::pitch / 2);
+        wmma::mma_sync(o[channel / 16], a, b, o[channel / 16]);
       }
-      __syncwarp();
-#pragma unroll
-      for (int r = 0; r < 16; ++r) o[r][c] = fmaf(o[r][c], shared.alpha[first + r], shared.s.template row<float>(first + r)[lane()]);
-      __syncwarp();
     }
   }
 };

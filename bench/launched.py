@@ -1,0 +1,97 @@
+"""The process that a tool of CUDA's watches: instances of the CUDA kernels on small problems, or the ladder's rungs. Started by bench.sanitize
+and bench.ladder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import fp8attn
+from fp8attn.api import call_of
+from fp8attn.call import Call
+from fp8attn.cuda import build, configs, portable
+from fp8attn.cuda import run as cuda
+from fp8attn.device import Device, device_of
+
+from . import ladder
+from .cases import Case
+from .peers import Problem
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
+    "full": ((1, 2, 200, 64), (1, 2, 300, 64), {}),
+    "causal, GQA": ((2, 4, 150, 128), (2, 2, 150, 128), dict(is_causal=True)),
+    "odd head dim": ((1, 1, 70, 40), (1, 1, 65, 40), {}),
+    "head dim 256": ((1, 1, 100, 256), (1, 1, 130, 256), {}),
+    "mask": ((1, 2, 40, 64), (1, 2, 200, 64), dict(attn_mask=(1, 2, 40, 200))),
+    "one row": ((2, 8, 1, 128), (2, 2, 1100, 128), dict(is_causal=True, causal_alignment="bottom_right")),
+    "nothing visible": ((1, 1, 200, 64), (1, 1, 20, 64), dict(is_causal=True, causal_alignment="bottom_right")),
+}
+"""A problem of every shape class: q's and k's shape, and options; a mask is drawn."""
+
+
+def problem(shape: str, device: torch.device) -> Call:
+    """A quantized problem of a shape class, N(0, 1)."""
+    q_shape, kv_shape, given = SHAPES[shape]
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(size, generator=generator).to(device) for size in (q_shape, kv_shape, kv_shape))
+    options = dict(given, enable_gqa=q_shape[1] != kv_shape[1], return_lse=True)
+    if "attn_mask" in given:
+        options["attn_mask"] = (torch.rand(given["attn_mask"], generator=generator) > 0.3).to(device)
+    return call_of(*fp8attn.quantize(q, k, v), **options)
+
+
+def instances(call: Call, device: Device) -> list[cuda.Config]:
+    """Those of the shipped that run a call, and the rungs of its head dim."""
+    portables = (*portable.group(portable.padded_dim(call), device), *ladder.rungs(128 if call.head_dim > 64 else 64).values())
+    found: list[cuda.Config] = [c for c in dict.fromkeys(portables) if portable.fits(c, device) and portable.takes(c, call)]
+    if configs.why_not(call, device) is None:
+        found += configs.serving(call)
+    return found
+
+
+def every_shape(device: torch.device) -> None:
+    """Each shape class by all instances that run it."""
+    properties = device_of(device)
+    calls = {shape: problem(shape, device) for shape in SHAPES}
+    wanted = {shape: instances(call, properties) for shape, call in calls.items()}
+    build.load(tuple(dict.fromkeys(c for several in wanted.values() for c in several)), properties.arch)
+    for shape, call in calls.items():
+        for config in wanted[shape]:
+            cuda.forward(call, properties, config)
+        torch.cuda.synchronize()
+        print(f"{shape}: {len(wanted[shape])} instances", flush=True)
+
+
+def rungs(case: Case, device: torch.device) -> None:
+    """Each rung once, between the profiler's start and stop."""
+    properties = device_of(device)
+    build.load(ladder.configs(properties), properties.arch)
+    call = call_of(*Problem.of(case, "normal", device, rotate=False).sets[0], **case.options)
+    able = [c for c in ladder.rungs(case.head_dim).values() if portable.fits(c, properties)]
+    for config in able:
+        cuda.forward(call, properties, config)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for config in able:
+        cuda.forward(call, properties, config)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def main(words: Sequence[str]) -> None:
+    """
+    Args:
+        words: none, for every shape; or a JSON object with the fields of a case, for the rungs on it.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    if words:
+        rungs(Case(**json.loads(words[0])), device)
+    else:
+        every_shape(device)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

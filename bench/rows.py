@@ -1,0 +1,118 @@
+"""Whose numerics are judged: every recipe, PyTorch in bfloat16, other people's FP8 kernels, and models of those that aren't here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import cast
+
+import torch
+
+import fp8attn
+from fp8attn import Quantized, Recipe, reference
+from fp8attn.quantize import quantize
+from fp8attn.recipe import SCALE_BLOCK
+
+from .adapters import OTHERS
+from .cases import Case
+from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
+
+PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False)
+"""A scale for each tensor and nothing removed: what FP8 attention is given by who only casts."""
+
+RECIPES = {
+    "rotated": Recipe(rotate=True),
+    "token keys": Recipe(k="token"),
+    "token keys rotated": Recipe(k="token", rotate=True),
+    "V not smoothed": Recipe(smooth_v=False),
+    "f16": Recipe(compute="f16"),
+    "int8": Recipe(qk="int8"),
+    "int8 rotated": Recipe(qk="int8", rotate=True),
+    "per tensor": PLAIN,
+}
+"""Beside the default."""
+
+BASELINE = "SDPA flash"
+
+EXACT = 1
+"""Of the CUDA Hopper kernel's shipped configs (fp8attn.cuda.configs.HopperConfig); Triton's exponentials are all exact."""
+
+
+def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Problem) -> Attention:
+    """The pipeline's oracle on what quantization is by definition; `bits` of its accumulator and `exact` exponentials as
+    `fp8attn.reference.pipeline` has them."""
+    causal: reference.Causal = "top_left" if problem.case.causal else "none"
+
+    def attention(i: int) -> torch.Tensor:
+        operands = cast(tuple[Quantized, Quantized, Quantized], quantize(*problem.sets[i % len(problem.sets)], recipe))
+        out, _ = reference.pipeline(
+            *operands, block_n=SCALE_BLOCK, causal=causal, compute=recipe.compute, exact=exact, accumulator_bits=bits
+        )  # fmt: skip
+        return out.to(torch.bfloat16)
+
+    return attention
+
+
+def by_recipe(recipe: Recipe, problem: Problem) -> Attention:
+    """The kernel that `sdpa` takes; without a GPU the oracle, which is as exact as the interpreter and reaches further."""
+    if problem.device.type != "cuda":
+        return modelled(recipe, None, None, problem)
+    options = problem.case.options | {"recipe": recipe}
+    return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options))
+
+
+def one_level(problem: Problem) -> Attention:
+    """A Triton kernel of ours that does as others do: scales of tensors, P·V in one chain of the tensor core's accumulator."""
+    options = problem.case.options | {"recipe": dataclasses.replace(PLAIN, two_level=False)}
+    return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options, backend="triton"))
+
+
+def _needs_short_accumulators() -> str | None:
+    return None if torch.cuda.is_available() else "an NVIDIA GPU: the interpreter's accumulators are float32"
+
+
+ROWS = (
+    *(peer for peer in PYTORCH if peer.name in (BASELINE, "SDPA cuDNN")),
+    *(peer for peer in OWN if END_TO_END in peer.stages),
+    *(Peer(f"fp8attn {name}", (END_TO_END,), functools.partial(by_recipe, recipe), own=True) for name, recipe in RECIPES.items()),
+    Peer("e4m3 one level", (END_TO_END,), one_level, own=True, needs=_needs_short_accumulators),
+    Peer("fp8attn modelled", (END_TO_END,), functools.partial(modelled, Recipe(), None, None)),
+    Peer("fp8attn modelled, direct codes", (END_TO_END,), functools.partial(modelled, Recipe(), None, EXACT)),
+    # arXiv:2407.08608, section 3.3, as released: a scale a tensor, one chain
+    Peer("FA3 e4m3, modelled", (END_TO_END,), functools.partial(modelled, PLAIN, reference.TENSOR_CORE_BITS, None)),
+    *(peer for peer in OTHERS if "e4m3" in peer.name or (peer.name.startswith("Sage") and KERNEL not in peer.stages)),
+)
+"""In the order of tables."""
+
+
+def chosen(substrings: Sequence[str] | None) -> tuple[tuple[Peer, ...], dict[str, str]]:
+    """Rows with one of these in their names, all without any, that this machine has; and what the others need, by name.
+
+    Raises:
+        ValueError: no row's name has one of them.
+    """
+    for one in substrings or ():
+        if not any(one.lower() in row.name.lower() for row in ROWS):
+            raise ValueError(f"no row has {one!r} in its name; there are {', '.join(row.name for row in ROWS)}")
+    wanted = [row for row in ROWS if not substrings or any(one.lower() in row.name.lower() for one in substrings)]
+    needs = {row.name: row.needs() for row in wanted}
+    return tuple(row for row in wanted if needs[row.name] is None), {name: need for name, need in needs.items() if need is not None}
+
+
+def _compile(row: Peer, case: Case) -> None:
+    problem = Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False)
+    row.prepare(problem)(0)
+    torch.cuda.synchronize()
+
+
+def compile_side_by_side(rows: Sequence[Peer], cases: Sequence[Case]) -> Iterator[None]:
+    """Bring the rows' kernels of these cases into the caches on disk, several processes at a time; yields as each is there. What goes wrong
+    goes wrong again, and is reported, where the answer is wanted."""
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 12), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_compile, row, case) for case in cases for row in rows if row.own]):
+            done.exception()
+            yield

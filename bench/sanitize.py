@@ -1,0 +1,77 @@
+"""compute-sanitizer over the CUDA kernels: a problem of every shape class by every instance that runs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from . import report
+from .ladder import lacking
+from .machine import ROOT, machine
+
+HELP = "compute-sanitizer over a case of every shape class"
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+FOUND = 9
+"""Exit code of a run with findings."""
+
+SUMMARY = re.compile(r"(ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?.*)")
+
+
+def command(sanitizer: str, tool: str) -> list[str]:
+    return [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, "-m", "bench.launched"]
+
+
+def judged(code: int, output: str) -> tuple[int | None, str]:
+    """Findings, None if the tool didn't come to an end; and its last words.
+
+    Args:
+        code: exit code. output: of the tool and what it watched.
+    """
+    found = SUMMARY.findall(output)
+    if not found or code not in (0, FOUND):
+        return None, (output.strip().splitlines() or ["no output"])[-1]
+    words, errors, hazards = found[-1]
+    return int(errors or hazards), words
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default: all")
+    parser.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="of one tool (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    reason = lacking(device)
+    sanitizer = shutil.which("compute-sanitizer")
+    if reason is None and sanitizer is None:
+        reason = "compute-sanitizer isn't here; it comes with the CUDA toolkit; put it on the PATH"
+    if reason is not None or sanitizer is None:
+        print(f"sanitize: {reason}", file=sys.stderr)
+        return 2
+    rows = Table("tool", "findings", "its words")
+    about, clean = machine(device), True
+    for tool in arguments.tool or TOOLS:
+        # torch's cache would hide who reads or writes beside a tensor
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        try:
+            done = subprocess.run(
+                command(sanitizer, tool), cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=arguments.timeout
+            )
+            findings, words = judged(done.returncode, done.stdout + done.stderr)
+        except subprocess.TimeoutExpired:
+            findings, words = None, f"not done after {arguments.timeout:.0f} s"
+        clean &= findings == 0
+        rows.add_row(tool, "–" if findings is None else str(findings), words)
+        report.append(arguments.json, [report.json_line("sanitize", {"tool": tool, "findings": findings, "words": words}, about)])
+    report.console().print(rows)
+    return 0 if clean else 1

@@ -1,0 +1,48 @@
+// int8 has no NaN: which rows of Q and K aren't finite, and what becomes of those that attend to them.
+#pragma once
+
+#include "mask.h"
+#include "schedule.h"
+
+namespace fp8attn {
+
+// The first of a block of int8 keys from `start` on that isn't finite; kv_length if all are.
+__device__ inline int first_poisoned(const Params& p, const Tile& tile, int start) {
+  const uint8_t* k = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1];
+#pragma unroll 1
+  for (int i = 0; i < KEYS; i += 32) {
+    const int key = start + i + int(threadIdx.x) % 32;
+    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && k[key * p.k_strides[2]] == INT8_NAN);
+    if (poisoned != 0) return start + i + __ffs(poisoned) - 1;
+  }
+  return p.kv_length;
+}
+
+// NaN for the scores of int8 keys, from `start` on, that aren't finite.
+template <int N>
+__device__ void poison_keys(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
+  int64_t step = p.k_strides[2];
+  asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
+  int key = start + int(threadIdx.x) % 32;
+  const uint8_t* at = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1] + key * step;
+#pragma unroll
+  for (int j = 0; j < N / 16; ++j, key += 32, at += 32 * step) {
+    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && *at == INT8_NAN) >> f.column;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (poisoned >> (i / 4 * 8 + i % 2) & 1) s[16 * j + i] = NAN;
+    }
+  }
+}
+
+// NaN instead of the sums of P of a thread's rows that are of int8 that isn't finite, and see a key.
+__device__ inline void poison_rows(const Params& p, const Tile& tile, int first_row, Fragment f, float (&l)[2]) {
+  const uint8_t* q = p.q + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
+    if (l[r] != 0.0f && q[row * p.q_strides[2]] == INT8_NAN) l[r] = NAN;
+  }
+}
+
+}  // namespace fp8attn

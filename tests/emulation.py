@@ -1,0 +1,126 @@
+"""The portable CUDA kernel on a CPU: its sources compiled by g++, with PTX instructions by their definition (tests/emulation). It computes what
+a GPU would, but for the order of sums inside one tensor-core instruction; it sees deadlocks, and reads of what nobody has written or copied."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from fp8attn.cuda import build, render
+from fp8attn.cuda.portable import PortableConfig
+
+HERE = Path(__file__).parent / "emulation"
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+_pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "counter")
+_strides = (("q_scale", 3), ("k_scale", 3), ("v_scale", 3), ("mask", 4), ("out", 3), ("q", 3), ("k", 3))
+_numbers = (
+    "batches",
+    "q_heads",
+    "kv_heads",
+    "q_length",
+    "kv_length",
+    "head_dim",
+    "value_dim",
+    "q_group",
+    "k_group",
+    "causal_offset",
+    "heads_side_by_side",
+)
+
+
+class Params(ctypes.Structure):
+    """C++'s Params, from its first pointer on."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _pointers),
+        *((f"{name}_strides", ctypes.c_int64 * count) for name, count in _strides),
+        ("v_pitch", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in _numbers),
+        ("score_scale", ctypes.c_float),
+        ("out_type", ctypes.c_int),
+        ("mask_type", ctypes.c_int),
+        ("q_aligned", ctypes.c_bool),
+        ("k_aligned", ctypes.c_bool),
+        ("key_splits", ctypes.c_int),
+        ("parts", ctypes.c_void_p),
+        ("part_lse", ctypes.c_void_p),
+    ]
+
+
+def cuda_headers() -> Path | None:
+    """Where cuda_fp16.h lies, or None."""
+    folders = (Path(build.cuda_home() or "/usr/local/cuda") / "include", Path("/usr/local/cuda/include"))
+    return next((folder for folder in folders if (folder / "cuda_fp16.h").exists()), None)
+
+
+def missing() -> str | None:
+    """What it takes and isn't here, or None."""
+    if shutil.which("g++") is None:
+        return "g++ isn't here"
+    return "CUDA's headers aren't here" if cuda_headers() is None else None
+
+
+def compile_config(config: PortableConfig, folder: Path) -> ctypes.CDLL:
+    """The library of one instance, made in an empty folder. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
+    inline assembly."""
+    shutil.copytree(HERE, folder, dirs_exist_ok=True)
+    for path in build.source_files():
+        to = folder / path.relative_to(build.SOURCES)
+        if path.suffix != ".cpp" and path.parent.name != "ptx":
+            to.parent.mkdir(exist_ok=True)
+            text = re.sub(r"\n[^\n]*(?:\n[^\n]+)*<<<.*?\n}\n", "\n", path.read_text(), flags=re.DOTALL)
+            to.write_text(re.sub(r"asm volatile\([^;]*\);", ";", text))
+    fields = ", ".join(render.literal(x) for x in astuple(config))
+    (folder / "instance.h").write_text(
+        '#pragma once\n#include "portable.cuh"\n'
+        f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr PortableConfig config{{{fields}}};\n}};\n"
+        f"static_assert(sizeof(PortableStorage<Instance::config>) == {config.shared_bytes});\n}}\n"
+    )
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}", f"-isystem{cuda_headers()}", "-include", str(folder / "cta.h")]
+    done = subprocess.run([*command, str(folder / "grid.cpp"), "-o", str(folder / "kernel.so")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and all(x.size(i) == 1 or x.stride(i) % 16 == 0 for i in range(3))
+
+
+def _forward(
+    library: ctypes.CDLL, instance, rows, keys, panel, value_rows, ctas, heads_side_by_side, q, q_scale, q_group, k, k_scale, k_group,
+    v, v_scale, v_mean, mask, kv_length, softmax_scale, causal_offset, out, lse, counter, parts, part_lse,
+) -> None:  # fmt: skip
+    """binding.cpp's forward."""
+    tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
+    tensors |= dict(parts=parts, part_lse=part_lse)
+    p = Params()
+    for name, x in tensors.items():
+        setattr(p, name, None if x is None else x.data_ptr())
+    for name, count in _strides:
+        if tensors[name] is not None:
+            setattr(p, f"{name}_strides", (ctypes.c_int64 * count)(*tensors[name].stride()[:count]))
+    p.v_pitch = v.size(3)
+    p.batches, p.q_heads, p.q_length, p.head_dim = q.shape
+    p.kv_heads, p.kv_length, p.value_dim, p.q_group, p.k_group = k.size(1), kv_length, v.size(2), q_group, k_group
+    p.causal_offset, p.heads_side_by_side = max(min(causal_offset, 1 << 30), -(1 << 30)), heads_side_by_side
+    p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
+    p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
+    p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
+    assert library.forward(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def _forward_from_half(*_) -> None:
+    raise NotImplementedError("the portable kernel doesn't quantize")
+
+
+def library_of(config: PortableConfig, folder: Path) -> build.Library:
+    """What fp8attn.cuda.run launches instead of a compiled library."""
+    return build.Library(functools.partial(_forward, compile_config(config, folder)), _forward_from_half, (config,))

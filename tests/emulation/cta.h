@@ -1,0 +1,143 @@
+// A CTA on a CPU: its threads are fibers, its warps run in a random order and ahead of each other. What CUDA has built in, for g++.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#undef __device__
+#undef __global__
+#undef __shared__
+#undef __launch_bounds__
+#undef __grid_constant__
+#undef __align__
+#define __device__
+#define __global__
+#define __shared__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+
+using std::max;
+using std::min;
+using std::signbit;
+
+namespace cta {
+
+struct Index {
+  int x;
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes, count;  // the rest is zero
+};
+
+struct Thread {
+  int index;
+  bool done;
+  std::vector<Copy> open;
+  std::vector<std::vector<Copy>> groups;
+};
+
+extern Thread* current;
+extern Index block, grid;
+extern int threads;
+
+// Others run.
+void yield();
+
+// Waits for `count` threads.
+void barrier(int id, int count);
+
+// Waits for the 32 lanes of the warp, the last of which calls f with the arguments of all.
+void together(void* argument, void (*f)(void** arguments));
+
+}  // namespace cta
+
+#define threadIdx (cta::Index{cta::current->index})
+#define blockIdx (cta::block)
+#define gridDim (cta::grid)
+
+inline void __syncthreads() { cta::barrier(0, cta::threads); }
+
+inline void __syncwarp() {
+  cta::together(nullptr, [](void**) {});
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int lanes) {
+  struct Lane {
+    T x, received;
+    int lanes;
+  } mine{x, x, lanes};
+  cta::together(&mine, [](void** all) {
+    for (int i = 0; i < 32; ++i) static_cast<Lane*>(all[i])->received = static_cast<Lane*>(all[i ^ static_cast<Lane*>(all[i])->lanes])->x;
+  });
+  return mine.received;
+}
+
+inline int __all_sync(unsigned, int x) {
+  cta::together(&x, [](void** all) {
+    bool every = true;
+    for (int i = 0; i < 32; ++i) every &= *static_cast<int*>(all[i]) != 0;
+    for (int i = 0; i < 32; ++i) *static_cast<int*>(all[i]) = every;
+  });
+  return x;
+}
+
+inline unsigned __ballot_sync(unsigned, int x) {
+  unsigned votes = x;
+  cta::together(&votes, [](void** all) {
+    unsigned every = 0;
+    for (int i = 0; i < 32; ++i) every |= unsigned(*static_cast<unsigned*>(all[i]) != 0) << i;
+    for (int i = 0; i < 32; ++i) *static_cast<unsigned*>(all[i]) = every;
+  });
+  return votes;
+}
+
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+inline int atomicAdd(int* to, int x) {
+  const int before = *to;
+  *to += x;
+  return before;
+}
+
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) found |= unsigned(bytes >> 8 * (selectors >> 4 * i & 7) & 255) << 8 * i;
+  return found;
+}
+
+inline float half_value(uint16_t bits) {
+  __half_raw raw;
+  raw.x = bits;
+  return __half2float(__half(raw));
+}
+
+inline float e4m3_value(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float magnitude = (code & 127) == 127 ? NAN : exponent > 0 ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+  return code & 128 ? -magnitude : magnitude;
+}

@@ -1,0 +1,47 @@
+// mma.sync by the fragments of the PTX ISA: lane 4g + c has of A the rows g and g + 8, of B the column g, of D the columns 2c and 2c + 1.
+#pragma once
+
+#include "../cta.h"
+
+namespace fp8attn::ptx {
+
+// Operands of K summands, K / 8 of them in a word of A's and B's; value(word, i) is a word's i-th.
+template <int K, typename D, typename F>
+void multiply_add(D* d, const uint32_t* a, const uint32_t* b, F) {
+  struct Lane {
+    D* d;
+    const uint32_t *a, *b;
+  } mine{d, a, b};
+  cta::together(&mine, [](void** all) {
+    constexpr int per_word = K / 8;
+    float rows[16][K], columns[8][K];
+    for (int l = 0; l < 32; ++l) {
+      const Lane& lane = *static_cast<Lane*>(all[l]);
+      for (int i = 0; i < per_word; ++i) {
+        for (int word = 0; word < 4; ++word) rows[l / 4 + 8 * (word % 2)][K / 2 * (word / 2) + l % 4 * per_word + i] = F()(lane.a[word], i);
+        for (int word = 0; word < 2; ++word) columns[l / 4][K / 2 * word + l % 4 * per_word + i] = F()(lane.b[word], i);
+      }
+    }
+    for (int l = 0; l < 32; ++l) {
+      for (int i = 0; i < 4; ++i) {
+        float sum = 0.0f;
+        for (int k = 0; k < K; ++k) sum += rows[l / 4 + 8 * (i / 2)][k] * columns[l % 4 * 2 + i % 2][k];
+        static_cast<Lane*>(all[l])->d[i] += sum;
+      }
+    }
+  });
+}
+
+inline void mma_f16(float* d, const uint32_t* a, const uint32_t* b) {
+  multiply_add<16>(d, a, b, [](uint32_t word, int i) { return half_value(word >> 16 * i); });
+}
+
+inline void mma_e4m3(float* d, const uint32_t* a, const uint32_t* b) {
+  multiply_add<32>(d, a, b, [](uint32_t word, int i) { return e4m3_value(word >> 8 * i); });
+}
+
+inline void mma_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
+  multiply_add<32>(d, a, b, [](uint32_t word, int i) { return float(int8_t(word >> 8 * i)); });  // sums of 32 products are exact
+}
+
+}  // namespace fp8attn::ptx

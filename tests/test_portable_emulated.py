@@ -1,0 +1,155 @@
+"""The portable CUDA kernel where there is no GPU: every rung and what is shipped, emulated, against the oracle that models it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import emulation
+import models
+import pytest
+import torch
+from closeness import assert_matches_pipeline
+from models import oracle
+
+import fp8attn
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.call import Call
+from fp8attn.cuda import portable
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
+from fp8attn.device import ARCHITECTURES
+
+H100 = ARCHITECTURES[90]
+RUNGS = {**LADDER[64], **BEST[64]}
+GENERAL = next(c for c in portable.INSTANCES if c.general and c.operands == "registers" and c.head_dim == 64 and c.e4m3_p)
+CONFIGS = {
+    **{name: RUNGS[name] for name in ("1 wmma-qk", "3 wmma-pv", "9 fast exp", "10 native e4m3", "11 register operands")},
+    "drift": BEST[128]["11 register operands"],
+    "general": GENERAL,
+    "int8": dataclasses.replace(RUNGS["11 register operands"], int8=True),
+    "int8 general": dataclasses.replace(GENERAL, int8=True),
+    "int8 native": dataclasses.replace(RUNGS["10 native e4m3"], int8=True),
+}
+
+Emulated = Callable[[PortableConfig], None]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """fp8attn.cuda.run.forward, emulated."""
+    lacking = emulation.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+
+    @functools.cache
+    def library(config: PortableConfig) -> object:
+        return emulation.library_of(config, tmp_path_factory.mktemp("emulated"))
+
+    def forward(call: Call, config: PortableConfig, key_splits: int | None = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "library_of", lambda config, _: library(config))
+            return cuda.forward(call, H100, config, key_splits)
+
+    return forward
+
+
+def quantized(q_shape: tuple, kv_shape: tuple, recipe: Recipe) -> tuple:
+    generator = torch.Generator().manual_seed(sum(q_shape) + sum(kv_shape))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (q_shape, kv_shape, kv_shape))
+    q *= torch.arange(1, q_shape[1] + 1)[:, None, None]  # scales of heads are told apart
+    return fp8attn.quantize(q, k, v, recipe=recipe)
+
+
+def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: tuple, key_splits: int | None = 1, moved: int = 0, **options) -> None:
+    recipe = options.pop("recipe", Recipe())
+    if config.int8:
+        recipe = dataclasses.replace(recipe, qk="int8")
+    operands = quantized(q_shape, kv_shape, recipe)
+    call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, return_lse=True, enable_gqa=q_shape[1] != kv_shape[1], **options)
+    if moved:
+        call = dataclasses.replace(call, q=elsewhere(call.q, moved), k=elsewhere(call.k, moved))
+    out, lse = emulated(call, config, key_splits)
+    expected, expected_lse = oracle(operands, call, config, key_splits or models.key_splits(call, config, H100))
+    assert_matches_pipeline(out, expected, False, expected_lse)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
+
+
+def elsewhere(x: torch.Tensor, distance: int) -> torch.Tensor:
+    """The same elements where no copy of 16 bytes can follow."""
+    buffer = torch.full((*x.shape[:3], x.shape[3] + 5), 0x55, dtype=torch.uint8)
+    buffer[..., distance : distance + x.shape[3]].copy_(x.view(torch.uint8))
+    return buffer[..., distance : distance + x.shape[3]].view(x.dtype)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_matches_the_pipeline(emulated: Callable, config: PortableConfig) -> None:
+    dim = config.head_dim
+    check(emulated, config, (1, 2, 70, dim), (1, 1, 300, dim))
+    check(emulated, config, (1, 1, 150, dim), (1, 1, 150, dim), is_causal=True)
+    check(emulated, config, (1, 1, 20, dim - 24), (1, 1, 33, dim - 24))
+    check(emulated, config, (1, 1, 5, dim), (1, 1, 140, dim), moved=3)
+    if config.drift or config.producers:
+        check(emulated, config, (1, 1, 20, dim), (1, 1, 900, dim))  # stages are filled again and again
+    if config.general or not config.fused:
+        mask = torch.rand(1, 1, 40, 200, generator=torch.Generator().manual_seed(1)) > 0.3
+        mask[:, :, 3] = False
+        check(emulated, config, (1, 1, 40, dim), (1, 1, 200, dim), attn_mask=mask)
+        check(emulated, config, (1, 1, 40, dim), (1, 1, 200, dim), recipe=Recipe(q="token", k="token"), scale=-0.1)
+
+
+@pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general"))
+def test_ctas_share_keys(emulated: Callable, name: str) -> None:
+    """By ranges, some of them empty: keys that don't go round, rows that see the first range only."""
+    config = CONFIGS[name]
+    check(emulated, config, (1, 2, 20, 64), (1, 2, 700, 64), key_splits=3)
+    check(emulated, config, (2, 1, 20, 64), (2, 1, 600, 64), key_splits=5, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "q_length, options", ((1, {}), (1, dict(is_causal=True)), (1, dict(is_causal=True, causal_alignment="bottom_right")), (6, {}))
+)
+def test_heads_of_one_key_head_share_a_tile(emulated: Callable, q_length: int, options: dict) -> None:
+    config = RUNGS["11 register operands"]
+    for recipe in (Recipe(q="block"), Recipe(q="token")):
+        check(emulated, config, (2, 6, q_length, 64), (2, 2, 600, 64), key_splits=None, recipe=recipe, **options)
+    tensors = (torch.randn(2, q_length, 6, 64).transpose(1, 2), torch.randn(2, 2, 50, 64), torch.randn(2, 2, 50, 64))
+    operands = fp8attn.quantize(*tensors)
+    call = call_of(*operands, out_dtype=torch.float32, enable_gqa=True, return_lse=True, **options)
+    expected, expected_lse = oracle(operands, call, config)
+    assert_matches_pipeline(emulated(call, config)[0], expected, False, expected_lse)
+
+
+def test_nobody_sees_a_key(emulated: Callable) -> None:
+    """Zeros and an LSE of -inf, from one CTA and from several."""
+    operands = quantized((1, 1, 4, 64), (1, 1, 600, 64), Recipe())
+    call = call_of(*operands, attn_mask=torch.zeros(1, 1, 4, 600).bool(), out_dtype=torch.float32, return_lse=True)
+    for key_splits in (1, 3):
+        out, lse = emulated(call, GENERAL, key_splits)
+        assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_a_nan_stays_in_its_rows_through_the_combine(emulated: Callable) -> None:
+    q, k, v = (torch.randn(1, 1, length, 64, generator=torch.Generator().manual_seed(1)) for length in (4, 600, 600))
+    v[0, 0, 500, 7] = torch.nan
+    mask = torch.ones(1, 1, 4, 600).bool()
+    mask[:, :, 2:, 500] = False
+    call = call_of(*fp8attn.quantize(q, k, v), attn_mask=mask, out_dtype=torch.float32)
+    out, _ = emulated(call, GENERAL, 3)
+    assert out[0, 0, :2].isnan().all() and out[0, 0, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ("int8", "int8 general", "int8 native"))
+def test_int8_that_is_not_finite(emulated: Callable, name: str) -> None:
+    """NaN for the query itself and for the queries that see the key, and for no others."""
+    q, k, v = (torch.randn(1, 1, length, 64, generator=torch.Generator().manual_seed(2)) for length in (300, 300, 300))
+    q[0, 0, 20, 3] = torch.inf
+    k[0, 0, 250, 5] = torch.nan
+    operands = fp8attn.quantize(q, k, v, recipe=Recipe(qk="int8"))
+    call = call_of(*operands, is_causal=True, recipe=Recipe(qk="int8"), out_dtype=torch.float32)
+    out, _ = emulated(call, CONFIGS[name], 1)
+    expected = torch.arange(300) >= 250
+    expected[20] = True
+    assert torch.equal(out[0, 0].isnan().any(-1), expected) and torch.equal(out[0, 0].isnan().all(-1), expected)
