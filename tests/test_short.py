@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from pathlib import Path
 
+import emulation
 import pytest
 import torch
 from conftest import Attention
@@ -20,6 +22,7 @@ from fp8attn.cuda import short
 from fp8attn.cuda.configs import REGISTER_FILE
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.ops import library_ops
+from fp8attn.quantize import coarse, removable, value_mean
 
 H100 = ARCHITECTURES[90]
 
@@ -78,6 +81,23 @@ def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa:
         for entry in report.split("Compiling entry function")[1:]:
             registers, stack = numbers(entry)
             assert stack == 0 and registers * config.threads <= REGISTER_FILE, report
+
+
+@pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
+def test_takes_from_v_what_the_definition_takes(tmp_path: Path) -> None:
+    """Compiled for the CPU: channels whose means are large and small beside their values, constant, zero, and too large to take."""
+    emulation.copy_sources(tmp_path)
+    library = emulation.compile_file("shifts.cpp", tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 7, 512):
+        v = torch.randn(1, 1, length, 64, generator=generator) + torch.arange(64) / 16
+        v[..., 3], v[..., 4], v[..., 5] = 2.5, 0.0, 1e35
+        mean = value_mean(v)
+        expected = removable(coarse(mean, v)).flatten()
+        assert length < 512 or ((expected[:3] == 0).all() and (expected[32:] != 0).all())
+        arguments = [x.flatten().contiguous() for x in (mean, v.amin(-2), v.amax(-2), torch.empty(64))]
+        library.shifts(*(ctypes.c_void_p(x.data_ptr()) for x in arguments), 64)
+        assert torch.equal(arguments[3].view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("options", (("none", False), ("top_left", True)))

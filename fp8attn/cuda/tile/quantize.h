@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 
 #include "../ptx/convert.h"
-#include "../ptx/warpgroup.h"
 #include "mask.h"
 #include "softmax.h"
 
