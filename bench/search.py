@@ -226,7 +226,8 @@ def with_speeds(source: str, speeds: CudaSpeeds) -> str:
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "SPEEDS":
             lines = source.splitlines(keepends=True)
-            entries = "".join(f"    HopperConfig({', '.join(str(x) for x in dataclasses.astuple(c))}): {speed},\n" for c, speed in speeds.items())
+            names = [f.name for f in dataclasses.fields(cuda_configs.HopperConfig) if f.default is dataclasses.MISSING]
+            entries = "".join(f"    HopperConfig({', '.join(str(getattr(c, name)) for name in names)}): {speed},\n" for c, speed in speeds.items())
             assert node.end_lineno is not None
             return "".join((*lines[: node.lineno - 1], "SPEEDS = {\n", entries, "}\n", *lines[node.end_lineno :]))
     raise ValueError("there is no table SPEEDS in it")

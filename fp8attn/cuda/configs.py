@@ -126,8 +126,6 @@ INSTANCES = tuple(SPEEDS)
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled by themselves on their first use."""
 
-SPEEDS |= dict(zip(INT8_INSTANCES, SPEEDS.values(), strict=True))
-
 
 def is_general(call: Call) -> bool:
     """Whether a call has what only general instances do."""
@@ -179,6 +177,6 @@ def choose(call: Call, device: Device) -> HopperConfig:
 def _fastest(general: bool, int8: bool, head_dim: int, value_dim: int, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
     def time(config: HopperConfig) -> float:
         rounds = heads * -(-q_length // config.tile_rows) / sm_count
-        return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / SPEEDS[config]
+        return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / SPEEDS[replace(config, int8=False)]
 
     return min(_serving(general, int8, head_dim, value_dim), key=time)
