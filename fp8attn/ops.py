@@ -145,8 +145,9 @@ def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def plan_cuda(call: Call, first: bool = False) -> cuda.Config | str:
     """The instance of the CUDA kernels that runs a call, of those that `auto` takes before Triton's if `first`; or why none does, as far as is
     known without compiling them."""
-    planned = cuda.plan(call, device_of(call.q.device), first)
-    return planned if isinstance(planned, str) else build.unavailable() or planned
+    device = device_of(call.q.device)
+    planned = cuda.plan(call, device, first)
+    return planned if isinstance(planned, str) else build.unavailable(planned, device.arch) or planned
 
 
 def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

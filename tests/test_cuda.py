@@ -223,6 +223,8 @@ def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch:
     for _ in range(2):  # the second time from memory
         with pytest.raises(BuildError, match="expected a ';'"):
             build.load()
+    # kernels of other libraries may compile all the same
+    assert "expected a ';'" in (build.unavailable(INSTANCES[0]) or "") and build.unavailable(INT8_INSTANCES[0]) is None
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
@@ -310,9 +312,10 @@ def test_what_a_wheel_brings_is_of_these_sources_and_this_torch(brought: list[st
 
 
 def test_libraries_of_an_architecture() -> None:
-    assert build.groups(90)[:2] == (INSTANCES, short.INSTANCES)
+    assert build.groups(90)[:3] == (INSTANCES, INT8_INSTANCES, short.INSTANCES)
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
-    assert all(len(build.groups(arch)) == (5 if arch == 90 else 3) and all(build.groups(arch)) for arch in (80, 89, 90))
+    # of each head dim one of e4m3 and one of int8
+    assert all(len(build.groups(arch)) == (9 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu

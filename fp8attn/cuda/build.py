@@ -32,7 +32,7 @@ import torch
 
 from ..device import ARCHITECTURES
 from . import portable, render, short
-from .configs import INSTANCES
+from .configs import INSTANCES, INT8_INSTANCES
 from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
@@ -266,8 +266,8 @@ def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None
 
 def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     """What GPUs of an architecture load, library by library."""
-    hopper: tuple[tuple[Config, ...], ...] = (INSTANCES, short.INSTANCES) if arch // 10 == 9 else ()
-    return (*hopper, *(portable.group(dim, ARCHITECTURES[arch]) for dim in portable.DIMS))
+    hopper: tuple[tuple[Config, ...], ...] = (INSTANCES, INT8_INSTANCES, short.INSTANCES) if arch // 10 == 9 else ()
+    return (*hopper, *(portable.group(dim, ARCHITECTURES[arch], int8) for dim in portable.DIMS for int8 in (False, True)))
 
 
 def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:
@@ -365,9 +365,13 @@ def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
     return load(group if config in group else (config,), arch) if found is None else found
 
 
-def unavailable() -> str | None:
-    """Why kernels can't be had, as far as is known without compiling, or None."""
-    return next(iter(_failures.values()), None) or (None if PREBUILT.exists() else missing())
+def unavailable(config: Config | None = None, arch: int = 90) -> str | None:
+    """Why an instance can't be had, as far as is known without compiling, or None; without one, why none can."""
+    if config is not None:
+        failed = next((words for (instances, built_for), words in _failures.items() if built_for == arch and config in instances), None)
+    else:
+        failed = None if _libraries else next(iter(_failures.values()), None)
+    return failed or (None if PREBUILT.exists() else missing())
 
 
 def built(instances: tuple[Config, ...] | None = None, arch: int = 90) -> dict[str, Any] | None:
