@@ -21,7 +21,7 @@ from fp8attn import reference
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build
-from fp8attn.cuda import configs as cuda_configs
+from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import run as cuda
 from fp8attn.device import device_of
 from fp8attn.triton import run as triton
@@ -31,7 +31,7 @@ from .errors import Errors
 from .gates import Gates
 from .machine import ROOT
 from .peers import Problem
-from .space import Config, from_json, to_json
+from .space import Config, CudaConfig, from_json, to_json
 from .timing import Protocol, time_all
 
 CHECKED_LENGTH = 300
@@ -136,10 +136,8 @@ def _lines(process: subprocess.Popen, silence: float) -> Iterator[tuple[str, boo
 def run_of(backend: str, call: Call, config: Config, device: torch.device) -> Callable[[int], torch.Tensor]:
     """A call by a config."""
     properties = device_of(device)
-    if backend == "cuda":
-        assert isinstance(config, cuda_configs.HopperConfig)
+    if isinstance(config, CudaConfig):
         return lambda i: cuda.forward(call, properties, config)[0]
-    assert not isinstance(config, cuda_configs.HopperConfig)
     return lambda i: triton.forward(call, properties, config)[0]
 
 
@@ -157,10 +155,11 @@ def differs(backend: str, case: Case, config: Config, device: torch.device) -> s
     quantized = fp8attn.quantize(*tensors)
     call = call_of(*quantized, is_causal=small.causal, enable_gqa=small.q_heads != small.kv_heads)
     out = run_of(backend, call, config, device)(0).float()
-    exact = config.exact if isinstance(config, cuda_configs.HopperConfig) else None
-    block_n = cuda_configs.KEYS if isinstance(config, cuda_configs.HopperConfig) else config.block_n
-    oracle, _ = reference.pipeline(*quantized, block_n=block_n, causal=call.causal, exact=exact)
-    rows = (out - oracle).norm(dim=-1) / oracle.norm(dim=-1)
+    if isinstance(config, CudaConfig):
+        expected, _ = cuda_oracle.oracle(quantized, call, config, cuda_oracle.key_splits(call, config, device_of(device)))
+    else:
+        expected, _ = reference.pipeline(*quantized, block_n=config.block_n, causal=call.causal)
+    rows = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
     typical, worst = float(rows.median()), float(rows.max())
     if typical <= TYPICAL and worst <= WORST:  # False for NaN
         return None
@@ -171,7 +170,7 @@ def warm_triton(case: Case, config: dict[str, Any]) -> str | None:
     """Compile into Triton's cache on disk; the compiler's words if it can't."""
     device = torch.device("cuda", torch.cuda.current_device())
     found = from_json(config)
-    assert not isinstance(found, cuda_configs.HopperConfig)
+    assert not isinstance(found, CudaConfig)
     try:
         for one in (checked_case(case), case):  # lengths that 16 divides are kernels of their own
             triton.forward(call_of(*inputs(one, "normal", device), **one.options), device_of(device), found, warmup=True)
@@ -196,15 +195,15 @@ def compiled_triton(case: Case, configs: Sequence[Config]) -> dict[Config, str]:
     return wrong
 
 
-def compiled_cuda(configs: Sequence[cuda_configs.HopperConfig]) -> dict[Config, str]:
+def compiled_cuda(configs: Sequence[CudaConfig]) -> dict[Config, str]:
     """One library of all, loaded; without those that don't compile, which are found by halving."""
     good, wrong = _that_compile(list(configs))
     if good:
-        build.load(tuple(good))
+        build.load(tuple(good), _arch())
     return wrong
 
 
-def _that_compile(configs: list[cuda_configs.HopperConfig]) -> tuple[list[cuda_configs.HopperConfig], dict[Config, str]]:
+def _that_compile(configs: list[CudaConfig]) -> tuple[list[CudaConfig], dict[Config, str]]:
     """In another process, which keeps what it loads."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         reason = pool.submit(_builds, tuple(configs)).result()
@@ -218,9 +217,13 @@ def _that_compile(configs: list[cuda_configs.HopperConfig]) -> tuple[list[cuda_c
     return first + second, {**first_wrong, **second_wrong}
 
 
-def _builds(configs: tuple[cuda_configs.HopperConfig, ...]) -> str | None:
+def _arch() -> int:
+    return device_of(torch.device("cuda", torch.cuda.current_device())).arch
+
+
+def _builds(configs: tuple[CudaConfig, ...]) -> str | None:
     try:
-        build.build(configs)
+        build.build(configs, _arch())
     except build.BuildError as error:
         return str(error)
     return None
@@ -246,7 +249,7 @@ def main() -> None:
     everyone = list(dict.fromkeys([anchor, *configs]))
     wrong: dict[Config, str] = {}
     if backend == "cuda":
-        wrong = compiled_cuda([config for config in everyone if isinstance(config, cuda_configs.HopperConfig)])
+        wrong = compiled_cuda([config for config in everyone if isinstance(config, CudaConfig)])
     elif device.type == "cuda":
         wrong = compiled_triton(case, everyone)
     for config, reason in wrong.items():

@@ -27,6 +27,7 @@ import fp8attn
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs as cuda_configs
+from fp8attn.cuda import portable
 from fp8attn.device import Device, device_of
 from fp8attn.triton import tune
 from fp8attn.triton.configs import HopperConfig, PortableConfig
@@ -34,7 +35,7 @@ from fp8attn.triton.configs import HopperConfig, PortableConfig
 from . import cases, report
 from .candidates import Gate, Measured
 from .cases import Case
-from .space import BACKENDS, Config, Space, from_json, misfit, shipped, spaces, to_json, why_not
+from .space import BACKENDS, Config, CudaConfig, Space, from_json, misfit, shipped, spaces, to_json, why_not
 
 HELP = "search for better kernel configs, evolving what ships; resumable, every try is in its journal"
 
@@ -49,7 +50,11 @@ LENGTH = 4096
 """Of the case that stands for its kind: long enough to fill a GPU, short enough that starts and ends of tiles count."""
 
 CASES = tuple(case for case in cases.PREFILL if case.q_length == LENGTH)
-CUDA_TABLE = Path(cuda_configs.__file__)
+CUDA_TABLES: dict[type, tuple[Path, str]] = {
+    cuda_configs.HopperConfig: (Path(cuda_configs.__file__), "SPEEDS"),
+    portable.PortableConfig: (Path(portable.__file__), "MEASURED"),
+}
+"""Of each CUDA kernel, the file and the name of what ships."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ def elite_of(outcomes: Iterable[Outcome], count: int = ELITE) -> list[Outcome]:
 def fingerprint() -> str:
     """Of the package's sources, but for the tables: times of other kernels are no times of these."""
     root = Path(fp8attn.__file__).parent
-    files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".h", ".cuh", ".cpp", ".cu") and path != CUDA_TABLE)
+    tables = [path for path, _ in CUDA_TABLES.values()]
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".h", ".cuh", ".cpp", ".cu") and path not in tables)
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
@@ -192,19 +198,19 @@ def write_triton(best: dict[str, HopperConfig | PortableConfig], gpu: str, path:
     tune.table.cache_clear()
 
 
-CudaSpeeds = dict[cuda_configs.HopperConfig, float]
+CudaSpeeds = dict[CudaConfig, float]
 
 
 def speeds_from(outcomes: Sequence[Sequence[Outcome]]) -> CudaSpeeds:
     """Of the configs that were timed in every one of some cases, all of the same head dims: the fastest of each tile height, by the geometric
     mean of its ratios, and how fast it is beside the fastest of all."""
-    ratios: dict[cuda_configs.HopperConfig, list[float]] = {}
+    ratios: dict[CudaConfig, list[float]] = {}
     for case in outcomes:
         for one in case:
-            if isinstance(one.config, cuda_configs.HopperConfig) and one.score < math.inf:
+            if isinstance(one.config, CudaConfig) and one.score < math.inf:
                 ratios.setdefault(one.config, []).append(one.score)
     mean = {config: statistics.geometric_mean(found) for config, found in ratios.items() if len(found) == len(outcomes)}
-    best: dict[int, cuda_configs.HopperConfig] = {}
+    best: dict[int, CudaConfig] = {}
     for config in sorted(mean, key=lambda config: mean[config]):
         best.setdefault(config.tile_rows, config)
     return {config: round(min(mean.values()) / mean[config], 2) for config in best.values()}
@@ -212,33 +218,53 @@ def speeds_from(outcomes: Sequence[Sequence[Outcome]]) -> CudaSpeeds:
 
 def merged(table: CudaSpeeds, found: CudaSpeeds) -> CudaSpeeds:
     """CUDA's shipped table with `found` in the place of the entries of the same head dims that do the same calls."""
-    group = {(c.head_dim, c.value_dim, c.general) for c in found}
-    kept = {c: speed for c, speed in table.items() if (c.head_dim, c.value_dim, c.general) not in group}
-    return dict(sorted({**kept, **found}.items(), key=lambda entry: (entry[0].general, entry[0].head_dim, entry[0].value_dim, -entry[0].consumers)))
+
+    def group(c: CudaConfig) -> tuple:
+        return c.operands if isinstance(c, portable.PortableConfig) else "", c.general, c.head_dim, c.value_dim
+
+    replaced = {group(c) for c in found}
+    kept = {c: speed for c, speed in table.items() if group(c) not in replaced}
+    return dict(sorted({**kept, **found}.items(), key=lambda entry: (group(entry[0]), -entry[0].tile_rows)))
 
 
-def with_speeds(source: str, speeds: CudaSpeeds) -> str:
-    """The text of fp8attn/cuda/configs.py with another table SPEEDS.
+def written_as(config: CudaConfig) -> str:
+    """Python that makes a config, without the fields at the end that have their defaults."""
+    fields = dataclasses.fields(config)
+    values = [getattr(config, field.name) for field in fields]
+    while fields[len(values) - 1].default == values[-1]:
+        values.pop()
+    return f"{type(config).__name__}({', '.join(json.dumps(x) if isinstance(x, str) else str(x) for x in values)})"
+
+
+def with_speeds(source: str, speeds: CudaSpeeds, name: str = "SPEEDS") -> str:
+    """The text of a module of CUDA configs with another table `name`.
 
     Raises:
         ValueError: it has no such table.
     """
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "SPEEDS":
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
             lines = source.splitlines(keepends=True)
-            names = [f.name for f in dataclasses.fields(cuda_configs.HopperConfig) if f.default is dataclasses.MISSING]
-            entries = "".join(f"    HopperConfig({', '.join(str(getattr(c, name)) for name in names)}): {speed},\n" for c, speed in speeds.items())
+            entries = "".join(f"    {written_as(config)}: {speed},\n" for config, speed in speeds.items())
             assert node.end_lineno is not None
-            return "".join((*lines[: node.lineno - 1], "SPEEDS = {\n", entries, "}\n", *lines[node.end_lineno :]))
-    raise ValueError("there is no table SPEEDS in it")
+            return "".join((*lines[: node.lineno - 1], f"{name} = {{\n", entries, "}\n", *lines[node.end_lineno :]))
+    raise ValueError(f"there is no table {name} in it")
 
 
-def write_cuda(found: Sequence[CudaSpeeds], path: Path = CUDA_TABLE) -> None:
-    """Put what was found for some head dims each into CUDA's shipped table; it counts from the next start of Python on."""
-    table = dict(cuda_configs.SPEEDS)
-    for speeds in found:
-        table = merged(table, speeds)
-    path.write_text(with_speeds(path.read_text(), table))
+def write_cuda(found: Sequence[CudaSpeeds], tables: dict[type, tuple[Path, str]] | None = None) -> None:
+    """Put what was found for some head dims each into CUDA's shipped tables, those of `CUDA_TABLES` unless others are given; they count from the
+    next start of Python on."""
+    shipped: dict[type, CudaSpeeds] = {
+        cuda_configs.HopperConfig: dict(cuda_configs.SPEEDS.items()),
+        portable.PortableConfig: dict(portable.MEASURED.items()),
+    }
+    for kind, (path, name) in (CUDA_TABLES if tables is None else tables).items():
+        table = shipped[kind]
+        for speeds in found:
+            if isinstance(next(iter(speeds), None), kind):
+                table = merged(table, speeds)
+        if table != shipped[kind]:
+            path.write_text(with_speeds(path.read_text(), table, name))
 
 
 def table_of(title: str, elite: Sequence[Outcome], flops: int) -> Table:

@@ -11,15 +11,24 @@ from typing import Any
 
 from fp8attn.call import Call
 from fp8attn.cuda import configs as cuda_configs
-from fp8attn.cuda.configs import HopperConfig as CudaConfig
+from fp8attn.cuda import portable as cuda_portable
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.configs import HopperConfig as CudaHopperConfig
+from fp8attn.cuda.portable import PortableConfig as CudaPortableConfig
 from fp8attn.device import Device
 from fp8attn.triton import configs as triton_configs
 from fp8attn.triton import run as triton
 from fp8attn.triton.configs import HopperConfig as TritonHopperConfig
 from fp8attn.triton.configs import PortableConfig as TritonPortableConfig
 
+CudaConfig = CudaHopperConfig | CudaPortableConfig
 Config = TritonPortableConfig | TritonHopperConfig | CudaConfig
-KERNELS: dict[str, type] = {"triton portable": TritonPortableConfig, "triton hopper": TritonHopperConfig, "cuda hopper": CudaConfig}
+KERNELS: dict[str, type] = {
+    "triton portable": TritonPortableConfig,
+    "triton hopper": TritonHopperConfig,
+    "cuda hopper": CudaHopperConfig,
+    "cuda portable": CudaPortableConfig,
+}
 BACKENDS = ("triton", "cuda")
 
 
@@ -89,10 +98,7 @@ class Space:
 def spaces(backend: str, call: Call, device: Device) -> list[Space]:
     """Where a call's configs may lie."""
     if backend == "cuda":
-        shipped = cuda_configs.choose(call, device)
-        fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general")}
-        structure = {"consumers": (1, 2, 3, 4), "overlap": (False, True), "stages": (2, 3, 4, 5, 6)}
-        return [Space(CudaConfig, fixed, structure, {"registers": tuple(range(88, 248, 8))})]
+        return [_cuda_space(cuda.choose(call, device))]
     found = [
         Space(
             TritonPortableConfig,
@@ -107,18 +113,39 @@ def spaces(backend: str, call: Call, device: Device) -> list[Space]:
     return found
 
 
+def _cuda_space(shipped: CudaConfig) -> Space:
+    """Around the instance that runs a call: the Hopper kernel's where that does, else the portable kernel's."""
+    if isinstance(shipped, CudaHopperConfig):
+        fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general", "int8")}
+        structure = {"consumers": (1, 2, 3, 4), "overlap": (False, True), "stages": (2, 3, 4, 5, 6)}
+        return Space(CudaHopperConfig, fixed, structure, {"registers": tuple(range(88, 248, 8))})
+    names = ("head_dim", "value_dim", "tensor_qk", "tensor_pv", "fused", "fast_exp", "operands", "e4m3_p", "general", "int8")
+    return Space(
+        CudaPortableConfig,
+        {name: getattr(shipped, name) for name in names},
+        {
+            "drift": (False, True), "swizzle": (False, True), "producers": (0, 1, 2, 4),
+            "persistent": (False, True), "splits": (1, 2, 4), "stages": (1, 2, 3, 4),
+        },
+        {"warps": (2, 4, 8, 16), "warp_rows": (16, 32), "keys": (32, 64, 128, 256), "ctas": (1, 2, 3, 4)},
+    )  # fmt: skip
+
+
 def misfit(config: Config, call: Call, device: Device) -> str | None:
     """Why a config can't run a call on a device, or None if it can."""
-    if isinstance(config, CudaConfig):
+    if isinstance(config, CudaHopperConfig):
         return cuda_configs.misfit(config, device)
+    if isinstance(config, CudaPortableConfig):
+        return cuda_portable.misfit(config, device)
     return triton_configs.misfit(config, call, device)
 
 
 def shipped(backend: str, call: Call, device: Device) -> list[Config]:
     """The config that runs a call today, then the others that the tables and rules have for it."""
     if backend == "cuda":
-        first = cuda_configs.choose(call, device)
-        return [first, *(config for config in cuda_configs.serving(call) if config != first)]
+        first = cuda.choose(call, device)
+        others = cuda_configs.serving(call) if isinstance(first, CudaHopperConfig) else cuda_portable.serving(call, device)
+        return [first, *(config for config in others if config != first)]
     rules: list[Config] = [triton.choose(call, device), triton_configs.portable_config(call, device)]
     if triton.why_not_hopper(call, device) is None:
         rules.append(triton_configs.hopper_config(call, device))
@@ -127,4 +154,5 @@ def shipped(backend: str, call: Call, device: Device) -> list[Config]:
 
 def why_not(backend: str, call: Call, device: Device) -> str | None:
     """Why a backend has no config for a call, or None if it has."""
-    return cuda_configs.why_not(call, device) if backend == "cuda" else None
+    planned = cuda.plan(call, device) if backend == "cuda" else None
+    return planned if isinstance(planned, str) else None

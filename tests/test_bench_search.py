@@ -18,8 +18,10 @@ from bench import candidates, cases, search, space
 from bench.candidates import Measured
 from bench.search import Journal, Outcome
 from fp8attn.api import call_of
+from fp8attn.cuda import portable
 from fp8attn.cuda.configs import SPEEDS
 from fp8attn.cuda.configs import HopperConfig as CudaConfig
+from fp8attn.cuda.portable import PortableConfig as CudaPortableConfig
 from fp8attn.device import ARCHITECTURES
 from fp8attn.triton.configs import HopperConfig, PortableConfig
 from fp8attn.triton.tune import from_json
@@ -166,8 +168,10 @@ def test_writing_tritons_table(tmp_path: Path) -> None:
 
 def test_writing_cudas_table(tmp_path: Path) -> None:
     """Head dims that weren't searched and general instances stay; rendering the table that ships changes nothing."""
-    source = search.CUDA_TABLE.read_text()
-    assert search.with_speeds(source, SPEEDS) == source
+    for kind, shipped in ((CudaConfig, SPEEDS), (CudaPortableConfig, portable.MEASURED)):
+        path, name = search.CUDA_TABLES[kind]
+        assert search.with_speeds(path.read_text(), shipped, name) == path.read_text()
+    source = search.CUDA_TABLES[CudaConfig][0].read_text()
     fast, slow = CudaConfig(64, 64, 3, 5, 136, True, 1, False), CudaConfig(64, 64, 3, 4, 136, True, 1, False)
     small, lost = CudaConfig(64, 64, 1, 4, 240, True, 1, False), CudaConfig(64, 64, 2, 4, 240, True, 1, False)
     timed = [
@@ -178,7 +182,11 @@ def test_writing_cudas_table(tmp_path: Path) -> None:
     assert found == {slow: 1.0, small: round((0.9 * 0.7) ** 0.5 / 1.6, 2)}  # 0.794 beats 0.8; `lost` has one case only
     path = tmp_path / "configs.py"
     path.write_text(source)
-    search.write_cuda([found], path)
+    other = tmp_path / "portable.py"
+    other.write_text(search.CUDA_TABLES[CudaPortableConfig][0].read_text())
+    tables = {CudaConfig: (path, "SPEEDS"), CudaPortableConfig: (other, "MEASURED")}
+    search.write_cuda([found], tables)
+    assert other.read_text() == search.CUDA_TABLES[CudaPortableConfig][0].read_text()
     written: dict = {}
     text = path.read_text()
     exec(text[text.index("SPEEDS = {") : text.index('"""What is compiled')], {"HopperConfig": CudaConfig}, written)
@@ -186,3 +194,31 @@ def test_writing_cudas_table(tmp_path: Path) -> None:
     assert written["SPEEDS"] == {**others, **found}
     with pytest.raises(ValueError, match="no table SPEEDS"):
         search.with_speeds("x = 1\n", SPEEDS)
+
+
+def test_writing_the_portable_kernels_table(tmp_path: Path) -> None:
+    """What was found for one head dim and kind of operands takes the place of those; a field behind one with its default is written."""
+    path, name = search.CUDA_TABLES[CudaPortableConfig]
+    copy = tmp_path / "portable.py"
+    copy.write_text(path.read_text())
+    (old,) = (c for c in portable.MEASURED if c.drift)
+    new = dataclasses.replace(old, stages=4, ctas=1, drift=True)
+    search.write_cuda([{new: 1.0}], {CudaConfig: search.CUDA_TABLES[CudaConfig], CudaPortableConfig: (copy, name)})
+    written: dict = {}
+    text = copy.read_text()
+    exec(text[text.index("MEASURED = {") : text.index('"""What is compiled')], {"PortableConfig": CudaPortableConfig}, written)
+    same = {c for c in portable.MEASURED if (c.head_dim, c.operands, c.general) == (128, "registers", False)}
+    assert old in same and written["MEASURED"] == {c: s for c, s in portable.MEASURED.items() if c not in same} | {new: 1.0}
+
+
+@pytest.mark.parametrize("arch", (80, 89))
+def test_other_gpus_search_the_portable_kernel(arch: int) -> None:
+    call, device, dice = a_call(), ARCHITECTURES[arch], random.Random(2)
+    assert space.why_not("cuda", call, device) is None
+    (one,) = space.spaces("cuda", call, device)
+    shipped = space.shipped("cuda", call, device)
+    assert all(isinstance(c, CudaPortableConfig) and one.owns(c) for c in shipped)
+    children = {child for _ in range(300) for child in one.bred(shipped, dice)}
+    fitting = [child for child in children if space.misfit(child, call, device) is None]
+    assert len(fitting) > 20 and {c.operands for c in fitting} == {"native" if arch == 89 else "registers"}
+    assert all(space.from_json(json.loads(json.dumps(space.to_json(config)))) == config for config in fitting)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
 from conftest import Attention
-from models import oracle
 
 import fp8attn
 from fp8attn import Recipe, reference
@@ -25,6 +24,7 @@ from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run, short
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES, HopperConfig
+from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 

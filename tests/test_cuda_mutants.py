@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
-from models import oracle
 
 import fp8attn
 from fp8attn import Recipe
@@ -19,6 +18,7 @@ from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, short
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES
+from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from fp8attn import Quantized, Recipe, reference
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs as hopper
+from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import INSTANCES, is_general
@@ -35,7 +35,7 @@ def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, conf
     """out, lse and the pipeline oracle's, which is told how they were computed."""
     if sdpa.backend == "cuda":
         instance = cuda.choose(call, device) if config is None else config
-        return *cuda.forward(call, device, instance), *models.oracle(quantized, call, instance, models.key_splits(call, instance, device))
+        return *cuda.forward(call, device, instance), *cuda_oracle.oracle(quantized, call, instance, cuda_oracle.key_splits(call, instance, device))
     config = run.choose(call, device) if config is None else config
     model = dict(block_n=config.block_n, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute)
     return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, **model)

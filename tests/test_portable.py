@@ -15,7 +15,6 @@ from closeness import assert_matches_pipeline
 from conftest import GPU
 from hypothesis import given
 from hypothesis import strategies as st
-from models import key_splits, oracle
 from strategies import Case, cases
 from test_cuda import call, compiled, numbers, nvcc  # noqa: F401
 
@@ -25,6 +24,7 @@ from fp8attn.api import call_of, cuda_missing
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda
+from fp8attn.cuda.oracle import key_splits, oracle
 from fp8attn.cuda.portable import BEST, DIMS, INSTANCES, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES, Device, device_of
 

@@ -7,11 +7,9 @@ import functools
 from collections.abc import Callable
 
 import emulation
-import models
 import pytest
 import torch
 from closeness import assert_matches_pipeline
-from models import oracle
 
 import fp8attn
 from fp8attn import Recipe
@@ -19,6 +17,8 @@ from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda
+from fp8attn.cuda.oracle import key_splits as shared_by
+from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES
 
@@ -72,7 +72,7 @@ def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: 
     if moved:
         call = dataclasses.replace(call, q=elsewhere(call.q, moved), k=elsewhere(call.k, moved))
     out, lse = emulated(call, config, key_splits)
-    expected, expected_lse = oracle(operands, call, config, key_splits or models.key_splits(call, config, H100))
+    expected, expected_lse = oracle(operands, call, config, key_splits or shared_by(call, config, H100))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
 

@@ -1,18 +1,20 @@
-"""What a CUDA config computes, by the pipeline oracle."""
+"""What a CUDA config computes, by the pipeline oracle: tests and searches hold it to that."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 
-from fp8attn import Quantized, reference
-from fp8attn.call import Call
-from fp8attn.cuda import portable
-from fp8attn.cuda.configs import KEYS
-from fp8attn.cuda.portable import PortableConfig
-from fp8attn.cuda.render import Config
-from fp8attn.device import Device
+from .. import reference
+from ..call import Call
+from ..device import Device
+from ..recipe import Quantized
+from . import portable
+from .configs import KEYS
+from .portable import PortableConfig
+from .render import Config
 
 
 def key_splits(call: Call, config: Config, device: Device) -> int:
@@ -23,12 +25,12 @@ def key_splits(call: Call, config: Config, device: Device) -> int:
 def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, key_splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order; CTAs that share a tile have a
     range of its blocks each."""
-    options = dict(causal=call.causal, softmax_scale=call.softmax_scale)
+    pipeline = functools.partial(reference.pipeline, *quantized, causal=call.causal, softmax_scale=call.softmax_scale)
     if not isinstance(config, PortableConfig):
-        return reference.pipeline(*quantized, call.attn_mask, block_n=KEYS, exact=config.exact, **options)
-    options |= dict(block_n=config.keys, compute=call.compute)
+        return pipeline(call.attn_mask, block_n=KEYS, exact=config.exact)
+    pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute)
     if config.splits * key_splits == 1:
-        return reference.pipeline(*quantized, call.attn_mask, **options)
+        return pipeline(call.attn_mask)
     # warps that share rows have the same part of every block each, and maxima of their own
     keys = torch.arange(call.kv_length, device=call.q.device)
     blocks = math.ceil(call.kv_length / config.keys)
@@ -43,5 +45,5 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
             mask = call.attn_mask & mine
         else:
             mask = call.attn_mask.masked_fill(~mine, -torch.inf)
-        parts.append(reference.pipeline(*quantized, mask, **options))
+        parts.append(pipeline(mask))
     return reference.combine(*(torch.stack(x) for x in zip(*parts, strict=True)))
