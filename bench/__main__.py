@@ -98,10 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 def peers_of(arguments: argparse.Namespace) -> tuple[Peer, ...]:
     """Those asked for that are here; what the others need is printed."""
-    here, needs = adapters.present(adapters.chosen(arguments.peer))
-    for name, need in needs.items():
-        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
-    return here
+    return adapters.here(adapters.chosen(arguments.peer))
 
 
 def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int:

@@ -14,12 +14,13 @@ import torch
 from rich.table import Table
 
 from . import cases, report
+from .adapters import here
 from .cases import Case, Workload
 from .errors import Errors
 from .gates import Gates
 from .machine import machine
 from .peers import Peer, Problem, answer
-from .plot import _legend, _origin, _pyplot
+from .plot import legend_below, load_pyplot, origin, save
 from .readme import RESULTS, Record
 from .rows import chosen, compile_side_by_side
 
@@ -127,8 +128,7 @@ def draw(records: Sequence[Record], to: Path) -> None:
     names = list(dict.fromkeys(r["distribution"] for r in there))
     if not names:
         raise ValueError("no errors by length")
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.8), sharey=True, squeeze=False)
+    figure, axes = load_pyplot().subplots(1, len(names), figsize=(4 * len(names), 3.8), sharey=True, squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         for row, (colour, marker, line) in DRAWN.items():
             mine = sorted((r["kv_length"], r["relative_l2"]) for r in there if (r["backend"], r["distribution"]) == (row, name))
@@ -140,12 +140,10 @@ def draw(records: Sequence[Record], to: Path) -> None:
         axis.set_xlabel("keys")
         axis.grid(alpha=0.3, which="both")
     axes[0][0].set_ylabel("relative L2 error")
-    _legend(figure, axes[0][0], 5)
-    figure.suptitle(f"{_origin(there)}, head dim 128", fontsize=11)
+    legend_below(figure, axes[0][0], 5)
+    figure.suptitle(f"{origin(there)}, head dim 128", fontsize=11)
     figure.tight_layout(rect=(0, 0.12, 1, 1))
-    to.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(to, dpi=110, metadata={"Date": None} if to.suffix == ".svg" else None)
-    pyplot.close(figure)
+    save(figure, to)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,12 +160,11 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         if arguments.draw is not None:
             draw([json.loads(line) for line in arguments.draw.read_text().splitlines()], arguments.draw.with_name(PICTURE.name))
             return 0
-        rows, needs = chosen(arguments.peer)
+        rows = chosen(arguments.peer)
     except (OSError, ValueError) as error:
         print(f"accuracy: {error}", file=sys.stderr)
         return 2
-    for name, need in needs.items():
-        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+    rows = here(rows)
     wanted = [
         (case, name) for case, name in workloads(gpu) if arguments.case in case.name and name in (arguments.distribution or cases.DISTRIBUTIONS)
     ]

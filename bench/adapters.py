@@ -9,7 +9,8 @@ import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -293,19 +294,30 @@ OTHERS = (
 PEERS = OWN + PYTORCH + OTHERS
 
 
-def chosen(substrings: list[str] | None) -> tuple[Peer, ...]:
-    """Peers with one of these in their names; all without any.
+def chosen(substrings: Sequence[str] | None, among: Sequence[Peer] = PEERS, kind: str = "peer") -> tuple[Peer, ...]:
+    """Those with one of these in their names; all without any.
+
+    Args:
+        kind: what an error calls them.
 
     Raises:
         ValueError: nobody's name has one of them.
     """
     for one in substrings or ():
-        if not any(one.lower() in peer.name.lower() for peer in PEERS):
-            raise ValueError(f"no peer has {one!r} in its name; there are {', '.join(peer.name for peer in PEERS)}")
-    return tuple(peer for peer in PEERS if not substrings or any(one.lower() in peer.name.lower() for one in substrings))
+        if not any(one.lower() in peer.name.lower() for peer in among):
+            raise ValueError(f"no {kind} has {one!r} in its name; there are {', '.join(peer.name for peer in among)}")
+    return tuple(peer for peer in among if not substrings or any(one.lower() in peer.name.lower() for one in substrings))
 
 
 def present(peers: tuple[Peer, ...]) -> tuple[tuple[Peer, ...], dict[str, str]]:
     """Those that this machine has, and what the others need, by name."""
     needs = {peer.name: peer.needs() for peer in peers}
     return tuple(peer for peer in peers if needs[peer.name] is None), {name: need for name, need in needs.items() if need is not None}
+
+
+def here(peers: tuple[Peer, ...]) -> tuple[Peer, ...]:
+    """Those that this machine has; what the others need is printed."""
+    found, needs = present(peers)
+    for name, need in needs.items():
+        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+    return found

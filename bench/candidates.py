@@ -133,7 +133,7 @@ def _lines(process: subprocess.Popen, silence: float) -> Iterator[tuple[str, boo
                     yield line.decode(errors="replace") + "\n", key.data
 
 
-def run_of(backend: str, call: Call, config: Config, device: torch.device) -> Callable[[int], torch.Tensor]:
+def run_of(call: Call, config: Config, device: torch.device) -> Callable[[int], torch.Tensor]:
     """A call by a config."""
     properties = device_of(device)
     if isinstance(config, CudaConfig):
@@ -148,13 +148,13 @@ def checked_case(case: Case) -> Case:
     )
 
 
-def differs(backend: str, case: Case, config: Config, device: torch.device) -> str | None:
+def differs(case: Case, config: Config, device: torch.device) -> str | None:
     """How a config's answer to a small problem is further from the pipeline's oracle than rounding explains, or None if it isn't."""
     small = checked_case(case)
     tensors = inputs(small, "normal", device)
     quantized = fp8attn.quantize(*tensors)
     call = call_of(*quantized, is_causal=small.causal, enable_gqa=small.q_heads != small.kv_heads)
-    out = run_of(backend, call, config, device)(0).float()
+    out = run_of(call, config, device)(0).float()
     if isinstance(config, CudaConfig):
         expected, _ = cuda_oracle.oracle(quantized, call, config, cuda_oracle.key_splits(call, config, device_of(device)))
     else:
@@ -263,8 +263,8 @@ def main() -> None:
     for config in (config for config in everyone if config not in wrong):
         say(number=configs.index(config) if config in configs else None, at_work=True)
         try:
-            difference = differs(backend, case, config, device)
-            run = run_of(backend, call, config, device)
+            difference = differs(case, config, device)
+            run = run_of(call, config, device)
             broken = gates.broken(Errors.of(run(0)[:, :, -problem.checked_rows :], expected, gates.bad), scale_free=True)
         except Exception as error:
             end(config, "correct", f"{type(error).__name__}: {error}")

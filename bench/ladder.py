@@ -28,6 +28,7 @@ from .errors import Bad, Errors
 from .gates import Gates
 from .machine import machine
 from .peers import PYTORCH, Attention, Problem, answer, poison
+from .plot import load_pyplot, origin, save
 from .readme import RESULTS
 from .timing import Protocol, Timing, tflops, time_all
 
@@ -175,16 +176,11 @@ def draw(records: list[dict[str, Any]], to: Path) -> None:
     Raises:
         ValueError: nothing was timed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     timed = [record for record in records if record["tflops"] is not None]
     names = list(dict.fromkeys(record["case"] for record in timed))
     if not names:
         raise ValueError("no rung was timed")
-    figure, axes = pyplot.subplots(1, len(names), figsize=(7 * len(names), 6), squeeze=False)
+    figure, axes = load_pyplot().subplots(1, len(names), figsize=(7 * len(names), 6), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         rows = [record for record in timed if record["case"] == name]
         colours = ["#0072B2" if row["config"] is not None else "#999999" for row in rows]
@@ -194,11 +190,9 @@ def draw(records: list[dict[str, Any]], to: Path) -> None:
         axis.margins(x=0.25)
         axis.set_title(name, fontsize=11)
         axis.set_xlabel("TFLOP/s, kernel alone")
-    figure.suptitle(f"{timed[0]['gpu']}, commit {timed[0]['commit'][:7]}", fontsize=11)
+    figure.suptitle(origin(timed), fontsize=11)
     figure.tight_layout()
-    to.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(to, dpi=110)
-    pyplot.close(figure)
+    save(figure, to)
 
 
 def table(results: Sequence[Result]) -> Table:

@@ -24,6 +24,7 @@ import fp8attn
 from fp8attn.cuda.build import cache_folder
 
 from . import report
+from .adapters import here
 from .cases import SEED, Case
 from .machine import machine
 from .peers import Peer, Problem
@@ -264,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
     size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
     try:
-        rows, needs = chosen(arguments.peer)
+        rows = chosen(arguments.peer)
         text, held_out = corpus(arguments.text)
         count = min(arguments.windows, (len(held_out) - 1) // size.context)
         if count < 1 or len(text) < size.context + 2:
@@ -272,8 +273,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     except (OSError, ValueError) as error:
         print(f"model: {error}", file=sys.stderr)
         return 2
-    for name, need in needs.items():
-        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+    rows = here(rows)
     model = trained(size, text, device, arguments.seconds, lambda line: print(line, file=sys.stderr, flush=True))
     starts = torch.linspace(0, len(held_out) - size.context - 1, count).long().unsqueeze(-1)
     windows = held_out[starts + torch.arange(size.context + 1)].long().to(device)

@@ -20,6 +20,7 @@ import torch
 from rich.table import Table
 
 from . import report
+from .adapters import here
 from .cases import SEED, Case
 from .errors import Errors
 from .gates import Gates
@@ -139,12 +140,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
     gpu, gates, about = device.type == "cuda", Gates.load(), machine(device)
     try:
-        rows, needs = chosen(arguments.peer)
+        rows = chosen(arguments.peer)
     except ValueError as error:
         print(f"needle: {error}", file=sys.stderr)
         return 2
-    for name, need in needs.items():
-        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+    rows = here(rows)
     results: list[Result] = []
     lengths = arguments.keys or (LENGTHS if gpu else LENGTHS_ON_CPU)
     with report.progress() as bar:

@@ -74,11 +74,13 @@ def case_of(record: Record) -> Case:
     return Case(record["case"], *(record[name] for name in list(Case.__dataclass_fields__)[1:]))
 
 
-def _origin(records: Sequence[Record]) -> str:
+def origin(records: Sequence[Record]) -> str:
+    """GPU and commit of a file's records."""
     return f"{records[0]['gpu']}, commit {records[0]['commit'][:7]}"
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """matplotlib's pyplot, without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,9 +91,17 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _legend(figure: Any, axis: Any, columns: int) -> None:
+def legend_below(figure: Any, axis: Any, columns: int) -> None:
+    """What one axis shows, below all of them."""
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), columns), frameon=False)
+
+
+def save(figure: Any, to: Path) -> None:
+    """Write a figure, and let it go; the format is `to`'s suffix."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(to, dpi=110, metadata={"Date": None} if to.suffix == ".svg" else None)
+    load_pyplot().close(figure)
 
 
 def speed(records: Sequence[Record]) -> Any:
@@ -104,7 +114,7 @@ def speed(records: Sequence[Record]) -> Any:
     dims = [dim for dim in (64, 128, 256) if any(series(records, name, dim, False)[0] for name in backends)]
     if not dims:
         raise ValueError(f"no row of {TOKENS // 1024}k tokens and hidden size {HIDDEN}")
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(2, len(dims), figsize=(4 * len(dims), 6), sharex=True, sharey=True, squeeze=False)
     for row, causal in enumerate((False, True)):
         for column, dim in enumerate(dims):
@@ -120,8 +130,8 @@ def speed(records: Sequence[Record]) -> Any:
     axes[0][0].set_ylim(bottom=0)
     for axis in axes[1]:
         axis.set_xlabel("queries and keys")
-    _legend(figure, axes[0][0], 6)
-    figure.suptitle(f"{_origin(records)}, 16k tokens, hidden 2048", fontsize=11)
+    legend_below(figure, axes[0][0], 6)
+    figure.suptitle(f"{origin(records)}, 16k tokens, hidden 2048", fontsize=11)
     figure.tight_layout(rect=(0, 0.05 + 0.03 * (len(backends) > 6), 1, 1))
     return figure
 
@@ -136,7 +146,7 @@ def error(records: Sequence[Record]) -> Any:
     longest = {dim: max(r["q_length"] for r in square if r["head_dim"] == dim) for dim in sorted({r["head_dim"] for r in square})}
     if not longest:
         raise ValueError("no timed square case without a mask on N(0,1) inputs")
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, len(longest), figsize=(4 * len(longest), 3.8), sharey=True, squeeze=False)
     for axis, (dim, length) in zip(axes[0], longest.items(), strict=True):
         rows = [r for r in square if (r["head_dim"], r["q_length"]) == (dim, length)]
@@ -152,8 +162,8 @@ def error(records: Sequence[Record]) -> Any:
         axis.set_xlabel("TFLOP/s, kernel alone")
         axis.grid(alpha=0.3, which="both")
     axes[0][0].set_ylabel("relative L2 error")
-    _legend(figure, axes[0][0], 6)
-    figure.suptitle(f"{_origin(records)}: lower right is better", fontsize=11)
+    legend_below(figure, axes[0][0], 6)
+    figure.suptitle(f"{origin(records)}: lower right is better", fontsize=11)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     return figure
 
@@ -173,7 +183,7 @@ def roofline(records: Sequence[Record]) -> Any:
         raise ValueError(f"nobody measured the ceilings of {gpu!r}; fp8attn/device.py has those of {', '.join(CEILINGS)}")
     per_second = ceilings.clock_hz * device.sm_count / 1e12
     tensor, bandwidth = ceilings.tensor_flop_per_clk * per_second, ceilings.dram_bytes_per_s / 1e12
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(7.5, 4.5))
     intensity = [1.0, tensor / bandwidth, 1e5]
     axis.plot(intensity, [bandwidth, tensor, tensor], color="black", linewidth=1.5)
@@ -197,7 +207,7 @@ def roofline(records: Sequence[Record]) -> Any:
     axis.set_ylabel("TFLOP/s, kernel alone")
     axis.grid(alpha=0.3)
     axis.legend(loc="lower right", frameon=False, fontsize=9)
-    figure.suptitle(_origin(records), fontsize=11)
+    figure.suptitle(origin(records), fontsize=11)
     figure.tight_layout()
     return figure
 
@@ -215,9 +225,7 @@ def draw(to: Path, source: Path = SOURCE, kind: str = "speed") -> None:
         figure = KINDS[kind](records_of(source))
     except ValueError as why:
         raise ValueError(f"{source}: {why}") from why
-    to.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(to, dpi=110, metadata={"Date": None} if to.suffix == ".svg" else None)
-    _pyplot().close(figure)
+    save(figure, to)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from fp8attn import Quantized, Recipe, reference
 from fp8attn.quantize import quantize
 from fp8attn.recipe import SCALE_BLOCK
 
+from . import adapters
 from .adapters import OTHERS
 from .cases import Case
 from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
@@ -89,18 +90,13 @@ ROWS = (
 """In the order of tables."""
 
 
-def chosen(substrings: Sequence[str] | None) -> tuple[tuple[Peer, ...], dict[str, str]]:
-    """Rows with one of these in their names, all without any, that this machine has; and what the others need, by name.
+def chosen(substrings: Sequence[str] | None) -> tuple[Peer, ...]:
+    """Rows with one of these in their names, all without any.
 
     Raises:
         ValueError: no row's name has one of them.
     """
-    for one in substrings or ():
-        if not any(one.lower() in row.name.lower() for row in ROWS):
-            raise ValueError(f"no row has {one!r} in its name; there are {', '.join(row.name for row in ROWS)}")
-    wanted = [row for row in ROWS if not substrings or any(one.lower() in row.name.lower() for one in substrings)]
-    needs = {row.name: row.needs() for row in wanted}
-    return tuple(row for row in wanted if needs[row.name] is None), {name: need for name, need in needs.items() if need is not None}
+    return adapters.chosen(substrings, ROWS, "row")
 
 
 def _compile(row: Peer, case: Case) -> None:

@@ -105,14 +105,14 @@ __device__ void load_queries(const Params& p, PortableStorage<C>& shared, const 
 
 // A thread's share of a tile's chunks: one chunk of every PASS-th row.
 template <int THREADS, typename Tile>
-struct Share {
+struct ThreadChunks {
   static constexpr int pass = THREADS / Tile::chunks;
   static_assert(THREADS % Tile::chunks == 0 && pass % 8 == 0);  // a chunk is then moved alike in all of a thread's rows
   static constexpr bool even = Tile::rows % pass == 0;
 
   int row, chunk;  // its first
 
-  __device__ explicit Share(int thread) : row(thread / Tile::chunks), chunk(thread % Tile::chunks) {}
+  __device__ explicit ThreadChunks(int thread) : row(thread / Tile::chunks), chunk(thread % Tile::chunks) {}
 
   // Its chunks on their way, of which `count` bytes exist, `from` its first and `distance` apart; rows from `rows` on are zero.
   __device__ void load_ahead(Tile& tile, const uint8_t* from, int64_t distance, int count, int rows, bool aligned) const {
@@ -136,8 +136,8 @@ struct Share {
 template <PortableConfig C>
 struct Loader {
   using Storage = PortableStorage<C>;
-  using Keys = Share<PortableShape<C>::loaders, typename Storage::KeyBytes>;
-  using Values = Share<PortableShape<C>::loaders, typename Storage::ValueBytes>;
+  using Keys = ThreadChunks<PortableShape<C>::loaders, typename Storage::KeyBytes>;
+  using Values = ThreadChunks<PortableShape<C>::loaders, typename Storage::ValueBytes>;
 
   const uint8_t *k, *v;  // the share's first chunks of the next block
   int start;             // its first key

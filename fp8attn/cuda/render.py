@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple
+from typing import Any
 
 from .configs import KEYS, ONES, HopperConfig
 from .portable import PortableConfig
@@ -57,31 +58,24 @@ struct WgmmaInt8<{n}> {{
 def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
     """Specialisations of `Wgmma` and `WgmmaInt8` for these widths N of the (64, N) accumulator. PTX ISA, wgmma.mma_async, .e4m3 and .s8."""
     text = "// Rendered by fp8attn/cuda/render.py.\n"
+
+    def accumulator(n: int, constraint: str) -> dict[str, Any]:
+        half = n // 2
+        registers = ", ".join(f"%{i}" for i in range(half))
+        outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(half))
+        return dict(n=n, half=half, registers=registers, outputs=outputs, first=half, second=half + 1)
+
     for n in sorted(set(widths)):
         half = n // 2
         text += WRAPPER.format(
-            n=n,
-            half=half,
-            registers=", ".join(f"%{i}" for i in range(half)),
-            outputs=", ".join(f'"+f"(d[{i}])' for i in range(half)),
+            **accumulator(n, "+f"),
             a_registers=", ".join(f"%{half + i}" for i in range(4)),
-            first=half,
-            second=half + 1,
             fifth=half + 4,
             flag_ss=half + 2,
             flag_rs=half + 5,
         )
     for n in sorted(set(int8_widths)):
-        half = n // 2
-        text += INT8_WRAPPER.format(
-            n=n,
-            half=half,
-            registers=", ".join(f"%{i}" for i in range(half)),
-            outputs=", ".join(f'"+r"(d[{i}])' for i in range(half)),
-            first=half,
-            second=half + 1,
-            flag=half + 2,
-        )
+        text += INT8_WRAPPER.format(**accumulator(n, "+r"), flag=n // 2 + 2)
     return text
 
 
