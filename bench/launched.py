@@ -14,7 +14,6 @@ from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.render import Config
 from fp8attn.device import Device, device_of
 
 from . import ladder
@@ -44,10 +43,10 @@ def problem(shape: str, device: torch.device) -> Call:
     return call_of(*fp8attn.quantize(q, k, v), **options)
 
 
-def instances(call: Call, device: Device) -> list[Config]:
+def instances(call: Call, device: Device) -> list[cuda.Config]:
     """Those of the shipped that run a call, and the rungs of its head dim."""
     portables = (*portable.group(portable.padded_dim(call), device), *ladder.rungs(128 if call.head_dim > 64 else 64).values())
-    found: list[Config] = [c for c in dict.fromkeys(portables) if portable.fits(c, device) and portable.takes(c, call)]
+    found: list[cuda.Config] = [c for c in dict.fromkeys(portables) if portable.fits(c, device) and portable.takes(c, call)]
     if configs.why_not(call, device) is None:
         found += configs.serving(call)
     return found

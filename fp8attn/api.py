@@ -9,12 +9,12 @@ import torch
 
 from . import ops, reference, rotation
 from .call import GROUPS, Call
-from .cuda import build, configs
+from .cuda import build, configs, short
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
-from .recipe import E4M3, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, E4M3, Quantized, Recipe
 from .reference import Causal
 from .triton import run
 from .validate import (
@@ -31,8 +31,6 @@ from .validate import (
 )
 
 Backend = Literal["auto", "triton", "cuda", "reference"]
-
-DEFAULT_RECIPE = Recipe()
 
 
 @dataclass(frozen=True)
@@ -310,7 +308,8 @@ def sdpa(
         out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
         backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
-            for other calls on a GPU, and the exact reference for CPU tensors.
+            for other calls on a GPU, and the exact reference for CPU tensors. `auto` and `cuda` quantize and attend in one launch where
+            fp8attn.cuda.short says so: the bits are the same.
 
     Returns:
         out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
@@ -328,6 +327,13 @@ def sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             causal_alignment=causal_alignment, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
         )  # fmt: skip
+    plain = _plain(query, key, value, attn_mask, scale=scale, recipe=recipe, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    if chosen != "triton" and plain is not None:
+        causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
+        whole = {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
+        q, k, v, softmax_scale = plain
+        out, lse, k_mean = whole(q, k, v, float(softmax_scale), causal, out_dtype or q.dtype, return_lse)
+        return (out, lse + reference.smoothing_shift(q, k_mean, float(softmax_scale))) if return_lse else out
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
     )  # fmt: skip
@@ -345,6 +351,20 @@ def sdpa(
             source = query
         lse = lse + reference.smoothing_shift(source, prepared.key.mean, prepared.softmax_scale)
     return out, lse
+
+
+def _plain(
+    query: Operand, key: Operand, value: Operand, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+    causal_alignment="top_left", recipe=DEFAULT_RECIPE, q_scale=None, k_scale=None, v_scale=None, out_dtype=None, return_lse=False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float] | None:  # fmt: skip
+    """q, k, v and softmax scale of a call to `sdpa` that may be quantized and attended in one launch, by what torch.compile knows; None of others."""
+    if recipe != DEFAULT_RECIPE or any(x is not None for x in (attn_mask, q_scale, k_scale, v_scale)):
+        return None
+    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return None
+    if not query.dim() == key.dim() == value.dim() == 4 or not short.may_take(query, key, value):
+        return None
+    return query, key, value, query.shape[3] ** -0.5 if scale is None else scale
 
 
 def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
@@ -414,8 +434,11 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen == "reference":
         missing = [x for x in (cuda_missing(device), triton_missing(device)) if x is not None]
         return Plan("reference", "attention", None, "float32", tuple(because + missing))
-    call = call_of(query, key, value, *args, **kwargs)
     properties = device_of(device)
+    plain = _plain(query, key, value, *args, **kwargs)
+    if chosen != "triton" and plain is not None and ops.why_not_one_launch(*plain) is None:
+        return Plan("cuda", "short", short.choose(plain[0]), "e4m3", (*because, "quantized and attended in one launch"))
+    call = call_of(query, key, value, *args, **kwargs)
     scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")

@@ -109,3 +109,8 @@ def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> tor
 def empty_lse(q: torch.Tensor, return_lse: bool) -> torch.Tensor:
     """(B, Hq, Sq) float32; an empty tensor if nobody asked for it."""
     return torch.empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32, device=q.device)
+
+
+def empty_key_mean(k: torch.Tensor, wanted: bool) -> torch.Tensor:
+    """(B, Hkv, D) float32; an empty tensor if nobody asked for it."""
+    return torch.empty((*k.shape[:2], k.shape[3]) if wanted else (0,), dtype=torch.float32, device=k.device)

@@ -13,14 +13,13 @@ from collections.abc import Callable
 import torch
 
 from . import quantize as definition
-from .call import Call, empty_lse, empty_output
-from .cuda import build
+from .call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
+from .cuda import build, short
 from .cuda import run as cuda
 from .cuda.build import BuildError
-from .cuda.render import Config as CudaConfig
 from .device import device_of
 from .layout import padded_length
-from .recipe import E4M3, ComputeType, Granularity, ProductType, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, E4M3, ComputeType, Granularity, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
@@ -52,6 +51,18 @@ def current(device: torch.device):
     return torch.cuda.device(device)
 
 
+def quantized(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """quantize.quantize, by Triton kernels where there are some."""
+    like = k if q is None else q
+    assert like is not None
+    if not has_kernels(like.device):
+        return definition.quantize(q, k, v, recipe)
+    with current(like.device):
+        return fused.quantize(q, k, v, recipe, device_of(like.device))
+
+
 def _quantize(
     q: torch.Tensor | None,
     k: torch.Tensor | None,
@@ -67,11 +78,7 @@ def _quantize(
     recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate, qk=qk)
     like = k if q is None else q
     assert like is not None
-    if has_kernels(like.device):
-        with current(like.device):
-            results = fused.quantize(q, k, v, recipe, device_of(like.device))
-    else:
-        results = definition.quantize(q, k, v, recipe)
+    results = quantized(q, k, v, recipe)
     none = like.new_empty(0, dtype=torch.float32)
     tensors: list[torch.Tensor] = []
     for x in results:
@@ -135,7 +142,7 @@ def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return run.forward(call, device_of(call.q.device))
 
 
-def plan_cuda(call: Call, first: bool = False) -> CudaConfig | str:
+def plan_cuda(call: Call, first: bool = False) -> cuda.Config | str:
     """The instance of the CUDA kernels that runs a call, of those that `auto` takes before Triton's if `first`; or why none does, as far as is
     known without compiling them."""
     device = device_of(call.q.device)
@@ -205,4 +212,58 @@ for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by
         " str compute, bool? two_level, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
         forward_by(_backend),
         _fake_forward,
+    )
+
+
+def why_not_one_launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str | None:
+    """Why quantization and attention of plain tensors are launches of their own, as far as is known without compiling, or None if they are one."""
+    return short.why_not(q, k, v, softmax_scale, device_of(q.device)) or build.unavailable()
+
+
+def from_half_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]], required: bool):
+    """An operator's implementation: the default recipe and attention, in one launch where that is possible.
+
+    Args:
+        backend: attention, where it takes several.
+        required: whether a kernel that doesn't compile is an error.
+
+    Returns:
+        out (B, Hq, Sq, Dv); LSE (B, Hq, Sq) of q and smoothed k, and k's mean (B, Hkv, D), empty if not asked for.
+    """
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if why_not_one_launch(q, k, v, softmax_scale) is None:
+            try:
+                with current(q.device):
+                    return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device_of(q.device))
+            except BuildError as error:
+                if required:
+                    raise
+                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        recipe = DEFAULT_RECIPE
+        query, key, value = quantized(q, k, v, recipe)
+        assert query is not None and key is not None and value is not None and key.mean is not None
+        call = Call(
+            query.data, query.scale, GROUPS[recipe.q], key.data, key.scale, GROUPS[recipe.k], value.data, value.scale, value.mean, None,
+            k.shape[2], softmax_scale, causal, recipe.compute, recipe.two_level, out_dtype, return_lse,
+        )  # fmt: skip
+        with current(q.device):
+            out, lse = backend(call)
+        return out, lse, key.mean if return_lse else empty_key_mean(k, False)
+
+    return forward
+
+
+def _fake_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse):
+    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
+
+
+for _name, _backend, _required in (("cuda", _by_cuda, True), ("auto", _by_whichever, False)):
+    register(
+        f"{_name}_forward_from_half(Tensor q, Tensor k, Tensor v, float softmax_scale, str causal, ScalarType out_dtype, bool return_lse)"
+        " -> (Tensor, Tensor, Tensor)",
+        from_half_by(_backend, _required),
+        _fake_from_half,
     )

@@ -84,6 +84,9 @@ class Recipe:
                 raise ValueError(f"Recipe.{field.name} is {value!r}; it must be one of {allowed[field.name]}")
 
 
+DEFAULT_RECIPE = Recipe()
+
+
 @dataclass(frozen=True)
 class Quantized:
     """An e4m3 or int8 tensor with the scales that restore it.

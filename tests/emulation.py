@@ -68,8 +68,8 @@ def missing() -> str | None:
     return "CUDA's headers aren't here" if cuda_headers() is None else None
 
 
-def compile_config(config: PortableConfig, folder: Path) -> ctypes.CDLL:
-    """The library of one instance, made in an empty folder. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
+def copy_sources(folder: Path) -> None:
+    """Into an empty folder, with what stands for PTX. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
     inline assembly."""
     shutil.copytree(HERE, folder, dirs_exist_ok=True)
     for path in build.source_files():
@@ -78,16 +78,26 @@ def compile_config(config: PortableConfig, folder: Path) -> ctypes.CDLL:
             to.parent.mkdir(exist_ok=True)
             text = re.sub(r"\n[^\n]*(?:\n[^\n]+)*<<<.*?\n}\n", "\n", path.read_text(), flags=re.DOTALL)
             to.write_text(re.sub(r"asm volatile\([^;]*\);", ";", text))
+
+
+def compile_file(name: str, folder: Path) -> ctypes.CDLL:
+    """The library of one file beside copied sources."""
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}", f"-isystem{cuda_headers()}", "-include", str(folder / "cta.h")]
+    done = subprocess.run([*command, str(folder / name), "-o", str(folder / "kernel.so")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def compile_config(config: PortableConfig, folder: Path) -> ctypes.CDLL:
+    """The library of one instance, made in an empty folder."""
+    copy_sources(folder)
     fields = ", ".join(render.literal(x) for x in astuple(config))
     (folder / "instance.h").write_text(
         '#pragma once\n#include "portable.cuh"\n'
         f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr PortableConfig config{{{fields}}};\n}};\n"
         f"static_assert(sizeof(PortableStorage<Instance::config>) == {config.shared_bytes});\n}}\n"
     )
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}", f"-isystem{cuda_headers()}", "-include", str(folder / "cta.h")]
-    done = subprocess.run([*command, str(folder / "grid.cpp"), "-o", str(folder / "kernel.so")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    return compile_file("grid.cpp", folder)
 
 
 def _aligned(x: torch.Tensor) -> bool:
@@ -117,6 +127,10 @@ def _forward(
     assert library.forward(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
+def _forward_from_half(*_) -> None:
+    raise NotImplementedError("the portable kernel doesn't quantize")
+
+
 def library_of(config: PortableConfig, folder: Path) -> build.Library:
     """What fp8attn.cuda.run launches instead of a compiled library."""
-    return build.Library(functools.partial(_forward, compile_config(config, folder)), (config,))
+    return build.Library(functools.partial(_forward, compile_config(config, folder)), _forward_from_half, (config,))

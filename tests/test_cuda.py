@@ -21,7 +21,7 @@ from conftest import Attention
 import fp8attn
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_missing
-from fp8attn.cuda import build, configs, portable, render, run
+from fp8attn.cuda import build, configs, portable, render, run, short
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES, HopperConfig
 from fp8attn.cuda.oracle import oracle
@@ -312,10 +312,10 @@ def test_what_a_wheel_brings_is_of_these_sources_and_this_torch(brought: list[st
 
 
 def test_libraries_of_an_architecture() -> None:
-    assert build.groups(90)[:2] == (INSTANCES, INT8_INSTANCES)
+    assert build.groups(90)[:3] == (INSTANCES, INT8_INSTANCES, short.INSTANCES)
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
     # of each head dim one of e4m3 and one of int8
-    assert all(len(build.groups(arch)) == (8 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
+    assert all(len(build.groups(arch)) == (9 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from closeness import E4M3_STEP, assert_matches_pipeline
 import fp8attn
 from fp8attn import Recipe
 from fp8attn.api import call_of, cuda_missing
-from fp8attn.cuda import build, configs
+from fp8attn.cuda import build, configs, short
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES
 from fp8attn.cuda.oracle import oracle
@@ -101,6 +101,19 @@ RUNG_MUTANTS = {
 }
 """Of the portable kernel: the rung that shows it, and the same."""
 
+SHORT = "short"
+
+SHORT_MUTANTS = {
+    "scale of another block": (SHORT, "short.cuh", "__shfl_sync(~0u, inverse, n)", "__shfl_sync(~0u, inverse, 0)"),
+    "bytes of another token": (SHORT, "short.cuh", "upper ? 0x3276 : 0x5410", "upper ? 0x7632 : 0x1054"),
+    "columns of another slice": (SHORT, "short.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
+    "mean not added back": (SHORT, "short.cuh", "desk.facts.mean[c] = desk.shift[c] = mean;", "desk.facts.mean[c] = 0, desk.shift[c] = mean;"),
+    "a NaN unseen": (SHORT, "short.cuh", "hidden >> i & 1 ? NAN_CODES : codes", "codes"),
+    "tokens that don't exist": (SHORT, "tile/quantize.h", "if (i >= count) continue;", ""),
+    "scale of another row": (SHORT, "tile/quantize.h", "if (column == 0) scale[at] = restores;", "if (column == 0) scale[row] = restores;"),
+}
+"""Of the kernel that quantizes, likewise."""
+
 INT8 = "int8"
 
 INT8_MUTANTS = {
@@ -112,7 +125,8 @@ INT8_MUTANTS = {
 }
 """Of the Hopper kernel on int8."""
 
-EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()} | {f"{mutant[0]}: {name}": mutant for name, mutant in RUNG_MUTANTS.items()}
+EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
+EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
 EVERY |= {f"{INT8}: {name}": (INT8, *mutant) for name, mutant in INT8_MUTANTS.items()}
 
 
@@ -130,8 +144,10 @@ def mutated(name: str | None, folder: Path) -> Path:
 
 def check(sources: str, rung: str | None) -> None:
     """In a process of its own: the parity test of a rung, or of the Hopper kernel, on kernels compiled from `sources`."""
-    config = {None: INSTANCES[0], INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
     build.SOURCES = Path(sources)
+    if rung == SHORT:
+        return check_short()
+    config = {None: INSTANCES[0], INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
     build.INSTANCES = configs.INT8_INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
@@ -146,6 +162,27 @@ def check(sources: str, rung: str | None) -> None:
         call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32, return_lse=True)
         out, lse = cuda.forward(call, device_of(device), config)
         expected, expected_lse = oracle(quantized, call, config)
+        try:
+            assert_matches_pipeline(out, expected, emulated=False)
+            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
+        except AssertionError as error:
+            print(SEEN, error)
+
+
+def check_short() -> None:
+    """The same for the kernel that quantizes: bfloat16 whose last block is ragged, and a value that isn't finite."""
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 500, 500))
+    # later keys score higher, so that scales of blocks differ; K's mean is larger than what is left of any key
+    k = 40 + k * torch.linspace(0.2, 3, 500, device=device)[:, None]
+    v[0, 0, 77, 5] = torch.nan
+    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v + 2))
+    quantized = fp8attn.quantize(q, k, v)
+    for causal in ("none", "top_left"):
+        call = call_of(*quantized, is_causal=causal != "none", out_dtype=torch.float32, return_lse=True)
+        out, lse, _ = cuda.forward_from_half(q, k, v, call.softmax_scale, causal, torch.float32, True, device_of(device))
+        expected, expected_lse = oracle(quantized, call, short.INSTANCES[0])
         try:
             assert_matches_pipeline(out, expected, emulated=False)
             torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
@@ -170,14 +207,14 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
     reason = cuda_missing(device)
-    if reason is None and rung in (None, INT8):
+    if reason is None and rung in (None, INT8, SHORT):
         reason = configs.misfit(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", (None, INT8, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize("rung", (None, INT8, SHORT, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert SEEN not in run_check(mutated(None, tmp_path), tmp_path / "cache", rung)

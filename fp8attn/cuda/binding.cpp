@@ -52,6 +52,8 @@ bool is_aligned(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && of_16(0) && of_16(1) && of_16(2);
 }
 
+void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
+
 // fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes (no rows: it has no use for tensor maps),
 // the grid.
 void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
@@ -109,8 +111,37 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(out.scalar_type());
 
-  const cudaError_t error = fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device()));
-  TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error));
+  check(fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device())));
+}
+
+// The instances that quantize: plain tensors, `splits` clusters for each head of k.
+void forward_from_half(int64_t instance, int64_t ctas, int64_t splits, const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, int64_t causal_offset,
+                       const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& k_mean) {
+  fp8attn::Params p = {};
+  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
+  p.k = static_cast<const uint8_t*>(k.const_data_ptr());
+  p.v = static_cast<const uint8_t*>(v.const_data_ptr());
+  copy_strides(p.q_strides, q);
+  copy_strides(p.k_strides, k);
+  copy_strides(p.v_strides, v);
+  p.out = out.mutable_data_ptr();
+  p.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
+  p.k_mean = k_mean ? k_mean->mutable_data_ptr<float>() : nullptr;
+  copy_strides(p.out_strides, out);
+  p.batches = q.size(0);
+  p.q_heads = q.size(1);
+  p.kv_heads = k.size(1);
+  p.q_length = q.size(2);
+  p.kv_length = k.size(2);
+  p.head_dim = q.size(3);
+  p.value_dim = v.size(3);
+  p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
+  p.score_scale = softmax_scale * 1.4426950408889634;
+  p.out_type = out_type(out.scalar_type());
+  p.inverse_length = 1.0 / k.size(2);
+  p.half = q.scalar_type() == at::kHalf;
+  p.splits = splits;
+  check(fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device())));
 }
 
 // A process may load several libraries of kernels, each of other instances: an operator of the same name, each in a namespace of its own.
@@ -121,6 +152,10 @@ const torch::Library& library() {
       " Tensor k, Tensor k_scale, int k_group, Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset,"
       " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
+  m.def(
+      "forward_from_half(int instance, int ctas, int splits, Tensor q, Tensor k, Tensor v, float softmax_scale, int causal_offset, Tensor(a!) out,"
+      " Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
+  m.impl("forward_from_half", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_half)));
   return m;
 }
 [[maybe_unused]] const torch::Library& registered = library();

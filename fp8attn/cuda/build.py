@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ..device import ARCHITECTURES
-from . import portable, render
+from . import portable, render, short
 from .configs import INSTANCES, INT8_INSTANCES
 from .render import Config
 
@@ -60,10 +60,12 @@ class Library:
 
     Attributes:
         forward: the operator that launches an instance by its number.
+        forward_from_half: likewise, of the instances that quantize.
         instances: what it was compiled with; an instance's number is its place.
     """
 
     forward: Callable[..., None]
+    forward_from_half: Callable[..., None]
     instances: tuple[Config, ...]
 
     @functools.cached_property
@@ -264,7 +266,7 @@ def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None
 
 def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     """What GPUs of an architecture load, library by library."""
-    hopper: tuple[tuple[Config, ...], ...] = (INSTANCES, INT8_INSTANCES) if arch // 10 == 9 else ()
+    hopper: tuple[tuple[Config, ...], ...] = (INSTANCES, INT8_INSTANCES, short.INSTANCES) if arch // 10 == 9 else ()
     return (*hopper, *(portable.group(dim, ARCHITECTURES[arch], int8) for dim in portable.DIMS for int8 in (False, True)))
 
 
@@ -347,7 +349,7 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
             _failures[key] = str(error)
             raise
         operators = getattr(torch.ops, render.namespace(*key))
-        _libraries[key] = Library(operators.forward.default, key[0])
+        _libraries[key] = Library(operators.forward.default, operators.forward_from_half.default, key[0])
         for config in key[0]:
             _having.setdefault((config, arch), _libraries[key])
     return _libraries[key]

@@ -15,6 +15,13 @@ struct HopperConfig {
   bool int8;      // Q and K are int8, not e4m3
 };
 
+struct ShortConfig {
+  int head_dim;   // of Q, K and V: 64 or 128
+  int cluster;    // CTAs that share keys and values
+  int consumers;  // warpgroups of a CTA; a cluster has one for every 16 channels of K and of V
+  int exact;      // as above
+};
+
 // Where e4m3 becomes half: in shared memory, once for a CTA; in registers, on the way to the tensor core; nowhere.
 enum class Operands : int { shared, registers, native };
 

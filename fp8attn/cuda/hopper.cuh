@@ -14,7 +14,7 @@
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
-#include "ptx/wgmma.h"
+#include "tile/attend.h"
 #include "tile/facts.h"
 #include "tile/mask.h"
 #include "tile/poison.h"
@@ -24,7 +24,6 @@
 
 namespace fp8attn {
 
-constexpr int ONES = 8;  // channels of ones behind V's
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int TILES = 4;
 
@@ -116,40 +115,6 @@ __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStor
   ptx::wgmma_commit();
 }
 
-// Issues P * V into a fresh accumulator, for the channels from `channel` on.
-template <int CHANNELS>
-__device__ void start_values(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], const uint8_t* v, int channel) {
-  const uint64_t operand = ptx::wgmma_descriptor<KEYS>(ptx::shared_address(v + channel * KEYS));
-  ptx::wgmma_fence();
-  ptx::Wgmma<CHANNELS>::template run<false>(fresh, p[0], operand);
-#pragma unroll
-  for (int step = 1; step < KEYS / 32; ++step) ptx::Wgmma<CHANNELS>::template run<true>(fresh, p[step], operand + 2 * step);
-  ptx::wgmma_commit();
-}
-
-// The running float32 output of a thread's two rows. Two-level accumulation: what the tensor core adds up of one key block comes in
-// by the multiply-add that rescales.
-template <int N>
-__device__ void promote(float (&o)[N], const float (&alpha)[2], const float (&fresh)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], fresh[i]);
-}
-
-// A warpgroup's share of a tile.
-struct Share {
-  const Tile& tile;  // in shared memory and read there again: registers are scarce between
-  int consumer;
-  int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole
-
-  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number) : tile(its_tile), consumer(number) {
-    const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
-    seen = visible.blocks(row + ROWS - 1);
-    whole = p.mask != nullptr ? 0 : visible.end(row) / KEYS;
-  }
-
-  __device__ int first_row() const { return tile.first_row + consumer * ROWS; }
-};
-
 // Sums of P become NaN in rows that see an int8 key of block n that isn't finite. Without masks these are the rows that see the first such key.
 template <bool PARTS, int M, int FIRST, int SECOND>
 __device__ void poison_sums(const Params& p, const Share& share, int n, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
@@ -175,13 +140,7 @@ __device__ void store_tile(const Params& p, const Share& share, const float (&m)
   const StagedOutput<Facts, BOXES> output(p, share.tile, share.first_row(), facts, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  if (p.lse == nullptr || f.column != 0) return;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = share.first_row() + f.row + 8 * r;
-    if (row < p.q_length)
-      p.lse[(int64_t(share.tile.batch) * p.q_heads + share.tile.head) * p.q_length + row] = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
-  }
+  store_lse(p, share, m, l, f);
 }
 
 // One warpgroup: attention of 64 queries of every tile. Scores of a block are in the making when the loop comes to it.

@@ -48,6 +48,13 @@ struct Params {
   int key_splits;   // CTAs that share a tile, each with a range of its keys; of the portable kernel
   float* parts;     // (key_splits, B, Hq, Sq, Dv), contiguous: their outputs; or null
   float* part_lse;  // (key_splits, B, Hq, Sq), contiguous; or null
+
+  // Of instances that quantize. Their q, k and v are bfloat16 or half, v (B, Hkv, Sk, Dv).
+  int64_t v_strides[3];
+  float* k_mean;         // (B, Hkv, D), contiguous, which they write; or null
+  float inverse_length;  // 1 / Sk
+  bool half;             // or bfloat16
+  int splits;            // clusters that share the queries of a key/value head
 };
 
 }  // namespace fp8attn

@@ -9,8 +9,9 @@ from typing import Any
 
 from .configs import KEYS, ONES, HopperConfig
 from .portable import PortableConfig
+from .short import ShortConfig
 
-Config = HopperConfig | PortableConfig
+Config = HopperConfig | PortableConfig | ShortConfig
 
 WRAPPER = """
 template <>
@@ -94,6 +95,14 @@ cudaError_t launch_{name}(const Params& p, int ctas, cudaStream_t stream) {{ ret
 """
 
 
+KINDS = {
+    HopperConfig: ("hopper.cuh", "SharedStorage"),
+    PortableConfig: ("portable.cuh", "PortableStorage"),
+    ShortConfig: ("short.cuh", "ShortStorage"),
+}
+"""Where kernels are, and what they have in shared memory."""
+
+
 def literal(value: bool | int | str) -> str:
     """A field's value in C++."""
     return f"Operands::{value}" if isinstance(value, str) else str(value).lower()
@@ -101,11 +110,11 @@ def literal(value: bool | int | str) -> str:
 
 def instance(config: Config) -> str:
     """The translation unit of one instance."""
-    portable = isinstance(config, PortableConfig)
+    header, storage = KINDS[type(config)]
     return INSTANCE.format(
-        header="portable.cuh" if portable else "hopper.cuh",
+        header=header,
         kind=type(config).__name__,
-        storage="PortableStorage" if portable else "SharedStorage",
+        storage=storage,
         name=config.name,
         fields=", ".join(literal(x) for x in astuple(config)),
         shared_bytes=config.shared_bytes,
@@ -147,7 +156,9 @@ def widths(configs: Sequence[Config]) -> list[int]:
     """Widths of the wgmma accumulators that instances use."""
     found: set[int] = set()
     for c in configs:
-        if isinstance(c, HopperConfig):
+        if isinstance(c, ShortConfig):
+            found |= {KEYS, c.head_dim + ONES}
+        elif isinstance(c, HopperConfig):
             found |= {KEYS, c.value_dim + ONES} if c.value_dim <= 128 else {KEYS, 128, c.value_dim - 128 + ONES}
     return sorted(found)
 

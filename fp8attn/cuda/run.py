@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ..call import Call, empty_lse, empty_output
+from ..call import Call, empty_key_mean, empty_lse, empty_output
 from ..device import Device
+from ..reference import Causal, causal_offset
 from ..schedule import heads_side_by_side
-from . import build, configs, portable
+from . import build, configs, portable, short
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
-from .render import Config
+
+Config = HopperConfig | PortableConfig
 
 
 def plan(call: Call, device: Device, first: bool = False) -> Config | str:
@@ -101,3 +103,30 @@ def _launch(
         call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
         parts, part_lse,
     )  # fmt: skip
+
+
+def forward_from_half(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantization with the default recipe and attention in one launch; `short.why_not` has said that it takes the call.
+
+    Args:
+        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
+
+    Returns:
+        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, and k's mean (B, Hkv, D), empty if not asked for.
+
+    Raises:
+        BuildError: the kernels can't be compiled here.
+    """
+    config = short.choose(q)
+    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
+    k_mean = empty_key_mean(k, return_lse)
+    splits = short.splits(config, q, k)
+    clusters = k.shape[0] * k.shape[1] * splits
+    library = build.load_with(config, short.INSTANCES, device.arch)
+    library.forward_from_half(
+        library.number(config), clusters * config.cluster, splits, q, k, v, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]),
+        out, lse if return_lse else None, k_mean if return_lse else None,
+    )  # fmt: skip
+    return out, lse, k_mean

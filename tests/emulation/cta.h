@@ -115,13 +115,26 @@ inline int atomicAdd(int* to, int x) {
 }
 
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
   memcpy(&bits, &x, 4);
   return bits;
 }
+
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline int __float_as_int(float x) { return __float_as_uint(x); }
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+
+inline unsigned __vcmpeq2(unsigned a, unsigned b) { return ((a ^ b) & 0xFFFF ? 0 : 0xFFFF) | ((a ^ b) >> 16 ? 0 : 0xFFFF0000); }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
   const uint64_t bytes = uint64_t(b) << 32 | a;

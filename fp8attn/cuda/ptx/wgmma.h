@@ -48,4 +48,10 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return swizzle << 62 | group << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// A K-major operand in columns of 16 bytes, their rows one after another, the columns `pitch` bytes apart.
+__device__ inline uint64_t wgmma_descriptor_of_columns(uint32_t address, int pitch) {
+  constexpr uint64_t group = 8 * 16 / 16;
+  return group << 32 | uint64_t(pitch / 16) << 16 | (address & 0x3FFFF) >> 4;
+}
+
 }  // namespace fp8attn::ptx

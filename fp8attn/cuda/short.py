@@ -1,0 +1,123 @@
+"""The Hopper kernel of short sequences: quantization with the default recipe and attention in one launch. Its configs, and which calls it takes."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import torch
+
+from ..call import why_not_tma
+from ..device import Device
+from .configs import KEYS, ONES, ROWS
+
+LONGEST = 512
+"""Keys that it takes: all of a head's lie in a CTA's shared memory."""
+
+SLICE = 16
+"""Channels of K or V that a warpgroup quantizes."""
+
+LANES = 32
+"""Running sums of a mean."""
+
+BLOCKS = LONGEST // KEYS
+
+
+@dataclass(frozen=True)
+class ShortConfig:
+    """One instance; the fields of C++'s ShortConfig, in order.
+
+    Attributes:
+        head_dim: of Q, K and V.
+        cluster: CTAs that share a head's keys and values.
+        consumers: warpgroups of a CTA, of 64 query rows each; a cluster has one for every SLICE channels of K and of V.
+        exact: of every four groups of 16 keys, those whose exponentials are exact: HopperConfig's.
+    """
+
+    head_dim: int
+    cluster: int
+    consumers: int
+    exact: int
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 128 * self.consumers
+
+    @property
+    def cluster_tiles(self) -> int:
+        """Tiles of ROWS queries that a cluster takes."""
+        return self.cluster * self.consumers
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(ShortStorage)."""
+        slices = self.head_dim // SLICE
+        kv = LONGEST * (2 * self.head_dim + ONES)
+        q = self.consumers * ROWS * self.head_dim
+        values = 4 * (2 * SLICE + LONGEST // LANES)
+        desks = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 * BLOCKS + 8 * ROWS)
+        facts = 8 * self.head_dim + slices * (4 * LONGEST // LANES + 4 * BLOCKS)
+        return -(-(kv + q + desks + facts + 8 * (1 + 2 * BLOCKS)) // 1024) * 1024
+
+    @property
+    def name(self) -> str:
+        return "short_" + "_".join(str(x) for x in astuple(self))
+
+
+INSTANCES = (ShortConfig(64, 4, 2, 1),)
+"""What is compiled."""
+
+CLUSTERED = 0.92
+"""Of a GPU's SMs, those that clusters of four find: 30 clusters at a time on an H100 of 132 SMs, as cudaOccupancyMaxActiveClusters says."""
+
+
+def misfit(config: ShortConfig, device: Device) -> str | None:
+    """Why a config can't run on a device, or None if it can."""
+    if device.emulated or device.arch // 10 != 9:
+        return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
+    if config.shared_bytes > device.shared_memory:
+        return f"it takes {config.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
+    return None
+
+
+def splits(config: ShortConfig, q: torch.Tensor, k: torch.Tensor) -> int:
+    """Clusters for a head of K and V, each of which quantizes it: as many as leave no warpgroup a second tile of queries."""
+    tiles = q.shape[1] // k.shape[1] * -(-q.shape[2] // ROWS)
+    return -(-tiles // config.cluster_tiles)
+
+
+def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a call of plain tensors may be one launch, by what torch.compile knows of them."""
+    known = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    return known and any(q.shape[3] == v.shape[3] == c.head_dim for c in INSTANCES) and k.shape[2] <= LONGEST
+
+
+def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
+    """Why a call of plain tensors isn't done in one launch, or None if it is."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"query, key and value are {q.dtype}, {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
+    config = next((c for c in INSTANCES if q.shape[3] == v.shape[3] == c.head_dim), None)
+    if config is None:
+        return f"head dims are {q.shape[3]} and {v.shape[3]}; it takes {' or '.join(str(c.head_dim) for c in INSTANCES)}"
+    if not 0 < k.shape[2] <= LONGEST:
+        return f"there are {k.shape[2]} keys; it takes 1 to {LONGEST}"
+    if 0 in q.shape:
+        return f"query has shape {tuple(q.shape)}"
+    if not softmax_scale > 0:
+        return f"scale is {softmax_scale}; it takes positive ones"
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        reason = why_not_tma(x, name)
+        if reason is not None:
+            return reason
+    reason = misfit(config, device)
+    if reason is not None:
+        return reason
+    wanted, room = k.shape[0] * k.shape[1] * splits(config, q, k), int(device.sm_count * CLUSTERED) // config.cluster
+    if wanted > room:
+        return f"it would take {wanted} clusters of {config.cluster} CTAs; {room} run at a time"
+    return None
+
+
+def choose(q: torch.Tensor) -> ShortConfig:
+    """The instance of a call, `why_not` having said that there is one."""
+    return next(c for c in INSTANCES if c.head_dim == q.shape[3])

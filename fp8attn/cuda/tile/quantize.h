@@ -1,0 +1,253 @@
+// fp8attn/quantize.py for bfloat16 and half in registers: the same bytes and scales for the default recipe, of up to STRIP tokens.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../ptx/convert.h"
+#include "mask.h"
+#include "softmax.h"
+
+namespace fp8attn {
+
+constexpr int LANES = 32;  // running sums of a mean: the part of a lane are the tokens congruent to it
+constexpr int STRIP = 512;
+constexpr int STEPS = STRIP / LANES;
+constexpr int SLICE = 16;  // channels of K or V that a warpgroup quantizes
+constexpr int QUADS = SLICE / 4;
+constexpr float SMALLEST_SCALE = 0x1p-126f;
+constexpr float LARGEST_MEAN = 0x1p100f;
+constexpr float MEAN_STEP = 0x1p-5f;
+constexpr float MEAN_STEPS = 4.0f;
+constexpr float ROUNDER = 0x1.8p23f;
+constexpr uint32_t NAN_CODES = 0x7F7F7F7F;
+
+__device__ inline bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
+__device__ inline float scale_of(float largest) { return largest > 0.0f ? fmaxf(__fdiv_rn(largest, E4M3_MAX), SMALLEST_SCALE) : 1.0f; }
+
+__device__ inline float removable(float mean) { return fabsf(mean) < LARGEST_MEAN ? mean : 0.0f; }
+
+// No product is fused into a sum: it is rounded where the definition rounds it.
+__device__ inline float coarse(float mean, float low, float high) {
+  const float largest = fmaxf(fmaxf(high, -low), 0.0f);
+  const float step = __int_as_float(__float_as_int(largest) & 0x7F800000) * MEAN_STEP;
+  const float far = __fmul_rn(step, ROUNDER);
+  if (low == high) return low + 0.0f;
+  return fabsf(mean) < step * MEAN_STEPS ? 0.0f : __fsub_rn(__fadd_rn(mean, far), far);
+}
+
+// Two numbers of 16 bits in a word.
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+  static constexpr uint32_t infinities = 0x7F807F80;
+
+  __device__ static float2 floats(uint32_t word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)}; }
+};
+
+template <>
+struct Pair<__half> {
+  using type = __half2;
+  static constexpr uint32_t infinities = 0x7C007C00;
+
+  __device__ static float2 floats(uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
+};
+
+// The bits of those that aren't finite.
+template <typename T>
+__device__ uint32_t not_finite(uint32_t word) {
+  return __vcmpeq2(word & Pair<T>::infinities, Pair<T>::infinities);
+}
+
+template <typename T>
+__device__ uint32_t least(uint32_t a, uint32_t b) {
+  using Two = typename Pair<T>::type;
+  const Two x = __hmin2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(x);
+}
+
+template <typename T>
+__device__ uint32_t most(uint32_t a, uint32_t b) {
+  using Two = typename Pair<T>::type;
+  const Two x = __hmax2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(x);
+}
+
+// Statistics of the tokens of every lane, on their way to those of the slice.
+template <typename T>
+struct LaneStatistics {
+  float4 sum[LANES][QUADS];
+  struct {
+    T low[4], high[4];
+  } extremes[LANES][QUADS];
+};
+
+// Of the channel of a thread's, which it shares with seven others.
+struct Statistics {
+  float sum, low = INFINITE, high = -INFINITE;
+
+  __device__ static int channel() { return threadIdx.x % 128 / 8; }
+
+  // The order of quantize.lane_sum.
+  template <bool EXTREMES, typename T>
+  __device__ static Statistics of(const LaneStatistics<T>& lanes) {
+    const int first = threadIdx.x % 8, quad = channel() / 4, c = channel() % 4;
+    const auto sum_of = [&](int lane) { return reinterpret_cast<const float*>(&lanes.sum[lane][quad])[c]; };
+    Statistics found = {(sum_of(first) + sum_of(first + 16)) + (sum_of(first + 8) + sum_of(first + 24))};
+#pragma unroll
+    for (int i = 4; i > 0; i /= 2) found.sum += __shfl_xor_sync(~0u, found.sum, i);
+    if constexpr (EXTREMES) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto& of_lane = lanes.extremes[first + 8 * i][quad];
+        found.low = fminf(found.low, float(of_lane.low[c])), found.high = fmaxf(found.high, float(of_lane.high[c]));
+      }
+#pragma unroll
+      for (int i = 4; i > 0; i /= 2) {
+        found.low = fminf(found.low, __shfl_xor_sync(~0u, found.low, i));
+        found.high = fmaxf(found.high, __shfl_xor_sync(~0u, found.high, i));
+      }
+    }
+    return found;
+  }
+};
+
+// Of a slice a thread has one of the quads of channels, and a lane's tokens.
+template <typename T>
+struct Slice {
+  const T* first;  // of the lane's tokens
+  int64_t step;    // to the next
+  int count;       // those that exist
+  int lane, quad;
+  uint2 raw[STEPS];
+  uint32_t spoiled = 0;  // a bit for each of the tokens that has something else than finite numbers
+
+  __device__ Slice(const T* slice, int64_t stride, int length, int its_lane)
+      : first(slice + its_lane * stride + threadIdx.x % 4 * 4), step(LANES * stride), count((length - its_lane + LANES - 1) / LANES), lane(its_lane), quad(threadIdx.x % 4) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) raw[i] = i < count ? *reinterpret_cast<const uint2*>(first + i * step) : uint2{};
+  }
+
+  __device__ void numbers(float (&x)[4], int i) const {
+    const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y);
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+  }
+
+  // Of what is finite. What isn't becomes NaN, or of V, whose tokens' keys become NaN instead, zero.
+  template <bool VALUES>
+  __device__ void statistics(LaneStatistics<T>& lanes) {
+    constexpr uint32_t above = Pair<T>::infinities, below = above | 0x80008000;
+    float sum[4] = {};
+    uint2 low = {above, above}, high = {below, below};
+    const auto add = [&](uint2 word, uint2 without) {
+      const float2 a = Pair<T>::floats(word.x & ~without.x), b = Pair<T>::floats(word.y & ~without.y);
+      sum[0] += a.x, sum[1] += a.y, sum[2] += b.x, sum[3] += b.y;
+      if constexpr (VALUES) {
+        low = {least<T>(low.x, word.x & ~without.x | above & without.x), least<T>(low.y, word.y & ~without.y | above & without.y)};
+        high = {most<T>(high.x, word.x & ~without.x | below & without.x), most<T>(high.y, word.y & ~without.y | below & without.y)};
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i)
+      if (i < count) add(raw[i], uint2{});
+    if (!is_finite(fmaf(sum[0], 0.0f, sum[1] * 0.0f) + fmaf(sum[2], 0.0f, sum[3] * 0.0f))) {  // or it overflowed
+      sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+      low = {above, above}, high = {below, below};
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const uint2 word = *reinterpret_cast<const uint2*>(first + i * step);
+        const uint2 bad = {not_finite<T>(word.x), not_finite<T>(word.y)};
+        if (bad.x | bad.y) spoiled |= 1u << i;
+        add(word, bad);
+      }
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        if (spoiled >> i & 1) {
+          const uint2 bad = {not_finite<T>(raw[i].x), not_finite<T>(raw[i].y)};
+          raw[i] = VALUES ? uint2{raw[i].x & ~bad.x, raw[i].y & ~bad.y} : uint2{raw[i].x | bad.x, raw[i].y | bad.y};
+        }
+      }
+    }
+    lanes.sum[lane][quad] = {sum[0], sum[1], sum[2], sum[3]};
+    if constexpr (VALUES) {
+      uint2* extremes = reinterpret_cast<uint2*>(&lanes.extremes[lane][quad]);
+      extremes[0] = low, extremes[1] = high;
+    }
+  }
+
+  // Largest finite magnitude of x - mean in each block of tokens.
+  __device__ void largest(float (&found)[STRIP / KEYS], float4 mean) const {
+#pragma unroll
+    for (int n = 0; n < STRIP / KEYS; ++n) {
+      found[n] = 0.0f;
+#pragma unroll
+      for (int i = n * KEYS / LANES; i < (n + 1) * KEYS / LANES; ++i) {
+        if (i >= count) continue;
+        float x[4];
+        numbers(x, i);
+        found[n] = fmaxf(found[n], fmaxf(fmaxf(fabsf(x[0] - mean.x), fabsf(x[1] - mean.y)), fmaxf(fabsf(x[2] - mean.z), fabsf(x[3] - mean.w))));
+      }
+    }
+  }
+
+  // Of the i-th token.
+  __device__ uint32_t codes(int i, float4 mean, float4 inverse) const {
+    float x[4];
+    numbers(x, i);
+    return ptx::e4m3x4((x[0] - mean.x) * inverse.x, (x[1] - mean.y) * inverse.y, (x[2] - mean.z) * inverse.z, (x[3] - mean.w) * inverse.w);
+  }
+};
+
+// ROWS rows of Q, which a warpgroup quantizes, every row with a scale of its own. A thread has eight channels of some of them.
+template <typename T, int DIM>
+struct Queries {
+  static constexpr int team = DIM / 8;          // threads of a row
+  static constexpr int at_once = 128 / team;    // rows
+  static constexpr int rounds = ROWS / at_once;
+
+  int row, column;
+  uint4 raw[rounds];
+
+  __device__ void load(const T* q, int64_t stride, int rows) {
+    row = threadIdx.x % 128 / team, column = threadIdx.x % team * 8;
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+      const int at = row + i * at_once;
+      raw[i] = at < rows ? *reinterpret_cast<const uint4*>(q + at * stride + column) : uint4{};
+    }
+  }
+
+  // store(row, column, codes of eight channels); scales go to `scale`.
+  template <typename Store>
+  __device__ void quantize(float (&scale)[ROWS], Store&& store) const {
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+      const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+      float x[8], probe = 0.0f, largest = 0.0f;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 two = Pair<T>::floats(words[c]);
+        x[2 * c] = two.x, x[2 * c + 1] = two.y;
+        probe = fmaf(two.x, 0.0f, fmaf(two.y, 0.0f, probe));
+      }
+      if (!is_finite(probe)) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) x[c] = is_finite(x[c]) ? x[c] : __int_as_float(0x7FFFFFFF);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(x[c]));
+#pragma unroll
+      for (int lane = team / 2; lane > 0; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
+      const float restores = scale_of(largest), inverse = __fdiv_rn(1.0f, restores);
+      const int at = row + i * at_once;
+      if (column == 0) scale[at] = restores;
+      store(at, column, uint2{ptx::e4m3x4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse), ptx::e4m3x4(x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse)});
+    }
+  }
+};
+
+}  // namespace fp8attn
