@@ -52,7 +52,7 @@ def instances(call: Call, device: Device) -> list[cuda.Config]:
     return found
 
 
-def loaded(device: torch.device) -> dict[str, tuple[Call, list[Config]]]:
+def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda.Config]]]:
     """A problem of each shape class with all instances that run it, compiled and loaded."""
     properties = device_of(device)
     calls = {shape: problem(shape, device) for shape in SHAPES}
