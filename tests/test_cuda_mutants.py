@@ -69,7 +69,7 @@ RUNG_MUTANTS = {
         "halves_of_e4m3(codes.y, first.y, second.y)",
         "halves_of_e4m3(codes.y, second.y, first.y)",
     ),
-    "scale of another block": (FUSED, "tile/fused.h", "(start + first_key) / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
+    "scale of another block": (FUSED, "tile/fused.h", "key / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
     "scale of another row": (FUSED, "tile/fused.h", "shared.facts.row_scale[f.row + 8 * r]", "shared.facts.row_scale[f.row]"),
     "missing rescale": (FUSED, "tile/online_softmax.h", "l[r] *= alpha[r];", ""),
     "stale maximum": (FUSED, "tile/online_softmax.h", "m[r] = m_new;\n      l[r]", "if (m[r] == -INFINITE) m[r] = m_new;\n      l[r]"),
