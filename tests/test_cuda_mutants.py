@@ -110,7 +110,7 @@ SHORT_MUTANTS = {
     "mean not added back": (SHORT, "short.cuh", "desk.facts.mean[c] = desk.shift[c] = mean;", "desk.facts.mean[c] = 0, desk.shift[c] = mean;"),
     "a NaN unseen": (SHORT, "short.cuh", "hidden >> i & 1 ? NAN_CODES : codes", "codes"),
     "tokens that don't exist": (SHORT, "tile/quantize.h", "if (i >= count) continue;", ""),
-    "scale of another row": (SHORT, "tile/quantize.h", "if (column == 0) scale[at] = restores;", "if (column == 0) scale[row] = restores;"),
+    "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = restores;", "scale[row(0)] = restores;"),
 }
 """Of the kernel that quantizes, likewise."""
 
