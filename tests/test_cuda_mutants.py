@@ -142,9 +142,11 @@ def mutated(name: str | None, folder: Path) -> Path:
     return sources
 
 
-def check(sources: str, rung: str | None) -> None:
-    """In a process of its own: the parity test of a rung, or of the Hopper kernel, on kernels compiled from `sources`."""
+def check(sources: str, cache: str, rung: str | None) -> None:
+    """In a process of its own: the parity test of a rung, or of the Hopper kernel, on kernels compiled from `sources` into a cache of their own."""
+    build.load_binding()  # no mutant's: everybody's
     build.SOURCES = Path(sources)
+    os.environ["FP8ATTN_CACHE"] = cache
     if rung == SHORT:
         return check_short()
     config = {None: INSTANCES[0], INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
@@ -191,8 +193,8 @@ def check_short() -> None:
 
 
 def run_check(sources: Path, cache: Path, rung: str | None) -> str:
-    environment = os.environ | {"FP8ATTN_CACHE": str(cache), "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
-    program = f"import test_cuda_mutants; test_cuda_mutants.check({str(sources)!r}, {rung!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+    program = f"import test_cuda_mutants; test_cuda_mutants.check({str(sources)!r}, {str(cache)!r}, {rung!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -75,18 +75,11 @@ def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: 
     operands = quantized(q_shape, kv_shape, recipe)
     call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, return_lse=True, enable_gqa=q_shape[1] != kv_shape[1], **options)
     if moved:
-        call = dataclasses.replace(call, q=elsewhere(call.q, moved), k=elsewhere(call.k, moved))
+        call = dataclasses.replace(call, q=emulation.elsewhere(call.q, moved), k=emulation.elsewhere(call.k, moved))
     out, lse = emulated(call, config, key_splits)
     expected, expected_lse = oracle(operands, call, config, key_splits or shared_by(call, config, H100))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
-
-
-def elsewhere(x: torch.Tensor, distance: int) -> torch.Tensor:
-    """The same elements where no copy of 16 bytes can follow."""
-    buffer = torch.full((*x.shape[:3], x.shape[3] + 5), 0x55, dtype=torch.uint8)
-    buffer[..., distance : distance + x.shape[3]].copy_(x.view(torch.uint8))
-    return buffer[..., distance : distance + x.shape[3]].view(x.dtype)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
