@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 import fp8attn
+from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
@@ -17,7 +18,7 @@ from fp8attn.cuda import run as cuda
 from fp8attn.device import Device, device_of
 
 from . import ladder
-from .cases import Case
+from .cases import Case, Tensors
 from .peers import Problem
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
@@ -28,24 +29,31 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "mask": ((1, 2, 40, 64), (1, 2, 200, 64), dict(attn_mask=(1, 2, 40, 200))),
     "one row": ((2, 8, 1, 128), (2, 2, 1100, 128), dict(is_causal=True, causal_alignment="bottom_right")),
     "nothing visible": ((1, 1, 200, 64), (1, 1, 20, 64), dict(is_causal=True, causal_alignment="bottom_right")),
+    "int8, shared": ((2, 4, 3, 64), (2, 2, 1100, 64), dict(recipe=Recipe(qk="int8"))),
+    "int8, causal": ((1, 2, 200, 128), (1, 2, 300, 128), dict(recipe=Recipe(qk="int8"), is_causal=True)),
 }
 """A problem of every shape class: q's and k's shape, and options; a mask is drawn."""
 
 
-def problem(shape: str, device: torch.device) -> Call:
-    """A quantized problem of a shape class, N(0, 1)."""
+def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
+    """q, k and v of a shape class, bfloat16, N(0, 1); and options."""
     q_shape, kv_shape, given = SHAPES[shape]
     generator = torch.Generator().manual_seed(6)
-    q, k, v = (torch.randn(size, generator=generator).to(device) for size in (q_shape, kv_shape, kv_shape))
+    q, k, v = (torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in (q_shape, kv_shape, kv_shape))
     options = dict(given, enable_gqa=q_shape[1] != kv_shape[1], return_lse=True)
     if "attn_mask" in given:
         options["attn_mask"] = (torch.rand(given["attn_mask"], generator=generator) > 0.3).to(device)
-    return call_of(*fp8attn.quantize(q, k, v), **options)
+    return (q, k, v), options
+
+
+def quantized(tensors: Tensors, options: dict) -> Call:
+    """A problem's call."""
+    return call_of(*fp8attn.quantize(*tensors, recipe=options.get("recipe", Recipe())), **options)
 
 
 def instances(call: Call, device: Device) -> list[cuda.Config]:
     """Those of the shipped that run a call, and the rungs of its head dim."""
-    portables = (*portable.group(portable.padded_dim(call), device), *ladder.rungs(128 if call.head_dim > 64 else 64).values())
+    portables = (*portable.group(portable.padded_dim(call), device, call.int8), *ladder.rungs(128 if call.head_dim > 64 else 64).values())
     found: list[cuda.Config] = [c for c in dict.fromkeys(portables) if portable.fits(c, device) and portable.takes(c, call)]
     if configs.why_not(call, device) is None:
         found += configs.serving(call)
@@ -53,19 +61,23 @@ def instances(call: Call, device: Device) -> list[cuda.Config]:
 
 
 def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda.Config]]]:
-    """A problem of each shape class with all instances that run it, compiled and loaded."""
+    """A problem of each shape class with all instances that run it, compiled and loaded: rungs together, what ships as it ships."""
     properties = device_of(device)
-    calls = {shape: problem(shape, device) for shape in SHAPES}
+    calls = {shape: quantized(*problem(shape, device)) for shape in SHAPES}
     found = {shape: (call, instances(call, properties)) for shape, call in calls.items()}
-    build.load(tuple(dict.fromkeys(c for _, several in found.values() for c in several)), properties.arch)
+    build.load(ladder.configs(properties), properties.arch)
+    for config in dict.fromkeys(config for _, several in found.values() for config in several):
+        cuda.library_of(config, properties)
     return found
 
 
 def every_shape(device: torch.device) -> None:
-    """Each shape class by all instances that run it."""
+    """Each shape class by all instances that run it, and from bfloat16, by those that quantize what they attend to."""
     for shape, (call, several) in loaded(device).items():
         for config in several:
             cuda.forward(call, device_of(device), config)
+        tensors, options = problem(shape, device)
+        fp8attn.cuda_sdpa(*tensors, **options)
         torch.cuda.synchronize()
         print(f"{shape}: {len(several)} instances", flush=True)
 

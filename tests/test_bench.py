@@ -311,7 +311,7 @@ def test_a_sanitizer_that_did_not_finish_is_not_clean(code: int, output: str, fi
 
 @pytest.mark.parametrize("shape", launched.SHAPES)
 def test_sanitizers_see_every_kind_of_instance(shape: str) -> None:
-    found = launched.instances(launched.problem(shape, torch.device("cpu")), ARCHITECTURES[90])
+    found = launched.instances(launched.quantized(*launched.problem(shape, torch.device("cpu"))), ARCHITECTURES[90])
     assert {type(c) for c in found} >= {configs.HopperConfig, portable.PortableConfig}
 
 
