@@ -7,6 +7,7 @@ because an operator can't return None.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ from .triton import quantize as fused
 from .triton import run
 from .triton.tile import INTERPRETING
 from .validate import BackendUnavailable
+
+_recipe = functools.cache(Recipe)
 
 library = torch.library.Library("fp8attn", "DEF")
 library_ops = torch.ops.fp8attn
@@ -78,7 +81,7 @@ def _quantize(
     rotate: bool,
     qk: ProductType,
 ) -> tuple[torch.Tensor, ...]:
-    recipe = Recipe(q=q_granularity, k=k_granularity, v=v_granularity, smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate, qk=qk)
+    recipe = _recipe(q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate, qk)
     like = k if q is None else q
     assert like is not None
     results = quantized(q, k, v, recipe)

@@ -1,8 +1,8 @@
 """Fused quantization: q and k are read once, v twice, and all are written as bytes, v transposed and key-permuted.
 
 Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of strips of v, makes k's mean and
-quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
-or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one.
+quantizes q, `finish_kernel` makes v's means and scales, unless strips are few, `write_kernel` quantizes k and v. Only if a scale covers
+a head of k or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one.
 
 Kernels are programmatic dependents of what runs before them, and let what comes after them start at once: it waits where it begins
 to touch memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
@@ -10,6 +10,7 @@ to touch memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,16 @@ NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
 MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 
 
+# Triton's own cdiv and next_power_of_2 take 3 µs each on the host, because kernels may call them, too
+def power_of_2(dim: int) -> int:
+    """The least that is 16 and `dim` or more."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class Traits:
     """All that the kernel knows at compile time: its one constexpr argument.
@@ -78,9 +89,9 @@ class Traits:
         """Of Q's scales: what rotating divided by."""
         return float(max(self.part, 1))
 
-    @property
+    @functools.cached_property
     def widths(self) -> tuple[int, int, int]:
-        q, k, v = (max(16, triton.next_power_of_2(dim)) for dim in (self.q_dim, self.k_dim, self.v_dim))
+        q, k, v = (power_of_2(dim) for dim in (self.q_dim, self.k_dim, self.v_dim))
         return q, k, v
 
 
@@ -615,6 +626,23 @@ def import_values_kernel(v, v_strides, v_data, hidden, heads, length, padded, DI
 
 WARPS = 8
 
+GIVEN = ("tensor", "head")
+"""Granularities whose scales are made before rows are written."""
+
+
+@functools.lru_cache(1024)
+def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, few_strips: bool, device: Device) -> Traits:
+    """Of a call; dims are 0 of what isn't there."""
+    there = k_dim > 0
+    return Traits(
+        q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
+        smooth_k=recipe.smooth_k and there, smooth_v=recipe.smooth_v and there,
+        part=rotation.part_of(k_dim or q_dim) if recipe.rotate else 0, int8=recipe.qk == "int8",
+        k_extremes=recipe.k in GIVEN and there, folded=few_strips and recipe.v == "channel" and recipe.k not in GIVEN,
+        native=device.has_fp8_units and not device.emulated,
+        dependent=device.arch >= 90 and not device.emulated,
+    )  # fmt: skip
+
 
 def quantize(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, *, warmup: bool = False
@@ -632,20 +660,12 @@ def quantize(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return like.new_empty(shape, dtype=dtype)
 
-    given = ("tensor", "head")
     batch, kv_heads, kv_length, k_dim = (like.shape[0], 1, 0, 0) if k is None else k.shape
     v_dim = 0 if v is None else v.shape[3]
     _, q_heads, q_length, q_dim = (0, 1, 0, 0) if q is None else q.shape
-    strips = triton.cdiv(kv_length, definition.STRIP)
+    strips = ceil_div(kv_length, definition.STRIP)
     pairs = batch * kv_heads if k is not None else 0
-    traits = Traits(
-        q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
-        smooth_k=recipe.smooth_k and k is not None, smooth_v=recipe.smooth_v and v is not None,
-        part=rotation.part_of(k_dim or q_dim) if recipe.rotate else 0, int8=recipe.qk == "int8",
-        k_extremes=recipe.k in given and k is not None, folded=strips <= FOLDED and recipe.v == "channel" and recipe.k not in given,
-        native=device.has_fp8_units and not device.emulated,
-        dependent=device.arch >= 90 and not device.emulated,
-    )  # fmt: skip
+    traits = traits_of(q_dim, k_dim, v_dim, recipe, strips <= FOLDED, device)
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
     if traits.int8:
@@ -659,18 +679,18 @@ def quantize(
     q_items = 0
     if q is not None:
         q_data = definition.empty_rows(q, row_type)
-        if recipe.q in given:
+        if recipe.q in GIVEN:
             values = rotation.rotate(q) if recipe.rotate else q.float()
             q_scale = _reduced_scale(values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q, largest_code, traits.q_factor)
         else:
             q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
-        q_items = batch * q_heads * triton.cdiv(q_length, SCALE_BLOCK)
+        q_items = batch * q_heads * ceil_div(q_length, SCALE_BLOCK)
     queries = (_bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale))
     q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length, rotated=recipe.rotate)
     sample = (definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1))
     k_mean = new(batch, kv_heads, k_dim) if traits.smooth_k else None
     v_mean = new(batch, kv_heads, v_dim) if traits.smooth_v else None
-    blocks = triton.cdiv(kv_length, SCALE_BLOCK)
+    blocks = ceil_div(kv_length, SCALE_BLOCK)
 
     programs = pairs * (v_dim // SLICE.value + blocks) + q_items
     in_one = kv_length <= SHORT and programs <= SHORT_PROGRAMS * device.sm_count and v_dim % SLICE.value == 0
@@ -711,7 +731,7 @@ def quantize(
     v_scale = new(batch, kv_heads, v_dim) if recipe.v == "channel" else None
     if not traits.folded:
         launch(
-            finish_kernel, (pairs, triton.cdiv(max(k_dim, v_dim), CHANNELS.value)),
+            finish_kernel, (pairs, ceil_div(max(k_dim, v_dim), CHANNELS.value)),
             k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, 1 / kv_length, traits,
             **resources | dict(num_warps=4, maxnreg=None),
         )  # fmt: skip
@@ -766,8 +786,8 @@ def import_values(v: torch.Tensor, device: Device, *, warmup: bool = False) -> t
     data = torch.empty(batch, heads, dim, padded_length(length), dtype=E4M3, device=v.device)
     hidden = torch.empty(batch, heads, length, dtype=torch.bool, device=v.device)
     launch(
-        import_values_kernel, (triton.cdiv(length, SCALE_BLOCK), batch * heads),
+        import_values_kernel, (ceil_div(length, SCALE_BLOCK), batch * heads),
         v.view(torch.uint8), v.stride(), data.view(torch.uint8), hidden.view(torch.uint8), heads, length, data.shape[3],
-        dim, max(16, triton.next_power_of_2(dim)), warmup=warmup, num_warps=8,
+        dim, power_of_2(dim), warmup=warmup, num_warps=8,
     )  # fmt: skip
     return data, hidden
