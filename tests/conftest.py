@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 import fp8attn  # noqa: E402
 from bench.machine import commit  # noqa: E402
-from fp8attn import Recipe  # noqa: E402
+from fp8attn import Recipe, eager  # noqa: E402
 from fp8attn.api import cuda_missing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +39,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_calls_before() -> None:
+    """What a test pretends isn't what another one keeps."""
+    eager.forget()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,8 +131,8 @@ def _aligned(x: torch.Tensor) -> bool:
 
 
 def params(
-    launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q, q_scale, q_group, k, k_scale, k_group,
-    v, v_scale, v_mean, mask, kv_length, softmax_scale, causal_offset, out, lse, counter, parts, part_lse,
+    launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
+    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, out, lse, counter, parts, part_lse,
 ) -> Params:  # fmt: skip
     """What binding.cpp's forward makes of its arguments."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
@@ -158,13 +159,10 @@ def _forward(library: ctypes.CDLL, *arguments) -> None:
     assert library.forward(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
-def _forward_from_half(*_) -> None:
-    raise NotImplementedError("the portable kernel doesn't quantize")
-
-
 def library_of(config: PortableConfig, folder: Path) -> build.Library:
     """What fp8attn.cuda.run launches instead of a compiled library."""
-    return build.Library(functools.partial(_forward, compile_config(config, folder)), _forward_from_half, {config: 0})
+    forward = functools.partial(_forward, compile_config(config, folder))
+    return build.Library(SimpleNamespace(forward=SimpleNamespace(default=forward)), {config: 0})
 
 
 @functools.cache

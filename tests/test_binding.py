@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from types import SimpleNamespace
 
 import emulation
 import pytest
@@ -38,7 +39,7 @@ class Recorder:
         self.operators.forward.default(*arguments)
 
     def library_of(self, config, device) -> build.Library:
-        return build.Library(self.forward, self.operators.forward_from_half.default, {config: self.launcher})
+        return build.Library(SimpleNamespace(forward=SimpleNamespace(default=self.forward)), {config: self.launcher})
 
     def recorded(self) -> tuple[int, bytes]:
         """CTAs and Params of the last launch."""

@@ -431,7 +431,7 @@ def test_a_prebuilt_library_loads_without_nvcc(device: torch.device, tmp_path: P
         "import pathlib, sys, torch, fp8attn\n"
         "from fp8attn.cuda import build, portable\n"
         "build.PREBUILT, build.missing = pathlib.Path(sys.argv[1]), lambda: 'no compiler'\n"
-        "print(build.load((portable.BEST[64]['11 register operands'],), int(sys.argv[2])).forward)\n"
+        "print(build.load((portable.BEST[64]['11 register operands'],), int(sys.argv[2])).operators.forward.default)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(device_of(device).arch)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "forward" in done.stdout, done.stderr
@@ -453,11 +453,10 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
     monkeypatch.setattr(build, "load_binding", lambda: emulation.binding()[0])
     library = build.load((config,), 80)
     if not GPU:
-        x = torch.zeros(1, 1, 16, 64, dtype=torch.uint8)
-        arguments = (0, 0, 0, 0, 1, 1, x, x, 1, x, x, 1, x, x, None, None, 16, 1.0, 0, x, None, None, None, None)
-        arguments = tuple(y.float() if i in (8, 11, 14, 20) else y for i, y in enumerate((library.launchers[config], *arguments)))
+        rows, floats = torch.zeros(1, 1, 16, 64, dtype=torch.uint8), torch.zeros(1, 1, 16, 64)
+        tensors = (rows, floats, rows, floats, rows, floats, None, None, floats, None, None, None, None)
         with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched"):
-            library.forward(*arguments)
+            library.operators.forward.default(library.launchers[config], 0, 0, 0, 0, 1, 1, 1, 1, 16, 1.0, 0, *tensors)
 
 
 STACK = {

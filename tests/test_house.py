@@ -25,6 +25,7 @@ FLOORS = (
     {"schedule"},
     {"triton", "cuda"},
     {"ops"},
+    {"eager"},
     {"api"},
     {"info", "calibration"},
     {"__init__", "__main__"},

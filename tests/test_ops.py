@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -10,8 +11,8 @@ from conftest import GPU, Attention
 from torch.library import opcheck
 
 import fp8attn
-from fp8attn import Recipe, ops
-from fp8attn.api import _operator_arguments, _prepare
+from fp8attn import Recipe, eager, ops
+from fp8attn.api import _operator_arguments, _prepare, cuda_missing
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import INSTANCES
 from fp8attn.ops import library_ops
@@ -131,32 +132,37 @@ def test_threads(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", ({}, {"is_causal": True, "return_lse": True}))
-def test_cuda_graph(device: torch.device, options: dict) -> None:
-    """Captured once, replayed with other inputs."""
-    q, k, v = inputs(device)
+@pytest.mark.parametrize("value_dim", (40, 64))
+@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"is_causal": True, "return_lse": True}))
+def test_cuda_graph(device: torch.device, options: dict, value_dim: int) -> None:
+    """Captured once, replayed with other inputs; what is captured repeats a call."""
+    q, k, v = inputs(device, value_dim=value_dim)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        fp8attn.sdpa(q, k, v, enable_gqa=True, **options)
+        for _ in range(3):
+            fp8attn.sdpa(q, k, v, enable_gqa=True, **options)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = fp8attn.sdpa(q, k, v, enable_gqa=True, **options)
-    others = inputs(device, seed=7)
+    others = inputs(device, value_dim=value_dim, seed=7)
     for x, other in zip((q, k, v), others, strict=True):
         x.copy_(other)
     graph.replay()
+    eager.forget()
     expected = fp8attn.sdpa(*others, enable_gqa=True, **options)
     for actual, wanted in zip(captured, expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
 @pytest.mark.gpu
-def test_side_stream(device: torch.device) -> None:
+@pytest.mark.parametrize("length, value_dim", ((2048, 40), (500, 64)))
+def test_side_stream(device: torch.device, length: int, value_dim: int) -> None:
     """Work goes to the current stream: it sees what was launched there before, and nothing of it runs elsewhere."""
-    q, k, v = inputs(device, length=2048)
-    expected = fp8attn.sdpa(q * 2, k, v, enable_gqa=True)
+    q, k, v = inputs(device, length, value_dim=value_dim)
+    for _ in range(3):
+        expected = fp8attn.sdpa(q * 2, k, v, enable_gqa=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -173,9 +179,49 @@ def test_any_device_index() -> None:
         pytest.skip("needs two GPUs")
     q, k, v = inputs(torch.device("cuda", 1))
     assert torch.cuda.current_device() == 0
-    out = fp8attn.sdpa(q, k, v, enable_gqa=True)
-    assert out.device == q.device
-    assert torch.equal(out.cpu(), fp8attn.sdpa(*(x.to("cuda:0") for x in (q, k, v)), enable_gqa=True).cpu())
+    elsewhere = tuple(x.to("cuda:0") for x in (q, k, v))
+    for _ in range(4):
+        out = fp8attn.sdpa(q, k, v, enable_gqa=True)
+        assert out.device == q.device and torch.cuda.current_device() == 0
+        assert torch.equal(out.cpu(), fp8attn.sdpa(*elsewhere, enable_gqa=True).cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+@pytest.mark.parametrize("options", ({}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"scale": -0.1}, {"out_dtype": torch.float32}))
+@pytest.mark.parametrize("kind", ("quantized", "plain", "one launch"))
+def test_calls_again_have_the_same_bits(device: torch.device, kind: str, options: dict, backend: str) -> None:
+    """Also with other tensors at other addresses, and of threads at once."""
+    if (missing := cuda_missing(device)) is not None:
+        pytest.skip(missing)
+    problems = [inputs(device, value_dim=64 if kind == "one launch" else 40, seed=seed) for seed in range(3)]
+    if kind == "quantized":
+        problems = [fp8attn.quantize(*x) for x in problems]
+
+    def attention(x: tuple) -> torch.Tensor:
+        return fp8attn.sdpa(*x, enable_gqa=True, backend=backend, **options)
+
+    expected = []
+    for x in problems:
+        eager.forget()
+        expected.append(attention(x))
+    for _ in range(3):
+        for x, wanted in zip(problems, expected, strict=True):
+            assert torch.equal(attention(x), wanted)
+    assert backend == "auto" or any(isinstance(launch, functools.partial) for launch in eager._launches.values())
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for j in range(100):
+            if not torch.equal(attention(problems[(i + j) % 3]), expected[(i + j) % 3]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_goes_on_with_triton_if_cuda_does_not_compile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,22 @@
 // From tensors to Params: the only file that knows torch. fp8attn/cuda/run.py has validated what comes in.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "params.h"
 #include "tensor_map.h"
@@ -16,7 +25,7 @@ namespace {
 
 using at::Tensor;
 
-using Launch = cudaError_t (*)(const fp8attn::Params&, int, cudaStream_t);
+using Launcher = cudaError_t (*)(const fp8attn::Params&, int, cudaStream_t);
 
 constexpr int64_t FAR = 1 << 30;  // behind any key, and no overflow when a row is added
 
@@ -55,24 +64,29 @@ bool is_aligned(const Tensor& x) {
 
 // By the address of an instance's launcher, in a library that torch doesn't know.
 void launch(int64_t launcher, const fp8attn::Params& p, int64_t ctas, c10::DeviceIndex device) {
-  const cudaError_t error = reinterpret_cast<Launch>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device));
+  const cudaError_t error = reinterpret_cast<Launcher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device));
   TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error));
 }
 
-// fp8attn.call.Call's fields, and how to launch: the instance's launcher, its tile and box sizes (no rows: it has no use for tensor maps),
-// the grid.
-void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q,
-            const std::optional<Tensor>& q_scale, int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
-            const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse,
+// What a call is told beside its tensors: an instance's launcher, its tile and box sizes (no rows: it has no use for tensor maps), the grid; fp8attn.call.Call's
+// numbers.
+struct Launch {
+  int64_t launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length;
+  double softmax_scale;
+  int64_t causal_offset;
+};
+
+void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
+            const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const Tensor& out, const std::optional<Tensor>& lse,
             const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
   fp8attn::Params p = {};
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
-  if (rows > 0) {
-    encode_rows(p.q_map, q, rows, panel);
-    encode_rows(p.k_map, k, keys, panel);
+  if (l.rows > 0) {
+    encode_rows(p.q_map, q, l.rows, l.panel);
+    encode_rows(p.k_map, k, l.keys, l.panel);
     encode_rows(p.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
     const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
-    const uint32_t box[2] = {uint32_t(keys), uint32_t(value_rows)};
+    const uint32_t box[2] = {uint32_t(l.keys), uint32_t(l.value_rows)};
     TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());
   }
   p.q = static_cast<const uint8_t*>(q.const_data_ptr());
@@ -106,23 +120,37 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
   p.q_heads = q.size(1);
   p.kv_heads = k.size(1);
   p.q_length = q.size(2);
-  p.kv_length = kv_length;
+  p.kv_length = l.kv_length;
   p.head_dim = q.size(3);
   p.value_dim = v.size(2);
-  p.q_group = q_group;
-  p.k_group = k_group;
-  p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
-  p.heads_side_by_side = heads_side_by_side;
-  p.score_scale = softmax_scale * 1.4426950408889634;
+  p.q_group = l.q_group;
+  p.k_group = l.k_group;
+  p.causal_offset = std::clamp(l.causal_offset, -FAR, FAR);
+  p.heads_side_by_side = l.heads_side_by_side;
+  p.score_scale = l.softmax_scale * 1.4426950408889634;
   p.out_type = out_type(out.scalar_type());
   p.half = q.scalar_type() == at::kHalf;
 
-  launch(launcher, p, ctas, q.get_device());
+  launch(l.launcher, p, l.ctas, q.get_device());
 }
 
-// The instances that quantize: plain tensors, `splits` clusters for each head of k.
-void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, int64_t causal_offset,
-                       const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& k_mean) {
+void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group, int64_t k_group,
+             int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale,
+             const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const Tensor& out,
+             const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
+  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, q_scale, k, k_scale, v,
+         v_scale, v_mean, attn_mask, out, lse, counter, parts, part_lse);
+}
+
+// The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
+struct LaunchFromHalf {
+  int64_t launcher, ctas, splits;
+  double softmax_scale;
+  int64_t causal_offset;
+};
+
+void attend_from_half(const LaunchFromHalf& l, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
+                      const std::optional<Tensor>& k_mean) {
   fp8attn::Params p = {};
   p.q = static_cast<const uint8_t*>(q.const_data_ptr());
   p.k = static_cast<const uint8_t*>(k.const_data_ptr());
@@ -141,25 +169,155 @@ void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, const Ten
   p.kv_length = k.size(2);
   p.head_dim = q.size(3);
   p.value_dim = v.size(3);
-  p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
-  p.score_scale = softmax_scale * 1.4426950408889634;
+  p.causal_offset = std::clamp(l.causal_offset, -FAR, FAR);
+  p.score_scale = l.softmax_scale * 1.4426950408889634;
   p.out_type = out_type(out.scalar_type());
   p.half = q.scalar_type() == at::kHalf;
   p.inverse_length = 1.0 / k.size(2);
-  p.splits = splits;
-  launch(launcher, p, ctas, q.get_device());
+  p.splits = l.splits;
+  launch(l.launcher, p, l.ctas, q.get_device());
+}
+
+void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& v,
+                       const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& k_mean) {
+  attend_from_half({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
+}
+
+// All that a launch follows from but the tensors' addresses; empty of tensors that are none of a plain forward pass.
+using Facts = std::vector<int64_t>;
+
+Facts facts(int64_t options, std::initializer_list<const Tensor*> tensors) {
+  Facts found;
+  found.reserve(1 + 13 * tensors.size());
+  found.push_back(options);
+  for (const Tensor* x : tensors) {
+    if (x == nullptr) {
+      found.push_back(-1);
+      continue;
+    }
+    if (x->layout() != at::kStrided || x->requires_grad()) return {};
+    found.push_back(x->dim());
+    found.push_back(int64_t(x->scalar_type()));
+    found.push_back(int64_t(x->device().type()));
+    found.push_back(x->device().index());
+    found.push_back(reinterpret_cast<uintptr_t>(x->const_data_ptr()) % 16);
+    found.insert(found.end(), x->sizes().begin(), x->sizes().end());
+    found.insert(found.end(), x->strides().begin(), x->strides().end());
+  }
+  return found;
+}
+
+// A launch, and the output that it writes to.
+template <class L>
+struct Plan {
+  L launch;
+  std::vector<int64_t> sizes, strides;
+  at::TensorOptions options;
+  bool counts;  // whether it takes a counter
+
+  Tensor output() const { return at::empty_strided(sizes, strides, options); }
+};
+
+// Of calls that were made before. Threads share it.
+template <class L>
+class Plans {
+ public:
+  void add(Facts&& facts, const L& launch, const Tensor& out, bool counts) {
+    const std::lock_guard lock(mutex_);
+    if (plans_.size() >= MOST) plans_.clear();
+    plans_[std::move(facts)] = std::make_shared<const Plan<L>>(Plan<L>{launch, out.sizes().vec(), out.strides().vec(), out.options(), counts});
+  }
+
+  std::shared_ptr<const Plan<L>> find(const Facts& facts) {
+    const std::lock_guard lock(mutex_);
+    const auto found = plans_.find(facts);
+    return found == plans_.end() ? nullptr : found->second;
+  }
+
+ private:
+  static constexpr size_t MOST = 4096;
+  std::mutex mutex_;
+  std::map<Facts, std::shared_ptr<const Plan<L>>> plans_;
+};
+
+Plans<Launch>& plans() {
+  static Plans<Launch> all;
+  return all;
+}
+
+Plans<LaunchFromHalf>& plans_from_half() {
+  static Plans<LaunchFromHalf> all;
+  return all;
+}
+
+const Tensor* address(const std::optional<Tensor>& x) { return x ? &*x : nullptr; }
+
+// (B or 1, H or 1, n) as (B, H, n).
+Tensor of_every_head(const Tensor& scale, int64_t batch, int64_t heads, int64_t n) {
+  return scale.size(0) == batch && scale.size(1) == heads && scale.size(2) == n ? scale : scale.expand({batch, heads, n});
+}
+
+// From now on `repeat` takes calls with these options and tensors like these. `out` is like what it returns.
+void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
+              int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
+              const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, bool counts) {
+  plans().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)}),
+              {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out, counts);
+}
+
+// Attention as in a call before, scales not expanded to every head; nothing if there was none like it.
+std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v, const Tensor& v_scale,
+                             const std::optional<Tensor>& v_mean) {
+  const Facts known = facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)});
+  const auto plan = known.empty() ? nullptr : plans().find(known);
+  if (plan == nullptr) return std::nullopt;
+  const c10::DeviceGuard guard(q.device());
+  const Tensor out = plan->output();
+  const auto counter = plan->counts ? std::optional(at::zeros({1}, plan->options.dtype(at::kInt))) : std::nullopt;
+  attend(plan->launch, q, of_every_head(q_scale, q.size(0), q.size(1), q_scale.size(2)), k, of_every_head(k_scale, k.size(0), k.size(1), k_scale.size(2)), v,
+         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, std::nullopt, out, std::nullopt, counter, std::nullopt, std::nullopt);
+  return out;
+}
+
+void remember_from_half(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& out) {
+  plans_from_half().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, false);
+}
+
+std::optional<Tensor> repeat_from_half(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const Facts known = facts(options, {&q, &k, &v});
+  const auto plan = known.empty() ? nullptr : plans_from_half().find(known);
+  if (plan == nullptr) return std::nullopt;
+  const c10::DeviceGuard guard(q.device());
+  const Tensor out = plan->output();
+  attend_from_half(plan->launch, q, k, v, out, std::nullopt, std::nullopt);
+  return out;
 }
 
 TORCH_LIBRARY(fp8attn_cuda, m) {
-  m.def(
-      "forward(int launcher, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor? q_scale, int q_group,"
-      " Tensor k, Tensor k_scale, int k_group, Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset,"
-      " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
+  const std::string launch =
+      "int launcher, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, int q_group, int k_group, int kv_length, float softmax_scale,"
+      " int causal_offset, ";
+  const std::string launch_from_half = "int launcher, int ctas, int splits, float softmax_scale, int causal_offset, ";
+  const std::string operands = "Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, Tensor? v_mean";
+  const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
+
+  define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
+         ", Tensor? attn_mask, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
-  m.def(
-      "forward_from_half(int launcher, int ctas, int splits, Tensor q, Tensor k, Tensor v, float softmax_scale, int causal_offset, Tensor(a!) out,"
-      " Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
+  define("forward_from_half(" + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
   m.impl("forward_from_half", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_half)));
+
+  // of any device: tensors that aren't like any before aren't an error here
+  const auto any = c10::DispatchKey::CompositeExplicitAutograd;
+  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor out, bool counts) -> ()");
+  m.impl("remember", torch::dispatch(any, TORCH_FN(remember)));
+  define("repeat(int options, Tensor q, Tensor q_scale, " + operands + ") -> Tensor?");
+  m.impl("repeat", torch::dispatch(any, TORCH_FN(repeat)));
+  define("remember_from_half(int options, " + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor out) -> ()");
+  m.impl("remember_from_half", torch::dispatch(any, TORCH_FN(remember_from_half)));
+  define("repeat_from_half(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
+  m.impl("repeat_from_half", torch::dispatch(any, TORCH_FN(repeat_from_half)));
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -66,13 +66,11 @@ class Library:
     """Loaded kernels.
 
     Attributes:
-        forward: the operator that launches an instance by its launcher.
-        forward_from_half: likewise, of the instances that quantize.
+        operators: the binding's, which launch an instance by its launcher.
         launchers: addresses of what launches each instance.
     """
 
-    forward: Callable[..., None]
-    forward_from_half: Callable[..., None]
+    operators: Any
     launchers: dict[Config, int]
 
 
@@ -445,7 +443,7 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
                     library = ctypes.CDLL(str(build(kernels) / f"{kernels.name}.so"))
                 operators = binding.result()
             launchers = {c: ctypes.cast(library[f"launch_{c.name}"], ctypes.c_void_p).value or 0 for c in kernels.instances}
-            _libraries[kernels] = Library(operators.forward.default, operators.forward_from_half.default, launchers)
+            _libraries[kernels] = Library(operators, launchers)
             for config in kernels.instances:
                 _having.setdefault((config, arch), _libraries[kernels])
     return _libraries[kernels]

@@ -68,42 +68,39 @@ def forward(call: Call, device: Device, config: Config | None = None, key_splits
     if call.kv_length == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     config = choose(call, device) if config is None else config
+    to, parts, part_lse = out, None, None
+    splits = 1
     if isinstance(config, PortableConfig):
-        _launch_portable(call, device, config, out, lse, key_splits)
-    else:
-        boxes = (ROWS, KEYS, config.panel, config.value_dim)
-        tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
-        _launch(call, device, config, boxes, min(tiles, device.sm_count), tiles, out, lse)
+        heads, call = call.q_heads, portable.packed(call)
+        if call.q_heads < heads:
+            to = portable.rows_of_heads(out, heads // call.q_heads)
+        splits = portable.key_splits(call, config, device) if key_splits is None else key_splits
+        if splits > 1:
+            parts = torch.empty(splits, *to.shape, dtype=torch.float32, device=out.device)
+            part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
+    library = library_of(config, device)
+    arguments, counts = launch_of(call, device, config, library, splits)
+    counter = out.new_zeros(1, dtype=torch.int32) if counts else None
+    library.operators.forward.default(
+        *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask,
+        to, lse if call.return_lse else None, counter, parts, part_lse,
+    )  # fmt: skip
     return out, lse
 
 
-def _launch_portable(call: Call, device: Device, config: PortableConfig, out: torch.Tensor, lse: torch.Tensor, key_splits: int | None) -> None:
-    heads, call = call.q_heads, portable.packed(call)
-    if call.q_heads < heads:
-        out = portable.rows_of_heads(out, heads // call.q_heads)
-    splits = portable.key_splits(call, config, device) if key_splits is None else key_splits
-    parts = part_lse = None
-    if splits > 1:
-        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
-        part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
+def launch_of(call: Call, device: Device, config: Config, library: build.Library, key_splits: int = 1) -> tuple[tuple[int | float, ...], bool]:
+    """What the binding is told beside tensors, and whether CTAs share a counter: tiles of a causal call are of many lengths, whoever is free takes
+    the next."""
     tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
-    ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else splits * tiles
-    _launch(call, device, config, (0, 0, 0, 0), ctas, tiles, out, lse, parts, part_lse)
-
-
-def _launch(
-    call: Call, device: Device, config: Config, boxes: tuple[int, int, int, int], ctas: int, tiles: int,
-    out: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor | None = None, part_lse: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    # tiles of a causal call are of many lengths: whoever is free takes the next
-    counter = out.new_zeros(1, dtype=torch.int32) if call.causal != "none" and tiles > ctas else None
-    library = library_of(config, device)
-    library.forward(
-        library.launchers[config], *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
-        call.q, call.q_scale, call.q_group, call.k, call.k_scale, call.k_group, call.v, call.v_scale, call.v_mean,
-        call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
-        parts, part_lse,
-    )  # fmt: skip
+    if isinstance(config, PortableConfig):
+        boxes = (0, 0, 0, 0)
+        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else key_splits * tiles
+    else:
+        boxes = (ROWS, KEYS, config.panel, config.value_dim)
+        ctas = min(tiles, device.sm_count)
+    side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
+    numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.causal_offset)
+    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), call.causal != "none" and tiles > ctas
 
 
 def forward_from_half(
@@ -120,14 +117,18 @@ def forward_from_half(
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    config = short.choose(q)
-    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
-    k_mean = empty_key_mean(k, return_lse)
-    splits = short.splits(config, q, k)
-    clusters = k.shape[0] * k.shape[1] * splits
-    library = build.load_with(config, short.INSTANCES, device.arch)
-    library.forward_from_half(
-        library.launchers[config], clusters * config.cluster, splits, q, k, v, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]),
-        out, lse if return_lse else None, k_mean if return_lse else None,
-    )  # fmt: skip
+    out, lse, k_mean = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
+    library, arguments = launch_from_half(q, k, softmax_scale, causal, device)
+    library.operators.forward_from_half.default(*arguments, q, k, v, out, lse if return_lse else None, k_mean if return_lse else None)
     return out, lse, k_mean
+
+
+def launch_from_half(
+    q: torch.Tensor, k: torch.Tensor, softmax_scale: float, causal: Causal, device: Device
+) -> tuple[build.Library, tuple[int | float, ...]]:
+    """The library of `forward_from_half`'s instance, and what the binding is told beside tensors."""
+    config = short.choose(q)
+    library = build.load_with(config, short.INSTANCES, device.arch)
+    splits = short.splits(config, q, k)
+    ctas = k.shape[0] * k.shape[1] * splits * config.cluster
+    return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))

@@ -1,0 +1,145 @@
+"""Calls like one before, launched at once.
+
+What a call launches follows from its options and from its tensors' dtypes, shapes, strides, devices and alignment. By those the binding keeps what
+was launched: a call that it finds costs one operator. A call that raises isn't kept. What torch.compile, modes, transforms and tracers see goes by
+the operators of fp8attn.ops, always, and so do subclasses of torch.Tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+
+import torch
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+
+from . import ops
+from .call import Call
+from .cuda import portable
+from .cuda import run as cuda
+from .cuda.build import BuildError
+from .cuda.portable import PortableConfig
+from .device import device_of
+from .recipe import Quantized
+from .reference import Causal
+from .validate import Operand
+
+MOST = 4096
+"""Combinations of options that are kept; then all are forgotten."""
+
+IMMUTABLE = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+_launches: dict[tuple, Callable[..., torch.Tensor | None] | None] = {}
+"""By options what repeats a call with them; None of those seen once, so that calls of ever other lengths cost nothing."""
+_numbers = itertools.count()
+_facts = attrgetter("granularity", "layout", "length", "rotated")
+
+
+def _never(*tensors: torch.Tensor | None) -> None:
+    """Repeats calls that no CUDA kernel runs by itself."""
+
+
+def forget() -> None:
+    """As if no call had been made."""
+    _launches.clear()
+
+
+def _known(query: Operand, key: Operand, value: Operand, options: tuple) -> tuple[tuple, tuple] | None:
+    """What a call is kept by, and its tensors; None of calls that aren't plain torch."""
+    if torch.compiler.is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
+        return None
+    if peek_interpreter_stack() is not None:
+        return None
+    if type(query) is type(key) is type(value) is torch.Tensor:
+        return (options, query.shape, key.shape, value.shape), (query, key, value)
+    if not (isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)):
+        return None
+    q, q_scale, k, k_scale, v, v_scale, v_mean = tensors = (query.data, query.scale, key.data, key.scale, value.data, value.scale, value.mean)
+    if not (type(q) is type(q_scale) is type(k) is type(k_scale) is type(v) is type(v_scale) is torch.Tensor):
+        return None
+    if v_mean is not None and type(v_mean) is not torch.Tensor:
+        return None
+    return (options, _facts(query), _facts(key), _facts(value)), tensors
+
+
+def repeat(query: Operand, key: Operand, value: Operand, options: tuple) -> torch.Tensor | None:
+    """Attention, if a call like this one was kept.
+
+    Args:
+        query, key, value: what `sdpa` was called with.
+        options: what else it was called with, as far as it isn't the same in all calls that come here.
+    """
+    known = _known(query, key, value, options)
+    if known is None:
+        return None
+    try:
+        launch = _launches.get(known[0])
+    except TypeError:  # an option that can't be hashed is an error, or about to be one
+        return None
+    return None if launch is None else launch(*known[1])
+
+
+def _second(query: Operand, key: Operand, value: Operand, options: tuple) -> tuple[tuple, tuple, int] | None:
+    """`_known` of a call that ought to be kept, the second with its options, and the number that they have in the binding."""
+    known = _known(query, key, value, options)
+    # a tensor, say, may be another number the next time
+    if known is None or not all(type(x) in IMMUTABLE for x in options):
+        return None
+    name, tensors = known
+    if name not in _launches:
+        if len(_launches) >= MOST:
+            forget()
+        _launches[name] = None
+        return None
+    launch = _launches[name]
+    if launch is _never:
+        return None
+    if launch is None:
+        _launches[name] = _never
+    return name, tensors, launch.args[0] if isinstance(launch, partial) else next(_numbers)
+
+
+def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple, call: Call, first: bool, out: torch.Tensor) -> None:
+    """Keep a call of quantized operands that has come to its end.
+
+    Args:
+        query, key, value, options: as of `repeat`.
+        call: it, validated.
+        first: as of ops.plan_cuda.
+        out: what it returned.
+    """
+    again = _second(query, key, value, options)
+    if again is None or out.numel() == 0 or call.kv_length == 0:
+        return
+    config, device = ops.plan_cuda(call, first), device_of(call.q.device)
+    if isinstance(config, str):
+        return
+    if isinstance(config, PortableConfig) and (portable.packed(call) is not call or portable.key_splits(call, config, device) > 1):
+        return
+    try:
+        library = cuda.library_of(config, device)
+    except BuildError:  # Triton went on
+        return
+    name, tensors, number = again
+    arguments, counts = cuda.launch_of(call, device, config, library)
+    library.operators.remember.default(number, *arguments, *tensors, out, counts)
+    _launches[name] = partial(library.operators.repeat.default, number)
+
+
+def remember_from_half(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: tuple, softmax_scale: float, causal: Causal, out: torch.Tensor
+) -> None:
+    """Keep a call of plain tensors, likewise, if it was one launch."""
+    again = _second(query, key, value, options)
+    if again is None or ops.why_not_one_launch(query, key, value, softmax_scale) is not None:
+        return
+    try:
+        library, arguments = cuda.launch_from_half(query, key, softmax_scale, causal, device_of(query.device))
+    except BuildError:
+        return
+    name, tensors, number = again
+    library.operators.remember_from_half.default(number, *arguments, *tensors, out)
+    _launches[name] = partial(library.operators.repeat_from_half.default, number)

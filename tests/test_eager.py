@@ -1,0 +1,522 @@
+"""Calls like one before: that they launch what the first one launched, bit for bit, and which calls are none of them. Without a GPU, by the binding
+for CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import emulation
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Case, cases
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8attn
+from fp8attn import Quantized, api, eager, ops
+from fp8attn.call import empty_lse, empty_output
+from fp8attn.cuda import build, portable
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.configs import HopperConfig
+from fp8attn.device import ARCHITECTURES
+
+H100 = ARCHITECTURES[90]
+CPU = torch.device("cpu")
+
+MAP = 128
+"""Bytes of a tensor map; the first eight are an address, as tests/emulation has them."""
+
+pytestmark = pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
+
+
+class AnyInstance(dict):
+    """The launcher that writes down its Params, for every config."""
+
+    def __missing__(self, config) -> int:
+        return ctypes.cast(emulation.binding()[1].record, ctypes.c_void_p).value or 0
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are an H100's."""
+    library = build.Library(emulation.binding()[0], AnyInstance())
+    monkeypatch.setattr(build, "load_with", lambda *_: library)
+    monkeypatch.setattr(build, "missing", lambda: None)
+    monkeypatch.setattr(build, "_failures", {})
+    monkeypatch.setattr(ops, "device_of", lambda device: H100)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: False)
+    monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
+    monkeypatch.setattr(eager, "device_of", lambda device: H100)
+    monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend if device.type == "cpu" else api.BackendUnavailable("not here"))
+
+
+def launched(addresses: bool = True) -> tuple[int, bytes]:
+    """CTAs and Params of the last launch, but for the addresses of what it was given to write; or without any address."""
+    _, library = emulation.binding()
+    buffer = ctypes.create_string_buffer(library.params_size())
+    ctas = library.recorded(buffer)
+    p = emulation.Params.from_buffer(buffer, 4 * MAP)
+    p.out, p.counter = None, bool(p.counter)
+    forgotten = range(4) if not addresses else (3,)
+    for i in forgotten:
+        buffer[i * MAP : i * MAP + 8] = bytes(8)
+    if not addresses:
+        for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale"):
+            setattr(p, name, None)
+        p.v_mean = bool(p.v_mean)
+    return ctas, buffer.raw
+
+
+def described(x: torch.Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device, x.is_inference(), x.requires_grad
+
+
+class Repeats:
+    """Whether calls were repeated, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hits: list[bool] = []
+        monkeypatch.setattr(eager, "repeat", noting(eager.repeat, self.hits))
+
+    def last(self) -> bool:
+        return self.hits[-1]
+
+
+def noting(repeat: Callable, hits: list[bool]) -> Callable:
+    def recording(*arguments):
+        out = repeat(*arguments)
+        hits.append(out is not None)
+        return out
+
+    return recording
+
+
+def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: bool = True) -> None:
+    """The first call and the third, of which the third is repeated, launch the same."""
+    eager.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        repeats = Repeats(patch)
+        first, params = call(), launched(addresses)
+        assert not any(repeats.hits)
+        call()
+        assert not any(repeats.hits)
+        if hit:
+            patch.setattr(ops, "plan_cuda", lambda *_: pytest.fail("it plans"))
+            patch.setattr(ops, "why_not_one_launch", lambda *_: pytest.fail("it plans"))
+        third = call()
+        assert hit is None or repeats.last() == hit
+    assert described(first) == described(third)
+    assert launched(addresses) == params
+
+
+@given(case=cases(masks=("none", "causal", "bottom right")), moved=st.sampled_from(("", "q", "k", "qk")), backend=st.sampled_from(("cuda", "auto")))
+def test_launches_the_same(case: Case, moved: str, backend: str) -> None:
+    """Of quantized operands: Params of every kind of call, tensor maps and strides included."""
+    quantized = fp8attn.quantize(*case.tensors(CPU), recipe=case.recipe)
+    q, k, v = (dataclasses.replace(x, data=emulation.elsewhere(x.data, 3)) if name in moved else x for name, x in zip("qkv", quantized, strict=True))
+    options = {name: x for name, x in case.options(CPU).items() if name != "attn_mask"}
+    call = api.call_of(q, k, v, **options)
+    config = ops.plan_cuda(call, first=backend == "auto")
+    if isinstance(config, str):
+        return
+    whole = isinstance(config, HopperConfig) or (portable.packed(call) is call and portable.key_splits(call, config, H100) == 1)
+    alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=whole)
+
+
+@given(case=cases(masks=("none", "causal", "bottom right")), backend=st.sampled_from(("cuda", "auto")))
+def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend: str) -> None:
+    dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
+    case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, scale=abs(case.scale or 0.125))
+    q, k, v = case.tensors(CPU)
+    options = {name: x for name, x in case.options(CPU).items() if name != "attn_mask"}
+    hit = ops.why_not_one_launch(q, k, v, case.scale) is None
+    alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=hit or None)
+
+
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+@pytest.mark.parametrize("options", ({}, {"is_causal": True, "out_dtype": torch.float32}))
+def test_attending_to_what_was_just_quantized_launches_the_same(backend: str, options: dict) -> None:
+    q, k, v = (torch.randn(1, 3, 600, 128, dtype=torch.float16) for _ in range(3))
+    alike(lambda: fp8attn.sdpa(q, k, v, backend=backend, **options), addresses=False)
+
+
+def operands(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Quantized, Quantized, Quantized]:
+    generator = torch.Generator().manual_seed(0)
+    return fp8attn.quantize(*(torch.randn(batch, heads, length, 64, generator=generator).bfloat16() for _ in range(3)))
+
+
+def kept(*arguments: Any, **options: Any) -> Callable[[], torch.Tensor]:
+    """A call that is repeated from now on."""
+
+    def call() -> torch.Tensor:
+        return fp8attn.cuda_sdpa(*arguments, **options)
+
+    call(), call()
+    return call
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> Repeats:
+    return Repeats(monkeypatch)
+
+
+def test_granularities_that_are_expanded() -> None:
+    """Scales of a whole tensor or head are strides of zero, as torch expands them."""
+    recipe = fp8attn.Recipe(q="tensor", k="tensor", v="tensor")
+    for batch, heads in ((2, 4), (1, 4), (2, 1), (1, 1)):
+        for granularity in ("tensor", "head"):
+            q, k, v = (torch.randn(batch, heads, 70, 64) for _ in range(3))
+            quantized = fp8attn.quantize(q, k, v, recipe=dataclasses.replace(recipe, q=granularity, k=granularity, v=granularity))
+            alike(lambda operands=quantized: fp8attn.cuda_sdpa(*operands))
+
+
+class OtherDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class OtherFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", (OtherDispatch, OtherFunctions))
+def test_modes_see_the_operators_of_the_library(mode: type, repeats: Repeats) -> None:
+    call = kept(*operands())
+    call()
+    assert repeats.last()
+    with mode():
+        call()
+    assert not repeats.last()
+    call()
+    assert repeats.last()
+
+
+def test_transforms_and_tracers_see_the_operators_of_the_library(repeats: Repeats) -> None:
+    call = kept(*operands())
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x.sum()
+
+    for transformed in (torch.func.vmap(inside), torch.func.grad(inside)):
+        transformed(torch.ones(3))
+        assert not repeats.last()
+    torch.jit.trace(inside, torch.ones(3), check_trace=False)
+    assert not repeats.last()
+    call()
+    assert repeats.last()
+
+
+def test_what_is_compiled_has_the_operators_of_the_library(repeats: Repeats) -> None:
+    call = kept(*(x := operands()))
+    expected = call()
+    targets = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    out = torch.compile(lambda q, k, v: fp8attn.cuda_sdpa(q, k, v), fullgraph=True, backend=backend)(*x)
+    assert described(out) == described(expected)
+    assert any("fp8attn.cuda_forward" in name for name in targets) and not [name for name in targets if "repeat" in name]
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("name", ("data", "scale", "mean"))
+def test_subclasses_see_the_operators_of_the_library(name: str, repeats: Repeats) -> None:
+    q, k, v = operands()
+    kept(q, k, v)
+    odd = dataclasses.replace(v, **{name: getattr(v, name).as_subclass(Subclass)})
+    fp8attn.cuda_sdpa(q, k, odd)
+    assert not any(repeats.hits)
+
+
+@pytest.mark.parametrize("plain", (False, True))
+def test_what_requires_grad(plain: bool, repeats: Repeats) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 64).bfloat16() for _ in range(3)) if plain else operands()
+    call = kept(q, k, v)
+    call()
+    assert repeats.last()
+    if plain:
+        q.requires_grad_()
+        with pytest.raises(RuntimeError, match="query requires grad"):
+            call()
+    else:
+        q.scale.requires_grad_()
+        call()
+    assert not repeats.last()
+    with torch.no_grad():
+        call()
+    assert not repeats.last()
+
+
+ERRORS: dict[str, dict[str, Any]] = {
+    "dropout": dict(dropout_p=0.5),
+    "scale": dict(scale=float("nan")),
+    "scale of another type": dict(scale="1"),
+    "causal alignment": dict(causal_alignment="left"),
+    "causal mask twice": dict(is_causal=True, attn_mask=torch.ones(300, 300, dtype=torch.bool)),
+    "dtype": dict(out_dtype=torch.int8),
+    "recipe": dict(recipe="fast"),
+    "scale of what isn't stored": dict(q_scale=1.0),
+    "heads": dict(key=operands(heads=2)[1], value=operands(heads=2)[2]),
+    "length": dict(value=dataclasses.replace(operands()[2], length=299)),
+    "layout": dict(key=operands()[2]),
+    "rotated": dict(query=dataclasses.replace(operands()[0], rotated=True)),
+    "batch": dict(query=operands(batch=1)[0]),
+    "no tensor": dict(query=[1.0]),
+    "another kind": dict(key=torch.zeros(2, 4, 300, 64)),
+    "int8": dict(query=dataclasses.replace(operands()[0], data=operands()[0].data.view(torch.int8))),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_stay_as_they_are(name: str) -> None:
+    """After calls that differ in nothing else, and where the wrong call is made again and again."""
+    q, k, v = operands()
+    arguments = dict(query=q, key=k, value=v) | ERRORS[name]
+    eager.forget()
+    with pytest.raises((TypeError, ValueError, AttributeError)) as expected:
+        fp8attn.cuda_sdpa(**arguments)
+    kept(q, k, v)
+    kept(query=q, key=k, value=v)
+    for _ in range(4):
+        with pytest.raises(expected.type) as caught:
+            fp8attn.cuda_sdpa(**arguments)
+        assert str(caught.value) == str(expected.value)
+
+
+def test_tensors_elsewhere_are_another_call(repeats: Repeats) -> None:
+    """On another device, and with metadata that changed inside of a Quantized."""
+    q, k, v = operands()
+    call = kept(q, k, v)
+    call()
+    assert repeats.last()
+    meta = [dataclasses.replace(x, data=x.data.to("meta"), scale=x.scale.to("meta"), mean=None) for x in (q, k, v)]
+    with pytest.raises(Exception, match=r".*"):
+        fp8attn.cuda_sdpa(*meta)
+    assert not repeats.last()
+    q.data.data = emulation.elsewhere(q.data, 3)
+    alike(call)
+    k.scale.data = k.scale.data.transpose(1, 2).contiguous().transpose(1, 2)
+    alike(call)
+
+
+def test_options_that_may_change_are_not_kept(repeats: Repeats) -> None:
+    q, k, v = operands()
+    scale = torch.tensor(0.125)
+    for _ in range(4):
+        fp8attn.cuda_sdpa(q, k, v, scale=scale)
+    assert not any(repeats.hits)
+    call = kept(q, k, v, scale=0.125)
+    _, params = launched()
+    scale += 0.125
+    fp8attn.cuda_sdpa(q, k, v, scale=scale)
+    assert launched()[1] != params and not repeats.last()
+    call()
+    assert launched()[1] == params and repeats.last()
+    for unhashable in ([1], torch.ones(1)):
+        for _ in range(4):
+            fp8attn.cuda_sdpa(q, k, v, is_causal=unhashable)
+            assert not repeats.last()
+
+
+def test_other_options_are_other_calls() -> None:
+    """Kept side by side."""
+    q, k, v = operands()
+    several = [{}, dict(is_causal=True), dict(scale=0.5), dict(out_dtype=torch.float32), dict(is_causal=True, causal_alignment="bottom_right")]
+    several += [dict(scale=-0.5), dict(scale=0.0)]
+    expected = []
+    for options in several:
+        fp8attn.cuda_sdpa(q, k, v, **options)
+        expected.append(launched())
+    assert len(set(expected)) == len(several) - 1  # both alignments are one: lengths are equal
+    with pytest.MonkeyPatch.context() as patch:
+        repeats = Repeats(patch)
+        for _ in range(3):
+            for options, params in zip(several, expected, strict=True):
+                fp8attn.cuda_sdpa(q, k, v, **options)
+                assert launched() == params
+        assert repeats.hits == [False] * len(several) + [True] * 2 * len(several)
+
+
+def shifted(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The same elements at the same strides, `count` bytes off a multiple of 16."""
+    return torch.zeros(x.numel() + count, dtype=torch.uint8)[count:].view(x.dtype).view(x.shape).copy_(x)
+
+
+def test_other_tensors_are_other_calls() -> None:
+    """Kept side by side: the same options and shapes, other strides and alignments."""
+    q, k, v = operands()
+    several = [(q, k, v)]
+    several += [(dataclasses.replace(q, data=x), k, v) for x in (q.data.transpose(1, 2).contiguous().transpose(1, 2), shifted(q.data, 8))]
+    several += [(q, dataclasses.replace(k, data=x), v) for x in (k.data.transpose(1, 2).contiguous().transpose(1, 2), shifted(k.data, 8))]
+    several.append((q, dataclasses.replace(k, scale=k.scale.transpose(1, 2).contiguous().transpose(1, 2)), v))
+    several.append((q, k, dataclasses.replace(v, mean=None)))
+    several.append((q, k, dataclasses.replace(v, scale=torch.ones(2, 4, 1).expand(2, 4, 64))))
+    expected = []
+    for x in several:
+        fp8attn.cuda_sdpa(*x)
+        expected.append(launched())
+    assert len({params[4 * MAP :] for _, params in expected}) == len(several)
+    with pytest.MonkeyPatch.context() as patch:
+        repeats = Repeats(patch)
+        for _ in range(3):
+            for x, params in zip(several, expected, strict=True):
+                fp8attn.cuda_sdpa(*x)
+                assert launched() == params
+        assert repeats.hits[-len(several) :] == [True] * len(several)
+
+
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+def test_tiles_that_are_shared_by_a_counter(backend: str) -> None:
+    """Of a causal call with more of them than SMs; zero at every launch."""
+    x = operands(1, 300, 64)
+    alike(lambda: fp8attn.sdpa(*x, is_causal=True, backend=backend))
+    assert emulation.Params.from_buffer_copy(launched()[1], 4 * MAP).counter
+
+
+def test_masks_and_lse_go_by_the_operators(repeats: Repeats) -> None:
+    q, k, v = operands()
+    mask = torch.ones(300, 300, dtype=torch.bool)
+    for options in (dict(attn_mask=mask), dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))):
+        for _ in range(3):
+            fp8attn.cuda_sdpa(q, k, v, **options)
+    assert not repeats.hits
+
+
+def test_inference_mode_and_back(repeats: Repeats) -> None:
+    q, k, v = operands()
+    with torch.inference_mode():
+        call = kept(q, k, v)
+        assert call().is_inference() and repeats.last()
+    assert not call().is_inference() and repeats.last()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_memory_is_filled(repeats: Repeats) -> None:
+    """Nothing writes the output here."""
+    call = kept(*operands())
+    assert call().isnan().all() and repeats.last()
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    monkeypatch.setattr(eager, "MOST", 3)
+    x = operands()
+    for i in range(20):
+        kept(*x, scale=1.0 + i)
+        assert len(eager._launches) <= 3
+    fp8attn.cuda_sdpa(*x, scale=20.0)
+    assert repeats.last()
+
+
+def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
+    x = operands()
+    call = kept(*x)
+    call()
+    assert repeats.last()
+    operators, _ = emulation.binding()
+    q, k, v = (torch.zeros(1, 1, 1, 64) for _ in range(3))
+    for i in range(4096):
+        operators.remember_from_half.default(i, 0, 1, 1, 1.0, 0, q, k, v, q)
+        operators.remember.default(-1 - i, *[0] * 10, 1.0, 0, q, q, k, k, v, v, None, q, False)
+    call()
+    assert not repeats.last()
+    call()
+    assert repeats.last()
+
+
+def test_lengths_that_never_come_again_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "launch_of", planned := CountCalls(cuda.launch_of))
+    for length in range(100, 110):
+        fp8attn.cuda_sdpa(*operands(length=length))
+    assert planned.count == 10
+
+
+class CountCalls:
+    def __init__(self, function: Callable) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.count += 1
+        return self.function(*arguments, **options)
+
+
+def test_what_triton_runs_is_planned_once_more_and_left_alone(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    monkeypatch.setattr(ops, "plan_cuda", planned := CountCalls(lambda call, first: "not today"))
+    x = operands(1, 1, 20)
+    for _ in range(5):
+        fp8attn.sdpa(*x)
+    assert not any(repeats.hits) and planned.count == 5 + 1
+
+
+@pytest.mark.parametrize("plain", (False, True))
+def test_kernels_that_do_not_compile_are_not_kept(plain: bool, monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    def fails(*_) -> build.Library:
+        raise BuildError("no space left")
+
+    x = tuple(torch.randn(1, 1, 20, 64).bfloat16() for _ in range(3)) if plain else operands(1, 1, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "load_with", fails)
+        for _ in range(4):
+            with pytest.raises(BuildError, match="no space left"):
+                fp8attn.cuda_sdpa(*x)
+            with pytest.warns(UserWarning, match="goes on with Triton"):
+                fp8attn.sdpa(*x)
+    assert not any(repeats.hits)
+    call = kept(*x)
+    call()
+    assert repeats.last()
+
+
+def test_a_launch_that_fails_is_an_error_again(repeats: Repeats) -> None:
+    call = kept(*operands())
+    _, library = emulation.binding()
+    library.fail_with(1)
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched: as the test says"):
+                call()
+    finally:
+        library.fail_with(0)
+    call()
+    assert repeats.last()
+
+
+def test_threads(repeats: Repeats) -> None:
+    """Which keep calls and repeat them at once."""
+    problems = [operands(length=length) for length in (100, 200, 300, 400)]
+    wrong: list = []
+
+    def work(i: int) -> None:
+        for j in range(300):
+            x = problems[(i + j) % len(problems)]
+            out = fp8attn.cuda_sdpa(*x, scale=1.0 + j % 7)
+            if out.shape != x[0].shape:
+                wrong.append(out.shape)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(repeats.hits) == 1200 and sum(repeats.hits) > 1000
