@@ -355,7 +355,7 @@ def sdpa(
     arguments = _operator_arguments(prepared, return_lse)
     out, lse = forward(*arguments)
     if options is not None and chosen != "triton":
-        eager.remember(*operands, options, Call(*arguments), chosen == "auto", out)
+        eager.remember(*operands, options, arguments, chosen == "auto", out)
     if not return_lse:
         return out
     if prepared.key.mean is not None:

@@ -94,7 +94,7 @@ def _second(query: Operand, key: Operand, value: Operand, options: tuple) -> tup
             forget()
         _launches[name] = None
         return None
-    launch = _launches[name]
+    launch = _launches.get(name)
     if launch is _never:
         return None
     if launch is None:
@@ -102,17 +102,20 @@ def _second(query: Operand, key: Operand, value: Operand, options: tuple) -> tup
     return name, tensors, launch.args[0] if isinstance(launch, partial) else next(_numbers)
 
 
-def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple, call: Call, first: bool, out: torch.Tensor) -> None:
+def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple, fields: tuple, first: bool, out: torch.Tensor) -> None:
     """Keep a call of quantized operands that has come to its end.
 
     Args:
         query, key, value, options: as of `repeat`.
-        call: it, validated.
+        fields: `Call`'s.
         first: as of ops.plan_cuda.
         out: what it returned.
     """
     again = _second(query, key, value, options)
-    if again is None or out.numel() == 0 or call.kv_length == 0:
+    if again is None:
+        return
+    call = Call(*fields)
+    if out.numel() == 0 or call.kv_length == 0:
         return
     config, device = ops.plan_cuda(call, first), device_of(call.q.device)
     if isinstance(config, str):

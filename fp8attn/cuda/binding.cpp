@@ -240,13 +240,9 @@ class Plans {
   std::map<Facts, std::shared_ptr<const Plan<L>>> plans_;
 };
 
-Plans<Launch>& plans() {
-  static Plans<Launch> all;
-  return all;
-}
-
-Plans<LaunchFromHalf>& plans_from_half() {
-  static Plans<LaunchFromHalf> all;
+template <class L>
+Plans<L>& plans() {
+  static auto& all = *new Plans<L>;  // never destroyed: threads may outlive main
   return all;
 }
 
@@ -261,7 +257,7 @@ Tensor of_every_head(const Tensor& scale, int64_t batch, int64_t heads, int64_t 
 void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
               int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
               const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, bool counts) {
-  plans().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)}),
+  plans<Launch>().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)}),
               {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out, counts);
 }
 
@@ -269,7 +265,7 @@ void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int
 std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v, const Tensor& v_scale,
                              const std::optional<Tensor>& v_mean) {
   const Facts known = facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)});
-  const auto plan = known.empty() ? nullptr : plans().find(known);
+  const auto plan = known.empty() ? nullptr : plans<Launch>().find(known);
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
   const Tensor out = plan->output();
@@ -281,12 +277,12 @@ std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_s
 
 void remember_from_half(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k,
                         const Tensor& v, const Tensor& out) {
-  plans_from_half().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, false);
+  plans<LaunchFromHalf>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, false);
 }
 
 std::optional<Tensor> repeat_from_half(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
   const Facts known = facts(options, {&q, &k, &v});
-  const auto plan = known.empty() ? nullptr : plans_from_half().find(known);
+  const auto plan = known.empty() ? nullptr : plans<LaunchFromHalf>().find(known);
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
   const Tensor out = plan->output();
