@@ -31,8 +31,10 @@ RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
 common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile("dev", max_examples=15, **common)
 settings.register_profile("ci", max_examples=25, **common)
-# every example compiles kernels there: shrinking one would take longer than all the tests
-settings.register_profile("gpu", max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
+# kernels are compiled for most examples there: shrinking one would take longer than all the tests
+on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
+settings.register_profile("gpu", max_examples=64, **on_gpu)
+settings.register_profile("thorough", max_examples=10_000, **on_gpu)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev"))
 
 
