@@ -10,7 +10,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import torch
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# a worker's threads would wait for another's; before torch is imported, which reads it once
+os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // WORKERS, 1)))
+if WORKERS > 1:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch  # noqa: E402
 
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -36,6 +42,9 @@ on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
 settings.register_profile("gpu", max_examples=64, **on_gpu)
 settings.register_profile("thorough", max_examples=10_000, **on_gpu)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev"))
+
+
+started = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session")
@@ -66,14 +75,38 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[started] = time.time()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not GPU and "gpu" in item.keywords:
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if GPU and "anywhere" in item.keywords and not config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="needs no GPU: machines without one run it, and here `-m anywhere`"))
+    if GPU:
+        items[:] = dealt(items, WORKERS)
 
 
-started = pytest.StashKey[float]()
+def length(item: pytest.Item) -> int:
+    """Rank of a test where there is a GPU: those that hypothesis draws compile most, then those that need the GPU."""
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        return 2
+    return int("gpu" in item.keywords)
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Long tests dealt out to the equal parts of the list that xdist's worksteal starts its workers with, first in each; then the others.
+
+    Neighbours among those stay together: they share kernels.
+    """
+    long = sorted(filter(length, items), key=length, reverse=True)
+    others = [item for item in items if not length(item)]
+    parts: list[pytest.Item] = []
+    for i in range(workers):
+        mine = long[workers - 1 - i :: workers]
+        size = (len(items) + i) // workers - len(mine)
+        parts += [*mine, *others[:size]]
+        others = others[size:]
+    return parts
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -22,6 +22,8 @@ from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES
 
+pytestmark = pytest.mark.anywhere
+
 H100 = ARCHITECTURES[90]
 RUNGS = {**LADDER[64], **BEST[64]}
 GENERAL = next(c for c in portable.INSTANCES if c.general and c.operands == "registers" and c.head_dim == 64 and c.e4m3_p)
