@@ -40,8 +40,9 @@ settings.register_profile("ci", max_examples=25, **common)
 # kernels are compiled for most examples there: shrinking one would take longer than all the tests
 on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
 settings.register_profile("gpu", max_examples=64, **on_gpu)
-settings.register_profile("thorough", max_examples=10_000, **on_gpu)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev"))
+settings.register_profile("thorough", max_examples=10_000 // WORKERS, **on_gpu)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev")
+settings.load_profile(PROFILE)
 
 
 started = pytest.StashKey[float]()
@@ -71,6 +72,23 @@ def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
     return Attention(request.param)
 
 
+@pytest.fixture
+def share(request: pytest.FixtureRequest) -> int:
+    """Of a test's examples, which part."""
+    return request.param
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Thorough, every worker draws its share of a test's examples."""
+    if PROFILE == "thorough" and is_drawn(metafunc.function):
+        metafunc.fixturenames.append("share")
+        metafunc.parametrize("share", range(WORKERS), indirect=True)
+
+
+def is_drawn(test: object) -> bool:
+    return getattr(test, "is_hypothesis_test", False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[started] = time.time()
 
@@ -88,9 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def length(item: pytest.Item) -> int:
     """Rank of a test where there is a GPU: those that hypothesis draws compile most, then those that need the GPU."""
-    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-        return 2
-    return int("gpu" in item.keywords)
+    return 2 if is_drawn(getattr(item, "obj", None)) else int("gpu" in item.keywords)
 
 
 def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
