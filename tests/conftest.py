@@ -72,7 +72,7 @@ def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
     return Attention(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def share(request: pytest.FixtureRequest) -> int:
     """Of a test's examples, which part."""
     return request.param

@@ -102,12 +102,15 @@ def test_is_as_close_to_pytorch_as_fp8_allows(drawn: tuple[Case, ...], device: t
         q, k, v = (x.float() for x in case.tensors(device))
         options = case.options(device)
         alignment = options.pop("causal_alignment")
-        # PyTorch's efficient backend takes masks with a unit last stride only
         mask = full_mask(case, device)
-        options["attn_mask"] = None if mask is None else mask.contiguous() if mask.dtype == torch.bool else mask.contiguous().float()
         if options["is_causal"] and alignment == "bottom_right":
             options["is_causal"] = False
-            options["attn_mask"] = torch.ones(case.q_length, case.kv_length, dtype=torch.bool, device=device).tril(case.kv_length - case.q_length)
+            mask = torch.ones(case.q_length, case.kv_length, dtype=torch.bool, device=device).tril(case.kv_length - case.q_length)
+            mask = mask.expand(case.batch, case.q_heads, -1, -1)
+        if mask is not None:
+            # PyTorch's efficient backend takes masks with a unit last stride only
+            mask = mask.contiguous() if mask.dtype == torch.bool else mask.contiguous().float()
+        options["attn_mask"] = mask
         expected = F.scaled_dot_product_attention(q, k, v, **options)
         seen = expected.isfinite().all(-1, keepdim=True)  # PyTorch's math path gives NaN to rows without visible keys, others zeros
         out, oracle, expected = (x.masked_fill(~seen, 0) for x in (out, oracle, expected))
