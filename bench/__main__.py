@@ -107,19 +107,19 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
     names = arguments.suite or (["seeds", "prefill"] if gpu else ["tiny"])
     chosen = [work for work in cases.workloads(names, arguments.distribution, gpu) if arguments.case in work[0].name]
     peers = peers_of(arguments)
-    gated = cases.suite("seeds", gpu)
+    gated, own = cases.suite("seeds", gpu), [peer for peer in peers if peer.own] or OWN
     verdicts = []
     with report.progress() as bar:
         if gpu:
             everything = list(dict.fromkeys((*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))))
             task = bar.add_task("compiling", total=len(everything))
-            for case, wrong in compile_all(everything):
+            for case, wrong in compile_all(everything, own):
                 verdicts.append(compiles(case, wrong))
                 bar.advance(task)
         if all(verdict.green for verdict in verdicts):
             task = bar.add_task("gates", total=len(gated))
             for case in gated:
-                verdicts += judge(case, gates, device)
+                verdicts += judge(case, gates, device, own)
                 bar.advance(task)
     console.print(report.gate_table([verdict for verdict in verdicts if verdict.errors or not verdict.green], gates))
     if not all_green(verdicts):

@@ -14,14 +14,14 @@ import torch
 from . import plot
 from .peers import END_TO_END, KERNEL
 from .readme import markdown_table
+from .report import number_of
 
 HELP = "a results file of `run` as a folder with report.md and its pictures, PNG and SVG"
 
 Record = dict[str, Any]
 
-
-def _number(x: float | None, form: str) -> str:
-    return "–" if x is None else format(x, form)
+SHARES = {"against_sdpa": ".2f", "share_of_limit": ".0%", "relative_l2": ".4f"}
+"""What is said of the first of our kernels, and how."""
 
 
 def _cases(records: Sequence[Record]) -> list[list[Record]]:
@@ -47,7 +47,7 @@ def markdown(records: Sequence[Record]) -> str:
         for group in _cases(there):
             cells = {r["backend"]: f"{r['p50_us']:.1f} ({r['tflops']:.0f})" for r in group if r["p50_us"] is not None}
             own = next((r for r in group if r["backend"].startswith("fp8attn") and r["p50_us"] is not None), {})
-            shares = (_number(own.get("against_sdpa"), ".2f"), _number(own.get("share_of_limit"), ".0%"), _number(own.get("relative_l2"), ".4f"))
+            shares = [number_of(own.get(key), form) for key, form in SHARES.items()]
             rows.append([group[0]["case"], group[0]["distribution"], *(cells.get(name, "–") for name in backends), *shares])
         parts.append(f"**{stage.capitalize()}**\n\n{markdown_table(head, rows, 2)}\n")
     refusals = dict.fromkeys((record["backend"], record["refused"].splitlines()[0]) for record in records if record["refused"])

@@ -20,7 +20,7 @@ import torch
 
 from .cases import Case
 from .errors import Bad, Errors
-from .peers import OWN, Problem, answer
+from .peers import OWN, Peer, Problem, answer
 
 FILE = Path(__file__).with_name("gates.json")
 
@@ -76,12 +76,12 @@ def compiles(case: Case, wrong: str | None) -> Verdict:
     return Verdict(case, "compiler", None, () if wrong is None else (wrong,))
 
 
-def judge(case: Case, gates: Gates, device: torch.device) -> list[Verdict]:
-    """A verdict on each of fp8attn's own rows that this machine can have."""
+def judge(case: Case, gates: Gates, device: torch.device, peers: Sequence[Peer] = OWN) -> list[Verdict]:
+    """A verdict on each of these of fp8attn's own rows that this machine can have."""
     problem = Problem.of(case, "normal", device, rotate=False)
     expected = problem.expected()
     verdicts = []
-    for peer in OWN:
+    for peer in peers:
         given = answer(peer, problem, expected, gates.bad)
         if given.unavailable:
             continue

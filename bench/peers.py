@@ -193,26 +193,28 @@ def poison(problem: Problem) -> None:
     torch.full(shape, torch.nan, dtype=torch.bfloat16, device=problem.device)
 
 
-def compile_case(case: Case) -> str | None:
-    """Run a case once, so that its kernels are in the caches on disk; the compiler's words if they can't be."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    tensors = inputs(case, "normal", device)
-    try:
-        fp8attn.triton_sdpa(*tensors, **case.options)
-        fp8attn.cuda_sdpa(*tensors, **case.options)
-    except fp8attn.BackendUnavailable:
-        pass  # a machine without nvcc has Triton's kernels only; nothing is wrong with it
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+def compile_case(case: Case, names: Sequence[str]) -> str | None:
+    """Have those of OWN that have these names answer once, so that their kernels are in the caches on disk; the compiler's words if they can't be."""
+    problem = Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False)
+    for peer in OWN:
+        try:
+            if peer.name in names:
+                peer.prepare(problem)(0)
+        except fp8attn.BackendUnavailable:
+            pass  # a machine without nvcc has Triton's kernels only; nothing is wrong with it
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     torch.cuda.synchronize()
     return None
 
 
-def compile_all(cases: Sequence[Case]) -> Iterator[tuple[Case, str | None]]:
-    """Compile what cases need side by side, a process each at a time, and yield each as it finishes, with what is wrong or None."""
+def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[Case, str | None]]:
+    """Compile what these of OWN need for each case side by side, a process each at a time, and yield each as it finishes, with what is wrong or
+    None."""
+    names = [peer.name for peer in peers]  # a peer holds what can't be sent to a process
     workers = min(len(cases), os.cpu_count() or 1, 12)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = {pool.submit(compile_case, case): case for case in cases}
+        started = {pool.submit(compile_case, case, names): case for case in cases}
         for done in as_completed(started):
             try:
                 yield started[done], done.result()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .machine import ROOT
+from .report import number_of
 
 README = ROOT / "README.md"
 ACCURACY = ROOT / "docs" / "accuracy.md"
@@ -144,13 +145,31 @@ def model() -> str:
     return f"{_machine(records)}; {about}:\n\n{markdown_table(head, rows, 1)}"
 
 
+def ladder() -> str:
+    """Rungs of the portable kernel, then peers, on the mission shape and on the larger case, whose kernels' resources these are."""
+    records = _lines("ladder")
+    mission, large = ([r for r in records if r["case"] == case] for case in dict.fromkeys(r["case"] for r in records))
+    forms = {"p50_us": ".1f", "against_previous": ".2f", "against_first": ".1f"}
+    rows = []
+    for small, big in zip(mission, large, strict=True):
+        assert small["rung"] == big["rung"]
+        times = [number_of(r[key], form) for r in (small, big) for key, form in forms.items()]
+        shared = None if big["config"] is None else big["shared_bytes"] / 1024
+        built = number_of(big["registers"], "d"), number_of(shared, ".0f"), number_of(big["spills"], "d")
+        rows.append([big["rung"], *times, number_of(big["tflops"], ".0f"), *built, number_of(big["relative_l2"], ".4f")])
+    speedups = ("× rung before", "× rung 0")
+    resources = ("registers", "shared, KiB", "spilled, bytes")
+    head = ("rung", f"{mission[0]['case']}, µs", *speedups, f"{large[0]['case']}, µs", *speedups, "TFLOP/s", *resources, "relative L2")
+    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
+
+
 def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     """The table of a results file, or how to get one."""
     missing = f"Not measured on a GPU yet: `python -m bench {name} --json bench/results/{name}.jsonl && python -m bench readme`."
     return lambda: table() if (RESULTS / f"{name}.jsonl").exists() else missing
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "errors": errors}
+TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "errors": errors, "ladder": ladder}
 ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "needle": if_measured("needle", needle),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
@@ -309,7 +309,7 @@ def sdpa(
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
         backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
             for other calls on a GPU, and the exact reference for CPU tensors. `auto` and `cuda` quantize and attend in one launch where
-            fp8attn.cuda.short says so: the bits are the same.
+            fp8attn.cuda.short says so, and elsewhere quantize query where they attend, if the recipe is the default: the bits are the same.
 
     Returns:
         out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
@@ -357,12 +357,14 @@ def _plain(
     query: Operand, key: Operand, value: Operand, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
     causal_alignment="top_left", recipe=DEFAULT_RECIPE, q_scale=None, k_scale=None, v_scale=None, out_dtype=None, return_lse=False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float] | None:  # fmt: skip
-    """q, k, v and softmax scale of a call to `sdpa` that may be quantized and attended in one launch, by what torch.compile knows; None of others."""
+    """q, k, v and softmax scale of a call to `sdpa` of which the attention kernel may quantize something, by what torch.compile knows; or None."""
     if recipe != DEFAULT_RECIPE or any(x is not None for x in (attn_mask, q_scale, k_scale, v_scale)):
         return None
     if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
         return None
-    if not query.dim() == key.dim() == value.dim() == 4 or not short.may_take(query, key, value):
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return None
+    if not (short.may_take(query, key, value) or configs.may_quantize(query, value.shape[3])):
         return None
     return query, key, value, query.shape[3] ** -0.5 if scale is None else scale
 
@@ -439,6 +441,9 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen != "triton" and plain is not None and ops.why_not_one_launch(*plain) is None:
         return Plan("cuda", "short", short.choose(plain[0]), "e4m3", (*because, "quantized and attended in one launch"))
     call = call_of(query, key, value, *args, **kwargs)
+    if chosen != "triton" and plain is not None and ops.why_not_half_q(*plain) is None:
+        call = replace(call, q=plain[0], q_scale=None)
+        because.append("query is quantized where it attends")
     scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")

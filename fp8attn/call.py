@@ -13,14 +13,18 @@ GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, 
 """Rows of q or k under one scale; 0 means all of a head's."""
 
 
+HALVES = (torch.bfloat16, torch.float16)
+"""What kernels quantize on their way."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 
     Attributes:
-        q: (B, Hq, Sq, D) e4m3 or int8.
-        q_scale: float32 (B, Hq, n), one per `q_group` rows.
-        k: (B, Hkv, Sk, D), as q.
+        q: (B, Hq, Sq, D) e4m3 or int8; or bfloat16 or float16, which only some kernels take: they quantize it to e4m3 by the token.
+        q_scale: float32 (B, Hq, n), one per `q_group` rows; None if q isn't quantized.
+        k: (B, Hkv, Sk, D), e4m3 or int8, as q.
         k_scale: float32 (B, Hkv, n), one per `k_group` rows; of int8, negative where a key under it isn't finite.
         v: (B, Hkv, Dv, S_padded) e4m3 in the layout of quantized V.
         v_scale: float32 (B, Hkv, Dv). v_mean: float32 (B, Hkv, Dv) or None.
@@ -30,7 +34,7 @@ class Call:
     """
 
     q: torch.Tensor
-    q_scale: torch.Tensor
+    q_scale: torch.Tensor | None
     q_group: int
     k: torch.Tensor
     k_scale: torch.Tensor
@@ -51,6 +55,11 @@ class Call:
     def int8(self) -> bool:
         """Whether Q·Kᵀ is of int8."""
         return self.q.dtype == torch.int8
+
+    @property
+    def half_q(self) -> bool:
+        """Whether the kernel is to quantize q."""
+        return self.q.dtype in HALVES
 
     @property
     def mask_bytes(self) -> torch.Tensor | None:

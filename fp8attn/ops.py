@@ -14,7 +14,7 @@ import torch
 
 from . import quantize as definition
 from .call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
-from .cuda import build, short
+from .cuda import build, configs, short
 from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
@@ -28,6 +28,9 @@ from .validate import BackendUnavailable
 
 library = torch.library.Library("fp8attn", "DEF")
 library_ops = torch.ops.fp8attn
+
+Forward = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
+"""Attention's output and LSE."""
 
 
 def register(schema: str, implementation, fake) -> None:
@@ -168,7 +171,7 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return _by_triton(call)
 
 
-def forward_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]):
+def forward_by(backend: Forward):
     """A forward operator's implementation: Call's fields in order."""
 
     def forward(
@@ -220,8 +223,13 @@ def why_not_one_launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softma
     return short.why_not(q, k, v, softmax_scale, device_of(q.device)) or build.unavailable()
 
 
-def from_half_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]], required: bool):
-    """An operator's implementation: the default recipe and attention, in one launch where that is possible.
+def why_not_half_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str | None:
+    """Why q is quantized before attention and not on its way, as far as is known without compiling, or None if it is on its way."""
+    return configs.why_not_quantize(q, v.shape[3], softmax_scale, device_of(q.device)) or build.unavailable()
+
+
+def from_half_by(backend: Forward, required: bool):
+    """An operator's implementation: the default recipe and attention, in one launch where that is possible, or with q quantized by the attention's.
 
     Args:
         backend: attention, where it takes several.
@@ -234,24 +242,32 @@ def from_half_by(backend: Callable[[Call], tuple[torch.Tensor, torch.Tensor]], r
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if why_not_one_launch(q, k, v, softmax_scale) is None:
+        def attend(
+            by: Forward, query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            call = Call(
+                query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean, None,
+                k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+            )  # fmt: skip
+            assert key.mean is not None
+            return *by(call), key.mean if return_lse else empty_key_mean(k, False)
+
+        device = device_of(q.device)
+        with current(q.device):
             try:
-                with current(q.device):
-                    return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device_of(q.device))
+                if why_not_one_launch(q, k, v, softmax_scale) is None:
+                    return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                if why_not_half_q(q, k, v, softmax_scale) is None:
+                    _, key, value = quantized(None, k, v, DEFAULT_RECIPE)
+                    assert key is not None and value is not None
+                    return attend(lambda call: cuda.forward(call, device), q, None, key, value)
             except BuildError as error:
                 if required:
                     raise
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-        recipe = DEFAULT_RECIPE
-        query, key, value = quantized(q, k, v, recipe)
-        assert query is not None and key is not None and value is not None and key.mean is not None
-        call = Call(
-            query.data, query.scale, GROUPS[recipe.q], key.data, key.scale, GROUPS[recipe.k], value.data, value.scale, value.mean, None,
-            k.shape[2], softmax_scale, causal, recipe.compute, recipe.two_level, out_dtype, return_lse,
-        )  # fmt: skip
-        with current(q.device):
-            out, lse = backend(call)
-        return out, lse, key.mean if return_lse else empty_key_mean(k, False)
+            query, key, value = quantized(q, k, v, DEFAULT_RECIPE)
+            assert query is not None and key is not None and value is not None
+            return attend(backend, query.data, query.scale, key, value)
 
     return forward
 

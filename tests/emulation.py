@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import re
 import shutil
 import subprocess
@@ -98,6 +99,18 @@ def compile_config(config: PortableConfig, folder: Path) -> ctypes.CDLL:
         f"static_assert(sizeof(PortableStorage<Instance::config>) == {config.shared_bytes});\n}}\n"
     )
     return compile_file("grid.cpp", folder)
+
+
+def guarded(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy behind which lies a page that can't be read: a read past its end ends the process."""
+    size = x.numel() * x.element_size()
+    pages = -(-size // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    copy = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=pages * mmap.PAGESIZE - size).view(x.dtype).view(x.shape)
+    copy.view(torch.uint8).copy_(x.contiguous().view(torch.uint8))
+    return copy
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -93,7 +93,7 @@ def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypa
         monkeypatch.setattr(module, "forward", functools.partial(wrong, module.forward))
     assert not any(verdict.green for verdict in judge(case, Gates.load(), device))
     monkeypatch.setattr(cases, "suite", lambda name, gpu: (case,))
-    monkeypatch.setattr(command, "compile_all", lambda cases: iter(()))
+    monkeypatch.setattr(command, "compile_all", lambda cases, peers: iter(()))
     assert command.main(["run", "--suite", "tiny"]) == 1
     printed = capsys.readouterr().out
     assert "no speed is reported" in printed and "TFLOP/s" not in printed

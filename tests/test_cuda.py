@@ -22,7 +22,7 @@ from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run, short
 from fp8attn.cuda.build import BuildError
-from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES, HopperConfig
+from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, INT8_INSTANCES, HopperConfig
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
@@ -37,14 +37,14 @@ def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: 
     return call_of(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("config", INSTANCES + INT8_INSTANCES, ids=lambda c: c.name)
+@pytest.mark.parametrize("config", INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES, ids=lambda c: c.name)
 def test_every_instance_fits_an_h100(config: HopperConfig) -> None:
     assert configs.misfit(config, H100) is None
     assert config.shared_bytes <= SHARED_MEMORY[90]
 
 
 def test_instances_are_told_apart_by_name() -> None:
-    every = INSTANCES + INT8_INSTANCES
+    every = INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES
     assert len({c.name for c in every}) == len(every) == len(set(every))
 
 
@@ -312,10 +312,10 @@ def test_what_a_wheel_brings_is_of_these_sources_and_this_torch(brought: list[st
 
 
 def test_libraries_of_an_architecture() -> None:
-    assert build.groups(90)[:3] == (INSTANCES, INT8_INSTANCES, short.INSTANCES)
+    assert build.groups(90)[:4] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, short.INSTANCES)
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
     # of each head dim one of e4m3 and one of int8
-    assert all(len(build.groups(arch)) == (9 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
+    assert all(len(build.groups(arch)) == (10 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu

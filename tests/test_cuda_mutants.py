@@ -67,7 +67,7 @@ RUNG_MUTANTS = {
         "halves_of_e4m3(codes.y, first.y, second.y)",
         "halves_of_e4m3(codes.y, second.y, first.y)",
     ),
-    "scale of another block": (FUSED, "tile/fused.h", "(start + first_key) / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
+    "scale of another block": (FUSED, "tile/fused.h", "key / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
     "scale of another row": (FUSED, "tile/fused.h", "shared.facts.row_scale[f.row + 8 * r]", "shared.facts.row_scale[f.row]"),
     "missing rescale": (FUSED, "tile/online_softmax.h", "l[r] *= alpha[r];", ""),
     "stale maximum": (FUSED, "tile/online_softmax.h", "m[r] = m_new;\n      l[r]", "if (m[r] == -INFINITE) m[r] = m_new;\n      l[r]"),
@@ -108,7 +108,7 @@ SHORT_MUTANTS = {
     "mean not added back": (SHORT, "short.cuh", "desk.facts.mean[c] = desk.shift[c] = mean;", "desk.facts.mean[c] = 0, desk.shift[c] = mean;"),
     "a NaN unseen": (SHORT, "short.cuh", "hidden >> i & 1 ? NAN_CODES : codes", "codes"),
     "tokens that don't exist": (SHORT, "tile/quantize.h", "if (i >= count) continue;", ""),
-    "scale of another row": (SHORT, "tile/quantize.h", "if (column == 0) scale[at] = restores;", "if (column == 0) scale[row] = restores;"),
+    "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = restores;", "scale[row(0)] = restores;"),
 }
 """Of the kernel that quantizes, likewise."""
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import emulation
 import pytest
@@ -24,6 +28,7 @@ from fp8attn.device import ARCHITECTURES
 
 pytestmark = pytest.mark.anywhere
 
+TESTS = Path(__file__).resolve().parent
 H100 = ARCHITECTURES[90]
 RUNGS = {**LADDER[64], **BEST[64]}
 GENERAL = next(c for c in portable.INSTANCES if c.general and c.operands == "registers" and c.head_dim == 64 and c.e4m3_p)
@@ -155,3 +160,25 @@ def test_int8_that_is_not_finite(emulated: Callable, name: str) -> None:
     expected = torch.arange(300) >= 250
     expected[20] = True
     assert torch.equal(out[0, 0].isnan().any(-1), expected) and torch.equal(out[0, 0].isnan().all(-1), expected)
+
+
+def read_guarded(config: PortableConfig, folder: Path) -> None:
+    """Attention to keys of which the last block, and each warp's part of it, is short: nothing behind what is given is read."""
+    recipe = Recipe(qk="int8" if config.int8 else "e4m3")
+    operands = quantized((1, 2, 20, 64), (1, 1, 300, 64), recipe)
+    call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, enable_gqa=True)
+    given = {name: emulation.guarded(getattr(call, name)) for name in ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean")}
+    cuda.library_of = lambda config, _: emulation.library_of(config, folder)
+    out, _ = cuda.forward(dataclasses.replace(call, **given), H100, config, 1)
+    assert_matches_pipeline(out, oracle(operands, call, config)[0], False)
+
+
+@pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "int8"))
+def test_reads_nothing_behind_its_tensors(name: str, tmp_path: Path) -> None:
+    """In a process of its own, which such a read ends."""
+    if emulation.missing() is not None:
+        pytest.skip(emulation.missing())
+    program = f"import test_portable_emulated as test; test.read_guarded(test.CONFIGS[{name!r}], test.Path({str(tmp_path)!r}))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"

@@ -56,8 +56,8 @@ void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kern
 
 // fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes (no rows: it has no use for tensor maps),
 // the grid.
-void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q, const Tensor& q_scale,
-            int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
+void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q,
+            const std::optional<Tensor>& q_scale, int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
             const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse,
             const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
   fp8attn::Params p = {};
@@ -78,7 +78,7 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   p.v_pitch = v.size(3);
   p.q_aligned = is_aligned(q);
   p.k_aligned = is_aligned(k);
-  p.q_scale = q_scale.const_data_ptr<float>();
+  p.q_scale = q_scale ? q_scale->const_data_ptr<float>() : nullptr;
   p.k_scale = k_scale.const_data_ptr<float>();
   p.v_scale = v_scale.const_data_ptr<float>();
   p.v_mean = v_mean ? v_mean->const_data_ptr<float>() : nullptr;
@@ -88,7 +88,7 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   p.key_splits = parts ? parts->size(0) : 1;
   p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
   p.part_lse = part_lse ? part_lse->mutable_data_ptr<float>() : nullptr;
-  copy_strides(p.q_scale_strides, q_scale);
+  if (q_scale) copy_strides(p.q_scale_strides, *q_scale);
   copy_strides(p.k_scale_strides, k_scale);
   copy_strides(p.v_scale_strides, v_scale);
   copy_strides(p.out_strides, out);
@@ -110,6 +110,7 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   p.heads_side_by_side = heads_side_by_side;
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(out.scalar_type());
+  p.half = q.scalar_type() == at::kHalf;
 
   check(fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device())));
 }
@@ -138,8 +139,8 @@ void forward_from_half(int64_t instance, int64_t ctas, int64_t splits, const Ten
   p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(out.scalar_type());
-  p.inverse_length = 1.0 / k.size(2);
   p.half = q.scalar_type() == at::kHalf;
+  p.inverse_length = 1.0 / k.size(2);
   p.splits = splits;
   check(fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device())));
 }
@@ -148,7 +149,7 @@ void forward_from_half(int64_t instance, int64_t ctas, int64_t splits, const Ten
 const torch::Library& library() {
   static torch::Library m(torch::Library::DEF, fp8attn::NAMESPACE, std::nullopt, __FILE__, __LINE__);
   m.def(
-      "forward(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor q_scale, int q_group,"
+      "forward(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor? q_scale, int q_group,"
       " Tensor k, Tensor k_scale, int k_group, Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset,"
       " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));

@@ -32,7 +32,7 @@ import torch
 
 from ..device import ARCHITECTURES
 from . import portable, render, short
-from .configs import INSTANCES, INT8_INSTANCES
+from .configs import HALF_Q_INSTANCES, INSTANCES, INT8_INSTANCES
 from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
@@ -266,7 +266,7 @@ def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None
 
 def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     """What GPUs of an architecture load, library by library."""
-    hopper: tuple[tuple[Config, ...], ...] = (INSTANCES, INT8_INSTANCES, short.INSTANCES) if arch // 10 == 9 else ()
+    hopper: tuple[tuple[Config, ...], ...] = (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, short.INSTANCES) if arch // 10 == 9 else ()
     return (*hopper, *(portable.group(dim, ARCHITECTURES[arch], int8) for dim in portable.DIMS for int8 in (False, True)))
 
 

@@ -13,6 +13,7 @@ struct HopperConfig {
   int exact;      // of every four groups of 16 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
   bool general;   // masks, scales per key, negative softmax scales; without, none of them
   bool int8;      // Q and K are int8, not e4m3
+  bool half_q;    // Q is bfloat16 or half, and becomes e4m3 here, every row with a scale of its own
 };
 
 struct ShortConfig {

@@ -6,7 +6,9 @@ import functools
 import math
 from dataclasses import astuple, dataclass, replace
 
-from ..call import Call, why_not_tma
+import torch
+
+from ..call import HALVES, Call, why_not_tma
 from ..device import Device
 
 ROWS = 64
@@ -42,6 +44,7 @@ class HopperConfig:
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
         general: masks, scales by key, softmax scales that aren't positive; an instance without has none of them.
         int8: Q and K are int8, not e4m3.
+        half_q: Q is bfloat16 or float16, and becomes e4m3 in the kernel, every row with a scale of its own.
     """
 
     head_dim: int
@@ -53,6 +56,7 @@ class HopperConfig:
     exact: int
     general: bool
     int8: bool = False
+    half_q: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -126,22 +130,35 @@ INSTANCES = tuple(SPEEDS)
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled by themselves on their first use."""
 
+HALF_Q_INSTANCES = tuple(replace(config, half_q=True) for config in INSTANCES if not config.general and config.head_dim == config.value_dim)
+"""The same for Q that isn't quantized yet, likewise."""
+
 
 def is_general(call: Call) -> bool:
     """Whether a call has what only general instances do."""
     return call.attn_mask is not None or call.k_group == 1 or not call.softmax_scale > 0
 
 
+Kind = tuple[bool, bool, bool, int, int]
+"""What an instance must be made for: general, int8, half_q, head_dim, value_dim."""
+
+
+def kind(call: Call) -> Kind:
+    return is_general(call), call.int8, call.half_q, call.head_dim, call.value_dim
+
+
 @functools.cache
-def _serving(general: bool, int8: bool, head_dim: int, value_dim: int) -> tuple[HopperConfig, ...]:
-    able = [c for c in (INT8_INSTANCES if int8 else INSTANCES) if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
+def _serving(of: Kind) -> tuple[HopperConfig, ...]:
+    general, int8, half_q, head_dim, value_dim = of
+    instances = INT8_INSTANCES if int8 else HALF_Q_INSTANCES if half_q else INSTANCES
+    able = [c for c in instances if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
 
 def serving(call: Call) -> tuple[HopperConfig, ...]:
     """The instances of the smallest head dims that take a call's, with what it needs."""
-    return _serving(is_general(call), call.int8, call.head_dim, call.value_dim)
+    return _serving(kind(call))
 
 
 def why_not(call: Call, device: Device) -> str | None:
@@ -153,14 +170,29 @@ def why_not(call: Call, device: Device) -> str | None:
     reason = why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
     if reason is not None:
         return reason
-    return _lacking(is_general(call), call.int8, call.head_dim, call.value_dim, device)
+    return _lacking(kind(call), device)
+
+
+def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
+    """Whether an instance may quantize q on its way, by what torch.compile knows of it."""
+    return q.dtype in HALVES and any(q.shape[3] == value_dim == c.head_dim for c in HALF_Q_INSTANCES)
+
+
+def why_not_quantize(q: torch.Tensor, value_dim: int, softmax_scale: float, device: Device) -> str | None:
+    """Why no instance quantizes q on its way to attention with the default recipe, or None if one does."""
+    if not may_quantize(q, value_dim):
+        dims = " or ".join(str(dim) for dim in sorted({c.head_dim for c in HALF_Q_INSTANCES}))
+        return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
+    if not softmax_scale > 0:
+        return f"scale is {softmax_scale}; it takes positive ones"
+    return why_not_tma(q, "query") or _lacking((False, False, True, q.shape[3], value_dim), device)
 
 
 @functools.cache
-def _lacking(general: bool, int8: bool, head_dim: int, value_dim: int, device: Device) -> str | None:
-    able = _serving(general, int8, head_dim, value_dim)
+def _lacking(of: Kind, device: Device) -> str | None:
+    able = _serving(of)
     if not able:
-        return f"head dims are {head_dim} and {value_dim}; the CUDA kernel has none as large"
+        return f"head dims are {of[3]} and {of[4]}; the CUDA kernel has none as large"
     return misfit(able[0], device)
 
 
@@ -169,14 +201,14 @@ def choose(call: Call, device: Device) -> HopperConfig:
 
     Where all tiles are as long, the last round of them takes as long as any; tiles of causal calls go to whoever is free.
     """
-    heads = call.batch * call.q_heads
-    return _fastest(is_general(call), call.int8, call.head_dim, call.value_dim, heads, call.q_length, call.causal != "none", device.sm_count)
+    return _fastest(kind(call), call.batch * call.q_heads, call.q_length, call.causal != "none", device.sm_count)
 
 
 @functools.lru_cache(4096)
-def _fastest(general: bool, int8: bool, head_dim: int, value_dim: int, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
+def _fastest(of: Kind, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
     def time(config: HopperConfig) -> float:
         rounds = heads * -(-q_length // config.tile_rows) / sm_count
-        return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / SPEEDS[replace(config, int8=False)]
+        speed = SPEEDS[replace(config, int8=False, half_q=False)]
+        return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / speed
 
-    return min(_serving(general, int8, head_dim, value_dim), key=time)
+    return min(_serving(of), key=time)

@@ -18,6 +18,7 @@
 #include "tile/facts.h"
 #include "tile/mask.h"
 #include "tile/poison.h"
+#include "tile/quantize.h"
 #include "tile/schedule.h"
 #include "tile/softmax.h"
 #include "tile/staged_output.h"
@@ -69,7 +70,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   // a barrier is told of its bytes once they are on their way and what else it stands for is written
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Tile tile = shared.tiles[round % TILES];
-    for (int c = 0; c < C.consumers; ++c) {
+    for (int c = 0; c < C.consumers && !C.half_q; ++c) {
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
@@ -92,8 +93,14 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       if (n + 1 == blocks) shared.tiles[(round + 1) % TILES] = schedule.at(schedule.after(round));
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
     }
+    const Tile next = shared.tiles[(round + 1) % TILES];
+    for (int i = 0; C.half_q && next.exists() && i < 2 * S::panels * C.consumers; ++i)
+      ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
   }
 }
+
+// Where the copy engine brings codes of Q.
+struct NoQueries {};
 
 // Issues Q * K^T for the keys of one stage.
 template <HopperConfig C>
@@ -143,8 +150,9 @@ __device__ void store_tile(const Params& p, const Share& share, const float (&m)
   store_lse(p, share, m, l, f);
 }
 
-// One warpgroup: attention of 64 queries of every tile. Scores of a block are in the making when the loop comes to it.
-template <HopperConfig C>
+// One warpgroup: attention of 64 queries of every tile. Scores of a block are in the making when the loop comes to it. T is what Q consists of
+// before it is quantized here.
+template <HopperConfig C, typename T>
 __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer) {
   using S = Shape<C>;
   const Visible visible(p);
@@ -159,15 +167,39 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
   // each is asked for as soon as nobody needs the last tile's, in this order
   const auto load_rows = [&](const Tile& tile) {
-    if (tile.exists()) facts.load_rows(p, visible, tile, tile.first_row + consumer * ROWS);
+    if (tile.exists() && C.half_q)
+      facts.find_row_ends(visible, tile.first_row + consumer * ROWS);
+    else if (tile.exists())
+      facts.load_rows(p, visible, tile, tile.first_row + consumer * ROWS);
     ptx::cp_async_commit();
   };
   const auto load_channels = [&](const Tile& tile) {
     if (tile.exists()) facts.load_channels(p, tile);
     ptx::cp_async_commit();
   };
+  using HalfQueries = std::conditional_t<C.half_q, Queries<C.head_dim>, NoQueries>;
+  const auto load_queries = [&](HalfQueries& queries, const Tile& tile) {
+    if constexpr (C.half_q) {
+      const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
+      queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? p.q_length : 0);
+    }
+  };
+  const auto quantize_queries = [&](HalfQueries& queries, const Tile& tile) {
+    if constexpr (C.half_q) {
+      if (!tile.exists()) return;
+      const auto store = [&](int row, int column, uint2 codes) {
+        *reinterpret_cast<uint2*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
+      };
+      queries.template quantize<T>(facts.row_scale, store);
+      ptx::fence_proxy_async();
+    }
+  };
+  HalfQueries first_queries;
+  load_queries(first_queries, shared.tiles[0]);
   load_rows(shared.tiles[0]);
   load_channels(shared.tiles[0]);
+  quantize_queries(first_queries, shared.tiles[0]);
+  if constexpr (C.half_q) ptx::warpgroup_sync(1 + consumer);
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Share share(p, visible, shared.tiles[round % TILES], consumer);
@@ -232,7 +264,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     constexpr std::integral_constant<int, 0> none;
     constexpr std::integral_constant<int, 1> one;
 
-    ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
+    if constexpr (!C.half_q) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
     start_scores<C>(scores, shared, consumer, ring.stage());
     ptx::cp_async_wait_but<1>();
@@ -255,7 +287,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       ring = next;
     }
     attend(share.seen - 1);
-    if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
+    if (elected && !C.half_q) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, [] {});
     ring.advance();
     const int loaded = visible.blocks(share.tile.first_row + S::tile_rows - 1);
@@ -267,10 +299,13 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     }
 
     const Tile& next_tile = shared.tiles[(round + 1) % TILES];
+    HalfQueries queries;
+    load_queries(queries, next_tile);
     ptx::cp_async_wait();
-    ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows'
+    ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows' and with Q
     load_rows(next_tile);
     store_tile<C.int8>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
+    quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // and with channels'
     load_channels(next_tile);
   }
@@ -278,7 +313,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 }
 
 // Instance::config is the HopperConfig; a kernel's own template parameter can't be one, for which nvcc writes a broken stub.
-template <class Instance>
+template <class Instance, typename T>
 __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_forward(const __grid_constant__ Params p) {
   constexpr HopperConfig C = Instance::config;
   extern __shared__ __align__(1024) uint8_t bytes[];
@@ -313,27 +348,30 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
     if (threadIdx.x == 0) produce<C>(p, shared, schedule);
   } else {
     ptx::registers_increase<C.registers>();
-    consume<C>(p, shared, warpgroup - 1);
+    consume<C, T>(p, shared, warpgroup - 1);
   }
 }
 
 // At most one CTA an SM: `ctas` of them. A programmatic dependent of what runs before it.
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
-  constexpr int bytes = sizeof(SharedStorage<Instance::config>);
-  const cudaError_t error = cudaFuncSetAttribute(hopper_forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  constexpr HopperConfig C = Instance::config;
+  constexpr int bytes = sizeof(SharedStorage<C>);
+  using Half = std::conditional_t<C.half_q, __half, __nv_bfloat16>;
+  const auto kernel = p.half ? hopper_forward<Instance, Half> : hopper_forward<Instance, __nv_bfloat16>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute dependent = {};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = ctas;
-  config.blockDim = Shape<Instance::config>::threads;
+  config.blockDim = Shape<C>::threads;
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, hopper_forward<Instance>, p);
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 }  // namespace fp8attn

@@ -19,11 +19,11 @@ struct Params {
   // of instances with TMA: boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded), zero outside; and into `out`, nothing outside
   CUtensorMap q_map, k_map, v_map, out_map;
 
-  const uint8_t* q;  // (B, Hq, Sq, D)
+  const uint8_t* q;  // (B, Hq, Sq, D); of instances that quantize it, bfloat16 or half
   const uint8_t* k;  // (B, Hkv, Sk, D)
   const uint8_t* v;  // (B, Hkv, Dv, S_padded), contiguous
 
-  const float* q_scale;  // (B, Hq, ceil(Sq / q_group))
+  const float* q_scale;  // (B, Hq, ceil(Sq / q_group)); null where Q is quantized here
   const float* k_scale;  // (B, Hkv, ceil(Sk / k_group)); of int8, negative where a key under it isn't finite
   const float* v_scale;  // (B, Hkv, Dv)
   const float* v_mean;   // (B, Hkv, Dv), contiguous; or null
@@ -49,11 +49,12 @@ struct Params {
   float* parts;     // (key_splits, B, Hq, Sq, Dv), contiguous: their outputs; or null
   float* part_lse;  // (key_splits, B, Hq, Sq), contiguous; or null
 
-  // Of instances that quantize. Their q, k and v are bfloat16 or half, v (B, Hkv, Sk, Dv).
+  bool half;  // what is quantized here, or bfloat16
+
+  // Of instances that quantize all: k and v are bfloat16 or half, too, v (B, Hkv, Sk, Dv).
   int64_t v_strides[3];
   float* k_mean;         // (B, Hkv, D), contiguous, which they write; or null
   float inverse_length;  // 1 / Sk
-  bool half;             // or bfloat16
   int splits;            // clusters that share the queries of a key/value head
 };
 

@@ -300,6 +300,8 @@ def why_not(call: Call, device: Device) -> str | None:
     """Why no instance runs a call, or None if one does."""
     if device.emulated or device.arch < 80:
         return misfit(INSTANCES[0], device)
+    if call.half_q:
+        return f"query is {call.q.dtype}; the portable kernel takes what is quantized"
     if call.v.data_ptr() % 16 or not call.v.is_contiguous():
         return "quantized values aren't contiguous from a multiple of 16 bytes on"
     if not serving(call, device):
@@ -339,6 +341,7 @@ def packed(call: Call) -> Call:
     """A short call whose query heads of one key head are rows of one head, so that keys are read once for all of them; the call itself where
     those rows don't see the same keys, or don't lie one after the other."""
     heads = call.q_heads // call.kv_heads
+    assert call.q_scale is not None
     per_head = call.q_scale.shape[2] == 1
     if heads == 1 or call.q_length >= SHORT or call.attn_mask is not None or not (per_head or call.q_group == 1):
         return call

@@ -44,7 +44,8 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, configs.INT8_INSTANCES if config.int8 else build.INSTANCES, device.arch)
+        group = configs.INT8_INSTANCES if config.int8 else configs.HALF_Q_INSTANCES if config.half_q else build.INSTANCES
+        return build.load_with(config, group, device.arch)
     return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 

@@ -304,10 +304,10 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   const int row_tiles = (p.q_length + ROWS - 1) / ROWS, index = part.split * C.cluster * C.consumers + part.number();
   const bool attends = index < group * row_tiles;
   const Tile tile = {batch, kv_head * group + index / row_tiles, kv_head, index % row_tiles * ROWS};
-  Queries<T, C.head_dim> queries;
+  Queries<C.head_dim> queries;
   if (attends) {
-    const T* q = reinterpret_cast<const T*>(p.q) + batch * p.q_strides[0] + tile.head * p.q_strides[1];
-    queries.load(q + tile.first_row * p.q_strides[2], p.q_strides[2], p.q_length - tile.first_row);
+    const uint16_t* q = reinterpret_cast<const uint16_t*>(p.q) + batch * p.q_strides[0] + tile.head * p.q_strides[1];
+    queries.load(q, p.q_strides[2], tile.first_row, p.q_length);
   }
 
   float4 k_mean;
@@ -316,9 +316,8 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   else
     quantize_values<C>(p, shared, part, slice, blocks);
   if (attends) {
-    queries.quantize(desk.row_scale, [&](int row, int column, uint2 codes) {
-      const int swizzle = S::panel == 128 ? row % 8 : row / 2 % 4;
-      *reinterpret_cast<uint2*>(&shared.q[part.warpgroup][row * S::panel + (column / 16 ^ swizzle) * 16 + column % 16]) = codes;
+    queries.template quantize<T>(desk.row_scale, [&](int row, int column, uint2 codes) {
+      *reinterpret_cast<uint2*>(shared.q[part.warpgroup] + ptx::swizzled<S::panel>(row, column)) = codes;
     });
     if (thread < ROWS) desk.row_end[thread] = visible.end(tile.first_row + thread);
     ptx::fence_proxy_async();

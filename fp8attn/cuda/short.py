@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from ..call import why_not_tma
+from ..call import HALVES, why_not_tma
 from ..device import Device
 from .configs import KEYS, ONES, ROWS
 
@@ -88,13 +88,13 @@ def splits(config: ShortConfig, q: torch.Tensor, k: torch.Tensor) -> int:
 
 def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a call of plain tensors may be one launch, by what torch.compile knows of them."""
-    known = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    known = q.dtype in HALVES and q.dtype == k.dtype == v.dtype
     return known and any(q.shape[3] == v.shape[3] == c.head_dim for c in INSTANCES) and k.shape[2] <= LONGEST
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
     """Why a call of plain tensors isn't done in one launch, or None if it is."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return f"query, key and value are {q.dtype}, {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
     config = next((c for c in INSTANCES if q.shape[3] == v.shape[3] == c.head_dim), None)
     if config is None:

@@ -230,6 +230,7 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
     lse = empty_lse(call.q, call.return_lse)
     if out.numel() == 0:
         return out.to(call.out_dtype), lse
+    assert call.q_scale is not None
     traits = Traits.of(call, config, device)
     launch(
         forward_kernel,

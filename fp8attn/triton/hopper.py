@@ -536,6 +536,7 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
     lse = empty_lse(call.q, call.return_lse)
     if out.numel() == 0:
         return out, lse
+    assert call.q_scale is not None
     traits = Traits.of(call, config, device)
     positions = triton.cdiv(call.q_length, config.tile_rows) * call.batch * call.q_heads
     ctas = min(triton.cdiv(positions, config.teams), device.sm_count)

@@ -87,6 +87,30 @@ T __shfl_xor_sync(unsigned, T x, int lanes) {
   return mine.received;
 }
 
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+  struct Lane {
+    T x, received;
+    int lane, width;
+  } mine{x, x, lane, width};
+  cta::together(&mine, [](void** all) {
+    for (int i = 0; i < 32; ++i) {
+      Lane& to = *static_cast<Lane*>(all[i]);
+      to.received = static_cast<Lane*>(all[i / to.width * to.width + to.lane % to.width])->x;
+    }
+  });
+  return mine.received;
+}
+
+inline int __any_sync(unsigned, int x) {
+  cta::together(&x, [](void** all) {
+    bool any = false;
+    for (int i = 0; i < 32; ++i) any |= *static_cast<int*>(all[i]) != 0;
+    for (int i = 0; i < 32; ++i) *static_cast<int*>(all[i]) = any;
+  });
+  return x;
+}
+
 inline int __all_sync(unsigned, int x) {
   cta::together(&x, [](void** all) {
     bool every = true;
@@ -135,6 +159,8 @@ inline int __float_as_int(float x) { return __float_as_uint(x); }
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 
 inline unsigned __vcmpeq2(unsigned a, unsigned b) { return ((a ^ b) & 0xFFFF ? 0 : 0xFFFF) | ((a ^ b) >> 16 ? 0 : 0xFFFF0000); }
+
+inline unsigned __vmaxu2(unsigned a, unsigned b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
   const uint64_t bytes = uint64_t(b) << 32 | a;

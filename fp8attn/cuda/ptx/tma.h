@@ -23,6 +23,11 @@ __device__ inline void tma_load(void* to, const CUtensorMap& map, uint64_t* barr
                : "memory");
 }
 
+// Into L2.
+__device__ inline void tma_load_ahead(const CUtensorMap& map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
 __device__ inline void tma_store(const CUtensorMap& map, const void* from, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(reinterpret_cast<uint64_t>(&map)), "r"(shared_address(from)),
                "r"(x), "r"(y), "r"(z), "r"(w)

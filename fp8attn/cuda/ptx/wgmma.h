@@ -48,6 +48,14 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return swizzle << 62 | group << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// Where such an operand has a byte of a row.
+template <int ROW_BYTES>
+__device__ inline int swizzled(int row, int column) {
+  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64);
+  const int swizzle = ROW_BYTES == 128 ? row % 8 : row / 2 % 4;
+  return row * ROW_BYTES + (column / 16 ^ swizzle) * 16 + column % 16;
+}
+
 // A K-major operand in columns of 16 bytes, their rows one after another, the columns `pitch` bytes apart.
 __device__ inline uint64_t wgmma_descriptor_of_columns(uint32_t address, int pitch) {
   constexpr uint64_t group = 8 * 16 / 16;

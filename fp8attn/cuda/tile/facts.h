@@ -37,8 +37,12 @@ struct TileFacts {
     for (int i = threadIdx.x % THREADS; i < M; i += THREADS) {
       const int row = min(first_row + i, p.q_length - 1);
       ptx::cp_async(&row_scale[i], row_scales + (p.q_group <= 1 ? row * p.q_group : row / p.q_group) * p.q_scale_strides[2], true);
-      row_end[i] = visible.end(first_row + i);
     }
+    find_row_ends(visible, first_row);
+  }
+
+  __device__ void find_row_ends(const Visible& visible, int first_row) {
+    for (int i = threadIdx.x % THREADS; i < M; i += THREADS) row_end[i] = visible.end(first_row + i);
   }
 };
 

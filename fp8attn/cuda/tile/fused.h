@@ -135,7 +135,8 @@ struct Fused {
     const bool by_key = C.general && p.k_group == 1;
     const Tile& tile = shared.source.tile;
     const float* k_scale = shared.source.k_scale;
-    const float block_scale = by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : (start + first_key) / SCALE_BLOCK * p.k_scale_strides[2]];
+    const int key = min(start + first_key, p.kv_length - 1);  // behind the last block of K there is no scale
+    const float block_scale = by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : key / SCALE_BLOCK * p.k_scale_strides[2]];
     const bool marked = C.int8 && block_scale < 0.0f;
     const float key_factor = p.score_scale * (C.int8 ? fabsf(block_scale) : block_scale);
     float s[tiles][keys / 2] = {}, factor[tiles][2], alpha[tiles][2];

@@ -202,50 +202,63 @@ struct Slice {
   }
 };
 
-// ROWS rows of Q, which a warpgroup quantizes, every row with a scale of its own. A thread has eight channels of some of them.
-template <typename T, int DIM>
+// ROWS rows of Q, of 16 bits a number, which a warpgroup quantizes, every row with a scale of its own. A team of threads shares a row: each has
+// eight channels.
+template <int DIM>
 struct Queries {
-  static constexpr int team = DIM / 8;          // threads of a row
-  static constexpr int at_once = 128 / team;    // rows
+  static constexpr int team = DIM / 8;
+  static constexpr int at_once = 128 / team;  // rows
   static constexpr int rounds = ROWS / at_once;
+  static_assert(rounds <= team);  // the scale of each row is made by one of the team
 
-  int row, column;
+  int thread;
   uint4 raw[rounds];
 
-  __device__ void load(const T* q, int64_t stride, int rows) {
-    row = threadIdx.x % 128 / team, column = threadIdx.x % team * 8;
+  __device__ int member() const { return thread % team; }
+
+  __device__ int row(int round) const { return thread / team + round * at_once; }
+
+  // From row `first` of `head` on; zeros behind the last of `length` rows.
+  __device__ void load(const uint16_t* head, int64_t stride, int first, int length) {
+    thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread), "+l"(stride));  // or all addresses are made before a loop over tiles, and spilled
+    const uint16_t* at = head + int64_t(first + row(0)) * stride + 8 * member();
 #pragma unroll
-    for (int i = 0; i < rounds; ++i) {
-      const int at = row + i * at_once;
-      raw[i] = at < rows ? *reinterpret_cast<const uint4*>(q + at * stride + column) : uint4{};
-    }
+    for (int i = 0; i < rounds; ++i, at += at_once * stride) raw[i] = first + row(i) < length ? *reinterpret_cast<const uint4*>(at) : uint4{};
   }
 
   // store(row, column, codes of eight channels); scales go to `scale`.
-  template <typename Store>
-  __device__ void quantize(float (&scale)[ROWS], Store&& store) const {
+  template <typename T, typename Store>
+  __device__ void quantize(float (&scale)[ROWS], Store&& store) {
+    constexpr uint32_t infinity = Pair<T>::infinities & 0xFFFF;
+    uint32_t largest = 0, any = 0;  // bits of magnitudes, which are in order: of the member's row, and of all
+    const auto find = [&](int i, uint4 words) {
+      uint32_t two = __vmaxu2(__vmaxu2(words.x & 0x7FFF7FFF, words.y & 0x7FFF7FFF), __vmaxu2(words.z & 0x7FFF7FFF, words.w & 0x7FFF7FFF));
+#pragma unroll
+      for (int lane = team / 2; lane > 0; lane /= 2) two = __vmaxu2(two, __shfl_xor_sync(~0u, two, lane));
+      const uint32_t of_row = max(two & 0xFFFF, two >> 16);
+      largest = i == member() ? of_row : largest;
+      any = max(any, of_row);
+    };
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) find(i, raw[i]);
+    if (__any_sync(~0u, any >= infinity)) {  // what isn't finite becomes NaN, and has no part in its row's scale
+      largest = 0;
+#pragma unroll
+      for (int i = 0; i < rounds; ++i) {
+        uint4& words = raw[i];
+        const uint4 bad = {not_finite<T>(words.x), not_finite<T>(words.y), not_finite<T>(words.z), not_finite<T>(words.w)};
+        find(i, {words.x & ~bad.x, words.y & ~bad.y, words.z & ~bad.z, words.w & ~bad.w});
+        words = {words.x | bad.x, words.y | bad.y, words.z | bad.z, words.w | bad.w};
+      }
+    }
+    const float restores = scale_of(Pair<T>::floats(largest).x), inverse = __fdiv_rn(1.0f, restores);
+    if (member() < rounds) scale[row(member())] = restores;
 #pragma unroll
     for (int i = 0; i < rounds; ++i) {
-      const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-      float x[8], probe = 0.0f, largest = 0.0f;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float2 two = Pair<T>::floats(words[c]);
-        x[2 * c] = two.x, x[2 * c + 1] = two.y;
-        probe = fmaf(two.x, 0.0f, fmaf(two.y, 0.0f, probe));
-      }
-      if (!is_finite(probe)) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) x[c] = is_finite(x[c]) ? x[c] : __int_as_float(0x7FFFFFFF);
-      }
-#pragma unroll
-      for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(x[c]));
-#pragma unroll
-      for (int lane = team / 2; lane > 0; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
-      const float restores = scale_of(largest), inverse = __fdiv_rn(1.0f, restores);
-      const int at = row + i * at_once;
-      if (column == 0) scale[at] = restores;
-      store(at, column, uint2{ptx::e4m3x4(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse), ptx::e4m3x4(x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse)});
+      const float factor = __shfl_sync(~0u, inverse, i, team);
+      const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y), c = Pair<T>::floats(raw[i].z), d = Pair<T>::floats(raw[i].w);
+      store(row(i), 8 * member(), uint2{ptx::e4m3x4(a.x * factor, a.y * factor, b.x * factor, b.y * factor), ptx::e4m3x4(c.x * factor, c.y * factor, d.x * factor, d.y * factor)});
     }
   }
 };

@@ -1,0 +1,30 @@
+// fp8attn/cuda/tile/quantize.h's Queries: one tile of a warpgroup.
+#include "run.h"
+#include "tile/quantize.h"
+
+namespace fp8attn {
+
+float scales[ROWS];
+
+// p's q, its row stride and length; codes of all rows of the tile go to p.out, one after another.
+template <typename T, int DIM>
+void quantize_tile(const Params p) {
+  Queries<DIM> queries;
+  queries.load(reinterpret_cast<const uint16_t*>(p.q), p.q_strides[2], p.causal_offset, p.q_length);
+  queries.template quantize<T>(scales, [&](int row, int column, uint2 codes) { memcpy(static_cast<uint8_t*>(p.out) + row * DIM + column, &codes, 8); });
+}
+
+template <typename T>
+auto kernel_of(int dim) {
+  return dim == 64 ? quantize_tile<T, 64> : dim == 128 ? quantize_tile<T, 128> : quantize_tile<T, 256>;
+}
+
+}  // namespace fp8attn
+
+extern "C" bool queries(const void* q, int64_t stride, int first, int length, int dim, bool half, float* scale, void* codes) {
+  fp8attn::Params p = {};
+  p.q = static_cast<const uint8_t*>(q), p.q_strides[2] = stride, p.causal_offset = first, p.q_length = length, p.out = codes;
+  if (!cta::run(half ? fp8attn::kernel_of<__half>(dim) : fp8attn::kernel_of<__nv_bfloat16>(dim), p, 1, 128)) return false;
+  memcpy(scale, fp8attn::scales, sizeof(fp8attn::scales));
+  return true;
+}

@@ -1,0 +1,161 @@
+"""Q that the Hopper kernel quantizes on its way: its codes, which calls it takes, its budget, and that it has the bits of quantizing first."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+
+import emulation
+import pytest
+import torch
+from hypothesis import given
+from strategies import Case, cases
+from test_cuda import compiled, numbers, nvcc  # noqa: F401
+
+import fp8attn
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.call import HALVES
+from fp8attn.cuda import configs
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.configs import HALF_Q_INSTANCES, ROWS
+from fp8attn.device import ARCHITECTURES, device_of
+from fp8attn.quantize import quantize
+
+H100 = ARCHITECTURES[90]
+
+
+@pytest.fixture(scope="module")
+def queries(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel's quantization of one tile, compiled for the CPU."""
+    lacking = emulation.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    folder = tmp_path_factory.mktemp("queries")
+    emulation.copy_sources(folder)
+    return emulation.compile_file("queries.cpp", folder)
+
+
+def rows_of(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """(100, dim)"""
+    x = torch.randn(100, dim, generator=torch.Generator().manual_seed(dim))
+    if kind == "not finite":
+        x[40, 3], x[41, dim - 1], x[42, 8], x[99] = torch.nan, torch.inf, -torch.inf, torch.nan
+    elif kind == "subnormal":
+        x *= torch.finfo(dtype).tiny / 8
+    elif kind == "largest":
+        x = torch.finfo(dtype).max * x.sign()
+    x[50] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("dim", sorted({c.head_dim for c in HALF_Q_INSTANCES}))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ("normal", "not finite", "subnormal", "largest"))
+def test_a_tile_becomes_what_the_definition_says(queries: ctypes.CDLL, kind: str, dtype: torch.dtype, dim: int) -> None:
+    """Rows from the 36th on, of which the last tile has 64, then 28 and nothing behind them."""
+    q = rows_of(kind, dim, dtype)
+    padded = torch.full((100, dim + 8), 7.0, dtype=dtype)
+    padded[:, :dim] = q
+    expected = quantize(q[None, None], None, None, Recipe())[0]
+    assert expected is not None
+    for first in (36, 72):
+        scale, codes = torch.empty(ROWS), torch.empty(ROWS, dim, dtype=torch.uint8)
+        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (padded, scale, codes))
+        arguments = (ctypes.c_int64(padded.stride(0)), first, 100, dim, dtype == torch.float16)
+        at, *to = pointers
+        assert queries.queries(at, *arguments, *to)
+        rows = min(100 - first, ROWS)
+        assert torch.equal(codes[:rows], expected.data[0, 0, first:].view(torch.uint8))
+        assert torch.equal(scale[:rows], expected.scale[0, 0, first:])
+        assert not codes[rows:].any() and (scale[rows:] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, value_dim, scale, reason",
+    (
+        ((1, 2, 64, 128), torch.bfloat16, 128, 0.1, None),
+        ((1, 2, 64, 72), torch.bfloat16, 72, 0.1, "head dims are 72 and 72; it takes bfloat16 or float16, and 64 or 128 or 256 for both"),
+        ((1, 2, 64, 128), torch.bfloat16, 64, 0.1, "head dims are 128 and 64"),
+        ((1, 2, 64, 64), torch.float32, 64, 0.1, "query is torch.float32"),
+        ((1, 2, 64, 64), torch.float16, 64, -0.1, "positive"),
+    ),
+)
+def test_refusals_say_why(shape: tuple[int, ...], dtype: torch.dtype, value_dim: int, scale: float, reason: str | None) -> None:
+    found = configs.why_not_quantize(torch.zeros(shape, dtype=dtype), value_dim, scale, H100)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
+    shifted = torch.zeros(1, 2, 64, 68, dtype=torch.bfloat16)[..., 4:]
+    assert "query doesn't start at a multiple of 16 bytes" in (configs.why_not_quantize(shifted, 64, 0.1, H100) or "")
+    assert "needs sm_90" in (configs.why_not_quantize(torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), 64, 0.1, ARCHITECTURES[100]) or "")
+
+
+@pytest.mark.anywhere
+def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa: F811
+    """For both dtypes: no stack, no wgmma made synchronous."""
+    for config, report in compiled(nvcc, HALF_Q_INSTANCES, 90, tmp_path).items():
+        entries = report.split("Compiling entry function")[1:]
+        assert len(entries) == 2 and "wgmma" not in report, report
+        assert all(numbers(entry)[1] == 0 for entry in entries), f"{config.name}: {report}"
+
+
+def assert_bits_of_quantizing_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str, scale: float, out_dtype: torch.dtype) -> None:
+    """Output and LSE, NaN included."""
+    device = device_of(q.device)
+    if configs.misfit(HALF_Q_INSTANCES[0], device) is not None:
+        pytest.skip("needs sm_90")
+    assert configs.why_not_quantize(q, v.shape[3], scale, device) is None
+    options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
+    call = call_of(*quantize(q, k, v, Recipe()), **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
+    expected = cuda.forward(call, device)
+    actual = cuda.forward(dataclasses.replace(call, q=q, q_scale=None), device)
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@given(case=cases(masks=("none", "causal", "bottom right")))
+def test_has_the_bits_of_quantizing_first(case: Case, device: torch.device) -> None:
+    dim = {16: 64, 24: 64, 40: 64, 72: 128, 96: 128, 136: 256, 192: 256}.get(case.head_dim, case.head_dim)
+    dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
+    case = dataclasses.replace(case, head_dim=dim, value_dim=dim, dtype=dtype, recipe=Recipe())
+    assert_bits_of_quantizing_first(*case.tensors(device), case.causal, abs(case.scale or 0.125), case.out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
+@pytest.mark.parametrize("config", HALF_Q_INSTANCES, ids=lambda c: c.name)
+def test_one_tile_after_another(device: torch.device, config: configs.HopperConfig, causal: str) -> None:
+    """More tiles than CTAs, the last of them short; rows that aren't finite."""
+    sm_count = device_of(device).sm_count
+    generator = torch.Generator().manual_seed(1)
+    heads, rows = 4, (sm_count // 2 + 7) * config.tile_rows - 5
+    dtype = HALVES[config.consumers % 2]
+    q, k, v = (torch.randn(1, heads, n, config.head_dim, generator=generator).to(device, dtype) for n in (rows, 500, 500))
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    q[0, 1, 77, 5], q[0, 3, rows - 1, 0] = torch.nan, torch.inf
+    if configs.misfit(config, device_of(device)) is not None:
+        pytest.skip("needs sm_90")
+    options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left")
+    call = call_of(*quantize(q, k, v, Recipe()), **options, out_dtype=torch.bfloat16, return_lse=True)
+    expected = cuda.forward(call, device_of(device), dataclasses.replace(config, half_q=False))
+    half = dataclasses.replace(call, q=q, q_scale=None)
+    for _ in range(20):  # a bit that moves is a race
+        for x, y in zip(cuda.forward(half, device_of(device), config), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_sdpa_quantizes_it_so(device: torch.device) -> None:
+    q, k, v = (torch.randn(1, 4, 700, 128, generator=torch.Generator().manual_seed(n)).to(device, torch.bfloat16) for n in range(3))
+    if configs.misfit(HALF_Q_INSTANCES[0], device_of(device)) is not None:
+        pytest.skip("needs sm_90")
+    plan = fp8attn.explain(q, k, v, is_causal=True)
+    assert plan.config in HALF_Q_INSTANCES
+    expected = fp8attn.sdpa(*fp8attn.quantize(q, k, v), is_causal=True, return_lse=True)
+    for x, y in zip(fp8attn.sdpa(q, k, v, is_causal=True, return_lse=True), expected, strict=True):
+        assert torch.equal(x, y)
