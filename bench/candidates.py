@@ -223,7 +223,7 @@ def _arch() -> int:
 
 def _builds(configs: tuple[CudaConfig, ...]) -> str | None:
     try:
-        build.build(configs, _arch())
+        build.build(build.Kernels(configs, _arch()))
     except build.BuildError as error:
         return str(error)
     return None

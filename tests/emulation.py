@@ -1,5 +1,7 @@
 """The portable CUDA kernel on a CPU: its sources compiled by g++, with PTX instructions by their definition (tests/emulation). It computes what
-a GPU would, but for the order of sums inside one tensor-core instruction; it sees deadlocks, and reads of what nobody has written or copied."""
+a GPU would, but for the order of sums inside one tensor-core instruction; it sees deadlocks, and reads of what nobody has written or copied.
+
+And the binding on a CPU, with a launcher that writes down the Params that it gets."""
 
 from __future__ import annotations
 
@@ -9,9 +11,12 @@ import mmap
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from fp8attn.cuda import build, render
@@ -113,15 +118,22 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+def elsewhere(x: torch.Tensor, distance: int) -> torch.Tensor:
+    """The same elements where no copy of 16 bytes can follow."""
+    buffer = torch.full((*x.shape[:3], x.shape[3] + 5), 0x55, dtype=torch.uint8)
+    buffer[..., distance : distance + x.shape[3]].copy_(x.view(torch.uint8))
+    return buffer[..., distance : distance + x.shape[3]].view(x.dtype)
+
+
 def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(x.size(i) == 1 or x.stride(i) % 16 == 0 for i in range(3))
 
 
-def _forward(
-    library: ctypes.CDLL, instance, rows, keys, panel, value_rows, ctas, heads_side_by_side, q, q_scale, q_group, k, k_scale, k_group,
+def params(
+    launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q, q_scale, q_group, k, k_scale, k_group,
     v, v_scale, v_mean, mask, kv_length, softmax_scale, causal_offset, out, lse, counter, parts, part_lse,
-) -> None:  # fmt: skip
-    """binding.cpp's forward."""
+) -> Params:  # fmt: skip
+    """What binding.cpp's forward makes of its arguments."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
     tensors |= dict(parts=parts, part_lse=part_lse)
     p = Params()
@@ -137,6 +149,12 @@ def _forward(
     p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
     p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
+    return p
+
+
+def _forward(library: ctypes.CDLL, *arguments) -> None:
+    """binding.cpp's forward."""
+    p, ctas = params(*arguments), arguments[5]
     assert library.forward(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
@@ -146,4 +164,27 @@ def _forward_from_half(*_) -> None:
 
 def library_of(config: PortableConfig, folder: Path) -> build.Library:
     """What fp8attn.cuda.run launches instead of a compiled library."""
-    return build.Library(functools.partial(_forward, compile_config(config, folder)), _forward_from_half, (config,))
+    return build.Library(functools.partial(_forward, compile_config(config, folder)), _forward_from_half, {config: 0})
+
+
+@functools.cache
+def binding() -> tuple[Any, ctypes.CDLL]:
+    """binding.cpp's operators for CPU tensors, and the library with what tests/emulation/binding_on_cpu.cpp adds to them."""
+    headers = cuda_headers()
+    assert headers is not None
+    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+        folder = Path(temporary)
+        # another namespace: on a GPU's machine the binding itself is loaded, too
+        text = (build.SOURCES / "binding.cpp").read_text()
+        assert text.count("TORCH_LIBRARY(fp8attn_cuda,") == 1
+        (folder / "binding.cpp").write_text(text.replace("TORCH_LIBRARY(fp8attn_cuda,", "TORCH_LIBRARY(fp8attn_on_cpu,"))
+        shutil.copy(HERE / "binding_on_cpu.cpp", folder)
+        # torch's CPU builds have the headers of c10/cuda that aren't generated
+        generated = folder / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+        generated.parent.mkdir(parents=True)
+        generated.write_text("#define C10_CUDA_BUILD_SHARED_LIBS\n")
+        patch.setattr(build, "cuda_home", lambda: str(headers.parent))
+        command = [*build.binding_command(folder / "binding_on_cpu.cpp"), "-I", str(folder), "-shared", "-Wl,-Bsymbolic", "-o", "binding.so"]
+        build.compile_by(command, folder)
+        torch.ops.load_library(str(folder / "binding.so"))
+        return torch.ops.fp8attn_on_cpu, ctypes.CDLL(str(folder / "binding.so"))

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import emulation
 import pytest
 import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
-from conftest import Attention
+from conftest import GPU, Attention
 
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run, short
-from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.build import Binding, BuildError, Kernels
 from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, INT8_INSTANCES, HopperConfig
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
@@ -125,10 +131,10 @@ def test_direct_codes() -> None:
 
 
 def test_everything_rendered_is_compiled_once() -> None:
-    files = render.files(INSTANCES, 90)
-    assert {f"{c.name}.cu" for c in INSTANCES} | {"instances.h", "wgmma_shapes.h"} == files.keys()
-    listed = re.findall(r"^    launch_(\w+),$", files["instances.h"], re.MULTILINE)
-    assert listed == [c.name for c in INSTANCES]
+    files = render.files(INSTANCES)
+    assert {f"{c.name}.cu" for c in INSTANCES} | {"wgmma_shapes.h"} == files.keys()
+    for c in INSTANCES:
+        assert re.findall(r'^extern "C" cudaError_t launch_(\w+)\(', files[f"{c.name}.cu"], re.MULTILINE) == [c.name]
 
 
 @pytest.mark.parametrize("n", (64, 72, 136))
@@ -141,9 +147,33 @@ def test_wgmma_wrappers_name_every_register_once(n: int) -> None:
         assert sorted(operands) == list(range(count))
 
 
-def test_fingerprint_follows_what_is_compiled() -> None:
-    whole = build.fingerprint(INSTANCES)
-    assert whole == build.fingerprint(INSTANCES) and whole != build.fingerprint(INSTANCES[:1])
+def test_fingerprint_follows_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, binding = Kernels(INSTANCES, 90), Binding()
+    before = build.fingerprint(kernels), build.fingerprint(binding)
+    assert before == (build.fingerprint(Kernels(INSTANCES, 90)), build.fingerprint(Binding()))
+    assert len({*before, build.fingerprint(Kernels(INSTANCES[:1], 90)), build.fingerprint(Kernels(INSTANCES, 89))}) == 4
+    monkeypatch.setattr(torch, "__version__", "2.9.0+cu128")
+    assert build.fingerprint(kernels) == before[0] and build.fingerprint(binding) != before[1]
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert build.fingerprint(kernels) != before[0]
+
+
+@pytest.mark.parametrize("name", ("binding.cpp", "params.h", "tensor_map.h", "hopper.cuh", "tile/mask.h"))
+def test_fingerprint_follows_sources(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Kernels(INSTANCES, 90), Binding()
+    before = [part.content() for part in parts]
+    shutil.copytree(build.SOURCES, tmp_path / "cuda")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "cuda")
+    assert [part.content() for part in parts] == before
+    with open(tmp_path / "cuda" / name, "a") as file:
+        file.write("// another\n")
+    changed = [part.content() != text for part, text in zip(parts, before, strict=True)]
+    assert changed == [name == "params.h" or name not in build.BINDING_SOURCES, name in build.BINDING_SOURCES]
+
+
+def test_what_the_binding_includes_is_in_its_hash() -> None:
+    included = {name for file in build.BINDING_SOURCES for name in re.findall(r'#include "(.*)"', (build.SOURCES / file).read_text())}
+    assert included | {"binding.cpp"} == set(build.BINDING_SOURCES)
 
 
 def test_cache_folder_is_refused_if_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +193,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(build, "cuda_home", lambda: str(tmp_path))
     assert "nvcc isn't here" in (build.missing.__wrapped__() or "")
     (tmp_path / "bin" / "nvcc").touch()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "ninja isn't here" in (build.missing.__wrapped__() or "")
-    (tmp_path / "ninja").touch(mode=0o755)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "'no-such-compiler' isn't here" in (build.missing.__wrapped__() or "")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -176,27 +203,26 @@ def race(folder: str, barrier, log: str) -> None:
     """In a process of its own: build with a compiler that takes its time and leaves a trace."""
     import time
 
-    def slow(staging: Path, instances: tuple, arch: int) -> None:
+    kernels = Kernels(INSTANCES, 90)
+
+    def slow(staging: Path, part: Kernels) -> None:
         with open(log, "a") as file:
             file.write("compiled\n")
-        (staging / f"{build.NAME}.so").write_text("half")
+        (staging / f"{part.name}.so").write_text("half")
         time.sleep(0.5)
-        (staging / f"{build.NAME}.so").write_text("whole")
-
-    def loaded(path: str) -> None:
-        with open(log, "a") as file:
-            file.write(Path(path).read_text() + "\n")
+        (staging / f"{part.name}.so").write_text("whole")
 
     os.environ["FP8ATTN_CACHE"] = folder
     build.missing = lambda: None
-    build.compile_into = slow
-    torch.ops.load_library = loaded
+    build.make_in = slow
     barrier.wait()
-    build.build(INSTANCES)
+    made = build.build(kernels) / f"{kernels.name}.so"
+    with open(log, "a") as file:
+        file.write(made.read_text() + "\n")
 
 
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
-    """One compiles, the others load what it made, whole."""
+    """One compiles, all find what it made, whole."""
     log = tmp_path / "log"
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(3)
@@ -206,39 +232,96 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert sorted(log.read_text().split()) == ["compiled", "whole", "whole"]
+    assert sorted(log.read_text().split()) == ["compiled", "whole", "whole", "whole"]
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and "." in path.name]
 
 
-def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that can compile and has not: its cache."""
     monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "missing", lambda: None)
+    for name in ("_failures", "_libraries", "_having"):
+        monkeypatch.setattr(build, name, {})
+    monkeypatch.setattr(build, "NAMESPACE", f"fp8attn_{tmp_path.name}")
+    return tmp_path / "cache"
 
-    def fails(staging: Path, instances: tuple, arch: int) -> None:
+
+def test_a_failed_build_leaves_nothing_and_says_why(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fails(staging: Path, part: build.Part) -> None:
+        tried.append(part)
         (staging / "half").touch()
         raise BuildError("the CUDA kernels don't compile here: error: expected a ';'")
 
-    monkeypatch.setattr(build, "compile_into", fails)
-    monkeypatch.setattr(build, "_failures", {})
+    monkeypatch.setattr(build, "make_in", fails)
+    monkeypatch.setattr(build, "load_binding", lambda: None)
     for _ in range(2):  # the second time from memory
         with pytest.raises(BuildError, match="expected a ';'"):
             build.load()
+    assert tried == [Kernels(INSTANCES, 90)]
     # kernels of other libraries may compile all the same
     assert "expected a ';'" in (build.unavailable(INSTANCES[0]) or "") and build.unavailable(INT8_INSTANCES[0]) is None
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert build.unavailable(INSTANCES[0], 89) is None and "expected a ';'" in (build.unavailable() or "")
+    assert not [path for path in fresh.iterdir() if path.is_dir()]
 
 
-def test_a_second_library_of_a_process_is_found_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch numbers libraries of one name; the cache has each under the name itself."""
-    from torch.utils import cpp_extension
+@pytest.mark.parametrize("step", ("compile", "load"))
+def test_without_its_binding_no_library_is_of_use(fresh: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    tried = []
 
-    numbers = iter(("", "_v1"))
-    monkeypatch.setattr(build, "compile_kernels", lambda *_: {})
-    monkeypatch.setattr(cpp_extension, "load", lambda name, *_, build_directory, **__: (Path(build_directory) / f"{name}{next(numbers)}.so").touch())
-    for folder in (tmp_path / "first", tmp_path / "second"):
-        folder.mkdir()
-        build.compile_into(folder, INSTANCES[:1], 90)
-        assert [path.name for path in folder.glob("*.so")] == [f"{build.NAME}.so"]
+    def make_in(staging: Path, part: build.Part) -> None:
+        tried.append(part)
+        if step == "compile" and part == Binding():
+            raise BuildError("the CUDA kernels don't compile here: no space left")
+
+    def refuses(path: str) -> None:
+        raise OSError(f"{path}: no space left")
+
+    monkeypatch.setattr(build, "make_in", make_in)
+    monkeypatch.setattr(torch.ops, "load_library", refuses)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: None)
+    for instances in (INSTANCES, INT8_INSTANCES):
+        with pytest.raises(BuildError, match="no space left"):
+            build.load(instances)
+        assert "no space left" in (build.unavailable(instances[0]) or "")
+    assert sorted(str(part.name) for part in tried) == sorted(part.name for part in (Binding(), Kernels(INSTANCES, 90), Kernels(INT8_INSTANCES, 90)))
+
+
+def test_what_does_not_load_says_why(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "make_in", lambda staging, part: (staging / f"{part.name}.so").write_text("no library"))
+    monkeypatch.setattr(build, "load_binding", lambda: None)
+    for _ in range(2):
+        with pytest.raises(BuildError, match=r"13 CUDA kernels can't be loaded here: .*(ELF|short)"):
+            build.load()
+
+
+def test_the_binding_is_compiled_while_kernels_are(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all libraries; each waits for the other to be under way."""
+    both = threading.Barrier(2, timeout=30)
+    loaded = []
+
+    def make_in(staging: Path, part: build.Part) -> None:
+        loaded.append(part)
+        if part in (Binding(), Kernels(INSTANCES, 90)):
+            both.wait()
+
+    operators = torch.library.Library(build.NAMESPACE, "FRAGMENT")
+
+    def load_library(path: str) -> None:
+        for name in ("forward", "forward_from_half"):
+            operators.define(f"{name}() -> ()")
+
+    launcher = ctypes.CFUNCTYPE(None)(lambda: None)
+    monkeypatch.setattr(build, "make_in", make_in)
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: defaultdict(lambda: launcher))
+    library = build.load()
+    assert set(library.launchers) == set(INSTANCES) and build.load() is library
+    assert build.load_with(INSTANCES[1], INSTANCES, 90) is library
+    build.load(INT8_INSTANCES)
+    assert loaded.count(Binding()) == 1 and len(loaded) == 3 and len(list(fresh.glob("*.lock"))) == 3
 
 
 REPORT = """ptxas info    : Compiling entry function '_Zfoo' for 'sm_90a'
@@ -252,21 +335,31 @@ def test_resources_are_read_from_ptxas() -> None:
     assert build.resources(REPORT) == expected
 
 
-def pretended(staging: Path, instances: tuple, arch: int) -> None:
-    """What compile_into leaves, without a compiler."""
-    (staging / f"{build.NAME}.so").write_text("library")
-    build.write_meta(staging, instances, arch, 1.0, {config.name: REPORT for config in instances})
+def pretended(staging: Path, part: build.Part) -> None:
+    """What make_in leaves, without a compiler."""
+    (staging / f"{part.name}.so").write_text("library")
+    facts = part.facts({config.name: REPORT for config in part.instances}) if isinstance(part, Kernels) else {}
+    build.write_meta(staging, part, 1.0, facts)
 
 
 def test_build_meta_says_what_was_built(tmp_path: Path) -> None:
-    pretended(tmp_path, INSTANCES, 90)
+    pretended(tmp_path, Kernels(INSTANCES, 90))
     meta = json.loads((tmp_path / "build_meta.json").read_text())
-    assert meta["arch"] == 90 and meta["content"] == build.content(INSTANCES, 90) and "-std=c++20" in meta["cuda_flags"]
+    assert meta["arch"] == 90 and meta["content"] == Kernels(INSTANCES, 90).content() and "-std=c++20" in meta["cuda_flags"]
     assert meta["torch"] == torch.__version__ and meta["commit"] == build.commit()
     assert list(meta["instances"]) == list(meta["resources"]) == [c.name for c in INSTANCES]
     first = INSTANCES[0]
     assert meta["instances"][first.name] == dataclasses.asdict(first)
     assert meta["resources"][first.name] == build.resources(REPORT) | {"shared_bytes": first.shared_bytes}
+    pretended(tmp_path, Binding())
+    of_binding = json.loads((tmp_path / "build_meta.json").read_text())
+    assert of_binding["content"] == Binding().content() and of_binding.keys() == meta.keys() - {
+        "arch",
+        "instances",
+        "cuda_flags",
+        "nvcc",
+        "resources",
+    }
 
 
 def test_the_commit_is_the_checkouts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,36 +372,44 @@ def test_the_commit_is_the_checkouts_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A package with the Hopper kernel compiled ahead, on a machine without a compiler; what was loaded."""
-    loaded: list[str] = []
-    monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "missing", lambda: None)
-    monkeypatch.setattr(build, "compile_into", pretended)
+def brought(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with the Hopper kernel compiled ahead, on a machine without a compiler."""
+    monkeypatch.setattr(build, "make_in", pretended)
     build.prebuild(tmp_path / "prebuilt", 90, (INSTANCES,))
     monkeypatch.setattr(build, "missing", lambda: "nvcc isn't here")
-    monkeypatch.setattr(build, "compile_into", lambda *_: pytest.fail("it compiles"))
+    monkeypatch.setattr(build, "make_in", lambda *_: pytest.fail("it compiles"))
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(build, "_failures", {})
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    return loaded
 
 
-def test_what_a_wheel_brings_needs_no_compiler(brought: list[str]) -> None:
-    folder = build.build(INSTANCES)
-    assert brought == [str(folder / f"{build.NAME}.so")] and folder.parent == build.PREBUILT
+@pytest.mark.usefixtures("brought")
+def test_what_a_wheel_brings_needs_no_compiler() -> None:
+    for part in (Kernels(INSTANCES, 90), Binding()):
+        folder = build.build(part)
+        assert {path.name for path in folder.iterdir()} == {f"{part.name}.so", "build_meta.json"} and folder.parent == build.PREBUILT
     assert build.unavailable() is None and (build.built() or {})["arch"] == 90
 
 
-@pytest.mark.parametrize("change", ("sources", "torch", "arch"))
-def test_what_a_wheel_brings_is_of_these_sources_and_this_torch(brought: list[str], change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("brought")
+@pytest.mark.parametrize("change, useless", (("sources", (True, False)), ("torch", (False, True)), ("cuda", (True, True)), ("arch", (True, False))))
+def test_what_a_wheel_brings_is_of_these_sources_and_this_torch(change: str, useless: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     if change == "sources":
         monkeypatch.setattr(build, "source_files", lambda: [])
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.9.0+cu128")
-    with pytest.raises(BuildError, match="nvcc isn't here"):
-        build.build(INSTANCES, 89 if change == "arch" else 90)
-    assert not brought
+    if change == "cuda":
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for part, refused in zip((Kernels(INSTANCES, 89 if change == "arch" else 90), Binding()), useless, strict=True):
+        with pytest.raises(BuildError, match="nvcc isn't here") if refused else contextlib.nullcontext():
+            build.build(part)
+
+
+def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for each architecture."""
+    compiled_parts: list[build.Part] = []
+    monkeypatch.setattr(build, "make_in", lambda staging, part: compiled_parts.append(part) or pretended(staging, part))
+    for arch in (80, 90):
+        build.prebuild(tmp_path / "prebuilt", arch, (INSTANCES,))
+    assert compiled_parts == [Binding(), Kernels(INSTANCES, 80), Kernels(INSTANCES, 90)]
 
 
 def test_libraries_of_an_architecture() -> None:
@@ -336,6 +437,29 @@ def test_a_prebuilt_library_loads_without_nvcc(device: torch.device, tmp_path: P
     assert done.returncode == 0 and "forward" in done.stdout, done.stderr
 
 
+def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled and linked as on a GPU's machine, loaded with the process's CUDA runtime; without a GPU it says that it can't run."""
+    monkeypatch.setattr(build, "cuda_home", lambda: str(Path(nvcc).parent.parent))
+    config = portable.LADDER[64]["0 scalar"]
+    kernels = Kernels((config,), 80)
+    path = build.build(kernels) / f"{kernels.name}.so"
+    needed = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=True).stdout
+    assert "libcudart.so" in needed and "torch" not in needed and "c10" not in needed
+    if not GPU:
+        runtime = next((x for name in ("lib64", "lib") for x in (Path(nvcc).parent.parent / name).glob("libcudart.so.*")), None)
+        if runtime is None:
+            pytest.skip("the CUDA runtime isn't here")
+        ctypes.CDLL(str(runtime))
+    monkeypatch.setattr(build, "load_binding", lambda: emulation.binding()[0])
+    library = build.load((config,), 80)
+    if not GPU:
+        x = torch.zeros(1, 1, 16, 64, dtype=torch.uint8)
+        arguments = (0, 0, 0, 0, 1, 1, x, x, 1, x, x, 1, x, x, None, None, 16, 1.0, 0, x, None, None, None, None)
+        arguments = tuple(y.float() if i in (8, 11, 14, 20) else y for i, y in enumerate((library.launchers[config], *arguments)))
+        with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched"):
+            library.forward(*arguments)
+
+
 STACK = {
     HopperConfig(256, 256, 2, 2, 240, False, 1, True): 40,
     HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 160,
@@ -356,7 +480,7 @@ def nvcc() -> str:
 
 def compiled(nvcc: str, instances: tuple, arch: int, folder: Path) -> dict[Any, str]:
     """What ptxas says of every instance; NAME.cubin is left in `folder`."""
-    for name, text in render.files(instances, arch).items():
+    for name, text in render.files(instances).items():
         (folder / name).write_text(text)
 
     def compile_one(config) -> str:

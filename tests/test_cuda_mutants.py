@@ -146,6 +146,7 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     Returns:
         what it saw.
     """
+    build.load_binding()  # no mutant's: everybody's
     build.SOURCES = Path(sources)
     os.environ["FP8ATTN_CACHE"] = cache
     if rung == SHORT:

@@ -77,18 +77,11 @@ def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: 
     operands = quantized(q_shape, kv_shape, recipe)
     call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, return_lse=True, enable_gqa=q_shape[1] != kv_shape[1], **options)
     if moved:
-        call = dataclasses.replace(call, q=elsewhere(call.q, moved), k=elsewhere(call.k, moved))
+        call = dataclasses.replace(call, q=emulation.elsewhere(call.q, moved), k=emulation.elsewhere(call.k, moved))
     out, lse = emulated(call, config, key_splits)
     expected, expected_lse = oracle(operands, call, config, key_splits or shared_by(call, config, H100))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
-
-
-def elsewhere(x: torch.Tensor, distance: int) -> torch.Tensor:
-    """The same elements where no copy of 16 bytes can follow."""
-    buffer = torch.full((*x.shape[:3], x.shape[3] + 5), 0x55, dtype=torch.uint8)
-    buffer[..., distance : distance + x.shape[3]].copy_(x.view(torch.uint8))
-    return buffer[..., distance : distance + x.shape[3]].view(x.dtype)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -163,17 +156,21 @@ def test_int8_that_is_not_finite(emulated: Callable, name: str) -> None:
 
 
 def read_guarded(config: PortableConfig, folder: Path) -> None:
-    """Attention to keys of which the last block, and each warp's part of it, is short: nothing behind what is given is read."""
+    """Attention where nothing behind what is given can be read: to keys of which the last block, and each warp's part of it, is short; of one row
+    by several CTAs."""
     recipe = Recipe(qk="int8" if config.int8 else "e4m3")
-    operands = quantized((1, 2, 20, 64), (1, 1, 300, 64), recipe)
-    call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, enable_gqa=True)
-    given = {name: emulation.guarded(getattr(call, name)) for name in ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean")}
-    cuda.library_of = lambda config, _: emulation.library_of(config, folder)
-    out, _ = cuda.forward(dataclasses.replace(call, **given), H100, config, 1)
-    assert_matches_pipeline(out, oracle(operands, call, config)[0], False)
+    library = emulation.library_of(config, folder)
+    cuda.library_of = lambda config, _: library
+    decode = dict(is_causal=True, causal_alignment="bottom_right")
+    for q_shape, kv_shape, key_splits, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
+        operands = quantized(q_shape, kv_shape, recipe)
+        call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, enable_gqa=True, **options)
+        given = {name: emulation.guarded(getattr(call, name)) for name in ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean")}
+        out, _ = cuda.forward(dataclasses.replace(call, **given), H100, config, key_splits)
+        assert_matches_pipeline(out, oracle(operands, call, config, key_splits or shared_by(call, config, H100))[0], False)
 
 
-@pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "int8"))
+@pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "int8", "int8 general"))
 def test_reads_nothing_behind_its_tensors(name: str, tmp_path: Path) -> None:
     """In a process of its own, which such a read ends."""
     if emulation.missing() is not None:

@@ -9,13 +9,14 @@
 #include <limits>
 #include <optional>
 
-#include "instances.h"
 #include "params.h"
 #include "tensor_map.h"
 
 namespace {
 
 using at::Tensor;
+
+using Launch = cudaError_t (*)(const fp8attn::Params&, int, cudaStream_t);
 
 constexpr int64_t FAR = 1 << 30;  // behind any key, and no overflow when a row is added
 
@@ -52,11 +53,15 @@ bool is_aligned(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && of_16(0) && of_16(1) && of_16(2);
 }
 
-void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
+// By the address of an instance's launcher, in a library that torch doesn't know.
+void launch(int64_t launcher, const fp8attn::Params& p, int64_t ctas, c10::DeviceIndex device) {
+  const cudaError_t error = reinterpret_cast<Launch>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device));
+  TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error));
+}
 
-// fp8attn.call.Call's fields, and how to launch: the instance's number, its tile and box sizes (no rows: it has no use for tensor maps),
+// fp8attn.call.Call's fields, and how to launch: the instance's launcher, its tile and box sizes (no rows: it has no use for tensor maps),
 // the grid.
-void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q,
+void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, const Tensor& q,
             const std::optional<Tensor>& q_scale, int64_t q_group, const Tensor& k, const Tensor& k_scale, int64_t k_group, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean,
             const std::optional<Tensor>& attn_mask, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& out, const std::optional<Tensor>& lse,
             const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
@@ -112,11 +117,11 @@ void forward(int64_t instance, int64_t rows, int64_t keys, int64_t panel, int64_
   p.out_type = out_type(out.scalar_type());
   p.half = q.scalar_type() == at::kHalf;
 
-  check(fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device())));
+  launch(launcher, p, ctas, q.get_device());
 }
 
 // The instances that quantize: plain tensors, `splits` clusters for each head of k.
-void forward_from_half(int64_t instance, int64_t ctas, int64_t splits, const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, int64_t causal_offset,
+void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, int64_t causal_offset,
                        const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& k_mean) {
   fp8attn::Params p = {};
   p.q = static_cast<const uint8_t*>(q.const_data_ptr());
@@ -142,23 +147,19 @@ void forward_from_half(int64_t instance, int64_t ctas, int64_t splits, const Ten
   p.half = q.scalar_type() == at::kHalf;
   p.inverse_length = 1.0 / k.size(2);
   p.splits = splits;
-  check(fp8attn::INSTANCES[instance](p, ctas, c10::cuda::getCurrentCUDAStream(q.get_device())));
+  launch(launcher, p, ctas, q.get_device());
 }
 
-// A process may load several libraries of kernels, each of other instances: an operator of the same name, each in a namespace of its own.
-const torch::Library& library() {
-  static torch::Library m(torch::Library::DEF, fp8attn::NAMESPACE, std::nullopt, __FILE__, __LINE__);
+TORCH_LIBRARY(fp8attn_cuda, m) {
   m.def(
-      "forward(int instance, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor? q_scale, int q_group,"
+      "forward(int launcher, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, Tensor q, Tensor? q_scale, int q_group,"
       " Tensor k, Tensor k_scale, int k_group, Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, int kv_length, float softmax_scale, int causal_offset,"
       " Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   m.def(
-      "forward_from_half(int instance, int ctas, int splits, Tensor q, Tensor k, Tensor v, float softmax_scale, int causal_offset, Tensor(a!) out,"
+      "forward_from_half(int launcher, int ctas, int splits, Tensor q, Tensor k, Tensor v, float softmax_scale, int causal_offset, Tensor(a!) out,"
       " Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
   m.impl("forward_from_half", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_half)));
-  return m;
 }
-[[maybe_unused]] const torch::Library& registered = library();
 
 }  // namespace

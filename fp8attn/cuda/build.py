@@ -1,15 +1,17 @@
-"""Compiling the CUDA kernels on first use, and loading them.
+"""Compiling the CUDA kernels and their binding to torch on first use, and loading them.
 
 A build lies in a folder named by the hash of all that went into it. It is made beside that folder and renamed when it is whole, under
 a lock, so that processes which start together compile once and none loads half of it. What a wheel brings compiled (`prebuild`) is taken
-instead where it is of these sources and this torch.
+instead where it is of these sources and, the binding, of this torch.
 
-Kernels are compiled by nvcc alone: they know no torch, and what ptxas says of them goes into build_meta.json.
+Kernels are compiled by nvcc alone to libraries that know no torch; what ptxas says of them goes into build_meta.json. The binding, one for all
+of them, is handed the address of what it launches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -21,6 +23,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +40,13 @@ from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
 PREBUILT = SOURCES / "prebuilt"
-"""Where a wheel brings compiled kernels."""
+"""Where a wheel brings what is compiled."""
 
-NAME = "fp8attn_cuda"
+NAMESPACE = "fp8attn_cuda"
+"""Of the binding's operators."""
+
+BINDING_SOURCES = ("binding.cpp", "params.h", "tensor_map.h")
+
 CXX_FLAGS = ("-std=c++20", "-O2")
 CUDA_FLAGS = ("-std=c++20", "-O3")
 
@@ -56,25 +63,17 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels.
+    """Loaded kernels.
 
     Attributes:
-        forward: the operator that launches an instance by its number.
+        forward: the operator that launches an instance by its launcher.
         forward_from_half: likewise, of the instances that quantize.
-        instances: what it was compiled with; an instance's number is its place.
+        launchers: addresses of what launches each instance.
     """
 
     forward: Callable[..., None]
     forward_from_half: Callable[..., None]
-    instances: tuple[Config, ...]
-
-    @functools.cached_property
-    def _numbers(self) -> dict[Config, int]:
-        return {config: number for number, config in enumerate(self.instances)}
-
-    def number(self, config: Config) -> int:
-        """What `forward` knows an instance by."""
-        return self._numbers[config]
+    launchers: dict[Config, int]
 
 
 def cuda_home() -> str | None:
@@ -92,11 +91,8 @@ def missing() -> str | None:
     home = cuda_home()
     if home is None or not (Path(home) / "bin" / "nvcc").exists():
         return "nvcc isn't here; install the CUDA toolkit 12.8 or newer and set CUDA_HOME"
-    if shutil.which("ninja") is None:
-        return "ninja isn't here; pip install ninja"
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        return f"the C++ compiler {compiler!r} isn't here; install g++ or set CXX"
+    if shutil.which(cxx()) is None:
+        return f"the C++ compiler {cxx()!r} isn't here; install g++ or set CXX"
     return None
 
 
@@ -113,22 +109,14 @@ def source_files() -> list[Path]:
     return sorted(p for p in SOURCES.rglob("*") if p.suffix in (".h", ".cuh", ".cpp"))
 
 
+def cxx() -> str:
+    """The C++ compiler; it may not be there."""
+    return os.environ.get("CXX", "c++")
+
+
 def nvcc() -> str:
     """Its path; it may not be there."""
     return str(Path(cuda_home() or "") / "bin" / "nvcc")
-
-
-def fingerprint(instances: tuple[Config, ...], arch: int = 90) -> str:
-    """Hash of sources, rendered sources, flags and versions, compilers' too."""
-    return _hash([content(instances, arch), version_of(nvcc()), version_of(os.environ.get("CXX", "c++"))])
-
-
-def content(instances: tuple[Config, ...], arch: int) -> str:
-    """Hash of what a library does and where it can be loaded: sources, rendered sources, flags, torch."""
-    parts = [torch.__version__, str(torch.version.cuda), *CXX_FLAGS, *cuda_flags(arch)]
-    parts += [f"{path.relative_to(SOURCES)}\0{path.read_text()}" for path in source_files()]
-    parts += [f"{name}\0{text}" for name, text in render.files(instances, arch).items()]
-    return _hash(parts)
 
 
 def _hash(parts: Sequence[str]) -> str:
@@ -184,24 +172,121 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def write_meta(folder: Path, instances: tuple[Config, ...], arch: int, seconds: float, reports: dict[str, str]) -> None:
-    """build_meta.json: what was built, of what, with what; `reports`, by instance, is what ptxas said."""
-    meta = {
-        "arch": arch,
-        "instances": {c.name: dict(zip(c.__dataclass_fields__, astuple(c), strict=True)) for c in instances},
-        "commit": commit(),
-        "content": content(instances, arch),
-        "cxx_flags": CXX_FLAGS,
-        "cuda_flags": cuda_flags(arch),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nvcc": version_of(nvcc()).strip().splitlines()[-1:],
-        "cxx": version_of(os.environ.get("CXX", "c++")).strip().splitlines()[:1],
-        "python": sys.version.split()[0],
-        "seconds": round(seconds, 1),
-        "resources": {c.name: resources(reports.get(c.name, "")) | {"shared_bytes": c.shared_bytes} for c in instances},
-    }
-    (folder / "build_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+def compile_by(command: Sequence[str], folder: Path) -> str:
+    """What a compiler says that runs in `folder`.
+
+    Raises:
+        BuildError: with its words.
+    """
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"the CUDA kernels don't compile here: {error}") from error
+    said = done.stderr + done.stdout
+    if done.returncode != 0:
+        raise BuildError(f"the CUDA kernels don't compile here: {said.strip()}")
+    return said
+
+
+def link_flags() -> list[str]:
+    """Of a shared library that takes the process's CUDA runtime, which is torch's: dlopen knows that by its name."""
+    return ["-shared", *(f"-L{cuda_home()}/{name}" for name in ("lib64", "lib")), "-lcudart"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The library of some instances for one architecture: of each, `launch_<name>`."""
+
+    instances: tuple[Config, ...]
+    arch: int
+
+    @property
+    def name(self) -> str:
+        """Another one for every library that a GPU may load."""
+        return f"kernels_{self.arch}_{_hash([c.name for c in self.instances])[:8]}"
+
+    @property
+    def announcement(self) -> str:
+        """What somebody waits for."""
+        return f"{len(self.instances)} CUDA kernels"
+
+    def content(self) -> str:
+        """Hash of what the library does and where it can be loaded: sources, rendered sources, flags, CUDA."""
+        written = [path for path in source_files() if path.name == "params.h" or path.name not in BINDING_SOURCES]
+        parts = [str(torch.version.cuda), *cuda_flags(self.arch), *_texts(written)]
+        return _hash(parts + [f"{name}\0{text}" for name, text in render.files(self.instances).items()])
+
+    def compilers(self) -> list[str]:
+        """Versions of those that make it."""
+        return [version_of(nvcc()), version_of(cxx())]
+
+    def compile_into(self, folder: Path) -> dict[str, Any]:
+        """The library, in an empty folder; what build_meta.json says of it alone.
+
+        Raises:
+            BuildError: with the compiler's words.
+        """
+        rendered = render.files(self.instances)
+        for name, text in rendered.items():
+            (folder / name).write_text(text)
+        units = [name.removesuffix(".cu") for name in rendered if name.endswith(".cu")]
+        reports = compile_kernels(folder, units, self.arch)
+        compile_by([cxx(), *(f"{name}.o" for name in units), *link_flags(), "-o", f"{self.name}.so"], folder)
+        return self.facts(reports)
+
+    def facts(self, reports: dict[str, str]) -> dict[str, Any]:
+        """What build_meta.json says of this library alone; `reports`, by instance, is what ptxas said."""
+        return {
+            "arch": self.arch,
+            "instances": {c.name: dict(zip(c.__dataclass_fields__, astuple(c), strict=True)) for c in self.instances},
+            "cuda_flags": cuda_flags(self.arch),
+            "nvcc": version_of(nvcc()).strip().splitlines()[-1:],
+            "resources": {c.name: resources(reports.get(c.name, "")) | {"shared_bytes": c.shared_bytes} for c in self.instances},
+        }
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The library of torch's operators that launch any kernels."""
+
+    name = "binding"
+    announcement = "the CUDA kernels' binding"
+
+    def content(self) -> str:
+        """Hash of what the library does and where it can be loaded: sources, flags, torch."""
+        return _hash([torch.__version__, str(torch.version.cuda), *CXX_FLAGS, *_texts([SOURCES / name for name in BINDING_SOURCES])])
+
+    def compilers(self) -> list[str]:
+        """Versions of those that make it."""
+        return [version_of(cxx())]
+
+    def compile_into(self, folder: Path) -> dict[str, Any]:
+        """As of `Kernels`."""
+        compile_by([*binding_command(SOURCES / "binding.cpp"), "-lc10_cuda", "-ltorch_cuda", *link_flags(), "-o", f"{self.name}.so"], folder)
+        return {}
+
+
+Part = Kernels | Binding
+
+
+def binding_command(source: Path) -> list[str]:
+    """How a file is compiled that knows torch."""
+    from torch.utils import cpp_extension
+
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    # not -isystem, which breaks the compiler where the toolkit lies in /usr
+    includes = ["-I", str(SOURCES), *(x for path in cpp_extension.include_paths() for x in ("-isystem", path)), "-I", f"{cuda_home()}/include"]
+    libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
+    return [cxx(), *CXX_FLAGS, abi, "-fPIC", *includes, str(source), *libraries]
+
+
+def _texts(paths: Sequence[Path]) -> list[str]:
+    return [f"{path.relative_to(SOURCES)}\0{path.read_text()}" for path in paths]
+
+
+def fingerprint(part: Part) -> str:
+    """Hash of content and compilers."""
+    return _hash([part.content(), *part.compilers()])
 
 
 def compile_kernels(folder: Path, names: Sequence[str], arch: int) -> dict[str, str]:
@@ -214,54 +299,37 @@ def compile_kernels(folder: Path, names: Sequence[str], arch: int) -> dict[str, 
     options = [*cuda_flags(arch), *host, "-Xcompiler=-fPIC", "-Xptxas=-v", "-I", str(SOURCES), "-I", str(folder)]
 
     def compile_one(name: str) -> str:
-        command = [nvcc(), *options, "-c", f"{name}.cu", "-o", f"{name}.o"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise BuildError(f"the CUDA kernels don't compile here: {(done.stderr + done.stdout).strip()}")
-        return done.stderr + done.stdout
+        return compile_by([nvcc(), *options, "-c", f"{name}.cu", "-o", f"{name}.o"], folder)
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(compile_one, names), strict=True))
 
 
-def compile_into(folder: Path, instances: tuple[Config, ...], arch: int) -> None:
-    """Compile and load the library in an empty folder.
+def write_meta(folder: Path, part: Part, seconds: float, facts: dict[str, Any]) -> None:
+    """build_meta.json: what was built, of what, with what."""
+    meta = facts | {
+        "commit": commit(),
+        "content": part.content(),
+        "cxx_flags": CXX_FLAGS,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cxx": version_of(cxx()).strip().splitlines()[:1],
+        "python": sys.version.split()[0],
+        "seconds": round(seconds, 1),
+    }
+    (folder / "build_meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def make_in(folder: Path, part: Part) -> None:
+    """Compile a library in an empty folder.
 
     Raises:
         BuildError: with the compiler's words.
     """
-    from torch.utils import cpp_extension
-
-    rendered = render.files(instances, arch)
-    for name, text in rendered.items():
-        (folder / name).write_text(text)
-    kernels = [name.removesuffix(".cu") for name in rendered if name.endswith(".cu")]
     started = time.time()
-    print(f"fp8attn: compiling {len(instances)} CUDA kernels, once …", end="", file=sys.stderr, flush=True)
-    try:
-        reports = compile_kernels(folder, kernels, arch)
-        cpp_extension.load(
-            NAME,
-            [str(SOURCES / "binding.cpp")],
-            extra_cflags=list(CXX_FLAGS),
-            extra_cuda_cflags=list(cuda_flags(arch)),  # or torch looks for a GPU to compile for
-            extra_ldflags=[str(folder / f"{name}.o") for name in kernels],
-            extra_include_paths=[str(SOURCES), str(folder)],
-            build_directory=str(folder),
-            is_python_module=False,
-            with_cuda=True,
-        )
-    except (BuildError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        print(" failed", file=sys.stderr, flush=True)
-        if isinstance(error, BuildError):
-            raise
-        raise BuildError(f"the CUDA kernels don't compile here: {error}") from error
-    # torch names a process's second library of a name NAME_v1
-    (compiled,) = folder.glob(f"{NAME}*.so")
-    compiled.rename(folder / f"{NAME}.so")
-    seconds = time.time() - started
-    print(f" {seconds:.0f} s", file=sys.stderr, flush=True)
-    write_meta(folder, instances, arch, seconds, reports)
+    print(f"fp8attn: compiling {part.announcement}, once …", file=sys.stderr, flush=True)
+    facts = part.compile_into(folder)
+    write_meta(folder, part, time.time() - started, facts)
 
 
 def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
@@ -271,7 +339,8 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
 
 
 def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:
-    """Compile ahead of time what GPUs of an architecture load, or some `libraries` of it, for a wheel to bring: `folder` becomes PREBUILT.
+    """Compile ahead of time what GPUs of an architecture load, or some `libraries` of it, and the binding, for a wheel to bring: `folder` becomes
+    PREBUILT.
 
     Raises:
         BuildError: they can't be compiled here.
@@ -279,58 +348,85 @@ def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] 
     lacking = missing()
     if lacking is not None:
         raise BuildError(lacking)
-    for instances in groups(arch) if libraries is None else libraries:
-        into = folder / render.namespace(instances, arch)
+    parts: list[Part] = [Binding(), *(Kernels(instances, arch) for instances in (groups(arch) if libraries is None else libraries))]
+    for part in parts:
+        if prebuilt(part, folder) is not None:
+            continue
+        into = folder / part.name
         with tempfile.TemporaryDirectory() as staging:
-            compile_into(Path(staging), instances, arch)
+            make_in(Path(staging), part)
             into.mkdir(parents=True, exist_ok=True)
-            for name in (f"{NAME}.so", "build_meta.json"):
+            for name in (f"{part.name}.so", "build_meta.json"):
                 shutil.copy(Path(staging) / name, into / name)
 
 
-def prebuilt(instances: tuple[Config, ...], arch: int) -> Path | None:
-    """The folder of the library that came with the package, or None if none did that is of these sources and this torch."""
-    folder = PREBUILT / render.namespace(instances, arch)
+def prebuilt(part: Part, brought: Path | None = None) -> Path | None:
+    """The folder of a library among those `brought`, with the package if nothing else is said, or None if it isn't among them, or of other sources
+    or another torch."""
+    folder = (PREBUILT if brought is None else brought) / part.name
     meta = folder / "build_meta.json"
-    if not meta.exists() or json.loads(meta.read_text())["content"] != content(instances, arch):
+    if not meta.exists() or json.loads(meta.read_text())["content"] != part.content():
         return None
     return folder
 
 
-def build(instances: tuple[Config, ...], arch: int = 90) -> Path:
-    """The folder of the whole and loaded build, made if it is neither there nor came with the package.
+def build(part: Part) -> Path:
+    """The folder of a whole library, made if it is neither there nor came with the package.
 
     Raises:
         BuildError: it can't be made.
     """
-    brought = prebuilt(instances, arch)
+    brought = prebuilt(part)
     if brought is not None:
-        torch.ops.load_library(str(brought / f"{NAME}.so"))
         return brought
     lacking = missing()
     if lacking is not None:
         raise BuildError(lacking)
     folder = cache_folder()
-    wanted = folder / fingerprint(instances, arch)
+    wanted = folder / fingerprint(part)
     if not wanted.exists():
         with locked(folder / f"{wanted.name}.lock"):
             if not wanted.exists():
                 staging = Path(tempfile.mkdtemp(prefix=f"{wanted.name}.", dir=folder))
                 try:
-                    compile_into(staging, instances, arch)
+                    make_in(staging, part)
                     staging.rename(wanted)
                 except BaseException:
                     shutil.rmtree(staging, ignore_errors=True)
                     raise
-                return wanted
-    torch.ops.load_library(str(wanted / f"{NAME}.so"))
     return wanted
 
 
-_libraries: dict[tuple[tuple[Config, ...], int], Library] = {}
+_libraries: dict[Kernels, Library] = {}
 _having: dict[tuple[Config, int], Library] = {}
 """By configuration and architecture, the first library that was loaded with it."""
-_failures: dict[tuple[tuple[Config, ...], int], str] = {}
+_failures: dict[Part, str] = {}
+_loading = threading.Lock()
+
+
+def load_binding() -> Any:
+    """The binding's operators, compiled if this is their first use on this machine.
+
+    Raises:
+        BuildError: they can't be; remembered, so that only the first call tries.
+    """
+    operators = getattr(torch.ops, NAMESPACE)
+    if not hasattr(operators, "forward"):
+        with _remembered(Binding()):
+            torch.ops.load_library(str(build(Binding()) / f"{Binding.name}.so"))
+    return operators
+
+
+@contextlib.contextmanager
+def _remembered(part: Part) -> Iterator[None]:
+    """Inside, what fails before is raised again, and what fails is remembered."""
+    if part in _failures:
+        raise BuildError(_failures[part])
+    try:
+        yield
+    except (BuildError, OSError) as error:
+        _failures[part] = str(error) if isinstance(error, BuildError) else f"{part.announcement} can't be loaded here: {error}"
+        raise BuildError(_failures[part]) from error
 
 
 def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library:
@@ -339,20 +435,20 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
     Raises:
         BuildError: they can't be; remembered, so that only the first call tries.
     """
-    key = (INSTANCES if instances is None else instances, arch)
-    if key not in _libraries:
-        if key in _failures:
-            raise BuildError(_failures[key])
-        try:
-            build(*key)
-        except BuildError as error:
-            _failures[key] = str(error)
-            raise
-        operators = getattr(torch.ops, render.namespace(*key))
-        _libraries[key] = Library(operators.forward.default, operators.forward_from_half.default, key[0])
-        for config in key[0]:
-            _having.setdefault((config, arch), _libraries[key])
-    return _libraries[key]
+    kernels = Kernels(INSTANCES if instances is None else instances, arch)
+    with _loading:
+        if kernels not in _libraries:
+            # compiled at the same time
+            with ThreadPoolExecutor(1) as pool:
+                binding = pool.submit(load_binding)
+                with _remembered(kernels):
+                    library = ctypes.CDLL(str(build(kernels) / f"{kernels.name}.so"))
+                operators = binding.result()
+            launchers = {c: ctypes.cast(library[f"launch_{c.name}"], ctypes.c_void_p).value or 0 for c in kernels.instances}
+            _libraries[kernels] = Library(operators.forward.default, operators.forward_from_half.default, launchers)
+            for config in kernels.instances:
+                _having.setdefault((config, arch), _libraries[kernels])
+    return _libraries[kernels]
 
 
 def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
@@ -367,20 +463,20 @@ def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
 
 def unavailable(config: Config | None = None, arch: int = 90) -> str | None:
     """Why an instance can't be had, as far as is known without compiling, or None; without one, why none can."""
-    if config is not None:
-        failed = next((words for (instances, built_for), words in _failures.items() if built_for == arch and config in instances), None)
-    else:
-        failed = None if _libraries else next(iter(_failures.values()), None)
-    return failed or (None if PREBUILT.exists() else missing())
+    for part, words in _failures.items():
+        if isinstance(part, Binding) or (not _libraries if config is None else part.arch == arch and config in part.instances):
+            return words
+    lacking = missing()
+    return None if lacking is None or PREBUILT.exists() else lacking
 
 
 def built(instances: tuple[Config, ...] | None = None, arch: int = 90) -> dict[str, Any] | None:
     """build_meta.json of the build that would be loaded now, or None if there is none; of the Hopper kernel's instances unless others are given."""
-    wanted = INSTANCES if instances is None else instances
-    folder = prebuilt(wanted, arch)
+    wanted = Kernels(INSTANCES if instances is None else instances, arch)
+    folder = prebuilt(wanted)
     if folder is None:
         if missing() is not None:
             return None
-        folder = cache_folder() / fingerprint(wanted, arch)
+        folder = cache_folder() / fingerprint(wanted)
     meta = folder / "build_meta.json"
     return json.loads(meta.read_text()) if meta.exists() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
@@ -89,7 +88,7 @@ struct {name} {{
 }};
 static_assert(sizeof({storage}<{name}::config>) == {shared_bytes});
 
-cudaError_t launch_{name}(const Params& p, int ctas, cudaStream_t stream) {{ return launch<{name}>(p, ctas, stream); }}
+extern "C" cudaError_t launch_{name}(const Params& p, int ctas, cudaStream_t stream) {{ return launch<{name}>(p, ctas, stream); }}
 
 }}  // namespace fp8attn
 """
@@ -121,37 +120,6 @@ def instance(config: Config) -> str:
     )
 
 
-def namespace(configs: Sequence[Config], arch: int) -> str:
-    """Of the operators of a library of these instances: another one for every library that a process may load."""
-    return f"fp8attn_cuda_{arch}_{hashlib.sha256(' '.join(c.name for c in configs).encode()).hexdigest()[:8]}"
-
-
-def instances(configs: Sequence[Config], arch: int) -> str:
-    """The header that lists all instances, in order."""
-    declarations = "\n".join(f"cudaError_t launch_{c.name}(const Params& p, int ctas, cudaStream_t stream);" for c in configs)
-    names = ",\n    ".join(f"launch_{c.name}" for c in configs)
-    return f"""// Rendered by fp8attn/cuda/render.py.
-#pragma once
-
-#include <cuda_runtime_api.h>
-
-#include "params.h"
-
-namespace fp8attn {{
-
-constexpr const char* NAMESPACE = "{namespace(configs, arch)}";
-
-{declarations}
-
-using Launch = cudaError_t (*)(const Params&, int, cudaStream_t);
-constexpr Launch INSTANCES[] = {{
-    {names},
-}};
-
-}}  // namespace fp8attn
-"""
-
-
 def widths(configs: Sequence[Config]) -> list[int]:
     """Widths of the wgmma accumulators that instances use."""
     found: set[int] = set()
@@ -163,10 +131,10 @@ def widths(configs: Sequence[Config]) -> list[int]:
     return sorted(found)
 
 
-def files(configs: Sequence[Config], arch: int) -> dict[str, str]:
-    """Everything rendered for one architecture, by file name."""
+def files(configs: Sequence[Config]) -> dict[str, str]:
+    """Everything rendered, by file name."""
     int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
-    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "instances.h": instances(configs, arch)}
+    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else [])}
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):
         found["combine.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "combine.cuh"\n'

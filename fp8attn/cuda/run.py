@@ -99,7 +99,7 @@ def _launch(
     counter = out.new_zeros(1, dtype=torch.int32) if call.causal != "none" and tiles > ctas else None
     library = library_of(config, device)
     library.forward(
-        library.number(config), *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
+        library.launchers[config], *boxes, ctas, heads_side_by_side(call, min(ctas, device.sm_count)),
         call.q, call.q_scale, call.q_group, call.k, call.k_scale, call.k_group, call.v, call.v_scale, call.v_mean,
         call.attn_mask, call.kv_length, call.softmax_scale, call.causal_offset, out, lse if call.return_lse else None, counter,
         parts, part_lse,
@@ -127,7 +127,7 @@ def forward_from_half(
     clusters = k.shape[0] * k.shape[1] * splits
     library = build.load_with(config, short.INSTANCES, device.arch)
     library.forward_from_half(
-        library.number(config), clusters * config.cluster, splits, q, k, v, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]),
+        library.launchers[config], clusters * config.cluster, splits, q, k, v, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]),
         out, lse if return_lse else None, k_mean if return_lse else None,
     )  # fmt: skip
     return out, lse, k_mean

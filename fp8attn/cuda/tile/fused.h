@@ -167,7 +167,7 @@ struct Fused {
     values(s, factor, alpha, v);
   }
 
-  // Normalises and stores the output and its LSE.
+  // Normalises and stores the output and its LSE, `tile` being their place: that of a part, if there are several.
   template <typename Storage>
   __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
     if constexpr (C.splits > 1) {
@@ -178,7 +178,7 @@ struct Fused {
     for (int t = 0; t < tiles; ++t) {
       softmax[t].finish();
       const Fragment f = Fragment::of_warp(first + 16 * t);
-      if constexpr (C.int8) poison_rows(p, tile, tile.first_row, f, softmax[t].l);
+      if constexpr (C.int8) poison_rows(p, shared.source.tile, tile.first_row, f, softmax[t].l);
       const Output output(p, tile, tile.first_row, f, softmax[t].l);
       output.store<0, C.value_dim>(o[t], shared.facts);
       if (p.lse == nullptr || f.column != 0) continue;

@@ -1,0 +1,61 @@
+// The binding where there is no GPU: its operators for CPU tensors, a launcher and a driver that write down what they are told.
+#include "binding.cpp"
+
+#include <cstring>
+
+namespace {
+
+fp8attn::Params launched;
+int launched_ctas;
+cudaError_t answer = cudaSuccess;
+
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                      const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  uint64_t words[16] = {reinterpret_cast<uint64_t>(data), uint64_t(type), uint64_t(rank), uint64_t(swizzle)};
+  for (cuuint32_t i = 0; i < rank; ++i) {
+    words[4 + i] = sizes[i];
+    words[8 + i] = uint64_t(box[i]) << 32 | steps[i];
+    if (i + 1 < rank) words[12 + i] = strides[i];
+  }
+  std::memcpy(map, words, sizeof(*map));
+  return CUDA_SUCCESS;
+}
+
+TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
+  m.impl("forward", TORCH_FN(forward));
+  m.impl("forward_from_half", TORCH_FN(forward_from_half));
+}
+
+}  // namespace
+
+namespace c10::cuda {
+
+CUDAStream getCurrentCUDAStream(DeviceIndex) { return CUDAStream(CUDAStream::UNCHECKED, Stream(Stream::DEFAULT, Device(kCUDA, 0))); }
+cudaStream_t CUDAStream::stream() const { return nullptr; }
+
+}  // namespace c10::cuda
+
+extern "C" {
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned int, unsigned long long, cudaDriverEntryPointQueryResult*) {
+  *found = reinterpret_cast<void*>(encode_tiled);
+  return cudaSuccess;
+}
+
+const char* cudaGetErrorString(cudaError_t) { return "as the test says"; }
+
+cudaError_t record(const fp8attn::Params& p, int ctas, cudaStream_t) {
+  launched = p;
+  launched_ctas = ctas;
+  return answer;
+}
+
+int recorded(void* to) {
+  std::memcpy(to, &launched, sizeof(launched));
+  return launched_ctas;
+}
+
+int params_size() { return sizeof(fp8attn::Params); }
+
+void fail_with(int error) { answer = cudaError_t(error); }
+}

@@ -1,0 +1,82 @@
+"""The binding where there is no GPU: what it makes of tensors, bit for bit, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import emulation
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Case, cases
+
+import fp8attn
+from fp8attn.api import call_of
+from fp8attn.cuda import build, run
+from fp8attn.device import ARCHITECTURES
+
+H100 = ARCHITECTURES[90]
+
+MAPS = 4 * 128
+"""Bytes of a Params before its first pointer: tensor maps."""
+
+pytestmark = [pytest.mark.anywhere, pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))]
+
+
+class Recorder:
+    """Libraries of any instances, whose launcher keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.operators, self.library = emulation.binding()
+        self.arguments: tuple = ()
+        self.launcher = ctypes.cast(self.library.record, ctypes.c_void_p).value or 0
+
+    def forward(self, *arguments) -> None:
+        self.arguments = arguments
+        self.operators.forward.default(*arguments)
+
+    def library_of(self, config, device) -> build.Library:
+        return build.Library(self.forward, self.operators.forward_from_half.default, {config: self.launcher})
+
+    def recorded(self) -> tuple[int, bytes]:
+        """CTAs and Params of the last launch."""
+        buffer = ctypes.create_string_buffer(self.library.params_size())
+        return self.library.recorded(buffer), buffer.raw
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@given(case=cases(), moved=st.sampled_from(("", "q", "k", "qk")))
+def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> None:
+    """Of every call, by whichever instance: beside the tensor maps the bytes that Python makes of the same arguments."""
+    quantized = fp8attn.quantize(*case.tensors(torch.device("cpu")), recipe=case.recipe)
+    call = call_of(*quantized, **case.options(torch.device("cpu")), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+    call = dataclasses.replace(call, **{name: emulation.elsewhere(getattr(call, name), 3) for name in moved})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "library_of", recorder.library_of)
+        run.forward(call, H100)
+    ctas, params = recorder.recorded()
+    expected = bytes(emulation.params(*recorder.arguments))
+    assert ctas == recorder.arguments[5] and params[MAPS : MAPS + len(expected)] == expected
+    assert any(params[:MAPS]) == (recorder.arguments[1] > 0) and not any(params[MAPS + len(expected) :])
+
+
+def test_a_launch_that_fails_is_an_error(recorder: Recorder) -> None:
+    x = torch.zeros(1, 2, 40, 64)
+    call = call_of(*fp8attn.quantize(x, x, x))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "library_of", recorder.library_of)
+        recorder.library.fail_with(1)
+        try:
+            with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched: as the test says"):
+                run.forward(call, H100)
+        finally:
+            recorder.library.fail_with(0)
+        shifted = torch.zeros(call.v.numel() + 8, dtype=torch.uint8)[8:].view(call.v.dtype).view(call.v.shape)
+        with pytest.raises(RuntimeError, match="aren't contiguous from a multiple of 16 bytes on"):
+            run.forward(dataclasses.replace(call, v=shifted), H100)
