@@ -10,7 +10,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import torch
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# a worker's threads would wait for another's; before torch is imported, which reads it once
+os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // WORKERS, 1)))
+if WORKERS > 1:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch  # noqa: E402
 
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -31,9 +37,15 @@ RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
 common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile("dev", max_examples=15, **common)
 settings.register_profile("ci", max_examples=25, **common)
-# every example compiles kernels there: shrinking one would take longer than all the tests
-settings.register_profile("gpu", max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev"))
+# kernels are compiled for most examples there: shrinking one would take longer than all the tests
+on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
+settings.register_profile("gpu", max_examples=64, **on_gpu)
+settings.register_profile("thorough", max_examples=10_000 // WORKERS, **on_gpu)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev")
+settings.load_profile(PROFILE)
+
+
+started = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session")
@@ -66,18 +78,57 @@ def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
     return Attention(request.param)
 
 
+@pytest.fixture(scope="session")
+def share(request: pytest.FixtureRequest) -> int:
+    """Of a test's examples, which part."""
+    return request.param
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Thorough, every worker draws its share of a test's examples."""
+    if PROFILE == "thorough" and is_drawn(metafunc.function):
+        metafunc.fixturenames.append("share")
+        metafunc.parametrize("share", range(WORKERS), indirect=True)
+
+
+def is_drawn(test: object) -> bool:
+    return getattr(test, "is_hypothesis_test", False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[started] = time.time()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not GPU and "gpu" in item.keywords:
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if GPU and "anywhere" in item.keywords and not config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="needs no GPU: machines without one run it, and here `-m anywhere`"))
+    if GPU:
+        items[:] = dealt(items, WORKERS)
 
 
-started = pytest.StashKey[float]()
+def length(item: pytest.Item) -> int:
+    """Rank of a test where there is a GPU: those that hypothesis draws compile most, then those that need the GPU."""
+    return 2 if is_drawn(getattr(item, "obj", None)) else int("gpu" in item.keywords)
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Long tests dealt out to the equal parts of the list that xdist's worksteal starts its workers with, first in each; then the others.
+
+    Neighbours among those stay together: they share kernels.
+    """
+    long = sorted(filter(length, items), key=length, reverse=True)
+    others = [item for item in items if not length(item)]
+    parts: list[pytest.Item] = []
+    for i in range(workers):
+        mine = long[workers - 1 - i :: workers]
+        size = (len(items) + i) // workers - len(mine)
+        parts += [*mine, *others[:size]]
+        others = others[size:]
+    return parts
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from conftest import GPU
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from fp8attn import Recipe
-from fp8attn.recipe import ROW_GRANULARITIES, VALUE_GRANULARITIES
+from fp8attn.recipe import ROW_GRANULARITIES, SCALE_BLOCK, VALUE_GRANULARITIES
+
+SEVERAL = 8 if GPU else 1
+"""Cases of one example. Those that share Triton kernels cost next to nothing beside compiling them for the first."""
 
 DIMS = (16, 24, 40, 64, 72, 96, 128, 136, 192, 256)
 FINITE = ("normal", "outliers", "channel bias", "one sign", "tiny", "huge", "zeros", "constant", "duplicated keys")
@@ -105,8 +112,36 @@ class Case:
         )
 
     @property
+    def scale_is_positive(self) -> bool:
+        return self.scale is None or self.scale > 0
+
+    def like(self, first: Case) -> Case:
+        """This case for the kernels of another: with all of it that they are compiled for, strides as divisible as its."""
+        return replace(
+            first,
+            batch=self.batch,
+            q_length=like_length(self.q_length, first.q_length),
+            kv_length=like_length(self.kv_length, first.kv_length),
+            mask=self.mask if self.causal != "none" != first.causal else first.mask,
+            distribution=self.distribution,
+            scale=self.scale if self.scale_is_positive == first.scale_is_positive else first.scale,
+            seed=self.seed,
+        )
+
+    @property
     def causal(self) -> str:
         return {"causal": "top_left", "bottom right": "bottom_right"}.get(self.mask, "none")
+
+
+def like_length(length: int, first: int) -> int:
+    """`length`, moved to the remainder by 16 that `first` has: one token if it is one, one block if it is one, else several."""
+    if first == 1:
+        return 1
+    whole, part = divmod(length, SCALE_BLOCK)
+    tokens = part // 16 * 16 + first % 16
+    if first > SCALE_BLOCK:
+        return max(whole, 1) * SCALE_BLOCK + (tokens or 16)
+    return tokens if tokens > 1 else tokens + 16
 
 
 recipes = st.builds(
@@ -145,3 +180,22 @@ def cases(draw, distributions: tuple[str, ...] = FINITE, masks: tuple[str, ...] 
         out_dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
         seed=draw(st.integers(0, 2**31)),
     )
+
+
+def given_several(one: st.SearchStrategy, part: int = 1, **others: st.SearchStrategy) -> Callable[[Callable], Callable]:
+    """@given of `drawn`, SEVERAL cases: as many in all as other tests have examples, or, on a GPU, a `part`-th of them where each compiles much."""
+    examples = max(settings().max_examples // (SEVERAL * part if GPU else 1), 1)
+    return lambda test: settings(max_examples=examples)(given(drawn=st.tuples(*[one] * SEVERAL), **others)(test))
+
+
+def alike(drawn: tuple) -> tuple[Any, ...]:
+    first, *others = drawn
+    return first, *(case.like(first) for case in others)
+
+
+def noted(drawn: tuple) -> Iterator[Any]:
+    """One case after the other: the last that is printed is the one that failed."""
+    for case in drawn:
+        if len(drawn) > 1:
+            note(repr(case))
+        yield case

@@ -235,6 +235,7 @@ def test_the_picture_is_of_the_committed_results(tmp_path: Path) -> None:
         plot.draw(tmp_path / "x.png", tmp_path / "empty.jsonl")
 
 
+@pytest.mark.anywhere
 def test_the_report_of_the_committed_results(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Every kind of picture, in both formats; the tables' numbers are the file's."""
     pytest.importorskip("matplotlib", reason="plots need matplotlib")

@@ -80,6 +80,7 @@ def compile_all(arch: int) -> list[dict]:
     return compiled
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize("arch", TENSOR_CORES)
 def test_compiles(arch: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

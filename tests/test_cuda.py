@@ -24,7 +24,6 @@ import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
 from conftest import GPU, Attention
 
-import fp8attn
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run, short
@@ -33,6 +32,7 @@ from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, INT8_INSTANCES, Ho
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
+from fp8attn.quantize import quantize
 
 H100 = ARCHITECTURES[90]
 
@@ -497,6 +497,7 @@ def numbers(report: str) -> tuple[int, int]:
     return int(re.findall(r"Used (\d+) registers", report)[0]), int(re.findall(r"(\d+) bytes stack frame", report)[0])
 
 
+@pytest.mark.anywhere
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
     """Every instance: registers and stack as ptxas says, no wgmma made synchronous."""
     for config, report in compiled(nvcc, INSTANCES + INT8_INSTANCES, 90, tmp_path).items():
@@ -511,7 +512,7 @@ def test_same_bits_a_thousand_times(device: torch.device, sdpa: Attention) -> No
     """A bit that moves is a race."""
     generator = torch.Generator(device).manual_seed(6)
     q, k, v = (torch.randn(2, 4, 777, 64, device=device, generator=generator, dtype=torch.bfloat16) for _ in range(3))
-    operands = fp8attn.quantize(q, k, v)
+    operands = quantize(q, k, v, Recipe())
     expected = sdpa(*operands, is_causal=True)
     different = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(1000):
@@ -529,7 +530,7 @@ def test_tiles_after_a_ctas_first(config: HopperConfig, device: torch.device) ->
     generator = torch.Generator(device).manual_seed(7)
     heads = 1 + device_of(device).sm_count // 2
     q, k, v = (torch.randn(1, heads, 700, dim, device=device, generator=generator) for dim in (config.head_dim, config.head_dim, config.value_dim))
-    operands = fp8attn.quantize(q, k, v)
+    operands = quantize(q, k, v, Recipe())
     for is_causal in (False, True):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             call = call_of(*operands, is_causal=is_causal, return_lse=True, out_dtype=dtype)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
 
-import fp8attn
 from fp8attn import Recipe
 from fp8attn.api import call_of, cuda_missing
+from fp8attn.call import Call
 from fp8attn.cuda import build, configs, short
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
-
-TESTS = Path(__file__).resolve().parent
-
-SEEN = "the parity test saw it"
+from fp8attn.quantize import quantize
+from fp8attn.reference import Causal
 
 MUTANTS = {
     "mask off by one": ("tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
@@ -142,8 +140,12 @@ def mutated(name: str | None, folder: Path) -> Path:
     return sources
 
 
-def check(sources: str, cache: str, rung: str | None) -> None:
-    """In a process of its own: the parity test of a rung, or of the Hopper kernel, on kernels compiled from `sources` into a cache of their own."""
+def check(sources: str, cache: str, rung: str | None) -> list[str]:
+    """In a process of its own: the parity test of a rung, or of the Hopper kernel, on kernels compiled from `sources` into a cache of their own.
+
+    Returns:
+        what it saw.
+    """
     build.load_binding()  # no mutant's: everybody's
     build.SOURCES = Path(sources)
     os.environ["FP8ATTN_CACHE"] = cache
@@ -159,19 +161,15 @@ def check(sources: str, cache: str, rung: str | None) -> None:
     v += torch.linspace(-3, 3, 64, device=device)  # means that are removed
     if rung == INT8:
         q[0, 0, 20, 3], k[0, 0, 600, 5] = torch.nan, torch.inf
-    quantized = fp8attn.quantize(q, k, v, recipe=Recipe(qk="int8" if rung == INT8 else "e4m3"))
-    for is_causal in (False, True):
-        call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32, return_lse=True)
-        out, lse = cuda.forward(call, device_of(device), config)
-        expected, expected_lse = oracle(quantized, call, config)
-        try:
-            assert_matches_pipeline(out, expected, emulated=False)
-            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
-        except AssertionError as error:
-            print(SEEN, error)
+    quantized = quantize(q, k, v, Recipe(qk="int8" if rung == INT8 else "e4m3"))
+    seen = []
+    for causal in ("none", "bottom_right"):
+        call = call_by(quantized, causal)
+        seen += compare(cuda.forward(call, device_of(device), config), oracle(quantized, call, config))
+    return seen
 
 
-def check_short() -> None:
+def check_short() -> list[str]:
     """The same for the kernel that quantizes: bfloat16 whose last block is ragged, and a value that isn't finite."""
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
@@ -180,24 +178,36 @@ def check_short() -> None:
     k = 40 + k * torch.linspace(0.2, 3, 500, device=device)[:, None]
     v[0, 0, 77, 5] = torch.nan
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v + 2))
-    quantized = fp8attn.quantize(q, k, v)
+    quantized = quantize(q, k, v, Recipe())
+    seen = []
     for causal in ("none", "top_left"):
-        call = call_of(*quantized, is_causal=causal != "none", out_dtype=torch.float32, return_lse=True)
+        call = call_by(quantized, causal)
         out, lse, _ = cuda.forward_from_half(q, k, v, call.softmax_scale, causal, torch.float32, True, device_of(device))
-        expected, expected_lse = oracle(quantized, call, short.INSTANCES[0])
-        try:
-            assert_matches_pipeline(out, expected, emulated=False)
-            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
-        except AssertionError as error:
-            print(SEEN, error)
+        seen += compare((out, lse), oracle(quantized, call, short.INSTANCES[0]))
+    return seen
 
 
-def run_check(sources: Path, cache: Path, rung: str | None) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
-    program = f"import test_cuda_mutants; test_cuda_mutants.check({str(sources)!r}, {str(cache)!r}, {rung!r})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def call_by(quantized: tuple, causal: Causal) -> Call:
+    alignment = "top_left" if causal == "none" else causal
+    return call_of(*quantized, is_causal=causal != "none", causal_alignment=alignment, out_dtype=torch.float32, return_lse=True)
+
+
+def compare(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
+    """What the parity test says of output and LSE."""
+    try:
+        assert_matches_pipeline(actual[0], expected[0], emulated=False)
+        torch.testing.assert_close(actual[1], expected[1], rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+def run_check(sources: Path, cache: Path, rung: str | None) -> list[str]:
+    # forked from a process that has imported what takes long and never touches a GPU: a kernel that crashes takes no other test with it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton", "fp8attn"])
+    with ProcessPoolExecutor(1, context) as process:
+        return process.submit(check, str(sources), str(cache), rung).result()
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -219,11 +229,11 @@ def require(rung: str | None, device: torch.device) -> None:
 @pytest.mark.parametrize("rung", (None, INT8, SHORT, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
-    assert SEEN not in run_check(mutated(None, tmp_path), tmp_path / "cache", rung)
+    assert run_check(mutated(None, tmp_path), tmp_path / "cache", rung) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", EVERY)
 def test_mutant_is_seen(device: torch.device, name: str, tmp_path: Path) -> None:
     require(EVERY[name][0], device)
-    assert SEEN in run_check(mutated(name, tmp_path), tmp_path / "cache", EVERY[name][0])
+    assert run_check(mutated(name, tmp_path), tmp_path / "cache", EVERY[name][0])

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from closeness import E4M3_STEP, assert_matches_pipeline, relative
 from conftest import Attention
-from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Case, cases
+from strategies import Case, alike, cases, given_several, noted
 
 import fp8attn
 from fp8attn import Quantized, Recipe, reference
@@ -24,7 +24,7 @@ from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import INSTANCES, is_general
 from fp8attn.cuda.render import Config
 from fp8attn.device import Device, device_of
-from fp8attn.quantize import empty_rows
+from fp8attn.quantize import empty_rows, quantize
 from fp8attn.recipe import ProductType
 from fp8attn.triton import configs, run
 
@@ -42,90 +42,107 @@ def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, conf
 
 
 def run_case(case: Case, device: torch.device, sdpa: Attention, config: configs.Config | Config | None = None):
-    """out, lse, the oracle's and the device that ran it."""
-    q, k, v = case.tensors(device)
-    quantized = fp8attn.quantize(q, k, v, recipe=case.recipe)
+    """out, lse, the oracle's and the device that ran it. Quantized by the definition: its kernels write the same bytes."""
+    quantized = quantize(*case.tensors(device), case.recipe)
     call = call_of(*quantized, **case.options(device), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
     properties = device_of(device)
     out, lse, *expected = run_call(quantized, call, properties, sdpa, config)
     return out, lse, *expected, properties
 
 
-@given(case=cases())
-def test_matches_the_pipeline(case: Case, device: torch.device, sdpa: Attention) -> None:
-    out, lse, oracle, oracle_lse, properties = run_case(case, device, sdpa)
-    assert out.dtype == case.out_dtype and out.shape[3] == case.value_dim
-    assert_matches_pipeline(out, oracle, properties.emulated, oracle_lse)
-    # sums of rounded P move with every P that flips
-    atol = 1e-4 if properties.emulated else 5e-3 if sdpa.backend == "triton" else E4M3_STEP
-    torch.testing.assert_close(lse, oracle_lse, rtol=1e-5 if properties.emulated else 1e-3, atol=atol)
+def run_by(sdpa: Attention, drawn: tuple[Case, ...]) -> Iterator[Case]:
+    """The cases of an example, for Triton those alike."""
+    return noted(alike(drawn) if sdpa.backend == "triton" else drawn)
 
 
-@given(case=cases(), data=st.data())
-def test_configs_agree(case: Case, data: st.DataObject, device: torch.device, sdpa: Attention) -> None:
+def full_mask(case: Case, device: torch.device) -> torch.Tensor | None:
+    """attn_mask (B, Hq, Sq, Sk) or None."""
+    mask = case.attn_mask(device)
+    return None if mask is None else mask.expand(case.batch, case.q_heads, case.q_length, case.kv_length)
+
+
+@given_several(cases())
+def test_matches_the_pipeline(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
+    for case in run_by(sdpa, drawn):
+        out, lse, oracle, oracle_lse, properties = run_case(case, device, sdpa)
+        assert out.dtype == case.out_dtype and out.shape[3] == case.value_dim
+        assert_matches_pipeline(out, oracle, properties.emulated, oracle_lse)
+        # sums of rounded P move with every P that flips
+        atol = 1e-4 if properties.emulated else 5e-3 if sdpa.backend == "triton" else E4M3_STEP
+        torch.testing.assert_close(lse, oracle_lse, rtol=1e-5 if properties.emulated else 1e-3, atol=atol)
+
+
+@given_several(cases(), data=st.data())
+def test_configs_agree(drawn: tuple[Case, ...], data: st.DataObject, device: torch.device, sdpa: Attention) -> None:
     """Any config that fits matches the oracle with its key blocks."""
-    q, k, v = case.tensors(device)
-    call = call_of(q, k, v, **case.options(device), recipe=case.recipe)
-    properties = device_of(device)
-    if sdpa.backend == "cuda":
-        able = [*portable.serving(call, properties)]
-        if hopper.why_not(call, properties) is None:
-            instances = hopper.INT8_INSTANCES if call.int8 else INSTANCES
-            able += [c for c in instances if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.general >= is_general(call)]
-        config = data.draw(st.sampled_from(able))
-    elif properties.emulated:
-        config = configs.PortableConfig(*(data.draw(st.sampled_from(x)) for x in ((16, 32, 64, 128), (32, 64, 128))), 1, 1)
-    else:
-        config = data.draw(st.sampled_from(configs.candidates(call, properties)))
-    out, _, oracle, oracle_lse, _ = run_case(case, device, sdpa, config)
-    assert_matches_pipeline(out, oracle, properties.emulated, oracle_lse)
+    config: configs.Config | Config | None = None
+    for case in run_by(sdpa, drawn):
+        quantized = quantize(*case.tensors(device), case.recipe)
+        call = call_of(*quantized, **case.options(device), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+        properties = device_of(device)
+        if sdpa.backend == "cuda":
+            able = [*portable.serving(call, properties)]
+            if hopper.why_not(call, properties) is None:
+                instances = hopper.INT8_INSTANCES if call.int8 else INSTANCES
+                able += [c for c in instances if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.general >= is_general(call)]
+            config = data.draw(st.sampled_from(able))
+        elif properties.emulated:
+            config = configs.PortableConfig(*(data.draw(st.sampled_from(x)) for x in ((16, 32, 64, 128), (32, 64, 128))), 1, 1)
+        elif config is None:
+            config = data.draw(st.sampled_from(configs.candidates(call, properties)))
+        out, _, oracle, oracle_lse = run_call(quantized, call, properties, sdpa, config)
+        assert_matches_pipeline(out, oracle, properties.emulated, oracle_lse)
 
 
-@given(case=cases(distributions=("normal", "outliers", "one sign", "channel bias")))
-def test_is_as_close_to_pytorch_as_fp8_allows(case: Case, device: torch.device, sdpa: Attention) -> None:
+@given_several(cases(distributions=("normal", "outliers", "one sign", "channel bias")))
+def test_is_as_close_to_pytorch_as_fp8_allows(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
     """Its error against F.sdpa in float32 is the oracle's, which is FP8 rounding and nothing else."""
-    out, _, oracle, _, properties = run_case(dataclasses.replace(case, out_dtype=torch.float32), device, sdpa)
-    q, k, v = (x.float() for x in case.tensors(device))
-    options = case.options(device)
-    alignment = options.pop("causal_alignment")
-    if options["is_causal"] and alignment == "bottom_right":
-        options["is_causal"] = False
-        options["attn_mask"] = torch.ones(case.q_length, case.kv_length, dtype=torch.bool, device=device).tril(case.kv_length - case.q_length)
-    if options["attn_mask"] is not None:
-        # PyTorch's efficient backend takes masks with a unit last stride only
-        options["attn_mask"] = options["attn_mask"].expand(case.batch, case.q_heads, case.q_length, case.kv_length).contiguous()
-    if options["attn_mask"] is not None and options["attn_mask"].dtype != torch.bool:
-        options["attn_mask"] = options["attn_mask"].float()
-    expected = F.scaled_dot_product_attention(q, k, v, **options)
-    seen = expected.isfinite().all(-1, keepdim=True)  # PyTorch's math path gives NaN to rows without visible keys, others zeros
-    out, oracle, expected = (x.masked_fill(~seen, 0) for x in (out, oracle, expected))
-    assert relative(out, expected) <= 1.1 * relative(oracle, expected) + (1e-5 if properties.emulated else 2e-3)
+    for case in run_by(sdpa, drawn):
+        out, _, oracle, _, properties = run_case(dataclasses.replace(case, out_dtype=torch.float32), device, sdpa)
+        q, k, v = (x.float() for x in case.tensors(device))
+        options = case.options(device)
+        alignment = options.pop("causal_alignment")
+        mask = full_mask(case, device)
+        if options["is_causal"] and alignment == "bottom_right":
+            options["is_causal"] = False
+            mask = torch.ones(case.q_length, case.kv_length, dtype=torch.bool, device=device).tril(case.kv_length - case.q_length)
+            mask = mask.expand(case.batch, case.q_heads, -1, -1)
+        if mask is not None:
+            # PyTorch's efficient backend takes masks with a unit last stride only
+            mask = mask.contiguous() if mask.dtype == torch.bool else mask.contiguous().float()
+        options["attn_mask"] = mask
+        expected = F.scaled_dot_product_attention(q, k, v, **options)
+        seen = expected.isfinite().all(-1, keepdim=True)  # PyTorch's math path gives NaN to rows without visible keys, others zeros
+        out, oracle, expected = (x.masked_fill(~seen, 0) for x in (out, oracle, expected))
+        assert relative(out, expected) <= 1.1 * relative(oracle, expected) + (1e-5 if properties.emulated else 2e-3)
 
 
-@given(case=cases(distributions=("normal", "channel bias"), masks=("none", "causal", "bool")))
-def test_error_is_fp8s_own(case: Case, device: torch.device, sdpa: Attention) -> None:
+@given_several(cases(distributions=("normal", "channel bias"), masks=("none", "causal", "bool")))
+def test_error_is_fp8s_own(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
     """An absolute ceiling, so that oracle and kernel can't be wrong together: 2^-4 for each of the four rounded tensors."""
-    out, _, _, _, _ = run_case(dataclasses.replace(case, out_dtype=torch.float32, scale=None, recipe=Recipe()), device, sdpa)
-    q, k, v = case.tensors(device)
-    options = case.options(device)
-    exact, _ = reference.attention(q, k, v, call_of(q, k, v, **options).attn_mask, causal=case.causal, dtype=torch.float64)
-    limit = 0.25 if case.distribution == "normal" else 0.5
-    assert relative(out, exact) <= limit
+    drawn = tuple(dataclasses.replace(case, out_dtype=torch.float32, scale=None, recipe=Recipe()) for case in drawn)
+    for case in run_by(sdpa, drawn):
+        out, _, _, _, _ = run_case(case, device, sdpa)
+        exact, _ = reference.attention(*case.tensors(device), full_mask(case, device), causal=case.causal, dtype=torch.float64)
+        limit = 0.25 if case.distribution == "normal" else 0.5
+        assert relative(out, exact) <= limit
 
 
-@given(case=cases(distributions=("normal", "channel bias")))
-def test_lse_against_float64(case: Case, device: torch.device, sdpa: Attention) -> None:
-    """Scores of e4m3 operands are off by |q||k| / 16 at most, and so is the log of their exponentials' sum; rounded P add their own."""
-    q, k, v = case.tensors(device)
-    options = case.options(device)
-    _, lse = sdpa(q, k, v, **options, return_lse=True, recipe=case.recipe)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    mask = call_of(q, k, v, **options).attn_mask
-    _, exact = reference.attention(q, k, v, mask, causal=case.causal, softmax_scale=scale, dtype=torch.float64)
-    assert torch.equal(lse.isinf(), exact.isinf())
-    smoothed = k.double() - k.double().mean(2, keepdim=True) if case.recipe.smooth_k else k.double()
-    bound = abs(scale) * float(q.double().norm(dim=-1).max() * smoothed.norm(dim=-1).max()) / 8 + (1e-3 if sdpa.backend == "triton" else E4M3_STEP)
-    assert float((lse.double() - exact).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) <= bound
+@given_several(cases(distributions=("normal", "channel bias")), part=2)
+def test_lse_against_float64(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
+    """From end to end: scores of e4m3 operands are off by |q||k| / 16 at most, and so is the log of their exponentials' sum; rounded P add their
+    own."""
+    for case in noted(alike(drawn)):
+        q, k, v = case.tensors(device)
+        _, lse = sdpa(q, k, v, **case.options(device), return_lse=True, recipe=case.recipe)
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        _, exact = reference.attention(q, k, v, full_mask(case, device), causal=case.causal, softmax_scale=scale, dtype=torch.float64)
+        assert torch.equal(lse.isinf(), exact.isinf())
+        smoothed = k.double() - k.double().mean(2, keepdim=True) if case.recipe.smooth_k else k.double()
+        bound = abs(scale) * float(q.double().norm(dim=-1).max() * smoothed.norm(dim=-1).max()) / 8 + (
+            1e-3 if sdpa.backend == "triton" else E4M3_STEP
+        )
+        assert float((lse.double() - exact).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) <= bound
 
 
 def exact_problem(device: torch.device, kv_length: int, seed: int, row_type: torch.dtype) -> tuple[Quantized, Quantized, Quantized]:
@@ -168,23 +185,24 @@ def test_constant_values_come_back_exactly(device: torch.device, sdpa: Attention
         torch.testing.assert_close(out, v, rtol=2.0**-4, atol=0.0)
 
 
-@given(case=cases(distributions=("normal",), masks=("causal", "bottom right")))
-def test_future_keys_cannot_matter(case: Case, device: torch.device, sdpa: Attention) -> None:
+@given_several(cases(distributions=("normal",), masks=("causal", "bottom right")))
+def test_future_keys_cannot_matter(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
     """Bytes, scales and NaN behind the causal border change no bit before it."""
-    q, k, v = fp8attn.quantize(*case.tensors(device), recipe=dataclasses.replace(case.recipe, k="token"))
-    offset = reference.causal_offset(case.causal, case.q_length, case.kv_length)
-    row = case.q_length // 2
-    border = max(row + offset + 1, 0)  # rows up to `row` see keys before it
-    options = dict(is_causal=True, causal_alignment=case.causal, enable_gqa=True, return_lse=True, recipe=Recipe(compute=case.recipe.compute))
-    before = sdpa(q, k, v, **options)
-    k_data, k_scale = empty_rows(k.data, k.data.dtype), k.scale.clone()  # not clone(): with other strides another kernel may run
-    k_data.copy_(k.data)
-    k_data.view(torch.uint8)[:, :, border:] ^= 0x55
-    k_scale[:, :, border:] = torch.nan
-    after = sdpa(q, dataclasses.replace(k, data=k_data, scale=k_scale, mean=None), v, **options)
-    before = sdpa(q, dataclasses.replace(k, mean=None), v, **options)
-    for x, y in zip(before, after, strict=True):
-        assert torch.equal(x[:, :, : row + 1], y[:, :, : row + 1])
+    drawn = tuple(dataclasses.replace(case, recipe=dataclasses.replace(case.recipe, k="token")) for case in drawn)
+    for case in run_by(sdpa, drawn):
+        q, k, v = quantize(*case.tensors(device), case.recipe)
+        offset = reference.causal_offset(case.causal, case.q_length, case.kv_length)
+        row = case.q_length // 2
+        border = max(row + offset + 1, 0)  # rows up to `row` see keys before it
+        options = dict(is_causal=True, causal_alignment=case.causal, enable_gqa=True, return_lse=True, recipe=Recipe(compute=case.recipe.compute))
+        k_data, k_scale = empty_rows(k.data, k.data.dtype), k.scale.clone()  # not clone(): with other strides another kernel may run
+        k_data.copy_(k.data)
+        k_data.view(torch.uint8)[:, :, border:] ^= 0x55
+        k_scale[:, :, border:] = torch.nan
+        after = sdpa(q, dataclasses.replace(k, data=k_data, scale=k_scale, mean=None), v, **options)
+        before = sdpa(q, dataclasses.replace(k, mean=None), v, **options)
+        for x, y in zip(before, after, strict=True):
+            assert torch.equal(x[:, :, : row + 1], y[:, :, : row + 1])
 
 
 @pytest.mark.parametrize("is_causal", (False, True))
@@ -266,28 +284,31 @@ def test_empty_and_single(device: torch.device, sdpa: Attention, shape: tuple[in
         torch.testing.assert_close(out, v)
 
 
-@given(case=cases(distributions=("normal", "outliers")))
-def test_deterministic_and_layouts_bitwise_equal(case: Case, device: torch.device, sdpa: Attention) -> None:
-    results = []
-    for layout in ("bhsd", "bshd", "padded", "bhsd"):
-        q, k, v = dataclasses.replace(case, layout=layout).tensors(device)
-        results.append(sdpa(q, k, v, **case.options(device), recipe=case.recipe, return_lse=True))
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+@given_several(cases(distributions=("normal", "outliers")), part=2)
+def test_deterministic_and_layouts_bitwise_equal(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
+    """From end to end."""
+    for case in noted(alike(drawn)):
+        results = []
+        for layout in ("bhsd", "bshd", "padded", "bhsd"):
+            q, k, v = dataclasses.replace(case, layout=layout).tensors(device)
+            results.append(sdpa(q, k, v, **case.options(device), recipe=case.recipe, return_lse=True))
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
-@given(case=cases(distributions=("normal",), masks=("none", "causal", "bool broadcast")))
-def test_batches_and_heads_are_independent(case: Case, device: torch.device, sdpa: Attention) -> None:
-    """Bit for bit, unless a scale covers the whole tensor."""
-    granularity = {"tensor": "head"}
-    recipe = dataclasses.replace(case.recipe, **{name: granularity.get(getattr(case.recipe, name), getattr(case.recipe, name)) for name in "qkv"})
-    q, k, v = case.tensors(device)
-    options = case.options(device)
-    whole = sdpa(q, k, v, **options, recipe=recipe)
-    b, h = case.batch - 1, case.kv_heads - 1
-    heads = slice(h * case.group, (h + 1) * case.group)
-    alone = sdpa(q[b : b + 1, heads], k[b : b + 1, h : h + 1], v[b : b + 1, h : h + 1], **options, recipe=recipe)
-    assert torch.equal(whole[b : b + 1, heads], alone)
+@given_several(cases(distributions=("normal",), masks=("none", "causal", "bool broadcast")), part=2)
+def test_batches_and_heads_are_independent(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
+    """From end to end, bit for bit, unless a scale covers the whole tensor."""
+    for case in noted(alike(drawn)):
+        granularity = {"tensor": "head"}
+        recipe = dataclasses.replace(case.recipe, **{name: granularity.get(getattr(case.recipe, name), getattr(case.recipe, name)) for name in "qkv"})
+        q, k, v = case.tensors(device)
+        options = case.options(device)
+        whole = sdpa(q, k, v, **options, recipe=recipe)
+        b, h = case.batch - 1, case.kv_heads - 1
+        heads = slice(h * case.group, (h + 1) * case.group)
+        alone = sdpa(q[b : b + 1, heads], k[b : b + 1, h : h + 1], v[b : b + 1, h : h + 1], **options, recipe=recipe)
+        assert torch.equal(whole[b : b + 1, heads], alone)
 
 
 @pytest.mark.parametrize("qk", ("e4m3", "int8"))

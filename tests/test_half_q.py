@@ -50,6 +50,7 @@ def rows_of(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize("dim", sorted({c.head_dim for c in HALF_Q_INSTANCES}))
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ("normal", "not finite", "subnormal", "largest"))
@@ -93,6 +94,7 @@ def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
     assert "needs sm_90" in (configs.why_not_quantize(torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), 64, 0.1, ARCHITECTURES[100]) or "")
 
 
+@pytest.mark.anywhere
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa: F811
     """For both dtypes: no stack, no wgmma made synchronous."""
     for config, report in compiled(nvcc, HALF_Q_INSTANCES, 90, tmp_path).items():

@@ -6,9 +6,11 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import dealt
 
 import fp8attn
 from fp8attn.api import call_of
@@ -134,3 +136,21 @@ def test_misfits_say_why() -> None:
         (configs.HopperConfig(1, 128, 2, 240, overlap=True), hopper, "two parts"),
     ):
         assert reason in (configs.misfit(config, call, device) or ""), config
+
+
+@pytest.mark.parametrize("workers", (1, 3, 20))
+@pytest.mark.parametrize("drawn, gpu, others", ((40, 60, 900), (0, 0, 7), (5, 0, 0), (2, 1, 30), (21, 20, 2)))
+def test_dealing_out_loses_no_test(drawn: int, gpu: int, others: int, workers: int) -> None:
+    """Every worker's part begins with as many long tests as another's, the drawn ones first."""
+    kinds = [0] * others + [1] * gpu + [2] * drawn
+    tests = [SimpleNamespace(kind=kind, obj=SimpleNamespace(is_hypothesis_test=kind == 2), keywords=("gpu",) * (kind == 1)) for kind in kinds]
+    order = dealt(tests, workers)
+    assert len(order) == len(tests) and {id(x) for x in order} == {id(x) for x in tests}
+    counts = []
+    for i in range(workers):
+        # xdist.scheduler.worksteal: each gets an equal part of what is left
+        size = len(order) // (workers - i)
+        part, order = [x.kind for x in order[:size]], order[size:]
+        assert part == sorted(part, reverse=True)
+        counts.append(sum(kind > 0 for kind in part))
+    assert max(counts) - min(counts) <= 1

@@ -53,7 +53,7 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
     ),
 )
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
-    q, k, v = inputs(device, dim=72)
+    q, k, v = inputs(device, dim=72, value_dim=48)
     arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
     options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate, recipe.qk)
     opcheck(library_ops.quantize, (*arguments, *options), test_utils=CHECKS)

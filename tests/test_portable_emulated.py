@@ -26,6 +26,8 @@ from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES
 
+pytestmark = pytest.mark.anywhere
+
 TESTS = Path(__file__).resolve().parent
 H100 = ARCHITECTURES[90]
 RUNGS = {**LADDER[64], **BEST[64]}

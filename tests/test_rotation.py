@@ -10,7 +10,7 @@ from conftest import Attention
 
 import fp8attn
 from fp8attn import Recipe, reference, reference_sdpa, rotation
-from fp8attn.quantize import dequantize
+from fp8attn.quantize import dequantize, quantize
 
 ROTATED = Recipe(rotate=True)
 
@@ -63,7 +63,7 @@ def test_largest_numbers_stay_finite() -> None:
 def test_scores_are_the_same() -> None:
     """Of restored operands: K's share of 2^k is in Q's scales."""
     q, k, v = normal(1, 2, 60, 96)
-    plain, rotated = fp8attn.quantize(q, k, v), fp8attn.quantize(q, k, v, recipe=ROTATED)
+    plain, rotated = quantize(q, k, v, Recipe()), quantize(q, k, v, ROTATED)
     assert rotated[0].rotated and rotated[1].rotated and not rotated[2].rotated and not plain[0].rotated
     exact = q @ k.transpose(-2, -1)
     for operands in (plain, rotated):
@@ -79,7 +79,7 @@ def test_outliers_cost_less(dim: int) -> None:
     rough = [x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001) for x in tensors]
 
     def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> float:
-        return error(reference.pipeline(*fp8attn.quantize(q, k, v, recipe=recipe), block_n=128)[0], reference.attention(q, k, v)[0])
+        return error(reference.pipeline(*quantize(q, k, v, recipe), block_n=128)[0], reference.attention(q, k, v)[0])
 
     assert error_of(*rough, ROTATED) < 0.9 * error_of(*rough, Recipe())
     assert error_of(*tensors, ROTATED) < 1.02 * error_of(*tensors, Recipe())
@@ -99,8 +99,8 @@ def test_kernels_and_the_lse(device: torch.device, sdpa: Attention) -> None:
 
 def test_both_or_neither(device: torch.device, sdpa: Attention) -> None:
     q, k, v = (x.to(device) for x in normal(1, 1, 20, 64))
-    rotated = fp8attn.quantize(q, k, v, recipe=ROTATED)
-    plain = fp8attn.quantize(q, k, v)
+    rotated = quantize(q, k, v, ROTATED)
+    plain = quantize(q, k, v, Recipe())
     for function in (sdpa, reference_sdpa):
         with pytest.raises(ValueError, match="query is rotated, key isn't"):
             function(rotated[0], *plain[1:])

@@ -22,7 +22,7 @@ from fp8attn.cuda import short
 from fp8attn.cuda.configs import REGISTER_FILE
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.ops import library_ops
-from fp8attn.quantize import coarse, removable, value_mean
+from fp8attn.quantize import coarse, quantize, removable, value_mean
 
 H100 = ARCHITECTURES[90]
 
@@ -74,6 +74,7 @@ def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
     assert "needs sm_90" in (short.why_not(q, k, v, 0.1, ARCHITECTURES[100]) or "")
 
 
+@pytest.mark.anywhere
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa: F811
     """For both dtypes: registers for all threads, no stack, no wgmma made synchronous."""
     for config, report in compiled(nvcc, short.INSTANCES, 90, tmp_path).items():
@@ -83,6 +84,7 @@ def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa:
             assert stack == 0 and registers * config.threads <= REGISTER_FILE, report
 
 
+@pytest.mark.anywhere
 @pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
 def test_takes_from_v_what_the_definition_takes(tmp_path: Path) -> None:
     """Compiled for the CPU: channels whose means are large and small beside their values, constant, zero, and too large to take."""
@@ -164,7 +166,7 @@ def assert_bits_of_two_launches(
     if short.misfit(short.INSTANCES[0], device) is not None:
         pytest.skip("needs sm_90")
     assert short.why_not(q, k, v, scale, device) is None
-    quantized = fp8attn.quantize(q, k, v)
+    quantized = quantize(q, k, v, Recipe())
     options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
     call = fp8attn.api.call_of(*quantized, **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
     expected = (*cuda.forward(call, device), quantized[1].mean)
