@@ -204,7 +204,7 @@ def compiled_cuda(configs: Sequence[CudaConfig]) -> dict[Config, str]:
 
 
 def _that_compile(configs: list[CudaConfig]) -> tuple[list[CudaConfig], dict[Config, str]]:
-    """In another process, which keeps what it loads."""
+    """In another process, which may die of it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         reason = pool.submit(_builds, tuple(configs)).result()
     if reason is None:

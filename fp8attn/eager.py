@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 from . import ops
 from .call import Call
@@ -35,7 +35,6 @@ IMMUTABLE = frozenset((type(None), bool, int, float, str, torch.dtype))
 _launches: dict[tuple, Callable[..., torch.Tensor | None] | None] = {}
 """By options what repeats a call with them; None of those seen once, so that calls of ever other lengths cost nothing."""
 _numbers = itertools.count()
-_facts = attrgetter("granularity", "layout", "length", "rotated")
 
 
 def _never(*tensors: torch.Tensor | None) -> None:
@@ -49,7 +48,7 @@ def forget() -> None:
 
 def _known(query: Operand, key: Operand, value: Operand, options: tuple) -> tuple[tuple, tuple] | None:
     """What a call is kept by, and its tensors; None of calls that aren't plain torch."""
-    if torch.compiler.is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
+    if is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
         return None
     if peek_interpreter_stack() is not None:
         return None
@@ -62,7 +61,11 @@ def _known(query: Operand, key: Operand, value: Operand, options: tuple) -> tupl
         return None
     if v_mean is not None and type(v_mean) is not torch.Tensor:
         return None
-    return (options, _facts(query), _facts(key), _facts(value)), tensors
+    name = (
+        options, query.granularity, query.layout, query.length, query.rotated, key.granularity, key.layout, key.length, key.rotated,
+        value.granularity, value.layout, value.length, value.rotated,
+    )  # fmt: skip
+    return name, tensors
 
 
 def repeat(query: Operand, key: Operand, value: Operand, options: tuple) -> torch.Tensor | None:

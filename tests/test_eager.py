@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
+from bench.profiled import named_ranges
 from fp8attn import Quantized, api, eager, ops
 from fp8attn.call import empty_lse, empty_output
 from fp8attn.cuda import build, portable
@@ -54,7 +55,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
     monkeypatch.setattr(eager, "device_of", lambda device: H100)
-    monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend if device.type == "cpu" else api.BackendUnavailable("not here"))
+    chosen = api.choose_backend
+    monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend if device == CPU else chosen(backend, device))
 
 
 def launched(addresses: bool = True) -> tuple[int, bytes]:
@@ -83,19 +85,16 @@ class Repeats:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hits: list[bool] = []
-        monkeypatch.setattr(eager, "repeat", noting(eager.repeat, self.hits))
+        self._repeat = eager.repeat
+        monkeypatch.setattr(eager, "repeat", self._note)
+
+    def _note(self, *arguments: Any) -> torch.Tensor | None:
+        out = self._repeat(*arguments)
+        self.hits.append(out is not None)
+        return out
 
     def last(self) -> bool:
         return self.hits[-1]
-
-
-def noting(repeat: Callable, hits: list[bool]) -> Callable:
-    def recording(*arguments):
-        out = repeat(*arguments)
-        hits.append(out is not None)
-        return out
-
-    return recording
 
 
 def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: bool = True) -> None:
@@ -230,6 +229,19 @@ def test_what_is_compiled_has_the_operators_of_the_library(repeats: Repeats) -> 
     assert any("fp8attn.cuda_forward" in name for name in targets) and not [name for name in targets if "repeat" in name]
 
 
+def test_what_is_profiled_goes_by_the_operators_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which is a range."""
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    call = kept(*operands())
+    with named_ranges():
+        call()
+    assert said == ["forward"]
+    call()
+    assert said == ["forward"]
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -305,8 +317,9 @@ def test_tensors_elsewhere_are_another_call(repeats: Repeats) -> None:
     call()
     assert repeats.last()
     meta = [dataclasses.replace(x, data=x.data.to("meta"), scale=x.scale.to("meta"), mean=None) for x in (q, k, v)]
-    with pytest.raises(Exception, match=r".*"):
-        fp8attn.cuda_sdpa(*meta)
+    for _ in range(3):
+        with pytest.raises(fp8attn.BackendUnavailable, match="tensors are on meta"):
+            fp8attn.cuda_sdpa(*meta)
     assert not repeats.last()
     q.data.data = emulation.elsewhere(q.data, 3)
     alike(call)
