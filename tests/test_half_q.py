@@ -73,6 +73,15 @@ def test_a_tile_becomes_what_the_definition_says(queries: ctypes.CDLL, kind: str
         assert not codes[rows:].any() and (scale[rows:] == 1).all()
 
 
+def test_a_tile_that_does_not_exist_is_not_read(queries: ctypes.CDLL) -> None:
+    """Neither its rows nor the one before the head, which is where it would begin."""
+    q, scale, codes = torch.ones(100, 64, dtype=torch.bfloat16), torch.empty(ROWS), torch.empty(ROWS, 64, dtype=torch.uint8)
+    head, *to = (ctypes.c_void_p(x.data_ptr()) for x in (q[1:], scale, codes))
+    for consumer in range(4):
+        assert queries.queries(head, ctypes.c_int64(64), consumer * ROWS - 1, 0, 64, False, *to)
+        assert not codes.any() and (scale == 1).all()
+
+
 @pytest.mark.parametrize(
     "shape, dtype, value_dim, scale, reason",
     (

@@ -218,13 +218,13 @@ struct Queries {
 
   __device__ int row(int round) const { return thread / team + round * at_once; }
 
-  // From row `first` of `head` on; zeros behind the last of `length` rows.
+  // From row `first` of `head` on; zeros outside of its `length` rows, which may be none, and where no tile is `first` is -1.
   __device__ void load(const uint16_t* head, int64_t stride, int first, int length) {
     thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread), "+l"(stride));  // or all addresses are made before a loop over tiles, and spilled
     const uint16_t* at = head + int64_t(first + row(0)) * stride + 8 * member();
 #pragma unroll
-    for (int i = 0; i < rounds; ++i, at += at_once * stride) raw[i] = first + row(i) < length ? *reinterpret_cast<const uint4*>(at) : uint4{};
+    for (int i = 0; i < rounds; ++i, at += at_once * stride) raw[i] = unsigned(first + row(i)) < unsigned(length) ? *reinterpret_cast<const uint4*>(at) : uint4{};
   }
 
   // store(row, column, codes of eight channels); scales go to `scale`.
