@@ -39,7 +39,6 @@ def compile_all(arch: int) -> list[dict]:
     from fp8attn import Recipe
     from fp8attn.api import call_of
     from fp8attn.device import ARCHITECTURES
-    from fp8attn.quantize import STRIP
     from fp8attn.triton import quantize as fused
     from fp8attn.triton import run
 
@@ -67,7 +66,7 @@ def compile_all(arch: int) -> list[dict]:
         case = f"D {dim} Dv {value_dim} {computes} {mask}"
         recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3")
         quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
-        many, more = (torch.zeros(1, 1, n, max(dim, value_dim), dtype=torch.bfloat16) for n in (fused.SHORT + 1, fused.FOLDED * STRIP + 1))
+        many = torch.zeros(1, 1, fused.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
         call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
         with architecture(arch):
             run.forward(call, device, warmup=True)
@@ -75,7 +74,7 @@ def compile_all(arch: int) -> list[dict]:
                 fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
             if mask == "full":
-                fused.quantize(q, more[..., :dim], more[..., :value_dim], dataclasses.replace(recipe, rotate=True), device, warmup=True)
+                fused.quantize(q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=True), device, warmup=True)
                 fused.import_values(quantized[2].data, device, warmup=True)
     return compiled
 

@@ -27,6 +27,7 @@ from fp8attn.cuda import run as cuda
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import HopperConfig
 from fp8attn.device import ARCHITECTURES
+from fp8attn.quantize import quantize
 
 H100 = ARCHITECTURES[90]
 CPU = torch.device("cpu")
@@ -148,7 +149,8 @@ def test_attending_to_what_was_just_quantized_launches_the_same(backend: str, op
 
 def operands(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Quantized, Quantized, Quantized]:
     generator = torch.Generator().manual_seed(0)
-    return fp8attn.quantize(*(torch.randn(batch, heads, length, 64, generator=generator).bfloat16() for _ in range(3)))
+    q, k, v = (torch.randn(batch, heads, length, 64, generator=generator).bfloat16() for _ in range(3))
+    return quantize(q, k, v, fp8attn.Recipe())
 
 
 def kept(*arguments: Any, **options: Any) -> Callable[[], torch.Tensor]:

@@ -56,7 +56,7 @@ BAD = (torch.nan, torch.inf, -torch.inf)
 BAD_PLACES = (*["nowhere"] * 5, "elements", "elements", "tokens", "channel", "everywhere")
 MAGNITUDES = (*["as drawn"] * 3, "subnormal", "largest")
 
-SHORTS = {"one launch": {"SHORT": 4096}, "two launches": {"SHORT": 0, "FOLDED": 64}, "three launches": {"SHORT": 0, "FOLDED": 0}}
+SHORTS = {"one launch": 4096, "three launches": 0}
 """Lengths up to which the fused quantizer takes one launch."""
 
 EDGES = (127, 128, 129, 511, 512, 513, 1025)
@@ -199,7 +199,7 @@ def bad_elements(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
 def test_triton_writes_the_same_bytes(drawn: tuple[Problem, ...], given_tensors: str, launches: str, device: torch.device) -> None:
     for problem in noted(alike(drawn)):
         q, k, v = (x if name in given_tensors else None for name, x in zip("qkv", problem.tensors(device), strict=True))
-        with mock.patch.multiple(fused, **SHORTS[launches], SHORT_PROGRAMS=10**6):
+        with mock.patch.multiple(fused, SHORT=SHORTS[launches], SHORT_PROGRAMS=10**6):
             results = by_triton(q, k, v, problem.case.recipe)
         for actual, expected in zip(results, quantize(q, k, v, problem.case.recipe), strict=True):
             assert_same(actual, expected)
@@ -212,8 +212,8 @@ def test_edges_of_blocks_and_strips(
     device: torch.device, length: int, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a NaN in the first token and another in the last, or none; every tensor of another dtype; means far from the zeros behind the end."""
-    for name, limit in (SHORTS[launches] | {"SHORT_PROGRAMS": 10**6}).items():
-        monkeypatch.setattr(fused, name, limit)
+    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
     q, k, v = normal((1, 1, length, 32), device, 3)
     q, k, v = q[..., :24].half(), (k[..., :24] + 20).bfloat16(), v - 30
     recipe = Recipe(q=granularity, k=granularity)
@@ -227,8 +227,8 @@ def test_edges_of_blocks_and_strips(
 @pytest.mark.parametrize("granularity", ROW_GRANULARITIES)
 def test_marks_of_int8_keys(device: torch.device, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN in the second block's last key, in the third's first value and in a query: NaN scales of their own, else negative ones, of keys only."""
-    for name, limit in (SHORTS[launches] | {"SHORT_PROGRAMS": 10**6}).items():
-        monkeypatch.setattr(fused, name, limit)
+    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
     q, k, v = normal((1, 2, 400, 32), device, 3)
     k[0, 1, 255, 3] = v[0, 1, 256, 4] = q[0, 1, 300, 5] = torch.nan
     recipe = Recipe(q=granularity, k=granularity, qk="int8")
@@ -245,33 +245,27 @@ def test_marks_of_int8_keys(device: torch.device, granularity: Granularity, laun
 
 @pytest.mark.parametrize("launches", SHORTS)
 def test_only_the_first_strip_needs_care(device: torch.device, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, limit in (SHORTS[launches] | {"SHORT_PROGRAMS": 10**6}).items():
-        monkeypatch.setattr(fused, name, limit)
+    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
     k, v = normal((1, 1, 2 * STRIP, 16), device, 2)
     v[..., 3, 5] = torch.inf
     for actual, expected in zip(by_triton(None, k, v, Recipe()), quantize(None, k, v, Recipe()), strict=True):
         assert_same(actual, expected)
 
 
-def test_how_many_launches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_sequences_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr(fused, "launch", lambda kernel, *arguments, **options: names.append(kernel.__name__))
     hardware = dataclasses.replace(device_of(device), sm_count=10)
-    for heads, length, dim in ((1, fused.SHORT, 32), (1, fused.SHORT + 1, 32), (1, 8, 24), (20, 8, 32), (1, fused.FOLDED * STRIP, 16)):
+    for heads, length, dim in ((1, fused.SHORT, 32), (1, fused.SHORT + 1, 32), (1, 8, 24), (20, 8, 32)):
         fused.quantize(*normal((1, heads, length, dim), device, 3), Recipe(), hardware)
-    assert names == ["short_kernel"] + ["gather_kernel", "write_kernel"] * 4
-    names.clear()
-    fused.quantize(*normal((1, 1, fused.FOLDED * STRIP + 1, 16), device, 3), Recipe(), hardware)
-    for recipe in (Recipe(v="head"), Recipe(k="head")):
-        fused.quantize(*normal((1, 1, 8, 24), device, 3), recipe, hardware)
-    assert names == ["gather_kernel", "finish_kernel", "write_kernel"] * 3
+    assert names == ["short_kernel"] + ["gather_kernel", "finish_kernel", "write_kernel"] * 3
 
 
 def test_more_strips_than_lanes(device: torch.device) -> None:
     k, v = normal((1, 1, STRIP * (LANES + 1) + 200, 16), device, 2)
-    for recipe in (Recipe(), Recipe(k="head")):
-        for actual, expected in zip(by_triton(None, k, v, recipe), quantize(None, k, v, recipe), strict=True):
-            assert_same(actual, expected)
+    for actual, expected in zip(by_triton(None, k, v, Recipe(k="head")), quantize(None, k, v, Recipe(k="head")), strict=True):
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("granularity", ("tensor", "token"))

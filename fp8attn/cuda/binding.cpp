@@ -62,10 +62,11 @@ bool is_aligned(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && of_16(0) && of_16(1) && of_16(2);
 }
 
+void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
+
 // By the address of an instance's launcher, in a library that torch doesn't know.
 void launch(int64_t launcher, const fp8attn::Params& p, int64_t ctas, c10::DeviceIndex device) {
-  const cudaError_t error = reinterpret_cast<Launcher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device));
-  TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error));
+  check(reinterpret_cast<Launcher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device)));
 }
 
 // What a call is told beside its tensors: an instance's launcher, its tile and box sizes (no rows: it has no use for tensor maps), the grid; fp8attn.call.Call's
@@ -82,6 +83,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   fp8attn::Params p = {};
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
   if (l.rows > 0) {
+    check(cudaSetDevice(q.get_device()));  // a thread that has called nothing of CUDA's has no context, and without one the driver's encoder crashes
     encode_rows(p.q_map, q, l.rows, l.panel);
     encode_rows(p.k_map, k, l.keys, l.panel);
     encode_rows(p.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);

@@ -1,8 +1,8 @@
 """Fused quantization: q and k are read once, v twice, and all are written as bytes, v transposed and key-permuted.
 
 Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of strips of v, makes k's mean and
-quantizes q, `finish_kernel` makes v's means and scales, unless strips are few, `write_kernel` quantizes k and v. Only if a scale covers
-a head of k or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one.
+quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
+or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one.
 
 Kernels are programmatic dependents of what runs before them, and let what comes after them start at once: it waits where it begins
 to touch memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
@@ -36,7 +36,6 @@ sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
 SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16 bits, what memory moves at once
 AT_ONCE: tl.constexpr = tl.constexpr(definition.STRIP // definition.LANES)  # groups of a strip that one program loads together, if it is to be quick
 OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loads: butterflies among them need no shuffle
-FOLDED = 8  # strips up to which finish_kernel takes longer than its work again and again: 4 µs, 12 KB from L2 for each 64 KB that are written
 SHORT = 1024  # tokens up to which short_kernel may be faster,
 SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
 MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
@@ -64,7 +63,6 @@ class Traits:
         q_group, k_group: rows under one scale that the kernel makes, 1 or SCALE_BLOCK; 0 if scales are given.
         int8: Q and K become int8, not e4m3.
         k_extremes: whether K needs its channels' extremes, for scales of heads or of the tensor.
-        folded: whether every program that writes V makes its means and scales again, from few strips' statistics.
         part: channels of Q and K that are rotated together, 0 if none are.
         native: the architecture converts to e4m3 by itself.
         dependent: the architecture has programmatic dependent launch.
@@ -80,7 +78,6 @@ class Traits:
     part: int
     int8: bool
     k_extremes: bool
-    folded: bool
     native: bool
     dependent: bool
 
@@ -451,18 +448,6 @@ def gather_kernel(
             write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, item - q_first, q_heads, q_length, C)
 
 
-@triton.jit
-def value_statistics(sums, extremes, pair, strips, columns, inverse_length, C: tl.constexpr):
-    """Means of the channels of one head of v, 0 without smoothing, and their largest magnitudes without these, from its strips' statistics."""
-    sums += pair * strips * C.v_dim
-    low, high = strip_extremes(extremes + pair * strips * 2 * C.v_dim, strips, columns, C.v_dim)
-    mean = tl.zeros([columns.shape[0]], tl.float32)
-    if C.smooth_v:
-        mean = strip_sum(sums, strips, columns, C.v_dim) * inverse_length
-        mean = removable(coarse(mean, low, high))
-    return mean, largest_magnitude(low, high, mean)
-
-
 @triton.jit(do_not_specialize=["strips"])
 def finish_kernel(
     k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, inverse_length, C: tl.constexpr
@@ -478,9 +463,13 @@ def finish_kernel(
             mean = tl.load(k_mean + pair * C.k_dim + columns, mask=columns < C.k_dim, other=0.0)
         tl.store(k_largest + pair * C.k_dim + columns, largest_magnitude(low, high, mean), mask=columns < C.k_dim)
     inside = columns < C.v_dim
-    mean, largest = value_statistics(v_sums, v_extremes, pair, strips, columns, inverse_length, C)
+    low, high = strip_extremes(v_extremes + pair * strips * 2 * C.v_dim, strips, columns, C.v_dim)
+    mean = tl.zeros([CHANNELS], tl.float32)
     if C.smooth_v:
+        mean = strip_sum(v_sums + pair * strips * C.v_dim, strips, columns, C.v_dim) * inverse_length
+        mean = removable(coarse(mean, low, high))
         tl.store(v_mean + pair * C.v_dim + columns, mean, mask=inside)
+    largest = largest_magnitude(low, high, mean)
     if v_largest is not None:
         tl.store(v_largest + pair * C.v_dim + columns, largest, mask=inside)
     if v_scale is not None:
@@ -490,15 +479,14 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["heads", "length"])
 def write_kernel(
     k, v, k_strides, v_strides, k_mean, v_mean, k_scale, v_scale, k_scale_strides, v_scale_strides, k_data, k_data_strides, v_data,
-    v_sums, v_extremes, v_flags, heads, length, padded, inverse_length, C: tl.constexpr,
+    v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
-    """Quantize k and v; of v's channels (B, Hkv, Dv), means and scales are made here if C.folded. Grid: blocks x (B · Hkv)."""
+    """Quantize k and v. Grid: blocks x (B · Hkv)."""
     begin(C)
     block = tl.program_id(0)
     # backwards: the heads that were read last are still in L2
     pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
-    strips = tl.cdiv(length, STRIP)
-    careful = tl.load(v_flags + pair * strips + block * BLOCK // STRIP)
+    careful = tl.load(v_flags + pair * tl.cdiv(length, STRIP) + block * BLOCK // STRIP)
     batch = pair // heads
     head = pair % heads
     k += batch * k_strides[0] + head * k_strides[1]
@@ -511,19 +499,9 @@ def write_kernel(
     if C.smooth_k:
         k_shift = load_vector(k_mean + pair * C.k_dim, 1, 0.0, C.k_dim, C.widths[1])[None, :]
     v_shift = 0.0
-    if C.folded:
-        mean, largest = value_statistics(v_sums, v_extremes, pair, strips, tl.arange(0, C.widths[2]), inverse_length, C)
-        scale = scale_of(largest)
-        if C.smooth_v:
-            v_shift = mean[None, :]
-        if block == 0:
-            store_vector(v_scale, scale, C.v_dim)
-            if C.smooth_v:
-                store_vector(v_mean + pair * C.v_dim, mean, C.v_dim)
-    else:
-        if C.smooth_v:
-            v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
-        scale = load_vector(v_scale, v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
+    if C.smooth_v:
+        v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
+    scale = load_vector(v_scale, v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
     slots = block * BLOCK + tl.arange(0, BLOCK)
     rows = key_of_slot(slots)
     hidden = rows < 0
@@ -631,15 +609,14 @@ GIVEN = ("tensor", "head")
 
 
 @functools.lru_cache(1024)
-def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, few_strips: bool, device: Device) -> Traits:
+def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device) -> Traits:
     """Of a call; dims are 0 of what isn't there."""
     there = k_dim > 0
     return Traits(
         q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
         smooth_k=recipe.smooth_k and there, smooth_v=recipe.smooth_v and there,
         part=rotation.part_of(k_dim or q_dim) if recipe.rotate else 0, int8=recipe.qk == "int8",
-        k_extremes=recipe.k in GIVEN and there, folded=few_strips and recipe.v == "channel" and recipe.k not in GIVEN,
-        native=device.has_fp8_units and not device.emulated,
+        k_extremes=recipe.k in GIVEN and there, native=device.has_fp8_units and not device.emulated,
         dependent=device.arch >= 90 and not device.emulated,
     )  # fmt: skip
 
@@ -665,7 +642,7 @@ def quantize(
     _, q_heads, q_length, q_dim = (0, 1, 0, 0) if q is None else q.shape
     strips = ceil_div(kv_length, definition.STRIP)
     pairs = batch * kv_heads if k is not None else 0
-    traits = traits_of(q_dim, k_dim, v_dim, recipe, strips <= FOLDED, device)
+    traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
     if traits.int8:
@@ -729,12 +706,11 @@ def quantize(
     k_largest = new(batch, kv_heads, k_dim) if traits.k_extremes else None
     v_largest = None if recipe.v == "channel" else new(batch, kv_heads, v_dim)
     v_scale = new(batch, kv_heads, v_dim) if recipe.v == "channel" else None
-    if not traits.folded:
-        launch(
-            finish_kernel, (pairs, ceil_div(max(k_dim, v_dim), CHANNELS.value)),
-            k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, 1 / kv_length, traits,
-            **resources | dict(num_warps=4, maxnreg=None),
-        )  # fmt: skip
+    launch(
+        finish_kernel, (pairs, ceil_div(max(k_dim, v_dim), CHANNELS.value)),
+        k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, 1 / kv_length, traits,
+        **resources | dict(num_warps=4, maxnreg=None),
+    )  # fmt: skip
     if k_largest is None:
         k_scale = new(*definition.scale_shape(recipe.k, *k.shape))
     else:
@@ -749,8 +725,7 @@ def quantize(
     launch(
         write_kernel, (blocks, pairs),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
-        _bytes(k_data), k_data.stride(), _bytes(v_data), v_sums, v_extremes, v_flags, kv_heads, kv_length, v_data.shape[3], 1 / kv_length,
-        traits, **resources,
+        _bytes(k_data), k_data.stride(), _bytes(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
     )  # fmt: skip
     return (
         q_quantized,

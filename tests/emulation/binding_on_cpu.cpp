@@ -8,9 +8,11 @@ namespace {
 fp8attn::Params launched;
 int launched_ctas;
 cudaError_t answer = cudaSuccess;
+thread_local bool has_context = false;
 
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                       const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   uint64_t words[16] = {reinterpret_cast<uint64_t>(data), uint64_t(type), uint64_t(rank), uint64_t(swizzle)};
   for (cuuint32_t i = 0; i < rank; ++i) {
     words[4 + i] = sizes[i];
@@ -36,6 +38,11 @@ cudaStream_t CUDAStream::stream() const { return nullptr; }
 }  // namespace c10::cuda
 
 extern "C" {
+
+cudaError_t cudaSetDevice(int) {
+  has_context = true;
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned int, unsigned long long, cudaDriverEntryPointQueryResult*) {
   *found = reinterpret_cast<void*>(encode_tiled);
