@@ -137,14 +137,16 @@ def test_has_the_bits_of_quantizing_first(case: Case, device: torch.device) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
+@pytest.mark.parametrize("keys", (500, 100))
 @pytest.mark.parametrize("config", HALF_Q_INSTANCES, ids=lambda c: c.name)
-def test_one_tile_after_another(device: torch.device, config: configs.HopperConfig, causal: str) -> None:
-    """More tiles than CTAs, the last of them short; rows that aren't finite."""
+def test_one_tile_after_another(device: torch.device, config: configs.HopperConfig, keys: int, causal: str) -> None:
+    """More tiles than CTAs, the last of them short, perhaps of one block, of which there are more in flight than consumers remember tiles; rows
+    that aren't finite."""
     sm_count = device_of(device).sm_count
     generator = torch.Generator().manual_seed(1)
-    heads, rows = 4, (sm_count // 2 + 7) * config.tile_rows - 5
+    heads, rows = 8, (sm_count // 2 + 7) * config.tile_rows - 5
     dtype = HALVES[config.consumers % 2]
-    q, k, v = (torch.randn(1, heads, n, config.head_dim, generator=generator).to(device, dtype) for n in (rows, 500, 500))
+    q, k, v = (torch.randn(1, heads, n, config.head_dim, generator=generator).to(device, dtype) for n in (rows, keys, keys))
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     q[0, 1, 77, 5], q[0, 3, rows - 1, 0] = torch.nan, torch.inf
     if configs.misfit(config, device_of(device)) is not None:

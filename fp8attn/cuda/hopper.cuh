@@ -70,8 +70,9 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   // a barrier is told of its bytes once they are on their way and what else it stands for is written
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Tile tile = shared.tiles[round % TILES];
-    for (int c = 0; c < C.consumers && !C.half_q; ++c) {
-      ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
+    for (int c = 0; c < C.consumers; ++c) {
+      ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);  // and consumers are no more than a round behind, which read tiles
+      if constexpr (C.half_q) continue;
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
@@ -287,7 +288,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       ring = next;
     }
     attend(share.seen - 1);
-    if (elected && !C.half_q) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
+    if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, [] {});
     ring.advance();
     const int loaded = visible.blocks(share.tile.first_row + S::tile_rows - 1);
