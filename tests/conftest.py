@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-# a worker's threads would wait for another's; before torch is imported, which reads it once
-os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // WORKERS, 1)))
+THREADS = max((os.cpu_count() or 1) // WORKERS, 1)
+"""Of torch on the CPU: a worker's would wait for another's."""
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of processes that tests start
 if WORKERS > 1:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch  # noqa: E402
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a plugin may have imported it before
 
 GPU = torch.cuda.is_available()
 if not GPU:

@@ -276,23 +276,23 @@ def test_what_requires_grad(plain: bool, repeats: Repeats) -> None:
     assert not repeats.last()
 
 
-ERRORS: dict[str, dict[str, Any]] = {
-    "dropout": dict(dropout_p=0.5),
-    "scale": dict(scale=float("nan")),
-    "scale of another type": dict(scale="1"),
-    "causal alignment": dict(causal_alignment="left"),
-    "causal mask twice": dict(is_causal=True, attn_mask=torch.ones(300, 300, dtype=torch.bool)),
-    "dtype": dict(out_dtype=torch.int8),
-    "recipe": dict(recipe="fast"),
-    "scale of what isn't stored": dict(q_scale=1.0),
-    "heads": dict(key=operands(heads=2)[1], value=operands(heads=2)[2]),
-    "length": dict(value=dataclasses.replace(operands()[2], length=299)),
-    "layout": dict(key=operands()[2]),
-    "rotated": dict(query=dataclasses.replace(operands()[0], rotated=True)),
-    "batch": dict(query=operands(batch=1)[0]),
-    "no tensor": dict(query=[1.0]),
-    "another kind": dict(key=torch.zeros(2, 4, 300, 64)),
-    "int8": dict(query=dataclasses.replace(operands()[0], data=operands()[0].data.view(torch.int8))),
+ERRORS: dict[str, Callable[[Quantized, Quantized, Quantized], dict[str, Any]]] = {
+    "dropout": lambda q, k, v: dict(dropout_p=0.5),
+    "scale": lambda q, k, v: dict(scale=float("nan")),
+    "scale of another type": lambda q, k, v: dict(scale="1"),
+    "causal alignment": lambda q, k, v: dict(causal_alignment="left"),
+    "causal mask twice": lambda q, k, v: dict(is_causal=True, attn_mask=torch.ones(300, 300, dtype=torch.bool)),
+    "dtype": lambda q, k, v: dict(out_dtype=torch.int8),
+    "recipe": lambda q, k, v: dict(recipe="fast"),
+    "scale of what isn't stored": lambda q, k, v: dict(q_scale=1.0),
+    "heads": lambda q, k, v: dict(zip(("key", "value"), operands(heads=2)[1:], strict=True)),
+    "length": lambda q, k, v: dict(value=dataclasses.replace(v, length=299)),
+    "layout": lambda q, k, v: dict(key=v),
+    "rotated": lambda q, k, v: dict(query=dataclasses.replace(q, rotated=True)),
+    "batch": lambda q, k, v: dict(query=operands(batch=1)[0]),
+    "no tensor": lambda q, k, v: dict(query=[1.0]),
+    "another kind": lambda q, k, v: dict(key=torch.zeros(2, 4, 300, 64)),
+    "int8": lambda q, k, v: dict(query=dataclasses.replace(q, data=q.data.view(torch.int8))),
 }
 
 
@@ -300,7 +300,7 @@ ERRORS: dict[str, dict[str, Any]] = {
 def test_errors_stay_as_they_are(name: str) -> None:
     """After calls that differ in nothing else, and where the wrong call is made again and again."""
     q, k, v = operands()
-    arguments = dict(query=q, key=k, value=v) | ERRORS[name]
+    arguments = dict(query=q, key=k, value=v) | ERRORS[name](q, k, v)
     eager.forget()
     with pytest.raises((TypeError, ValueError, AttributeError)) as expected:
         fp8attn.cuda_sdpa(**arguments)
