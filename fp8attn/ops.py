@@ -263,7 +263,7 @@ def from_half_by(backend: Forward, required: bool):
                 if why_not_half_q(q, k, v, softmax_scale) is None:
                     _, key, value = quantized(None, k, v, DEFAULT_RECIPE)
                     assert key is not None and value is not None
-                    return attend(lambda call: cuda.forward(call, device), q, None, key, value)
+                    return attend(lambda call: cuda.forward(call, device, configs.choose(call, device)), q, None, key, value)
             except BuildError as error:
                 if required:
                     raise

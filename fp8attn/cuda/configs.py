@@ -133,6 +133,8 @@ INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 HALF_Q_INSTANCES = tuple(replace(config, half_q=True) for config in INSTANCES if not config.general and config.head_dim == config.value_dim)
 """The same for Q that isn't quantized yet, likewise."""
 
+HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
+
 
 def is_general(call: Call) -> bool:
     """Whether a call has what only general instances do."""
@@ -175,13 +177,13 @@ def why_not(call: Call, device: Device) -> str | None:
 
 def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
     """Whether an instance may quantize q on its way, by what torch.compile knows of it."""
-    return q.dtype in HALVES and any(q.shape[3] == value_dim == c.head_dim for c in HALF_Q_INSTANCES)
+    return q.dtype in HALVES and q.shape[3] == value_dim and value_dim in HALF_Q_DIMS
 
 
 def why_not_quantize(q: torch.Tensor, value_dim: int, softmax_scale: float, device: Device) -> str | None:
     """Why no instance quantizes q on its way to attention with the default recipe, or None if one does."""
     if not may_quantize(q, value_dim):
-        dims = " or ".join(str(dim) for dim in sorted({c.head_dim for c in HALF_Q_INSTANCES}))
+        dims = " or ".join(str(dim) for dim in sorted(HALF_Q_DIMS))
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
