@@ -320,7 +320,7 @@ def sdpa(
         BackendUnavailable: the backend can't run here.
     """
     options = None
-    if recipe is DEFAULT_RECIPE and attn_mask is None and not return_lse:
+    if attn_mask is None and not return_lse and (recipe is DEFAULT_RECIPE or (type(recipe) is Recipe and recipe == DEFAULT_RECIPE)):
         options = (backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
         repeated = eager.repeat(query, key, value, options)
         if repeated is not None:

@@ -412,6 +412,15 @@ def test_masks_and_lse_go_by_the_operators(repeats: Repeats) -> None:
     assert not repeats.hits
 
 
+def test_an_equal_recipe_is_the_same_call(repeats: Repeats) -> None:
+    operands_of_it = operands()
+    for _ in range(3):
+        fp8attn.cuda_sdpa(*operands_of_it, recipe=fp8attn.Recipe())
+    assert repeats.last()
+    fp8attn.cuda_sdpa(*operands_of_it)
+    assert repeats.last()
+
+
 def test_inference_mode_and_back(repeats: Repeats) -> None:
     q, k, v = operands()
     with torch.inference_mode():
