@@ -69,6 +69,32 @@ void launch(int64_t launcher, const fp8attn::Params& p, int64_t ctas, c10::Devic
   check(reinterpret_cast<Launcher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device)));
 }
 
+// What all instances are told, of V no more than where it is and how wide.
+fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse, int64_t kv_length, int64_t value_dim,
+                          double softmax_scale, int64_t causal_offset) {
+  fp8attn::Params p = {};
+  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
+  p.k = static_cast<const uint8_t*>(k.const_data_ptr());
+  p.v = static_cast<const uint8_t*>(v.const_data_ptr());
+  copy_strides(p.q_strides, q);
+  copy_strides(p.k_strides, k);
+  p.out = out.mutable_data_ptr();
+  p.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
+  copy_strides(p.out_strides, out);
+  p.batches = q.size(0);
+  p.q_heads = q.size(1);
+  p.kv_heads = k.size(1);
+  p.q_length = q.size(2);
+  p.kv_length = kv_length;
+  p.head_dim = q.size(3);
+  p.value_dim = value_dim;
+  p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
+  p.score_scale = softmax_scale * 1.4426950408889634;
+  p.out_type = out_type(out.scalar_type());
+  p.half = q.scalar_type() == at::kHalf;
+  return p;
+}
+
 // What a call is told beside its tensors: an instance's launcher, its tile and box sizes (no rows: it has no use for tensor maps), the grid; fp8attn.call.Call's
 // numbers.
 struct Launch {
@@ -80,8 +106,8 @@ struct Launch {
 void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
             const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const Tensor& out, const std::optional<Tensor>& lse,
             const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
-  fp8attn::Params p = {};
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
+  fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
   if (l.rows > 0) {
     check(cudaSetDevice(q.get_device()));  // a thread that has called nothing of CUDA's has no context, and without one the driver's encoder crashes
     encode_rows(p.q_map, q, l.rows, l.panel);
@@ -91,11 +117,6 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     const uint32_t box[2] = {uint32_t(l.keys), uint32_t(l.value_rows)};
     TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());
   }
-  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
-  p.k = static_cast<const uint8_t*>(k.const_data_ptr());
-  p.v = static_cast<const uint8_t*>(v.const_data_ptr());
-  copy_strides(p.q_strides, q);
-  copy_strides(p.k_strides, k);
   p.v_pitch = v.size(3);
   p.q_aligned = is_aligned(q);
   p.k_aligned = is_aligned(k);
@@ -103,8 +124,6 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   p.k_scale = k_scale.const_data_ptr<float>();
   p.v_scale = v_scale.const_data_ptr<float>();
   p.v_mean = v_mean ? v_mean->const_data_ptr<float>() : nullptr;
-  p.out = out.mutable_data_ptr();
-  p.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
   p.counter = counter ? counter->mutable_data_ptr<int>() : nullptr;
   p.key_splits = parts ? parts->size(0) : 1;
   p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
@@ -112,27 +131,14 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   if (q_scale) copy_strides(p.q_scale_strides, *q_scale);
   copy_strides(p.k_scale_strides, k_scale);
   copy_strides(p.v_scale_strides, v_scale);
-  copy_strides(p.out_strides, out);
   if (attn_mask) {
     p.mask = attn_mask->const_data_ptr();
     p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
     copy_strides(p.mask_strides, *attn_mask);
   }
-  p.batches = q.size(0);
-  p.q_heads = q.size(1);
-  p.kv_heads = k.size(1);
-  p.q_length = q.size(2);
-  p.kv_length = l.kv_length;
-  p.head_dim = q.size(3);
-  p.value_dim = v.size(2);
   p.q_group = l.q_group;
   p.k_group = l.k_group;
-  p.causal_offset = std::clamp(l.causal_offset, -FAR, FAR);
   p.heads_side_by_side = l.heads_side_by_side;
-  p.score_scale = l.softmax_scale * 1.4426950408889634;
-  p.out_type = out_type(out.scalar_type());
-  p.half = q.scalar_type() == at::kHalf;
-
   launch(l.launcher, p, l.ctas, q.get_device());
 }
 
@@ -153,28 +159,9 @@ struct LaunchFromHalf {
 
 void attend_from_half(const LaunchFromHalf& l, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
                       const std::optional<Tensor>& k_mean) {
-  fp8attn::Params p = {};
-  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
-  p.k = static_cast<const uint8_t*>(k.const_data_ptr());
-  p.v = static_cast<const uint8_t*>(v.const_data_ptr());
-  copy_strides(p.q_strides, q);
-  copy_strides(p.k_strides, k);
+  fp8attn::Params p = params_of(q, k, v, out, lse, k.size(2), v.size(3), l.softmax_scale, l.causal_offset);
   copy_strides(p.v_strides, v);
-  p.out = out.mutable_data_ptr();
-  p.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
   p.k_mean = k_mean ? k_mean->mutable_data_ptr<float>() : nullptr;
-  copy_strides(p.out_strides, out);
-  p.batches = q.size(0);
-  p.q_heads = q.size(1);
-  p.kv_heads = k.size(1);
-  p.q_length = q.size(2);
-  p.kv_length = k.size(2);
-  p.head_dim = q.size(3);
-  p.value_dim = v.size(3);
-  p.causal_offset = std::clamp(l.causal_offset, -FAR, FAR);
-  p.score_scale = l.softmax_scale * 1.4426950408889634;
-  p.out_type = out_type(out.scalar_type());
-  p.half = q.scalar_type() == at::kHalf;
   p.inverse_length = 1.0 / k.size(2);
   p.splits = l.splits;
   launch(l.launcher, p, l.ctas, q.get_device());
@@ -260,7 +247,7 @@ void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int
               int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
               const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, bool counts) {
   plans<Launch>().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)}),
-              {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out, counts);
+                      {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out, counts);
 }
 
 // Attention as in a call before, scales not expanded to every head; nothing if there was none like it.

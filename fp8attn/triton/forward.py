@@ -9,7 +9,7 @@ import triton.language as tl
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
 from .configs import PortableConfig, Traits
-from .launch import launch
+from .launch import ceil_div, launch
 from .tile import (
     LOG2E,
     SCALE_BLOCK,
@@ -234,7 +234,7 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
     traits = Traits.of(call, config, device)
     launch(
         forward_kernel,
-        (triton.cdiv(call.q_length, config.block_m) * call.batch * call.q_heads,),
+        (ceil_div(call.q_length, config.block_m) * call.batch * call.q_heads,),
         stored(call.q, traits),
         call.q_scale,
         stored(call.k, traits),

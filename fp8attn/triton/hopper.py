@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
@@ -21,7 +20,7 @@ from ..call import Call, empty_lse, empty_output
 from ..device import Device
 from ..schedule import heads_side_by_side
 from .configs import ROWS, HopperConfig, Traits
-from .launch import launch
+from .launch import ceil_div, launch
 from .tile import (
     LOG2E,
     SCALE_BLOCK,
@@ -538,8 +537,8 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         return out, lse
     assert call.q_scale is not None
     traits = Traits.of(call, config, device)
-    positions = triton.cdiv(call.q_length, config.tile_rows) * call.batch * call.q_heads
-    ctas = min(triton.cdiv(positions, config.teams), device.sm_count)
+    positions = ceil_div(call.q_length, config.tile_rows) * call.batch * call.q_heads
+    ctas = min(ceil_div(positions, config.teams), device.sm_count)
     launch(
         hopper_kernel,
         (ctas,),
