@@ -55,7 +55,7 @@ def compile_all(arch: int) -> list[dict]:
     dims = ((64, 64), (128, 128), (192, 128), (256, 256)) if arch == 90 else ((128, 128),)
     cases = [(dim, value_dim, "e4m3", "full") for dim, value_dim in dims]
     cases += [(128, 128, "e4m3", "causal"), (72, 40, "e4m3", "bool"), (128, 128, "f16", "float")]
-    cases += [(128, 128, "e4m3", "one key"), (128, 128, "e4m3 int8", "causal"), (128, 128, "f16 int8", "bool")]
+    cases += [(128, 128, "e4m3", "one key"), (128, 128, "e4m3 int8", "causal"), (128, 128, "e4m3 int8", "bool"), (128, 128, "f16 int8", "bool")]
     for dim, value_dim, computes, mask in cases:
         compute, *int8 = computes.split()
         keys = 1 if mask == "one key" else 200

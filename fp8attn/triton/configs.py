@@ -155,9 +155,9 @@ def misfit(config: Config, call: Call, device: Device) -> str | None:
         rows, warps = ROWS, 4
         if config.teams not in (1, config.consumers) or (config.teams, config.consumers) == (2, 2):
             return f"{config.consumers} consumers in {config.teams} teams: there must be one team, or three of one consumer each"
-        if config.consumers > 1 and call.attn_mask is not None and call.k_group == 1:
+        if config.consumers > 1 and call.attn_mask is not None and (call.k_group == 1 or call.int8):
             # an assertion in its axis analysis fails when a worker partition loads both
-            return "several consumers that load a mask and a scale per key: Triton 3.6 can't compile it"
+            return "several consumers that load a mask and, of every key, a scale or int8's mark: Triton 3.6 can't compile it"
         if config.overlap:
             if value_parts(call)[1]:
                 return "overlap and V in two parts: the second part's accumulator would wait for the next block's Q·Kᵀ"
