@@ -14,9 +14,10 @@ import torch
 
 from . import accuracy, adapters, cases, commits, compare, document, ladder, model, needle, plot, profile, quantize, readme, report, sanitize, search
 from .compare import Comparison
+from .compiling import compile_all
 from .gates import Gates, all_green, compiles, judge
 from .machine import machine
-from .peers import OWN, Peer, compile_all
+from .peers import OWN, Peer
 from .run import Result, side_by_side
 from .timing import Cache, Launch, Protocol
 from .worker import Worker
@@ -113,7 +114,7 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
         if gpu:
             everything = list(dict.fromkeys((*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))))
             task = bar.add_task("compiling", total=len(everything))
-            for case, wrong in compile_all(everything, own):
+            for case, wrong in compile_all(everything, peers or OWN):
                 verdicts.append(compiles(case, wrong))
                 bar.advance(task)
         if all(verdict.green for verdict in verdicts):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -92,6 +90,7 @@ class Peer:
         stages: of KERNEL and END_TO_END, those whose table it stands in; what takes bfloat16 as it is stands in both.
         prepare: everything that isn't timed.
         own: whether it is fp8attn's.
+        compiles: whether its first answer to a case compiles what a cache on disk keeps.
         needs: what this machine lacks for it, or None.
         restored: the answer in the inputs' units, where that isn't a part of the call.
     """
@@ -100,6 +99,7 @@ class Peer:
     stages: tuple[str, ...]
     prepare: Callable[[Problem], Attention]
     own: bool = False
+    compiles: bool = False
     needs: Callable[[], str | None] = needs_nothing
     restored: Callable[[Problem, torch.Tensor], torch.Tensor] = as_it_is
 
@@ -135,12 +135,14 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
 
 
 OWN = (
-    Peer("fp8attn cuda", (KERNEL,), _cuda, own=True),
-    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True),
-    Peer("fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True),
-    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True),
-    Peer("fp8attn triton", (KERNEL,), _triton, own=True),
-    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True),
+    Peer("fp8attn cuda", (KERNEL,), _cuda, own=True, compiles=True),
+    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True, compiles=True),
+    Peer(
+        "fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True, compiles=True
+    ),
+    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True, compiles=True),
+    Peer("fp8attn triton", (KERNEL,), _triton, own=True, compiles=True),
+    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True, compiles=True),
 )
 PYTORCH = tuple(
     Peer(f"SDPA {name}", (KERNEL, END_TO_END), functools.partial(_pytorch, backend))
@@ -157,17 +159,21 @@ PYTORCH = tuple(
 class Answer:
     """A peer's answer to a problem: its errors and how to repeat it, or why there is none.
 
-    `unavailable`: there can be none on this machine, and nothing is wrong.
+    Attributes:
+        unavailable: there can be none on this machine, and nothing is wrong.
+        seconds: that the first answer took, what it compiles, loads and plans included.
     """
 
     errors: Errors | None = None
     attention: Attention | None = None
     refused: str | None = None
     unavailable: bool = False
+    seconds: float = 0.0
 
 
 def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> Answer:
     """Ask a peer once. Whatever it raises is a refusal, and so is an answer that isn't finite."""
+    start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -183,7 +189,7 @@ def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> An
             return Answer(refused=words, unavailable=isinstance(error, fp8attn.BackendUnavailable))
     if not errors.finite:
         return Answer(errors=errors, refused="the answer isn't finite")
-    return Answer(errors, attention)
+    return Answer(errors, attention, seconds=time.perf_counter() - start)
 
 
 def poison(problem: Problem) -> None:
@@ -191,32 +197,3 @@ def poison(problem: Problem) -> None:
     case = problem.case
     shape = (case.batch, case.q_heads, case.q_length, case.value_dim)
     torch.full(shape, torch.nan, dtype=torch.bfloat16, device=problem.device)
-
-
-def compile_case(case: Case, names: Sequence[str]) -> str | None:
-    """Have those of OWN that have these names answer once, so that their kernels are in the caches on disk; the compiler's words if they can't be."""
-    problem = Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False)
-    for peer in OWN:
-        try:
-            if peer.name in names:
-                peer.prepare(problem)(0)
-        except fp8attn.BackendUnavailable:
-            pass  # a machine without nvcc has Triton's kernels only; nothing is wrong with it
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    torch.cuda.synchronize()
-    return None
-
-
-def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[Case, str | None]]:
-    """Compile what these of OWN need for each case side by side, a process each at a time, and yield each as it finishes, with what is wrong or
-    None."""
-    names = [peer.name for peer in peers]  # a peer holds what can't be sent to a process
-    workers = min(len(cases), os.cpu_count() or 1, 12)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = {pool.submit(compile_case, case, names): case for case in cases}
-        for done in as_completed(started):
-            try:
-                yield started[done], done.result()
-            except Exception as error:  # the process died
-                yield started[done], f"{type(error).__name__}: {error}"

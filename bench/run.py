@@ -28,6 +28,7 @@ class Result:
         limit: the least time the hardware needs for the case in e4m3, whoever runs it; None if nobody measured the GPU's ceilings.
         refused: why there is no timing, or None.
         unavailable: this machine can't have the backend, and nothing is wrong.
+        first_s: seconds that the first answer took, compiling included; None if there is none.
         broken: limits of gates.json that one of fp8attn's own rows exceeds: it is red, and has no timing.
         readings: the GPU's clocks, power and temperature in the backend's turns.
     """
@@ -42,6 +43,7 @@ class Result:
     limit: Limit | None = None
     refused: str | None = None
     unavailable: bool = False
+    first_s: float | None = None
     broken: tuple[str, ...] = ()
     readings: dict[str, float | None] = dataclasses.field(default_factory=dict)
 
@@ -72,6 +74,7 @@ class Result:
             "limited_by": None if self.limit is None else self.limit.by,
             "share_of_limit": self.share_of_limit,
             **errors,
+            "first_s": self.first_s,
             "refused": self.refused,
             "broken": list(self.broken),
             **self.readings,
@@ -95,7 +98,10 @@ def side_by_side(case: Case, distribution: str, peers: Sequence[Peer], protocol:
         wrong = broken[peer.name]
         lacking = "out of memory beside the others" if peer.name in runs and found is None else None
         refused = given.refused or (f"red: {', '.join(wrong)}" if wrong else lacking)
-        result = Result(case, peer.name, peer.stages, distribution, given.errors, timing, ratio, limit, refused, given.unavailable, wrong, readings)
+        first = None if given.attention is None else given.seconds
+        result = Result(
+            case, peer.name, peer.stages, distribution, given.errors, timing, ratio, limit, refused, given.unavailable, first, wrong, readings
+        )
         results.append(result)
     return results
 
