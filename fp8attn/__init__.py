@@ -3,10 +3,11 @@
 from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa
 from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
-from .recipe import Quantized, Recipe
+from .recipe import PRECISE, Quantized, Recipe
 from .validate import BackendUnavailable
 
 __all__ = [
+    "PRECISE",
     "AttentionCall",
     "BackendUnavailable",
     "Calibration",

@@ -26,10 +26,17 @@ from torch.overrides import TorchFunctionMode
 from . import reference
 from .api import quantize, sdpa
 from .quantize import dequantize
-from .recipe import SCALE_BLOCK, Quantized, Recipe
+from .recipe import PRECISE, SCALE_BLOCK, Quantized, Recipe
 
-CANDIDATES = (Recipe(), Recipe(rotate=True), Recipe(k="token"), Recipe(k="token", rotate=True), Recipe(compute="f16", k="token", rotate=True))
-"""Recipes from the cheapest on: rotation costs the quantizer, scales of single keys the kernel, half tensor cores half the rate."""
+CANDIDATES = (
+    Recipe(),
+    Recipe(rotate=True),
+    Recipe(k="token"),
+    Recipe(k="token", rotate=True),
+    PRECISE,
+    Recipe(compute="f16", k="token", rotate=True),
+)
+"""Recipes from the cheapest on: rotation costs the quantizer, scales of single keys and int8 the kernel, half tensor cores half the rate."""
 
 MASS_ROWS = 128
 """Rows of queries, evenly spaced, that `attention_mass` looks at."""
