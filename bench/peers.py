@@ -141,6 +141,7 @@ OWN = (
         "fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True, compiles=True
     ),
     Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True, compiles=True),
+    Peer("fp8attn cuda precise end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.PRECISE), own=True, compiles=True),
     Peer("fp8attn triton", (KERNEL,), _triton, own=True, compiles=True),
     Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True, compiles=True),
 )

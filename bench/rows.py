@@ -32,7 +32,6 @@ RECIPES = {
     "V not smoothed": Recipe(smooth_v=False),
     "f16": Recipe(compute="f16"),
     "int8": Recipe(qk="int8"),
-    "int8 rotated": Recipe(qk="int8", rotate=True),
     "precise": fp8attn.PRECISE,
     "per tensor": PLAIN,
 }
