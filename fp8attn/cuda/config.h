@@ -4,8 +4,8 @@
 namespace fp8attn {
 
 struct HopperConfig {
-  int head_dim;   // of Q and K in shared memory: 64, 128, 192 or 256
-  int value_dim;  // of V in shared memory: 64, 128, 192 or 256
+  int head_dim;   // of Q and K in shared memory: 64, 96, 128, 192 or 256
+  int value_dim;  // of V in shared memory: 64, 96, 128, 192 or 256
   int consumers;  // warpgroups of 64 query rows
   int stages;     // of K and V in shared memory
   int registers;  // of a consumer's thread

@@ -66,7 +66,7 @@ class HopperConfig:
     @property
     def panel(self) -> int:
         """Bytes of a row of Q and K that lie together in shared memory, spanned by a swizzle."""
-        return 128 if self.head_dim % 128 == 0 else 64
+        return 128 if self.head_dim % 128 == 0 else 64 if self.head_dim % 64 == 0 else 32
 
     @property
     def threads(self) -> int:
@@ -93,8 +93,8 @@ def misfit(config: HopperConfig, device: Device) -> str | None:
     """Why a config can't run on a device, or None if it can."""
     if device.emulated or device.arch // 10 != 9:
         return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
-    if config.head_dim % 64 or config.value_dim % 64:
-        return f"head dims are {config.head_dim} and {config.value_dim}; they must be multiples of 64"
+    if config.head_dim % 32 or config.value_dim % 32:
+        return f"head dims are {config.head_dim} and {config.value_dim}; they must be multiples of 32"
     if config.shared_bytes > device.shared_memory:
         return f"it takes {config.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
     at_launch = min(REGISTER_FILE // config.threads // 8 * 8, 255) * config.threads
@@ -112,15 +112,20 @@ SPEEDS = {
     HopperConfig(64, 64, 4, 4, 112, False, 1, False): 1.0,
     HopperConfig(64, 64, 2, 4, 240, True, 1, False): 0.87,
     HopperConfig(64, 64, 1, 4, 240, True, 1, False): 0.65,
+    HopperConfig(96, 96, 3, 4, 160, False, 1, False): 1.0,
+    HopperConfig(96, 96, 2, 4, 240, True, 1, False): 0.93,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False): 1.0,
     HopperConfig(128, 128, 2, 4, 240, True, 1, False): 0.93,
     HopperConfig(128, 128, 1, 4, 240, False, 1, False): 0.5,
     HopperConfig(192, 128, 2, 3, 240, True, 1, False): 1.0,
+    HopperConfig(192, 192, 2, 3, 240, False, 1, False): 1.0,
     HopperConfig(256, 256, 2, 2, 240, False, 1, False): 1.0,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False): 0.6,
     HopperConfig(64, 64, 2, 4, 240, False, 1, True): 1.0,
+    HopperConfig(96, 96, 2, 4, 240, False, 1, True): 1.0,
     HopperConfig(128, 128, 2, 4, 240, False, 1, True): 1.0,
     HopperConfig(192, 128, 2, 3, 240, False, 1, True): 1.0,
+    HopperConfig(192, 192, 2, 3, 240, False, 1, True): 1.0,
     HopperConfig(256, 256, 2, 2, 240, False, 1, True): 1.0,
 }
 """What is compiled, and how fast each is beside the fastest of its head dims where there are plenty of tiles (H100, 16k tokens)."""
@@ -130,8 +135,10 @@ INSTANCES = tuple(SPEEDS)
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled by themselves on their first use."""
 
-HALF_Q_INSTANCES = tuple(replace(config, half_q=True) for config in INSTANCES if not config.general and config.head_dim == config.value_dim)
-"""The same for Q that isn't quantized yet, likewise."""
+HALF_Q_INSTANCES = tuple(
+    replace(config, half_q=True) for config in INSTANCES if not config.general and config.head_dim == config.value_dim and 256 % config.head_dim == 0
+)
+"""The same for Q that isn't quantized yet, likewise; of head dims whose rows a warpgroup's threads can share."""
 
 HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
 

@@ -33,7 +33,7 @@ struct Shape {
   using Score = std::conditional_t<C.int8, int32_t, float>;  // of Q * K^T
   using ScoreProduct = std::conditional_t<C.int8, ptx::WgmmaInt8<KEYS>, ptx::Wgmma<KEYS>>;
   // bytes of a row in one panel of Q and K: what a swizzle spans
-  static constexpr int panel = C.head_dim % 128 == 0 ? 128 : 64;
+  static constexpr int panel = C.head_dim % 128 == 0 ? 128 : C.head_dim % 64 == 0 ? 64 : 32;
   static constexpr int panels = C.head_dim / panel;
   // P * V goes in two parts where one fresh accumulator would be too large
   static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;

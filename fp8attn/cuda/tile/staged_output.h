@@ -71,7 +71,7 @@ struct StagedOutput {
     constexpr int width = OUTPUT_BYTES / sizeof(T);
     const int column = lane % 4 * 2;
 #pragma unroll
-    for (int box = 0; box < COUNT / width; ++box) {
+    for (int box = 0; box < (COUNT + width - 1) / width; ++box) {  // of the last one the rest is behind the tensor's end
       uint8_t* to = boxes.bytes[threadIdx.x % 128 / 32][box % BOXES];
       if (lane == 0) ptx::tma_store_wait<BOXES - 1>();
       __syncwarp();
@@ -79,7 +79,7 @@ struct StagedOutput {
       const float* s = o + box * width / 2;
       if constexpr (sizeof(T) == 4) {
 #pragma unroll
-        for (int j = 0; j < width / 8; ++j)
+        for (int j = 0; j < width / 8 && box * width + 8 * j < COUNT; ++j)
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const int row = lane / 4 + 8 * r, chunk = (2 * j + lane % 4 / 2) ^ row % 8;
@@ -89,7 +89,7 @@ struct StagedOutput {
         // of each four matrices the rows 0 ... 7 and 8 ... 15 of one group of 8 channels, then of the next
         uint8_t* row = to + lane % 16 * OUTPUT_BYTES;
 #pragma unroll
-        for (int j = 0; j < width / 8; j += 2) {
+        for (int j = 0; j < width / 8 && box * width + 8 * j < COUNT; j += 2) {
           uint32_t matrices[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
