@@ -62,6 +62,20 @@ class Params(ctypes.Structure):
     ]
 
 
+class QuantizeParams(ctypes.Structure):
+    """C++'s QuantizeParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("k", "v", "k_data")),
+        ("padded", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("heads", "length", "head_dim")),
+        ("inverse_length", ctypes.c_float),
+        ("inverse_sample", ctypes.c_float),
+        ("half", ctypes.c_bool),
+    ]
+
+
 def cuda_headers() -> Path | None:
     """Where cuda_fp16.h lies, or None."""
     folders = (Path(build.cuda_home() or "/usr/local/cuda") / "include", Path("/usr/local/cuda/include"))
@@ -77,14 +91,16 @@ def missing() -> str | None:
 
 def copy_sources(folder: Path) -> None:
     """Into an empty folder, with what stands for PTX. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
-    inline assembly."""
+    inline assembly. Every CTA of a cluster has shared memory of its own."""
     shutil.copytree(HERE, folder, dirs_exist_ok=True)
     for path in build.source_files():
         to = folder / path.relative_to(build.SOURCES)
         if path.suffix != ".cpp" and path.parent.name != "ptx":
             to.parent.mkdir(exist_ok=True)
             text = re.sub(r"\n[^\n]*(?:\n[^\n]+)*<<<.*?\n}\n", "\n", path.read_text(), flags=re.DOTALL)
-            to.write_text(re.sub(r"asm volatile\([^;]*\);", ";", text))
+            text = re.sub(r"\ntemplate <class Instance>\ncudaError_t launch\(.*?\n}\n", "\n", text, flags=re.DOTALL)
+            text = re.sub(r"asm volatile\([^;]*\);", ";", text)
+            to.write_text(text.replace("*>(bytes)", "*>(cta::shared_memory(bytes))"))
 
 
 def compile_file(name: str, folder: Path) -> ctypes.CDLL:
@@ -150,6 +166,19 @@ def params(
     p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
     p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
+    return p
+
+
+def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int) -> QuantizeParams:
+    """What binding.cpp's quantize makes of its arguments."""
+    p = QuantizeParams()
+    tensors = dict(k=k, v=v, k_data=k_data, k_scale=k_scale, k_mean=k_mean, v_data=v_data, v_scale=v_scale, v_mean=v_mean)
+    for name, x in tensors.items():
+        setattr(p, name, x.data_ptr())
+    for name in ("k", "v", "k_data"):
+        setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*tensors[name].stride()[:3]))
+    p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
+    p.inverse_length, p.inverse_sample, p.half = 1.0 / k.size(2), 1.0 / sampled, k.dtype == torch.float16
     return p
 
 

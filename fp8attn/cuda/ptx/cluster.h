@@ -26,6 +26,14 @@ __device__ inline uint32_t address_in(uint32_t rank, uint32_t address) {
   return there;
 }
 
+// The same of ordinary pointers: what it points to can be read and written like anything else.
+template <typename T>
+__device__ T* in_cta(T* pointer, uint32_t rank) {
+  T* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(pointer), "r"(rank));
+  return there;
+}
+
 // Sixteen bytes to a CTA of the cluster, whose barrier hears of them.
 __device__ inline void store_async(uint32_t to, uint4 x, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),

@@ -1,4 +1,4 @@
-// Copies to shared memory that nobody waits for. PTX ISA, "Data Movement and Conversion Instructions: cp.async".
+// Copies to shared memory and to L2 that nobody waits for. PTX ISA, "Data Movement and Conversion Instructions: cp.async", "prefetch".
 #pragma once
 
 #include "mbarrier.h"
@@ -14,6 +14,9 @@ __device__ inline void cp_async(float* to, const float* from, bool exists) {
 __device__ inline void cp_async_16(void* to, const void* from, int count) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(count) : "memory");
 }
+
+// The line of memory with `from`, into L2.
+__device__ inline void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
 
 // This thread's copies since the last commit become a group.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
