@@ -22,8 +22,8 @@ constexpr int WARPS = CHUNKS;           // in writing V each has a chunk of its 
 constexpr int THREADS = LANES * CHUNKS;  // elsewhere each has a chunk of the tokens of a lane
 constexpr int BLOCKS = STRIP / KEYS;
 constexpr int MOST_SLICES = 256 / CHANNELS;
-constexpr int LOADS = 4;  // parts of a tile that are waited for one after another
-static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS);
+constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
+static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
 using StripTile = uint32_t[STRIP][WORDS];
 
@@ -44,7 +44,7 @@ struct alignas(128) QuantizeStorage {
   };
   float shift[CHANNELS], factor[CHANNELS];  // means, and inverses of scales
   float of_warps[WARPS][BLOCKS], of_slices[MOST_SLICES][BLOCKS];  // largest magnitudes of blocks of keys
-  uint32_t hidden[STEPS];                                         // a bit of each lane for tokens whose keys become NaN
+  uint4 hidden[BLOCKS];  // STEPS words: a bit of each lane for tokens whose keys become NaN
 };
 
 // A CTA's place in its cluster, and its head.
@@ -75,21 +75,23 @@ struct Mine {
 
   __device__ Mine() : chunk(threadIdx.x % CHUNKS), lane(threadIdx.x / 32 + threadIdx.x % 32 / CHUNKS * WARPS) {}
 
-  __device__ int token(int i) const { return i * LANES + lane; }
+  // The i-th of block n.
+  __device__ int token(int n, int i) const { return n * KEYS + i * LANES + lane; }
 
-  __device__ uint4& at(StripTile& tile, int i) const {
-    return *reinterpret_cast<uint4*>(&tile[token(i)][4 * (chunk_at(lane / 16, chunk) ^ i * (LANES / 16) % CHUNKS)]);
+  __device__ uint4& at(StripTile& tile, int n, int i) const {
+    static_assert(KEYS / 16 == CHUNKS && LANES / 16 == 2);
+    return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * (chunk_at(lane / 16, chunk) ^ 2 * i)]);
   }
 
-  // `from` is the slice's first token of the strip. Zeros behind the end.
+  // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
   template <typename T>
   __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
-    const T* of_token = from + lane * stride + chunk * 8;
+    from += lane * stride + chunk * 8;
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; ++n) {
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i, of_token += LANES * stride) {
-      const bool exists = token(i) < count;
-      ptx::cp_async_16(&at(tile, i), exists ? of_token : from, exists ? 16 : 0);
-      if (i % (STEPS / LOADS) == STEPS / LOADS - 1) ptx::cp_async_commit();
+      for (int i = 0; i < OF_BLOCK; ++i, from += LANES * stride) ptx::cp_async_16(&at(tile, n, i), from, token(n, i) < count ? 16 : 0);
+      ptx::cp_async_commit();
     }
   }
 };
@@ -116,15 +118,26 @@ struct ChunkMoments {
   float sum[8] = {};
   uint32_t low[4] = {above, above, above, above}, high[4] = {below, below, below, below};
 
-  // A token's, but for elements whose bits are set in `without`.
-  __device__ void add(uint4 words, uint4 without) {
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w}, out[4] = {without.x, without.y, without.z, without.w};
+  // A token's; of one that doesn't `exist` the words are zeros.
+  __device__ void add(uint4 words, bool exists) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = Pair<T>::floats(word[i]);
+      sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
+      const uint32_t counts = exists ? word[i] : ~0u;  // NaN is neither less nor more than anything
+      low[i] = least<T>(low[i], counts), high[i] = most<T>(high[i], counts);
+    }
+  }
+
+  // The same but for elements whose bits are set in `bad`.
+  __device__ void add_finite(uint4 words, uint4 bad) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w}, out[4] = {bad.x, bad.y, bad.z, bad.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = Pair<T>::floats(word[i] & ~out[i]);
       sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
-      low[i] = least<T>(low[i], word[i] & ~out[i] | above & out[i]);
-      high[i] = most<T>(high[i], word[i] & ~out[i] | below & out[i]);
+      low[i] = least<T>(low[i], word[i] | out[i]), high[i] = most<T>(high[i], word[i] | out[i]);
     }
   }
 
@@ -148,34 +161,33 @@ struct ChunkMoments {
   }
 };
 
-// All parts of a tile, each as it comes in.
-template <typename T, int... PART>
-__device__ void add_parts(ChunkMoments<T>& found, StripTile& tile, const Mine& mine, int count, std::integer_sequence<int, PART...>) {
-  constexpr int steps = STEPS / LOADS;
-  const auto add = [&](int part) {
+// All blocks of a tile, each as it comes in.
+template <typename T, int... BLOCK>
+__device__ void add_blocks(ChunkMoments<T>& found, StripTile& tile, const Mine& mine, int count, std::integer_sequence<int, BLOCK...>) {
+  const auto add = [&](int n) {
 #pragma unroll
-    for (int i = part * steps; i < (part + 1) * steps; ++i)
-      if (mine.token(i) < count) found.add(mine.at(tile, i), uint4{});
+    for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(tile, n, i), mine.token(n, i) < count);
   };
-  ((ptx::cp_async_wait_but<LOADS - 1 - PART>(), add(PART)), ...);
+  ((ptx::cp_async_wait_but<BLOCKS - 1 - BLOCK>(), add(BLOCK)), ...);
 }
 
 // Moments of V's tile, to all strips. Elements that aren't finite become NaN in it, and their tokens hidden in all slices.
 template <QuantizeConfig C, typename T>
 __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, const Mine& mine) {
   ChunkMoments<T> found;
-  add_parts(found, shared.tile, mine, place.count, std::make_integer_sequence<int, LOADS>());
+  add_blocks(found, shared.tile, mine, place.count, std::make_integer_sequence<int, BLOCKS>());
   if (!found.is_finite()) {
     found = ChunkMoments<T>();
 #pragma unroll 1
-    for (int i = 0; i < STEPS && mine.token(i) < place.count; ++i) {
-      uint4& words = mine.at(shared.tile, i);
+    for (int i = 0; i < STEPS && mine.token(0, i) < place.count; ++i) {
+      uint4& words = mine.at(shared.tile, i / OF_BLOCK, i % OF_BLOCK);
       const uint4 bad = not_finite<T>(words);
-      found.add(words, bad);
+      found.add_finite(words, bad);
       if (!any(bad)) continue;
       words = words | bad;
+      uint32_t* hidden = reinterpret_cast<uint32_t*>(shared.hidden) + i;
 #pragma unroll 1
-      for (int slice = 0; slice < place.slices; ++slice) atomicOr(ptx::in_cta(&shared.hidden[i], place.rank_of(place.strip, slice)), 1u << mine.lane);
+      for (int slice = 0; slice < place.slices; ++slice) atomicOr(ptx::in_cta(hidden, place.rank_of(place.strip, slice)), 1u << mine.lane);
     }
   }
   // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
@@ -194,6 +206,7 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, c
   static_assert(THREADS == 2 * sizeof(Moments) / 4 && WARPS == 8);
   const int word = threadIdx.x % (THREADS / 2);
   const auto tell = [&](auto* to, auto x) {
+#pragma unroll 1
     for (int strip = threadIdx.x / (THREADS / 2); strip < place.strips; strip += 2) *ptx::in_cta(to, place.rank_of(strip, place.slice)) = x;
   };
   const auto& w = values.warps;
@@ -291,27 +304,22 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
 #pragma unroll 1
   for (int item = threadIdx.x; item < LANES << log_words; item += THREADS) {
     const int lane = item >> log_words, word = place.strip * words + item % words;
-    uint32_t raw[STEPS];
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      // every sample_step-th group of LANES tokens, which is one in as many as there are strips; behind the end there are zeros
-      const int group = i * place.strips, token = group % STEPS * LANES + lane;
-      raw[i] = *ptx::in_cta(&shared.tile[token][4 * chunk_at(token / 16, word / 4) + word % 4], place.rank_of(group / STEPS, place.slice));
-    }
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      const float2 x = Pair<T>::floats(raw[i]);
-      sum.x += x.x, sum.y += x.y;
-    }
-    if (!is_finite(sum.x) || !is_finite(sum.y)) {
+    float2 sum;
+    bool careful = false;
+    do {
       sum = {0.0f, 0.0f};
-#pragma unroll
+#pragma unroll 8
       for (int i = 0; i < STEPS; ++i) {
-        const float2 x = Pair<T>::floats(raw[i] & ~not_finite<T>(raw[i]));
+        // every sample_step-th group of LANES tokens, which is one in as many as there are strips; behind the end there are zeros
+        const int group = i * place.strips, token = group % STEPS * LANES + lane;
+        const StripTile& tile = *ptx::in_cta(&shared.tile, place.rank_of(group / STEPS, place.slice));
+        uint32_t raw = tile[token][4 * (chunk_at(lane / 16, word / 4) ^ 2 * group % CHUNKS) + word % 4];
+        if (careful) raw &= ~not_finite<T>(raw);
+        const float2 x = Pair<T>::floats(raw);
         sum.x += x.x, sum.y += x.y;
       }
-    }
+      careful = !careful;
+    } while (careful && !(is_finite(sum.x) && is_finite(sum.y)));
     reinterpret_cast<float2*>(shared.sampled)[item] = sum;
   }
   __syncthreads();
@@ -321,6 +329,7 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
   for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
   const float mean = removable(__fmul_rn(halving_sum(sum), p.inverse_sample));
   const int channel = place.strip * 2 * words + threadIdx.x;
+#pragma unroll 1
   for (int strip = 0; strip < place.strips; ++strip) *ptx::in_cta(&shared.shift[channel], place.rank_of(strip, place.slice)) = mean;
   p.k_mean[place.channel() + channel] = mean;
 }
@@ -328,26 +337,28 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
 // Largest magnitudes of K's blocks to all slices of the strip. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Mine& mine, const float (&mean)[8]) {
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
     float largest = 0.0f;
-    const auto look = [&](int i) {
+    const auto look = [&](uint4 words) {
       float x[8];
-      numbers<T>(x, mine.at(shared.tile, i));
+      numbers<T>(x, words);
 #pragma unroll
       for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(x[c] - mean[c]));  // NaN isn't larger than anything
     };
-    constexpr int of_block = STEPS / BLOCKS;
 #pragma unroll
-    for (int i = n * of_block; i < (n + 1) * of_block; ++i)
-      if (mine.token(i) < place.count) look(i);
+    for (int i = 0; i < OF_BLOCK; ++i) {
+      const uint4 words = mine.at(shared.tile, n, i);
+      const uint32_t spoil = mine.token(n, i) < place.count ? 0 : ~0u;
+      look(words | uint4{spoil, spoil, spoil, spoil});
+    }
     if (largest == INFINITE) {
       largest = 0.0f;
 #pragma unroll 1
-      for (int i = n * of_block; i < (n + 1) * of_block && mine.token(i) < place.count; ++i) {
-        uint4& words = mine.at(shared.tile, i);
+      for (int i = 0; i < OF_BLOCK && mine.token(n, i) < place.count; ++i) {
+        uint4& words = mine.at(shared.tile, n, i);
         words = words | not_finite<T>(words);
-        look(i);
+        look(words);
       }
     }
     const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
@@ -374,16 +385,21 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
     p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = scale;
   uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS + mine.chunk * 8;
   to += (place.first + mine.lane) * p.k_data_strides[2];
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    const float factor = __shfl_sync(~0u, inverse, n);
+    const uint4 words = shared.hidden[n];
+    const uint32_t hidden[OF_BLOCK] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i, to += LANES * p.k_data_strides[2]) {
-    const float factor = __shfl_sync(~0u, inverse, i / (STEPS / BLOCKS));
-    if (mine.token(i) >= place.count) continue;
-    float x[8];
-    numbers<T>(x, mine.at(shared.tile, i));
+    for (int i = 0; i < OF_BLOCK; ++i, to += LANES * p.k_data_strides[2]) {
+      float x[8];
+      numbers<T>(x, mine.at(shared.tile, n, i));
 #pragma unroll
-    for (int c = 0; c < 8; ++c) x[c] = (x[c] - mean[c]) * factor;
-    const bool hidden = shared.hidden[i] >> mine.lane & 1;
-    *reinterpret_cast<uint2*>(to) = {hidden ? NAN_CODES : ptx::e4m3x4(x[0], x[1], x[2], x[3]), hidden ? NAN_CODES : ptx::e4m3x4(x[4], x[5], x[6], x[7])};
+      for (int c = 0; c < 8; ++c) x[c] = (x[c] - mean[c]) * factor;
+      uint2 codes = {ptx::e4m3x4(x[0], x[1], x[2], x[3]), ptx::e4m3x4(x[4], x[5], x[6], x[7])};
+      if (hidden[i] >> mine.lane & 1) codes = {NAN_CODES, NAN_CODES};
+      if (mine.token(n, i) < place.count) *reinterpret_cast<uint2*>(to) = codes;
+    }
   }
 }
 
@@ -395,7 +411,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
   const Place place(p);
   const Mine mine;
-  if (threadIdx.x < STEPS) shared.hidden[threadIdx.x] = 0;
+  if (threadIdx.x < BLOCKS) shared.hidden[threadIdx.x] = {};
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
   const T* v = static_cast<const T*>(p.v) + place.batch * p.v_strides[0] + place.head * p.v_strides[1] + place.first * p.v_strides[2] + place.slice * CHANNELS;
@@ -405,11 +421,13 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
 
   measure_values<C, T>(shared, place, mine);
   // K's way to L2 is behind V's to memory
+#pragma unroll 1
   for (int token = threadIdx.x; token < place.count; token += THREADS) ptx::prefetch_l2(k + token * p.k_strides[2]);
+  __syncwarp();
   ptx::cluster_sync();
   if (threadIdx.x < CHANNELS) finish_values<C, T>(p, shared, place, threadIdx.x);
   __syncthreads();
-  if (__any_sync(~0u, shared.hidden[threadIdx.x % STEPS] != 0) || place.count < STRIP)
+  if (__any_sync(~0u, any(shared.hidden[threadIdx.x % BLOCKS])) || place.count < STRIP)
     write_values<true, C, T>(p, shared, place);
   else
     write_values<false, C, T>(p, shared, place);
@@ -419,11 +437,13 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   ptx::cp_async_wait();
   ptx::cluster_sync();
   measure_keys<C, T>(p, shared, place);
+  __syncwarp();
   ptx::cluster_sync();
   float mean[8];
 #pragma unroll
   for (int c = 0; c < 8; ++c) mean[c] = shared.shift[8 * mine.chunk + c];
   find_largest<C, T>(shared, place, mine, mean);
+  __syncwarp();
   ptx::cluster_sync();  // the last time that anyone looks at another's memory was before
   write_keys<C, T>(p, shared, place, mine, mean);
 }

@@ -12,7 +12,7 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
-// Orders what threads of the cluster wrote before it and read after it.
+// Orders what threads of the cluster wrote before it and read after it. Warps must have come together.
 __device__ inline void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 
 // The same in halves, without the order.
