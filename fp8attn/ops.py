@@ -16,7 +16,7 @@ import torch
 from . import quantize as definition
 from .call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
 from .cuda import build, configs, short
-from .cuda import quantize as clusters
+from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
@@ -61,7 +61,7 @@ def current(device: torch.device):
 def why_not_quantize_by_cuda(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
     """Why keys and values are quantized by Triton kernels, as far as is known without compiling, or None if a CUDA kernel does it."""
     device = device_of(k.device)
-    return clusters.why_not(k, v, recipe, device) or build.unavailable(clusters.choose(k), device.arch)
+    return cuda_quantize.why_not(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k), device.arch)
 
 
 def quantized(

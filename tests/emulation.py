@@ -1,5 +1,5 @@
-"""The portable CUDA kernel on a CPU: its sources compiled by g++, with PTX instructions by their definition (tests/emulation). It computes what
-a GPU would, but for the order of sums inside one tensor-core instruction; it sees deadlocks, and reads of what nobody has written or copied.
+"""The portable CUDA kernel and the quantizer on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/emulation). They compute what
+a GPU would, but for the order of sums inside one tensor-core instruction; the emulation sees deadlocks, and reads of what nobody has written or copied.
 
 And the binding on a CPU, with a launcher that writes down the Params that it gets."""
 
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8attn.cuda import build, render
+from fp8attn.cuda import build, quantize, render
 from fp8attn.cuda.portable import PortableConfig
 
 HERE = Path(__file__).parent / "emulation"
@@ -192,6 +192,18 @@ def library_of(config: PortableConfig, folder: Path) -> build.Library:
     """What fp8attn.cuda.run launches instead of a compiled library."""
     forward = functools.partial(_forward, compile_config(config, folder))
     return build.Library(SimpleNamespace(forward=SimpleNamespace(default=forward)), {config: 0})
+
+
+def _quantize(library: ctypes.CDLL, few: int, ctas: int, sampled: int, *tensors: torch.Tensor) -> None:
+    """binding.cpp's quantize."""
+    p = quantize_params(*tensors, sampled)
+    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, bool(few)) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def quantizer(folder: Path) -> build.Library:
+    """What fp8attn.cuda.run launches instead of the compiled quantizer; made beside copied sources."""
+    default = functools.partial(_quantize, compile_file("quantize.cpp", folder))
+    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: int(c == quantize.INSTANCES[0]) for c in quantize.INSTANCES})
 
 
 @functools.cache
