@@ -1,5 +1,6 @@
-"""The portable CUDA kernel and the quantizer on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/emulation). They compute what
-a GPU would, but for the order of sums inside one tensor-core instruction; the emulation sees deadlocks, and reads of what nobody has written or copied.
+"""The portable CUDA kernel and the quantizer on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/emulation).
+They compute what a GPU would, but for the order of sums inside one tensor-core instruction. Deadlocks are seen, and reads of what nobody has written
+or copied.
 
 And the binding on a CPU, with a launcher that writes down the Params that it gets."""
 

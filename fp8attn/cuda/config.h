@@ -26,6 +26,7 @@ struct ShortConfig {
 struct QuantizeConfig {
   int strips;  // of 512 tokens, at most
   int ctas;    // of an SM, at least: what registers must leave room for
+  bool ahead;  // K is asked for, into L2, before V's codes are made
 };
 
 // Where e4m3 becomes half: in shared memory, once for a CTA; in registers, on the way to the tensor core; nowhere.

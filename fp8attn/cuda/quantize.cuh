@@ -96,6 +96,15 @@ struct Mine {
   }
 };
 
+// A slice's tokens of a strip on their way to L2, sector by sector.
+template <typename T>
+__device__ void ask_for(const T* from, int64_t stride, int count) {
+  constexpr int sectors = CHANNELS * 2 / 32;
+  from += threadIdx.x % sectors * (CHANNELS / sectors);
+#pragma unroll 1
+  for (int token = threadIdx.x / sectors; token < count; token += THREADS / sectors) ptx::prefetch_l2(from + token * stride);
+}
+
 template <typename T>
 __device__ uint4 not_finite(uint4 words) {
   return {not_finite<T>(words.x), not_finite<T>(words.y), not_finite<T>(words.z), not_finite<T>(words.w)};
@@ -420,9 +429,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   ptx::cluster_sync();  // before anyone is told anything, it is there
 
   measure_values<C, T>(shared, place, mine);
-  // K's way to L2 is behind V's to memory
-#pragma unroll 1
-  for (int token = threadIdx.x; token < place.count; token += THREADS) ptx::prefetch_l2(k + token * p.k_strides[2]);
+  if constexpr (C.ahead) ask_for(k, p.k_strides[2], place.count);
   __syncwarp();
   ptx::cluster_sync();
   if (threadIdx.x < CHANNELS) finish_values<C, T>(p, shared, place, threadIdx.x);

@@ -1,6 +1,6 @@
 """The CUDA quantizer of K and V with the default recipe, for Hopper: its configs, which calls it takes, and what it fills.
 
-The bytes are those of fp8attn.quantize, as Triton's quantizer's are; every element is read once, by clusters of CTAs that hold a head in shared memory.
+The bytes are those of fp8attn.quantize, as those of Triton's quantizer are; clusters of CTAs that hold a head in shared memory read it once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class QuantizeConfig:
     Attributes:
         strips: of STRIP tokens, at most; a power of two.
         ctas: of an SM, at least: what registers must leave room for.
+        ahead: whether K is asked for, into L2, before V's codes are made.
     """
 
     strips: int
     ctas: int
+    ahead: bool
 
     @property
     def threads(self) -> int:
@@ -56,10 +58,10 @@ class QuantizeConfig:
 
     @property
     def name(self) -> str:
-        return "quantize_" + "_".join(str(x) for x in astuple(self))
+        return "quantize_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
+INSTANCES = (QuantizeConfig(8, 3, ahead=True), QuantizeConfig(16, 2, ahead=True))
 """What is compiled."""
 
 

@@ -11,7 +11,8 @@ from .portable import PortableConfig
 from .quantize import QuantizeConfig
 from .short import ShortConfig
 
-Config = HopperConfig | PortableConfig | ShortConfig | QuantizeConfig
+Attending = HopperConfig | PortableConfig | ShortConfig
+Config = Attending | QuantizeConfig
 
 WRAPPER = """
 template <>

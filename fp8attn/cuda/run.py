@@ -136,16 +136,17 @@ def launch_from_half(
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
 
 
-def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device) -> tuple[Quantized, Quantized]:
+def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[Quantized, Quantized]:
     """fp8attn.quantize.quantize_kv with the default recipe; `quantize.why_not` has said that it takes the call.
 
     Args:
         k, v: (B, H, S, D), bfloat16 or float16.
+        config: the instance; None: `quantize.choose`'s.
 
     Raises:
         BuildError: the kernel can't be compiled here.
     """
-    config = quantize.choose(k)
+    config = quantize.choose(k) if config is None else config
     library = build.load_with(config, quantize.INSTANCES, device.arch)
     key, value = quantize.empty(k, v)
     ctas = k.shape[0] * k.shape[1] * quantize.cluster_of(k)

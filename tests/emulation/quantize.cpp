@@ -6,7 +6,7 @@ namespace fp8attn {
 
 template <int STRIPS, int CTAS>
 struct Instance {
-  static constexpr QuantizeConfig config{STRIPS, CTAS};
+  static constexpr QuantizeConfig config{STRIPS, CTAS, true};
 };
 
 template <class Instance>
