@@ -291,7 +291,7 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
         y[j] = {(x.x - mean.x) * factor.x, (x.y - mean.y) * factor.y};
         if constexpr (CAREFUL) {
           const bool exists = token < place.count;
-          y[j] = {exists && y[j].x == y[j].x ? y[j].x : 0.0f, exists && y[j].y == y[j].y ? y[j].y : 0.0f};
+          y[j] = {exists & (y[j].x == y[j].x) ? y[j].x : 0.0f, exists & (y[j].y == y[j].y) ? y[j].y : 0.0f};
         }
       }
       codes[0][i] = ptx::e4m3x4(y[0].x, y[1].x, y[2].x, y[3].x);
