@@ -16,6 +16,7 @@ import torch
 from . import quantize as definition
 from .call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
 from .cuda import build, configs, short
+from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
@@ -57,16 +58,34 @@ def current(device: torch.device):
     return torch.cuda.device(device)
 
 
+def why_not_quantize_by_cuda(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
+    """Why keys and values are quantized by Triton kernels, as far as is known without compiling, or None if a CUDA kernel does it."""
+    device = device_of(k.device)
+    return cuda_quantize.why_not(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k), device.arch)
+
+
 def quantized(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, by_triton: bool = False
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """quantize.quantize, by Triton kernels where there are some."""
+    """quantize.quantize, by kernels where there are some: Triton's, or of keys and values CUDA's where it takes them. The bytes are the same.
+
+    Args:
+        by_triton: by none of CUDA's.
+    """
     like = k if q is None else q
     assert like is not None
     if not has_kernels(like.device):
         return definition.quantize(q, k, v, recipe)
+    device = device_of(like.device)
     with current(like.device):
-        return fused.quantize(q, k, v, recipe, device_of(like.device))
+        if k is not None and v is not None and not by_triton and why_not_quantize_by_cuda(k, v, recipe) is None:
+            try:
+                kv = cuda.quantize_kv(k, v, device)
+            except BuildError as error:
+                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+            else:
+                return (None if q is None else fused.quantize(q, None, None, recipe, device)[0]), *kv
+        return fused.quantize(q, k, v, recipe, device)
 
 
 def _quantize(

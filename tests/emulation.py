@@ -1,5 +1,6 @@
-"""The portable CUDA kernel on a CPU: its sources compiled by g++, with PTX instructions by their definition (tests/emulation). It computes what
-a GPU would, but for the order of sums inside one tensor-core instruction; it sees deadlocks, and reads of what nobody has written or copied.
+"""The portable CUDA kernel and the quantizer on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/emulation).
+They compute what a GPU would, but for the order of sums inside one tensor-core instruction. Deadlocks are seen, and reads of what nobody has written
+or copied.
 
 And the binding on a CPU, with a launcher that writes down the Params that it gets."""
 
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8attn.cuda import build, render
+from fp8attn.cuda import build, quantize, render
 from fp8attn.cuda.portable import PortableConfig
 
 HERE = Path(__file__).parent / "emulation"
@@ -62,6 +63,20 @@ class Params(ctypes.Structure):
     ]
 
 
+class QuantizeParams(ctypes.Structure):
+    """C++'s QuantizeParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("k", "v", "k_data")),
+        ("padded", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("heads", "length", "head_dim")),
+        ("inverse_length", ctypes.c_float),
+        ("inverse_sample", ctypes.c_float),
+        ("half", ctypes.c_bool),
+    ]
+
+
 def cuda_headers() -> Path | None:
     """Where cuda_fp16.h lies, or None."""
     folders = (Path(build.cuda_home() or "/usr/local/cuda") / "include", Path("/usr/local/cuda/include"))
@@ -77,14 +92,16 @@ def missing() -> str | None:
 
 def copy_sources(folder: Path) -> None:
     """Into an empty folder, with what stands for PTX. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
-    inline assembly."""
+    inline assembly. Every CTA of a cluster has shared memory of its own."""
     shutil.copytree(HERE, folder, dirs_exist_ok=True)
     for path in build.source_files():
         to = folder / path.relative_to(build.SOURCES)
         if path.suffix != ".cpp" and path.parent.name != "ptx":
             to.parent.mkdir(exist_ok=True)
             text = re.sub(r"\n[^\n]*(?:\n[^\n]+)*<<<.*?\n}\n", "\n", path.read_text(), flags=re.DOTALL)
-            to.write_text(re.sub(r"asm volatile\([^;]*\);", ";", text))
+            text = re.sub(r"\ntemplate <class Instance>\ncudaError_t launch\(.*?\n}\n", "\n", text, flags=re.DOTALL)
+            text = re.sub(r"asm volatile\([^;]*\);", ";", text)
+            to.write_text(text.replace("*>(bytes)", "*>(cta::shared_memory(bytes))"))
 
 
 def compile_file(name: str, folder: Path) -> ctypes.CDLL:
@@ -153,6 +170,19 @@ def params(
     return p
 
 
+def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int) -> QuantizeParams:
+    """What binding.cpp's quantize makes of its arguments."""
+    p = QuantizeParams()
+    tensors = dict(k=k, v=v, k_data=k_data, k_scale=k_scale, k_mean=k_mean, v_data=v_data, v_scale=v_scale, v_mean=v_mean)
+    for name, x in tensors.items():
+        setattr(p, name, x.data_ptr())
+    for name in ("k", "v", "k_data"):
+        setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*tensors[name].stride()[:3]))
+    p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
+    p.inverse_length, p.inverse_sample, p.half = 1.0 / k.size(2), 1.0 / sampled, k.dtype == torch.float16
+    return p
+
+
 def _forward(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward."""
     p, ctas = params(*arguments), arguments[5]
@@ -163,6 +193,18 @@ def library_of(config: PortableConfig, folder: Path) -> build.Library:
     """What fp8attn.cuda.run launches instead of a compiled library."""
     forward = functools.partial(_forward, compile_config(config, folder))
     return build.Library(SimpleNamespace(forward=SimpleNamespace(default=forward)), {config: 0})
+
+
+def _quantize(library: ctypes.CDLL, few: int, ctas: int, sampled: int, *tensors: torch.Tensor) -> None:
+    """binding.cpp's quantize."""
+    p = quantize_params(*tensors, sampled)
+    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, bool(few)) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def quantizer(folder: Path) -> build.Library:
+    """What fp8attn.cuda.run launches instead of the compiled quantizer; made beside copied sources."""
+    default = functools.partial(_quantize, compile_file("quantize.cpp", folder))
+    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: int(c == quantize.INSTANCES[0]) for c in quantize.INSTANCES})
 
 
 @functools.cache

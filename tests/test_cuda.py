@@ -27,6 +27,7 @@ from conftest import GPU, Attention
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run, short
+from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
 from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, INT8_INSTANCES, HopperConfig
 from fp8attn.cuda.oracle import oracle
@@ -417,10 +418,10 @@ def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypa
 
 
 def test_libraries_of_an_architecture() -> None:
-    assert build.groups(90)[:4] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, short.INSTANCES)
+    assert build.groups(90)[:5] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, short.INSTANCES, cuda_quantize.INSTANCES)
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
     # of each head dim one of e4m3 and one of int8
-    assert all(len(build.groups(arch)) == (10 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
+    assert all(len(build.groups(arch)) == (11 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ namespace {
 using at::Tensor;
 
 using Launcher = cudaError_t (*)(const fp8attn::Params&, int, cudaStream_t);
+using QuantizeLauncher = cudaError_t (*)(const fp8attn::QuantizeParams&, int, cudaStream_t);
 
 constexpr int64_t FAR = 1 << 30;  // behind any key, and no overflow when a row is added
 
@@ -172,6 +173,31 @@ void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, double so
   attend_from_half({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
 }
 
+// K and V, (B, H, S, D), into what fp8attn/cuda/quantize.py made room for. `sampled`: tokens that K's mean is made of.
+void quantize(int64_t launcher, int64_t ctas, int64_t sampled, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
+              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
+  fp8attn::QuantizeParams p = {};
+  p.k = k.const_data_ptr();
+  p.v = v.const_data_ptr();
+  p.k_data = static_cast<uint8_t*>(k_data.mutable_data_ptr());
+  p.k_scale = k_scale.mutable_data_ptr<float>();
+  p.k_mean = k_mean.mutable_data_ptr<float>();
+  p.v_data = static_cast<uint8_t*>(v_data.mutable_data_ptr());
+  p.v_scale = v_scale.mutable_data_ptr<float>();
+  p.v_mean = v_mean.mutable_data_ptr<float>();
+  copy_strides(p.k_strides, k);
+  copy_strides(p.v_strides, v);
+  copy_strides(p.k_data_strides, k_data);
+  p.padded = v_data.size(3);
+  p.heads = k.size(1);
+  p.length = k.size(2);
+  p.head_dim = k.size(3);
+  p.inverse_length = 1.0 / k.size(2);
+  p.inverse_sample = 1.0 / sampled;
+  p.half = k.scalar_type() == at::kHalf;
+  check(reinterpret_cast<QuantizeLauncher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(k.get_device())));
+}
+
 // All that a launch follows from but the tensors' addresses; empty of tensors that are none of a plain forward pass.
 using Facts = std::vector<int64_t>;
 
@@ -292,6 +318,11 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   define("forward_from_half(" + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
   m.impl("forward_from_half", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_half)));
+
+  define(
+      "quantize(int launcher, int ctas, int sampled, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
+      " Tensor(f!) v_mean) -> ()");
+  m.impl("quantize", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(quantize)));
 
   // of any device: tensors that aren't like any before aren't an error here
   const auto any = c10::DispatchKey::CompositeExplicitAutograd;

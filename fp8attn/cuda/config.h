@@ -23,6 +23,11 @@ struct ShortConfig {
   int exact;      // as above
 };
 
+struct QuantizeConfig {
+  int strips;  // of 512 tokens, at most
+  int ctas;    // of an SM, at least: what registers must leave room for
+};
+
 // Where e4m3 becomes half: in shared memory, once for a CTA; in registers, on the way to the tensor core; nowhere.
 enum class Operands : int { shared, registers, native };
 

@@ -14,7 +14,7 @@ from ..recipe import Quantized
 from . import portable
 from .configs import KEYS
 from .portable import PortableConfig
-from .render import Config
+from .render import Attending as Config
 
 
 def key_splits(call: Call, config: Config, device: Device) -> int:

@@ -58,4 +58,23 @@ struct Params {
   int splits;            // clusters that share the queries of a key/value head
 };
 
+// What the host tells the kernel that quantizes K and V.
+struct QuantizeParams {
+  const void* k;  // (B, H, S, D) of bfloat16 or half, rows at multiples of 16 bytes
+  const void* v;  // the same
+
+  uint8_t* k_data;  // (B, H, S, D), rows at multiples of 8 bytes
+  float* k_scale;   // (B, H, ceil(S / 128)), contiguous, as are all below
+  float* k_mean;    // (B, H, D)
+  uint8_t* v_data;  // (B, H, D, padded)
+  float* v_scale;   // (B, H, D)
+  float* v_mean;    // (B, H, D)
+
+  int64_t k_strides[3], v_strides[3], k_data_strides[3], padded;
+
+  int heads, length, head_dim;
+  float inverse_length, inverse_sample;  // 1 / S, and 1 over the tokens that K's mean is made of
+  bool half;
+};
+
 }  // namespace fp8attn

@@ -8,9 +8,11 @@ from typing import Any
 
 from .configs import KEYS, ONES, HopperConfig
 from .portable import PortableConfig
+from .quantize import QuantizeConfig
 from .short import ShortConfig
 
-Config = HopperConfig | PortableConfig | ShortConfig
+Attending = HopperConfig | PortableConfig | ShortConfig
+Config = Attending | QuantizeConfig
 
 WRAPPER = """
 template <>
@@ -88,7 +90,7 @@ struct {name} {{
 }};
 static_assert(sizeof({storage}<{name}::config>) == {shared_bytes});
 
-extern "C" cudaError_t launch_{name}(const Params& p, int ctas, cudaStream_t stream) {{ return launch<{name}>(p, ctas, stream); }}
+extern "C" cudaError_t launch_{name}(const {params}& p, int ctas, cudaStream_t stream) {{ return launch<{name}>(p, ctas, stream); }}
 
 }}  // namespace fp8attn
 """
@@ -98,6 +100,7 @@ KINDS = {
     HopperConfig: ("hopper.cuh", "SharedStorage"),
     PortableConfig: ("portable.cuh", "PortableStorage"),
     ShortConfig: ("short.cuh", "ShortStorage"),
+    QuantizeConfig: ("quantize.cuh", "QuantizeStorage"),
 }
 """Where kernels are, and what they have in shared memory."""
 
@@ -114,6 +117,7 @@ def instance(config: Config) -> str:
         header=header,
         kind=type(config).__name__,
         storage=storage,
+        params="QuantizeParams" if isinstance(config, QuantizeConfig) else "Params",
         name=config.name,
         fields=", ".join(literal(x) for x in astuple(config)),
         shared_bytes=config.shared_bytes,

@@ -6,9 +6,11 @@ import torch
 
 from ..call import Call, empty_key_mean, empty_lse, empty_output
 from ..device import Device
+from ..quantize import sample_size
+from ..recipe import Quantized
 from ..reference import Causal, causal_offset
 from ..schedule import heads_side_by_side
-from . import build, configs, portable, short
+from . import build, configs, portable, quantize, short
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
 
@@ -132,3 +134,23 @@ def launch_from_half(
     splits = short.splits(config, q, k)
     ctas = k.shape[0] * k.shape[1] * splits * config.cluster
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
+
+
+def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[Quantized, Quantized]:
+    """fp8attn.quantize.quantize_kv with the default recipe; `quantize.why_not` has said that it takes the call.
+
+    Args:
+        k, v: (B, H, S, D), bfloat16 or float16.
+        config: the instance; None: `quantize.choose`'s.
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    config = quantize.choose(k) if config is None else config
+    library = build.load_with(config, quantize.INSTANCES, device.arch)
+    key, value = quantize.empty(k, v)
+    ctas = k.shape[0] * k.shape[1] * quantize.cluster_of(k)
+    library.operators.quantize.default(
+        library.launchers[config], ctas, sample_size(k.shape[2]), k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean
+    )
+    return key, value

@@ -6,6 +6,7 @@
 namespace {
 
 fp8attn::Params launched;
+fp8attn::QuantizeParams quantized;
 int launched_ctas;
 cudaError_t answer = cudaSuccess;
 thread_local bool has_context = false;
@@ -26,6 +27,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
 TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
   m.impl("forward", TORCH_FN(forward));
   m.impl("forward_from_half", TORCH_FN(forward_from_half));
+  m.impl("quantize", TORCH_FN(quantize));
 }
 
 }  // namespace
@@ -59,6 +61,17 @@ cudaError_t record(const fp8attn::Params& p, int ctas, cudaStream_t) {
 
 int recorded(void* to) {
   std::memcpy(to, &launched, sizeof(launched));
+  return launched_ctas;
+}
+
+cudaError_t record_quantize(const fp8attn::QuantizeParams& p, int ctas, cudaStream_t) {
+  quantized = p;
+  launched_ctas = ctas;
+  return answer;
+}
+
+int recorded_quantize(void* to) {
+  std::memcpy(to, &quantized, sizeof(quantized));
   return launched_ctas;
 }
 

@@ -1,4 +1,4 @@
-// A CTA on a CPU: its threads are fibers, its warps run in a random order and ahead of each other. What CUDA has built in, for g++.
+// A CTA on a CPU, or a cluster of them: threads are fibers, warps run in a random order and ahead of each other. What CUDA has built in, for g++.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,7 +44,7 @@ struct Copy {
 };
 
 struct Thread {
-  int index;
+  int index, rank;  // in its CTA, and the CTA's in its cluster
   bool done;
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;
@@ -52,13 +52,21 @@ struct Thread {
 
 extern Thread* current;
 extern Index block, grid;
-extern int threads;
+extern int threads, cluster;  // threads of a CTA, CTAs of a cluster
+
+constexpr int64_t SHARED = 1 << 18;  // bytes of shared memory of each
+
+// A thread's own CTA's.
+inline uint8_t* shared_memory(uint8_t* of_all) { return of_all + current->rank * SHARED; }
 
 // Others run.
 void yield();
 
-// Waits for `count` threads.
+// Waits for `count` threads of the CTA.
 void barrier(int id, int count);
+
+// Waits for all threads of the cluster.
+void cluster_barrier();
 
 // Waits for the 32 lanes of the warp, the last of which calls f with the arguments of all.
 void together(void* argument, void (*f)(void** arguments));
@@ -66,7 +74,7 @@ void together(void* argument, void (*f)(void** arguments));
 }  // namespace cta
 
 #define threadIdx (cta::Index{cta::current->index})
-#define blockIdx (cta::block)
+#define blockIdx (cta::Index{cta::block.x + cta::current->rank})
 #define gridDim (cta::grid)
 
 inline void __syncthreads() { cta::barrier(0, cta::threads); }
@@ -120,6 +128,15 @@ inline int __all_sync(unsigned, int x) {
   return x;
 }
 
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  cta::together(&x, [](void** all) {
+    unsigned most = 0;
+    for (int i = 0; i < 32; ++i) most = max(most, *static_cast<unsigned*>(all[i]));
+    for (int i = 0; i < 32; ++i) *static_cast<unsigned*>(all[i]) = most;
+  });
+  return x;
+}
+
 inline unsigned __ballot_sync(unsigned, int x) {
   unsigned votes = x;
   cta::together(&votes, [](void** all) {
@@ -135,6 +152,12 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int atomicAdd(int* to, int x) {
   const int before = *to;
   *to += x;
+  return before;
+}
+
+inline unsigned atomicOr(unsigned* to, unsigned x) {
+  const unsigned before = *to;
+  *to |= x;
   return before;
 }
 

@@ -1,21 +1,23 @@
-// Runs a kernel, CTA after CTA: the scheduler of the threads' fibers. Included once.
+// Runs a kernel, cluster after cluster: the scheduler of the threads' fibers. Included once.
 #pragma once
 
 #include <ucontext.h>
 
+#include <functional>
+#include <memory>
 #include <random>
 
 #include "params.h"
 
 namespace fp8attn {
-alignas(1024) uint8_t bytes[1 << 18];  // shared memory
+alignas(1024) uint8_t bytes[16 * cta::SHARED];  // shared memory of a cluster
 }
 
 namespace cta {
 
 Thread* current;
 Index block, grid;
-int threads;
+int threads, cluster;
 
 namespace {
 
@@ -30,17 +32,18 @@ struct Meeting {
 std::vector<ucontext_t> contexts;
 std::vector<Thread> all;
 std::vector<Meeting> warps;
-Meeting barriers[16];
+Meeting barriers[16][16], whole_cluster;
 ucontext_t scheduler;
-std::vector<char> stacks;
+std::unique_ptr<char[]> stacks;
 std::mt19937 random_order(1);
-void (*kernel)(const fp8attn::Params);
-const fp8attn::Params* params;
+std::function<void()> kernel;
 
-void leave() { swapcontext(&contexts[current->index], &scheduler); }
+int number() { return current->rank * threads + current->index; }
+
+void leave() { swapcontext(&contexts[number()], &scheduler); }
 
 void enter() {
-  kernel(*params);
+  kernel();
   current->done = true;
   leave();
 }
@@ -55,30 +58,31 @@ struct Wait {
 std::vector<Wait> waits;
 
 void wait_for(Meeting& meeting, int round) {
-  waits[current->index] = {&meeting, round};
+  waits[number()] = {&meeting, round};
   leave();
 }
 
 // Returns whether all threads came to an end.
-bool run_block() {
-  memset(fp8attn::bytes, 0xFF, sizeof(fp8attn::bytes));
-  contexts.assign(threads, {});
-  all.assign(threads, {});
-  warps.assign(threads / 32, {});
-  waits.assign(threads, {});
-  std::fill_n(barriers, 16, Meeting{});
-  stacks.resize(STACK * threads);
+bool run_cluster() {
+  const int count = cluster * threads;
+  memset(fp8attn::bytes, 0xFF, cluster * SHARED);
+  contexts.assign(count, {});
+  all.assign(count, {});
+  warps.assign(count / 32, {});
+  waits.assign(count, {});
+  std::fill_n(&barriers[0][0], 16 * 16, Meeting{});
+  whole_cluster = {};
   std::vector<int> order;
-  for (int i = 0; i < threads; ++i) {
-    all[i].index = i;
+  for (int i = 0; i < count; ++i) {
+    all[i].index = i % threads, all[i].rank = i / threads;
     if (i % 32 == 0) order.push_back(i / 32);
     getcontext(&contexts[i]);
-    contexts[i].uc_stack.ss_sp = stacks.data() + STACK * i;
+    contexts[i].uc_stack.ss_sp = stacks.get() + STACK * i;
     contexts[i].uc_stack.ss_size = STACK;
     makecontext(&contexts[i], enter, 0);
   }
   long patience = PATIENCE;
-  for (int left = threads; left > 0 && patience > 0; --patience) {
+  for (int left = count; left > 0 && patience > 0; --patience) {
     std::shuffle(order.begin(), order.end(), random_order);
     for (int warp : order) {
       for (int turns = 1 << random_order() % 11; turns > 0; --turns) {  // a block takes a few hundred
@@ -94,14 +98,16 @@ bool run_block() {
   return patience > 0;
 }
 
-// CTA after CTA. Returns whether all came to an end.
-bool run(void (*of)(const fp8attn::Params), const fp8attn::Params& p, int ctas, int size) {
-  kernel = of;
-  params = &p;
-  threads = size;
+// CTAs of `size` threads, cluster after cluster of them. Returns whether all came to an end.
+template <typename Params>
+bool run(void (*of)(const Params), const Params& p, int ctas, int size, int cluster_size = 1) {
+  kernel = [of, &p] { of(p); };
+  threads = size, cluster = cluster_size;
   grid.x = ctas;
-  for (block.x = 0; block.x < ctas; ++block.x) {
-    if (!run_block()) return false;
+  if (cluster > 16 || ctas % cluster != 0) abort();
+  stacks.reset(new char[STACK * threads * cluster]);
+  for (block.x = 0; block.x < ctas; block.x += cluster) {
+    if (!run_cluster()) return false;
   }
   return true;
 }
@@ -110,16 +116,19 @@ bool run(void (*of)(const fp8attn::Params), const fp8attn::Params& p, int ctas, 
 
 void yield() { leave(); }
 
-void barrier(int id, int count) {
-  Meeting& meeting = barriers[id];
+void meet(Meeting& meeting, int count) {
   const int round = meeting.round;
   if (++meeting.arrived < count) return wait_for(meeting, round);
   meeting.arrived = 0;
   ++meeting.round;
 }
 
+void barrier(int id, int count) { meet(barriers[current->rank][id], count); }
+
+void cluster_barrier() { meet(whole_cluster, cluster * threads); }
+
 void together(void* argument, void (*f)(void**)) {
-  Meeting& meeting = warps[current->index / 32];
+  Meeting& meeting = warps[number() / 32];
   const int round = meeting.round;
   meeting.arguments[current->index % 32] = argument;
   if (++meeting.arrived < 32) return wait_for(meeting, round);

@@ -1,0 +1,473 @@
+// fp8attn/quantize.py's default recipe for K and V of bfloat16 or half, sm_90a: the same bytes in one launch that reads each once.
+//
+// A cluster of CTAs has a head: each CTA the slice of 64 channels of a strip of 512 tokens, of V and then of K, in shared memory. V comes first
+// because keys whose values aren't finite become NaN. What needs all tokens, means and scales, is made of what CTAs tell each other.
+#pragma once
+
+#include <utility>
+
+#include "config.h"
+#include "params.h"
+#include "ptx/cluster.h"
+#include "ptx/cp_async.h"
+#include "ptx/grid.h"
+#include "tile/quantize.h"
+
+namespace fp8attn {
+
+constexpr int CHANNELS = 64;            // of a slice: 128 bytes of a token
+constexpr int CHUNKS = CHANNELS / 8;    // of 16 bytes
+constexpr int WORDS = CHANNELS / 2;     // of two channels
+constexpr int WARPS = CHUNKS;           // in writing V each has a chunk of its own
+constexpr int THREADS = LANES * CHUNKS;  // elsewhere each has a chunk of the tokens of a lane
+constexpr int BLOCKS = STRIP / KEYS;
+constexpr int MOST_SLICES = 256 / CHANNELS;
+constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
+static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
+
+using StripTile = uint32_t[STRIP][WORDS];
+
+// Of the lanes of a warp, or of a strip: sums of channels; the least and the most, two channels to a word.
+struct Moments {
+  float sum[CHANNELS];
+  uint32_t low[WORDS], high[WORDS];
+};
+
+template <QuantizeConfig C>
+struct alignas(128) QuantizeStorage {
+  StripTile tile;
+  union {
+    struct {
+      Moments warps[WARPS], strips[C.strips];
+    } values;
+    float sampled[LANES * CHANNELS];  // sums of keys: lanes of as many channels as the CTA has
+  };
+  float shift[CHANNELS], factor[CHANNELS];  // means, and inverses of scales
+  float of_warps[WARPS][BLOCKS], of_slices[MOST_SLICES][BLOCKS];  // largest magnitudes of blocks of keys
+  uint4 hidden[BLOCKS];  // STEPS words: a bit of each lane for tokens whose keys become NaN
+};
+
+// A CTA's place in its cluster, and its head.
+struct Place {
+  int strips, slices, strip, slice, first, count, batch, head, pair;
+
+  __device__ explicit Place(const QuantizeParams& p) : strips((p.length + STRIP - 1) / STRIP), slices(p.head_dim / CHANNELS) {
+    const int rank = ptx::cluster_rank();
+    strip = rank / slices, slice = rank % slices;
+    first = strip * STRIP, count = min(p.length - first, STRIP);
+    pair = blockIdx.x / (strips * slices);
+    batch = pair / p.heads, head = pair % p.heads;
+  }
+
+  __device__ int rank_of(int its_strip, int its_slice) const { return its_strip * slices + its_slice; }
+
+  // Of the slice's first channel, among those of all heads.
+  __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
+};
+
+// Chunk `chunk` of the 16 tokens from a multiple of 16 on lies at another one: then neither the 8 chunks of a token nor one of 8 such groups share a
+// bank.
+__device__ inline int chunk_at(int group, int chunk) { return chunk ^ group % CHUNKS; }
+
+// What a thread loads of a tile and then looks at by itself: a chunk of the tokens of a lane. Lanes of a warp lie WARPS apart, as they are first added.
+struct Mine {
+  int chunk, lane;
+
+  __device__ Mine() : chunk(threadIdx.x % CHUNKS), lane(threadIdx.x / 32 + threadIdx.x % 32 / CHUNKS * WARPS) {}
+
+  // The i-th of block n.
+  __device__ int token(int n, int i) const { return n * KEYS + i * LANES + lane; }
+
+  __device__ uint4& at(StripTile& tile, int n, int i) const {
+    static_assert(KEYS / 16 == CHUNKS && LANES / 16 == 2);
+    return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * (chunk_at(lane / 16, chunk) ^ 2 * i)]);
+  }
+
+  // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
+  template <typename T>
+  __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
+    from += lane * stride + chunk * 8;
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; ++n) {
+#pragma unroll
+      for (int i = 0; i < OF_BLOCK; ++i, from += LANES * stride) ptx::cp_async_16(&at(tile, n, i), from, token(n, i) < count ? 16 : 0);
+      ptx::cp_async_commit();
+    }
+  }
+};
+
+template <typename T>
+__device__ uint4 not_finite(uint4 words) {
+  return {not_finite<T>(words.x), not_finite<T>(words.y), not_finite<T>(words.z), not_finite<T>(words.w)};
+}
+
+__device__ inline uint4 operator|(uint4 a, uint4 b) { return {a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w}; }
+
+__device__ inline bool any(uint4 words) { return (words.x | words.y | words.z | words.w) != 0; }
+
+template <typename T>
+__device__ void numbers(float (&x)[8], uint4 words) {
+  const float2 a = Pair<T>::floats(words.x), b = Pair<T>::floats(words.y), c = Pair<T>::floats(words.z), d = Pair<T>::floats(words.w);
+  x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y, x[4] = c.x, x[5] = c.y, x[6] = d.x, x[7] = d.y;
+}
+
+// Moments of a thread's chunk.
+template <typename T>
+struct ChunkMoments {
+  static constexpr uint32_t above = Pair<T>::infinities, below = above | 0x80008000;
+  float sum[8] = {};
+  uint32_t low[4] = {above, above, above, above}, high[4] = {below, below, below, below};
+
+  // A token's; of one that doesn't `exist` the words are zeros.
+  __device__ void add(uint4 words, bool exists) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = Pair<T>::floats(word[i]);
+      sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
+      const uint32_t counts = exists ? word[i] : ~0u;  // NaN is neither less nor more than anything
+      low[i] = least<T>(low[i], counts), high[i] = most<T>(high[i], counts);
+    }
+  }
+
+  // The same but for elements whose bits are set in `bad`.
+  __device__ void add_finite(uint4 words, uint4 bad) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w}, out[4] = {bad.x, bad.y, bad.z, bad.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = Pair<T>::floats(word[i] & ~out[i]);
+      sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
+      low[i] = least<T>(low[i], word[i] | out[i]), high[i] = most<T>(high[i], word[i] | out[i]);
+    }
+  }
+
+  // Whether all there was is finite, and no sum overflowed.
+  __device__ bool is_finite() const {
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) zero = fmaf(sum[i], 0.0f, zero);
+    return zero == 0.0f;
+  }
+
+  // With the lanes `distance` threads away.
+  __device__ void join(int distance) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], distance);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      low[i] = least<T>(low[i], __shfl_xor_sync(~0u, low[i], distance));
+      high[i] = most<T>(high[i], __shfl_xor_sync(~0u, high[i], distance));
+    }
+  }
+};
+
+// All blocks of a tile, each as it comes in.
+template <typename T, int... BLOCK>
+__device__ void add_blocks(ChunkMoments<T>& found, StripTile& tile, const Mine& mine, int count, std::integer_sequence<int, BLOCK...>) {
+  const auto add = [&](int n) {
+#pragma unroll
+    for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(tile, n, i), mine.token(n, i) < count);
+  };
+  ((ptx::cp_async_wait_but<BLOCKS - 1 - BLOCK>(), add(BLOCK)), ...);
+}
+
+// Moments of V's tile, to all strips. Elements that aren't finite become NaN in it, and their tokens hidden in all slices.
+template <QuantizeConfig C, typename T>
+__device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, const Mine& mine) {
+  ChunkMoments<T> found;
+  add_blocks(found, shared.tile, mine, place.count, std::make_integer_sequence<int, BLOCKS>());
+  if (!found.is_finite()) {
+    found = ChunkMoments<T>();
+#pragma unroll 1
+    for (int i = 0; i < STEPS && mine.token(0, i) < place.count; ++i) {
+      uint4& words = mine.at(shared.tile, i / OF_BLOCK, i % OF_BLOCK);
+      const uint4 bad = not_finite<T>(words);
+      found.add_finite(words, bad);
+      if (!any(bad)) continue;
+      words = words | bad;
+      uint32_t* hidden = reinterpret_cast<uint32_t*>(shared.hidden) + i;
+#pragma unroll 1
+      for (int slice = 0; slice < place.slices; ++slice) atomicOr(ptx::in_cta(hidden, place.rank_of(place.strip, slice)), 1u << mine.lane);
+    }
+  }
+  // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
+  found.join(16);
+  found.join(8);
+  auto& values = shared.values;
+  if (threadIdx.x % 32 < CHUNKS) {
+    Moments& of_warp = values.warps[threadIdx.x / 32];
+    float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * mine.chunk]);
+    sum[0] = {found.sum[0], found.sum[1], found.sum[2], found.sum[3]}, sum[1] = {found.sum[4], found.sum[5], found.sum[6], found.sum[7]};
+    reinterpret_cast<uint4*>(of_warp.low)[mine.chunk] = {found.low[0], found.low[1], found.low[2], found.low[3]};
+    reinterpret_cast<uint4*>(of_warp.high)[mine.chunk] = {found.high[0], found.high[1], found.high[2], found.high[3]};
+  }
+  __syncthreads();
+  // of the strip, every one of the 128 words of its moments twice: each for half of the strips that hear of it
+  static_assert(THREADS == 2 * sizeof(Moments) / 4 && WARPS == 8);
+  const int word = threadIdx.x % (THREADS / 2);
+  const auto tell = [&](auto* to, auto x) {
+#pragma unroll 1
+    for (int strip = threadIdx.x / (THREADS / 2); strip < place.strips; strip += 2) *ptx::in_cta(to, place.rank_of(strip, place.slice)) = x;
+  };
+  const auto& w = values.warps;
+  Moments& of_strip = values.strips[place.strip];
+  if (word < CHANNELS) {
+    const int c = word;
+    tell(&of_strip.sum[c], ((w[0].sum[c] + w[4].sum[c]) + (w[2].sum[c] + w[6].sum[c])) + ((w[1].sum[c] + w[5].sum[c]) + (w[3].sum[c] + w[7].sum[c])));
+  } else if (word < CHANNELS + WORDS) {
+    uint32_t low = w[0].low[word % WORDS];
+    for (int i = 1; i < WARPS; ++i) low = least<T>(low, w[i].low[word % WORDS]);
+    tell(&of_strip.low[word % WORDS], low);
+  } else {
+    uint32_t high = w[0].high[word % WORDS];
+    for (int i = 1; i < WARPS; ++i) high = most<T>(high, w[i].high[word % WORDS]);
+    tell(&of_strip.high[word % WORDS], high);
+  }
+}
+
+// The order of quantize.lane_sum.
+template <int N>
+__device__ float halving_sum(const float (&lanes)[N]) {
+  if constexpr (N == 1) {
+    return lanes[0];
+  } else {
+    float sum[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] = lanes[i] + lanes[i + N / 2];
+    return halving_sum(sum);
+  }
+}
+
+// V's mean and scale of a channel, which every strip makes for itself.
+template <QuantizeConfig C, typename T>
+__device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int channel) {
+  const Moments* strips = shared.values.strips;
+  float sum[C.strips], low = INFINITE, high = -INFINITE;
+#pragma unroll
+  for (int i = 0; i < C.strips; ++i) {
+    sum[i] = 0.0f;
+    if (i >= place.strips) continue;
+    sum[i] += strips[i].sum[channel];
+    const float2 lows = Pair<T>::floats(strips[i].low[channel / 2]), highs = Pair<T>::floats(strips[i].high[channel / 2]);
+    low = fminf(low, channel % 2 ? lows.y : lows.x), high = fmaxf(high, channel % 2 ? highs.y : highs.x);
+  }
+  // strips are lanes of quantize.lane_sum; those that aren't there add zeros
+  const float mean = removable(coarse(__fmul_rn(halving_sum(sum), p.inverse_length), low, high));
+  const float scale = scale_of(fmaxf(fmaxf(high - mean, mean - low), 0.0f));
+  shared.shift[channel] = mean, shared.factor[channel] = __fdiv_rn(1.0f, scale);
+  if (place.strip != 0) return;
+  p.v_mean[place.channel() + channel] = mean;
+  p.v_scale[place.channel() + channel] = scale;
+}
+
+// V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and of each block 16 tokens, whose codes are 16
+// bytes of either channel. CAREFUL: some aren't finite, or don't exist.
+template <bool CAREFUL, QuantizeConfig C, typename T>
+__device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
+  const int chunk = threadIdx.x / 32, group = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
+  const int column = 4 * chunk_at(group, chunk) + threadIdx.x % 4;
+  const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
+  uint8_t* to = p.v_data + (place.channel() + channel) * p.padded + place.first + group * 16;
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS && n * KEYS < place.count; ++n) {
+    const int first = n * KEYS + group * 16;
+    uint32_t codes[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float2 y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int token = first + 2 * i + j % 2 + j / 2 * 8;
+        const float2 x = Pair<T>::floats(shared.tile[token][column]);
+        y[j] = {(x.x - mean.x) * factor.x, (x.y - mean.y) * factor.y};
+        if constexpr (CAREFUL) {
+          const bool exists = token < place.count;
+          y[j] = {exists & (y[j].x == y[j].x) ? y[j].x : 0.0f, exists & (y[j].y == y[j].y) ? y[j].y : 0.0f};
+        }
+      }
+      codes[0][i] = ptx::e4m3x4(y[0].x, y[1].x, y[2].x, y[3].x);
+      codes[1][i] = ptx::e4m3x4(y[0].y, y[1].y, y[2].y, y[3].y);
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + n * KEYS) = {codes[c][0], codes[c][1], codes[c][2], codes[c][3]};
+  }
+}
+
+// K's mean of some of the slice's channels, a power of two of them, from what the other strips have of the sample too, to all strips.
+template <QuantizeConfig C, typename T>
+__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place) {
+  int log_words = 5;  // of a strip's CTA; the last ones may have none
+  static_assert(WORDS == 1 << 5);
+  for (int strips = 2; strips <= place.strips; strips *= 2) --log_words;
+  const int words = 1 << log_words;
+  if (place.strip * words >= WORDS) return;
+#pragma unroll 1
+  for (int item = threadIdx.x; item < LANES << log_words; item += THREADS) {
+    const int lane = item >> log_words, word = place.strip * words + item % words;
+    float2 sum;
+    bool careful = false;
+    do {
+      sum = {0.0f, 0.0f};
+#pragma unroll 8
+      for (int i = 0; i < STEPS; ++i) {
+        // every sample_step-th group of LANES tokens, which is one in as many as there are strips; behind the end there are zeros
+        const int group = i * place.strips, token = group % STEPS * LANES + lane;
+        const StripTile& tile = *ptx::in_cta(&shared.tile, place.rank_of(group / STEPS, place.slice));
+        uint32_t raw = tile[token][4 * (chunk_at(lane / 16, word / 4) ^ 2 * group % CHUNKS) + word % 4];
+        if (careful) raw &= ~not_finite<T>(raw);
+        const float2 x = Pair<T>::floats(raw);
+        sum.x += x.x, sum.y += x.y;
+      }
+      careful = !careful;
+    } while (careful && !(is_finite(sum.x) && is_finite(sum.y)));
+    reinterpret_cast<float2*>(shared.sampled)[item] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 2 * words) return;
+  float sum[LANES];
+#pragma unroll
+  for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
+  const float mean = removable(__fmul_rn(halving_sum(sum), p.inverse_sample));
+  const int channel = place.strip * 2 * words + threadIdx.x;
+#pragma unroll 1
+  for (int strip = 0; strip < place.strips; ++strip) *ptx::in_cta(&shared.shift[channel], place.rank_of(strip, place.slice)) = mean;
+  p.k_mean[place.channel() + channel] = mean;
+}
+
+// Largest magnitudes of K's blocks to all slices of the strip. Infinities become NaN in the tile.
+template <QuantizeConfig C, typename T>
+__device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Mine& mine, const float (&mean)[8]) {
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    float largest = 0.0f;
+    const auto look = [&](uint4 words) {
+      float x[8];
+      numbers<T>(x, words);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(x[c] - mean[c]));  // NaN isn't larger than anything
+    };
+#pragma unroll
+    for (int i = 0; i < OF_BLOCK; ++i) {
+      const uint4 words = mine.at(shared.tile, n, i);
+      const uint32_t spoil = mine.token(n, i) < place.count ? 0 : ~0u;
+      look(words | uint4{spoil, spoil, spoil, spoil});
+    }
+    if (largest == INFINITE) {
+      largest = 0.0f;
+#pragma unroll 1
+      for (int i = 0; i < OF_BLOCK && mine.token(n, i) < place.count; ++i) {
+        uint4& words = mine.at(shared.tile, n, i);
+        words = words | not_finite<T>(words);
+        look(words);
+      }
+    }
+    const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
+    if (threadIdx.x % 32 == n) shared.of_warps[threadIdx.x / 32][n] = __uint_as_float(of_warp);
+  }
+  __syncthreads();
+  const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
+  if (slice >= place.slices) return;
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) largest = fmaxf(largest, shared.of_warps[i][n]);
+  *ptx::in_cta(&shared.of_slices[place.slice][n], place.rank_of(place.strip, slice)) = largest;
+}
+
+// K's codes and scales.
+template <QuantizeConfig C, typename T>
+__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Mine& mine, const float (&mean)[8]) {
+  // a lane has the scale of the block of its number, modulo BLOCKS
+  const int block = threadIdx.x % BLOCKS;
+  float largest = 0.0f;
+  for (int i = 0; i < place.slices; ++i) largest = fmaxf(largest, shared.of_slices[i][block]);
+  const float scale = scale_of(largest), inverse = __fdiv_rn(1.0f, scale);
+  if (place.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < place.count)
+    p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = scale;
+  uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS + mine.chunk * 8;
+  to += (place.first + mine.lane) * p.k_data_strides[2];
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    const float factor = __shfl_sync(~0u, inverse, n);
+    const uint4 words = shared.hidden[n];
+    const uint32_t hidden[OF_BLOCK] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < OF_BLOCK; ++i, to += LANES * p.k_data_strides[2]) {
+      float x[8];
+      numbers<T>(x, mine.at(shared.tile, n, i));
+#pragma unroll
+      for (int c = 0; c < 8; ++c) x[c] = (x[c] - mean[c]) * factor;
+      uint2 codes = {ptx::e4m3x4(x[0], x[1], x[2], x[3]), ptx::e4m3x4(x[4], x[5], x[6], x[7])};
+      if (hidden[i] >> mine.lane & 1) codes = {NAN_CODES, NAN_CODES};
+      if (mine.token(n, i) < place.count) *reinterpret_cast<uint2*>(to) = codes;
+    }
+  }
+}
+
+// Instance::config is the QuantizeConfig. A grid of clusters, one for each head of K and V.
+template <class Instance, typename T>
+__global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(const __grid_constant__ QuantizeParams p) {
+  constexpr QuantizeConfig C = Instance::config;
+  extern __shared__ __align__(128) uint8_t bytes[];
+  QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
+  const Place place(p);
+  const Mine mine;
+  if (threadIdx.x < BLOCKS) shared.hidden[threadIdx.x] = {};
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
+  const T* v = static_cast<const T*>(p.v) + place.batch * p.v_strides[0] + place.head * p.v_strides[1] + place.first * p.v_strides[2] + place.slice * CHANNELS;
+  const T* k = static_cast<const T*>(p.k) + place.batch * p.k_strides[0] + place.head * p.k_strides[1] + place.first * p.k_strides[2] + place.slice * CHANNELS;
+  mine.load(shared.tile, v, p.v_strides[2], place.count);
+  ptx::cluster_sync();  // before anyone is told anything, it is there
+
+  measure_values<C, T>(shared, place, mine);
+  __syncwarp();
+  ptx::cluster_sync();
+  if (threadIdx.x < CHANNELS) finish_values<C, T>(p, shared, place, threadIdx.x);
+  __syncthreads();
+  if (__any_sync(~0u, any(shared.hidden[threadIdx.x % BLOCKS])) || place.count < STRIP)
+    write_values<true, C, T>(p, shared, place);
+  else
+    write_values<false, C, T>(p, shared, place);
+  __syncthreads();
+
+  mine.load(shared.tile, k, p.k_strides[2], place.count);
+  ptx::cp_async_wait();
+  ptx::cluster_sync();
+  measure_keys<C, T>(p, shared, place);
+  __syncwarp();
+  ptx::cluster_sync();
+  float mean[8];
+#pragma unroll
+  for (int c = 0; c < 8; ++c) mean[c] = shared.shift[8 * mine.chunk + c];
+  find_largest<C, T>(shared, place, mine, mean);
+  __syncwarp();
+  ptx::cluster_sync();  // the last time that anyone looks at another's memory was before
+  write_keys<C, T>(p, shared, place, mine, mean);
+}
+
+// A programmatic dependent of what runs before it.
+template <class Instance>
+cudaError_t launch(const QuantizeParams& p, int ctas, cudaStream_t stream) {
+  constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
+  const int cluster = (p.length + STRIP - 1) / STRIP * (p.head_dim / CHANNELS);
+  const auto kernel = p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = ctas;
+  config.blockDim = THREADS;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+}  // namespace fp8attn

@@ -1,0 +1,128 @@
+"""The CUDA quantizer of K and V with the default recipe, for Hopper: its configs, which calls it takes, and what it fills.
+
+The bytes are those of fp8attn.quantize, as those of Triton's quantizer are; clusters of CTAs that hold a head in shared memory read it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import torch
+
+from .. import quantize as definition
+from ..call import HALVES, why_not_tma
+from ..device import Device
+from ..layout import padded_length
+from ..quantize import LANES, STRIP
+from ..recipe import DEFAULT_RECIPE, E4M3, SCALE_BLOCK, Quantized, Recipe
+
+CHANNELS = 64
+"""Of K or V that a CTA holds at a time, of STRIP tokens."""
+
+LARGEST_DIM = 256
+
+LARGEST_CLUSTER = 16
+"""CTAs; those of more than 8 aren't portable."""
+
+THREADS = 256
+WARPS = 8
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """One instance; the fields of C++'s QuantizeConfig, in order.
+
+    Attributes:
+        strips: of STRIP tokens, at most; a power of two.
+        ctas: of an SM, at least: what registers must leave room for.
+    """
+
+    strips: int
+    ctas: int
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return THREADS
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(QuantizeStorage)."""
+        moments = CHANNELS * (4 + 2 + 2)
+        shared_by_all = max((WARPS + self.strips) * moments, LANES * CHANNELS * 4)
+        blocks = STRIP // SCALE_BLOCK
+        facts = 8 * CHANNELS + 4 * blocks * (WARPS + LARGEST_DIM // CHANNELS) + 4 * STRIP // LANES
+        return -(-(STRIP * CHANNELS * 2 + shared_by_all + facts) // 128) * 128
+
+    @property
+    def name(self) -> str:
+        return "quantize_" + "_".join(str(x) for x in astuple(self))
+
+
+INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
+"""What is compiled."""
+
+
+def strips_of(k: torch.Tensor) -> int:
+    """Strips of a head's tokens."""
+    return -(-k.shape[2] // STRIP)
+
+
+def cluster_of(k: torch.Tensor) -> int:
+    """CTAs that share a head."""
+    return strips_of(k) * (k.shape[3] // CHANNELS)
+
+
+def choose(k: torch.Tensor) -> QuantizeConfig:
+    """The instance of a call, `why_not` having said that there is one."""
+    return next(c for c in INSTANCES if c.strips >= strips_of(k))
+
+
+def misfit(config: QuantizeConfig, device: Device) -> str | None:
+    """Why a config can't run on a device, or None if it can."""
+    if device.emulated or device.arch // 10 != 9:
+        return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
+    if config.shared_bytes > device.shared_memory:
+        return f"it takes {config.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
+    return None
+
+
+def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
+    """Why keys and values (B, H, S, D) aren't quantized by it, or None if they are."""
+    for name in ("k", "v", "smooth_k", "smooth_v", "rotate", "qk"):
+        if getattr(recipe, name) != getattr(DEFAULT_RECIPE, name):
+            return f"recipe.{name} is {getattr(recipe, name)!r}; it takes {getattr(DEFAULT_RECIPE, name)!r}"
+    if k.dtype not in HALVES or k.dtype != v.dtype:
+        return f"key and value are {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
+    if k.shape != v.shape:
+        return f"key has shape {tuple(k.shape)}, value {tuple(v.shape)}; it takes the same of both"
+    dim = k.shape[3]
+    if dim % CHANNELS or not 0 < dim <= LARGEST_DIM:
+        return f"head dim is {dim}; it takes multiples of {CHANNELS} up to {LARGEST_DIM}"
+    if k.numel() == 0:
+        return f"key has shape {tuple(k.shape)}"
+    if k.shape[2] <= STRIP:
+        return f"there are {k.shape[2]} keys; it takes more than {STRIP}: Triton's kernels were measured to be quick with fewer"
+    if cluster_of(k) > LARGEST_CLUSTER:
+        return f"there are {k.shape[2]} keys; of head dim {dim} it takes {LARGEST_CLUSTER * CHANNELS // dim * STRIP}"
+    for name, x in (("key", k), ("value", v)):
+        reason = why_not_tma(x, name)
+        if reason is not None:
+            return reason
+    return misfit(choose(k), device)
+
+
+def empty(k: torch.Tensor, v: torch.Tensor) -> tuple[Quantized, Quantized]:
+    """What the kernel fills."""
+    batch, heads, length, dim = k.shape
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return k.new_empty(shape, dtype=torch.float32)
+
+    rows = definition.empty_rows(k)
+    scale = numbers(*definition.scale_shape("block", *k.shape))
+    values = v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3)
+    return (
+        Quantized(rows, scale, "block", "rows", length, numbers(batch, heads, dim)),
+        Quantized(values, numbers(batch, heads, dim), "channel", "values", length, numbers(batch, heads, dim)),
+    )

@@ -1,0 +1,9 @@
+// One grid at a time.
+#pragma once
+
+namespace fp8attn::ptx {
+
+inline void wait_for_grids_before() {}
+inline void launch_dependents() {}
+
+}  // namespace fp8attn::ptx
