@@ -24,7 +24,7 @@ from .peers import Problem
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "full": ((1, 2, 200, 64), (1, 2, 300, 64), {}),
     "causal, GQA": ((2, 4, 150, 128), (2, 2, 150, 128), dict(is_causal=True)),
-    "odd head dim": ((1, 1, 70, 40), (1, 1, 65, 40), {}),
+    "odd head dim": ((1, 1, 70, 72), (1, 1, 65, 72), {}),
     "head dim 256": ((1, 1, 100, 256), (1, 1, 130, 256), {}),
     "mask": ((1, 2, 40, 64), (1, 2, 200, 64), dict(attn_mask=(1, 2, 40, 200))),
     "one row": ((2, 8, 1, 128), (2, 2, 1100, 128), dict(is_causal=True, causal_alignment="bottom_right")),
