@@ -207,6 +207,18 @@ def channel_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: t
     return q, k + bias, v
 
 
+def query_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
+    """Those of Q do."""
+    bias = q.new_zeros(q.shape[-1])
+    bias[:4] = q.new_tensor([10.0, -20.0, 30.0, -50.0])
+    return q + bias, k, v
+
+
+def both_biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
+    """Those of Q and of K."""
+    return channel_bias(*query_bias(q, k, v, generator), generator)
+
+
 def sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
     """Queries have a common part, and the first four keys lie along it: their scores are about 10, those of other keys N(0, 2), and most of the
     probability is theirs. Their values are a fiftieth of the others', so that the answer isn't: what language models do with their first
@@ -245,6 +257,8 @@ DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tor
     "one-sign": one_sign,
     "outliers": outliers,
     "channel-bias": channel_bias,
+    "query-bias": query_bias,
+    "both-biased": both_biased,
     "sinks": sinks,
     "heavy-tails": heavy_tails,
     "one-hot": one_hot,

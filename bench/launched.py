@@ -31,6 +31,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "nothing visible": ((1, 1, 200, 64), (1, 1, 20, 64), dict(is_causal=True, causal_alignment="bottom_right")),
     "int8, shared": ((2, 4, 3, 64), (2, 2, 1100, 64), dict(recipe=Recipe(qk="int8"))),
     "int8, causal": ((1, 2, 200, 128), (1, 2, 300, 128), dict(recipe=Recipe(qk="int8"), is_causal=True)),
+    "smoothed queries": ((1, 2, 150, 64), (1, 1, 201, 64), dict(recipe=Recipe(smooth_q=True))),
 }
 """A problem of every shape class: q's and k's shape, and options; a mask is drawn."""
 

@@ -30,9 +30,11 @@ RECIPES = {
     "token keys": Recipe(k="token"),
     "token keys rotated": Recipe(k="token", rotate=True),
     "V not smoothed": Recipe(smooth_v=False),
+    "Q smoothed": Recipe(smooth_q=True),
     "f16": Recipe(compute="f16"),
     "int8": Recipe(qk="int8"),
     "precise": fp8attn.PRECISE,
+    "int8, Q smoothed": Recipe(qk="int8", smooth_q=True),
     "per tensor": PLAIN,
 }
 """Beside the default."""

@@ -21,6 +21,7 @@ from .validate import (
     BackendUnavailable,
     Operand,
     as_stored,
+    check_bias,
     check_causal,
     check_operand,
     check_options,
@@ -107,7 +108,8 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None.
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise; or None, both.
-        recipe: granularities, smoothing, rotation, what query and key are stored as.
+        recipe: granularities, smoothing, rotation, what query and key are stored as. With `smooth_q`, query is quantized together with the keys
+            that it attends to.
 
     Returns:
         The `Quantized` of what was given: of query; of key and value; or of all three.
@@ -125,8 +127,12 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
         raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
     if query is None and key is None:
         raise ValueError("query, key and value are None; at least query, or key and value, must be tensors")
+    if query is not None and key is None and recipe.smooth_q:
+        raise ValueError("key is None and recipe.smooth_q is True; key and value must be given, or query to sdpa as it is, beside quantized ones")
     if key is not None:
         check_shapes(key, key, value, False)
+        if query is not None and recipe.smooth_q:
+            check_shapes(query, key, value, True)
     results = tuple(x for x in _quantize(query, key, value, recipe) if x is not None)
     return results[0] if len(results) == 1 else results
 
@@ -136,11 +142,12 @@ def _quantize(
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """The operator, its results as `Quantized`; None for what isn't given."""
     tensors = ops.library_ops.quantize(
-        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate, recipe.qk
+        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
     )  # fmt: skip
     q = k = v = None
     if query is not None:
-        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], rotated=recipe.rotate)
+        means, bias = (tensors[2], None if key is None else tensors[9]) if recipe.smooth_q else (None, None)
+        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, recipe.rotate, bias)
     if key is not None:
         k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], tensors[5] if recipe.smooth_k else None, recipe.rotate)
         v = Quantized(tensors[6], tensors[7], recipe.v, "values", key.shape[2], tensors[8] if recipe.smooth_v else None)
@@ -225,6 +232,8 @@ def _check_pair(query: Operand, key: Operand) -> None:
     if in_query != in_key:
         rotated, other = ("query", "key") if in_query else ("key", "query")
         raise ValueError(f"{rotated} is rotated, {other} isn't; both must be quantized with recipes of the same `rotate`")
+    if isinstance(query, Quantized):
+        check_bias(query, key.shape[2])
 
 
 def _prepare(
@@ -239,6 +248,8 @@ def _prepare(
         q, k, v = _quantize(floats[0], floats[1], floats[2], recipe)
         query, key, value = q or query, k or key, v or value
     _check_pair(query, key)
+    if query.mean is not None and query.bias is None:
+        query = replace(query, bias=ops.library_ops.score_bias(query.mean, key.data, key.scale, key.granularity))
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.length)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -260,6 +271,7 @@ def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
         p.value.scale.expand(batch, kv_heads, p.value.shape[3]),
         p.value.mean,
         p.attn_mask,
+        None if p.query.bias is None else p.query.bias.contiguous(),
         p.key.length,
         p.softmax_scale,
         p.causal,

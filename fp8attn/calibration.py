@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from . import reference
 from .api import quantize, sdpa
 from .quantize import dequantize
-from .recipe import PRECISE, SCALE_BLOCK, Quantized, Recipe
+from .recipe import PRECISE, QUERY_GROUP, SCALE_BLOCK, Quantized, Recipe
 
 CANDIDATES = (
     Recipe(),
@@ -232,11 +232,14 @@ def _answer(call: AttentionCall, operands: Operands, recipe: Recipe) -> torch.Te
     return reference.pipeline(*operands, call.mask, block_n=SCALE_BLOCK, causal=call.causal, softmax_scale=call.scale, compute=recipe.compute)[0]
 
 
-def _probabilities(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(B, Hq, len(rows), Sk), float32; of rows that see nothing, zeros."""
+def _probabilities(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(B, Hq, len(rows), Sk), float32; of rows that see nothing, zeros. `bias`: Quantized's."""
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     k = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = q[:, :, rows].float() @ k.transpose(-2, -1) * scale
+    scores = q[:, :, rows].float() @ k.transpose(-2, -1)
+    if bias is not None:
+        scores = scores + bias[:, :, rows // QUERY_GROUP, : k.shape[2]]
+    scores = scores * scale
     mask = None if call.mask is None else call.mask[:, :, rows]
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.float()
@@ -250,7 +253,8 @@ def _attention_mass(call: AttentionCall, q: Quantized, k: Quantized) -> torch.Te
     length = call.query.shape[2]
     rows = torch.linspace(0, length - 1, min(length, MASS_ROWS), device=call.query.device).round().long()
     exact = _probabilities(call, call.query, call.key, rows)
-    return (_probabilities(call, dequantize(q), dequantize(k), rows) - exact).abs().sum(-1).mean(-1) / 2
+    approximate = _probabilities(call, dequantize(replace(q, mean=None)), dequantize(k), rows, q.bias)
+    return (approximate - exact).abs().sum(-1).mean(-1) / 2
 
 
 def _errors(call: AttentionCall, recipe: Recipe, expected: torch.Tensor) -> HeadErrors:

@@ -29,6 +29,8 @@ class Call:
         v: (B, Hkv, Dv, S_padded) e4m3 in the layout of quantized V.
         v_scale: float32 (B, Hkv, Dv). v_mean: float32 (B, Hkv, Dv) or None.
         attn_mask: (B, Hq, Sq, Sk), bool or float, any strides, or None.
+        bias: float32 (B, Hq, ceil(Sq / 64), Sk rounded up to a multiple of 4), contiguous, or None: times the softmax scale it is added to the
+            scores of every 64 queries, whose mean it is the part of.
         kv_length: Sk.
         return_lse: LSE of the scores of q and k as they are stored: what smoothing took from K is the caller's to add.
     """
@@ -43,6 +45,7 @@ class Call:
     v_scale: torch.Tensor
     v_mean: torch.Tensor | None
     attn_mask: torch.Tensor | None
+    bias: torch.Tensor | None
     kv_length: int
     softmax_scale: float
     causal: Causal

@@ -56,6 +56,8 @@ def _known(query: Operand, key: Operand, value: Operand, options: tuple) -> tupl
         return (options, query.shape, key.shape, value.shape), (query, key, value)
     if not (isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)):
         return None
+    if query.bias is not None or query.mean is not None:  # smoothed: nothing here tells the binding of it
+        return None
     q, q_scale, k, k_scale, v, v_scale, v_mean = tensors = (query.data, query.scale, key.data, key.scale, value.data, value.scale, value.mean)
     if not (type(q) is type(q_scale) is type(k) is type(k_scale) is type(v) is type(v_scale) is torch.Tensor):
         return None

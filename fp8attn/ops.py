@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,7 +21,7 @@ from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
 from .layout import padded_length
-from .recipe import DEFAULT_RECIPE, E4M3, ComputeType, Granularity, ProductType, Quantized, Recipe
+from .recipe import BIAS_ALIGNMENT, DEFAULT_RECIPE, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
@@ -84,7 +84,10 @@ def quantized(
             except BuildError as error:
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
             else:
-                return (None if q is None else fused.quantize(q, None, None, recipe, device)[0]), *kv
+                q_quantized = None if q is None else fused.quantize(q, None, None, recipe, device)[0]
+                if q_quantized is not None and recipe.smooth_q:
+                    q_quantized = definition.with_bias(q_quantized, k, kv[0])
+                return q_quantized, *kv
         return fused.quantize(q, k, v, recipe, device)
 
 
@@ -97,10 +100,11 @@ def _quantize(
     v_granularity: Granularity,
     smooth_k: bool,
     smooth_v: bool,
+    smooth_q: bool,
     rotate: bool,
     qk: ProductType,
 ) -> tuple[torch.Tensor, ...]:
-    recipe = _recipe(q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate, qk)
+    recipe = _recipe(q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, smooth_q, rotate, qk)
     like = k if q is None else q
     assert like is not None
     results = quantized(q, k, v, recipe)
@@ -108,41 +112,63 @@ def _quantize(
     tensors: list[torch.Tensor] = []
     for x in results:
         tensors += [none.clone() if t is None else t for t in ((None,) * 3 if x is None else (x.data, x.scale, x.mean))]
-    return tuple(tensors)
+    bias = None if results[0] is None else results[0].bias
+    return *tensors, none if bias is None else bias
 
 
-def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, rotate, qk) -> tuple[torch.Tensor, ...]:
+def _bias_shape(means: Sequence[int], kv_length: int) -> tuple[int, int, int, int]:
+    """Of Quantized.bias, by the shape of the means."""
+    return means[0], means[1], means[2], -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+
+
+def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, smooth_q, rotate, qk) -> tuple[torch.Tensor, ...]:
     like = k if q is None else q
 
     def numbers(*shape) -> torch.Tensor:
         return like.new_empty(shape, dtype=torch.float32)
 
-    q_data, q_scale = numbers(0), numbers(0)
+    q_data, q_scale, q_mean, bias = (numbers(0) for _ in range(4))
     if q is not None:
         q_data = definition.empty_rows(q, definition.row_type(qk))
         q_scale = numbers(*definition.scale_shape(q_granularity, *q.shape))
+        if smooth_q:
+            means = (*q.shape[:2], -(-q.shape[2] // QUERY_GROUP), q.shape[3])
+            q_mean = numbers(*means)
+            bias = bias if k is None else numbers(*_bias_shape(means, k.shape[2]))
     if k is None:
-        return q_data, q_scale, *(numbers(0) for _ in range(7))
+        return q_data, q_scale, q_mean, *(numbers(0) for _ in range(7))
     batch, heads, length, dim = v.shape
     return (
         q_data,
         q_scale,
-        numbers(0),
+        q_mean,
         definition.empty_rows(k, definition.row_type(qk)),
         numbers(*definition.scale_shape(k_granularity, *k.shape)),
         numbers(batch, heads, k.shape[3]) if smooth_k else numbers(0),
         v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3),
         numbers(*definition.scale_shape(v_granularity, batch, heads, length, dim)),
         numbers(batch, heads, dim) if smooth_v else numbers(0),
+        bias,
     )
 
 
 register(
-    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v, bool rotate,"
-    " str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v,"
+    " bool smooth_q, bool rotate, str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _fake_quantize,
 )
+
+
+def _score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity) -> torch.Tensor:
+    return definition.score_bias(q_mean, definition.dequantize(Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])))
+
+
+def _fake_score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity) -> torch.Tensor:
+    return q_mean.new_empty(_bias_shape(q_mean.shape, k_data.shape[2]))
+
+
+register("score_bias(Tensor q_mean, Tensor k_data, Tensor k_scale, str k_granularity) -> Tensor", _score_bias, _fake_score_bias)
 
 
 def _import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -207,6 +233,7 @@ def forward_by(backend: Forward):
         v_scale: torch.Tensor,
         v_mean: torch.Tensor | None,
         attn_mask: torch.Tensor | None,
+        bias: torch.Tensor | None,
         kv_length: int,
         softmax_scale: float,
         causal: Causal,
@@ -216,7 +243,7 @@ def forward_by(backend: Forward):
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = Call(
-            q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask,
+            q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, bias,
             kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse,
         )  # fmt: skip
         with current(q.device):
@@ -225,7 +252,7 @@ def forward_by(backend: Forward):
     return forward
 
 
-def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, kv_length,
+def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, bias, kv_length,
                   softmax_scale, causal, compute, two_level, out_dtype, return_lse):  # fmt: skip
     return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
 
@@ -233,7 +260,7 @@ def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, 
 for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by_whichever)):
     register(
         f"{_name}_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
-        " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, SymInt kv_length, float softmax_scale, str causal,"
+        " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, Tensor? bias, SymInt kv_length, float softmax_scale, str causal,"
         " str compute, bool? two_level, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
         forward_by(_backend),
         _fake_forward,
@@ -268,8 +295,8 @@ def from_half_by(backend: Forward, required: bool):
             by: Forward, query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             call = Call(
-                query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean, None,
-                k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+                query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
+                None, None, k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
             )  # fmt: skip
             assert key.mean is not None
             return *by(call), key.mean if return_lse else empty_key_mean(k, False)

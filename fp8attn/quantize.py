@@ -5,17 +5,34 @@ Where float32 addition would depend on the order (the means), the order is part 
 Non-finite input is neither laundered into a finite answer nor spread further than it must:
 - a scale is the largest finite magnitude over 448 (127 for int8), a mean is taken over the finite elements;
 - a NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN; int8 has none: all of the row becomes INT8_NAN;
+- a key that isn't finite has no part in what means of queries add to scores: its own scores are NaN without it;
 - a token whose v has a NaN or ±inf gets NaN in all of its *k*, and zeros in v's place: exactly the rows that attend to the
   token come out NaN. A NaN in v itself would reach rows that the mask hides it from, through 0 · NaN.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from . import rotation
 from .layout import padded_length, slots
-from .recipe import E4M3, E4M3_MAX, E4M3_NAN, INT8_MAX, INT8_NAN, ROW_ALIGNMENT, SCALE_BLOCK, Granularity, ProductType, Quantized, Recipe
+from .recipe import (
+    BIAS_ALIGNMENT,
+    E4M3,
+    E4M3_MAX,
+    E4M3_NAN,
+    INT8_MAX,
+    INT8_NAN,
+    QUERY_GROUP,
+    ROW_ALIGNMENT,
+    SCALE_BLOCK,
+    Granularity,
+    ProductType,
+    Quantized,
+    Recipe,
+)
 
 STRIP = 512
 """Tokens that one program adds up."""
@@ -25,6 +42,9 @@ LANES = 32
 
 SAMPLE = 512
 """Tokens at most that K's mean is taken over."""
+
+LARGEST_BIAS = 2.0**100
+"""What means of queries add to scores, over the softmax scale, is kept within ±this: an infinite one would hide its key."""
 
 LARGEST_MEAN = 2.0**100
 """Means from here on aren't removed: below, x - mean is finite for every finite float32 x."""
@@ -97,6 +117,53 @@ def key_mean(k: torch.Tensor) -> torch.Tensor:
     tokens = torch.arange(k.shape[2], device=k.device)
     tokens = tokens[tokens // LANES % sample_step(k.shape[2]) == 0]
     return lane_sum(finite_or_zero(k[:, :, tokens])) * (1 / max(len(tokens), 1))
+
+
+def of_every_query(mean: torch.Tensor, length: int) -> torch.Tensor:
+    """Means of groups of queries, or what else there is of every group, (B, H, G, D) -> (B, H, length, D)."""
+    return mean.repeat_interleave(QUERY_GROUP, 2)[:, :, :length]
+
+
+def query_means(q: torch.Tensor) -> torch.Tensor:
+    """Means of every QUERY_GROUP queries, (B, H, S, D) -> float32 (B, H, ceil(S / 64), D). Non-finite elements count as zeros."""
+    batch, heads, length, dim = q.shape
+    groups = -(-length // QUERY_GROUP)
+    padded = q.new_zeros(batch, heads, groups * QUERY_GROUP, dim, dtype=torch.float32)
+    padded[:, :, :length] = finite_or_zero(q)
+    counts = (length - QUERY_GROUP * torch.arange(groups, device=q.device)).clamp(max=QUERY_GROUP)
+    return removable(lane_sum(padded.unflatten(2, (groups, QUERY_GROUP))) * (1.0 / counts.float()).unsqueeze(-1))
+
+
+def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What means of queries add to scores, over the softmax scale.
+
+    Args:
+        means: float32 (B, Hq, G, D). keys: float32 (B, Hkv, Sk, D), in the means' basis.
+
+    Returns:
+        float32 (B, Hq, G, Sk rounded up): zero for keys that aren't finite, and behind the last. Torch's own float32 products, which are TF32's
+        if its user allows them.
+    """
+    batch, heads, groups, dim = means.shape
+    kv_heads, length = keys.shape[1:3]
+    pitch = -(-length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    bias = means.new_empty(batch, heads, groups, pitch)
+    bias[..., length:] = 0.0
+    if bias.numel() == 0:
+        return bias
+    keys = torch.where(keys.isfinite().all(-1, keepdim=True), keys, 0.0).contiguous()
+    # by heads of K, one after the other: how a product of all is summed depends on how many there are
+    rows, products = means.reshape(batch, kv_heads, -1, dim), bias.view(batch, kv_heads, -1, pitch)
+    for b in range(batch):
+        for h in range(kv_heads):
+            torch.mm(rows[b, h], keys[b, h].T, out=products[b, h, :, :length])
+    return bias.nan_to_num_(nan=0.0).clamp_(-LARGEST_BIAS, LARGEST_BIAS)
+
+
+def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized) -> Quantized:
+    """`q`, whose means were subtracted, with what they add to the scores of k (B, Hkv, Sk, D), which isn't rounded for it."""
+    assert q.mean is not None
+    return replace(q, bias=score_bias(q.mean, centre(rotation.rotate(k) if k_quantized.rotated else k, k_quantized.mean)))
 
 
 def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -242,10 +309,18 @@ def _quantize_rows(
     return Quantized(data, kept, granularity, "rows", length, mean, rotated)
 
 
+def without_means(q: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries (B, H, S, D) minus the means of their groups, float32, and the means as `Quantized` has them: rotated if the recipe says so."""
+    means = query_means(q)
+    stored = rotation.rotate(means) * rotation.part_of(q.shape[-1]) if recipe.rotate else means
+    return q.float() - of_every_query(means, q.shape[2]), stored
+
+
 def quantize_q(q: torch.Tensor, recipe: Recipe) -> Quantized:
-    """Quantize queries (B, H, S, D), any float dtype."""
+    """Quantize queries (B, H, S, D), any float dtype. Smoothed, they are without `bias`."""
     factor = rotation.part_of(q.shape[-1]) if recipe.rotate else 1.0
-    return _quantize_rows(q, recipe.q, None, None, recipe.rotate, factor, recipe.qk)
+    q, means = without_means(q, recipe) if recipe.smooth_q else (q, None)
+    return replace(_quantize_rows(q, recipe.q, None, None, recipe.rotate, factor, recipe.qk), mean=means)
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
@@ -263,11 +338,14 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quant
 def quantize(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """Quantize q, or k and v, or all three; what isn't given comes back as None."""
+    """Quantize q, or k and v, or all three; what isn't given comes back as None. A smoothed q has a `bias` if there is k."""
     q_quantized = None if q is None else quantize_q(q, recipe)
     if k is None or v is None:
         return q_quantized, None, None
-    return q_quantized, *quantize_kv(k, v, recipe)
+    k_quantized, v_quantized = quantize_kv(k, v, recipe)
+    if q_quantized is not None and recipe.smooth_q:
+        q_quantized = with_bias(q_quantized, k, k_quantized)
+    return q_quantized, k_quantized, v_quantized
 
 
 def values_layout(rows: torch.Tensor) -> torch.Tensor:
@@ -302,6 +380,11 @@ def poison(k: Quantized, tokens: torch.Tensor) -> Quantized:
     return Quantized(k.data, scale, "token", "rows", k.length, k.mean)
 
 
+def token_means(mean: torch.Tensor, length: int) -> torch.Tensor:
+    """`Quantized.mean` of `length` tokens, broadcastable to (B, H, S, D)."""
+    return of_every_query(mean, length) if mean.dim() == 4 else mean.unsqueeze(-2)
+
+
 def numbers(x: Quantized) -> torch.Tensor:
     """The float32 numbers (B, H, S, D) that rows are stored as, over their scales."""
     return torch.where(x.data == INT8_NAN, torch.nan, x.data.float()) if x.data.dtype == torch.int8 else x.data.float()
@@ -314,4 +397,4 @@ def dequantize(x: Quantized) -> torch.Tensor:
         y = (numbers(x) * row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)).clamp(-FLOAT_MAX, FLOAT_MAX)
     else:
         y = rows_layout(x.data, x.length).float() * x.scale.unsqueeze(-2)
-    return y if x.mean is None else y + x.mean.unsqueeze(-2)
+    return y if x.mean is None else y + token_means(x.mean, x.length)

@@ -26,6 +26,12 @@ INT8_NAN = -128
 SCALE_BLOCK = 128
 """Rows that one `block` scale covers. A kernel's key block divides it, so a block scale is one scalar per key block."""
 
+QUERY_GROUP = 64
+"""Queries that one mean covers: a warpgroup's rows, so that what it adds to scores is one number per key there."""
+
+BIAS_ALIGNMENT = 4
+"""Rows of what these means add to scores start at multiples of so many float32."""
+
 ROW_ALIGNMENT = 16
 """Rows of quantized q and k start at multiples of this many bytes, which is what TMA asks for."""
 
@@ -42,6 +48,10 @@ class Recipe:
             with a large common part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
         smooth_v: subtract V's mean over tokens, where it isn't small, before quantizing and add it back after normalisation, which is exact
             because the probabilities of a row sum to one.
+        smooth_q: subtract the mean of every 64 queries before quantizing, and add its product with K to the scores, in float32 (SageAttention 2,
+            arXiv:2411.10958, section 3). For a Q whose channels have large common parts: they no longer eat its precision, nor K's, whose
+            rounding they would multiply. Takes a pass over Q, a product with K a 64th as large as Q·Kᵀ, which lies in memory (4 bytes for
+            every 64 scores), and kernels that add masks.
         rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread
             over all channels (fp8attn.rotation). Scores don't change; it takes time in the quantizer, none in the kernel.
         qk: what Q and K are stored and multiplied as. `int8` has uniform steps: of a row like N(0, 1) a third of e4m3's rounding error, and exact
@@ -61,6 +71,7 @@ class Recipe:
     v: Granularity = "channel"
     smooth_k: bool = True
     smooth_v: bool = True
+    smooth_q: bool = False
     rotate: bool = False
     qk: ProductType = "e4m3"
     compute: ComputeType = "e4m3"
@@ -73,6 +84,7 @@ class Recipe:
             "v": VALUE_GRANULARITIES,
             "smooth_k": (False, True),
             "smooth_v": (False, True),
+            "smooth_q": (False, True),
             "rotate": (False, True),
             "qk": get_args(ProductType),
             "compute": get_args(ComputeType),
@@ -110,8 +122,10 @@ class Quantized:
         granularity: what one scale covers.
         layout: `rows` for q and k, `values` for v.
         length: S, the number of tokens.
-        mean: float32 (B, H, D) that was subtracted before quantizing, or None.
+        mean: float32 (B, H, D) that was subtracted before quantizing; of queries (B, H, ceil(S / 64), D), of every 64 of them; or None.
         rotated: whether it stands for rows of q or k times fp8attn.rotation's matrix: of k over sqrt(2^k), of q times as much.
+        bias: of queries whose means were subtracted, what these add to the scores of the keys that they were quantized with, over the softmax
+            scale: float32 (B, H, ceil(S / 64), Sk rounded up to a multiple of 4). Else None.
     """
 
     data: torch.Tensor
@@ -121,6 +135,7 @@ class Quantized:
     length: int
     mean: torch.Tensor | None = None
     rotated: bool = False
+    bias: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:

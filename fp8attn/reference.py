@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from .quantize import numbers, row_scales, rows_layout
+from .quantize import numbers, of_every_query, row_scales, rows_layout
 from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
 
 Causal = Literal["none", "top_left", "bottom_right"]
@@ -157,7 +157,7 @@ def pipeline(
     """What a kernel with key blocks of `block_n` computes, in float32.
 
     Args:
-        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact: below 2^24.
+        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact: below 2^24. A smoothed q has its `bias`.
         exact: of every four groups of 16 keys, the first ones whose exponentials are exact; the others' e4m3 codes are those of
             `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
         accumulator_bits: P·V of all key blocks is one chain in a tensor core's accumulator of so many mantissa bits, as FlashAttention-3's
@@ -165,7 +165,12 @@ def pipeline(
 
     Returns:
         out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of q and k as they are stored.
+
+    Raises:
+        ValueError: q is smoothed and has no bias.
     """
+    if q.mean is not None and q.bias is None:
+        raise ValueError("q is smoothed and q.bias is None; it must be what its means add to the scores of k")
     batch, heads, q_length, dim = q.shape
     kv_length = k.length
     softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
@@ -185,6 +190,8 @@ def pipeline(
         factor = row_factor.unsqueeze(-1) * key_scale[..., part].unsqueeze(-2)
         smallest = 1 / LARGEST_FACTOR if softmax_scale > 0 else -LARGEST_FACTOR
         x = (q_rows @ k_rows[:, :, part].transpose(-2, -1)) * factor.clamp(smallest, LARGEST_FACTOR)
+        if q.bias is not None:
+            x = x + of_every_query(q.bias[..., part], q_length) * (softmax_scale * LOG2E)
         if mask is not None and mask.dtype != torch.bool:
             x = x + mask.float() * LOG2E
         keys = torch.arange(part.start, part.stop, device=rows.device)

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import torch
 
-from .recipe import E4M3, SCALE_BLOCK, Granularity, Quantized, Recipe
+from .recipe import BIAS_ALIGNMENT, E4M3, QUERY_GROUP, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .reference import Causal
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -100,6 +100,26 @@ def check_options(
     padded = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, full, strict=False)):
         raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}; it must broadcast to (batch, heads, Sq, Sk) = {full}")
+
+
+def check_bias(query: Quantized, kv_length: int) -> None:
+    """That means of queries, and what they add to the scores of keys, are of these queries and as many keys."""
+    if query.bias is None:
+        return
+    batch, heads, length, dim = query.shape
+    groups = -(-length // QUERY_GROUP)
+    if query.mean is None or tuple(query.mean.shape) != (batch, heads, groups, dim):
+        shape = None if query.mean is None else tuple(query.mean.shape)
+        raise ValueError(f"query has a bias and a mean of shape {shape}; it must be {(batch, heads, groups, dim)}")
+    wanted = (batch, heads, groups, -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT)
+    if tuple(query.bias.shape) != wanted:
+        raise ValueError(
+            f"query.bias has shape {tuple(query.bias.shape)}; it must be {wanted}: a smoothed query attends to the keys that it was quantized with"
+        )
+    if query.bias.dtype != torch.float32:
+        raise TypeError(f"query.bias is {query.bias.dtype}; it must be float32")
+    if query.bias.device != query.device:
+        raise ValueError(f"query.bias is on {query.bias.device}; it must be on query's device, {query.device}")
 
 
 def check_recipe(recipe: Recipe) -> None:

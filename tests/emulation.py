@@ -60,6 +60,12 @@ class Params(ctypes.Structure):
         ("key_splits", ctypes.c_int),
         ("parts", ctypes.c_void_p),
         ("part_lse", ctypes.c_void_p),
+        ("half", ctypes.c_bool),
+        ("v_strides", ctypes.c_int64 * 3),
+        ("k_mean", ctypes.c_void_p),
+        ("inverse_length", ctypes.c_float),
+        ("splits", ctypes.c_int),
+        ("bias", ctypes.c_void_p),
     ]
 
 
@@ -149,11 +155,11 @@ def _aligned(x: torch.Tensor) -> bool:
 
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
-    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, out, lse, counter, parts, part_lse,
+    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_lse,
 ) -> Params:  # fmt: skip
     """What binding.cpp's forward makes of its arguments."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
-    tensors |= dict(parts=parts, part_lse=part_lse)
+    tensors |= dict(bias=bias, parts=parts, part_lse=part_lse)
     p = Params()
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())

@@ -18,7 +18,7 @@ SEVERAL = 8 if GPU else 1
 """Cases of one example. Those that share Triton kernels cost next to nothing beside compiling them for the first."""
 
 DIMS = (16, 24, 40, 64, 72, 96, 128, 136, 192, 256)
-FINITE = ("normal", "outliers", "channel bias", "one sign", "tiny", "huge", "zeros", "constant", "duplicated keys")
+FINITE = ("normal", "outliers", "channel bias", "biased queries", "one sign", "tiny", "huge", "zeros", "constant", "duplicated keys")
 MASKS = ("none", "causal", "bottom right", "bool", "float", "bool broadcast", "float broadcast", "hides all")
 
 
@@ -60,6 +60,8 @@ class Case:
         elif self.distribution == "channel bias":
             k[..., :4] += torch.tensor([10.0, -20.0, 30.0, -50.0])
             v += 3
+        elif self.distribution == "biased queries":
+            q[..., :4] += torch.tensor([10.0, -20.0, 30.0, -50.0]) / 4
         elif self.distribution == "one sign":
             v = v.abs()
         elif self.distribution == "tiny":
@@ -151,6 +153,7 @@ recipes = st.builds(
     v=st.sampled_from(VALUE_GRANULARITIES),
     smooth_k=st.booleans(),
     smooth_v=st.booleans(),
+    smooth_q=st.sampled_from((False, False, True)),
     rotate=st.sampled_from((False, False, True)),
     qk=st.sampled_from(("e4m3", "e4m3", "int8")),
     compute=st.sampled_from(("e4m3", "e4m3", "f16")),

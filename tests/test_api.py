@@ -51,6 +51,17 @@ def quantized(layout: str = "rows") -> Quantized:
     return Quantized(K8, torch.ones(1, 1, 1), "tensor", layout, 9)
 
 
+SMOOTH_Q = Recipe(smooth_q=True)
+KV_SCALES = {"k_scale": 1.0, "v_scale": 1.0}
+BIAS = torch.zeros(2, 4, 1, 12)
+
+
+def smoothed(**fields) -> Quantized:
+    """Q, its mean removed."""
+    one = torch.ones(1, 1, 1)
+    return dataclasses.replace(Quantized(Q8, one, "tensor", "rows", 6, torch.zeros(2, 4, 1, 32), bias=BIAS), **fields)
+
+
 def needs_grad(x: torch.Tensor) -> torch.Tensor:
     return x.clone().requires_grad_()
 
@@ -103,6 +114,15 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (cached(q_scale="1"), TypeError, "q_scale is str; it must be"),
     (cached(v_scale=torch.ones(1, device=META)), ValueError, "v_scale is on meta; it must be on v's device, cpu"),
     (cached(v_scale=torch.ones(2, 2, 9)), ValueError, r"v_scale has shape \(2, 2, 9\); it must have one element"),
+    (lambda: fp8attn.quantize(Q, recipe=SMOOTH_Q), ValueError, "key is None and recipe.smooth_q is True; key and value must be given"),
+    (call(query=smoothed(mean=None), key=K8, value=V8, **KV_SCALES), ValueError, "query has a bias and a mean of shape None"),
+    (
+        call(query=smoothed(), key=K8[:, :, :3], value=V8[:, :, :3], **KV_SCALES),
+        ValueError,
+        r"query.bias has shape \(2, 4, 1, 12\); .* \(2, 4, 1, 4\)",
+    ),
+    (call(query=smoothed(bias=BIAS.half()), key=K8, value=V8, **KV_SCALES), TypeError, "query.bias is torch.float16; it must be float32"),
+    (call(query=smoothed(bias=BIAS.to(META)), key=K8, value=V8, **KV_SCALES), ValueError, "query.bias is on meta; it must be on query's device"),
     (lambda: fp8attn.quantize(Q8), TypeError, "query is quantized already"),
     (lambda: fp8attn.quantize(None, K), ValueError, "value is None; key and value are quantized together"),
     (lambda: fp8attn.quantize(), ValueError, "query, key and value are None; at least"),

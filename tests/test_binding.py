@@ -78,6 +78,10 @@ def test_a_launch_that_fails_is_an_error(recorder: Recorder) -> None:
                 run.forward(call, H100)
         finally:
             recorder.library.fail_with(0)
+        smoothed = call_of(*fp8attn.quantize(x, x, x, recipe=fp8attn.Recipe(smooth_q=True)))
+        bias = torch.zeros(smoothed.bias.numel() + 2)[2:].view(smoothed.bias.shape)
+        with pytest.raises(RuntimeError, match=r"bias of shape .* isn't contiguous from a multiple of 16 bytes on"):
+            run.forward(dataclasses.replace(smoothed, bias=bias), H100)
         shifted = torch.zeros(call.v.numel() + 8, dtype=torch.uint8)[8:].view(call.v.dtype).view(call.v.shape)
         with pytest.raises(RuntimeError, match="aren't contiguous from a multiple of 16 bytes on"):
             run.forward(dataclasses.replace(call, v=shifted), H100)

@@ -103,9 +103,19 @@ def test_heads_are_told_apart_and_the_worst_call_counts(device: torch.device) ->
     assert all(a >= b for a, b in zip(both.relative_l2, plain.relative_l2, strict=True))
 
 
+def test_smoothed_queries_are_judged_by_what_is_attended_with(device: torch.device) -> None:
+    """Their means' part of the scores is exact, in the answers and in the mass."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 2, 80, 64, generator=generator).to(device) for _ in range(3))
+    q[..., :2] += 40
+    plain, smooth = calibrate([AttentionCall("x", q, k, v)], recipes=(Recipe(), Recipe(smooth_q=True))).layers["x"].tried
+    for field in ("relative_l2", "attention_mass"):
+        assert all(0 < a < 0.6 * b for a, b in zip(getattr(smooth, field), getattr(plain, field), strict=True))
+
+
 def test_saved_and_loaded(device: torch.device, tmp_path: Path) -> None:
     _, _, calls = captured(device)
-    calibration = calibrate(calls, recipes=(Recipe(), Recipe(rotate=True)))
+    calibration = calibrate(calls, recipes=(Recipe(), Recipe(rotate=True), Recipe(smooth_q=True)))
     calibration.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == calibration
 

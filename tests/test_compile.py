@@ -56,15 +56,17 @@ def compile_all(arch: int) -> list[dict]:
     cases = [(dim, value_dim, "e4m3", "full") for dim, value_dim in dims]
     cases += [(128, 128, "e4m3", "causal"), (72, 40, "e4m3", "bool"), (128, 128, "f16", "float")]
     cases += [(128, 128, "e4m3", "one key"), (128, 128, "e4m3 int8", "causal"), (128, 128, "e4m3 int8", "bool"), (128, 128, "f16 int8", "bool")]
+    cases += [(128, 128, "e4m3 smoothed", "causal"), (72, 40, "e4m3 smoothed", "bool"), (128, 128, "e4m3 int8 smoothed", "full")]
     for dim, value_dim, computes, mask in cases:
-        compute, *int8 = computes.split()
+        compute, *others = computes.split()
+        int8 = "int8" in others
         keys = 1 if mask == "one key" else 200
         # enough tiles that the configs for a full GPU are chosen
         shapes = ((1, 512, 64, dim), (1, 1, keys, dim), (1, 1, keys, value_dim))
         q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
         attn_mask = {"float": torch.zeros(64, keys), "full": None, "causal": None}.get(mask, torch.ones(64, keys, dtype=torch.bool))
         case = f"D {dim} Dv {value_dim} {computes} {mask}"
-        recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3")
+        recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3", smooth_q="smoothed" in others)
         quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
         many = torch.zeros(1, 1, fused.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
         call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)

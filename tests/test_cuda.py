@@ -100,6 +100,7 @@ def test_tiles_are_as_large_as_leaves_no_sm_idle(heads: int, length: int, causal
         (dict(is_causal=True), False),
         (dict(attn_mask=torch.ones(40, 40).bool()), True),
         (dict(recipe=Recipe(k="token")), True),
+        (dict(recipe=Recipe(smooth_q=True)), True),
         (dict(scale=-0.1), True),
         (dict(scale=0.0), True),
         (dict(recipe=Recipe(qk="int8")), False),
@@ -460,7 +461,7 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
     library = build.load((config,), 80)
     if not GPU:
         rows, floats = torch.zeros(1, 1, 16, 64, dtype=torch.uint8), torch.zeros(1, 1, 16, 64)
-        tensors = (rows, floats, rows, floats, rows, floats, None, None, floats, None, None, None, None)
+        tensors = (rows, floats, rows, floats, rows, floats, None, None, None, floats, None, None, None, None)
         with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched"):
             library.operators.forward.default(library.launchers[config], 0, 0, 0, 0, 1, 1, 1, 1, 16, 1.0, 0, *tensors)
 

@@ -123,9 +123,19 @@ INT8_MUTANTS = {
 }
 """Of the Hopper kernel on int8."""
 
+GENERAL = "general"
+
+GENERAL_MUTANTS = {
+    "mean of queries forgotten": ("hopper.cuh", "if (p.bias != nullptr) add_bias(s, p, share", "if (false) add_bias(s, p, share"),
+    "mean of other queries": ("tile/mask.h", "* groups + row / ROWS) * pitch", "* groups) * pitch"),
+    "means of the next key": ("tile/mask.h", "fmaf(pair.y, p.score_scale", "fmaf(pair.x, p.score_scale"),
+}
+"""Of the Hopper kernel's general instances on smoothed queries."""
+
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
 EVERY |= {f"{INT8}: {name}": (INT8, *mutant) for name, mutant in INT8_MUTANTS.items()}
+EVERY |= {f"{GENERAL}: {name}": (GENERAL, *mutant) for name, mutant in GENERAL_MUTANTS.items()}
 
 
 def mutated(name: str | None, folder: Path) -> Path:
@@ -151,7 +161,7 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     os.environ["FP8ATTN_CACHE"] = cache
     if rung == SHORT:
         return check_short()
-    config = {None: INSTANCES[0], INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
+    config = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
     build.INSTANCES = configs.INT8_INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
@@ -160,7 +170,9 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     k = k * torch.linspace(0.2, 3, 700, device=device)[:, None]
     if rung == INT8:
         q[0, 0, 20, 3], k[0, 0, 600, 5] = torch.nan, torch.inf
-    recipe = Recipe(qk="int8" if rung == INT8 else "e4m3")
+    if rung == GENERAL:
+        q += torch.linspace(-2, 2, 150, device=device)[:, None]  # groups of queries have different means
+    recipe = Recipe(qk="int8" if rung == INT8 else "e4m3", smooth_q=rung == GENERAL)
     with_means = v + torch.linspace(-3, 3, 64, device=device)  # large ones, which are removed, but beside which other errors are small
     seen = []
     for values, causal in ((v, "none"), (v, "bottom_right"), (with_means, "none")):
@@ -220,14 +232,14 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
     reason = cuda_missing(device)
-    if reason is None and rung in (None, INT8, SHORT):
+    if reason is None and rung in (None, GENERAL, INT8, SHORT):
         reason = configs.misfit(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", (None, INT8, SHORT, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize("rung", (None, GENERAL, INT8, SHORT, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert run_check(mutated(None, tmp_path), tmp_path / "cache", rung) == []

@@ -29,6 +29,7 @@ from fp8attn.recipe import ProductType
 from fp8attn.triton import configs, run
 
 INT8 = Recipe(qk="int8")
+SMOOTH_Q, INT8_SMOOTH_Q = Recipe(smooth_q=True), Recipe(smooth_q=True, qk="int8")
 
 
 def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, config: configs.Config | Config | None = None):
@@ -87,7 +88,8 @@ def test_configs_agree(drawn: tuple[Case, ...], data: st.DataObject, device: tor
                 able += [c for c in instances if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.general >= is_general(call)]
             config = data.draw(st.sampled_from(able))
         elif properties.emulated:
-            config = configs.PortableConfig(*(data.draw(st.sampled_from(x)) for x in ((16, 32, 64, 128), (32, 64, 128))), 1, 1)
+            rows = (16, 32, 64) if case.recipe.smooth_q else (16, 32, 64, 128)
+            config = configs.PortableConfig(*(data.draw(st.sampled_from(x)) for x in (rows, (32, 64, 128))), 1, 1)
         elif config is None:
             config = data.draw(st.sampled_from(configs.candidates(call, properties)))
         out, _, oracle, oracle_lse = run_call(quantized, call, properties, sdpa, config)
@@ -208,7 +210,9 @@ def test_future_keys_cannot_matter(drawn: tuple[Case, ...], device: torch.device
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("where", ("query", "key", "value"))
 @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
-@pytest.mark.parametrize("recipe", (Recipe(), INT8, Recipe(qk="int8", k="token"), Recipe(qk="int8", k="head", q="tensor")), ids=str)
+@pytest.mark.parametrize(
+    "recipe", (Recipe(), INT8, Recipe(qk="int8", k="token"), Recipe(qk="int8", k="head", q="tensor"), SMOOTH_Q, INT8_SMOOTH_Q), ids=str
+)
 def test_nan_reaches_the_rows_that_attend_and_no_others(
     device: torch.device, sdpa: Attention, recipe: Recipe, where: str, bad: float, is_causal: bool
 ) -> None:
@@ -333,6 +337,42 @@ def test_adding_a_constant_to_keys(device: torch.device, sdpa: Attention, recipe
     assert torch.equal(out, moved)
     rough = sdpa(q, k + torch.arange(64, device=device) * 8.0, v, recipe=dataclasses.replace(recipe, smooth_k=False))
     assert relative(rough, out) > 0.05
+
+
+@pytest.mark.parametrize("recipe", (SMOOTH_Q, INT8_SMOOTH_Q), ids=str)
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_adding_a_constant_to_queries(device: torch.device, sdpa: Attention, recipe: Recipe, is_causal: bool) -> None:
+    """Smoothing takes it away, as queries come and beside keys that are quantized already; and of the LSE nothing is missing."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, 2, 200, 64, generator=generator).to(device) for _ in range(3))
+    q[..., :4] += torch.tensor([10.0, -20.0, 30.0, -50.0], device=device)
+    exact, exact_lse = reference.attention(q, k, v, causal="top_left" if is_causal else "none")
+    options = dict(is_causal=is_causal, return_lse=True)
+    out, lse = sdpa(q, k, v, recipe=recipe, **options)
+    rough, rough_lse = sdpa(q, k, v, recipe=dataclasses.replace(recipe, smooth_q=False), **options)
+    # a causal call's first rows are single values, and as exact as these without
+    assert relative(out, exact) < (0.7 if is_causal else 0.5 if recipe.qk == "e4m3" else 0.75) * relative(rough, exact)
+    assert (lse - exact_lse).abs().mean() < 0.5 * (rough_lse - exact_lse).abs().mean()
+    quantized = fp8attn.quantize(q, k, v, recipe=recipe)
+    assert torch.equal(sdpa(*quantized, out_dtype=q.dtype, **options)[0], out)
+    # of keys that are quantized already their rounding is in what means add
+    mixed, _ = sdpa(q, *quantized[1:], recipe=recipe, out_dtype=q.dtype, **options)
+    restored = fp8attn.reference_sdpa(*quantized, is_causal=is_causal, out_dtype=q.dtype)
+    for coarse in (mixed, restored):
+        assert relative(coarse, exact) < 1.1 * relative(rough, exact)
+
+
+@pytest.mark.parametrize("layout", ("bhsd", "bshd"))
+def test_smoothed_queries_of_shared_keys(device: torch.device, sdpa: Attention, layout: str) -> None:
+    """Heads and groups of queries each have means of their own; softmax scales of both signs."""
+    generator = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(2, heads, n, 64, generator=generator).to(device) for heads, n in ((6, 150), (2, 130), (2, 130)))
+    batches, heads, rows = torch.meshgrid(*(torch.arange(n, device=device) for n in (2, 6, 150)), indexing="ij")
+    q += (batches + heads - rows / 50).unsqueeze(-1)
+    q = q if layout == "bhsd" else q.transpose(1, 2).contiguous().transpose(1, 2)
+    for scale in (0.1, -0.1):
+        exact, _ = reference.attention(q, k, v, softmax_scale=scale)
+        assert relative(sdpa(q, k, v, recipe=SMOOTH_Q, scale=scale, enable_gqa=True), exact) < 0.07
 
 
 def test_long_rows_of_one_sign(device: torch.device, sdpa: Attention) -> None:

@@ -17,7 +17,7 @@ from fp8attn.triton import configs, forward, tile
 
 pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
 
-original_softmax = tile.softmax_step
+original_softmax, original_bias_row = tile.softmax_step, tile.bias_row
 
 
 @triton.jit
@@ -59,6 +59,16 @@ def truncates(p, HALF: tl.constexpr, NATIVE: tl.constexpr):
     return bits.to(tl.float32, bitcast=True).to(tl.float16)
 
 
+@triton.jit
+def forgets_the_mean_of_queries(x, bias, factor, keys, kv_length):
+    return x
+
+
+@triton.jit
+def mean_of_the_first_queries(bias, index, row, q_length, kv_length):
+    return original_bias_row(bias, index, 0, q_length, kv_length)
+
+
 MUTANTS = {
     "mask off by one": ("hide", mask_off_by_one),
     "end of keys forgotten": ("hide", forgets_the_end),
@@ -67,6 +77,8 @@ MUTANTS = {
     "wrong scale": ("score_factor", wrong_scale),
     "unpermuted V": ("permute_keys", unpermuted),
     "P truncated, not rounded": ("probabilities", truncates),
+    "mean of queries forgotten": ("add_bias", forgets_the_mean_of_queries),
+    "mean of other queries": ("bias_row", mean_of_the_first_queries),
 }
 
 
@@ -75,8 +87,9 @@ def check() -> None:
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator) for n in (70, 150, 150))
     # later keys score higher, so that the maximum moves; scales of blocks differ
     k = k * torch.linspace(0.2, 3, 150)[:, None]
-    quantized = fp8attn.quantize(q, k, v)
-    for is_causal in (False, True):
+    q[:, :, 40:] += 1  # groups of queries have different means
+    for is_causal, smooth_q in ((False, False), (True, False), (False, True)):
+        quantized = fp8attn.quantize(q, k, v, recipe=fp8attn.Recipe(smooth_q=smooth_q))
         call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32)
         out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
         oracle, _ = reference.pipeline(*quantized, block_n=32, causal="bottom_right" if is_causal else "none")

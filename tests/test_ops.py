@@ -16,6 +16,7 @@ from fp8attn.api import _operator_arguments, _prepare, cuda_missing
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import INSTANCES
 from fp8attn.ops import library_ops
+from fp8attn.quantize import quantize_q
 
 COMPILER = "inductor" if GPU else "aot_eager"
 """Without a GPU there may be no C++ compiler; what is under test, tracing with fake tensors, is the same."""
@@ -50,13 +51,22 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
         Recipe(),
         Recipe(q="block", k="token", v="head", smooth_k=False, rotate=True, qk="int8"),
         Recipe(q="head", k="tensor", v="tensor", smooth_v=False),
+        Recipe(smooth_q=True, rotate=True),
     ),
 )
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
     q, k, v = inputs(device, dim=72, value_dim=48)
     arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
-    options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.rotate, recipe.qk)
+    options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk)
     opcheck(library_ops.quantize, (*arguments, *options), test_utils=CHECKS)
+
+
+def test_opcheck_score_bias(device: torch.device) -> None:
+    q, k, _ = inputs(device, length=199)
+    means = quantize_q(q, Recipe(smooth_q=True)).mean
+    arguments = (means, k.to(torch.float8_e4m3fn), torch.ones(2, 2, 2, device=device), "block")
+    opcheck(library_ops.score_bias, arguments, test_utils=E4M3_CHECKS)
+    untouched(lambda *x: (library_ops.score_bias(*x),), arguments)
 
 
 def test_opcheck_import_kv(device: torch.device) -> None:
@@ -67,7 +77,9 @@ def test_opcheck_import_kv(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("return_lse", (False, True))
-@pytest.mark.parametrize("options", ({}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"attn_mask": True}, {"out_dtype": torch.float32}))
+@pytest.mark.parametrize(
+    "options", ({}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"attn_mask": True}, {"recipe": Recipe(smooth_q=True)})
+)
 def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, return_lse: bool) -> None:
     q, k, v = inputs(device)
     options = dict(options)
@@ -85,7 +97,7 @@ def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, r
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"return_lse": True}, {"recipe": Recipe(k="token", smooth_v=False)}))
+@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"return_lse": True}, {"recipe": Recipe(k="token", smooth_v=False, smooth_q=True)}))
 def test_compiled_whole(device: torch.device, sdpa: Attention, dynamic: bool, options: dict) -> None:
     """fullgraph=True: no break anywhere from bfloat16 in to bfloat16 out; the same bits as eager, at a second length too."""
     torch._dynamo.reset()

@@ -90,6 +90,7 @@ def test_what_does_not_fit_says_why(rung: str, change: dict, device: Device, rea
         dict(recipe=Recipe(compute="f16")),
         dict(recipe=Recipe(k="token", two_level=False)),
         dict(recipe=Recipe(qk="int8")),
+        dict(recipe=Recipe(smooth_q=True)),
         dict(recipe=Recipe(qk="int8", k="token", compute="f16")),
     ),
 )

@@ -98,6 +98,9 @@ def test_matches_the_pipeline(emulated: Callable, config: PortableConfig) -> Non
         mask[:, :, 3] = False
         check(emulated, config, (1, 1, 40, dim), (1, 1, 200, dim), attn_mask=mask)
         check(emulated, config, (1, 1, 40, dim), (1, 1, 200, dim), recipe=Recipe(q="token", k="token"), scale=-0.1)
+        # groups of queries with means of their own, the last one short; keys that rows of the bias are rounded up from
+        check(emulated, config, (1, 2, 150, dim), (1, 1, 201, dim), recipe=Recipe(smooth_q=True))
+        check(emulated, config, (1, 1, 40, dim), (1, 1, 200, dim), attn_mask=mask, recipe=Recipe(smooth_q=True, rotate=True), scale=-0.1)
 
 
 @pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general"))
@@ -106,6 +109,8 @@ def test_ctas_share_keys(emulated: Callable, name: str) -> None:
     config = CONFIGS[name]
     check(emulated, config, (1, 2, 20, 64), (1, 2, 700, 64), key_splits=3)
     check(emulated, config, (2, 1, 20, 64), (2, 1, 600, 64), key_splits=5, is_causal=True)
+    if config.general or not config.fused:
+        check(emulated, config, (2, 2, 20, 64), (2, 1, 600, 64), key_splits=3, recipe=Recipe(smooth_q=True))
 
 
 @pytest.mark.parametrize(

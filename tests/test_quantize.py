@@ -21,6 +21,7 @@ from fp8attn.device import device_of
 from fp8attn.layout import GROUP, PADDING, key_of_slot, padded_length, slots
 from fp8attn.quantize import (
     LANES,
+    LARGEST_BIAS,
     LARGEST_MEAN,
     MEAN_STEP,
     MEAN_STEPS,
@@ -30,17 +31,22 @@ from fp8attn.quantize import (
     dequantize,
     encode,
     import_values,
+    of_every_query,
     quantize,
+    query_means,
     row_scales,
     rows_layout,
+    token_means,
     values_layout,
 )
 from fp8attn.recipe import (
+    BIAS_ALIGNMENT,
     E4M3,
     E4M3_MAX,
     E4M3_NAN,
     INT8_MAX,
     INT8_NAN,
+    QUERY_GROUP,
     ROW_ALIGNMENT,
     ROW_GRANULARITIES,
     SCALE_BLOCK,
@@ -159,6 +165,9 @@ def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
     assert (actual.mean is None) == (expected.mean is None)
     if actual.mean is not None and expected.mean is not None:
         assert torch.equal(actual.mean.view(torch.int32), expected.mean.view(torch.int32)), "means differ"
+    assert (actual.bias is None) == (expected.bias is None)
+    if actual.bias is not None and expected.bias is not None:
+        assert torch.equal(actual.bias, expected.bias), "what means of queries add differs"
 
 
 def element_scales(x: Quantized) -> torch.Tensor:
@@ -176,9 +185,15 @@ def token_codes(x: Quantized) -> torch.Tensor:
 
 
 def centred(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
-    """What was encoded, float32, the difference rounded once."""
+    """What was encoded, float32, the difference rounded once. Queries' means go before they are rotated."""
+    if is_smoothed_query(quantized):
+        x = x.float() - of_every_query(query_means(x), x.shape[2])
     y = rotation.rotate(x) if quantized.rotated else x.float()
-    return y if quantized.mean is None else y - quantized.mean.unsqueeze(-2)
+    return y if quantized.mean is None or is_smoothed_query(quantized) else y - quantized.mean.unsqueeze(-2)
+
+
+def is_smoothed_query(quantized: Quantized) -> bool:
+    return quantized.mean is not None and quantized.mean.dim() == 4
 
 
 def factor_of(quantized: Quantized, is_query: bool) -> int:
@@ -308,6 +323,9 @@ def test_public_function(device: torch.device, smooth_k: bool, smooth_v: bool) -
     assert_same(fp8attn.quantize(q, recipe=recipe), expected[0])
     for actual, x in zip(fp8attn.quantize(None, k, v, recipe=recipe), expected[1:], strict=True):
         assert_same(actual, x)
+    smooth = dataclasses.replace(recipe, smooth_q=True)
+    for actual, x in zip(fp8attn.quantize(q, k, v, recipe=smooth), quantize(q, k, v, smooth), strict=True):
+        assert_same(actual, x)
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
@@ -386,7 +404,8 @@ def test_round_trip(problem: Problem, device: torch.device) -> None:
         assert ((restored - y).abs() <= half_step + 2.0**-22 * y.abs() + 2.0**-149).all()
         if quantized.mean is not None:
             whole = dequantize(quantized).double()
-            assert ((whole - (bounded.double() + quantized.mean.double().unsqueeze(-2))).abs() <= 2.0**-24 * whole.abs() + 2.0**-149).all()
+            mean = token_means(quantized.mean.double(), quantized.length)
+            assert ((whole - (bounded.double() + mean)).abs() <= 2.0**-24 * whole.abs() + 2.0**-149).all()
 
 
 def largest_under_each_scale(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
@@ -463,6 +482,37 @@ def test_zero_blocks_tokens_and_channels_have_scale_one(device: torch.device, gr
         assert (codes(quantized)[:, :, 7] == 0).all() and (codes(quantized)[:, :, 128:256] == 0).all()
     assert torch.nonzero(v_quantized.scale.flatten() == 1.0).flatten().tolist() == [5]
     assert (codes(v_quantized)[:, :, 5] == 0).all()
+
+
+@given(case=cases(masks=("none",)))
+def test_means_of_queries(case: Case, device: torch.device) -> None:
+    """Of every 64 queries, off by the roundings of a sum; what they add to scores is their product with keys as they were before rounding."""
+    q, k, v = case.tensors(device)
+    smoothed, keys, _ = by_torch(q, k, v, dataclasses.replace(case.recipe, smooth_q=True, rotate=False))
+    groups = [group.double() for group in q.split(QUERY_GROUP, 2)]
+    means = torch.stack([group.mean(2) for group in groups], 2)
+    magnitudes = torch.stack([group.abs().mean(2) for group in groups], 2)
+    assert smoothed.mean.shape == means.shape
+    assert ((smoothed.mean.double() - means).abs() <= 2.0**-20 * magnitudes).all()
+    centred_keys = k.double() if keys.mean is None else k.double() - keys.mean.double().unsqueeze(-2)
+    centred_keys = centred_keys.repeat_interleave(case.group, 1).transpose(-2, -1)
+    expected, bound = smoothed.mean.double() @ centred_keys, smoothed.mean.double().abs() @ centred_keys.abs()
+    assert smoothed.bias.shape[3] == -(-case.kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT and (smoothed.bias[..., case.kv_length :] == 0).all()
+    assert ((smoothed.bias[..., : case.kv_length].double() - expected).abs() <= 2.0**-20 * bound + 2.0**-120).all()
+
+
+def test_what_means_of_queries_add_is_finite(device: torch.device) -> None:
+    """Nothing to the scores of keys that aren't; where products overflow, the largest there is."""
+    q, k, v = normal((1, 1, 70, 32), device, 3)
+    q, k = q + 3, k.clone()
+    k[0, 0, 5, 7], k[0, 0, 9, 0] = torch.nan, -torch.inf
+    q[0, 0, 3], q[0, 0, 64:, 2] = torch.nan, torch.inf
+    k[0, 0, 11] = torch.finfo(torch.float32).max
+    for rotate in (False, True):
+        smoothed, _, _ = by_torch(q, k, v, Recipe(smooth_q=True, smooth_k=False, rotate=rotate))
+        assert smoothed.mean.isfinite().all() and (smoothed.mean != 0).any()
+        assert (smoothed.bias[..., [5, 9]] == 0).all() and (smoothed.bias[..., 11] == LARGEST_BIAS).all()
+        assert smoothed.bias.isfinite().all()
 
 
 @given(case=cases(masks=("none",), distributions=("normal", "outliers", "channel bias", "one sign", "tiny", "huge")))
@@ -578,6 +628,9 @@ def test_nan_and_infinity_change_nothing_else(case: Case, lengths: tuple[int, in
         assert torch.equal(token_codes(x)[others], token_codes(y)[others])
         assert torch.equal(element_scales(x).expand(x.shape)[others], element_scales(y).expand(x.shape)[others])
         assert x.mean is None or torch.equal(x.mean, y.mean)
+        if x.bias is not None:  # K's mean isn't moved by a zero; its own key has no part in it any longer
+            others = torch.arange(x.bias.shape[3], device=device) != (token if which == 1 else -1)
+            assert torch.equal(x.bias[..., others], y.bias[..., others])
 
 
 @given(problem=problems(distributions=("normal", "channel bias", "zeros")))
@@ -750,3 +803,4 @@ def test_batches_and_heads_are_independent(drawn: tuple[Case, ...], device: torc
         for x, one in zip(by_triton(q, k, v, recipe), alone, strict=True):
             assert torch.equal(codes(one), codes(x)[-1:, -1:]) and torch.equal(one.scale, x.scale[-1:, -1:])
             assert x.mean is None or torch.equal(one.mean, x.mean[-1:, -1:])
+            assert x.bias is None or torch.equal(one.bias, x.bias[-1:, -1:])

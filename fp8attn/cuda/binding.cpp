@@ -105,8 +105,8 @@ struct Launch {
 };
 
 void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
-            const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const Tensor& out, const std::optional<Tensor>& lse,
-            const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
+            const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
+            const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
   if (l.rows > 0) {
@@ -137,6 +137,11 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
     copy_strides(p.mask_strides, *attn_mask);
   }
+  if (bias) {
+    TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", bias->sizes(),
+                " isn't contiguous from a multiple of 16 bytes on");
+    p.bias = bias->const_data_ptr<float>();
+  }
   p.q_group = l.q_group;
   p.k_group = l.k_group;
   p.heads_side_by_side = l.heads_side_by_side;
@@ -145,10 +150,11 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
 
 void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group, int64_t k_group,
              int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale,
-             const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const Tensor& out,
-             const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
+             const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias,
+             const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
+             const std::optional<Tensor>& part_lse) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, q_scale, k, k_scale, v,
-         v_scale, v_mean, attn_mask, out, lse, counter, parts, part_lse);
+         v_scale, v_mean, attn_mask, bias, out, lse, counter, parts, part_lse);
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
@@ -286,7 +292,7 @@ std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_s
   const Tensor out = plan->output();
   const auto counter = plan->counts ? std::optional(at::zeros({1}, plan->options.dtype(at::kInt))) : std::nullopt;
   attend(plan->launch, q, of_every_head(q_scale, q.size(0), q.size(1), q_scale.size(2)), k, of_every_head(k_scale, k.size(0), k.size(1), k_scale.size(2)), v,
-         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, std::nullopt, out, std::nullopt, counter, std::nullopt, std::nullopt);
+         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, std::nullopt, std::nullopt, out, std::nullopt, counter, std::nullopt, std::nullopt);
   return out;
 }
 
@@ -314,7 +320,7 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
-         ", Tensor? attn_mask, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
+         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   define("forward_from_half(" + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
   m.impl("forward_from_half", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_half)));

@@ -11,7 +11,7 @@ struct HopperConfig {
   int registers;  // of a consumer's thread
   bool overlap;   // next block's scores are issued behind this block's P * V
   int exact;      // of every four groups of 16 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
-  bool general;   // masks, scales per key, negative softmax scales; without, none of them
+  bool general;   // masks, means of queries, scales per key, negative softmax scales; without, none of them
   bool int8;      // Q and K are int8, not e4m3
   bool half_q;    // Q is bfloat16 or half, and becomes e4m3 here, every row with a scale of its own
 };
@@ -49,7 +49,7 @@ struct PortableConfig {
   bool fast_exp;
   Operands operands;
   bool e4m3_p;   // P is rounded to e4m3, also where it is multiplied as half
-  bool general;  // masks, scales per key, negative softmax scales; without, none of them
+  bool general;  // masks, means of queries, scales per key, negative softmax scales; without, none of them
   bool drift;    // warps wait for stages, not for one another
   bool int8;     // Q and K are int8, not e4m3
 };

@@ -42,7 +42,7 @@ class HopperConfig:
         overlap: whether the next block's scores are issued behind this block's P·V.
         exact: of every four groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
-        general: masks, scales by key, softmax scales that aren't positive; an instance without has none of them.
+        general: masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
         int8: Q and K are int8, not e4m3.
         half_q: Q is bfloat16 or float16, and becomes e4m3 in the kernel, every row with a scale of its own.
     """
@@ -145,7 +145,7 @@ HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
 
 def is_general(call: Call) -> bool:
     """Whether a call has what only general instances do."""
-    return call.attn_mask is not None or call.k_group == 1 or not call.softmax_scale > 0
+    return call.attn_mask is not None or call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
 
 
 Kind = tuple[bool, bool, bool, int, int]

@@ -223,6 +223,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       if (!calm) scale_by_row(factor, s);
       if constexpr (C.general) {
         if (marked) poison_keys(p, share.tile, n * KEYS, s, f);
+        if (p.bias != nullptr) add_bias(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
         if (p.mask != nullptr) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
       }
       if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);

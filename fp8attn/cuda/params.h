@@ -10,6 +10,7 @@ namespace fp8attn {
 constexpr int OUTPUT_ROWS = 16, OUTPUT_BYTES = 128;  // of a box of the output
 
 constexpr int SCALE_BLOCK = 128;  // rows under one scale of k, where it isn't one of all or of each
+constexpr int BIAS_ALIGNMENT = 4;  // keys that rows of `bias` are rounded up to a multiple of
 constexpr uint8_t INT8_NAN = 0x80;  // in every byte of an int8 row that isn't finite, and of no other
 
 enum class OutType : int { bf16, f16, f32 };
@@ -56,6 +57,10 @@ struct Params {
   float* k_mean;         // (B, Hkv, D), contiguous, which they write; or null
   float inverse_length;  // 1 / Sk
   int splits;            // clusters that share the queries of a key/value head
+
+  // Of general instances: (B, Hq, ceil(Sq / 64), Sk rounded up), contiguous, what the mean of 64 rows adds to scores over the softmax scale; or null.
+  // Behind all else, so that the code of other instances stays as it is.
+  const float* bias;
 };
 
 // What the host tells the kernel that quantizes K and V.

@@ -44,7 +44,7 @@ class PortableConfig:
         operands: where e4m3 becomes half: in `shared` memory, once for a CTA; in `registers`, on the way to the tensor core; nowhere,
             `native`.
         e4m3_p: P is rounded to e4m3, also where it is multiplied as half: what recipes of compute type e4m3 say, and f16 doesn't.
-        general: masks, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
+        general: masks, means of queries, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
         drift: warps wait for stages of K and V, not for one another, and may be a block apart.
         int8: Q and K are int8, multiplied as they are.
     """
@@ -343,7 +343,7 @@ def packed(call: Call) -> Call:
     heads = call.q_heads // call.kv_heads
     assert call.q_scale is not None
     per_head = call.q_scale.shape[2] == 1
-    if heads == 1 or call.q_length >= SHORT or call.attn_mask is not None or not (per_head or call.q_group == 1):
+    if heads == 1 or call.q_length >= SHORT or call.attn_mask is not None or call.bias is not None or not (per_head or call.q_group == 1):
         return call
     if call.q_length > 1 and (call.causal != "none" or call.q.stride(1) != call.q_length * call.q.stride(2)):
         return call

@@ -84,7 +84,7 @@ def forward(call: Call, device: Device, config: Config | None = None, key_splits
     arguments, counts = launch_of(call, device, config, library, splits)
     counter = out.new_zeros(1, dtype=torch.int32) if counts else None
     library.operators.forward.default(
-        *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask,
+        *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, counter, parts, part_lse,
     )  # fmt: skip
     return out, lse

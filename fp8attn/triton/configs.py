@@ -7,7 +7,7 @@ from itertools import product
 
 from ..call import Call, why_not_tma
 from ..device import Device
-from ..recipe import SCALE_BLOCK
+from ..recipe import QUERY_GROUP, SCALE_BLOCK
 from . import exp2
 
 ROWS = 64
@@ -92,7 +92,7 @@ class Traits:
         native: the compiler has e4m3; if not, it is stored as bytes and decoded in the kernel.
         two_level: P·V of every key block gets a fresh accumulator.
         positive: softmax_scale > 0.
-        folded: scores are scaled inside the exponent's FMA, which takes a positive factor and no additive mask.
+        folded: scores are scaled inside the exponent's FMA, which takes a positive factor and nothing that is added to scores.
     """
 
     config: Config
@@ -121,7 +121,7 @@ class Traits:
     def of(cls, call: Call, config: Config, device: Device) -> Traits:
         half = call.compute == "f16" or not device.has_fp8_units
         two_level = device.has_short_accumulators if call.two_level is None else call.two_level
-        additive = call.attn_mask is not None and call.attn_mask.dtype.is_floating_point
+        additive = call.bias is not None or (call.attn_mask is not None and call.attn_mask.dtype.is_floating_point)
         return cls(
             config,
             call.head_dim,
@@ -155,9 +155,9 @@ def misfit(config: Config, call: Call, device: Device) -> str | None:
         rows, warps = ROWS, 4
         if config.teams not in (1, config.consumers) or (config.teams, config.consumers) == (2, 2):
             return f"{config.consumers} consumers in {config.teams} teams: there must be one team, or three of one consumer each"
-        if config.consumers > 1 and call.attn_mask is not None and (call.k_group == 1 or call.int8):
+        if config.consumers > 1 and call.attn_mask is not None and (call.k_group == 1 or call.int8 or call.bias is not None):
             # an assertion in its axis analysis fails when a worker partition loads both
-            return "several consumers that load a mask and, of every key, a scale or int8's mark: Triton 3.6 can't compile it"
+            return "several consumers that load a mask and, of every key, a scale, int8's mark or a bias: Triton 3.6 can't compile it"
         if config.overlap:
             if value_parts(call)[1]:
                 return "overlap and V in two parts: the second part's accumulator would wait for the next block's Q·Kᵀ"
@@ -171,6 +171,8 @@ def misfit(config: Config, call: Call, device: Device) -> str | None:
         element = 1 if call.compute == "e4m3" and device.has_fp8_units else 2
         staged = config.block_n * (head_dim + value_dim)
         shared_memory = staged * max(config.num_stages - 1, 1) + rows * head_dim * element + (staged * element if element == 2 else 0)
+        if call.bias is not None and rows > QUERY_GROUP:
+            return f"tiles of {rows} rows: a tile of smoothed queries has one mean, which {QUERY_GROUP} have"
         if rows < 16 * warps:
             return f"{warps} warps of 16 rows for {rows} rows"
         available = ACCUMULATOR_REGISTERS

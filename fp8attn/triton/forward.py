@@ -12,7 +12,10 @@ from .configs import PortableConfig, Traits
 from .launch import ceil_div, launch
 from .tile import (
     LOG2E,
+    QUERY_GROUP,
     SCALE_BLOCK,
+    add_bias,
+    bias_row,
     hide,
     inverse,
     log_sum_exp,
@@ -63,7 +66,7 @@ def add_values(acc, alpha, p, v, C: tl.constexpr):
 @triton.jit
 def attend(
     q0, q1, row_factor, m, l, acc0, acc1, start, k_base, k_stride, k_scale, k_scale_stride, v_base, kv_padded,
-    mask, mask_strides, rows, q_length, kv_length, causal_offset, C: tl.constexpr, MASKED: tl.constexpr,
+    bias, bias_factor, mask, mask_strides, rows, q_length, kv_length, causal_offset, C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries attends to the keys start … start+block_n. MASKED: some row may not see some of them."""
     columns = tl.arange(0, C.config.block_n)
@@ -85,6 +88,8 @@ def attend(
         factor = score_factor(row_factor, block_scale, C.positive)
     if not C.folded:
         x *= factor[:, None]
+    if bias is not None:
+        x = add_bias(x, bias, bias_factor, keys, kv_length)
     if MASKED:
         x = hide(x, rows[:, None], start, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, False)
 
@@ -121,6 +126,7 @@ def forward_kernel(
     v,  # (B, Hkv, Dv, S_padded): e4m3, contiguous, keys permuted
     v_scale,  # (B, Hkv, Dv)
     v_mean,  # (B, Hkv, Dv) float32, contiguous: what V lost; or None
+    bias,  # (B, Hq, ceil(Sq / 64), Sk rounded up) float32, contiguous: what means of queries add; or None
     mask,  # (B, Hq, Sq, Sk): bool as bytes, or float; or None
     out,  # (B, Hq, Sq, Dv)
     lse,  # (B, Hq, Sq) float32, contiguous; or None
@@ -171,6 +177,9 @@ def forward_kernel(
     k += batch * k_strides[0] + kv_head * k_strides[1]
     k_scale += batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
     v += kv_index * C.value_dim * kv_padded
+    if bias is not None:
+        tl.static_assert(QUERY_GROUP % BLOCK_M == 0)
+        bias = bias_row(bias, batch * q_heads + head, first, q_length, kv_length)
     if mask is not None:
         mask += batch * mask_strides[0] + head * mask_strides[1]
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -193,12 +202,12 @@ def forward_kernel(
     for start in range(0, whole, BLOCK_N):
         m, l, acc0, acc1 = attend(
             q0, q1, row_factor, m, l, acc0, acc1, start, k, k_strides[2], k_scale, k_scale_strides[2], v, kv_padded,
-            mask, mask_strides, rows, q_length, kv_length, causal_offset, C, False,
+            bias, softmax_scale * LOG2E, mask, mask_strides, rows, q_length, kv_length, causal_offset, C, False,
         )  # fmt: skip
     for start in range(whole, end, BLOCK_N):
         m, l, acc0, acc1 = attend(
             q0, q1, row_factor, m, l, acc0, acc1, start, k, k_strides[2], k_scale, k_scale_strides[2], v, kv_padded,
-            mask, mask_strides, rows, q_length, kv_length, causal_offset, C, True,
+            bias, softmax_scale * LOG2E, mask, mask_strides, rows, q_length, kv_length, causal_offset, C, True,
         )  # fmt: skip
 
     l = tl.sum(l, 1)
@@ -242,6 +251,7 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
         stored(call.v, traits),
         call.v_scale,
         call.v_mean,
+        call.bias,
         call.mask_bytes,
         out,
         lse if call.return_lse else None,

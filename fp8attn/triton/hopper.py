@@ -24,6 +24,8 @@ from .launch import ceil_div, launch
 from .tile import (
     LOG2E,
     SCALE_BLOCK,
+    add_bias,
+    bias_row,
     hide,
     inverse,
     log_sum_exp,
@@ -203,21 +205,22 @@ def add_values(acc, alpha, fresh, C: gl.constexpr):
 
 @gluon.jit
 def attend(
-    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask, k, buffers, barriers, TEAM: gl.constexpr,
+    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias, mask, k, buffers, barriers, TEAM: gl.constexpr,
     C: gl.constexpr, MASKED: gl.constexpr, POSITIVE: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
     """64 queries attend to key block n of `seen`, the team's `block`-th in all.
 
     Args:
         x: if C.config.overlap the block's Q · Kᵀ, else anything.
-        keys: what tells scales and visibility of keys, see `consume`. mask: the head's (Sq, Sk), or None. k: the head's rows if they are int8.
+        keys: what tells scales and visibility of keys, see `consume`. bias: what the mean of the 64 adds, or None.
+        mask: the head's (Sq, Sk), or None. k: the head's rows if they are int8.
         MASKED: some row may not see some of the keys.
         POSITIVE: no m is negative.
         PENDING: the tensor core may still be writing x, when this is called and when it returns.
     """
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    k_stride, k_scale, k_scale_stride, mask_strides, rows, q_length, kv_length, causal_offset = keys
+    k_stride, k_scale, k_scale_stride, bias_factor, mask_strides, rows, q_length, kv_length, causal_offset = keys
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.stages
     stage = TEAM * STAGES + block % STAGES
@@ -251,6 +254,8 @@ def attend(
         s = poison_keys(s, marked, k, n * BLOCK_N + columns, k_stride, kv_length)
     if not C.folded:
         s *= factor[:, None]
+    if bias is not None:
+        s = add_bias(s, bias, bias_factor, n * BLOCK_N + columns, kv_length)
     if MASKED:
         s = hide(s, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, True)
     EXP2: gl.constexpr = C.exp2 if POSITIVE else None
@@ -309,7 +314,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
     """One warpgroup: attention of 64 queries of every tile."""
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q, k, q_scale, k_scale, v_scale, v_mean, mask, out, lse = tensors
+    q, k, q_scale, k_scale, v_scale, v_mean, bias, mask, out, lse = tensors
     q_strides, k_strides, q_scale_strides, k_scale_strides, v_scale_strides, mask_strides, out_strides = strides
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
     BLOCK_N: gl.constexpr = C.config.block_n
@@ -350,13 +355,17 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             whole = visible_end(first, shape, causal_offset, C) // BLOCK_N
             whole = 0 if mask is not None else gl.minimum(whole, seen)
             scale_base = k_scale + batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
+            bias_base = bias
+            if bias is not None:
+                bias_base = bias_row(bias, batch * q_heads + head, first, q_length, kv_length)
             mask_base = mask
             if mask is not None:
                 mask_base += batch * mask_strides[0] + head * mask_strides[1]
             k_base = k
             if C.int8:
                 k_base += batch * k_strides[0] + kv_head * k_strides[1]
-            keys = (k_strides[2], scale_base, k_scale_strides[2], mask_strides, rows, q_length, kv_length, causal_offset)
+            bias_factor = softmax_scale * LOG2E
+            keys = (k_strides[2], scale_base, k_scale_strides[2], bias_factor, mask_strides, rows, q_length, kv_length, causal_offset)
             x = empty_scores(C)
             if C.config.overlap:
                 if seen > 0:
@@ -365,8 +374,9 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             opening = gl.minimum(whole, 1)
             for n in range(0, opening):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, k_base, buffers, barriers, TEAM, C, False, False, False
-                )
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, False, False,
+                    False,
+                )  # fmt: skip
                 block += 1
             # a maximum only grows: once all are positive they stay so. The rare others take the masked loop to the end
             if whole > opening:
@@ -375,7 +385,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                 x = warpgroup_mma_init(x)
             for n in range(opening, whole):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, k_base, buffers, barriers, TEAM, C, False, True,
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, False, True,
                     C.config.overlap,
                 )  # fmt: skip
                 block += 1
@@ -384,8 +394,9 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                 x = warpgroup_mma_wait(0, deps=(x,))
             for n in range(whole, seen):
                 m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, mask_base, k_base, buffers, barriers, TEAM, C, True, False, False
-                )
+                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, True, False,
+                    False,
+                )  # fmt: skip
                 block += 1
             mbarrier.arrive(q_empty.index(ME))
             block = release(barriers, seen, loaded, block, TEAM, STAGES)
@@ -555,6 +566,7 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
             call.k_scale,
             call.v_scale,
             call.v_mean,
+            call.bias,
             call.mask_bytes,
             out,
             lse if call.return_lse else None,

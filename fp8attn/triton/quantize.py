@@ -11,7 +11,7 @@ to touch memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -619,11 +619,19 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
 def quantize(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, *, warmup: bool = False
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """quantize.quantize by the fused kernel: q, or k and v, or all three.
+    """quantize.quantize by the fused kernel: q, or k and v, or all three. Means of q are removed before it, in plain torch.
 
     Args:
         warmup: compile only.
     """
+    if q is not None and recipe.smooth_q:
+        centred, means = definition.without_means(q, recipe)
+        q_quantized, k_quantized, v_quantized = quantize(centred, k, v, replace(recipe, smooth_q=False), device, warmup=warmup)
+        assert q_quantized is not None
+        q_quantized = replace(q_quantized, mean=means)
+        if k is not None and k_quantized is not None:
+            q_quantized = definition.with_bias(q_quantized, k, k_quantized)
+        return q_quantized, k_quantized, v_quantized
     if any(x is not None and x.numel() == 0 for x in (q, k)):
         return definition.quantize(q, k, v, recipe)
     like = q if q is not None else k

@@ -11,6 +11,8 @@ LOG2E: tl.constexpr = tl.constexpr(reference.LOG2E)
 P_OFFSET: tl.constexpr = tl.constexpr(reference.P_OFFSET)
 LARGEST_FACTOR: tl.constexpr = tl.constexpr(reference.LARGEST_FACTOR)
 SCALE_BLOCK: tl.constexpr = tl.constexpr(recipe.SCALE_BLOCK)
+QUERY_GROUP: tl.constexpr = tl.constexpr(recipe.QUERY_GROUP)
+BIAS_ALIGNMENT: tl.constexpr = tl.constexpr(recipe.BIAS_ALIGNMENT)
 E4M3_MAX: tl.constexpr = tl.constexpr(recipe.E4M3_MAX)
 E4M3_NAN: tl.constexpr = tl.constexpr(recipe.E4M3_NAN)
 INT8_MAX: tl.constexpr = tl.constexpr(recipe.INT8_MAX)
@@ -109,6 +111,20 @@ def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask
         else:
             hidden |= value == 0
         return tl.where(hidden, -float("inf"), x)
+
+
+@triton.jit
+def bias_row(bias, index, row, q_length, kv_length):
+    """Pointer to what the mean of a row's group of queries adds to scores. index: of batch and head in (B, Hq, G, Sk rounded up), 64 bits."""
+    group = tl.minimum(row, q_length - 1) // QUERY_GROUP
+    pitch = tl.cdiv(kv_length, BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    return bias + (index * tl.cdiv(q_length, QUERY_GROUP) + group) * pitch
+
+
+@triton.jit
+def add_bias(x, bias, factor, keys, kv_length):
+    """Scores (M, N) of a group of queries with what their mean adds, times `factor`. bias: the group's row. keys: (N,)."""
+    return x + (tl.load(bias + keys, mask=keys < kv_length, other=0.0) * factor)[None, :]
 
 
 @triton.jit

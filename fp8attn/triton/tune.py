@@ -27,7 +27,7 @@ _tuned: dict[tuple[str, str], Config] = {}
 
 def kind(call: Call) -> str:
     """What a measured config depends on, as a key of the table."""
-    mask = "masked" if call.attn_mask is not None else "full" if call.causal == "none" else "causal"
+    mask = "masked" if call.attn_mask is not None or call.bias is not None else "full" if call.causal == "none" else "causal"
     return f"d{sum(configs.head_parts(call))} dv{sum(configs.value_parts(call))} {call.compute} {mask}"
 
 

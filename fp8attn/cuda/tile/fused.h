@@ -158,6 +158,7 @@ struct Fused {
       if (by_key) scale_by_key(p, tile, start + first_key, s[t], f);
       if (!calm) scale_by_row(factor[t], s[t]);
       if constexpr (C.general) {
+        if (p.bias != nullptr) add_bias(s[t], p, tile.batch, tile.head, tile.first_row + first + 16 * t, start + first_key, f);
         if (p.mask != nullptr) add_mask(s[t], p, tile.batch, tile.head, tile.first_row, start + first_key, f);
       }
       if (!whole) hide(s[t], shared.facts.row_end, start + first_key, f);

@@ -56,6 +56,36 @@ __device__ void hide(float (&s)[N], const int (&row_end)[M], int start, Fragment
   }
 }
 
+// What the mean of a row's group of queries adds to the scores of keys, over the softmax scale.
+__device__ inline const float* bias_row(const Params& p, int batch, int head, int row) {
+  const int pitch = (p.kv_length + BIAS_ALIGNMENT - 1) / BIAS_ALIGNMENT * BIAS_ALIGNMENT, groups = (p.q_length + ROWS - 1) / ROWS;
+  return p.bias + ((int64_t(batch) * p.q_heads + head) * groups + row / ROWS) * pitch;
+}
+
+// Adds what the mean of a group of queries does, to scores of rows of that group, among them `first_row`, and of the keys from `start` on, which is even.
+template <int N>
+__device__ void add_bias(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
+  int key = start + f.column;
+  asm volatile("" : "+r"(key));  // or all addresses are made before the loop over blocks, and spilled
+  const float* at = bias_row(p, batch, head, min(first_row, p.q_length - 1)) + key;
+#pragma unroll
+  for (int j = 0; j < N / 4; ++j) {
+    if (key + 8 * j >= p.kv_length) continue;
+    const float2 pair = *reinterpret_cast<const float2*>(at + 8 * j);  // of keys that are even and the next, within the row
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      s[4 * j + 2 * r] = fmaf(pair.x, p.score_scale, s[4 * j + 2 * r]);
+      s[4 * j + 2 * r + 1] = fmaf(pair.y, p.score_scale, s[4 * j + 2 * r + 1]);
+    }
+  }
+}
+
+// The same of one row and key.
+template <typename Place>
+__device__ float biased(float score, const Params& p, const Place& tile, int row, int key) {
+  return fmaf(bias_row(p, tile.batch, tile.head, row)[key], p.score_scale, score);
+}
+
 // What an element of a mask adds to a score over log2 e; -inf hides.
 __device__ inline float mask_value(uint8_t visible) { return visible ? 0.0f : -INFINITE; }
 __device__ inline float mask_value(__nv_bfloat16 x) { return __bfloat162float(x); }

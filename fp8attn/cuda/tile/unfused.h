@@ -184,12 +184,13 @@ struct Unfused {
       const float4 four = s[j / 4];
       x[j] = four.x * factor, x[j + 1] = four.y * factor, x[j + 2] = four.z * factor, x[j + 3] = four.w * factor;
     }
-    if (by_key || p.mask != nullptr) {
+    if (by_key || p.bias != nullptr || p.mask != nullptr) {
 #pragma unroll
       for (int j = 0; j < mine; ++j) {
         const int key = start + begin + j;
         if (j >= keys_seen) continue;
         if (by_key) x[j] *= k_scale[key * p.k_scale_strides[2]];
+        if (p.bias != nullptr && tile.first_row + row < p.q_length) x[j] = biased(x[j], p, tile, tile.first_row + row, key);
         if (p.mask != nullptr && tile.first_row + row < p.q_length) x[j] = masked(x[j], p, tile, tile.first_row + row, key);
       }
     }
@@ -254,6 +255,7 @@ struct Unfused {
           x[j] = -INFINITE;
         else if (by_key)
           x[j] *= k_scale[key * p.k_scale_strides[2]];
+        if (p.bias != nullptr && key < end && tile.first_row + row < p.q_length) x[j] = biased(x[j], p, tile, tile.first_row + row, key);
         if (p.mask != nullptr && key < end && tile.first_row + row < p.q_length) x[j] = masked(x[j], p, tile, tile.first_row + row, key);
         largest = fmaxf(largest, x[j]);
       }
