@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fp8attn import Quantized
+from fp8attn.quantize import numbers, row_scales
+
 LOG2E = 1.4426950408889634
 TENSOR_CORE_STEP = 2.0**-13
 """What FP8 tensor cores keep of a sum, relative to its largest term (Ada, Hopper)."""
@@ -17,6 +20,18 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     difference = (actual.double() - expected.double()).norm()
     norm = expected.double().norm()
     return float(difference / norm) if norm > 0 else float(difference)
+
+
+def score_step(q: Quantized, k: Quantized, softmax_scale: float) -> float:
+    """What a score may be off by because a tensor core keeps 13 bits of its sum, whose terms may be far larger than what they add up to: no more than
+    that part of the largest row of Q's norm times the largest of K's."""
+    norms = [
+        float((numbers(x) * row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max())
+        if x.data.numel()
+        else 0.0
+        for x in (q, k)
+    ]
+    return TENSOR_CORE_STEP * norms[0] * norms[1] * abs(softmax_scale)
 
 
 def assert_same_pattern(actual: torch.Tensor, expected: torch.Tensor) -> None:
