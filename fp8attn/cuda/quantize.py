@@ -50,11 +50,10 @@ class QuantizeConfig:
     @property
     def shared_bytes(self) -> int:
         """sizeof(QuantizeStorage)."""
-        moments = CHANNELS * (4 + 2 + 2)
-        shared_by_all = max((WARPS + self.strips) * moments, LANES * CHANNELS * 4)
-        blocks = STRIP // SCALE_BLOCK
-        facts = 8 * CHANNELS + 4 * blocks * (WARPS + LARGEST_DIM // CHANNELS) + 4 * STRIP // LANES
-        return -(-(STRIP * CHANNELS * 2 + shared_by_all + facts) // 128) * 128
+        moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * STRIP // LANES, 4 * STRIP // SCALE_BLOCK
+        told = self.strips * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
+        own = moments + 2 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
+        return -(-(STRIP * CHANNELS * 2 + WARPS * moments + told + own + 16) // 128) * 128
 
     @property
     def name(self) -> str:

@@ -125,7 +125,14 @@ void meet(Meeting& meeting, int count) {
 
 void barrier(int id, int count) { meet(barriers[current->rank][id], count); }
 
-void cluster_barrier() { meet(whole_cluster, cluster * threads); }
+void cluster_arrive() {
+  current->cluster_round = whole_cluster.round;
+  if (++whole_cluster.arrived == cluster * threads) whole_cluster.arrived = 0, ++whole_cluster.round;
+}
+
+void cluster_wait() {
+  if (whole_cluster.round == current->cluster_round) wait_for(whole_cluster, current->cluster_round);
+}
 
 void together(void* argument, void (*f)(void**)) {
   Meeting& meeting = warps[number() / 32];
