@@ -5,8 +5,6 @@
 // of a sample, which they read from memory.
 #pragma once
 
-#include <utility>
-
 #include "config.h"
 #include "params.h"
 #include "ptx/cluster.h"
@@ -189,21 +187,31 @@ struct ChunkMoments {
   }
 };
 
-// All blocks of a tile, each as it comes in.
-template <typename T, int... BLOCK>
-__device__ void add_blocks(ChunkMoments<T>& found, StripTile& tile, const Mine& mine, int count, std::integer_sequence<int, BLOCK...>) {
-  const auto add = [&](int n) {
-#pragma unroll
-    for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(tile, n, i), mine.token(n, i) < count);
-  };
-  ((ptx::cp_async_wait_but<BLOCKS - 1 - BLOCK>(), add(BLOCK)), ...);
+// Of the blocks of a tile, which are loaded one after another, this thread's copies up to those of the n-th.
+__device__ inline void wait_for_block(int n) {
+  static_assert(BLOCKS == 4);
+  switch (n) {
+    case 0:
+      return ptx::cp_async_wait_but<3>();
+    case 1:
+      return ptx::cp_async_wait_but<2>();
+    case 2:
+      return ptx::cp_async_wait_but<1>();
+    default:
+      return ptx::cp_async_wait_but<0>();
+  }
 }
 
 // Moments of V's tile, as it comes in. Elements that aren't finite become NaN in it, and their tokens hidden.
 template <QuantizeConfig C, typename T>
 __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, const Mine& mine) {
   ChunkMoments<T> found;
-  add_blocks(found, shared.tile, mine, place.count, std::make_integer_sequence<int, BLOCKS>());
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    wait_for_block(n);
+#pragma unroll
+    for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < place.count);
+  }
   if (!found.is_finite()) {
     found = ChunkMoments<T>();
 #pragma unroll 1
@@ -342,30 +350,45 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
   }
 }
 
-// K's mean of some of the slice's channels, a power of two of them. `k` is the head's first token of the slice.
+// Of the sample of K a thread's share at a time: a word of the tokens of a lane. An item is a lane and one of the CTA's words.
+template <typename T>
+struct Sample {
+  uint32_t raw[STEPS];
+
+  // `k` is the head's first token of the slice.
+  __device__ void load(const QuantizeParams& p, const Place& place, const T* k, int item) {
+    const int words = 1 << place.log_words(), lane = item / words;
+    const int64_t step = place.strips * LANES;  // every sample_step-th group of LANES tokens, which is one in as many as there are strips
+    const T* from = k + 2 * (place.strip * words + item % words) + lane * p.k_strides[2];
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < p.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
+  }
+
+  __device__ float2 sum() const {
+    float2 found = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const float2 x = Pair<T>::floats(raw[i]);
+      found.x += x.x, found.y += x.y;
+    }
+    return found;
+  }
+};
+
+// K's mean of the CTA's words, if it has some. `sample` is the thread's first item's.
 template <QuantizeConfig C, typename T>
-__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const T* k) {
-  const int log_words = place.log_words(), words = 1 << log_words, first = place.strip << log_words;
+__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const T* k, Sample<T>& sample) {
+  const int words = 1 << place.log_words(), first = place.strip * words;
   if (first >= WORDS) return;
 #pragma unroll 1
-  for (int item = threadIdx.x; item < LANES << log_words; item += THREADS) {
-    const int lane = item >> log_words;
-    // every sample_step-th group of LANES tokens, which is one in as many as there are strips
-    const int step = place.strips * LANES;
-    const T* from = k + 2 * (first + item % words) + lane * p.k_strides[2];
-    float2 sum;
-    bool careful = false;
-    do {
-      sum = {0.0f, 0.0f};
-#pragma unroll 8
-      for (int i = 0; i < STEPS; ++i) {
-        uint32_t raw = i * step + lane < p.length ? *reinterpret_cast<const uint32_t*>(from + i * step * p.k_strides[2]) : 0;
-        if (careful) raw &= ~not_finite<T>(raw);
-        const float2 x = Pair<T>::floats(raw);
-        sum.x += x.x, sum.y += x.y;
-      }
-      careful = !careful;
-    } while (careful && !(is_finite(sum.x) && is_finite(sum.y)));
+  for (int item = threadIdx.x; item < LANES * words; item += THREADS) {
+    if (item >= THREADS) sample.load(p, place, k, item);
+    float2 sum = sample.sum();
+    if (!is_finite(sum.x) || !is_finite(sum.y)) {
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) sample.raw[i] &= ~not_finite<T>(sample.raw[i]);
+      sum = sample.sum();
+    }
     reinterpret_cast<float2*>(shared.draft.sampled)[item] = sum;
   }
   __syncthreads();
@@ -378,11 +401,12 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
   p.k_mean[place.channel() + 2 * first + threadIdx.x] = mean;
 }
 
-// Largest magnitudes of K's blocks to all slices of the strip. Infinities become NaN in the tile.
+// Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Mine& mine, const float (&mean)[8]) {
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
+    wait_for_block(n);
     float largest = 0.0f;
     const auto look = [&](uint4 words) {
       float x[8];
@@ -475,8 +499,10 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   ptx::launch_dependents();
   const T* v = static_cast<const T*>(p.v) + place.batch * p.v_strides[0] + place.head * p.v_strides[1] + place.slice * CHANNELS;
   const T* k = static_cast<const T*>(p.k) + place.batch * p.k_strides[0] + place.head * p.k_strides[1] + place.slice * CHANNELS;
+  Sample<T> sample;
+  if (place.strip << place.log_words() < WORDS && threadIdx.x < LANES << place.log_words()) sample.load(p, place, k, threadIdx.x);
   mine.load(shared.tile, v + place.first * p.v_strides[2], p.v_strides[2], place.count);
-  measure_keys<C, T>(p, shared, place, k);
+  measure_keys<C, T>(p, shared, place, k, sample);
   k += place.first * p.k_strides[2];
   measure_values<C, T>(shared, place, mine);
   if constexpr (C.ahead) ask_for(k, p.k_strides[2], place.count);
@@ -499,7 +525,6 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   float mean[8];
 #pragma unroll
   for (int c = 0; c < 8; ++c) mean[c] = shared.key_mean[8 * mine.chunk + c];
-  ptx::cp_async_wait();  // for the thread's own copies, which it alone looks at
   find_largest<C, T>(shared, place, mine, mean);
   ptx::mbarrier_wait(&shared.largest_full, 0);
   write_keys<C, T>(p, shared, place, mine, mean);
