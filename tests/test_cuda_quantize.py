@@ -252,14 +252,18 @@ def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
 
 
 SYNCS = {
-    "the cluster is there": ("  ptx::cluster_sync();  // before anyone is told anything, it is there\n", ""),
-    "moments of all strips": ("  ptx::cluster_sync();\n  if (threadIdx.x < CHANNELS) finish", "  if (threadIdx.x < CHANNELS) finish"),
-    "keys of all strips": ("  ptx::cp_async_wait();\n  ptx::cluster_sync();\n", "  ptx::cp_async_wait();\n  __syncthreads();\n"),
-    "means of all channels": ("  __syncwarp();\n  ptx::cluster_sync();\n  float mean[8];", "  __syncthreads();\n  float mean[8];"),
-    "magnitudes of all slices": ("  ptx::cluster_sync();  // the last time that", "  __syncthreads();  // the last time that"),
+    "the cluster is there": ("  ptx::cluster_wait();", "  "),
+    "sums of the sample": ("  __syncthreads();\n  if (threadIdx.x >= 2 * words) return;", "  if (threadIdx.x >= 2 * words) return;"),
+    "the draft was K's": ("  __syncthreads();  // the draft was K's\n", ""),
+    "moments of all warps": ("  __syncthreads();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
+    "what there is to tell": ("  __syncthreads();\n}\n\n// Sixteen bytes", "}\n\n// Sixteen bytes"),
+    "facts": ("  ptx::mbarrier_wait(&shared.facts_full, 0);\n", ""),
     "shifts of all channels": ("place, threadIdx.x);\n  __syncthreads();\n", "place, threadIdx.x);\n"),
     "values before keys": ("  __syncthreads();\n\n  mine.load", "  mine.load"),
-    "copies": ("  ((ptx::cp_async_wait_but<BLOCKS - 1 - BLOCK>(), add(BLOCK)), ...);", "  (add(BLOCK), ...);"),
+    "magnitudes of all warps": ("  __syncthreads();\n  if (threadIdx.x >= place.slices) return;", "  if (threadIdx.x >= place.slices) return;"),
+    "magnitudes of all slices": ("  ptx::mbarrier_wait(&shared.largest_full, 0);\n", ""),
+    "copies of values": ("    wait_for_block(n);\n#pragma unroll\n", "#pragma unroll\n"),
+    "copies of keys": ("    wait_for_block(n);\n    float largest", "    float largest"),
     "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
 }
 """Lines of the kernel that wait, by what for, and what would be there without; and one that adds in the definition's order."""
