@@ -28,6 +28,7 @@ from fp8attn.cuda.configs import REGISTER_FILE
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 from fp8attn.layout import padded_length
 from fp8attn.quantize import STRIP, quantize_kv, sample_size
+from fp8attn.quantize import quantize as quantize_all
 from fp8attn.recipe import E4M3
 
 H100 = ARCHITECTURES[90]
@@ -110,10 +111,20 @@ def test_emulated_it_writes_the_bytes_of_the_definition(emulated: Quantizer, pro
 @pytest.mark.gpu
 @given(problem=problems(16))
 def test_writes_the_bytes_of_the_definition(device: torch.device, problem: Problem) -> None:
-    q, k, v = problem.tensors(device)
-    check(by_cuda, k, v)
-    # and of Triton's, Q beside them
+    check(by_cuda, *problem.tensors(device)[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim, length", ((64, 8100), (128, 2048)))
+def test_writes_the_bytes_of_triton(device: torch.device, dim: int, length: int) -> None:
+    """Called as others are, Q beside them, which Triton quantizes."""
+    k, v = not_finite((2, 4, length, dim), torch.bfloat16, device)
+    if ops.why_not_quantize_by_cuda(k, v, Recipe()) is not None:
+        pytest.skip(str(ops.why_not_quantize_by_cuda(k, v, Recipe())))
+    q = normal((2, 4, 300, dim), device=device)[0]
     for actual, expected in zip(ops.quantized(q, k, v, Recipe()), ops.quantized(q, k, v, Recipe(), by_triton=True), strict=True):
+        assert_same(actual, expected)
+    for actual, expected in zip(fp8attn.quantize(q, k, v), quantize_all(q, k, v, Recipe()), strict=True):
         assert_same(actual, expected)
 
 
