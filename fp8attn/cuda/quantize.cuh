@@ -15,14 +15,14 @@
 
 namespace fp8attn {
 
-constexpr int CHANNELS = 64;            // of a slice: 128 bytes of a token
-constexpr int CHUNKS = CHANNELS / 8;    // of 16 bytes
-constexpr int WORDS = CHANNELS / 2;     // of two channels
-constexpr int WARPS = CHUNKS;           // in writing V each has a chunk of its own
+constexpr int CHANNELS = 64;             // of a slice: 128 bytes of a token
+constexpr int CHUNKS = CHANNELS / 8;     // of 16 bytes
+constexpr int WORDS = CHANNELS / 2;      // of two channels
+constexpr int WARPS = CHUNKS;            // in writing V each has a chunk of its own
 constexpr int THREADS = LANES * CHUNKS;  // elsewhere each has a chunk of the tokens of a lane
 constexpr int BLOCKS = STRIP / KEYS;
-constexpr int MOST_SLICES = 256 / CHANNELS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
+constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
 using StripTile = uint32_t[STRIP][WORDS];
