@@ -37,24 +37,27 @@ template <QuantizeConfig C>
 struct alignas(128) QuantizeStorage {
   StripTile tile;
   union {
-    Moments warps[WARPS];
-    float sampled[LANES * CHANNELS / 2];  // sums of keys: lanes of as many channels as the CTA has, of two strips or more
-  } draft;
+    struct {
+      Moments warps[WARPS];
+      Moments strips[C.strips];  // what all tell
+    } values;
+    float sampled[LANES * CHANNELS];  // sums of keys: lanes of as many channels as the CTA has, all of them if there is one strip
+  };
   // what others tell, and it itself
-  Moments strips[C.strips];
   alignas(16) float key_mean[CHANNELS];
   uint4 hidden[MOST_SLICES][BLOCKS];               // of every slice STEPS words: a bit of each lane for tokens whose keys become NaN
   alignas(16) float largest[MOST_SLICES][BLOCKS];  // magnitudes of keys of every slice
   // what it tells
   struct {
     Moments strip;
-    alignas(16) float key_mean[CHANNELS / 2];
+    alignas(16) float key_mean[CHANNELS];
     uint4 hidden[BLOCKS];
   } own;
   float shift[CHANNELS], factor[CHANNELS];  // V's means, and inverses of its scales
   float of_warps[WARPS][BLOCKS];            // largest magnitudes of keys
   uint64_t facts_full, largest_full;
 };
+static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));  // of two strips or more sums of keys lie where nobody tells anything
 
 // A CTA's place in its cluster, and its head.
 struct Place {
@@ -227,8 +230,8 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, c
   // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
   found.join(16);
   found.join(8);
-  __syncthreads();  // the draft was K's
-  Moments* warps = shared.draft.warps;
+  __syncthreads();  // the sample lay there
+  Moments* warps = shared.values.warps;
   if (threadIdx.x % 32 < CHUNKS) {
     Moments& of_warp = warps[threadIdx.x / 32];
     float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * mine.chunk]);
@@ -275,7 +278,7 @@ __device__ void tell_facts(QuantizeStorage<C>& shared, const Place& place) {
 #pragma unroll 1
   for (int strip = threadIdx.x / 32; strip < place.strips; strip += WARPS) {
     const int rank = place.rank_of(strip, place.slice);
-    tell(rank, reinterpret_cast<uint4*>(&shared.strips[place.strip]) + lane, reinterpret_cast<const uint4*>(&shared.own.strip)[lane], &shared.facts_full);
+    tell(rank, reinterpret_cast<uint4*>(&shared.values.strips[place.strip]) + lane, reinterpret_cast<const uint4*>(&shared.own.strip)[lane], &shared.facts_full);
     if (has_mean) tell(rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.facts_full);
   }
   const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
@@ -298,7 +301,7 @@ __device__ float halving_sum(const float (&lanes)[N]) {
 // V's mean and scale of a channel, which every strip makes for itself.
 template <QuantizeConfig C, typename T>
 __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int channel) {
-  const Moments* strips = shared.strips;
+  const Moments* strips = shared.values.strips;
   float sum[C.strips], low = INFINITE, high = -INFINITE;
 #pragma unroll
   for (int i = 0; i < C.strips; ++i) {
@@ -389,13 +392,13 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
       for (int i = 0; i < STEPS; ++i) sample.raw[i] &= ~not_finite<T>(sample.raw[i]);
       sum = sample.sum();
     }
-    reinterpret_cast<float2*>(shared.draft.sampled)[item] = sum;
+    reinterpret_cast<float2*>(shared.sampled)[item] = sum;
   }
   __syncthreads();
   if (threadIdx.x >= 2 * words) return;
   float sum[LANES];
 #pragma unroll
-  for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.draft.sampled[lane * 2 * words + threadIdx.x];
+  for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
   const float mean = removable(__fmul_rn(halving_sum(sum), p.inverse_sample));
   shared.own.key_mean[threadIdx.x] = mean;
   p.k_mean[place.channel() + 2 * first + threadIdx.x] = mean;

@@ -52,7 +52,7 @@ class QuantizeConfig:
         """sizeof(QuantizeStorage)."""
         moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * STRIP // LANES, 4 * STRIP // SCALE_BLOCK
         told = self.strips * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
-        own = moments + 2 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
+        own = moments + 4 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
         return -(-(STRIP * CHANNELS * 2 + WARPS * moments + told + own + 16) // 128) * 128
 
     @property
@@ -102,10 +102,11 @@ def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) ->
         return f"head dim is {dim}; it takes multiples of {CHANNELS} up to {LARGEST_DIM}"
     if k.numel() == 0:
         return f"key has shape {tuple(k.shape)}"
-    if k.shape[2] <= STRIP:
-        return f"there are {k.shape[2]} keys; it takes more than {STRIP}: Triton's kernels were measured to be quick with fewer"
     if cluster_of(k) > LARGEST_CLUSTER:
         return f"there are {k.shape[2]} keys; of head dim {dim} it takes {LARGEST_CLUSTER * CHANNELS // dim * STRIP}"
+    ctas = k.shape[0] * k.shape[1] * cluster_of(k)
+    if k.shape[2] <= STRIP and ctas < device.sm_count:
+        return f"there are {k.shape[2]} keys, {ctas} CTAs' work; of up to {STRIP} it takes no less than {device.sm_count}"
     for name, x in (("key", k), ("value", v)):
         reason = why_not_tma(x, name)
         if reason is not None:
