@@ -142,7 +142,7 @@ def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
 def test_the_longest(device: torch.device, dim: int, heads: int) -> None:
     """Also of more clusters than run at a time."""
     for length in (LONGEST[dim], LONGEST[dim] - 130, STRIP + 1, STRIP, 77):
-        check(by_cuda, *normal((2, heads, length, dim), device=device))
+        check(by_cuda, *normal((1, heads, length, dim), device=device))
 
 
 def wide(shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
