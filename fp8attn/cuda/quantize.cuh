@@ -1,28 +1,28 @@
 // fp8attn/quantize.py's default recipe for K and V of bfloat16 or half, sm_90a: the same bytes in one launch that reads each once.
 //
 // A cluster of CTAs has a head: each CTA the slice of 64 channels of a strip of 512 tokens, of V and then of K, in shared memory. V comes first
-// because keys whose values aren't finite become NaN. What needs all tokens, means and scales, is made of what CTAs tell each other.
+// because keys whose values aren't finite become NaN. What needs all tokens, means and scales, is made of what CTAs tell each other; K's mean is that
+// of a sample, which they read from memory.
 #pragma once
-
-#include <utility>
 
 #include "config.h"
 #include "params.h"
 #include "ptx/cluster.h"
 #include "ptx/cp_async.h"
 #include "ptx/grid.h"
+#include "ptx/mbarrier.h"
 #include "tile/quantize.h"
 
 namespace fp8attn {
 
-constexpr int CHANNELS = 64;            // of a slice: 128 bytes of a token
-constexpr int CHUNKS = CHANNELS / 8;    // of 16 bytes
-constexpr int WORDS = CHANNELS / 2;     // of two channels
-constexpr int WARPS = CHUNKS;           // in writing V each has a chunk of its own
+constexpr int CHANNELS = 64;             // of a slice: 128 bytes of a token
+constexpr int CHUNKS = CHANNELS / 8;     // of 16 bytes
+constexpr int WORDS = CHANNELS / 2;      // of two channels
+constexpr int WARPS = CHUNKS;            // in writing V each has a chunk of its own
 constexpr int THREADS = LANES * CHUNKS;  // elsewhere each has a chunk of the tokens of a lane
 constexpr int BLOCKS = STRIP / KEYS;
-constexpr int MOST_SLICES = 256 / CHANNELS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
+constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
 using StripTile = uint32_t[STRIP][WORDS];
@@ -38,14 +38,26 @@ struct alignas(128) QuantizeStorage {
   StripTile tile;
   union {
     struct {
-      Moments warps[WARPS], strips[C.strips];
+      Moments warps[WARPS];
+      Moments strips[C.strips];  // what all tell
     } values;
-    float sampled[LANES * CHANNELS];  // sums of keys: lanes of as many channels as the CTA has
+    float sampled[LANES * CHANNELS];  // sums of keys: lanes of as many channels as the CTA has, all of them if there is one strip
   };
-  float shift[CHANNELS], factor[CHANNELS];  // means, and inverses of scales
-  float of_warps[WARPS][BLOCKS], of_slices[MOST_SLICES][BLOCKS];  // largest magnitudes of blocks of keys
-  uint4 hidden[BLOCKS];  // STEPS words: a bit of each lane for tokens whose keys become NaN
+  // what others tell, and it itself
+  alignas(16) float key_mean[CHANNELS];
+  uint4 hidden[MOST_SLICES][BLOCKS];               // of every slice STEPS words: a bit of each lane for tokens whose keys become NaN
+  alignas(16) float largest[MOST_SLICES][BLOCKS];  // magnitudes of keys of every slice
+  // what it tells
+  struct {
+    Moments strip;
+    alignas(16) float key_mean[CHANNELS];
+    uint4 hidden[BLOCKS];
+  } own;
+  float shift[CHANNELS], factor[CHANNELS];  // V's means, and inverses of its scales
+  float of_warps[WARPS][BLOCKS];            // largest magnitudes of keys
+  uint64_t facts_full, largest_full;
 };
+static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));  // of two strips or more sums of keys lie where nobody tells anything
 
 // A CTA's place in its cluster, and its head.
 struct Place {
@@ -60,6 +72,14 @@ struct Place {
   }
 
   __device__ int rank_of(int its_strip, int its_slice) const { return its_strip * slices + its_slice; }
+
+  // Binary logarithm of the words of a token whose mean of keys a strip's CTA makes; the last strips may have none to make.
+  __device__ int log_words() const {
+    int found = 5;
+    static_assert(WORDS == 1 << 5);
+    for (int n = 2; n <= strips; n *= 2) --found;
+    return found;
+  }
 
   // Of the slice's first channel, among those of all heads.
   __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
@@ -161,21 +181,31 @@ struct ChunkMoments {
   }
 };
 
-// All blocks of a tile, each as it comes in.
-template <typename T, int... BLOCK>
-__device__ void add_blocks(ChunkMoments<T>& found, StripTile& tile, const Mine& mine, int count, std::integer_sequence<int, BLOCK...>) {
-  const auto add = [&](int n) {
-#pragma unroll
-    for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(tile, n, i), mine.token(n, i) < count);
-  };
-  ((ptx::cp_async_wait_but<BLOCKS - 1 - BLOCK>(), add(BLOCK)), ...);
+// Of the blocks of a tile, which are loaded one after another, this thread's copies up to those of the n-th.
+__device__ inline void wait_for_block(int n) {
+  static_assert(BLOCKS == 4);
+  switch (n) {
+    case 0:
+      return ptx::cp_async_wait_but<3>();
+    case 1:
+      return ptx::cp_async_wait_but<2>();
+    case 2:
+      return ptx::cp_async_wait_but<1>();
+    default:
+      return ptx::cp_async_wait_but<0>();
+  }
 }
 
-// Moments of V's tile, to all strips. Elements that aren't finite become NaN in it, and their tokens hidden in all slices.
+// Moments of V's tile, as it comes in. Elements that aren't finite become NaN in it, and their tokens hidden.
 template <QuantizeConfig C, typename T>
 __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, const Mine& mine) {
   ChunkMoments<T> found;
-  add_blocks(found, shared.tile, mine, place.count, std::make_integer_sequence<int, BLOCKS>());
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    wait_for_block(n);
+#pragma unroll
+    for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < place.count);
+  }
   if (!found.is_finite()) {
     found = ChunkMoments<T>();
 #pragma unroll 1
@@ -185,44 +215,65 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, c
       found.add_finite(words, bad);
       if (!any(bad)) continue;
       words = words | bad;
-      uint32_t* hidden = reinterpret_cast<uint32_t*>(shared.hidden) + i;
-#pragma unroll 1
-      for (int slice = 0; slice < place.slices; ++slice) atomicOr(ptx::in_cta(hidden, place.rank_of(place.strip, slice)), 1u << mine.lane);
+      atomicOr(reinterpret_cast<uint32_t*>(shared.own.hidden) + i, 1u << mine.lane);
     }
   }
   // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
   found.join(16);
   found.join(8);
-  auto& values = shared.values;
+  __syncthreads();  // the sample lay there
+  Moments* warps = shared.values.warps;
   if (threadIdx.x % 32 < CHUNKS) {
-    Moments& of_warp = values.warps[threadIdx.x / 32];
+    Moments& of_warp = warps[threadIdx.x / 32];
     float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * mine.chunk]);
     sum[0] = {found.sum[0], found.sum[1], found.sum[2], found.sum[3]}, sum[1] = {found.sum[4], found.sum[5], found.sum[6], found.sum[7]};
     reinterpret_cast<uint4*>(of_warp.low)[mine.chunk] = {found.low[0], found.low[1], found.low[2], found.low[3]};
     reinterpret_cast<uint4*>(of_warp.high)[mine.chunk] = {found.high[0], found.high[1], found.high[2], found.high[3]};
   }
   __syncthreads();
-  // of the strip, every one of the 128 words of its moments twice: each for half of the strips that hear of it
-  static_assert(THREADS == 2 * sizeof(Moments) / 4 && WARPS == 8);
-  const int word = threadIdx.x % (THREADS / 2);
-  const auto tell = [&](auto* to, auto x) {
-#pragma unroll 1
-    for (int strip = threadIdx.x / (THREADS / 2); strip < place.strips; strip += 2) *ptx::in_cta(to, place.rank_of(strip, place.slice)) = x;
-  };
-  const auto& w = values.warps;
-  Moments& of_strip = values.strips[place.strip];
-  if (word < CHANNELS) {
-    const int c = word;
-    tell(&of_strip.sum[c], ((w[0].sum[c] + w[4].sum[c]) + (w[2].sum[c] + w[6].sum[c])) + ((w[1].sum[c] + w[5].sum[c]) + (w[3].sum[c] + w[7].sum[c])));
-  } else if (word < CHANNELS + WORDS) {
-    uint32_t low = w[0].low[word % WORDS];
-    for (int i = 1; i < WARPS; ++i) low = least<T>(low, w[i].low[word % WORDS]);
-    tell(&of_strip.low[word % WORDS], low);
-  } else {
-    uint32_t high = w[0].high[word % WORDS];
-    for (int i = 1; i < WARPS; ++i) high = most<T>(high, w[i].high[word % WORDS]);
-    tell(&of_strip.high[word % WORDS], high);
+  static_assert(WARPS == 8 && CHANNELS + 2 * WORDS <= THREADS);
+  Moments& strip = shared.own.strip;
+  const int word = threadIdx.x % WORDS;
+  if (threadIdx.x < CHANNELS) {
+    const auto sum_of = [&](int warp) { return warps[warp].sum[threadIdx.x]; };
+    strip.sum[threadIdx.x] = ((sum_of(0) + sum_of(4)) + (sum_of(2) + sum_of(6))) + ((sum_of(1) + sum_of(5)) + (sum_of(3) + sum_of(7)));
+  } else if (threadIdx.x < CHANNELS + WORDS) {
+    uint32_t low = warps[0].low[word];
+    for (int i = 1; i < WARPS; ++i) low = least<T>(low, warps[i].low[word]);
+    strip.low[word] = low;
+  } else if (threadIdx.x < CHANNELS + 2 * WORDS) {
+    uint32_t high = warps[0].high[word];
+    for (int i = 1; i < WARPS; ++i) high = most<T>(high, warps[i].high[word]);
+    strip.high[word] = high;
   }
+  __syncthreads();
+}
+
+// Sixteen bytes to a CTA of the cluster, to the same place.
+__device__ inline void tell(int rank, void* to, uint4 x, uint64_t* barrier) {
+  ptx::store_async(ptx::address_in(rank, ptx::shared_address(to)), x, ptx::address_in(rank, ptx::shared_address(barrier)));
+}
+
+// Bytes that a CTA is told before it knows the facts.
+template <QuantizeConfig C>
+__device__ int bytes_of_facts(const QuantizeStorage<C>& shared, const Place& place) {
+  return place.strips * int(sizeof(Moments)) + int(sizeof(shared.key_mean)) + place.slices * int(sizeof(shared.hidden[0]));
+}
+
+// To all strips moments of V and what the CTA has of K's mean, to all slices of the strip who is hidden.
+template <QuantizeConfig C>
+__device__ void tell_facts(QuantizeStorage<C>& shared, const Place& place) {
+  static_assert(sizeof(Moments) == 32 * 16);
+  const int lane = threadIdx.x % 32, log_words = place.log_words(), first = place.strip << log_words;
+  const bool has_mean = first < WORDS && lane < (1 << log_words) / 2;  // four channels each
+#pragma unroll 1
+  for (int strip = threadIdx.x / 32; strip < place.strips; strip += WARPS) {
+    const int rank = place.rank_of(strip, place.slice);
+    tell(rank, reinterpret_cast<uint4*>(&shared.values.strips[place.strip]) + lane, reinterpret_cast<const uint4*>(&shared.own.strip)[lane], &shared.facts_full);
+    if (has_mean) tell(rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.facts_full);
+  }
+  const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
+  if (slice < place.slices) tell(place.rank_of(place.strip, slice), &shared.hidden[place.slice][n], shared.own.hidden[n], &shared.facts_full);
 }
 
 // The order of quantize.lane_sum.
@@ -293,33 +344,45 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
   }
 }
 
-// K's mean of some of the slice's channels, a power of two of them, from what the other strips have of the sample too, to all strips.
+// Of the sample of K a thread's share at a time: a word of the tokens of a lane. An item is a lane and one of the CTA's words.
+template <typename T>
+struct Sample {
+  uint32_t raw[STEPS];
+
+  // `k` is the head's first token of the slice.
+  __device__ void load(const QuantizeParams& p, const Place& place, const T* k, int item) {
+    const int words = 1 << place.log_words(), lane = item / words;
+    const int64_t step = place.strips * LANES;  // every sample_step-th group of LANES tokens, which is one in as many as there are strips
+    const T* from = k + 2 * (place.strip * words + item % words) + lane * p.k_strides[2];
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < p.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
+  }
+
+  __device__ float2 sum() const {
+    float2 found = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const float2 x = Pair<T>::floats(raw[i]);
+      found.x += x.x, found.y += x.y;
+    }
+    return found;
+  }
+};
+
+// K's mean of the CTA's words, if it has some. `sample` is the thread's first item's.
 template <QuantizeConfig C, typename T>
-__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place) {
-  int log_words = 5;  // of a strip's CTA; the last ones may have none
-  static_assert(WORDS == 1 << 5);
-  for (int strips = 2; strips <= place.strips; strips *= 2) --log_words;
-  const int words = 1 << log_words;
-  if (place.strip * words >= WORDS) return;
+__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const T* k, Sample<T>& sample) {
+  const int words = 1 << place.log_words(), first = place.strip * words;
+  if (first >= WORDS) return;
 #pragma unroll 1
-  for (int item = threadIdx.x; item < LANES << log_words; item += THREADS) {
-    const int lane = item >> log_words, word = place.strip * words + item % words;
-    float2 sum;
-    bool careful = false;
-    do {
-      sum = {0.0f, 0.0f};
-#pragma unroll 8
-      for (int i = 0; i < STEPS; ++i) {
-        // every sample_step-th group of LANES tokens, which is one in as many as there are strips; behind the end there are zeros
-        const int group = i * place.strips, token = group % STEPS * LANES + lane;
-        const StripTile& tile = *ptx::in_cta(&shared.tile, place.rank_of(group / STEPS, place.slice));
-        uint32_t raw = tile[token][4 * (chunk_at(lane / 16, word / 4) ^ 2 * group % CHUNKS) + word % 4];
-        if (careful) raw &= ~not_finite<T>(raw);
-        const float2 x = Pair<T>::floats(raw);
-        sum.x += x.x, sum.y += x.y;
-      }
-      careful = !careful;
-    } while (careful && !(is_finite(sum.x) && is_finite(sum.y)));
+  for (int item = threadIdx.x; item < LANES * words; item += THREADS) {
+    if (item >= THREADS) sample.load(p, place, k, item);
+    float2 sum = sample.sum();
+    if (!is_finite(sum.x) || !is_finite(sum.y)) {
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) sample.raw[i] &= ~not_finite<T>(sample.raw[i]);
+      sum = sample.sum();
+    }
     reinterpret_cast<float2*>(shared.sampled)[item] = sum;
   }
   __syncthreads();
@@ -328,17 +391,16 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
 #pragma unroll
   for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
   const float mean = removable(__fmul_rn(halving_sum(sum), p.inverse_sample));
-  const int channel = place.strip * 2 * words + threadIdx.x;
-#pragma unroll 1
-  for (int strip = 0; strip < place.strips; ++strip) *ptx::in_cta(&shared.shift[channel], place.rank_of(strip, place.slice)) = mean;
-  p.k_mean[place.channel() + channel] = mean;
+  shared.own.key_mean[threadIdx.x] = mean;
+  p.k_mean[place.channel() + 2 * first + threadIdx.x] = mean;
 }
 
-// Largest magnitudes of K's blocks to all slices of the strip. Infinities become NaN in the tile.
+// Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Mine& mine, const float (&mean)[8]) {
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
+    wait_for_block(n);
     float largest = 0.0f;
     const auto look = [&](uint4 words) {
       float x[8];
@@ -365,12 +427,16 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
     if (threadIdx.x % 32 == n) shared.of_warps[threadIdx.x / 32][n] = __uint_as_float(of_warp);
   }
   __syncthreads();
-  const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
-  if (slice >= place.slices) return;
-  float largest = 0.0f;
+  if (threadIdx.x >= place.slices) return;
+  uint32_t largest[BLOCKS];
 #pragma unroll
-  for (int i = 0; i < WARPS; ++i) largest = fmaxf(largest, shared.of_warps[i][n]);
-  *ptx::in_cta(&shared.of_slices[place.slice][n], place.rank_of(place.strip, slice)) = largest;
+  for (int n = 0; n < BLOCKS; ++n) {
+    float of_slice = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) of_slice = fmaxf(of_slice, shared.of_warps[i][n]);
+    largest[n] = __float_as_uint(of_slice);
+  }
+  tell(place.rank_of(place.strip, threadIdx.x), shared.largest[place.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
 }
 
 // K's codes and scales.
@@ -379,7 +445,7 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
   // a lane has the scale of the block of its number, modulo BLOCKS
   const int block = threadIdx.x % BLOCKS;
   float largest = 0.0f;
-  for (int i = 0; i < place.slices; ++i) largest = fmaxf(largest, shared.of_slices[i][block]);
+  for (int i = 0; i < place.slices; ++i) largest = fmaxf(largest, shared.largest[i][block]);
   const float scale = scale_of(largest), inverse = __fdiv_rn(1.0f, scale);
   if (place.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < place.count)
     p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = scale;
@@ -388,7 +454,8 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
     const float factor = __shfl_sync(~0u, inverse, n);
-    const uint4 words = shared.hidden[n];
+    uint4 words = shared.hidden[0][n];
+    for (int slice = 1; slice < place.slices; ++slice) words = words | shared.hidden[slice][n];
     const uint32_t hidden[OF_BLOCK] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < OF_BLOCK; ++i, to += LANES * p.k_data_strides[2]) {
@@ -403,7 +470,8 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
   }
 }
 
-// Instance::config is the QuantizeConfig. A grid of clusters, one for each head of K and V.
+// Instance::config is the QuantizeConfig. A grid of clusters, one for each head of K and V. No CTA ends before it has heard all that it is told, so
+// that none has to wait for the others' ends.
 template <class Instance, typename T>
 __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(const __grid_constant__ QuantizeParams p) {
   constexpr QuantizeConfig C = Instance::config;
@@ -411,37 +479,47 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
   const Place place(p);
   const Mine mine;
-  if (threadIdx.x < BLOCKS) shared.hidden[threadIdx.x] = {};
+  if (threadIdx.x < BLOCKS) shared.own.hidden[threadIdx.x] = {};
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&shared.facts_full, 1);
+    ptx::mbarrier_init(&shared.largest_full, 1);
+    ptx::mbarrier_expect(&shared.facts_full, bytes_of_facts(shared, place));
+    ptx::mbarrier_expect(&shared.largest_full, place.slices * int(sizeof(shared.largest[0])));
+    ptx::fence_barrier_init();
+  }
+  __syncthreads();
+  ptx::cluster_arrive_relaxed();
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  const T* v = static_cast<const T*>(p.v) + place.batch * p.v_strides[0] + place.head * p.v_strides[1] + place.first * p.v_strides[2] + place.slice * CHANNELS;
-  const T* k = static_cast<const T*>(p.k) + place.batch * p.k_strides[0] + place.head * p.k_strides[1] + place.first * p.k_strides[2] + place.slice * CHANNELS;
-  mine.load(shared.tile, v, p.v_strides[2], place.count);
-  ptx::cluster_sync();  // before anyone is told anything, it is there
-
+  const T* v = static_cast<const T*>(p.v) + place.batch * p.v_strides[0] + place.head * p.v_strides[1] + place.slice * CHANNELS;
+  const T* k = static_cast<const T*>(p.k) + place.batch * p.k_strides[0] + place.head * p.k_strides[1] + place.slice * CHANNELS;
+  Sample<T> sample;
+  if (place.strip << place.log_words() < WORDS && threadIdx.x < LANES << place.log_words()) sample.load(p, place, k, threadIdx.x);
+  mine.load(shared.tile, v + place.first * p.v_strides[2], p.v_strides[2], place.count);
+  measure_keys<C, T>(p, shared, place, k, sample);
+  k += place.first * p.k_strides[2];
   measure_values<C, T>(shared, place, mine);
   __syncwarp();
-  ptx::cluster_sync();
+  ptx::cluster_wait();  // before anyone is told anything, it is there
+  tell_facts<C>(shared, place);
+  ptx::mbarrier_wait(&shared.facts_full, 0);
+
   if (threadIdx.x < CHANNELS) finish_values<C, T>(p, shared, place, threadIdx.x);
   __syncthreads();
-  if (__any_sync(~0u, any(shared.hidden[threadIdx.x % BLOCKS])) || place.count < STRIP)
+  bool careful = place.count < STRIP;
+  for (int n = 0; n < BLOCKS; ++n) careful |= any(shared.hidden[place.slice][n]);
+  if (careful)
     write_values<true, C, T>(p, shared, place);
   else
     write_values<false, C, T>(p, shared, place);
   __syncthreads();
 
   mine.load(shared.tile, k, p.k_strides[2], place.count);
-  ptx::cp_async_wait();
-  ptx::cluster_sync();
-  measure_keys<C, T>(p, shared, place);
-  __syncwarp();
-  ptx::cluster_sync();
   float mean[8];
 #pragma unroll
-  for (int c = 0; c < 8; ++c) mean[c] = shared.shift[8 * mine.chunk + c];
+  for (int c = 0; c < 8; ++c) mean[c] = shared.key_mean[8 * mine.chunk + c];
   find_largest<C, T>(shared, place, mine, mean);
-  __syncwarp();
-  ptx::cluster_sync();  // the last time that anyone looks at another's memory was before
+  ptx::mbarrier_wait(&shared.largest_full, 0);
   write_keys<C, T>(p, shared, place, mine, mean);
 }
 

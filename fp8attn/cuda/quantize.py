@@ -48,11 +48,10 @@ class QuantizeConfig:
     @property
     def shared_bytes(self) -> int:
         """sizeof(QuantizeStorage)."""
-        moments = CHANNELS * (4 + 2 + 2)
-        shared_by_all = max((WARPS + self.strips) * moments, LANES * CHANNELS * 4)
-        blocks = STRIP // SCALE_BLOCK
-        facts = 8 * CHANNELS + 4 * blocks * (WARPS + LARGEST_DIM // CHANNELS) + 4 * STRIP // LANES
-        return -(-(STRIP * CHANNELS * 2 + shared_by_all + facts) // 128) * 128
+        moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * STRIP // LANES, 4 * STRIP // SCALE_BLOCK
+        told = self.strips * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
+        own = moments + 4 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
+        return -(-(STRIP * CHANNELS * 2 + WARPS * moments + told + own + 16) // 128) * 128
 
     @property
     def name(self) -> str:
@@ -101,10 +100,11 @@ def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) ->
         return f"head dim is {dim}; it takes multiples of {CHANNELS} up to {LARGEST_DIM}"
     if k.numel() == 0:
         return f"key has shape {tuple(k.shape)}"
-    if k.shape[2] <= STRIP:
-        return f"there are {k.shape[2]} keys; it takes more than {STRIP}: Triton's kernels were measured to be quick with fewer"
     if cluster_of(k) > LARGEST_CLUSTER:
         return f"there are {k.shape[2]} keys; of head dim {dim} it takes {LARGEST_CLUSTER * CHANNELS // dim * STRIP}"
+    ctas = k.shape[0] * k.shape[1] * cluster_of(k)
+    if k.shape[2] <= STRIP and ctas < device.sm_count:
+        return f"there are {k.shape[2]} keys, {ctas} CTAs' work; of up to {STRIP} it takes no less than {device.sm_count}"
     for name, x in (("key", k), ("value", v)):
         reason = why_not_tma(x, name)
         if reason is not None:

@@ -45,6 +45,7 @@ struct Copy {
 
 struct Thread {
   int index, rank;  // in its CTA, and the CTA's in its cluster
+  int cluster_round;
   bool done;
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;
@@ -65,8 +66,9 @@ void yield();
 // Waits for `count` threads of the CTA.
 void barrier(int id, int count);
 
-// Waits for all threads of the cluster.
-void cluster_barrier();
+// Waits, from the thread's arrival on, for those of all threads of the cluster.
+void cluster_arrive();
+void cluster_wait();
 
 // Waits for the 32 lanes of the warp, the last of which calls f with the arguments of all.
 void together(void* argument, void (*f)(void** arguments));

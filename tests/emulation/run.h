@@ -63,7 +63,7 @@ void wait_for(Meeting& meeting, int round) {
 }
 
 // Returns whether all threads came to an end.
-bool run_cluster() {
+bool run_cluster(long patience) {
   const int count = cluster * threads;
   memset(fp8attn::bytes, 0xFF, cluster * SHARED);
   contexts.assign(count, {});
@@ -81,10 +81,13 @@ bool run_cluster() {
     contexts[i].uc_stack.ss_size = STACK;
     makecontext(&contexts[i], enter, 0);
   }
-  long patience = PATIENCE;
-  for (int left = count; left > 0 && patience > 0; --patience) {
+  std::vector<int> start(cluster);  // the round in which a CTA begins
+  for (int& round : start) round = cluster > 1 ? random_order() % 20 : 0;
+  int round = 0;
+  for (int left = count; left > 0 && patience > 0; --patience, ++round) {
     std::shuffle(order.begin(), order.end(), random_order);
     for (int warp : order) {
+      if (round < start[warp * 32 / threads]) continue;
       for (int turns = 1 << random_order() % 11; turns > 0; --turns) {  // a block takes a few hundred
         for (int i = 32 * warp; i < 32 * warp + 32; ++i) {
           if (all[i].done || !waits[i].over()) continue;
@@ -98,16 +101,16 @@ bool run_cluster() {
   return patience > 0;
 }
 
-// CTAs of `size` threads, cluster after cluster of them. Returns whether all came to an end.
+// CTAs of `size` threads, cluster after cluster of them. Returns whether all came to an end, each within `patience` rounds.
 template <typename Params>
-bool run(void (*of)(const Params), const Params& p, int ctas, int size, int cluster_size = 1) {
+bool run(void (*of)(const Params), const Params& p, int ctas, int size, int cluster_size = 1, long patience = PATIENCE) {
   kernel = [of, &p] { of(p); };
   threads = size, cluster = cluster_size;
   grid.x = ctas;
   if (cluster > 16 || ctas % cluster != 0) abort();
   stacks.reset(new char[STACK * threads * cluster]);
   for (block.x = 0; block.x < ctas; block.x += cluster) {
-    if (!run_cluster()) return false;
+    if (!run_cluster(patience)) return false;
   }
   return true;
 }
@@ -125,7 +128,14 @@ void meet(Meeting& meeting, int count) {
 
 void barrier(int id, int count) { meet(barriers[current->rank][id], count); }
 
-void cluster_barrier() { meet(whole_cluster, cluster * threads); }
+void cluster_arrive() {
+  current->cluster_round = whole_cluster.round;
+  if (++whole_cluster.arrived == cluster * threads) whole_cluster.arrived = 0, ++whole_cluster.round;
+}
+
+void cluster_wait() {
+  if (whole_cluster.round == current->cluster_round) wait_for(whole_cluster, current->cluster_round);
+}
 
 void together(void* argument, void (*f)(void**)) {
   Meeting& meeting = warps[number() / 32];

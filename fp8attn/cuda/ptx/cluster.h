@@ -12,7 +12,7 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
-// Orders what threads of the cluster wrote before it and read after it. Warps must have come together.
+// Orders what threads of the cluster wrote before it and read after it.
 __device__ inline void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 
 // The same in halves, without the order.
@@ -23,14 +23,6 @@ __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.align
 __device__ inline uint32_t address_in(uint32_t rank, uint32_t address) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-
-// The same of ordinary pointers: what it points to can be read and written like anything else.
-template <typename T>
-__device__ T* in_cta(T* pointer, uint32_t rank) {
-  T* there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(pointer), "r"(rank));
   return there;
 }
 

@@ -15,9 +15,6 @@ __device__ inline void cp_async_16(void* to, const void* from, int count) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(count) : "memory");
 }
 
-// The sector of 32 bytes with `from`, at least, into L2.
-__device__ inline void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
-
 // This thread's copies since the last commit become a group.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

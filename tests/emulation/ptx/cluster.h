@@ -1,18 +1,24 @@
 // CTAs of a cluster: what one has, the others have a constant distance away.
 #pragma once
 
-#include "../cta.h"
+#include "mbarrier.h"
 
 namespace fp8attn::ptx {
 
 inline uint32_t cluster_rank() { return cta::current->rank; }
 
-inline void cluster_sync() { cta::cluster_barrier(); }
+inline void cluster_arrive_relaxed() { cta::cluster_arrive(); }
+inline void cluster_wait() { cta::cluster_wait(); }
 
-template <typename T>
-T* in_cta(T* pointer, uint32_t rank) {
+inline uint32_t address_in(uint32_t rank, uint32_t address) {
   if (int(rank) >= cta::cluster) abort();
-  return reinterpret_cast<T*>(uintptr_t(pointer) + (int(rank) - cta::current->rank) * cta::SHARED);
+  return address % cta::SHARED + rank * cta::SHARED;
+}
+
+inline void store_async(uint32_t to, uint4 x, uint32_t barrier) {
+  if (to % 16 != 0 || barrier % 8 != 0 || to / cta::SHARED != barrier / cta::SHARED) abort();
+  memcpy(fp8attn::bytes + to, &x, 16);
+  mbarrier_complete(reinterpret_cast<uint64_t*>(fp8attn::bytes + barrier), 16);
 }
 
 }  // namespace fp8attn::ptx
