@@ -21,11 +21,9 @@ def plan(call: Call, device: Device, first: bool = False) -> Config | str:
     """The instance that runs a call, the Hopper kernel's where one does, or why none does.
 
     Args:
-        first: of those that `auto` takes before Triton's kernels: the Hopper kernel's, where Q and K are e4m3. On other GPUs nobody has
-            measured the portable kernel beside Triton's, and on Hopper Triton's e4m3 kernel is faster; nor int8 on any.
+        first: of those that `auto` takes before Triton's kernels: the Hopper kernel's. On other GPUs nobody has measured the portable kernel
+            beside Triton's, and on Hopper Triton's e4m3 kernel is faster.
     """
-    if first and call.int8:
-        return "nobody has measured the CUDA kernels of int8 beside Triton's"
     lacking = configs.why_not(call, device)
     if lacking is None:
         return configs.choose(call, device)
