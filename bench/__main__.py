@@ -113,8 +113,9 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
     with report.progress() as bar:
         if gpu:
             everything = list(dict.fromkeys((*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))))
-            task = bar.add_task("compiling", total=len(everything))
-            for case, wrong in compile_all(everything, peers or OWN):
+            compiled = [*own, *(peer for peer in peers if not peer.own)]
+            task = bar.add_task("compiling", total=len(everything) * sum(peer.compiles for peer in compiled))
+            for case, wrong in compile_all(everything, compiled):
                 verdicts.append(compiles(case, wrong))
                 bar.advance(task)
         if all(verdict.green for verdict in verdicts):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
+import triton
 
 import fp8attn
 
@@ -16,29 +18,35 @@ from .cases import Case
 from .peers import Peer, Problem
 
 
-def compile_case(case: Case, names: Sequence[str]) -> str | None:
-    """Have the peers of these names answer once, so that their kernels are in the caches on disk; the compiler's words if fp8attn's can't be."""
-    problem = Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False)
-    for peer in PEERS:
-        try:
-            if peer.name in names:
-                peer.prepare(problem)(0)
-        except fp8attn.BackendUnavailable:
-            pass  # a machine without nvcc has Triton's kernels only; nothing is wrong with it
-        except Exception as error:
-            if peer.own:
-                return f"{type(error).__name__}: {error}"
-    torch.cuda.synchronize()
+def keep_triton_cache() -> None:
+    """torch.compile would move Triton's cache, where what was compiled before it wouldn't be found."""
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+
+
+def compile_one(case: Case, name: str) -> str | None:
+    """Have the peer of this name answer once, so that its kernels are in the caches on disk; the compiler's words if fp8attn's can't be."""
+    peer = next(peer for peer in PEERS if peer.name == name)
+    try:
+        peer.prepare(Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False))(0)
+        torch.cuda.synchronize()
+    except fp8attn.BackendUnavailable:
+        pass  # a machine without nvcc has Triton's kernels only; nothing is wrong with it
+    except Exception as error:
+        if peer.own:
+            return f"{name}: {type(error).__name__}: {error}"
     return None
 
 
 def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[Case, str | None]]:
-    """Compile what those of these peers that compile need for each case, a process each at a time, and yield each as it finishes, with what is
-    wrong or None."""
-    names = [peer.name for peer in peers if peer.compiles]  # a peer holds what can't be sent to a process
-    workers = min(len(cases), os.cpu_count() or 1, 12)
+    """Compile what those of these peers that compile need for each case, and yield each case as one of its peers is through, with what is wrong or
+    None."""
+    keep_triton_cache()
+    # a peer holds what can't be sent to a process
+    wanted = [(case, peer.name) for case in cases for peer in peers if peer.compiles]
+    random.Random(0).shuffle(wanted)  # neighbours need the same kernels, and each would compile them
+    workers = min(len(wanted), os.cpu_count() or 1, 12)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = {pool.submit(compile_case, case, names): case for case in cases}
+        started = {pool.submit(compile_one, case, name): case for case, name in wanted}
         for done in as_completed(started):
             try:
                 yield started[done], done.result()
