@@ -19,7 +19,7 @@ if WORKERS > 1:
 
 import torch  # noqa: E402
 
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a plugin may have imported it before
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # one number for each level; a plugin may have imported it before
 
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -46,6 +46,8 @@ settings.register_profile("gpu", max_examples=64, **on_gpu)
 settings.register_profile("thorough", max_examples=10_000 // WORKERS, **on_gpu)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(PROFILE)
+
+os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)  # or the first torch.compile moves it: workers would compile what others have
 
 
 started = pytest.StashKey[float]()
