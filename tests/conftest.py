@@ -13,13 +13,14 @@ from pathlib import Path
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max((os.cpu_count() or 1) // WORKERS, 1)
 """Of torch on the CPU: a worker's would wait for another's."""
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of processes that tests start
+if WORKERS > 1 or "OMP_NUM_THREADS" not in os.environ:  # workers inherit what the process that started them has set for itself
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of processes that tests start, too
 if WORKERS > 1:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch  # noqa: E402
 
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # one number for each level; a plugin may have imported it before
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # a plugin may have imported it before; a number for each level
 
 GPU = torch.cuda.is_available()
 if not GPU:
