@@ -9,18 +9,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
-import triton
 
 import fp8attn
 
 from .adapters import PEERS
 from .cases import Case
+from .machine import keep_triton_cache
 from .peers import Peer, Problem
-
-
-def keep_triton_cache() -> None:
-    """torch.compile would move Triton's cache, where what was compiled before it wouldn't be found."""
-    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 def compile_one(case: Case, name: str) -> str | None:

@@ -25,6 +25,11 @@ READINGS = {
 """What is recorded of a GPU at work, and nvidia-smi's names for it."""
 
 
+def keep_triton_cache() -> None:
+    """torch.compile would move Triton's cache, where what was compiled before it wouldn't be found."""
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+
+
 def _output(*command: str) -> str | None:
     """What a command prints, or None if it isn't there or fails."""
     try:

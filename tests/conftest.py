@@ -31,7 +31,7 @@ import triton  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 import fp8attn  # noqa: E402
-from bench.machine import commit  # noqa: E402
+from bench.machine import commit, keep_triton_cache  # noqa: E402
 from fp8attn import Recipe, eager  # noqa: E402
 from fp8attn.api import cuda_missing  # noqa: E402
 
@@ -48,7 +48,7 @@ settings.register_profile("thorough", max_examples=10_000 // WORKERS, **on_gpu)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(PROFILE)
 
-os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)  # or the first torch.compile moves it: workers would compile what others have
+keep_triton_cache()  # workers would compile what others have
 
 
 started = pytest.StashKey[float]()

@@ -89,14 +89,28 @@ class HopperConfig:
         return "hopper_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-def misfit(config: HopperConfig, device: Device) -> str | None:
-    """Why a config can't run on a device, or None if it can."""
+def why_not_hopper(device: Device) -> str | None:
+    """Why kernels of sm_90a can't run on a device, or None if they can."""
     if device.emulated or device.arch // 10 != 9:
         return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
+    return None
+
+
+def why_not_in_shared_memory(size: int, device: Device) -> str | None:
+    """Why so many bytes of shared memory are too many, or None if they aren't."""
+    return f"it takes {size} bytes of shared memory; there are {device.shared_memory}" if size > device.shared_memory else None
+
+
+def misfit(config: HopperConfig, device: Device) -> str | None:
+    """Why a config can't run on a device, or None if it can."""
+    lacking = why_not_hopper(device)
+    if lacking is not None:
+        return lacking
     if config.head_dim % 32 or config.value_dim % 32:
         return f"head dims are {config.head_dim} and {config.value_dim}; they must be multiples of 32"
-    if config.shared_bytes > device.shared_memory:
-        return f"it takes {config.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
+    lacking = why_not_in_shared_memory(config.shared_bytes, device)
+    if lacking is not None:
+        return lacking
     at_launch = min(REGISTER_FILE // config.threads // 8 * 8, 255) * config.threads
     wanted = 128 * (config.consumers * config.registers + PRODUCER_REGISTERS)
     if config.registers % 8 or wanted > at_launch:

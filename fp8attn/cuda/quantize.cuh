@@ -6,6 +6,7 @@
 #pragma once
 
 #include "config.h"
+#include "launch.h"
 #include "params.h"
 #include "ptx/cluster.h"
 #include "ptx/cp_async.h"
@@ -523,7 +524,6 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   write_keys<C, T>(p, shared, place, mine, mean);
 }
 
-// A programmatic dependent of what runs before it.
 template <class Instance>
 cudaError_t launch(const QuantizeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
@@ -533,19 +533,7 @@ cudaError_t launch(const QuantizeParams& p, int ctas, cudaStream_t stream) {
   if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = ctas;
-  config.blockDim = THREADS;
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return launch_clusters(kernel, p, ctas, cluster, THREADS, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -15,6 +15,7 @@ from ..device import Device
 from ..layout import padded_length
 from ..quantize import LANES, STRIP
 from ..recipe import DEFAULT_RECIPE, E4M3, SCALE_BLOCK, Quantized, Recipe
+from .configs import why_not_hopper, why_not_in_shared_memory
 
 CHANNELS = 64
 """Of K or V that a CTA holds at a time, of STRIP tokens."""
@@ -79,11 +80,7 @@ def choose(k: torch.Tensor) -> QuantizeConfig:
 
 def misfit(config: QuantizeConfig, device: Device) -> str | None:
     """Why a config can't run on a device, or None if it can."""
-    if device.emulated or device.arch // 10 != 9:
-        return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
-    if config.shared_bytes > device.shared_memory:
-        return f"it takes {config.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
-    return None
+    return why_not_hopper(device) or why_not_in_shared_memory(config.shared_bytes, device)
 
 
 def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "config.h"
+#include "launch.h"
 #include "params.h"
 #include "ptx/cluster.h"
 #include "ptx/grid.h"
@@ -345,7 +346,6 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   ptx::cluster_wait();
 }
 
-// A programmatic dependent of what runs before it.
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr ShortConfig C = Instance::config;
@@ -353,19 +353,7 @@ cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   const auto kernel = p.half ? short_forward<Instance, __half> : short_forward<Instance, __nv_bfloat16>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {unsigned(C.cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = ctas;
-  config.blockDim = ShortShape<C>::threads;
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return launch_clusters(kernel, p, ctas, C.cluster, ShortShape<C>::threads, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -8,7 +8,7 @@ import torch
 
 from ..call import HALVES, why_not_tma
 from ..device import Device
-from .configs import KEYS, ONES, ROWS
+from .configs import KEYS, ONES, ROWS, why_not_hopper, why_not_in_shared_memory
 
 LONGEST = 512
 """Keys that it takes: all of a head's lie in a CTA's shared memory."""
@@ -73,11 +73,7 @@ CLUSTERED = 0.92
 
 def misfit(config: ShortConfig, device: Device) -> str | None:
     """Why a config can't run on a device, or None if it can."""
-    if device.emulated or device.arch // 10 != 9:
-        return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
-    if config.shared_bytes > device.shared_memory:
-        return f"it takes {config.shared_bytes} bytes of shared memory; there are {device.shared_memory}"
-    return None
+    return why_not_hopper(device) or why_not_in_shared_memory(config.shared_bytes, device)
 
 
 def splits(config: ShortConfig, q: torch.Tensor, k: torch.Tensor) -> int:

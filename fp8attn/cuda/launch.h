@@ -1,0 +1,20 @@
+// Launching a kernel that is a grid of clusters.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace fp8attn {
+
+// A programmatic dependent of what runs before it.
+template <typename Params>
+cudaError_t launch_clusters(void (*kernel)(Params), const Params& p, int ctas, int cluster, int threads, int bytes, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  const cudaLaunchConfig_t config = {dim3(ctas), dim3(threads), size_t(bytes), stream, attributes, 2};
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+}  // namespace fp8attn
