@@ -16,13 +16,14 @@ from rich.table import Table
 from . import cases, report
 from .adapters import here
 from .cases import Case, Workload
+from .compiling import compile_first
 from .errors import Errors
 from .gates import Gates
 from .machine import machine
 from .peers import Peer, Problem, answer
 from .plot import legend_below, load_pyplot, origin, save
 from .readme import RESULTS, Record
-from .rows import chosen, compile_side_by_side
+from .rows import chosen
 
 HELP = "errors against float64 attention by distribution, length, head dim and mask: every recipe, and others' FP8 kernels"
 
@@ -171,10 +172,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     results: list[Result] = []
     with report.progress() as bar:
         if gpu:
-            shapes = list(dict.fromkeys((case.head_dim, case.causal) for case, _ in wanted))
-            task = bar.add_task("compiling", total=None)
-            for _ in compile_side_by_side(rows, [by_distribution(512, 1, *shape) for shape in shapes]):
-                bar.advance(task)
+            compile_first((case for case, _ in wanted), rows, bar)
         task = bar.add_task("", total=len(wanted))
         for case, distribution in wanted:
             bar.update(task, description=f"{distribution}, {case.name}")

@@ -275,7 +275,7 @@ _SAGE = lacking("sageattention", "SageAttention 2, installed from source; module
 _FLASHINFER = lacking("flashinfer", "pip install flashinfer-python")
 
 OTHERS = (
-    Peer("FlexAttention", (KERNEL, END_TO_END), _flex, compiles=True, needs=_flex_needs),
+    Peer("FlexAttention", (KERNEL, END_TO_END), _flex, jit=True, needs=_flex_needs),
     Peer("cuDNN e4m3", (KERNEL,), _cudnn, needs=lacking("cudnn", "pip install nvidia-cudnn-frontend"), restored=_in_v_scales),
     Peer("FA3 bf16", (KERNEL, END_TO_END), functools.partial(_flash3, False), needs=_FLASH3),
     Peer("FA3 e4m3", (KERNEL,), functools.partial(_flash3, True), needs=_FLASH3),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
+from rich.progress import Progress
 
 import fp8attn
 
-from .adapters import PEERS
+from . import adapters, rows
 from .cases import Case
 from .machine import keep_triton_cache
 from .peers import Peer, Problem
@@ -20,7 +21,7 @@ from .peers import Peer, Problem
 
 def compile_one(case: Case, name: str) -> str | None:
     """Have the peer of this name answer once, so that its kernels are in the caches on disk; the compiler's words if fp8attn's can't be."""
-    peer = next(peer for peer in PEERS if peer.name == name)
+    peer = next(peer for peer in (*adapters.PEERS, *rows.ROWS) if peer.name == name)
     try:
         peer.prepare(Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False))(0)
         torch.cuda.synchronize()
@@ -40,6 +41,8 @@ def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[
     wanted = [(case, peer.name) for case in cases for peer in peers if peer.compiles]
     random.Random(0).shuffle(wanted)  # neighbours need the same kernels, and each would compile them
     workers = min(len(wanted), os.cpu_count() or 1, 12)
+    if workers == 0:
+        return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         started = {pool.submit(compile_one, case, name): case for case, name in wanted}
         for done in as_completed(started):
@@ -47,3 +50,11 @@ def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[
                 yield started[done], done.result()
             except Exception as error:  # the process died
                 yield started[done], f"{type(error).__name__}: {error}"
+
+
+def compile_first(cases: Iterable[Case], peers: Sequence[Peer], bar: Progress) -> None:
+    """`compile_all` where what goes wrong does so again, and is reported, when the answer is wanted."""
+    distinct = list(dict.fromkeys(cases))
+    task = bar.add_task("compiling", total=len(distinct) * sum(peer.compiles for peer in peers))
+    for _ in compile_all(distinct, peers):
+        bar.advance(task)

@@ -22,6 +22,7 @@ from rich.table import Table
 from . import report
 from .adapters import here
 from .cases import SEED, Case
+from .compiling import compile_first
 from .errors import Errors
 from .gates import Gates
 from .machine import machine
@@ -59,12 +60,17 @@ class Haystack:
         return float((likelihood.argmax(-1) == self.words).double().mean())
 
 
-def haystack(keys: int, share: float, device: torch.device, *, heads: int = 4, queries: int = 256, dim: int = 128) -> Haystack:
+def case_of(keys: int, heads: int = 4, queries: int = 256, dim: int = 128) -> Case:
+    return Case(f"{keys // 1024}k" if keys >= 1024 else str(keys), 1, heads, heads, queries, keys, dim, dim, causal=False)
+
+
+def haystack(case: Case, share: float, device: torch.device) -> Haystack:
     """Needles lie at random places, one for each query; to other queries they are hay.
 
     Raises:
         ValueError: there are more queries than keys.
     """
+    heads, queries, keys, dim = case.q_heads, case.q_length, case.kv_length, case.head_dim
     if queries > keys:
         raise ValueError(f"queries is {queries}; it must be at most keys, {keys}, since each has a needle of its own")
     generator = torch.Generator(device).manual_seed(SEED)
@@ -80,7 +86,6 @@ def haystack(keys: int, share: float, device: torch.device, *, heads: int = 4, q
     # the hay's scores are N(0, |q|²/D): their exponentials are exp(|q|²/2D) on average
     score = math.log(share / (1 - share) * (keys - 1)) + squares / (2 * dim)
     k.scatter_(2, places.unsqueeze(-1).expand(-1, -1, -1, dim), q * (score * dim**0.5 / squares))
-    case = Case(f"{keys // 1024}k" if keys >= 1024 else str(keys), 1, heads, heads, queries, keys, dim, dim, causal=False)
     tensors = (q.bfloat16(), k.bfloat16(), codes.bfloat16()[held])
     return Haystack(Problem(case, "needle", device, (tensors,)), codes.bfloat16().float(), share, held.gather(2, places))
 
@@ -146,14 +151,15 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         return 2
     rows = here(rows)
     results: list[Result] = []
-    lengths = arguments.keys or (LENGTHS if gpu else LENGTHS_ON_CPU)
+    wanted = [case_of(keys) if gpu else case_of(keys, heads=1, queries=32) for keys in arguments.keys or (LENGTHS if gpu else LENGTHS_ON_CPU)]
     with report.progress() as bar:
-        task = bar.add_task("", total=len(lengths) * len(SHARES))
-        for keys in lengths:
+        if gpu:
+            compile_first(wanted, rows, bar)
+        task = bar.add_task("", total=len(wanted) * len(SHARES))
+        for case in wanted:
             for share in SHARES:
-                bar.update(task, description=f"{keys} keys, share 1/{1 / share:.0f}")
-                hay = haystack(keys, share, device) if gpu else haystack(keys, share, device, heads=1, queries=32)
-                found = measure(hay, rows, gates)
+                bar.update(task, description=f"{case.kv_length} keys, share 1/{1 / share:.0f}")
+                found = measure(haystack(case, share, device), rows, gates)
                 report.append(arguments.json, (report.json_line("needle", result.record(), about) for result in found))
                 results += found
                 bar.advance(task)

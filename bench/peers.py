@@ -90,7 +90,7 @@ class Peer:
         stages: of KERNEL and END_TO_END, those whose table it stands in; what takes bfloat16 as it is stands in both.
         prepare: everything that isn't timed.
         own: whether it is fp8attn's.
-        compiles: whether its first answer to a case compiles what a cache on disk keeps.
+        jit: whether its first answer to a case compiles what a cache on disk keeps, as fp8attn's own do.
         needs: what this machine lacks for it, or None.
         restored: the answer in the inputs' units, where that isn't a part of the call.
     """
@@ -99,9 +99,13 @@ class Peer:
     stages: tuple[str, ...]
     prepare: Callable[[Problem], Attention]
     own: bool = False
-    compiles: bool = False
+    jit: bool = False
     needs: Callable[[], str | None] = needs_nothing
     restored: Callable[[Problem, torch.Tensor], torch.Tensor] = as_it_is
+
+    @property
+    def compiles(self) -> bool:
+        return self.own or self.jit
 
 
 def _triton(problem: Problem) -> Attention:
@@ -135,15 +139,13 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
 
 
 OWN = (
-    Peer("fp8attn cuda", (KERNEL,), _cuda, own=True, compiles=True),
-    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True, compiles=True),
-    Peer(
-        "fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True, compiles=True
-    ),
-    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True, compiles=True),
-    Peer("fp8attn cuda precise end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.PRECISE), own=True, compiles=True),
-    Peer("fp8attn triton", (KERNEL,), _triton, own=True, compiles=True),
-    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True, compiles=True),
+    Peer("fp8attn cuda", (KERNEL,), _cuda, own=True),
+    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True),
+    Peer("fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True),
+    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True),
+    Peer("fp8attn cuda precise end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.PRECISE), own=True),
+    Peer("fp8attn triton", (KERNEL,), _triton, own=True),
+    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True),
 )
 PYTORCH = tuple(
     Peer(f"SDPA {name}", (KERNEL, END_TO_END), functools.partial(_pytorch, backend))

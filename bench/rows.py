@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import multiprocessing
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,7 +16,6 @@ from fp8attn.recipe import SCALE_BLOCK
 
 from . import adapters
 from .adapters import OTHERS
-from .cases import Case
 from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
 
 PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False)
@@ -99,18 +95,3 @@ def chosen(substrings: Sequence[str] | None) -> tuple[Peer, ...]:
         ValueError: no row's name has one of them.
     """
     return adapters.chosen(substrings, ROWS, "row")
-
-
-def _compile(row: Peer, case: Case) -> None:
-    problem = Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False)
-    row.prepare(problem)(0)
-    torch.cuda.synchronize()
-
-
-def compile_side_by_side(rows: Sequence[Peer], cases: Sequence[Case]) -> Iterator[None]:
-    """Bring the rows' kernels of these cases into the caches on disk, several processes at a time; yields as each is there. What goes wrong
-    goes wrong again, and is reported, where the answer is wanted."""
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 12), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_compile, row, case) for case in cases for row in rows if row.own]):
-            done.exception()
-            yield

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -27,6 +28,18 @@ FOUND = 9
 SUMMARY = re.compile(r"(ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?.*)")
 
 
+FINDING = re.compile(
+    r"^=========  ?(?=(?:Error: |Warning: )?(?:Invalid|Uninitialized|Race|Potential|Barrier|Program hit))(.*)\n=========\s+(.*)", re.MULTILINE
+)
+
+PLACES = re.compile(r"\+?0x[0-9a-f]+|\(\d+,\d+,\d+\)")
+
+SHAPES_DONE = re.compile(r": \d+ instances$", re.MULTILINE)
+
+SHOWN = 8
+"""Kinds of findings that are printed."""
+
+
 def command(sanitizer: str, tool: str) -> list[str]:
     return [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, "-m", "bench.launched"]
 
@@ -42,6 +55,15 @@ def judged(code: int, output: str) -> tuple[int | None, str]:
         return None, (output.strip().splitlines() or ["no output"])[-1]
     words, errors, hazards = found[-1]
     return int(errors or hazards), words
+
+
+def kinds(output: str) -> Counter[str]:
+    """How often the tool found what: a finding's first two lines, which say what and in which kernel, without addresses and threads.
+
+    Args:
+        output: of the tool and what it watched.
+    """
+    return Counter(PLACES.sub("", f"{what.strip()} {where.strip()}") for what, where in FINDING.findall(output))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,11 +90,20 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
             done = subprocess.run(
                 command(sanitizer, tool), cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=arguments.timeout
             )
-            findings, words = judged(done.returncode, done.stdout + done.stderr)
-        except subprocess.TimeoutExpired:
-            findings, words = None, f"not done after {arguments.timeout:.0f} s"
+            output = done.stdout + done.stderr
+        except subprocess.TimeoutExpired as late:
+            done, output = None, "".join(part.decode(errors="replace") for part in (late.stdout, late.stderr) if isinstance(part, bytes))
+        if done is None:
+            findings, words = (
+                None,
+                f"not done after {arguments.timeout:.0f} s; {len(SHAPES_DONE.findall(output))} of {len(launched.SHAPES)} shapes were",
+            )
+        else:
+            findings, words = judged(done.returncode, output)
         clean &= findings == 0
         rows.add_row(tool, "–" if findings is None else str(findings), words)
+        for kind, times in kinds(output).most_common(SHOWN):
+            rows.add_row("", str(times), kind)
         report.append(arguments.json, [report.json_line("sanitize", {"tool": tool, "findings": findings, "words": words}, about)])
     report.console().print(rows)
     return 0 if clean else 1

@@ -312,6 +312,20 @@ def test_a_sanitizer_that_did_not_finish_is_not_clean(code: int, output: str, fi
     assert sanitize.judged(code, output)[0] == findings
 
 
+def test_findings_are_counted_by_kernel() -> None:
+    finding = """========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void scale<float>(float *)+0x{0}40 in scale.cu:7
+=========     by thread ({0},0,0) in block (0,0,0)
+=========     Access at 0x7f00000{0} is 4 bytes
+"""
+    race = """========= Error: Race reported between Write access at quantize(char *)+0x90
+=========     and Read access at quantize(char *)+0xd0 [16 hazards]
+"""
+    counted = sanitize.kinds("full: 3 instances\n" + finding.format(1) + finding.format(2) + race + "========= ERROR SUMMARY: 3 errors\n")
+    assert sorted(counted.values()) == [1, 2]
+    assert counted["Uninitialized __global__ memory read of size 4 bytes at void scale<float>(float *) in scale.cu:7"] == 2
+
+
 @pytest.mark.parametrize("shape", launched.SHAPES)
 def test_sanitizers_see_every_kind_of_instance(shape: str) -> None:
     found = launched.instances(launched.quantized(*launched.problem(shape, torch.device("cpu"))), ARCHITECTURES[90])

@@ -162,7 +162,7 @@ def test_the_accuracy_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
 
 @pytest.mark.parametrize("share", needle.SHARES)
 def test_a_needle_has_its_share_and_exact_attention_finds_it(share: float) -> None:
-    hay = needle.haystack(4096, share, CPU, heads=1, queries=64)
+    hay = needle.haystack(needle.case_of(4096, heads=1, queries=64), share, CPU)
     q, k, v = (x.float() for x in hay.problem.sets[0])
     weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
     largest, place = weights.max(-1)
@@ -172,11 +172,11 @@ def test_a_needle_has_its_share_and_exact_attention_finds_it(share: float) -> No
     # a reader of a blurred or shifted answer guesses
     assert hay.found((weights * 0 + 1 / 4096) @ v) < 0.1 and hay.found((weights @ v).roll(1, 2)) < 0.1
     with pytest.raises(ValueError, match="at most keys, 32"):
-        needle.haystack(32, share, CPU, queries=64)
+        needle.haystack(needle.case_of(32, queries=64), share, CPU)
 
 
 def test_one_long_accumulation_loses_the_needle_and_two_levels_do_not() -> None:
-    hay = needle.haystack(16384, 1 / 16, CPU, heads=1, queries=16)
+    hay = needle.haystack(needle.case_of(16384, heads=1, queries=16), 1 / 16, CPU)
     found = {bits: hay.found(rows.modelled(rows.PLAIN, bits, None, hay.problem)(0)) for bits in (13, None)}
     assert found[13] < 0.3 and found[None] == 1.0
     assert hay.found(rows.modelled(Recipe(), None, None, hay.problem)(0)) == 1.0
