@@ -122,12 +122,27 @@ class Work:
     flush: torch.Tensor | None = None
 
 
+def writes(replay: Callable[[], object], answer: torch.Tensor) -> bool:
+    """Whether a replay writes what was returned when it was recorded. Kernels that are launched on a stream of their own aren't in a graph."""
+    stored = answer.view(torch.uint8)
+    stored.fill_(0xFF)  # NaN in every type
+    replay()
+    return not bool((stored == 0xFF).all())
+
+
 def captured(run: Run, calls: int) -> Callable[[], object]:
-    """The replay of a graph of calls on input sets 0, 1, …; memory that calls free goes to the graph's later calls."""
-    graph = torch.cuda.CUDAGraph()
+    """The replay of a graph of calls on input sets 0, 1, …; memory that calls free goes to the graph's later calls.
+
+    Raises:
+        RuntimeError: it can't be captured, or not all of it is.
+    """
+    graph, answer = torch.cuda.CUDAGraph(), None
     with torch.cuda.graph(graph):
         for i in range(calls):
-            run(i)
+            answer = None  # its memory is the next call's
+            answer = run(i)
+    if isinstance(answer, torch.Tensor) and not writes(graph.replay, answer):
+        raise RuntimeError("the graph doesn't write the answer")
     return graph.replay
 
 

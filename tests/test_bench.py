@@ -298,6 +298,23 @@ def test_conflicts_are_those_of_the_rungs_kernel() -> None:
     assert [r.conflicts for r in ladder.with_conflicts(results, counted)] == [12.5, 0.0, None]
 
 
+def test_a_graph_without_the_kernel_is_noticed() -> None:
+    answer = torch.zeros(2, 4, 8, dtype=torch.bfloat16).transpose(0, 1)
+    assert timing.writes(lambda: answer.fill_(1), answer)
+    assert not timing.writes(lambda: None, answer)
+
+
+@pytest.mark.gpu
+def test_what_does_not_run_on_its_stream_is_not_timed_as_a_graph(device: torch.device) -> None:
+    x = torch.ones(4, device=device)
+
+    def elsewhere(i: int) -> torch.Tensor:
+        return x  # and nothing that a graph could hold
+
+    with pytest.raises(RuntimeError, match="doesn't write the answer"):
+        timing.captured(elsewhere, 1)
+
+
 @pytest.mark.parametrize(
     "code, output, findings",
     (

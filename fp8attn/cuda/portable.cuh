@@ -123,8 +123,11 @@ struct ThreadChunks {
         if (even || row + i < Tile::rows) ptx::cp_async_16(to + i * Tile::pitch, from, count > 0 && row + i < rows ? 16 : 0);
       }
     } else if (aligned) {
-      for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass, from += pass * distance)
-        ptx::cp_async_16(to + i * Tile::pitch, from, row + i < rows ? count : 0);
+      // head dims are multiples of 8, so half of a chunk exists: two copies, because one of 16 bytes touches what isn't there
+      for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass, from += pass * distance) {
+        ptx::cp_async_8(to + i * Tile::pitch, from, row + i < rows);
+        ptx::cp_async_8(to + i * Tile::pitch + 8, from, false);
+      }
     } else {
       for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass, from += pass * distance)
         *reinterpret_cast<uint4*>(to + i * Tile::pitch) = load_chunk(from, row + i < rows ? count : 0, false);

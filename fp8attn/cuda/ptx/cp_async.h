@@ -15,6 +15,11 @@ __device__ inline void cp_async_16(void* to, const void* from, int count) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(count) : "memory");
 }
 
+// Eight bytes, or zeros if not `exists`; both addresses are multiples of 8.
+__device__ inline void cp_async_8(void* to, const void* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 8 : 0) : "memory");
+}
+
 // This thread's copies since the last commit become a group.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -15,6 +15,8 @@ inline void cp_async(float* to, const float* from, bool exists) { copy_later(to,
 
 inline void cp_async_16(void* to, const void* from, int count) { copy_later(to, from, 16, count); }
 
+inline void cp_async_8(void* to, const void* from, bool exists) { copy_later(to, from, 8, exists ? 8 : 0); }
+
 inline void cp_async_commit() {
   cta::current->groups.push_back(cta::current->open);
   cta::current->open.clear();
