@@ -471,6 +471,8 @@ STACK = {
     HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 160,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, True): 8,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
+    HopperConfig(256, 256, 1, 2, 240, False, 1, False): 8,
+    HopperConfig(256, 256, 1, 2, 240, False, 1, False, False, True): 8,
 }
 """Bytes of it that an instance may have; the others have none."""
 

@@ -36,7 +36,7 @@ def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, conf
     """out, lse and the pipeline oracle's, which is told how they were computed."""
     if sdpa.backend == "cuda":
         instance = cuda.choose(call, device) if config is None else config
-        return *cuda.forward(call, device, instance), *cuda_oracle.oracle(quantized, call, instance, cuda_oracle.key_splits(call, instance, device))
+        return *cuda.forward(call, device, instance), *cuda_oracle.oracle(quantized, call, instance, cuda.sharers_of(call, instance, device))
     config = run.choose(call, device) if config is None else config
     model = dict(block_n=config.block_n, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute)
     return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, **model)

@@ -23,7 +23,7 @@ from fp8attn.api import call_of, cuda_missing
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.oracle import key_splits, oracle
+from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, DIMS, INSTANCES, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.quantize import quantize
@@ -125,8 +125,8 @@ def test_keys_are_shared_where_sms_are_empty(batch: int, heads: int, kv_heads: i
     k = torch.zeros(1, 1, 1, 64).expand(batch, kv_heads, kv_length, 64)
     q, q_scale = torch.zeros(batch, heads, length, 64), torch.ones(batch, heads, 1)
     problem = dataclasses.replace(call(), q=q, q_scale=q_scale, q_group=0, k=k, kv_length=kv_length)
-    assert key_splits(problem, RUNGS["11 register operands"], H100) == expected
-    assert key_splits(problem, RUNGS["8 persistent"], H100) == 1
+    assert cuda.sharers_of(problem, RUNGS["11 register operands"], H100) == expected
+    assert cuda.sharers_of(problem, RUNGS["8 persistent"], H100) == 1
 
 
 def test_small_problems_get_small_tiles() -> None:
@@ -207,7 +207,7 @@ def able(rungs: tuple[PortableConfig, ...], problem: Call) -> list[PortableConfi
 def check(quantized: tuple, problem: Call, config: PortableConfig, device: Device) -> None:
     """A config against the oracle that models it."""
     out, lse = cuda.forward(problem, device, config)
-    expected, expected_lse = oracle(quantized, problem, config, key_splits(problem, config, device))
+    expected, expected_lse = oracle(quantized, problem, config, cuda.sharers_of(problem, config, device))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
 

@@ -21,7 +21,6 @@ from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.oracle import key_splits as shared_by
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES
@@ -55,10 +54,10 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable:
     def library(config: PortableConfig) -> object:
         return emulation.library_of(config, tmp_path_factory.mktemp("emulated"))
 
-    def forward(call: Call, config: PortableConfig, key_splits: int | None = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(call: Call, config: PortableConfig, sharers: int | None = 1) -> tuple[torch.Tensor, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda, "library_of", lambda config, _: library(config))
-            return cuda.forward(call, H100, config, key_splits)
+            return cuda.forward(call, H100, config, sharers)
 
     return forward
 
@@ -70,7 +69,7 @@ def quantized(q_shape: tuple, kv_shape: tuple, recipe: Recipe) -> tuple:
     return fp8attn.quantize(q, k, v, recipe=recipe)
 
 
-def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: tuple, key_splits: int | None = 1, moved: int = 0, **options) -> None:
+def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: tuple, sharers: int | None = 1, moved: int = 0, **options) -> None:
     recipe = options.pop("recipe", Recipe())
     if config.int8:
         recipe = dataclasses.replace(recipe, qk="int8")
@@ -78,8 +77,8 @@ def check(emulated: Callable, config: PortableConfig, q_shape: tuple, kv_shape: 
     call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, return_lse=True, enable_gqa=q_shape[1] != kv_shape[1], **options)
     if moved:
         call = dataclasses.replace(call, q=emulation.elsewhere(call.q, moved), k=emulation.elsewhere(call.k, moved))
-    out, lse = emulated(call, config, key_splits)
-    expected, expected_lse = oracle(operands, call, config, key_splits or shared_by(call, config, H100))
+    out, lse = emulated(call, config, sharers)
+    expected, expected_lse = oracle(operands, call, config, sharers or cuda.sharers_of(call, config, H100))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
 
@@ -107,10 +106,10 @@ def test_matches_the_pipeline(emulated: Callable, config: PortableConfig) -> Non
 def test_ctas_share_keys(emulated: Callable, name: str) -> None:
     """By ranges, some of them empty: keys that don't go round, rows that see the first range only."""
     config = CONFIGS[name]
-    check(emulated, config, (1, 2, 20, 64), (1, 2, 700, 64), key_splits=3)
-    check(emulated, config, (2, 1, 20, 64), (2, 1, 600, 64), key_splits=5, is_causal=True)
+    check(emulated, config, (1, 2, 20, 64), (1, 2, 700, 64), sharers=3)
+    check(emulated, config, (2, 1, 20, 64), (2, 1, 600, 64), sharers=5, is_causal=True)
     if config.general or not config.fused:
-        check(emulated, config, (2, 2, 20, 64), (2, 1, 600, 64), key_splits=3, recipe=Recipe(smooth_q=True))
+        check(emulated, config, (2, 2, 20, 64), (2, 1, 600, 64), sharers=3, recipe=Recipe(smooth_q=True))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_ctas_share_keys(emulated: Callable, name: str) -> None:
 def test_heads_of_one_key_head_share_a_tile(emulated: Callable, q_length: int, options: dict) -> None:
     config = RUNGS["11 register operands"]
     for recipe in (Recipe(q="block"), Recipe(q="token")):
-        check(emulated, config, (2, 6, q_length, 64), (2, 2, 600, 64), key_splits=None, recipe=recipe, **options)
+        check(emulated, config, (2, 6, q_length, 64), (2, 2, 600, 64), sharers=None, recipe=recipe, **options)
     tensors = (torch.randn(2, q_length, 6, 64).transpose(1, 2), torch.randn(2, 2, 50, 64), torch.randn(2, 2, 50, 64))
     operands = fp8attn.quantize(*tensors)
     call = call_of(*operands, out_dtype=torch.float32, enable_gqa=True, return_lse=True, **options)
@@ -131,8 +130,8 @@ def test_nobody_sees_a_key(emulated: Callable) -> None:
     """Zeros and an LSE of -inf, from one CTA and from several."""
     operands = quantized((1, 1, 4, 64), (1, 1, 600, 64), Recipe())
     call = call_of(*operands, attn_mask=torch.zeros(1, 1, 4, 600).bool(), out_dtype=torch.float32, return_lse=True)
-    for key_splits in (1, 3):
-        out, lse = emulated(call, GENERAL, key_splits)
+    for sharers in (1, 3):
+        out, lse = emulated(call, GENERAL, sharers)
         assert (out == 0).all() and (lse == -torch.inf).all()
 
 
@@ -167,12 +166,12 @@ def read_guarded(config: PortableConfig, folder: Path) -> None:
     library = emulation.library_of(config, folder)
     cuda.library_of = lambda config, _: library
     decode = dict(is_causal=True, causal_alignment="bottom_right")
-    for q_shape, kv_shape, key_splits, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
+    for q_shape, kv_shape, sharers, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
         operands = quantized(q_shape, kv_shape, recipe)
         call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, enable_gqa=True, **options)
         given = {name: emulation.guarded(getattr(call, name)) for name in ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean")}
-        out, _ = cuda.forward(dataclasses.replace(call, **given), H100, config, key_splits)
-        assert_matches_pipeline(out, oracle(operands, call, config, key_splits or shared_by(call, config, H100))[0], False)
+        out, _ = cuda.forward(dataclasses.replace(call, **given), H100, config, sharers)
+        assert_matches_pipeline(out, oracle(operands, call, config, sharers or cuda.sharers_of(call, config, H100))[0], False)
 
 
 @pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "int8", "int8 general"))

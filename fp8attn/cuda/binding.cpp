@@ -129,6 +129,10 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   p.key_splits = parts ? parts->size(0) : 1;
   p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
   p.part_lse = part_lse ? part_lse->mutable_data_ptr<float>() : nullptr;
+  if (l.rows > 0 && parts) {  // of the tiles that CTAs share
+    p.tail_ctas = parts->size(0);
+    std::swap(p.counter, p.handed_over);
+  }
   if (q_scale) copy_strides(p.q_scale_strides, *q_scale);
   copy_strides(p.k_scale_strides, k_scale);
   copy_strides(p.v_scale_strides, v_scale);

@@ -10,6 +10,7 @@ import torch
 
 from ..call import HALVES, Call, why_not_tma
 from ..device import Device
+from . import tail
 
 ROWS = 64
 """Query rows of a consumer warpgroup."""
@@ -64,6 +65,11 @@ class HopperConfig:
         return self.consumers * ROWS
 
     @property
+    def shares_tail(self) -> bool:
+        """Whether CTAs may share tiles. Where registers are scarcest it would spill."""
+        return not (self.general or self.int8) and self.consumers < 4
+
+    @property
     def panel(self) -> int:
         """Bytes of a row of Q and K that lie together in shared memory, spanned by a swizzle."""
         return 128 if self.head_dim % 128 == 0 else 64 if self.head_dim % 64 == 0 else 32
@@ -80,9 +86,14 @@ class HopperConfig:
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
-        tiles = 4 * 16
+        tiles = 32 * (4 + 4)
         barriers = 8 * (2 * self.consumers + 4 * self.stages)
         return -(-(q + kv + output + facts + tiles + barriers) // 1024) * 1024
+
+    @property
+    def handed_over_bytes(self) -> int:
+        """sizeof(HandedOver), of all consumers: sums of P·V, and maxima and sums of P of each thread's two rows."""
+        return self.consumers * 128 * (2 * self.value_dim + 16)
 
     @property
     def name(self) -> str:
@@ -222,16 +233,31 @@ def _lacking(of: Kind, device: Device) -> str | None:
 def choose(call: Call, device: Device) -> HopperConfig:
     """The instance that runs a call, `why_not` having said that there is one: which is done first, by rows and speed.
 
-    Where all tiles are as long, the last round of them takes as long as any; tiles of causal calls go to whoever is free.
+    Where all tiles are as long, the last round of them takes as long as any, unless CTAs share it; tiles of causal calls go to whoever is free.
     """
-    return _fastest(kind(call), call.batch * call.q_heads, call.q_length, call.causal != "none", device.sm_count)
+    return _fastest(kind(call), call.batch * call.q_heads, call.q_length, -(-call.kv_length // KEYS), call.causal != "none", device.sm_count)
 
 
 @functools.lru_cache(4096)
-def _fastest(of: Kind, heads: int, q_length: int, is_causal: bool, sm_count: int) -> HopperConfig:
+def _fastest(of: Kind, heads: int, q_length: int, blocks: int, is_causal: bool, sm_count: int) -> HopperConfig:
+    def rounds(config: HopperConfig) -> float:
+        tiles = heads * -(-q_length // config.tile_rows)
+        if is_causal:
+            return max(tiles / sm_count, 1.0)
+        return tail.rounds(tiles, blocks, sm_count) if config.shares_tail else math.ceil(tiles / sm_count)
+
     def time(config: HopperConfig) -> float:
-        rounds = heads * -(-q_length // config.tile_rows) / sm_count
-        speed = SPEEDS[replace(config, int8=False, half_q=False)]
-        return (max(rounds, 1.0) if is_causal else math.ceil(rounds)) * config.tile_rows / speed
+        return rounds(config) * config.tile_rows / SPEEDS[replace(config, int8=False, half_q=False)]
 
     return min(_serving(of), key=time)
+
+
+def tiles_of(call: Call, config: HopperConfig) -> int:
+    return call.batch * call.q_heads * -(-call.q_length // config.tile_rows)
+
+
+def tail_sharers(call: Call, config: HopperConfig, device: Device) -> int:
+    """CTAs that share the call's last tiles; 1: each is one CTA's."""
+    if not config.shares_tail or call.causal != "none":
+        return 1
+    return tail.sharers(tiles_of(call, config), -(-call.kv_length // KEYS), device.sm_count)

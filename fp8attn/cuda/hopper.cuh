@@ -22,6 +22,7 @@
 #include "tile/schedule.h"
 #include "tile/softmax.h"
 #include "tile/staged_output.h"
+#include "tile/tail.h"
 
 namespace fp8attn {
 
@@ -41,6 +42,8 @@ struct Shape {
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
+  // whether CTAs may share tiles; where registers are scarcest it would spill
+  static constexpr bool shares_tail = !C.general && !C.int8 && C.consumers < 4;
 };
 
 template <HopperConfig C>
@@ -50,11 +53,22 @@ struct alignas(1024) SharedStorage {
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileFacts<C.value_dim> facts[C.consumers];
-  Tile tiles[TILES];  // of this round and the next; consumers may be two rounds apart
+  Piece tiles[TILES];  // of this round and the next; consumers may be two rounds apart
+  Pieces pieces;
   float k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
+
+// What the CTA does after `round`; first after -1.
+template <HopperConfig C>
+__device__ void write_next_piece(SharedStorage<C>& shared, const Schedule& schedule, int round) {
+  Piece& next = shared.tiles[(round + 1) % TILES];
+  if constexpr (Shape<C>::shares_tail)
+    shared.pieces.write_next(next, schedule, round);
+  else
+    static_cast<Tile&>(next) = schedule.at(round < 0 ? blockIdx.x : schedule.after(round));
+}
 
 // One thread: queries of every tile and its blocks of K and V, in the order the consumers want them.
 template <HopperConfig C>
@@ -77,11 +91,12 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
     }
-    const int blocks = visible.blocks(tile.first_row + S::tile_rows - 1);
+    const int blocks = min(visible.blocks(tile.first_row + S::tile_rows - 1), S::shares_tail ? shared.tiles[round % TILES].end : Piece::ALL);
+    const int begin = S::shares_tail ? shared.tiles[round % TILES].begin : 0;
     const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
-    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
+    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
     float next_scale = *k_scale;
-    for (int n = 0; n < blocks; ++n, ring.advance()) {
+    for (int n = begin; n < blocks; ++n, ring.advance()) {
       const int stage = ring.stage();
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
       for (int i = 0; i < S::panels; ++i)
@@ -91,7 +106,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       if (n + 1 < blocks) next_scale = *(k_scale += scale_step);
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase() ^ 1);
       ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, channel);
-      if (n + 1 == blocks) shared.tiles[(round + 1) % TILES] = schedule.at(schedule.after(round));
+      if (n + 1 == blocks) write_next_piece<C>(shared, schedule, round);
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
     }
     const Tile next = shared.tiles[(round + 1) % TILES];
@@ -203,7 +218,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   if constexpr (C.half_q) ptx::warpgroup_sync(1 + consumer);
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
-    const Share share(p, visible, shared.tiles[round % TILES], consumer);
+    const Piece& piece = shared.tiles[round % TILES];
+    const Share share(p, visible, piece, consumer, S::shares_tail ? piece.end : Piece::ALL);
     Softmax<C.exact> softmax;
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
@@ -272,7 +288,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait_but<1>();
     ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
     prepare(ring.stage());
-    for (int n = 0; n < share.seen - 1; ++n) {
+    for (int n = S::shares_tail ? piece.begin : 0; n < share.seen - 1; ++n) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
         ptx::mbarrier_wait(&shared.k_full[next.stage()], next.phase());
@@ -292,12 +308,19 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, [] {});
     ring.advance();
-    const int loaded = visible.blocks(share.tile.first_row + S::tile_rows - 1);
+    const int loaded = min(visible.blocks(share.tile.first_row + S::tile_rows - 1), S::shares_tail ? piece.end : Piece::ALL);
     for (int n = share.seen; n < loaded; ++n, ring.advance()) {  // for later rows of the tile
       ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
       ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);
+    }
+
+    if constexpr (S::shares_tail) {
+      if (!piece.complete())
+        hand_over(p, consumer, C.consumers, softmax.m, o, o_second);
+      else
+        take_over(p, piece.first_other, consumer, C.consumers, softmax.m, o, o_second);
     }
 
     const Tile& next_tile = shared.tiles[(round + 1) % TILES];
@@ -306,7 +329,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows' and with Q
     load_rows(next_tile);
-    store_tile<C.int8>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
+    if (!S::shares_tail || piece.complete()) store_tile<C.int8>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // and with channels'
     load_channels(next_tile);
@@ -327,7 +350,8 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
       *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
   if (threadIdx.x == 0) {
-    shared.tiles[0] = schedule.at(blockIdx.x);
+    if constexpr (Shape<C>::shares_tail) shared.pieces.find(schedule);
+    write_next_piece<C>(shared, schedule, -1);
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_init(&shared.q_full[c], 1);
       ptx::mbarrier_init(&shared.q_empty[c], 4);

@@ -4,40 +4,73 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
 from .. import reference
 from ..call import Call
-from ..device import Device
+from ..device import device_of
 from ..recipe import Quantized
-from . import portable
-from .configs import KEYS
+from .configs import KEYS, HopperConfig, tiles_of
 from .portable import PortableConfig
 from .render import Attending as Config
+from .short import ShortConfig
 
 
-def key_splits(call: Call, config: Config, device: Device) -> int:
-    """CTAs that share a tile where nobody says how many."""
-    return portable.key_splits(portable.packed(call), config, device) if isinstance(config, PortableConfig) else 1
+def parts_of_tail(call: Call, config: HopperConfig, sharers: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
+    """The pieces of the tiles that CTAs share, as tile/tail.h has them: head (batch · Hq + head), first row, first block, end block; the pieces of a
+    tile in their order."""
+    tiles, blocks = tiles_of(call, config), -(-call.kv_length // KEYS)
+    rest = tiles % max(min(tiles, sm_count), sharers)
+    row_tiles, group, heads = -(-call.q_length // config.tile_rows), call.q_heads // call.kv_heads, call.batch * call.q_heads
+    size = -(-rest * blocks // sharers)
+    for cta in range(sharers):
+        start, end = cta * size, min(cta * size + size, rest * blocks)
+        while start < end:
+            to = min(end, (start // blocks + 1) * blocks)
+            position = tiles - rest + start // blocks
+            first = position // (group * row_tiles) * group
+            inside, side_by_side = position % (group * row_tiles), min(group, heads - first)
+            row = (row_tiles - 1 - inside // side_by_side) * config.tile_rows
+            yield first + inside % side_by_side, row, start % blocks, (to - 1) % blocks + 1
+            start = to
 
 
-def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, key_splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order; CTAs that share a tile have a
-    range of its blocks each."""
+def _owners(call: Call, config: PortableConfig | HopperConfig, sharers: int) -> torch.Tensor:
+    """Which part of its row a score is in, of those with maxima of their own: int, of a shape that expands to (B, Hq, Sq, Sk)."""
+    if isinstance(config, PortableConfig):
+        # warps that share rows have the same part of every block each
+        keys = torch.arange(call.kv_length, device=call.q.device)
+        share = math.ceil(math.ceil(call.kv_length / config.keys) / sharers) * config.keys
+        return keys // share * config.splits + keys % config.keys // (config.keys // config.splits)
+    found = torch.zeros(call.batch * call.q_heads, call.q_length, call.kv_length, dtype=torch.int32)
+    parts: Counter[tuple[int, int]] = Counter()
+    for head, row, begin, end in parts_of_tail(call, config, sharers, device_of(call.q.device).sm_count):
+        found[head, row : row + config.tile_rows, begin * KEYS : end * KEYS] = parts[head, row]
+        parts[head, row] += 1
+    return found.view(call.batch, call.q_heads, call.q_length, call.kv_length).to(call.q.device)
+
+
+def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, sharers: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order.
+
+    Args:
+        sharers: as fp8attn.cuda.run.sharers_of says.
+    """
     pipeline = functools.partial(reference.pipeline, *quantized, causal=call.causal, softmax_scale=call.softmax_scale)
-    if not isinstance(config, PortableConfig):
-        return pipeline(call.attn_mask, block_n=KEYS, exact=config.exact)
-    pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute)
-    if config.splits * key_splits == 1:
+    if isinstance(config, PortableConfig):
+        pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute)
+        alone = config.splits * sharers == 1
+    else:
+        pipeline = functools.partial(pipeline, block_n=KEYS, exact=config.exact)
+        alone = sharers == 1
+    if alone or isinstance(config, ShortConfig):
         return pipeline(call.attn_mask)
-    # warps that share rows have the same part of every block each, and maxima of their own
-    keys = torch.arange(call.kv_length, device=call.q.device)
-    blocks = math.ceil(call.kv_length / config.keys)
-    share = math.ceil(blocks / key_splits) * config.keys
-    owner = keys // share * config.splits + keys % config.keys // (config.keys // config.splits)
+    owner = _owners(call, config, sharers)
     parts = []
-    for i in range(config.splits * key_splits):
+    for i in range(int(owner.max()) + 1):
         mine = (owner == i).expand(*call.q.shape[:3], call.kv_length)
         if call.attn_mask is None:
             mask = mine

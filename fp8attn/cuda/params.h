@@ -61,6 +61,11 @@ struct Params {
   // Of general instances: (B, Hq, ceil(Sq / 64), Sk rounded up), contiguous, what the mean of 64 rows adds to scores over the softmax scale; or null.
   // Behind all else, so that the code of other instances stays as it is.
   const float* bias;
+
+  // Of the Hopper kernel: CTAs that share the tiles behind the last full round of a call that isn't causal, or 0: each is one CTA's. Then `parts` are
+  // a HandedOver for each consumer of each of these CTAs, and each of its warps has a word here, 0 at launch.
+  int tail_ctas;
+  int* handed_over;
 };
 
 // What the host tells the kernel that quantizes K and V.

@@ -49,11 +49,19 @@ def library_of(config: Config, device: Device) -> build.Library:
     return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 
-def forward(call: Call, device: Device, config: Config | None = None, key_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def sharers_of(call: Call, config: Config, device: Device) -> int:
+    """CTAs that share a tile, each with a range of its keys, of the portable kernel; those that share the tiles behind the last full round, of the
+    Hopper kernel. 1: nobody shares."""
+    if isinstance(config, PortableConfig):
+        return portable.key_splits(portable.packed(call), config, device)
+    return configs.tail_sharers(call, config, device)
+
+
+def forward(call: Call, device: Device, config: Config | None = None, sharers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the instance `config`, or the one that `plan` has for the call.
 
     Args:
-        key_splits: CTAs that share a tile, of the portable kernel; None: as many as fill the GPU.
+        sharers: as `sharers_of` says; None: as many as that.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
@@ -68,19 +76,24 @@ def forward(call: Call, device: Device, config: Config | None = None, key_splits
     if call.kv_length == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     config = choose(call, device) if config is None else config
+    sharers = sharers_of(call, config, device) if sharers is None else sharers
     to, parts, part_lse = out, None, None
-    splits = 1
+    counter = None
     if isinstance(config, PortableConfig):
         heads, call = call.q_heads, portable.packed(call)
         if call.q_heads < heads:
             to = portable.rows_of_heads(out, heads // call.q_heads)
-        splits = portable.key_splits(call, config, device) if key_splits is None else key_splits
-        if splits > 1:
-            parts = torch.empty(splits, *to.shape, dtype=torch.float32, device=out.device)
+        if sharers > 1:
+            parts = torch.empty(sharers, *to.shape, dtype=torch.float32, device=out.device)
             part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
+    else:
+        if sharers > 1:
+            parts = torch.empty(sharers, config.handed_over_bytes // 4, dtype=torch.float32, device=out.device)
+            counter = out.new_zeros(sharers * config.consumers * 4, dtype=torch.int32)
     library = library_of(config, device)
-    arguments, counts = launch_of(call, device, config, library, splits)
-    counter = out.new_zeros(1, dtype=torch.int32) if counts else None
+    arguments, counts = launch_of(call, device, config, library, sharers)
+    if counts:
+        counter = out.new_zeros(1, dtype=torch.int32)
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, counter, parts, part_lse,
@@ -88,16 +101,16 @@ def forward(call: Call, device: Device, config: Config | None = None, key_splits
     return out, lse
 
 
-def launch_of(call: Call, device: Device, config: Config, library: build.Library, key_splits: int = 1) -> tuple[tuple[int | float, ...], bool]:
+def launch_of(call: Call, device: Device, config: Config, library: build.Library, sharers: int) -> tuple[tuple[int | float, ...], bool]:
     """What the binding is told beside tensors, and whether CTAs share a counter: tiles of a causal call are of many lengths, whoever is free takes
     the next."""
     tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
-        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else key_splits * tiles
+        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else sharers * tiles
     else:
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
-        ctas = min(tiles, device.sm_count)
+        ctas = max(min(tiles, device.sm_count), sharers)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.causal_offset)
     return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), call.causal != "none" and tiles > ctas

@@ -79,6 +79,11 @@ void together(void* argument, void (*f)(void** arguments));
 #define blockIdx (cta::Index{cta::block.x + cta::current->rank})
 #define gridDim (cta::grid)
 
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+
 inline void __syncthreads() { cta::barrier(0, cta::threads); }
 
 inline void __syncwarp() {

@@ -35,9 +35,10 @@ struct Share {
   int consumer;
   int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole
 
-  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number) : tile(its_tile), consumer(number) {
+  // Of the tile's blocks those before `end`.
+  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end) : tile(its_tile), consumer(number) {
     const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
-    seen = visible.blocks(row + ROWS - 1);
+    seen = min(visible.blocks(row + ROWS - 1), end);
     whole = p.mask != nullptr ? 0 : visible.end(row) / KEYS;
   }
 

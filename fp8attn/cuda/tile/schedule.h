@@ -25,9 +25,14 @@ struct Schedule {
     return (round + 1) * gridDim.x + (round % 2 == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
+  // Tiles of all heads.
+  __device__ int size() const { return tiles * p.batches * p.q_heads; }
+
+  __device__ static Tile none() { return {0, 0, 0, -1}; }
+
   // None after the last.
   __device__ Tile at(int position) const {
-    if (position >= tiles * p.batches * p.q_heads) return {0, 0, 0, -1};
+    if (position >= size()) return none();
     const int group = p.heads_side_by_side;
     const int first = position / (group * tiles) * group;
     const int inside = position % (group * tiles);

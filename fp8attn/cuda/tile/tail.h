@@ -1,0 +1,138 @@
+// The tiles behind the last full round, where each has as many blocks of keys: CTAs share these blocks out evenly, so that all end at once.
+// Osama et al., "Stream-K" (PPoPP 2023), of whose forms this is the one with a last, shared round.
+#pragma once
+
+#include "../ptx/convert.h"
+#include "../ptx/flag.h"
+#include "mask.h"
+#include "schedule.h"
+
+namespace fp8attn {
+
+// A tile and which of its blocks of keys.
+struct alignas(32) Piece : Tile {
+  static constexpr int ALL = 1 << 30;
+
+  int begin, end;       // ALL: as many as the tile's rows see
+  int first_other = ALL;  // the tile's other blocks are those of CTAs first_other ... this one - 1; or -1: a later CTA has its last ones, and waits for this one
+
+  __device__ bool complete() const { return first_other >= 0; }
+};
+
+// One tile's blocks after the other's, in ranges of as many, a CTA's each; a range is of two tiles at most.
+struct Tail {
+  int tiles, blocks;  // blocks of a tile
+  int range;          // of a CTA
+
+  // No fewer CTAs than tiles.
+  __device__ Tail(int of_call, int of_tile, int ctas) : tiles(of_call), blocks(of_tile), range((of_call * of_tile + ctas - 1) / ctas) {}
+
+  // A CTA's first or second piece, of tiles from position `first_tile` on. The one whose last blocks are another's comes first: who waits for it has
+  // a larger number, and so wasn't launched before.
+  __device__ Piece piece(const Schedule& schedule, int first_tile, int cta, int number) const {
+    const int from = cta * range, to = min(from + range, tiles * blocks);
+    if (from >= to) return {Schedule::none()};
+    const int first = from / blocks, last = (to - 1) / blocks;
+    if (number == 1 && first == last) return {Schedule::none()};
+    const int tile = number == 0 ? last : first, begin = max(from - tile * blocks, 0), end = min(to - tile * blocks, blocks);
+    return {schedule.at(first_tile + tile), begin, end, end < blocks ? -1 : begin > 0 ? tile * blocks / range : Piece::ALL};
+  }
+};
+
+// A CTA's pieces, one a round.
+struct Pieces {
+  int rounds;     // before the tail's
+  Piece tail[3];  // the last one is none
+
+  __device__ void find(const Schedule& schedule) {
+    const Params& p = schedule.p;
+    rounds = p.tail_ctas == 0 ? Piece::ALL : schedule.size() / int(gridDim.x);
+    if (p.tail_ctas == 0) return;
+    const Tail shared(schedule.size() % int(gridDim.x), (p.kv_length + KEYS - 1) / KEYS, p.tail_ctas);
+    for (int i = 0; i < 2; ++i) tail[i] = shared.piece(schedule, rounds * gridDim.x, blockIdx.x, i);
+    tail[2] = {Schedule::none()};
+  }
+
+  // The one after that of `round`; the first after -1.
+  __device__ void write_next(Piece& to, const Schedule& schedule, int round) const {
+    if (round + 1 >= rounds)
+      to = tail[round + 1 - rounds];
+    else
+      to = {schedule.at(round < 0 ? blockIdx.x : schedule.after(round)), 0, Piece::ALL};
+  }
+};
+
+// What a warpgroup's threads have of a tile others have the rest of: sums of P * V, and of their two rows the maxima that these are relative to and the
+// sums of P, which stand in the first of each two of the last four elements.
+template <int FIRST, int SECOND>
+struct HandedOver {
+  static constexpr bool parts = SECOND > 1;
+  static constexpr int first = (parts ? FIRST : FIRST - 4) / 4, second = parts ? (SECOND - 4) / 4 : 0;
+
+  float4 o[first + second][128], rows[128];
+
+  // f(a quad of a thread's, where it lies), for all of them.
+  template <typename O, typename Second, typename F>
+  __device__ static void for_quads(O& o, Second& o_second, F&& f) {
+#pragma unroll
+    for (int i = 0; i < first; ++i) f(o + 4 * i, i);
+#pragma unroll
+    for (int i = 0; i < second; ++i) f(o_second + 4 * i, first + i);
+  }
+
+  // The sum of P of row r.
+  template <typename O, typename Second>
+  __device__ static auto& sum(O& o, Second& o_second, int r) {
+    if constexpr (parts)
+      return o_second[SECOND - 4 + 2 * r];
+    else
+      return o[FIRST - 4 + 2 * r];
+  }
+};
+
+// Of this CTA's piece, for the one with the tile's last blocks. Each warp hands over by itself.
+template <int FIRST, int SECOND>
+__device__ void hand_over(const Params& p, int consumer, int consumers, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND]) {
+  using Part = HandedOver<FIRST, SECOND>;
+  const int place = blockIdx.x * consumers + consumer, thread = threadIdx.x % 128;
+  Part& part = reinterpret_cast<Part*>(p.parts)[place];
+  Part::for_quads(o, o_second, [&](const float* x, int i) { part.o[i][thread] = {x[0], x[1], x[2], x[3]}; });
+  part.rows[thread] = {m[0], m[1], Part::sum(o, o_second, 0), Part::sum(o, o_second, 1)};
+  __syncwarp();
+  if (thread % 32 == 0) ptx::store_release(&p.handed_over[4 * place + thread / 32], 1);
+}
+
+// Adds what others have handed over of a tile that this CTA has the last blocks of; the latest first.
+template <int FIRST, int SECOND>
+__device__ void take_over(const Params& p, int first_other, int consumer, int consumers, float (&m)[2], float (&o)[FIRST], float (&o_second)[SECOND]) {
+  using Part = HandedOver<FIRST, SECOND>;
+  const int thread = threadIdx.x % 128;
+#pragma unroll 1
+  for (int cta = int(blockIdx.x) - 1; cta >= first_other; --cta) {
+    const int place = cta * consumers + consumer;
+    const Part& part = reinterpret_cast<const Part*>(p.parts)[place];
+    while (ptx::load_acquire(&p.handed_over[4 * place + thread / 32]) == 0) {}
+    const float4 rows = __ldcg(&part.rows[thread]);
+    const float theirs[2] = {rows.x, rows.y}, their_sums[2] = {rows.z, rows.w};
+    float mine_by[2], theirs_by[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float m_new = fmaxf(m[r], theirs[r]);
+      const float origin = m_new == -INFINITE ? 0.0f : m_new;  // no score is a number: -inf - -inf would be NaN, and is, by sums
+      mine_by[r] = ptx::exp2_approx(m[r] - origin);
+      theirs_by[r] = ptx::exp2_approx(theirs[r] - origin);
+      m[r] = m_new;
+      auto& sum = Part::sum(o, o_second, r);
+      sum = fmaf(sum, mine_by[r], their_sums[r] * theirs_by[r]);
+    }
+    Part::for_quads(o, o_second, [&](float* to, int i) {
+      const float4 x = __ldcg(&part.o[i][thread]);
+      to[0] = fmaf(to[0], mine_by[0], x.x * theirs_by[0]);
+      to[1] = fmaf(to[1], mine_by[0], x.y * theirs_by[0]);
+      to[2] = fmaf(to[2], mine_by[1], x.z * theirs_by[1]);
+      to[3] = fmaf(to[3], mine_by[1], x.w * theirs_by[1]);
+    });
+  }
+}
+
+}  // namespace fp8attn
