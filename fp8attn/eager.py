@@ -125,17 +125,16 @@ def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple,
     config, device = ops.plan_cuda(call, first), device_of(call.q.device)
     if isinstance(config, str):
         return
-    if isinstance(config, PortableConfig) and portable.packed(call) is not call:
-        return
-    if cuda.sharers_of(call, config, device) > 1:
+    sharers = cuda.sharers_of(call, config, device)
+    if isinstance(config, PortableConfig) and (portable.packed(call) is not call or sharers > 1):
         return
     try:
         library = cuda.library_of(config, device)
     except BuildError:  # Triton went on
         return
     name, tensors, number = again
-    arguments, counts = cuda.launch_of(call, device, config, library, 1)
-    library.operators.remember.default(number, *arguments, *tensors, out, counts)
+    arguments, scratch = cuda.launch_of(call, device, config, library, sharers)
+    library.operators.remember.default(number, *arguments, *tensors, out, *scratch)
     _launches[name] = partial(library.operators.repeat.default, number)
 
 

@@ -66,6 +66,8 @@ class Params(ctypes.Structure):
         ("inverse_length", ctypes.c_float),
         ("splits", ctypes.c_int),
         ("bias", ctypes.c_void_p),
+        ("tail_ctas", ctypes.c_int),
+        ("handed_over", ctypes.c_void_p),
     ]
 
 

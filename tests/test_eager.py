@@ -66,7 +66,7 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas = library.recorded(buffer)
     p = emulation.Params.from_buffer(buffer, 4 * MAP)
-    p.out, p.counter = None, bool(p.counter)
+    p.out, p.counter, p.parts, p.handed_over = None, bool(p.counter), bool(p.parts), bool(p.handed_over)
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
         buffer[i * MAP : i * MAP + 8] = bytes(8)
@@ -145,6 +145,22 @@ def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend:
 def test_attending_to_what_was_just_quantized_launches_the_same(backend: str, options: dict) -> None:
     q, k, v = (torch.randn(1, 3, 600, 96, dtype=torch.float16) for _ in range(3))
     alike(lambda: fp8attn.sdpa(q, k, v, backend=backend, **options), addresses=False)
+
+
+@pytest.mark.parametrize("shape", ((1, 3, 400), (2, 8, 1100)))
+def test_ctas_that_share_tiles_launch_the_same(shape: tuple[int, int, int]) -> None:
+    """With few tiles, and with more than a round of them."""
+    batch, heads, length = shape
+    q = torch.randn(batch, heads, length, 128).bfloat16()
+    k = torch.randn(batch, heads, 128, 128).bfloat16().repeat(1, 1, 40, 1)
+    quantized = quantize(q, k, k, fp8attn.Recipe())
+    call = api.call_of(*quantized)
+    sharers = cuda.sharers_of(call, cuda.choose(call, H100), H100)
+    assert sharers > 1
+    alike(lambda: fp8attn.cuda_sdpa(*quantized))
+    _, params = launched()
+    p = emulation.Params.from_buffer_copy(params, 4 * MAP)
+    assert p.tail_ctas == sharers and p.handed_over and p.parts and not p.counter
 
 
 def operands(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Quantized, Quantized, Quantized]:
@@ -462,7 +478,7 @@ def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
     q, k, v = (torch.zeros(1, 1, 1, 64) for _ in range(3))
     for i in range(4096):
         operators.remember_from_half.default(i, 0, 1, 1, 1.0, 0, q, k, v, q)
-        operators.remember.default(-1 - i, *[0] * 10, 1.0, 0, q, q, k, k, v, v, None, q, False)
+        operators.remember.default(-1 - i, *[0] * 10, 1.0, 0, q, q, k, k, v, v, None, q, 0, 0, 0)
     call()
     assert not repeats.last()
     call()

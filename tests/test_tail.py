@@ -96,23 +96,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulation.compile_file("pieces.cpp", folder)
 
 
-@pytest.mark.anywhere
-@pytest.mark.parametrize("parted", (False, True))
-@pytest.mark.parametrize(
-    "shape, ctas, sharing",
-    (
-        ((1, 2, 2, 100, 1300), 4, 1),  # nobody shares
-        ((1, 3, 3, 100, 1300), 4, 3),  # a round, and two tiles
-        ((1, 3, 3, 100, 1300), 4, 4),
-        ((2, 4, 2, 130, 1300), 5, 5),  # four rounds, and four tiles
-        ((2, 4, 1, 70, 1290), 16, 1),
-        ((2, 4, 1, 70, 1290), 40, 40),  # fewer tiles than CTAs
-        ((1, 1, 1, 10, 2000), 16, 16),  # a block each
-        ((1, 2, 1, 64, 640), 7, 7),
-    ),
-)
-def test_pieces_of_a_tile_come_together(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
-    """CTAs one after another, as a GPU with room for one would have them: nobody waits for who comes later."""
+def check_pieces(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
+    """CTAs one after another, as a GPU with room for one would have them: nobody may wait for who comes later."""
     batch, q_heads, _, q_length, keys = shape
     blocks = -(-keys // KEYS)
     scores = torch.randn(batch * q_heads, q_length, blocks, generator=torch.Generator().manual_seed(3)) * 8
@@ -132,25 +117,70 @@ def test_pieces_of_a_tile_come_together(emulated: ctypes.CDLL, shape: tuple[int,
     torch.testing.assert_close(out.double() / sums[..., None, None], expected[:, None].expand(batch * q_heads, -1, 4, -1), rtol=1e-5, atol=0)
 
 
-CASES = (
-    # heads, queries, keys, CTAs that share; None: a round and a bit of tiles
-    (2, 300, 1100, 13),
-    (3, 64, 2500, 47),
-    (1, 100, 640, 5),
-    (None, 150, 1500, 70),
-    (None, 130, 900, 132),
+@pytest.mark.anywhere
+@pytest.mark.parametrize("parted", (False, True))
+@pytest.mark.parametrize(
+    "shape, ctas, sharing",
+    (
+        ((1, 2, 2, 100, 1300), 4, 1),  # nobody shares
+        ((1, 3, 3, 100, 1300), 4, 3),  # a round, and two tiles
+        ((1, 3, 3, 100, 1300), 4, 4),
+        ((2, 4, 2, 130, 1300), 5, 5),  # four rounds, and four tiles
+        ((2, 4, 1, 70, 1290), 16, 1),
+        ((2, 4, 1, 70, 1290), 40, 40),  # fewer tiles than CTAs
+        ((1, 1, 1, 10, 2000), 16, 16),  # a block each
+        ((1, 2, 1, 64, 640), 7, 7),
+    ),
 )
+def test_pieces_of_a_tile_come_together(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
+    check_pieces(emulated, shape, ctas, sharing, parted)
+
+
+MUTANTS = {
+    "their sums by their maxima": ("x.x * theirs_by[0]", "x.x"),
+    "their sums of P by their maxima": ("their_sums[r] * theirs_by[r]", "their_sums[r]"),
+    "maxima grow": ("m[r] = m_new;", ";"),
+    "all others'": ("tile * blocks / range", "tile * blocks / range + 1"),
+    "the one before": ("int(blockIdx.x) - 1;", "int(blockIdx.x) - 2;"),
+    "two pieces": ("number == 1 && first == last", "number == 1"),
+}
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", MUTANTS)
+def test_without_it_pieces_do_not_come_together(tmp_path: Path, name: str) -> None:
+    missing = emulation.missing()
+    if missing is not None:
+        pytest.skip(missing)
+    emulation.copy_sources(tmp_path)
+    header = tmp_path / "tile" / "tail.h"
+    assert header.read_text().count(MUTANTS[name][0]) == 1
+    header.write_text(header.read_text().replace(*MUTANTS[name]))
+    with pytest.raises(AssertionError):
+        check_pieces(emulation.compile_file("pieces.cpp", tmp_path), (2, 4, 2, 130, 1300), 5, 5, False)
+
+
+CASES = (
+    # heads, queries, CTAs that share; None: a round and a bit of tiles
+    (2, 300, 13),
+    (3, 64, 17),
+    (2, 100, 12),
+    (None, 150, 40),
+    (None, 130, 132),
+)
+KEYS_OF_CASE = 690
+"""Six blocks, the last one ragged; with more, P of more rows flip in the 13 bits of a sum of 256 products than the typical row of closeness.py."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads, length, keys, sharing", CASES)
+@pytest.mark.parametrize("heads, length, sharing", CASES)
 @pytest.mark.parametrize("config", SHARING, ids=lambda c: c.name)
-def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, heads: int | None, length: int, keys: int, sharing: int) -> None:
+def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, heads: int | None, length: int, sharing: int) -> None:
     """By tile and part, and the same bits again and again; rows that aren't finite among them."""
     properties = device_of(device)
     if configs.misfit(config, properties) is not None:
         pytest.skip("needs sm_90")
-    tiles_of_head = -(-length // config.tile_rows)
+    keys, tiles_of_head = KEYS_OF_CASE, -(-length // config.tile_rows)
     heads = properties.sm_count // tiles_of_head + 3 if heads is None else heads
     tiles = heads * tiles_of_head
     sharing = max(min(sharing, properties.sm_count), tiles % max(min(tiles, properties.sm_count), sharing))

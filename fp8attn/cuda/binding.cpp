@@ -1,6 +1,7 @@
 // From tensors to Params: the only file that knows torch. fp8attn/cuda/run.py has validated what comes in.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -232,25 +233,36 @@ Facts facts(int64_t options, std::initializer_list<const Tensor*> tensors) {
   return found;
 }
 
+// What a launch's CTAs tell each other through: words that are 0 at launch, and floats of each of some CTAs; fp8attn.cuda.run.Scratch.
+struct Scratch {
+  int64_t words, sharers, floats;
+};
+
 // A launch, and the output that it writes to.
 template <class L>
 struct Plan {
   L launch;
   std::vector<int64_t> sizes, strides;
   at::TensorOptions options;
-  bool counts;  // whether it takes a counter
+  Scratch scratch;
 
   Tensor output() const { return at::empty_strided(sizes, strides, options); }
+
+  std::optional<Tensor> words() const { return scratch.words == 0 ? std::nullopt : std::optional(at::zeros({scratch.words}, options.dtype(at::kInt))); }
+
+  std::optional<Tensor> parts() const {
+    return scratch.sharers == 0 ? std::nullopt : std::optional(at::empty({scratch.sharers, scratch.floats}, options.dtype(at::kFloat)));
+  }
 };
 
 // Of calls that were made before. Threads share it.
 template <class L>
 class Plans {
  public:
-  void add(Facts&& facts, const L& launch, const Tensor& out, bool counts) {
+  void add(Facts&& facts, const L& launch, const Tensor& out, const Scratch& scratch) {
     const std::lock_guard lock(mutex_);
     if (plans_.size() >= MOST) plans_.clear();
-    plans_[std::move(facts)] = std::make_shared<const Plan<L>>(Plan<L>{launch, out.sizes().vec(), out.strides().vec(), out.options(), counts});
+    plans_[std::move(facts)] = std::make_shared<const Plan<L>>(Plan<L>{launch, out.sizes().vec(), out.strides().vec(), out.options(), scratch});
   }
 
   std::shared_ptr<const Plan<L>> find(const Facts& facts) {
@@ -281,9 +293,11 @@ Tensor of_every_head(const Tensor& scale, int64_t batch, int64_t heads, int64_t 
 // From now on `repeat` takes calls with these options and tensors like these. `out` is like what it returns.
 void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
               int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
-              const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, bool counts) {
+              const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, int64_t words,
+              int64_t sharers, int64_t floats) {
   plans<Launch>().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)}),
-                      {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out, counts);
+                      {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out,
+                      {words, sharers, floats});
 }
 
 // Attention as in a call before, scales not expanded to every head; nothing if there was none like it.
@@ -294,15 +308,14 @@ std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_s
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
   const Tensor out = plan->output();
-  const auto counter = plan->counts ? std::optional(at::zeros({1}, plan->options.dtype(at::kInt))) : std::nullopt;
   attend(plan->launch, q, of_every_head(q_scale, q.size(0), q.size(1), q_scale.size(2)), k, of_every_head(k_scale, k.size(0), k.size(1), k_scale.size(2)), v,
-         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, std::nullopt, std::nullopt, out, std::nullopt, counter, std::nullopt, std::nullopt);
+         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, std::nullopt, std::nullopt, out, std::nullopt, plan->words(), plan->parts(), std::nullopt);
   return out;
 }
 
 void remember_from_half(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k,
                         const Tensor& v, const Tensor& out) {
-  plans<LaunchFromHalf>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, false);
+  plans<LaunchFromHalf>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, {});
 }
 
 std::optional<Tensor> repeat_from_half(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -336,7 +349,7 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
 
   // of any device: tensors that aren't like any before aren't an error here
   const auto any = c10::DispatchKey::CompositeExplicitAutograd;
-  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor out, bool counts) -> ()");
+  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor out, int words, int sharers, int floats) -> ()");
   m.impl("remember", torch::dispatch(any, TORCH_FN(remember)));
   define("repeat(int options, Tensor q, Tensor q_scale, " + operands + ") -> Tensor?");
   m.impl("repeat", torch::dispatch(any, TORCH_FN(repeat)));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..call import Call, empty_key_mean, empty_lse, empty_output
@@ -67,6 +69,7 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
 
     Raises:
+        ValueError: sharers of a call in which nobody can.
         BuildError: the kernels can't be compiled here.
     """
     out = empty_output(call.q, call.value_dim, call.out_dtype)
@@ -77,8 +80,9 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         return out.zero_(), lse.fill_(-torch.inf)
     config = choose(call, device) if config is None else config
     sharers = sharers_of(call, config, device) if sharers is None else sharers
+    if sharers > 1 and isinstance(config, HopperConfig) and (call.causal != "none" or not config.shares_tail):
+        raise ValueError(f"sharers is {sharers}; it must be 1: {config.name} shares no tiles, or the call is causal")
     to, parts, part_lse = out, None, None
-    counter = None
     if isinstance(config, PortableConfig):
         heads, call = call.q_heads, portable.packed(call)
         if call.q_heads < heads:
@@ -86,14 +90,11 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         if sharers > 1:
             parts = torch.empty(sharers, *to.shape, dtype=torch.float32, device=out.device)
             part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
-    else:
-        if sharers > 1:
-            parts = torch.empty(sharers, config.handed_over_bytes // 4, dtype=torch.float32, device=out.device)
-            counter = out.new_zeros(sharers * config.consumers * 4, dtype=torch.int32)
     library = library_of(config, device)
-    arguments, counts = launch_of(call, device, config, library, sharers)
-    if counts:
-        counter = out.new_zeros(1, dtype=torch.int32)
+    arguments, scratch = launch_of(call, device, config, library, sharers)
+    counter = out.new_zeros(scratch.words, dtype=torch.int32) if scratch.words else None
+    if scratch.sharers:
+        parts = torch.empty(scratch.sharers, scratch.floats, dtype=torch.float32, device=out.device)
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, counter, parts, part_lse,
@@ -101,9 +102,23 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
     return out, lse
 
 
-def launch_of(call: Call, device: Device, config: Config, library: build.Library, sharers: int) -> tuple[tuple[int | float, ...], bool]:
-    """What the binding is told beside tensors, and whether CTAs share a counter: tiles of a causal call are of many lengths, whoever is free takes
-    the next."""
+class Scratch(NamedTuple):
+    """What a call's CTAs tell each other through.
+
+    Attributes:
+        words: int32, 0 at launch: a counter, from which whoever is free takes the next of a causal call's tiles, which are of many lengths; or
+            whether each warp that shares a tile has handed over.
+        sharers, floats: CTAs that do, and float32 of what each hands over; or 0.
+    """
+
+    words: int = 0
+    sharers: int = 0
+    floats: int = 0
+
+
+def launch_of(call: Call, device: Device, config: Config, library: build.Library, sharers: int) -> tuple[tuple[int | float, ...], Scratch]:
+    """What the binding is told beside tensors, and what it is to be given beside operands, `parts` of the portable kernel excepted."""
+    scratch = Scratch()
     tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
@@ -111,9 +126,11 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
     else:
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
         ctas = max(min(tiles, device.sm_count), sharers)
+        if sharers > 1:
+            scratch = Scratch(sharers * config.consumers * 4, sharers, config.handed_over_bytes // 4)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.causal_offset)
-    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), call.causal != "none" and tiles > ctas
+    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), Scratch(1) if call.causal != "none" and tiles > ctas else scratch
 
 
 def forward_from_half(
