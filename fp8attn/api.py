@@ -271,7 +271,7 @@ def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
         p.value.scale.expand(batch, kv_heads, p.value.shape[3]),
         p.value.mean,
         p.attn_mask,
-        None if p.query.bias is None else p.query.bias.contiguous(),
+        p.query.bias,
         p.key.length,
         p.softmax_scale,
         p.causal,

@@ -120,6 +120,8 @@ def check_bias(query: Quantized, kv_length: int) -> None:
         raise TypeError(f"query.bias is {query.bias.dtype}; it must be float32")
     if query.bias.device != query.device:
         raise ValueError(f"query.bias is on {query.bias.device}; it must be on query's device, {query.device}")
+    if not query.bias.is_contiguous():
+        raise ValueError(f"query.bias has strides {query.bias.stride()}; it must be contiguous")
 
 
 def check_recipe(recipe: Recipe) -> None:

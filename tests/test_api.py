@@ -122,6 +122,11 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"query.bias has shape \(2, 4, 1, 12\); .* \(2, 4, 1, 4\)",
     ),
     (call(query=smoothed(bias=BIAS.half()), key=K8, value=V8, **KV_SCALES), TypeError, "query.bias is torch.float16; it must be float32"),
+    (
+        call(query=smoothed(bias=torch.zeros(2, 4, 1, 24)[..., ::2]), key=K8, value=V8, **KV_SCALES),
+        ValueError,
+        r"query.bias has strides .*; it must be contiguous",
+    ),
     (call(query=smoothed(bias=BIAS.to(META)), key=K8, value=V8, **KV_SCALES), ValueError, "query.bias is on meta; it must be on query's device"),
     (lambda: fp8attn.quantize(Q8), TypeError, "query is quantized already"),
     (lambda: fp8attn.quantize(None, K), ValueError, "value is None; key and value are quantized together"),

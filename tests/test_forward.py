@@ -42,10 +42,15 @@ def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, conf
     return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, **model)
 
 
-def run_case(case: Case, device: torch.device, sdpa: Attention, config: configs.Config | Config | None = None):
-    """out, lse, the oracle's and the device that ran it. Quantized by the definition: its kernels write the same bytes."""
+def quantized_call(case: Case, device: torch.device) -> tuple[tuple[Quantized, Quantized, Quantized], Call]:
+    """Quantized by the definition: its kernels write the same bytes."""
     quantized = quantize(*case.tensors(device), case.recipe)
-    call = call_of(*quantized, **case.options(device), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+    return quantized, call_of(*quantized, **case.options(device), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+
+
+def run_case(case: Case, device: torch.device, sdpa: Attention, config: configs.Config | Config | None = None):
+    """out, lse, the oracle's and the device that ran it."""
+    quantized, call = quantized_call(case, device)
     properties = device_of(device)
     out, lse, *expected = run_call(quantized, call, properties, sdpa, config)
     return out, lse, *expected, properties
@@ -65,8 +70,7 @@ def full_mask(case: Case, device: torch.device) -> torch.Tensor | None:
 @given_several(cases())
 def test_matches_the_pipeline(drawn: tuple[Case, ...], device: torch.device, sdpa: Attention) -> None:
     for case in run_by(sdpa, drawn):
-        quantized = quantize(*case.tensors(device), case.recipe)  # by the definition: its kernels write the same bytes
-        call = call_of(*quantized, **case.options(device), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+        quantized, call = quantized_call(case, device)
         properties = device_of(device)
         out, lse, oracle, oracle_lse = run_call(quantized, call, properties, sdpa)
         assert out.dtype == case.out_dtype and out.shape[3] == case.value_dim
@@ -82,8 +86,7 @@ def test_configs_agree(drawn: tuple[Case, ...], data: st.DataObject, device: tor
     """Any config that fits matches the oracle with its key blocks."""
     config: configs.Config | Config | None = None
     for case in run_by(sdpa, drawn):
-        quantized = quantize(*case.tensors(device), case.recipe)
-        call = call_of(*quantized, **case.options(device), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+        quantized, call = quantized_call(case, device)
         properties = device_of(device)
         if sdpa.backend == "cuda":
             able = [*portable.serving(call, properties)]
