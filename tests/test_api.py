@@ -310,3 +310,14 @@ def test_without_gpu_or_interpreter_the_error_says_what_to_do() -> None:
     )
     done = run_python(["-c", program], CUDA_VISIBLE_DEVICES="")
     assert "move them to a GPU, or set TRITON_INTERPRET=1" in done.stdout, done.stderr
+
+
+def test_one_query_at_the_end_sees_all_keys() -> None:
+    """So that calls of a decoder are not causal to kernels, which share keys among CTAs then."""
+    q, k, v = (torch.randn(1, 2, n, 32, generator=torch.Generator().manual_seed(n)) for n in (1, 300, 300))
+    operands = fp8attn.quantize(q, k, v)
+    options = dict(is_causal=True, causal_alignment="bottom_right")
+    assert api.call_of(*operands, **options).causal == "none"
+    assert api.call_of(*operands, is_causal=True).causal == "top_left"
+    assert torch.equal(fp8attn.sdpa(*operands, **options), fp8attn.sdpa(*operands))
+    assert fp8attn.sdpa(*operands, is_causal=True).allclose(v[:, :, :1].bfloat16(), atol=0.2)
