@@ -112,12 +112,8 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
     verdicts = []
     with report.progress() as bar:
         if gpu:
-            everything = list(dict.fromkeys((*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))))
-            compiled = [*own, *(peer for peer in peers if not peer.own)]
-            task = bar.add_task("compiling", total=len(everything) * sum(peer.compiles for peer in compiled))
-            for case, wrong in compile_all(everything, compiled):
-                verdicts.append(compiles(case, wrong))
-                bar.advance(task)
+            everything = (*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))
+            verdicts += [compiles(*done) for done in compile_all(everything, [*own, *(peer for peer in peers if not peer.own)], bar)]
         if all(verdict.green for verdict in verdicts):
             task = bar.add_task("gates", total=len(gated))
             for case in gated:

@@ -33,12 +33,13 @@ def compile_one(case: Case, name: str) -> str | None:
     return None
 
 
-def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[Case, str | None]]:
-    """Compile what those of these peers that compile need for each case, and yield each case as one of its peers is through, with what is wrong or
-    None."""
+def compile_all(cases: Iterable[Case], peers: Sequence[Peer], bar: Progress) -> Iterator[tuple[Case, str | None]]:
+    """Compile what those of these peers that compile need for each case, once, and yield each case as one of its peers is through, with what is wrong
+    or None."""
     keep_triton_cache()
     # a peer holds what can't be sent to a process
-    wanted = [(case, peer.name) for case in cases for peer in peers if peer.compiles]
+    wanted = [(case, peer.name) for case in dict.fromkeys(cases) for peer in peers if peer.compiles]
+    task = bar.add_task("compiling", total=len(wanted))
     random.Random(0).shuffle(wanted)  # neighbours need the same kernels, and each would compile them
     workers = min(len(wanted), os.cpu_count() or 1, 12)
     if workers == 0:
@@ -46,6 +47,7 @@ def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         started = {pool.submit(compile_one, case, name): case for case, name in wanted}
         for done in as_completed(started):
+            bar.advance(task)
             try:
                 yield started[done], done.result()
             except Exception as error:  # the process died
@@ -54,7 +56,5 @@ def compile_all(cases: Sequence[Case], peers: Sequence[Peer]) -> Iterator[tuple[
 
 def compile_first(cases: Iterable[Case], peers: Sequence[Peer], bar: Progress) -> None:
     """`compile_all` where what goes wrong does so again, and is reported, when the answer is wanted."""
-    distinct = list(dict.fromkeys(cases))
-    task = bar.add_task("compiling", total=len(distinct) * sum(peer.compiles for peer in peers))
-    for _ in compile_all(distinct, peers):
-        bar.advance(task)
+    for _ in compile_all(cases, peers, bar):
+        pass

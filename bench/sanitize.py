@@ -68,6 +68,21 @@ def kinds(output: str) -> Counter[str]:
     return Counter(PLACES.sub("", f"{what.strip()} {where.strip()}") for what, where in FINDING.findall(output))
 
 
+def watched(sanitizer: str, tool: str, seconds: float) -> tuple[int | None, str, str]:
+    """As `judged` has them, findings and the tool's last words; and all that was printed."""
+    # torch's cache would hide who reads or writes beside a tensor
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(
+            command(sanitizer, tool), cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=seconds
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        output = "".join(part.decode(errors="replace") for part in (late.stdout, late.stderr) if isinstance(part, bytes))
+        return None, f"not done after {seconds:.0f} s; {len(SHAPES_DONE.findall(output))} of {len(launched.SHAPES)} shapes were", output
+    output = done.stdout + done.stderr
+    return *judged(done.returncode, output), output
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default: all")
     parser.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="of one tool (default: %(default)s)")
@@ -86,22 +101,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     rows = Table("tool", "findings", "its words")
     about, clean = machine(device), True
     for tool in arguments.tool or TOOLS:
-        # torch's cache would hide who reads or writes beside a tensor
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        try:
-            done = subprocess.run(
-                command(sanitizer, tool), cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=arguments.timeout
-            )
-            output = done.stdout + done.stderr
-        except subprocess.TimeoutExpired as late:
-            done, output = None, "".join(part.decode(errors="replace") for part in (late.stdout, late.stderr) if isinstance(part, bytes))
-        if done is None:
-            findings, words = (
-                None,
-                f"not done after {arguments.timeout:.0f} s; {len(SHAPES_DONE.findall(output))} of {len(launched.SHAPES)} shapes were",
-            )
-        else:
-            findings, words = judged(done.returncode, output)
+        findings, words, output = watched(sanitizer, tool, arguments.timeout)
         clean &= findings == 0
         rows.add_row(tool, "–" if findings is None else str(findings), words)
         for kind, times in kinds(output).most_common(SHOWN):

@@ -95,6 +95,10 @@ class Call:
     def value_dim(self) -> int:
         return self.v.shape[2]
 
+    def tiles(self, rows: int) -> int:
+        """Tiles of so many rows of queries, of all heads."""
+        return self.batch * self.q_heads * -(-self.q_length // rows)
+
     @property
     def causal_offset(self) -> int:
         return causal_offset(self.causal, self.q_length, self.kv_length)

@@ -98,6 +98,16 @@ def missing() -> str | None:
     return "CUDA's headers aren't here" if cuda_headers() is None else None
 
 
+emulates = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def mutate(source: Path, right: str, wrong: str) -> None:
+    """Change a copied source in one place, which must be there."""
+    text = source.read_text()
+    assert text.count(right) == 1, f"{source.name} has {right!r} {text.count(right)} times"
+    source.write_text(text.replace(right, wrong))
+
+
 def copy_sources(folder: Path) -> None:
     """Into an empty folder, with what stands for PTX. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
     inline assembly. Every CTA of a cluster has shared memory of its own."""

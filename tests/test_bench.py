@@ -95,7 +95,7 @@ def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypa
     monkeypatch.setattr(eager, "repeat", lambda *args: None)  # what the binding remembers goes by none of them
     assert not any(verdict.green for verdict in judge(case, Gates.load(), device))
     monkeypatch.setattr(cases, "suite", lambda name, gpu: (case,))
-    monkeypatch.setattr(command, "compile_all", lambda cases, peers: iter(()))
+    monkeypatch.setattr(command, "compile_all", lambda cases, peers, bar: iter(()))
     assert command.main(["run", "--suite", "tiny"]) == 1
     printed = capsys.readouterr().out
     assert "no speed is reported" in printed and "TFLOP/s" not in printed

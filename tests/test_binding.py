@@ -23,7 +23,7 @@ H100 = ARCHITECTURES[90]
 MAPS = 4 * 128
 """Bytes of a Params before its first pointer: tensor maps."""
 
-pytestmark = [pytest.mark.anywhere, pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))]
+pytestmark = [pytest.mark.anywhere, emulation.emulates]
 
 
 class Recorder:

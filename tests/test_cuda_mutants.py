@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
+from emulation import mutate
 
 from fp8attn import Recipe
 from fp8attn.api import call_of, cuda_missing
@@ -144,9 +145,7 @@ def mutated(name: str | None, folder: Path) -> Path:
     shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
     if name is not None:
         _, file, right, wrong = EVERY[name]
-        text = (sources / file).read_text()
-        assert text.count(right) == 1, f"{file} has {right!r} {text.count(right)} times"
-        (sources / file).write_text(text.replace(right, wrong))
+        mutate(sources / file, right, wrong)
     return sources
 
 

@@ -40,8 +40,6 @@ LONGEST = {64: 8192, 128: 4096, 192: 2560, 256: 2048}
 
 Quantizer = Callable[[torch.Tensor, torch.Tensor], tuple[Quantized, Quantized]]
 
-emulates = pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
-
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Quantizer:
@@ -102,7 +100,7 @@ def problems(draw, most: int) -> Problem:
 
 
 @pytest.mark.anywhere
-@emulates
+@emulation.emulates
 @given(problem=problems(4))
 def test_emulated_it_writes_the_bytes_of_the_definition(emulated: Quantizer, problem: Problem) -> None:
     check(emulated, *problem.tensors(torch.device("cpu"))[1:])
@@ -129,7 +127,7 @@ def test_writes_the_bytes_of_triton(device: torch.device, dim: int, length: int)
 
 
 @pytest.mark.anywhere
-@emulates
+@emulation.emulates
 @pytest.mark.parametrize("dim", LONGEST)
 def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
     for length in (LONGEST[dim], LONGEST[dim] - 130):
@@ -152,7 +150,7 @@ def wide(shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[to
 
 
 @pytest.mark.anywhere
-@emulates
+@emulation.emulates
 @pytest.mark.parametrize("length", (1, 300, 512, 513, 1300, 3000, 4096))
 def test_emulated_the_order_of_sums(emulated: Quantizer, length: int) -> None:
     check(emulated, *wide((1, 1, length, 64)))
@@ -176,7 +174,7 @@ def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 
 
 @pytest.mark.anywhere
-@emulates
+@emulation.emulates
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("length", (600, 1024))
 @pytest.mark.parametrize("dim", (64, 256))
@@ -253,7 +251,7 @@ def read_guarded(folder: Path) -> None:
 
 
 @pytest.mark.anywhere
-@emulates
+@emulation.emulates
 def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
     """In a process of its own, which such a read ends."""
     program = f"import test_cuda_quantize as test; test.read_guarded(test.Path({str(tmp_path)!r}))"
@@ -281,14 +279,11 @@ SYNCS = {
 
 
 @pytest.mark.anywhere
-@emulates
+@emulation.emulates
 @pytest.mark.parametrize("name", SYNCS)
 def test_the_emulation_sees_what_is_missing(name: str, tmp_path: Path) -> None:
     emulation.copy_sources(tmp_path)
-    source = tmp_path / "quantize.cuh"
-    text, (wait, without) = source.read_text(), SYNCS[name]
-    assert text.count(wait) == 1
-    source.write_text(text.replace(wait, without))
+    emulation.mutate(tmp_path / "quantize.cuh", *SYNCS[name])
     quantizer = by(emulation.quantizer(tmp_path))
 
     def check_several() -> None:
@@ -359,7 +354,7 @@ def test_what_it_fills_is_like_the_definitions() -> None:
 
 
 @pytest.mark.anywhere
-@emulates
+@emulation.emulates
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_binding_tells_it_all(dtype: torch.dtype) -> None:
     """Bit for bit what Python makes of the same arguments."""

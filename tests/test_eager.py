@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 MAP = 128
 """Bytes of a tensor map; the first eight are an address, as tests/emulation has them."""
 
-pytestmark = [pytest.mark.anywhere, pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))]
+pytestmark = [pytest.mark.anywhere, emulation.emulates]
 
 
 class AnyInstance(dict):

@@ -85,7 +85,7 @@ def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa:
 
 
 @pytest.mark.anywhere
-@pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
+@emulation.emulates
 def test_takes_from_v_what_the_definition_takes(tmp_path: Path) -> None:
     """Compiled for the CPU: channels whose means are large and small beside their values, constant, zero, and too large to take."""
     emulation.copy_sources(tmp_path)

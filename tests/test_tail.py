@@ -75,7 +75,7 @@ def test_which_calls_share(heads: int, length: int, keys: int, sharing: int) -> 
 )
 def test_each_block_of_a_shared_tile_is_somebodys(groups: tuple[int, int, int], q_length: int, keys: int, more: int) -> None:
     call, sm_count, blocks = call_like(*groups, q_length, keys), 20, -(-keys // KEYS)
-    rest = configs.tiles_of(call, ONE) % sm_count  # a call with more has full rounds of as many, unless more share
+    rest = call.tiles(ONE.tile_rows) % sm_count  # a call with more has full rounds of as many, unless more share
     sharing = min(rest + more, rest * blocks, sm_count)
     if rest == 0 or sharing <= rest:
         return
@@ -88,9 +88,6 @@ def test_each_block_of_a_shared_tile_is_somebodys(groups: tuple[int, int, int], 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    missing = emulation.missing()
-    if missing is not None:
-        pytest.skip(missing)
     folder: Path = tmp_path_factory.mktemp("pieces")
     emulation.copy_sources(folder)
     return emulation.compile_file("pieces.cpp", folder)
@@ -102,7 +99,7 @@ def check_pieces(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, shari
     blocks = -(-keys // KEYS)
     scores = torch.randn(batch * q_heads, q_length, blocks, generator=torch.Generator().manual_seed(3)) * 8
     out, rows = torch.full((batch * q_heads, q_length, 4, 16), torch.nan), torch.full((batch * q_heads, q_length, 2), torch.nan)
-    parts, words = torch.full((sharing, 128 * (2 * 64 + 16) // 4), torch.nan), torch.zeros(sharing * 4, dtype=torch.int32)
+    parts, words = torch.full((sharing, ONE.handed_over_bytes // 4), torch.nan), torch.zeros(sharing * 4, dtype=torch.int32)
     numbers = (ctypes.c_int * 7)(*shape, ctas, sharing if sharing > 1 else 0)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (scores, out, rows, parts, words)]
     assert emulated.sum_blocks(*pointers, numbers, parted) & 0xFF, "somebody waits for ever"
@@ -118,6 +115,7 @@ def check_pieces(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, shari
 
 
 @pytest.mark.anywhere
+@emulation.emulates
 @pytest.mark.parametrize("parted", (False, True))
 @pytest.mark.parametrize(
     "shape, ctas, sharing",
@@ -147,15 +145,11 @@ MUTANTS = {
 
 
 @pytest.mark.anywhere
+@emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_it_pieces_do_not_come_together(tmp_path: Path, name: str) -> None:
-    missing = emulation.missing()
-    if missing is not None:
-        pytest.skip(missing)
     emulation.copy_sources(tmp_path)
-    header = tmp_path / "tile" / "tail.h"
-    assert header.read_text().count(MUTANTS[name][0]) == 1
-    header.write_text(header.read_text().replace(*MUTANTS[name]))
+    emulation.mutate(tmp_path / "tile" / "tail.h", *MUTANTS[name])
     with pytest.raises(AssertionError):
         check_pieces(emulation.compile_file("pieces.cpp", tmp_path), (2, 4, 2, 130, 1300), 5, 5, False)
 
@@ -215,6 +209,6 @@ def test_long_calls_share_by_themselves(device: torch.device) -> None:
     call = call_of(*operands, return_lse=True)
     config = configs.choose(call, properties)
     sharing = run.sharers_of(call, config, properties)
-    assert sharing > configs.tiles_of(call, config)
+    assert sharing > call.tiles(config.tile_rows)
     expected, _ = oracle(operands, call, config, sharing)
     assert_matches_pipeline(run.forward(call, properties)[0], expected, emulated=False)

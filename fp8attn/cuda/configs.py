@@ -252,12 +252,8 @@ def _fastest(of: Kind, heads: int, q_length: int, blocks: int, is_causal: bool, 
     return min(_serving(of), key=time)
 
 
-def tiles_of(call: Call, config: HopperConfig) -> int:
-    return call.batch * call.q_heads * -(-call.q_length // config.tile_rows)
-
-
 def tail_sharers(call: Call, config: HopperConfig, device: Device) -> int:
     """CTAs that share the call's last tiles; 1: each is one CTA's."""
     if not config.shares_tail or call.causal != "none":
         return 1
-    return tail.sharers(tiles_of(call, config), -(-call.kv_length // KEYS), device.sm_count)
+    return tail.sharers(call.tiles(config.tile_rows), -(-call.kv_length // KEYS), device.sm_count)

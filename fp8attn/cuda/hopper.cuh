@@ -60,6 +60,23 @@ struct alignas(1024) SharedStorage {
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
+// Where the blocks of a piece end.
+template <HopperConfig C>
+__device__ int end_of(const Piece& piece) {
+  return Shape<C>::shares_tail ? piece.end : ALL_BLOCKS;
+}
+
+template <HopperConfig C>
+__device__ int begin_of(const Piece& piece) {
+  return Shape<C>::shares_tail ? piece.begin : 0;
+}
+
+// The block behind the last that is loaded of a piece of a tile: for the last of its rows.
+template <HopperConfig C>
+__device__ int loaded_end(const Visible& visible, const Tile& tile, const Piece& piece) {
+  return min(visible.blocks(tile.first_row + Shape<C>::tile_rows - 1), end_of<C>(piece));
+}
+
 // What the CTA does after `round`; first after -1.
 template <HopperConfig C>
 __device__ void write_next_piece(SharedStorage<C>& shared, const Schedule& schedule, int round) {
@@ -91,8 +108,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
     }
-    const int blocks = min(visible.blocks(tile.first_row + S::tile_rows - 1), S::shares_tail ? shared.tiles[round % TILES].end : Piece::ALL);
-    const int begin = S::shares_tail ? shared.tiles[round % TILES].begin : 0;
+    const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(shared.tiles[round % TILES]);
     const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
     const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
     float next_scale = *k_scale;
@@ -139,16 +155,13 @@ __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStor
 }
 
 // Sums of P become NaN in rows that see an int8 key of block n that isn't finite. Without masks these are the rows that see the first such key.
-template <bool PARTS, int M, int FIRST, int SECOND>
+template <int M, int FIRST, int SECOND>
 __device__ void poison_sums(const Params& p, const Share& share, int n, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
   const int poisoned = first_poisoned(p, share.tile, n * KEYS);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (poisoned >= row_end[f.row + 8 * r]) continue;
-    if constexpr (PARTS)
-      o_second[SECOND - 4 + 2 * r] = NAN;
-    else
-      o[FIRST - 4 + 2 * r] = NAN;
+    row_sum(o, o_second, r) = NAN;
   }
 }
 
@@ -158,7 +171,7 @@ __device__ void store_tile(const Params& p, const Share& share, const float (&m)
                            const Facts& facts, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Facts::channels;
-  float l[2] = {parts ? o_second[SECOND - 4] : o[FIRST - 4], parts ? o_second[SECOND - 2] : o[FIRST - 2]};
+  float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
   if constexpr (INT8) poison_rows(p, share.tile, share.first_row(), f, l);
   const StagedOutput<Facts, BOXES> output(p, share.tile, share.first_row(), facts, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
@@ -219,7 +232,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Piece& piece = shared.tiles[round % TILES];
-    const Share share(p, visible, piece, consumer, S::shares_tail ? piece.end : Piece::ALL);
+    const Share share(p, visible, piece, consumer, end_of<C>(piece));
     Softmax<C.exact> softmax;
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
@@ -256,7 +269,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 #pragma unroll
         for (int i = 0; i < KEYS / 2; ++i) s[i] = float(scores[i]);
         make_probabilities(s, n, marked);
-        if (!C.general && marked) poison_sums<S::second != 0>(p, share, n, facts.row_end, f, o, o_second);
+        if (!C.general && marked) poison_sums(p, share, n, facts.row_end, f, o, o_second);
       } else {
         make_probabilities(scores, n, marked);
       }
@@ -288,7 +301,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait_but<1>();
     ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
     prepare(ring.stage());
-    for (int n = S::shares_tail ? piece.begin : 0; n < share.seen - 1; ++n) {
+    for (int n = begin_of<C>(piece); n < share.seen - 1; ++n) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
         ptx::mbarrier_wait(&shared.k_full[next.stage()], next.phase());
@@ -308,7 +321,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, [] {});
     ring.advance();
-    const int loaded = min(visible.blocks(share.tile.first_row + S::tile_rows - 1), S::shares_tail ? piece.end : Piece::ALL);
+    const int loaded = loaded_end<C>(visible, share.tile, piece);
     for (int n = share.seen; n < loaded; ++n, ring.advance()) {  // for later rows of the tile
       ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);

@@ -13,7 +13,7 @@ from .. import reference
 from ..call import Call
 from ..device import device_of
 from ..recipe import Quantized
-from .configs import KEYS, HopperConfig, tiles_of
+from .configs import KEYS, HopperConfig
 from .portable import PortableConfig
 from .render import Attending as Config
 from .short import ShortConfig
@@ -22,7 +22,7 @@ from .short import ShortConfig
 def parts_of_tail(call: Call, config: HopperConfig, sharers: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
     """The pieces of the tiles that CTAs share, as tile/tail.h has them: head (batch · Hq + head), first row, first block, end block; the pieces of a
     tile in their order."""
-    tiles, blocks = tiles_of(call, config), -(-call.kv_length // KEYS)
+    tiles, blocks = call.tiles(config.tile_rows), -(-call.kv_length // KEYS)
     rest = tiles % max(min(tiles, sm_count), sharers)
     row_tiles, group, heads = -(-call.q_length // config.tile_rows), call.q_heads // call.kv_heads, call.batch * call.q_heads
     size = -(-rest * blocks // sharers)

@@ -120,7 +120,7 @@ struct ThreadChunks {
     if (aligned && count % 16 == 0) {  // no counts but 0 and 16: then a copy has a predicate, and no arithmetic
 #pragma unroll
       for (int i = 0; i < Tile::rows; i += pass, from += pass * distance) {
-        if (even || row + i < Tile::rows) ptx::cp_async_16(to + i * Tile::pitch, from, count > 0 && row + i < rows ? 16 : 0);
+        if (even || row + i < Tile::rows) ptx::cp_async_16(to + i * Tile::pitch, from, count > 0 && row + i < rows);
       }
     } else if (aligned) {
       // head dims are multiples of 8, so half of a chunk exists: two copies, because one of 16 bytes touches what isn't there

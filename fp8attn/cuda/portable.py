@@ -320,10 +320,9 @@ LEAST_KEYS = 512
 def key_splits(call: Call, config: PortableConfig, device: Device) -> int:
     """CTAs that share a tile, each with a range of its keys: as many as leave no SM without one, each with LEAST_KEYS. Flash-Decoding (Dao et
     al., 2023)."""
-    tiles = call.batch * call.q_heads * -(-call.q_length // config.tile_rows)
     if config.persistent:
         return 1
-    return max(min(device.sm_count // tiles, call.kv_length // LEAST_KEYS, MOST_KEY_SPLITS), 1)
+    return max(min(device.sm_count // call.tiles(config.tile_rows), call.kv_length // LEAST_KEYS, MOST_KEY_SPLITS), 1)
 
 
 SHORT = 64
@@ -362,7 +361,7 @@ def choose(call: Call, device: Device) -> PortableConfig:
     call = packed(call)
 
     def time(config: PortableConfig) -> float:
-        rounds = call.batch * call.q_heads * -(-call.q_length // config.tile_rows) / device.sm_count
+        rounds = call.tiles(config.tile_rows) / device.sm_count
         at_once = min(config.ctas, max(rounds, 1.0))
         return math.ceil(rounds / at_once) * at_once * config.tile_rows / SPEEDS[config]
 

@@ -111,7 +111,7 @@ struct Mine {
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; ++n) {
 #pragma unroll
-      for (int i = 0; i < OF_BLOCK; ++i, from += LANES * stride) ptx::cp_async_16(&at(tile, n, i), from, token(n, i) < count ? 16 : 0);
+      for (int i = 0; i < OF_BLOCK; ++i, from += LANES * stride) ptx::cp_async_16(&at(tile, n, i), from, token(n, i) < count);
       ptx::cp_async_commit();
     }
   }

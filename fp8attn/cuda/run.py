@@ -79,17 +79,18 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
     if call.kv_length == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     config = choose(call, device) if config is None else config
-    sharers = sharers_of(call, config, device) if sharers is None else sharers
-    if sharers > 1 and isinstance(config, HopperConfig) and (call.causal != "none" or not config.shares_tail):
-        raise ValueError(f"sharers is {sharers}; it must be 1: {config.name} shares no tiles, or the call is causal")
     to, parts, part_lse = out, None, None
     if isinstance(config, PortableConfig):
         heads, call = call.q_heads, portable.packed(call)
         if call.q_heads < heads:
             to = portable.rows_of_heads(out, heads // call.q_heads)
-        if sharers > 1:
-            parts = torch.empty(sharers, *to.shape, dtype=torch.float32, device=out.device)
-            part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
+    sharers = sharers_of(call, config, device) if sharers is None else sharers
+    if isinstance(config, HopperConfig):
+        if sharers > 1 and (call.causal != "none" or not config.shares_tail):
+            raise ValueError(f"sharers is {sharers}; it must be 1: {config.name} shares no tiles, or the call is causal")
+    elif sharers > 1:
+        parts = torch.empty(sharers, *to.shape, dtype=torch.float32, device=out.device)
+        part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
     library = library_of(config, device)
     arguments, scratch = launch_of(call, device, config, library, sharers)
     counter = out.new_zeros(scratch.words, dtype=torch.int32) if scratch.words else None
@@ -118,8 +119,7 @@ class Scratch(NamedTuple):
 
 def launch_of(call: Call, device: Device, config: Config, library: build.Library, sharers: int) -> tuple[tuple[int | float, ...], Scratch]:
     """What the binding is told beside tensors, and what it is to be given beside operands, `parts` of the portable kernel excepted."""
-    scratch = Scratch()
-    tiles = -(-call.q_length // config.tile_rows) * call.batch * call.q_heads
+    tiles, scratch = call.tiles(config.tile_rows), Scratch()
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
         ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else sharers * tiles
@@ -128,9 +128,11 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
         ctas = max(min(tiles, device.sm_count), sharers)
         if sharers > 1:
             scratch = Scratch(sharers * config.consumers * 4, sharers, config.handed_over_bytes // 4)
+    if call.causal != "none" and tiles > ctas:
+        scratch = Scratch(words=1)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.causal_offset)
-    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), Scratch(1) if call.causal != "none" and tiles > ctas else scratch
+    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), scratch
 
 
 def forward_from_half(

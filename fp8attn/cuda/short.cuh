@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   if (part.of_keys) quantize_keys<C>(shared, part, slice, k_mean, __fdiv_rn(1.0f, k_scale), blocks);
 
   ptx::warpgroup_sync(1 + part.warpgroup);
-  const Share share(p, visible, tile, 0, visible.blocks(tile.first_row + ROWS - 1));
+  const Share share(p, visible, tile, 0);
   float m[2], o[S::width / 2] = {};
   if (attends) attend<C>(p, shared, part.warpgroup, share, k_scale, m, o);
   // what comes to this CTA is read from the shared memory of others, which must not end before

@@ -9,7 +9,7 @@ import triton.language as tl
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
 from .configs import PortableConfig, Traits
-from .launch import ceil_div, launch
+from .launch import launch
 from .tile import (
     LOG2E,
     QUERY_GROUP,
@@ -243,7 +243,7 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
     traits = Traits.of(call, config, device)
     launch(
         forward_kernel,
-        (ceil_div(call.q_length, config.block_m) * call.batch * call.q_heads,),
+        (call.tiles(config.block_m),),
         stored(call.q, traits),
         call.q_scale,
         stored(call.k, traits),

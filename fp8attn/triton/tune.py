@@ -59,8 +59,8 @@ def measured(call: Call, device: Device) -> Config | None:
 def fills(config: Config, call: Call, device: Device) -> bool:
     """Whether there is a tile for every SM: what was measured on large calls says little about smaller ones."""
     if isinstance(config, HopperConfig):
-        return call.batch * call.q_heads * -(-call.q_length // config.tile_rows) >= device.sm_count * config.teams
-    return call.batch * call.q_heads * -(-call.q_length // config.block_m) >= device.sm_count
+        return call.tiles(config.tile_rows) >= device.sm_count * config.teams
+    return call.tiles(config.block_m) >= device.sm_count
 
 
 def tune(call: Call, device: Device, run) -> list[tuple[float, Config]]:

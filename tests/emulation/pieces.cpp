@@ -32,7 +32,7 @@ void sum_blocks(const Params p) {
       Part::for_quads(o, o_second, [&](float* x, int i) {
         for (int j = 0; j < 4; ++j) x[j] += weights[j / 2] * (block + 1) * (4 * i + j + 1);
       });
-      for (int r = 0; r < 2; ++r) Part::sum(o, o_second, r) += weights[r];
+      for (int r = 0; r < 2; ++r) row_sum(o, o_second, r) += weights[r];
     }
     if (!piece.complete()) {
       hand_over(p, 0, 1, m, o, o_second);
@@ -42,7 +42,7 @@ void sum_blocks(const Params p) {
     for (int r = 0; r < 2; ++r) {
       if (piece.first_row + f.row + 8 * r >= p.q_length) continue;
       const int64_t at = int64_t(head) * p.q_length + rows[r];
-      p.lse[2 * at] = m[r], p.lse[2 * at + 1] = Part::sum(o, o_second, r);
+      p.lse[2 * at] = m[r], p.lse[2 * at + 1] = row_sum(o, o_second, r);
       Part::for_quads(o, o_second, [&](float* x, int i) {
         for (int j = 0; j < 2; ++j) static_cast<float*>(p.out)[(at * 4 + threadIdx.x % 4) * CHANNELS / 4 + 2 * i + j] = x[2 * r + j];
       });

@@ -10,9 +10,9 @@ __device__ inline void cp_async(float* to, const float* from, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 4 : 0) : "memory");
 }
 
-// Sixteen bytes, the first `count` of them from `from`, the others zero; both addresses are multiples of 16.
-__device__ inline void cp_async_16(void* to, const void* from, int count) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(count) : "memory");
+// Sixteen bytes, or zeros if not `exists`; both addresses are multiples of 16.
+__device__ inline void cp_async_16(void* to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
 // Eight bytes, or zeros if not `exists`; both addresses are multiples of 8.

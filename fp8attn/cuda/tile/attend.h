@@ -36,7 +36,7 @@ struct Share {
   int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole
 
   // Of the tile's blocks those before `end`.
-  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end) : tile(its_tile), consumer(number) {
+  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS) : tile(its_tile), consumer(number) {
     const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
     seen = min(visible.blocks(row + ROWS - 1), end);
     whole = p.mask != nullptr ? 0 : visible.end(row) / KEYS;

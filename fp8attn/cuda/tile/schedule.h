@@ -5,6 +5,8 @@
 
 namespace fp8attn {
 
+constexpr int ALL_BLOCKS = 1 << 30;  // of keys: as many as a tile's rows see
+
 struct Tile {
   int batch, head, kv_head, first_row;
 

@@ -1,6 +1,7 @@
 // Online softmax in base 2 of a thread's two rows, its probabilities as e4m3.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "../ptx/convert.h"
@@ -78,6 +79,16 @@ __device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) s[i] *= factor[i / 2 % 2];
   factor[0] = factor[1] = 1.0f;
+}
+
+// Of a thread's row r the sum of P, which stands in the last channels, of ones: those of the second part, where there are two.
+template <typename First, typename Second>
+__device__ auto& row_sum(First& o, Second& o_second, int r) {
+  constexpr int first = std::extent_v<First>, second = std::extent_v<Second>;
+  if constexpr (second > 1)
+    return o_second[second - 4 + 2 * r];
+  else
+    return o[first - 4 + 2 * r];
 }
 
 template <int EXACT>

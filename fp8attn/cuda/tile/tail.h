@@ -6,15 +6,15 @@
 #include "../ptx/flag.h"
 #include "mask.h"
 #include "schedule.h"
+#include "softmax.h"
 
 namespace fp8attn {
 
 // A tile and which of its blocks of keys.
 struct alignas(32) Piece : Tile {
-  static constexpr int ALL = 1 << 30;
-
-  int begin, end;       // ALL: as many as the tile's rows see
-  int first_other = ALL;  // the tile's other blocks are those of CTAs first_other ... this one - 1; or -1: a later CTA has its last ones, and waits for this one
+  int begin, end;
+  // the tile's other blocks are those of CTAs first_other ... this one - 1; or -1: a later CTA has its last ones, and waits for this one
+  int first_other = ALL_BLOCKS;
 
   __device__ bool complete() const { return first_other >= 0; }
 };
@@ -35,7 +35,7 @@ struct Tail {
     const int first = from / blocks, last = (to - 1) / blocks;
     if (number == 1 && first == last) return {Schedule::none()};
     const int tile = number == 0 ? last : first, begin = max(from - tile * blocks, 0), end = min(to - tile * blocks, blocks);
-    return {schedule.at(first_tile + tile), begin, end, end < blocks ? -1 : begin > 0 ? tile * blocks / range : Piece::ALL};
+    return {schedule.at(first_tile + tile), begin, end, end < blocks ? -1 : begin > 0 ? tile * blocks / range : ALL_BLOCKS};
   }
 };
 
@@ -46,7 +46,7 @@ struct Pieces {
 
   __device__ void find(const Schedule& schedule) {
     const Params& p = schedule.p;
-    rounds = p.tail_ctas == 0 ? Piece::ALL : schedule.size() / int(gridDim.x);
+    rounds = p.tail_ctas == 0 ? ALL_BLOCKS : schedule.size() / int(gridDim.x);
     if (p.tail_ctas == 0) return;
     const Tail shared(schedule.size() % int(gridDim.x), (p.kv_length + KEYS - 1) / KEYS, p.tail_ctas);
     for (int i = 0; i < 2; ++i) tail[i] = shared.piece(schedule, rounds * gridDim.x, blockIdx.x, i);
@@ -58,12 +58,12 @@ struct Pieces {
     if (round + 1 >= rounds)
       to = tail[round + 1 - rounds];
     else
-      to = {schedule.at(round < 0 ? blockIdx.x : schedule.after(round)), 0, Piece::ALL};
+      to = {schedule.at(round < 0 ? blockIdx.x : schedule.after(round)), 0, ALL_BLOCKS};
   }
 };
 
 // What a warpgroup's threads have of a tile others have the rest of: sums of P * V, and of their two rows the maxima that these are relative to and the
-// sums of P, which stand in the first of each two of the last four elements.
+// sums of P, once: they stand twice in the last four elements.
 template <int FIRST, int SECOND>
 struct HandedOver {
   static constexpr bool parts = SECOND > 1;
@@ -79,15 +79,6 @@ struct HandedOver {
 #pragma unroll
     for (int i = 0; i < second; ++i) f(o_second + 4 * i, first + i);
   }
-
-  // The sum of P of row r.
-  template <typename O, typename Second>
-  __device__ static auto& sum(O& o, Second& o_second, int r) {
-    if constexpr (parts)
-      return o_second[SECOND - 4 + 2 * r];
-    else
-      return o[FIRST - 4 + 2 * r];
-  }
 };
 
 // Of this CTA's piece, for the one with the tile's last blocks. Each warp hands over by itself.
@@ -97,7 +88,7 @@ __device__ void hand_over(const Params& p, int consumer, int consumers, const fl
   const int place = blockIdx.x * consumers + consumer, thread = threadIdx.x % 128;
   Part& part = reinterpret_cast<Part*>(p.parts)[place];
   Part::for_quads(o, o_second, [&](const float* x, int i) { part.o[i][thread] = {x[0], x[1], x[2], x[3]}; });
-  part.rows[thread] = {m[0], m[1], Part::sum(o, o_second, 0), Part::sum(o, o_second, 1)};
+  part.rows[thread] = {m[0], m[1], row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
   __syncwarp();
   if (thread % 32 == 0) ptx::store_release(&p.handed_over[4 * place + thread / 32], 1);
 }
@@ -122,7 +113,7 @@ __device__ void take_over(const Params& p, int first_other, int consumer, int co
       mine_by[r] = ptx::exp2_approx(m[r] - origin);
       theirs_by[r] = ptx::exp2_approx(theirs[r] - origin);
       m[r] = m_new;
-      auto& sum = Part::sum(o, o_second, r);
+      auto& sum = row_sum(o, o_second, r);
       sum = fmaf(sum, mine_by[r], their_sums[r] * theirs_by[r]);
     }
     Part::for_quads(o, o_second, [&](float* to, int i) {

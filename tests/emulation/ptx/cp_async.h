@@ -13,7 +13,7 @@ inline void copy_later(void* to, const void* from, int bytes, int count) {
 
 inline void cp_async(float* to, const float* from, bool exists) { copy_later(to, from, 4, exists ? 4 : 0); }
 
-inline void cp_async_16(void* to, const void* from, int count) { copy_later(to, from, 16, count); }
+inline void cp_async_16(void* to, const void* from, bool exists) { copy_later(to, from, 16, exists ? 16 : 0); }
 
 inline void cp_async_8(void* to, const void* from, bool exists) { copy_later(to, from, 8, exists ? 8 : 0); }
 
