@@ -18,7 +18,10 @@ Causal = Literal["none", "top_left", "bottom_right"]
 
 LOG2E = math.log2(math.e)
 P_OFFSET = 8.0
-"""P is computed as 2^(score - max + 8): e4m3 reaches 448, and probabilities down to 2^-14 of the largest stay normal."""
+"""P is computed as 2^(score - m + 8), m being its key block's largest score: e4m3 reaches 448, and P down to 2^-14 of the largest stay normal."""
+
+FALL = 64.0
+"""How far m may be below the row's largest score so far: sums of P stay in float32's range."""
 
 LARGEST_FACTOR = 2.0**100
 """Scale factors of the scores are kept inside 2^±100, where their products with any dot product of e4m3 or int8 are finite."""
@@ -104,6 +107,20 @@ def attention(
         out[:, :, part] = (p @ v) / total.masked_fill(total == 0, 1.0)
         lse[:, :, part] = (largest + total.log()).squeeze(-1)
     return out, lse
+
+
+def lowest(m: torch.Tensor) -> torch.Tensor:
+    """What the next key block's P are relative to if none of its scores is larger; otherwise it is the largest of them.
+
+    Online softmax (Milakov and Gimelshein, arXiv:1805.02867) has the largest score so far there. But sums are multiplied by 2^(m - m_new) in any
+    case, and may be by more than 1: where m follows its blocks down as well, P are as large as their block allows, and so rounded as little.
+    Beside a sink far above all other keys e4m3 would have these as subnormal numbers, or lose them. m that is 0 or more falls to 0 at most, because
+    among such scores kernels compare floats as integers; less falls to -FALL; and beyond ±FALL m only grows.
+
+    Args:
+        m: of the last block, in base 2; -inf: no key is visible so far.
+    """
+    return torch.where(m.abs() >= FALL, m, torch.where(m >= 0, 0.0, -FALL))
 
 
 CODE_ROUND = 0.458
@@ -197,7 +214,7 @@ def pipeline(
         keys = torch.arange(part.start, part.stop, device=rows.device)
         x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
         largest = torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
-        m_new = torch.maximum(m, largest)
+        m_new = torch.maximum(lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
         alpha = torch.exp2(m - reference)
         y = x - (reference - P_OFFSET)

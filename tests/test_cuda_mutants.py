@@ -28,8 +28,10 @@ from fp8attn.reference import Causal
 MUTANTS = {
     "mask off by one": ("tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
     "end of keys forgotten": ("tile/mask.h", "max(min(kv_length, min(row", "max(min(1 << 30, min(row"),
-    "missing rescale": ("tile/softmax.h", "alpha[r] = ptx::exp2_approx(m[r] - origin[r]);", "alpha[r] = 1.0f;"),
-    "stale maximum": ("tile/softmax.h", "m[r] = m_new;", "if (m[r] == -INFINITE) m[r] = m_new;"),
+    "missing rescale": ("tile/softmax.h", "alpha[r] = ptx::exp2_approx(m[r] - m_new[r]);", "alpha[r] = 1.0f;"),
+    "stale maximum": ("tile/softmax.h", "m[r] = m_new[r];", "if (m[r] == NOTHING) m[r] = m_new[r];"),
+    "m never falls": ("tile/softmax.h", "* factor[r];", "* factor[r], m_new[r] = fmaxf(m_new[r], m[r]);"),
+    "m falls below zero": ("tile/softmax.h", "__vimax3_s32(bits(0), bits(1), 0)", "max(bits(0), bits(1))"),
     "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
     "scale of another block": ("hopper.cuh", "*(k_scale += scale_step)", "*k_scale"),
     "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
@@ -71,7 +73,9 @@ RUNG_MUTANTS = {
     "scale of another block": (FUSED, "tile/fused.h", "key / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
     "scale of another row": (FUSED, "tile/fused.h", "shared.facts.row_scale[f.row + 8 * r]", "shared.facts.row_scale[f.row]"),
     "missing rescale": (FUSED, "tile/online_softmax.h", "l[r] *= alpha[r];", ""),
-    "stale maximum": (FUSED, "tile/online_softmax.h", "m[r] = m_new;\n      l[r]", "if (m[r] == -INFINITE) m[r] = m_new;\n      l[r]"),
+    "stale maximum": (FUSED, "tile/online_softmax.h", "m[r] = m_new;\n      l[r]", "if (m[r] == NOTHING) m[r] = m_new;\n      l[r]"),
+    "m never falls": (FUSED, "tile/softmax.h", "fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL", "m"),
+    "m never falls, unfused": (SCALAR, "tile/softmax.h", "fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL", "m"),
     "unrounded P": (FUSED, "tile/fused.h", "constexpr (E4M3)", "constexpr (false)"),
     "mask off by one": (FUSED, "tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
     "a stage too early": (
@@ -94,7 +98,7 @@ RUNG_MUTANTS = {
         "a[2 * h + r] = ptx::e4m3x4(x[0], x[4], x[1], x[5])",
     ),
     "output not rescaled": (NATIVE, "tile/fused.h", "alpha[t][i / 2 % 2], fresh", "1.0f, fresh"),
-    "a part's weight": (SPLIT, "tile/online_softmax.h", "theirs = ptx::exp2_approx(their_m - origin(m_new));", "theirs = 1.0f;"),
+    "a part's weight": (SPLIT, "tile/online_softmax.h", "theirs = ptx::exp2_approx(their_m - m_new);", "theirs = 1.0f;"),
     "a part's sum": (SPLIT, "tile/online_softmax.h", "fmaf(l[r], mine, their_l * theirs)", "l[r] * mine"),
     "values of another part": (SPLIT, "tile/fused.h", "0, first_key / 16 * (", "0, 0 * ("),
 }
@@ -173,9 +177,11 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         q += torch.linspace(-2, 2, 150, device=device)[:, None]  # groups of queries have different means
     recipe = Recipe(qk="int8" if rung == INT8 else "e4m3", smooth_q=rung == GENERAL)
     with_means = v + torch.linspace(-3, 3, 64, device=device)  # large ones, which are removed, but beside which other errors are small
+    # blocks of keys whose scores are all negative, after others of which some aren't
+    against = k + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * q.mean(2, keepdim=True).sign()
     seen = []
-    for values, causal in ((v, "none"), (v, "bottom_right"), (with_means, "none")):
-        quantized = quantize(q, k, values, recipe)
+    for keys, values, causal in ((k, v, "none"), (k, v, "bottom_right"), (k, with_means, "none"), (against, v, "none")):
+        quantized = quantize(q + (keys is against) * q.mean(2, keepdim=True).sign(), keys, values, recipe)
         call = call_by(quantized, causal)
         seen += compare(cuda.forward(call, device_of(device), config), oracle(quantized, call, config))
     return seen

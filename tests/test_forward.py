@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -179,7 +180,8 @@ def test_exact_scores(device: torch.device, sdpa: Attention, kv_length: int, is_
     q, k, v = exact_problem(device, kv_length, kv_length, row_type)
     call = call_of(q, k, v, is_causal=is_causal, out_dtype=torch.float32)
     out, _, expected, _ = run_call((q, k, v), call, device_of(device), sdpa)
-    assert relative(out, expected) <= (1e-6 if device_of(device).emulated else 1e-3)
+    # of 1000 keys the model of 13-bit accumulators (reference.chained) is off by 1.00e-3
+    assert relative(out, expected) <= (1e-6 if device_of(device).emulated else 1.1e-3)
 
 
 @pytest.mark.parametrize("smooth", (False, True))
@@ -380,6 +382,51 @@ def test_smoothed_queries_of_shared_keys(device: torch.device, sdpa: Attention, 
     for scale in (0.1, -0.1):
         exact, _ = reference.attention(q, k, v, softmax_scale=scale)
         assert relative(sdpa(q, k, v, recipe=SMOOTH_Q, scale=scale, enable_gqa=True), exact) < 0.07
+
+
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+@pytest.mark.parametrize("weight", (5.0, 14.0, 24.0))
+def test_keys_beside_a_sink(device: torch.device, sdpa: Attention, qk: ProductType, weight: float) -> None:
+    """Nearly all weight is a key's whose value is zero, beside which e4m3 rounds other keys' P to zero: those of other blocks are as large as they
+    can be. How small that makes the answer isn't looked at: it hangs on the rounding of one large score."""
+    generator = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(1, 2, n, 64, generator=generator).to(device) for n in (70, 700, 700))
+    q += 1
+    k -= k.mean(-1, keepdim=True)  # so that only the sink knows what queries have in common
+    k[:, :, 0] = math.log(2**weight) / 8
+    v[:, :, :128] = 0
+    exact, _ = reference.attention(q, k, v, dtype=torch.float64)
+    out = sdpa(q, k, v, recipe=Recipe(qk=qk))
+    assert relative(F.normalize(out.double(), dim=-1), F.normalize(exact, dim=-1)) < 0.08
+
+
+def test_blocks_of_negative_scores(device: torch.device, sdpa: Attention) -> None:
+    """After blocks with positive ones, and before. Where m is positive scores are compared as integers, of which the most negative is the largest."""
+    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (70, 900, 900))
+    q += 1
+    for sign in (1, -1):
+        signed = k + 0.6 * sign * (torch.arange(900, device=device) // 128 % 2 * 2 - 1)[:, None]
+        operands = quantize(q, signed, v, Recipe())
+        call = call_of(*operands, out_dtype=torch.float32)
+        out, _, oracle, _ = run_call(operands, call, device_of(device), sdpa)
+        assert_matches_pipeline(out, oracle, device_of(device).emulated)
+        assert relative(out, reference.attention(q, signed, v)[0]) < 0.07
+
+
+@pytest.mark.parametrize("falls", (True, False))
+@pytest.mark.parametrize("slope", (0.05, 0.5, 3.0))
+def test_steep_scores(device: torch.device, sdpa: Attention, falls: bool, slope: float) -> None:
+    """From one block of 128 keys to the next they change by up to 2^550: nothing overflows, and the answer is that of the keys that count."""
+    q, k, v = (torch.randn(1, 1, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (40, 1500, 1500))
+    distance = torch.arange(1500.0, device=device)
+    bias = slope * (-distance if falls else distance).expand(1, 1, 40, -1)
+    exact, exact_lse = reference.attention(q, k, v, bias, dtype=torch.float64)
+    out, lse = sdpa(q, k, v, attn_mask=bias, return_lse=True)
+    assert relative(out, exact) < 0.08
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=0.1)
+    # and of those behind keys of which none counts
+    hidden = bias.masked_fill(distance < 700, -torch.inf)
+    assert relative(sdpa(q, k, v, attn_mask=hidden), reference.attention(q, k, v, hidden, dtype=torch.float64)[0]) < 0.08
 
 
 def test_long_rows_of_one_sign(device: torch.device, sdpa: Attention) -> None:

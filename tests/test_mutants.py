@@ -40,7 +40,18 @@ def never_rescales(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, E
 @triton.jit
 def keeps_the_old_maximum(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
     p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE, EXP2)
-    return p, tl.where(m == -float("inf"), m_new, m), alpha, lanes
+    return p, tl.where(m == tile.NOTHING, m_new, m), alpha, lanes
+
+
+@triton.jit
+def never_falls(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
+    return original_softmax(tl.maximum(x, x * 0 + (m / factor if FOLDED else m)[:, None]), factor, m, FOLDED, POSITIVE, EXP2)
+
+
+@triton.jit
+def falls_for_ever(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m * 0 + tile.NOTHING, FOLDED, POSITIVE, EXP2)
+    return p, m_new, tl.exp2(m - m_new), lanes
 
 
 @triton.jit
@@ -74,6 +85,8 @@ MUTANTS = {
     "end of keys forgotten": ("hide", forgets_the_end),
     "missing rescale": ("softmax_step", never_rescales),
     "stale maximum": ("softmax_step", keeps_the_old_maximum),
+    "m never falls": ("softmax_step", never_falls),
+    "m falls for ever": ("softmax_step", falls_for_ever),
     "wrong scale": ("score_factor", wrong_scale),
     "unpermuted V": ("permute_keys", unpermuted),
     "P truncated, not rounded": ("probabilities", truncates),
@@ -94,6 +107,11 @@ def check() -> None:
         out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
         oracle, _ = reference.pipeline(*quantized, block_n=32, causal="bottom_right" if is_causal else "none")
         assert_matches_pipeline(out, oracle, emulated=True)
+    falling = -4 * torch.arange(450.0).expand(1, 1, 70, -1)
+    quantized = fp8attn.quantize(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1))
+    call = call_of(*quantized, attn_mask=falling, out_dtype=torch.float32)
+    out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
+    assert_matches_pipeline(out, reference.pipeline(*quantized, falling, block_n=32)[0], emulated=True)
 
 
 def test_the_kernel_itself_passes() -> None:

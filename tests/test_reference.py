@@ -194,7 +194,8 @@ def test_pipeline_is_exact_where_probabilities_are(device: torch.device, block_n
     out, lse = reference.pipeline(*stored(q, k, v), block_n=block_n, causal=causal, softmax_scale=math.log(2), compute=compute)
     exact, exact_lse = reference.attention(q, k, v, causal=causal, softmax_scale=math.log(2), dtype=torch.float64)
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
+    # m is below -64 where a causal row sees nothing of a block: float32 has steps of 2^-17 there
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=2**-18)
 
 
 @pytest.mark.parametrize("compute, probability", (("e4m3", E4M3), ("f16", torch.float16)))
@@ -218,6 +219,21 @@ def test_rounding_of_one_probability(device: torch.device, below: float, compute
     torch.testing.assert_close(out, torch.full_like(out, (256.0 - 448.0 * exact) / (256.0 + exact)), rtol=1e-5, atol=1e-6)
 
 
+@given(largest=st.lists(st.one_of(st.floats(-600, 600), st.just(-math.inf)), min_size=1, max_size=40), keys=st.integers(1, 1 << 20))
+def test_sums_of_p_are_bounded(largest: list[float], keys: int) -> None:
+    """Whatever blocks' maxima are, all keys having the largest score of theirs: m is between its block's and the row's, and no further than FALL
+    below the row's; what is 0 or more stays so."""
+    m = torch.tensor(-math.inf, dtype=torch.float64)
+    l, top = torch.zeros_like(m), -math.inf
+    for i, score in enumerate(largest):
+        m_new, top = reference.lowest(m).clamp(min=score), max(top, score)
+        assert score <= m_new <= top and m_new >= top - reference.FALL and (m < 0 or m_new >= 0)
+        if m_new > -math.inf:
+            l = l * torch.exp2(m - m_new) + keys * torch.exp2(score - m_new + reference.P_OFFSET)
+        m = m_new
+        assert 0 <= l <= (i + 1) * keys * 2.0 ** (reference.FALL + reference.P_OFFSET)
+
+
 def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> float:
     """Relative L2 error of the pipeline against exact attention."""
     quantized: Any = quantize(q, k, v, recipe)
@@ -234,7 +250,7 @@ def normal(device: torch.device, length: int, rows: int) -> tuple[torch.Tensor, 
 
 
 def test_error_on_normal_input(device: torch.device) -> None:
-    """Measured: 0.052, and 0.046 with P in half, which leaves the error of the stored q, k and v."""
+    """Measured: 0.051, and 0.046 with P in half, which leaves the error of the stored q, k and v."""
     q, k, v = normal(device, 1024, 1024)
     error = error_of(q, k, v, Recipe())
     assert 0.045 <= error <= 0.053

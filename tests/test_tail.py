@@ -46,7 +46,8 @@ def test_sharing_pays(tiles: int, blocks: int, sm_count: int) -> None:
     if sharing == 1:
         return
     size = -(-rest * blocks // sharing)
-    assert tail.LEAST_BLOCKS <= size <= blocks - tail.EXTRA_BLOCKS and size * (sharing - 1) < rest * blocks
+    # evened out, ranges may be shorter than asked for
+    assert tail.LEAST_BLOCKS < 2 * size <= 2 * (blocks - tail.EXTRA_BLOCKS) and size * (sharing - 1) < rest * blocks
     assert sharing <= tail.MOST_SHARERS * rest
 
 

@@ -7,7 +7,7 @@ tiles than there are SMs. What P is rounded against, and the order in which a ti
 from __future__ import annotations
 
 LEAST_BLOCKS = 8
-"""Of a CTA's range."""
+"""Of a CTA's range, before all are made as long: then more than half of it."""
 
 EXTRA_BLOCKS = 6
 """In the time of which a CTA begins and ends a second piece, hands over and takes over."""

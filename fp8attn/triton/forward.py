@@ -12,6 +12,7 @@ from .configs import PortableConfig, Traits
 from .launch import launch
 from .tile import (
     LOG2E,
+    NOTHING,
     QUERY_GROUP,
     SCALE_BLOCK,
     add_bias,
@@ -182,7 +183,7 @@ def forward_kernel(
         bias = bias_row(bias, batch * q_heads + head, first, q_length, kv_length)
     if mask is not None:
         mask += batch * mask_strides[0] + head * mask_strides[1]
-    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    m = tl.full([BLOCK_M], NOTHING, tl.float32)
     l = tl.zeros([BLOCK_M, 4], tl.float32)
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
     acc1 = acc0

@@ -23,6 +23,7 @@ from .configs import ROWS, HopperConfig, Traits
 from .launch import ceil_div, launch
 from .tile import (
     LOG2E,
+    NOTHING,
     SCALE_BLOCK,
     add_bias,
     bias_row,
@@ -343,7 +344,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             mbarrier.wait(q_full.index(ME), turn & 1)
             row_factor = row_scale * (softmax_scale * LOG2E)
 
-            m = gl.full([64], -float("inf"), gl.float32, R)
+            m = gl.full([64], NOTHING, gl.float32, R)
             l = gl.full([64, 4], 0.0, gl.float32, lane_layout())
             acc0 = gl.full([64, C.dv0], 0.0, gl.float32, O0)
             acc1 = gl.full([64, C.dv1], 0.0, gl.float32, O1) if C.dv1 > 0 else acc0
@@ -378,7 +379,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                     False,
                 )  # fmt: skip
                 block += 1
-            # a maximum only grows: once all are positive they stay so. The rare others take the masked loop to the end
+            # once none is negative, none will be. The rare others take the masked loop to the end
             if whole > opening:
                 whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
             if C.config.overlap:

@@ -17,11 +17,13 @@ E4M3_MAX: tl.constexpr = tl.constexpr(recipe.E4M3_MAX)
 E4M3_NAN: tl.constexpr = tl.constexpr(recipe.E4M3_NAN)
 INT8_MAX: tl.constexpr = tl.constexpr(recipe.INT8_MAX)
 INT8_NAN: tl.constexpr = tl.constexpr(recipe.INT8_NAN)
+FALL: tl.constexpr = tl.constexpr(reference.FALL)
 ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
 FLOAT_MAX: tl.constexpr = tl.constexpr(definition.FLOAT_MAX)
 EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
 EXP2_PACK: tl.constexpr = tl.constexpr(exp2.PACK)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(definition.SMALLEST_SCALE)
+NOTHING: tl.constexpr = tl.constexpr(-definition.FLOAT_MAX)  # -inf - -inf would be NaN
 
 INTERPRETING = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter; decided when they are decorated, by TRITON_INTERPRET=1."""
@@ -50,12 +52,12 @@ def power_of_two(x, EXP2: tl.constexpr):
 
 @triton.jit
 def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    """One key block of online softmax in base 2.
+    """One key block of online softmax in base 2, whose P are relative to its own largest scores: reference.lowest.
 
     Args:
         x: (M, N) scores over `factor` if FOLDED, else the scores. -inf where hidden.
         factor: (M,), positive.
-        m: (M,) running maximum.
+        m: (M,) what P was relative to; NOTHING: no key is visible so far.
         POSITIVE: no m is negative. Then scores are compared as integers, whose order is that of floats from zero up: the
             hardware takes two new integers an instruction, but one float.
         EXP2: see `power_of_two`; None where rows may have no visible keys, which need 2^-inf to be 0.
@@ -70,11 +72,10 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP
         largest = tl.max(x, 1)
     if FOLDED:
         largest = largest * factor
-    m_new = tl.maximum(m, largest)
-    # a row without visible keys so far keeps m = -inf: -inf - -inf would be NaN
-    origin = tl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = tl.exp2(m - origin)
-    shift = (origin - P_OFFSET)[:, None]
+    below = 0.0 if POSITIVE else tl.where(m >= 0, 0.0, -FALL)
+    m_new = tl.maximum(tl.where(tl.abs(m) >= FALL, m, below), largest)
+    alpha = tl.exp2(m - m_new)
+    shift = (m_new - P_OFFSET)[:, None]
     if FOLDED:
         p = power_of_two(x * factor[:, None] - shift, EXP2)
     else:

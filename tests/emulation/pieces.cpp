@@ -21,7 +21,7 @@ void sum_blocks(const Params p) {
     Piece piece;
     pieces.write_next(piece, schedule, round - 1);
     if (!piece.exists()) return;
-    float m[2] = {-INFINITE, -INFINITE}, o[FIRST] = {}, o_second[SECOND] = {};
+    float m[2] = {NOTHING, NOTHING}, o[FIRST] = {}, o_second[SECOND] = {};
     const int head = piece.batch * p.q_heads + piece.head, row = min(piece.first_row + f.row, p.q_length - 1);
     const int rows[2] = {row, min(piece.first_row + f.row + 8, p.q_length - 1)};
     const auto score = [&](int r, int block) { return p.q_scale[(int64_t(head) * p.q_length + rows[r]) * blocks + block]; };

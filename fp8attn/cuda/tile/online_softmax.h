@@ -20,10 +20,10 @@ __device__ float probability(float s, float factor, float m) {
 // Of a thread's two rows in the accumulators of a warp.
 template <bool FAST>
 struct OnlineSoftmax {
-  float m[2] = {-INFINITE, -INFINITE};  // running maxima
-  float l[2] = {};                      // sums of P over the columns of this lane
+  float m[2] = {NOTHING, NOTHING};  // what P is relative to
+  float l[2] = {};                  // sums of P over the columns of this lane
 
-  // Moves the maxima on to those of scores over `factor`; `alpha` is what sums so far are to be multiplied with.
+  // Moves m on to the maxima of scores over `factor`; `alpha` is what sums so far are to be multiplied with.
   template <int N>
   __device__ void advance(const float (&s)[N], const float (&factor)[2], float (&alpha)[2]) {
 #pragma unroll
@@ -31,10 +31,10 @@ struct OnlineSoftmax {
       float largest = s[2 * r];
 #pragma unroll
       for (int j = 0; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float m_new = fmaxf(m[r], __fmul_rn(largest, factor[r]));
-      alpha[r] = ptx::exp2_approx(m[r] - origin(m_new));
+      float m_new = fmaxf(__fmul_rn(largest, factor[r]), lowest(m[r]));
+      m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
+      m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
+      alpha[r] = ptx::exp2_approx(m[r] - m_new);
       m[r] = m_new;
       l[r] *= alpha[r];
     }
@@ -46,7 +46,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2; ++r) {
       float* x = s + 2 * r;
 #pragma unroll
-      for (int i : {0, 1, 4, 5}) x[i] = probability<FAST>(x[i], factor[r], origin(m[r]));
+      for (int i : {0, 1, 4, 5}) x[i] = probability<FAST>(x[i], factor[r], m[r]);
       l[r] += x[0] + x[1] + (x[4] + x[5]);
     }
   }
@@ -54,8 +54,8 @@ struct OnlineSoftmax {
   // Takes over row r of somebody with other keys: by what the two outputs are to be multiplied.
   __device__ void absorb(int r, float their_m, float their_l, float& mine, float& theirs) {
     const float m_new = fmaxf(m[r], their_m);
-    mine = ptx::exp2_approx(m[r] - origin(m_new));
-    theirs = ptx::exp2_approx(their_m - origin(m_new));
+    mine = ptx::exp2_approx(m[r] - m_new);
+    theirs = ptx::exp2_approx(their_m - m_new);
     m[r] = m_new;
     l[r] = fmaf(l[r], mine, their_l * theirs);
   }
@@ -70,10 +70,6 @@ struct OnlineSoftmax {
   }
 
   __device__ float lse(int r) const { return (m[r] - P_OFFSET + log2f(l[r])) / LOG2E; }
-
- private:
-  // Nothing visible so far: -inf - -inf would be NaN.
-  __device__ static float origin(float m) { return m == -INFINITE ? 0.0f : m; }
 };
 
 }  // namespace fp8attn

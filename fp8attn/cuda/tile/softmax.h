@@ -11,6 +11,8 @@
 namespace fp8attn {
 
 constexpr float P_OFFSET = 8.0f;  // P = 2^(s - m + 8): e4m3 reaches 448
+constexpr float FALL = 64.0f;     // how far m may be below the row's largest score so far
+constexpr float NOTHING = -3.4028234664e38f;  // m where nothing is visible so far: -inf - -inf would be NaN
 constexpr float LARGEST_FACTOR = 0x1p100f;
 constexpr float E4M3_MAX = 448.0f;
 constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by less than 1/16
@@ -23,6 +25,10 @@ constexpr float LARGEST_PRODUCT = INT8 ? 128.0f * 128.0f : E4M3_MAX * E4M3_MAX;
 __device__ inline float score_factor(float product, bool either_sign) {
   return fmaxf(fminf(product, LARGEST_FACTOR), either_sign ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
 }
+
+// P of a block of keys is relative to m, its own largest score, so that it is as large as it can be; sums so far are multiplied by 2^(m - m_new) whether
+// m grows or falls. What it becomes at least: reference.lowest.
+__device__ inline float lowest(float m) { return fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL; }
 
 // 8 (y + 7) is the e4m3 code of 2^y at integers y >= -6, and up to 0.69 too high between them, where it takes 2^f for 1 + f. A half
 // whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows to 0. It
@@ -81,61 +87,64 @@ __device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
   factor[0] = factor[1] = 1.0f;
 }
 
-// Of a thread's row r the sum of P, which stands in the last channels, of ones: those of the second part, where there are two.
+// Of a thread's row r the sum of P, which stands in the last channels, of ones.
+template <typename O>
+__device__ auto& row_sum(O& o, int r) {
+  return o[std::extent_v<O> - 4 + 2 * r];
+}
+
+// They are those of the second part, where there are two.
 template <typename First, typename Second>
 __device__ auto& row_sum(First& o, Second& o_second, int r) {
-  constexpr int first = std::extent_v<First>, second = std::extent_v<Second>;
-  if constexpr (second > 1)
-    return o_second[second - 4 + 2 * r];
+  if constexpr (std::extent_v<Second> > 1)
+    return row_sum(o_second, r);
   else
-    return o[first - 4 + 2 * r];
+    return row_sum(o, r);
 }
 
 template <int EXACT>
 struct Softmax {
-  float m[2] = {-INFINITE, -INFINITE};  // running maxima
-  bool positive = false;                // none of the warp's is negative
+  float m[2] = {NOTHING, NOTHING};  // what P is relative to
+  bool low = false;                 // all of the warp's m are from 0 up and below FALL: each may fall to 0
 
-  // To be called before a step. Maxima only grow.
-  __device__ void prepare() { positive = __all_sync(~0u, fminf(m[0], m[1]) >= 0.0f); }
+  // To be called before a step. Floats from 0 up compare as integers, and as unsigned ones below those that are negative.
+  __device__ void prepare() { low = __all_sync(~0u, max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL)); }
 
   // From scores over `factor` to an operand `p` of P * V, and to what sums so far are to be multiplied with. Where a score may be
   // above LARGEST_SCORE, `factor` must be 1: a rounded maximum and unrounded products would differ by more than codes can take.
   template <int N>
   __device__ void step(float (&s)[N], const float (&factor)[2], uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
-    float largest[2];
-    if (positive) {
-      // floats from zero up compare as integers, of which an instruction takes two new ones
+    float m_new[2];
+    if (low) {
+      // an instruction takes two new integers, but one new float
 #pragma unroll
-      for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(largest_of(s, r));
+      for (int r = 0; r < 2; ++r) m_new[r] = __int_as_float(largest_or_zero(s, r)) * factor[r];
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        largest[r] = s[2 * r];
+        float largest = s[2 * r];
 #pragma unroll
-        for (int j = 0; j < N / 4; ++j) largest[r] = fmaxf(largest[r], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+        for (int j = 0; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+        m_new[r] = fmaxf(largest * factor[r], lowest(m[r]));
       }
     }
-    float origin[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
-      const float m_new = fmaxf(m[r], largest[r] * factor[r]);
-      origin[r] = m_new == -INFINITE ? 0.0f : m_new;  // nothing visible so far: -inf - -inf would be NaN
-      alpha[r] = ptx::exp2_approx(m[r] - origin[r]);
-      m[r] = m_new;
+      m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));
+      m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
+      alpha[r] = ptx::exp2_approx(m[r] - m_new[r]);
+      m[r] = m_new[r];
     }
-    const ExactRow exact[2] = {{factor[0], origin[0]}, {factor[1], origin[1]}};
-    const DirectRow direct[2] = {{factor[0], origin[0]}, {factor[1], origin[1]}};
+    const ExactRow exact[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
+    const DirectRow direct[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
     write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
 
  private:
   template <int N>
-  __device__ static int largest_of(const float (&s)[N], int r) {
+  __device__ static int largest_or_zero(const float (&s)[N], int r) {
     const auto bits = [&](int i) { return __float_as_int(s[i + 2 * r]); };
-    int a = max(bits(0), bits(1)), b = max(bits(4), bits(5));
+    int a = __vimax3_s32(bits(0), bits(1), 0), b = max(bits(4), bits(5));
 #pragma unroll
     for (int j = 2; j < N / 4; j += 2) {
       a = __vimax3_s32(a, bits(4 * j), bits(4 * j + 1));

@@ -109,9 +109,8 @@ __device__ void take_over(const Params& p, int first_other, int consumer, int co
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float m_new = fmaxf(m[r], theirs[r]);
-      const float origin = m_new == -INFINITE ? 0.0f : m_new;  // no score is a number: -inf - -inf would be NaN, and is, by sums
-      mine_by[r] = ptx::exp2_approx(m[r] - origin);
-      theirs_by[r] = ptx::exp2_approx(theirs[r] - origin);
+      mine_by[r] = ptx::exp2_approx(m[r] - m_new);
+      theirs_by[r] = ptx::exp2_approx(theirs[r] - m_new);
       m[r] = m_new;
       auto& sum = row_sum(o, o_second, r);
       sum = fmaf(sum, mine_by[r], their_sums[r] * theirs_by[r]);

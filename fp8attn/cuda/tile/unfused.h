@@ -57,7 +57,7 @@ struct Unfused {
       }
     }
     if (lane() >= 16) return;
-    shared.m[first + lane()] = -INFINITE;
+    shared.m[first + lane()] = NOTHING;
     shared.l[first + lane()] = 0.0f;
   }
 
@@ -204,9 +204,7 @@ struct Unfused {
 #pragma unroll
     for (int j = 1; j < mine; ++j) largest = fmaxf(largest, x[j]);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
-    const float m_old = shared.m[row], m_new = fmaxf(m_old, largest);
-    const float origin = m_new == -INFINITE ? 0.0f : m_new;  // nothing visible so far: -inf - -inf would be NaN
-    const float alpha = ptx::exp2_approx(m_old - origin);
+    const float m_old = shared.m[row], m_new = fmaxf(largest, lowest(m_old)), alpha = ptx::exp2_approx(m_old - m_new);
     float sum = 0.0f;
     uint4* to = reinterpret_cast<uint4*>(shared.p.template row<uint16_t>(row) + begin);
 #pragma unroll
@@ -214,7 +212,7 @@ struct Unfused {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        x[j + i] = probability<C.fast_exp>(x[j + i], 1.0f, origin);
+        x[j + i] = probability<C.fast_exp>(x[j + i], 1.0f, m_new);
         sum += x[j + i];
       }
 #pragma unroll
@@ -261,12 +259,10 @@ struct Unfused {
       }
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-      const float m_old = shared.m[row], m_new = fmaxf(m_old, largest);
-      const float origin = m_new == -INFINITE ? 0.0f : m_new;  // nothing visible so far: -inf - -inf would be NaN
-      const float alpha = ptx::exp2_approx(m_old - origin);
+      const float m_old = shared.m[row], m_new = fmaxf(largest, lowest(m_old)), alpha = ptx::exp2_approx(m_old - m_new);
 #pragma unroll
       for (int j = 0; j < keys; ++j) {
-        x[j] = probability<C.fast_exp>(x[j], 1.0f, origin);
+        x[j] = probability<C.fast_exp>(x[j], 1.0f, m_new);
         sum += x[j];
         uint32_t half, unused;
         if constexpr (C.e4m3_p)
