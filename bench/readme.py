@@ -68,17 +68,18 @@ def speed() -> str:
 def beside() -> str:
     """Kernels alone beside other FP8 kernels, speed and error on the same inputs."""
     records = _lines("side_by_side")
-    names = ("fp8attn cuda", "fp8attn triton", "cuDNN e4m3", "FA3 e4m3 two-level")
+    ours = {"fp8attn cuda": "CUDA", "fp8attn triton": "Triton"}
+    theirs = {"cuDNN e4m3": "cuDNN e4m3", "FA3 e4m3": "FA3", "FA3 e4m3 two-level": "FA3 two-level", "Sage2": "Sage2"}
+    names = ours | {name: column for name, column in theirs.items() if any(record["backend"] == name for record in records)}
     rows = []
     for (case,), by in _by_case(records, "case").items():
-        if case in SMALL or not all(name in by for name in names):
+        if case in SMALL or not any(name in by for name in theirs):
             continue
         others = max(record["tflops"] or 0.0 for name, record in by.items() if not name.startswith("fp8attn"))
-        flops = [f"{by[name]['tflops']:.0f}" for name in names]
-        wrong = [f"{by[name]['relative_l2']:.4f}" for name in names]
+        flops, wrong = ([number_of(by.get(name, {}).get(key), form) for name in names] for key, form in (("tflops", ".0f"), ("relative_l2", ".4f")))
         rows.append([case, *flops, f"{by['fp8attn cuda']['tflops'] / others:.2f}", *wrong])
-    kernels = ("Triton", "cuDNN e4m3", "FA3 two-level")
-    head = ("case", "CUDA, TFLOP/s", *kernels, "CUDA × fastest other", "CUDA, relative L2", *kernels)
+    first, *kernels = names.values()
+    head = ("case", f"{first}, TFLOP/s", *kernels, f"{first} × fastest other", f"{first}, relative L2", *kernels)
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 

@@ -177,8 +177,8 @@ def pipeline(
         q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact: below 2^24. A smoothed q has its `bias`.
         exact: of every four groups of 16 keys, the first ones whose exponentials are exact; the others' e4m3 codes are those of
             `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
-        accumulator_bits: P·V of all key blocks is one chain in a tensor core's accumulator of so many mantissa bits, as FlashAttention-3's
-            FP8 kernel has it (`chained`). None: in float32.
+        accumulator_bits: P·V of all key blocks is one chain in a tensor core's accumulator of so many mantissa bits, and P relative to the row's
+            largest score so far, as FlashAttention-3's FP8 kernel has both (`chained`). None: in float32, and `lowest`.
 
     Returns:
         out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of q and k as they are stored.
@@ -214,7 +214,7 @@ def pipeline(
         keys = torch.arange(part.start, part.stop, device=rows.device)
         x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
         largest = torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
-        m_new = torch.maximum(lowest(m), largest)
+        m_new = torch.maximum(m if accumulator_bits is not None else lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
         alpha = torch.exp2(m - reference)
         y = x - (reference - P_OFFSET)

@@ -244,9 +244,11 @@ def test_the_report_of_the_committed_results(tmp_path: Path, capsys: pytest.Capt
     assert command.main(["report", str(plot.SOURCE), "--to", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"report.md", *(f"{kind}.{suffix}" for kind in plot.KINDS for suffix in ("svg", "png"))}
     text = (tmp_path / "report.md").read_text()
-    record = next(r for r in plot.records_of(plot.SOURCE) if (r["case"], r["backend"]) == ("D128 full 16k", "fp8attn cuda"))
+    records = plot.records_of(plot.SOURCE)
+    record = next(r for r in records if (r["case"], r["backend"]) == ("D128 full 16k", "fp8attn cuda"))
+    refused = next(r for r in records if r["refused"])
     assert f"| {record['p50_us']:.1f} ({record['tflops']:.0f}) |" in text and "![roofline](roofline.svg)" in text
-    assert "**Not timed**" in text and "SDPA math: " in text
+    assert "**Not timed**" in text and f"{refused['backend']}: {refused['refused']}" in text
     roofline = (tmp_path / "roofline.svg").read_text()
     assert "e4m3 tensor cores, 1630 TFLOP/s sustained" in roofline and "exact exponentials, D 64: 815" in roofline
     assert (tmp_path / "error.png").read_bytes()[:4] == b"\x89PNG"
