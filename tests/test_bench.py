@@ -244,7 +244,7 @@ def test_the_report_of_the_committed_results(tmp_path: Path, capsys: pytest.Capt
     assert command.main(["report", str(plot.SOURCE), "--to", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"report.md", *(f"{kind}.{suffix}" for kind in plot.KINDS for suffix in ("svg", "png"))}
     text = (tmp_path / "report.md").read_text()
-    records = plot.records_of(plot.SOURCE)
+    records = [json.loads(line) for line in plot.SOURCE.read_text().splitlines()]
     record = next(r for r in records if (r["case"], r["backend"]) == ("D128 full 16k", "fp8attn cuda"))
     refused = next(r for r in records if r["refused"])
     assert f"| {record['p50_us']:.1f} ({record['tflops']:.0f}) |" in text and "![roofline](roofline.svg)" in text

@@ -194,7 +194,7 @@ def test_pipeline_is_exact_where_probabilities_are(device: torch.device, block_n
     out, lse = reference.pipeline(*stored(q, k, v), block_n=block_n, causal=causal, softmax_scale=math.log(2), compute=compute)
     exact, exact_lse = reference.attention(q, k, v, causal=causal, softmax_scale=math.log(2), dtype=torch.float64)
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
-    # m is below -64 where a causal row sees nothing of a block: float32 has steps of 2^-17 there
+    # where a causal row sees nothing of a block m is -64, and float32 has steps of 2^-17 where the logarithm of its sum is
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=2**-18)
 
 

@@ -92,8 +92,8 @@ class HopperConfig:
 
     @property
     def handed_over_bytes(self) -> int:
-        """sizeof(HandedOver), of all consumers: sums of P·V, and maxima and sums of P of each thread's two rows."""
-        return self.consumers * 128 * (2 * self.value_dim + 16)
+        """sizeof(HandedOver), of all consumers: sums of P·V, and m and sums of P of each thread's two rows. 0 where CTAs share no tiles."""
+        return self.consumers * 128 * (2 * self.value_dim + 16) if self.shares_tail else 0
 
     @property
     def name(self) -> str:

@@ -44,6 +44,7 @@ struct Shape {
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   // whether CTAs may share tiles; where registers are scarcest it would spill
   static constexpr bool shares_tail = !C.general && !C.int8 && C.consumers < 4;
+  static constexpr int handed_over = shares_tail ? C.consumers * sizeof(HandedOver<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
 };
 
 template <HopperConfig C>

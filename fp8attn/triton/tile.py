@@ -74,8 +74,9 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP
         largest = largest * factor
     below = 0.0 if POSITIVE else tl.where(m >= 0, 0.0, -FALL)
     m_new = tl.maximum(tl.where(tl.abs(m) >= FALL, m, below), largest)
-    alpha = tl.exp2(m - m_new)
-    shift = (m_new - P_OFFSET)[:, None]
+    shift = m_new - P_OFFSET
+    alpha = tl.exp2((m - P_OFFSET) - shift)  # not m - m_new: with three teams of consumers ptxas would spill
+    shift = shift[:, None]
     if FOLDED:
         p = power_of_two(x * factor[:, None] - shift, EXP2)
     else:

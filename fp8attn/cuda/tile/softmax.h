@@ -10,8 +10,8 @@
 
 namespace fp8attn {
 
-constexpr float P_OFFSET = 8.0f;  // P = 2^(s - m + 8): e4m3 reaches 448
-constexpr float FALL = 64.0f;     // how far m may be below the row's largest score so far
+constexpr float P_OFFSET = 8.0f;              // P = 2^(s - m + 8): e4m3 reaches 448
+constexpr float FALL = 64.0f;                 // how far m may be below the row's largest score so far
 constexpr float NOTHING = -3.4028234664e38f;  // m where nothing is visible so far: -inf - -inf would be NaN
 constexpr float LARGEST_FACTOR = 0x1p100f;
 constexpr float E4M3_MAX = 448.0f;
@@ -87,19 +87,14 @@ __device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
   factor[0] = factor[1] = 1.0f;
 }
 
-// Of a thread's row r the sum of P, which stands in the last channels, of ones.
-template <typename O>
-__device__ auto& row_sum(O& o, int r) {
-  return o[std::extent_v<O> - 4 + 2 * r];
-}
-
-// They are those of the second part, where there are two.
+// Of a thread's row r the sum of P, which stands in the last channels, of ones: those of the second part, where there are two.
 template <typename First, typename Second>
 __device__ auto& row_sum(First& o, Second& o_second, int r) {
-  if constexpr (std::extent_v<Second> > 1)
-    return row_sum(o_second, r);
+  constexpr int first = std::extent_v<First>, second = std::extent_v<Second>;
+  if constexpr (second > 1)
+    return o_second[second - 4 + 2 * r];
   else
-    return row_sum(o, r);
+    return o[first - 4 + 2 * r];
 }
 
 template <int EXACT>
