@@ -73,9 +73,7 @@ def watched(sanitizer: str, tool: str, seconds: float) -> tuple[int | None, str,
     # torch's cache would hide who reads or writes beside a tensor
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(
-            command(sanitizer, tool), cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=seconds
-        )  # fmt: skip
+        done = subprocess.run(command(sanitizer, tool), cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as late:
         output = "".join(part.decode(errors="replace") for part in (late.stdout, late.stderr) if isinstance(part, bytes))
         return None, f"not done after {seconds:.0f} s; {len(SHAPES_DONE.findall(output))} of {len(launched.SHAPES)} shapes were", output

@@ -52,6 +52,8 @@ SPLIT, NATIVE, SPECIALISED, FUSED, SCALAR, WMMA = (
     "3 wmma-pv",
 )
 
+NEVER_FALLS = ("tile/softmax.h", "fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL", "m")
+
 RUNG_MUTANTS = {
     "scores that no lane wrote": (SCALAR, "tile/unfused.h", "for (int j = 0; j < keys; ++j) shared.s", "for (int j = 0; j < keys - 1; ++j) shared.s"),
     "end of keys forgotten, unfused": (SCALAR, "tile/unfused.h", "if (key >= end)\n", "if (key >= end + 1)\n"),
@@ -74,8 +76,8 @@ RUNG_MUTANTS = {
     "scale of another row": (FUSED, "tile/fused.h", "shared.facts.row_scale[f.row + 8 * r]", "shared.facts.row_scale[f.row]"),
     "missing rescale": (FUSED, "tile/online_softmax.h", "l[r] *= alpha[r];", ""),
     "stale maximum": (FUSED, "tile/online_softmax.h", "m[r] = m_new;\n      l[r]", "if (m[r] == NOTHING) m[r] = m_new;\n      l[r]"),
-    "m never falls": (FUSED, "tile/softmax.h", "fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL", "m"),
-    "m never falls, unfused": (SCALAR, "tile/softmax.h", "fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL", "m"),
+    "m never falls": (FUSED, *NEVER_FALLS),
+    "m never falls, unfused": (SCALAR, *NEVER_FALLS),
     "unrounded P": (FUSED, "tile/fused.h", "constexpr (E4M3)", "constexpr (false)"),
     "mask off by one": (FUSED, "tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
     "a stage too early": (
@@ -98,8 +100,8 @@ RUNG_MUTANTS = {
         "a[2 * h + r] = ptx::e4m3x4(x[0], x[4], x[1], x[5])",
     ),
     "output not rescaled": (NATIVE, "tile/fused.h", "alpha[t][i / 2 % 2], fresh", "1.0f, fresh"),
-    "a part's weight": (SPLIT, "tile/online_softmax.h", "theirs = ptx::exp2_approx(their_m - m_new);", "theirs = 1.0f;"),
-    "a part's sum": (SPLIT, "tile/online_softmax.h", "fmaf(l[r], mine, their_l * theirs)", "l[r] * mine"),
+    "a part's weight": (SPLIT, "tile/softmax.h", "theirs = ptx::exp2_approx(their_m - m_new);", "theirs = 1.0f;"),
+    "a part's sum": (SPLIT, "tile/softmax.h", "fmaf(sum, mine, their_sum * theirs)", "sum * mine"),
     "values of another part": (SPLIT, "tile/fused.h", "0, first_key / 16 * (", "0, 0 * ("),
 }
 """Of the portable kernel: the rung that shows it, and the same."""
@@ -178,10 +180,11 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     recipe = Recipe(qk="int8" if rung == INT8 else "e4m3", smooth_q=rung == GENERAL)
     with_means = v + torch.linspace(-3, 3, 64, device=device)  # large ones, which are removed, but beside which other errors are small
     # blocks of keys whose scores are all negative, after others of which some aren't
-    against = k + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * q.mean(2, keepdim=True).sign()
+    common = q.mean(2, keepdim=True).sign()
+    against = k + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * common
     seen = []
-    for keys, values, causal in ((k, v, "none"), (k, v, "bottom_right"), (k, with_means, "none"), (against, v, "none")):
-        quantized = quantize(q + (keys is against) * q.mean(2, keepdim=True).sign(), keys, values, recipe)
+    for queries, keys, values, causal in ((q, k, v, "none"), (q, k, v, "bottom_right"), (q, k, with_means, "none"), (q + common, against, v, "none")):
+        quantized = quantize(queries, keys, values, recipe)
         call = call_by(quantized, causal)
         seen += compare(cuda.forward(call, device_of(device), config), oracle(quantized, call, config))
     return seen

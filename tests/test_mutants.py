@@ -45,7 +45,10 @@ def keeps_the_old_maximum(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.const
 
 @triton.jit
 def never_falls(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    return original_softmax(tl.maximum(x, x * 0 + (m / factor if FOLDED else m)[:, None]), factor, m, FOLDED, POSITIVE, EXP2)
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE, EXP2)
+    kept = tl.maximum(m, m_new)
+    fall = tl.exp2(m_new - kept)[:, None]
+    return p * fall, kept, tl.exp2(m - kept), lanes * fall
 
 
 @triton.jit

@@ -136,12 +136,12 @@ def test_pieces_of_a_tile_come_together(emulated: ctypes.CDLL, shape: tuple[int,
 
 
 MUTANTS = {
-    "their sums by their maxima": ("x.x * theirs_by[0]", "x.x"),
-    "their sums of P by their maxima": ("their_sums[r] * theirs_by[r]", "their_sums[r]"),
-    "maxima grow": ("m[r] = m_new;", ";"),
-    "all others'": ("tile * blocks / range", "tile * blocks / range + 1"),
-    "the one before": ("int(blockIdx.x) - 1;", "int(blockIdx.x) - 2;"),
-    "two pieces": ("number == 1 && first == last", "number == 1"),
+    "their sums by their maxima": ("tail.h", "x.x * theirs_by[0]", "x.x"),
+    "their sums of P by their maxima": ("softmax.h", "their_sum * theirs", "their_sum"),
+    "maxima grow": ("softmax.h", "m = m_new;", ";"),
+    "all others'": ("tail.h", "tile * blocks / range", "tile * blocks / range + 1"),
+    "the one before": ("tail.h", "int(blockIdx.x) - 1;", "int(blockIdx.x) - 2;"),
+    "two pieces": ("tail.h", "number == 1 && first == last", "number == 1"),
 }
 
 
@@ -150,7 +150,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_it_pieces_do_not_come_together(tmp_path: Path, name: str) -> None:
     emulation.copy_sources(tmp_path)
-    emulation.mutate(tmp_path / "tile" / "tail.h", *MUTANTS[name])
+    file, *change = MUTANTS[name]
+    emulation.mutate(tmp_path / "tile" / file, *change)
     with pytest.raises(AssertionError):
         check_pieces(emulation.compile_file("pieces.cpp", tmp_path), (2, 4, 2, 130, 1300), 5, 5, False)
 

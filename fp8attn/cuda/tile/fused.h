@@ -219,7 +219,7 @@ struct Fused {
         for (int t = 0; t < tiles; ++t) {
           float mine[2], theirs[2];
 #pragma unroll
-          for (int r = 0; r < 2; ++r) softmax[t].absorb(r, place(part, t, r), place(part, t, 2 + r), mine[r], theirs[r]);
+          for (int r = 0; r < 2; ++r) absorb(softmax[t].m[r], softmax[t].l[r], place(part, t, r), place(part, t, 2 + r), mine[r], theirs[r]);
 #pragma unroll
           for (int i = 0; i < C.value_dim / 2; ++i) o[t][i] = fmaf(o[t][i], mine[i / 2 % 2], theirs[i / 2 % 2] * place(part, t, 4 + i));
         }

@@ -51,15 +51,6 @@ struct OnlineSoftmax {
     }
   }
 
-  // Takes over row r of somebody with other keys: by what the two outputs are to be multiplied.
-  __device__ void absorb(int r, float their_m, float their_l, float& mine, float& theirs) {
-    const float m_new = fmaxf(m[r], their_m);
-    mine = ptx::exp2_approx(m[r] - m_new);
-    theirs = ptx::exp2_approx(their_m - m_new);
-    m[r] = m_new;
-    l[r] = fmaf(l[r], mine, their_l * theirs);
-  }
-
   // Whole rows' sums.
   __device__ void finish() {
 #pragma unroll

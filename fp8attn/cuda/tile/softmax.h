@@ -30,6 +30,15 @@ __device__ inline float score_factor(float product, bool either_sign) {
 // m grows or falls. What it becomes at least: reference.lowest.
 __device__ inline float lowest(float m) { return fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL; }
 
+// Takes over what somebody with other keys has of a row, whose P are relative to `their_m`: by what the two outputs are to be multiplied.
+__device__ inline void absorb(float& m, float& sum, float their_m, float their_sum, float& mine, float& theirs) {
+  const float m_new = fmaxf(m, their_m);
+  mine = ptx::exp2_approx(m - m_new);
+  theirs = ptx::exp2_approx(their_m - m_new);
+  m = m_new;
+  sum = fmaf(sum, mine, their_sum * theirs);
+}
+
 // 8 (y + 7) is the e4m3 code of 2^y at integers y >= -6, and up to 0.69 too high between them, where it takes 2^f for 1 + f. A half
 // whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows to 0. It
 // doesn't saturate: y must stay below 8.8. The mean of the excess is subtracted, so that exact exponentials can mix in.

@@ -104,17 +104,10 @@ __device__ void take_over(const Params& p, int first_other, int consumer, int co
     const Part& part = reinterpret_cast<const Part*>(p.parts)[place];
     while (ptx::load_acquire(&p.handed_over[4 * place + thread / 32]) == 0) {}
     const float4 rows = __ldcg(&part.rows[thread]);
-    const float theirs[2] = {rows.x, rows.y}, their_sums[2] = {rows.z, rows.w};
+    const float their_m[2] = {rows.x, rows.y}, their_sums[2] = {rows.z, rows.w};
     float mine_by[2], theirs_by[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float m_new = fmaxf(m[r], theirs[r]);
-      mine_by[r] = ptx::exp2_approx(m[r] - m_new);
-      theirs_by[r] = ptx::exp2_approx(theirs[r] - m_new);
-      m[r] = m_new;
-      auto& sum = row_sum(o, o_second, r);
-      sum = fmaf(sum, mine_by[r], their_sums[r] * theirs_by[r]);
-    }
+    for (int r = 0; r < 2; ++r) absorb(m[r], row_sum(o, o_second, r), their_m[r], their_sums[r], mine_by[r], theirs_by[r]);
     Part::for_quads(o, o_second, [&](float* to, int i) {
       const float4 x = __ldcg(&part.o[i][thread]);
       to[0] = fmaf(to[0], mine_by[0], x.x * theirs_by[0]);
