@@ -486,6 +486,19 @@ def nvcc() -> str:
     return str(path)
 
 
+def test_the_host_compiler_takes_every_kind_of_instance(nvcc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects, as a library is made of: what nvcc hands it isn't what was written, and budgets are of device code alone."""
+    monkeypatch.setattr(build, "cuda_home", lambda: str(Path(nvcc).parent.parent))
+    general = next(c for c in INSTANCES if c.general)
+    kinds = (INSTANCES[0], general, INT8_INSTANCES[0], HALF_Q_INSTANCES[0], short.INSTANCES[0], cuda_quantize.INSTANCES[0])
+    rendered = render.files(kinds)
+    for name, text in rendered.items():
+        (tmp_path / name).write_text(text)
+    units = [config.name for config in kinds]
+    assert set(build.compile_kernels(tmp_path, units, 90)) == set(units)
+    assert all((tmp_path / f"{name}.o").stat().st_size for name in units)
+
+
 def compiled(nvcc: str, instances: tuple, arch: int, folder: Path) -> dict[Any, str]:
     """What ptxas says of every instance; NAME.cubin is left in `folder`."""
     for name, text in render.files(instances).items():

@@ -396,6 +396,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr HopperConfig C = Instance::config;
+  static_assert(Shape<C>::handed_over == Instance::handed_over_bytes);
   constexpr int bytes = sizeof(SharedStorage<C>);
   using Half = std::conditional_t<C.half_q, __half, __nv_bfloat16>;
   const auto kernel = p.half ? hopper_forward<Instance, Half> : hopper_forward<Instance, __nv_bfloat16>;
