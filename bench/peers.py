@@ -114,10 +114,11 @@ def _triton(problem: Problem) -> Attention:
     return lambda i: run.forward(calls[i % len(calls)], device)[0]
 
 
-def _cuda(problem: Problem) -> Attention:
-    calls = [call_of(*tensors, **problem.case.options) for tensors in problem.sets]
+def _cuda(recipe: fp8attn.Recipe, problem: Problem) -> Attention:
+    options = problem.case.options | {"recipe": recipe}
+    calls = [call_of(*tensors, **options) for tensors in problem.sets]
     device = device_of(problem.device)
-    fp8attn.explain(*problem.sets[0], **problem.case.options, backend="cuda")  # says what is missing
+    fp8attn.explain(*problem.sets[0], **options, backend="cuda")  # says what is missing
     return lambda i: cuda.forward(calls[i % len(calls)], device)[0]
 
 
@@ -139,7 +140,8 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
 
 
 OWN = (
-    Peer("fp8attn cuda", (KERNEL,), _cuda, own=True),
+    Peer("fp8attn cuda", (KERNEL,), functools.partial(_cuda, fp8attn.Recipe()), own=True),
+    Peer("fp8attn cuda int8", (KERNEL,), functools.partial(_cuda, fp8attn.Recipe(qk="int8")), own=True),
     Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True),
     Peer("fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=True)), own=True),
     Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True),

@@ -27,6 +27,7 @@ Record = dict[str, Any]
 STYLES = {
     # colours of Okabe and Ito, told apart by the colour-blind; markers and lines for print, dashed for bfloat16
     "fp8attn cuda": ("#D55E00", "o", "-"),
+    "fp8attn cuda int8": ("#D55E00", "h", ":"),
     "fp8attn triton": ("#0072B2", "s", "-"),
     "cuDNN e4m3": ("#000000", "P", "-"),
     "FA3 e4m3": ("#009E73", "D", "-"),

@@ -33,9 +33,10 @@ from fp8attn.triton import tune
 from fp8attn.triton.configs import HopperConfig, PortableConfig
 
 from . import cases, report
-from .candidates import Gate, Measured
+from .candidates import FINALS, PROTOCOL, Gate, Measured
 from .cases import Case
 from .space import BACKENDS, Config, CudaConfig, Space, from_json, misfit, shipped, spaces, to_json, why_not
+from .timing import Protocol
 
 HELP = "search for better kernel configs, evolving what ships; resumable, every try is in its journal"
 
@@ -324,12 +325,11 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def one_search(arguments: argparse.Namespace, backend: str, case: Case, call: Call, device: Device, journal: Journal) -> list[Outcome]:
-    """The elite of one case and backend; the shipped config's own turns at the end decide among them."""
+    """The elite of one case and backend; longer turns beside the shipped config at the end decide among them."""
     seeds = shipped(backend, call, device)
-    measured = Measured(case, backend, anchor=seeds[0])
 
-    def evaluate(configs: Sequence[Config]) -> Iterable[Outcome]:
-        return [Outcome(config, *result) for config, result in measured(configs)]
+    def evaluate(configs: Sequence[Config], protocol: Protocol = PROTOCOL) -> Iterable[Outcome]:
+        return [Outcome(config, *result) for config, result in Measured(case, backend, seeds[0], protocol)(configs)]
 
     with report.progress() as bar:
         task = bar.add_task(f"{backend}, {case.name}", total=None)
@@ -345,5 +345,5 @@ def one_search(arguments: argparse.Namespace, backend: str, case: Case, call: Ca
             dice=dice, batch=arguments.batch, progress=show,
         )  # fmt: skip
     finalists = list(dict.fromkeys([seeds[0], *(one.config for one in elite)]))
-    again = elite_of(evaluate(finalists), len(finalists))
+    again = elite_of(evaluate(finalists, FINALS), len(finalists))
     return again or elite
