@@ -239,16 +239,17 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     // what the next softmax step wants to know, found out while its scores are in the making
     float factor[2];
-    bool calm;
+    bool calm, marked;
     const auto prepare = [&](int stage) {
-      const float k_scale = shared.k_scale[stage];
+      const float k_scale = __shfl_sync(~0u, elected ? shared.k_scale[stage] : 0.0f, 0);  // who frees the stage reads it for all
+      marked = C.int8 && k_scale < 0.0f;  // of scales of single keys never
       const float key_factor = p.score_scale * (by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale);
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
       calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
       softmax.prepare();
     };
-    const auto make_probabilities = [&](float (&s)[KEYS / 2], int n, bool marked) {
+    const auto make_probabilities = [&](float (&s)[KEYS / 2], int n) {
       if (by_key) scale_by_key(p, share.tile, n * KEYS, s, f);
       if (!calm) scale_by_row(factor, s);
       if constexpr (C.general) {
@@ -261,7 +262,6 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     };
     // scores of block n become probabilities
     const auto attend = [&](int n) {
-      const bool marked = C.int8 && shared.k_scale[ring.stage()] < 0.0f;  // of scales of single keys never
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
@@ -269,10 +269,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         float s[KEYS / 2];
 #pragma unroll
         for (int i = 0; i < KEYS / 2; ++i) s[i] = float(scores[i]);
-        make_probabilities(s, n, marked);
+        make_probabilities(s, n);
         if (!C.general && marked) poison_sums(p, share, n, facts.row_end, f, o, o_second);
       } else {
-        make_probabilities(scores, n, marked);
+        make_probabilities(scores, n);
       }
     };
     // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it
