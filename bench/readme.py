@@ -155,10 +155,10 @@ def ladder() -> str:
         assert small["rung"] == big["rung"]
         times = [number_of(r[key], form) for r in (small, big) for key, form in forms.items()]
         shared = None if big["config"] is None else big["shared_bytes"] / 1024
-        built = number_of(big["registers"], "d"), number_of(shared, ".0f"), number_of(big["spills"], "d")
+        built = number_of(big["registers"], "d"), number_of(shared, ".0f"), number_of(big["spills"], "d"), number_of(big["conflicts"], ".1f")
         rows.append([big["rung"], *times, number_of(big["tflops"], ".0f"), *built, number_of(big["relative_l2"], ".4f")])
     speedups = ("× rung before", "× rung 0")
-    resources = ("registers", "shared, KiB", "spilled, bytes")
+    resources = ("registers", "shared, KiB", "spilled, bytes", "bank conflicts, %")
     head = ("rung", f"{mission[0]['case']}, µs", *speedups, f"{large[0]['case']}, µs", *speedups, "TFLOP/s", *resources, "relative L2")
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 

@@ -325,7 +325,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def one_search(arguments: argparse.Namespace, backend: str, case: Case, call: Call, device: Device, journal: Journal) -> list[Outcome]:
-    """The elite of one case and backend; longer turns beside the shipped config at the end decide among them."""
+    """The elite of one case and backend; at the end longer turns with the shipped config alone decide."""
     seeds = shipped(backend, call, device)
 
     def evaluate(configs: Sequence[Config], protocol: Protocol = PROTOCOL) -> Iterable[Outcome]:
@@ -345,5 +345,6 @@ def one_search(arguments: argparse.Namespace, backend: str, case: Case, call: Ca
             dice=dice, batch=arguments.batch, progress=show,
         )  # fmt: skip
     finalists = list(dict.fromkeys([seeds[0], *(one.config for one in elite)]))
-    again = elite_of(evaluate(finalists, FINALS), len(finalists))
+    # by twos: among many it would matter beside whom one is
+    again = elite_of((outcome for config in finalists for outcome in evaluate([config], FINALS)), len(finalists))
     return again or elite

@@ -122,7 +122,10 @@ SHORT_MUTANTS = {
 INT8 = "int8"
 
 INT8_MUTANTS = {
-    "products taken for floats": ("hopper.cuh", "s[i] = float(scores[i]);", "s[i] = __int_as_float(scores[i]);"),
+    "sums taken for scores": ("tile/subnormal_softmax.h", "s[i] = float(sums[i] - start);", "s[i] = float(sums[i]);"),
+    "converted sums taken for subnormals": ("tile/subnormal_softmax.h", "s[i] = __int_as_float(sums[i]);", "s[i] = float(sums[i]);"),
+    "sums that start at zero": ("hopper.cuh", "(shared.ones)[threadIdx.x] = ~0u;", "(shared.ones)[threadIdx.x] = 0;"),
+    "maxima of sums": ("tile/subnormal_softmax.h", "float(top - BEGIN) * factor[r]", "float(top) * factor[r]"),
     "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
     "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
     "the key before": ("tile/poison.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),
@@ -183,7 +186,10 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     common = q.mean(2, keepdim=True).sign()
     against = k + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * common
     seen = []
-    for queries, keys, values, causal in ((q, k, v, "none"), (q, k, v, "bottom_right"), (q, k, with_means, "none"), (q + common, against, v, "none")):
+    problems = [(q, k, v, "none"), (q, k, v, "bottom_right"), (q, k, with_means, "none"), (q + common, against, v, "none")]
+    if rung == INT8:
+        problems.append((100 * q, k, v, "none"))  # too large to stay sums
+    for queries, keys, values, causal in problems:
         quantized = quantize(queries, keys, values, recipe)
         call = call_by(quantized, causal)
         seen += compare(cuda.forward(call, device_of(device), config), oracle(quantized, call, config))

@@ -437,3 +437,17 @@ def test_long_rows_of_one_sign(device: torch.device, sdpa: Attention) -> None:
     for smooth_v in (True, False):
         out = sdpa(q, k, v, recipe=Recipe(smooth_v=smooth_v), out_dtype=torch.float32)
         assert relative(out, fp8attn.reference_sdpa(q, k, v)) <= 0.005
+
+
+@pytest.mark.parametrize("size", (2.0**-14, 2.0**-5, 1.0, 16.0, 256.0))
+def test_int8_scores_of_every_size(device: torch.device, sdpa: Attention, size: float) -> None:
+    """Of either sign, and of keys whose blocks' scales lie far apart; causal, so that blocks are hidden whole."""
+    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (300, 301, 301))
+    common = torch.ones(64, device=device)
+    k *= torch.where(torch.arange(301, device=device) // 128 == 1, 20.0, 1.0)[:, None]
+    for towards in (-1, 1):
+        operands = quantize(size * (q + 2 * common), k + towards * common, v, Recipe(qk="int8", smooth_k=False))
+        for causal in ("none", "top_left"):
+            call = call_of(*operands, is_causal=causal == "top_left", out_dtype=torch.float32)
+            out, _, oracle, lse = run_call(operands, call, device_of(device), sdpa)
+            assert_matches_pipeline(out, oracle, device_of(device).emulated, lse)

@@ -20,8 +20,8 @@
 #include "tile/poison.h"
 #include "tile/quantize.h"
 #include "tile/schedule.h"
-#include "tile/softmax.h"
 #include "tile/staged_output.h"
+#include "tile/subnormal_softmax.h"
 #include "tile/tail.h"
 
 namespace fp8attn {
@@ -33,6 +33,7 @@ template <HopperConfig C>
 struct Shape {
   using Score = std::conditional_t<C.int8, int32_t, float>;  // of Q * K^T
   using ScoreProduct = std::conditional_t<C.int8, ptx::WgmmaInt8<KEYS>, ptx::Wgmma<KEYS>>;
+  using StartProduct = std::conditional_t<C.int8, ptx::WgmmaUint8<KEYS>, void>;  // of what scores' sums start at
   // bytes of a row in one panel of Q and K: what a swizzle spans
   static constexpr int panel = C.head_dim % 128 == 0 ? 128 : C.head_dim % 64 == 0 ? 64 : 32;
   static constexpr int panels = C.head_dim / panel;
@@ -42,6 +43,8 @@ struct Shape {
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
+  static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
+  using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, start>, Softmax<C.exact>>;
   // whether CTAs may share tiles; where registers are scarcest it would spill
   static constexpr bool shares_tail = !C.general && !C.int8 && C.consumers < 4;
   static constexpr int handed_over = shares_tail ? C.consumers * sizeof(HandedOver<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
@@ -55,7 +58,10 @@ struct alignas(1024) SharedStorage {
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileFacts<C.value_dim> facts[C.consumers];
   Piece tiles[TILES];  // of this round and the next; consumers may be two rounds apart
-  Pieces pieces;
+  union {
+    Pieces pieces;
+    alignas(16) uint8_t ones[128];  // all bits of them
+  };
   float k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
@@ -140,13 +146,19 @@ template <HopperConfig C>
 __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage) {
   using S = Shape<C>;
   ptx::wgmma_fence();
+  if constexpr (S::start > 0) {
+    const uint64_t ones = ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.ones));
+    S::StartProduct::template run<false>(s, ones, ones);
+#pragma unroll
+    for (int step = 1; step < S::start / START_STEP; ++step) S::StartProduct::template run<true>(s, ones, ones);
+  }
 #pragma unroll
   for (int i = 0; i < S::panels; ++i) {
     const uint64_t q = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][i]));
     const uint64_t k = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[stage][i]));
 #pragma unroll
     for (int step = 0; step < S::panel / 32; ++step) {
-      if (i == 0 && step == 0)
+      if (S::start == 0 && i == 0 && step == 0)
         S::ScoreProduct::template run<false>(s, q, k);
       else
         S::ScoreProduct::template run<true>(s, q + 2 * step, k + 2 * step);
@@ -234,7 +246,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Piece& piece = shared.tiles[round % TILES];
     const Share share(p, visible, piece, consumer, end_of<C>(piece));
-    Softmax<C.exact> softmax;
+    typename S::RowSoftmax softmax;
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
     // what the next softmax step wants to know, found out while its scores are in the making
@@ -247,7 +259,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
       calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
-      softmax.prepare();
+      softmax.prepare(factor);
     };
     const auto make_probabilities = [&](float (&s)[KEYS / 2], int n) {
       if (by_key) scale_by_key(p, share.tile, n * KEYS, s, f);
@@ -267,9 +279,14 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
       if constexpr (C.int8) {
         float s[KEYS / 2];
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; ++i) s[i] = float(scores[i]);
-        make_probabilities(s, n);
+        if (softmax.steady) {
+          subnormals_of(scores, s);
+          if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
+          softmax.step_of_sums(s, factor, probabilities, alpha);
+        } else {
+          convert(scores, S::start, s);
+          make_probabilities(s, n);
+        }
         if (!C.general && marked) poison_sums(p, share, n, facts.row_end, f, o, o_second);
       } else {
         make_probabilities(scores, n);
@@ -363,6 +380,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   for (int stage = 0; stage < C.stages; ++stage)
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
       *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
+  if (Shape<C>::start > 0 && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.ones)[threadIdx.x] = ~0u;
   if (threadIdx.x == 0) {
     if constexpr (Shape<C>::shares_tail) shared.pieces.find(schedule);
     write_next_piece<C>(shared, schedule, -1);

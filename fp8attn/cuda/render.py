@@ -42,13 +42,13 @@ struct Wgmma<{n}> {{
 
 INT8_WRAPPER = """
 template <>
-struct WgmmaInt8<{n}> {{
+struct Wgmma{kind}<{n}> {{
   // d = a * b, or d += a * b; a (64, 32) and b (32, {n}) in shared memory
   template <bool ADD>
   __device__ static void run(int32_t (&d)[{half}], uint64_t a, uint64_t b) {{
     asm volatile(
         "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{flag}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{n}k32.s32.s8.s8 {{{registers}}}, %{first}, %{second}, add;\\n}}\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{operand}.{operand} {{{registers}}}, %{first}, %{second}, add;\\n}}\\n"
         : {outputs}
         : "l"(a), "l"(b), "n"(int(ADD)));
   }}
@@ -76,7 +76,8 @@ def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
             flag_rs=half + 5,
         )
     for n in sorted(set(int8_widths)):
-        text += INT8_WRAPPER.format(**accumulator(n, "+r"), flag=n // 2 + 2)
+        for kind, operand in (("Int8", "s8"), ("Uint8", "u8")):
+            text += INT8_WRAPPER.format(**accumulator(n, "+r"), flag=n // 2 + 2, kind=kind, operand=operand)
     return text
 
 

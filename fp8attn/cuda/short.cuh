@@ -238,7 +238,7 @@ __device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, 
 #pragma unroll
     for (int r = 0; r < 2; ++r) factor[r] = score_factor(desk.row_scale[f.row + 8 * r] * key_factor, false);
     calm = __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<false> * C.head_dim));
-    softmax.prepare();
+    softmax.prepare(factor);
   };
   start(0);
   prepare(0);

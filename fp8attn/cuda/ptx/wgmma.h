@@ -13,6 +13,10 @@ struct Wgmma;
 template <int N>
 struct WgmmaInt8;
 
+// The same of unsigned ones.
+template <int N>
+struct WgmmaUint8;
+
 #include "wgmma_shapes.h"
 
 // Before the first wgmma after registers were written.
@@ -61,5 +65,8 @@ __device__ inline uint64_t wgmma_descriptor_of_columns(uint32_t address, int pit
   constexpr uint64_t group = 8 * 16 / 16;
   return group << 32 | uint64_t(pitch / 16) << 16 | (address & 0x3FFFF) >> 4;
 }
+
+// A K-major operand all of whose groups of 8 rows and 16 bytes are the one at `address`.
+__device__ inline uint64_t wgmma_descriptor_of_one(uint32_t address) { return (address & 0x3FFFF) >> 4; }
 
 }  // namespace fp8attn::ptx

@@ -43,6 +43,7 @@ __device__ inline void absorb(float& m, float& sum, float their_m, float their_s
 // whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows to 0. It
 // doesn't saturate: y must stay below 8.8. The mean of the excess is subtracted, so that exact exponentials can mix in.
 constexpr float CODE = 0x1p-24f;
+constexpr int LOG_OF_CODES = 3 - 24;  // of 8 * CODE
 constexpr float CODE_ROUND = 0.458f;
 
 // A row's 2^(s factor - m + 8).
@@ -112,7 +113,7 @@ struct Softmax {
   bool low = false;                 // all of the warp's m are from 0 up and below FALL: each may fall to 0
 
   // To be called before a step. Floats from 0 up compare as integers, and as unsigned ones below those that are negative.
-  __device__ void prepare() { low = __all_sync(~0u, max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL)); }
+  __device__ void prepare(const float (&)[2]) { low = __all_sync(~0u, max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL)); }
 
   // From scores over `factor` to an operand `p` of P * V, and to what sums so far are to be multiplied with. Where a score may be
   // above LARGEST_SCORE, `factor` must be 1: a rounded maximum and unrounded products would differ by more than codes can take.
@@ -132,6 +133,15 @@ struct Softmax {
         m_new[r] = fmaxf(largest * factor[r], lowest(m[r]));
       }
     }
+    follow(m_new, alpha);
+    const ExactRow exact[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
+    const DirectRow direct[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
+    write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
+  }
+
+ protected:
+  // m becomes the largest of `m_new` of a row's four threads.
+  __device__ void follow(float (&m_new)[2], float (&alpha)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));
@@ -139,12 +149,8 @@ struct Softmax {
       alpha[r] = ptx::exp2_approx(m[r] - m_new[r]);
       m[r] = m_new[r];
     }
-    const ExactRow exact[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
-    const DirectRow direct[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
-    write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
 
- private:
   template <int N>
   __device__ static int largest_or_zero(const float (&s)[N], int r) {
     const auto bits = [&](int i) { return __float_as_int(s[i + 2 * r]); };
@@ -159,8 +165,8 @@ struct Softmax {
 
   // Codes of the groups T of 16 keys into operand registers of P * V: with the key order of quantized V a group's scores of a thread
   // are the bytes of one.
-  template <int N, int... T>
-  __device__ static void write_codes(const ExactRow (&exact)[2], const DirectRow (&direct)[2], const float (&s)[N], uint32_t (&p)[N / 16][4],
+  template <typename Exact, typename Direct, int N, int... T>
+  __device__ static void write_codes(const Exact (&exact)[2], const Direct (&direct)[2], const float (&s)[N], uint32_t (&p)[N / 16][4],
                                      std::integer_sequence<int, T...>) {
     const auto write = [&](int t, const auto& rows) {
 #pragma unroll
