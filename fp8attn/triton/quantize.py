@@ -648,8 +648,9 @@ def quantize(
     traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
-    if traits.int8:
-        # rounding is an addition there: fused with the product before it, a tie of the rounded product is none
+    if traits.int8 or traits.part > 0:
+        # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. Nor would the products be rounded by
+        # which a rotation begins, where they are subnormal
         resources["enable_fp_fusion"] = False
     if traits.dependent:
         resources["launch_pdl"] = True
