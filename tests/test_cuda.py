@@ -495,12 +495,11 @@ def test_the_host_compiler_takes_every_kind_of_instance(nvcc: str, tmp_path: Pat
     kinds = (INSTANCES[0], general, INT8_INSTANCES[0], HALF_Q_INSTANCES[0], short.INSTANCES[0], cuda_quantize.INSTANCES[0])
 
     def compile_one(config: render.Config) -> None:
-        folder = tmp_path / config.name  # of its own: what is rendered for others may be missing
+        folder = tmp_path / config.name
         folder.mkdir()
-        for name, text in render.files((config,)).items():
-            (folder / name).write_text(text)
-        assert set(build.compile_kernels(folder, [config.name], 90)) == {config.name}
-        assert (folder / f"{config.name}.o").stat().st_size
+        kernels = Kernels((config,), 90)  # of its own: what is rendered for others may be missing
+        assert kernels.compile_into(folder)["instances"].keys() == {config.name}
+        assert (folder / f"{config.name}.o").stat().st_size and (folder / f"{kernels.name}.so").stat().st_size
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, kinds))

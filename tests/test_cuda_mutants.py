@@ -25,11 +25,13 @@ from fp8attn.device import device_of
 from fp8attn.quantize import quantize
 from fp8attn.reference import Causal
 
+STALE = ("tile/softmax.h", "m = largest;", "if (m == NOTHING) m = largest;")
+
 MUTANTS = {
     "mask off by one": ("tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
     "end of keys forgotten": ("tile/mask.h", "max(min(kv_length, min(row", "max(min(1 << 30, min(row"),
-    "missing rescale": ("tile/softmax.h", "alpha[r] = ptx::exp2_approx(m[r] - m_new[r]);", "alpha[r] = 1.0f;"),
-    "stale maximum": ("tile/softmax.h", "m[r] = m_new[r];", "if (m[r] == NOTHING) m[r] = m_new[r];"),
+    "missing rescale": ("tile/softmax.h", "alpha = ptx::exp2_approx(m - largest);", "alpha = 1.0f;"),
+    "stale maximum": STALE,
     "m never falls": ("tile/softmax.h", "* factor[r];", "* factor[r], m_new[r] = fmaxf(m_new[r], m[r]);"),
     "m falls below zero": ("tile/softmax.h", "__vimax3_s32(bits(0), bits(1), 0)", "max(bits(0), bits(1))"),
     "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
@@ -75,7 +77,7 @@ RUNG_MUTANTS = {
     "scale of another block": (FUSED, "tile/fused.h", "key / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
     "scale of another row": (FUSED, "tile/fused.h", "shared.facts.row_scale[f.row + 8 * r]", "shared.facts.row_scale[f.row]"),
     "missing rescale": (FUSED, "tile/online_softmax.h", "l[r] *= alpha[r];", ""),
-    "stale maximum": (FUSED, "tile/online_softmax.h", "m[r] = m_new;\n      l[r]", "if (m[r] == NOTHING) m[r] = m_new;\n      l[r]"),
+    "stale maximum": (FUSED, *STALE),
     "m never falls": (FUSED, *NEVER_FALLS),
     "m never falls, unfused": (SCALAR, *NEVER_FALLS),
     "unrounded P": (FUSED, "tile/fused.h", "constexpr (E4M3)", "constexpr (false)"),

@@ -31,11 +31,7 @@ struct OnlineSoftmax {
       float largest = s[2 * r];
 #pragma unroll
       for (int j = 0; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      float m_new = fmaxf(__fmul_rn(largest, factor[r]), lowest(m[r]));
-      m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
-      m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
-      alpha[r] = ptx::exp2_approx(m[r] - m_new);
-      m[r] = m_new;
+      alpha[r] = follow(m[r], fmaxf(__fmul_rn(largest, factor[r]), lowest(m[r])));
       l[r] *= alpha[r];
     }
   }

@@ -39,6 +39,15 @@ __device__ inline void absorb(float& m, float& sum, float their_m, float their_s
   sum = fmaf(sum, mine, their_sum * theirs);
 }
 
+// m becomes the largest of what a row's four threads have. Returns by what sums so far are to be multiplied.
+__device__ inline float follow(float& m, float largest) {
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  const float alpha = ptx::exp2_approx(m - largest);
+  m = largest;
+  return alpha;
+}
+
 // 8 (y + 7) is the e4m3 code of 2^y at integers y >= -6, and up to 0.69 too high between them, where it takes 2^f for 1 + f. A half
 // whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows to 0. It
 // doesn't saturate: y must stay below 8.8. The mean of the excess is subtracted, so that exact exponentials can mix in.
@@ -123,7 +132,7 @@ struct Softmax {
     if (low) {
       // an instruction takes two new integers, but one new float
 #pragma unroll
-      for (int r = 0; r < 2; ++r) m_new[r] = __int_as_float(largest_or_zero(s, r)) * factor[r];
+      for (int r = 0; r < 2; ++r) m_new[r] = __int_as_float(largest_bits<true>(s, r)) * factor[r];
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -133,28 +142,19 @@ struct Softmax {
         m_new[r] = fmaxf(largest * factor[r], lowest(m[r]));
       }
     }
-    follow(m_new, alpha);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) alpha[r] = follow(m[r], m_new[r]);
     const ExactRow exact[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
     const DirectRow direct[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
     write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
 
  protected:
-  // m becomes the largest of `m_new` of a row's four threads.
-  __device__ void follow(float (&m_new)[2], float (&alpha)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));
-      m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
-      alpha[r] = ptx::exp2_approx(m[r] - m_new[r]);
-      m[r] = m_new[r];
-    }
-  }
-
-  template <int N>
-  __device__ static int largest_or_zero(const float (&s)[N], int r) {
+  // Of a thread's row r, compared as integers; OR_ZERO: 0 if all are negative.
+  template <bool OR_ZERO, int N>
+  __device__ static int largest_bits(const float (&s)[N], int r) {
     const auto bits = [&](int i) { return __float_as_int(s[i + 2 * r]); };
-    int a = __vimax3_s32(bits(0), bits(1), 0), b = max(bits(4), bits(5));
+    int a = OR_ZERO ? __vimax3_s32(bits(0), bits(1), 0) : max(bits(0), bits(1)), b = max(bits(4), bits(5));
 #pragma unroll
     for (int j = 2; j < N / 4; j += 2) {
       a = __vimax3_s32(a, bits(4 * j), bits(4 * j + 1));

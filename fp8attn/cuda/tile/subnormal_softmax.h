@@ -63,28 +63,15 @@ struct SubnormalSoftmax : Softmax<EXACT> {
     float m_new[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int top = largest(s, r);
+      const int top = this->template largest_bits<false>(s, r);  // -inf is less than any sum here, too
       m_new[r] = fmaxf(top < 0 ? -INFINITE : float(top - BEGIN) * factor[r], lowest(m[r]));
     }
-    this->follow(m_new, alpha);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) alpha[r] = follow(m[r], m_new[r]);
     const float above[2] = {fmaf(BEGIN, factor[0], m[0]), fmaf(BEGIN, factor[1], m[1])};
     const SubnormalExactRow exact[2] = {{factor[0], above[0]}, {factor[1], above[1]}};
     const SubnormalDirectRow direct[2] = {{factor[0], above[0]}, {factor[1], above[1]}};
     this->write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
-  }
-
- private:
-  // They compare as integers, and so does -inf with them.
-  template <int N>
-  __device__ static int largest(const float (&s)[N], int r) {
-    const auto sum = [&](int i) { return __float_as_int(s[i + 2 * r]); };
-    int a = max(sum(0), sum(1)), b = max(sum(4), sum(5));
-#pragma unroll
-    for (int j = 2; j < N / 4; j += 2) {
-      a = __vimax3_s32(a, sum(4 * j), sum(4 * j + 1));
-      b = __vimax3_s32(b, sum(4 * j + 4), sum(4 * j + 5));
-    }
-    return max(a, b);
   }
 };
 
