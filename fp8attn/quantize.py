@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from . import rotation
-from .layout import padded_length, slots
+from .layout import GROUP, padded_length, slots
 from .recipe import (
     BIAS_ALIGNMENT,
     E4M3,
@@ -54,6 +54,12 @@ MEAN_STEP = 2.0**-5
 
 MEAN_STEPS = 4.0
 """V's means smaller than so many steps are not removed."""
+
+FEEDBACK = 2.0**-3
+"""How much of what rounding earlier tokens of a group of V's keys left over is added before the next is rounded."""
+
+LARGEST_PUSH = 2.0**-5
+"""At most this part of the token's own value: a quarter to half a step of e4m3."""
 
 ROUNDER = 1.5 * 2.0**23
 """x + ROUNDER · step - ROUNDER · step is float32 x rounded to a multiple of step."""
@@ -214,6 +220,38 @@ def encode(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isnan(), E4M3_NAN, data.view(torch.uint8)).view(E4M3)
 
 
+def feedback(length: int) -> float:
+    """FEEDBACK, or 0 for so few tokens that they are quantized in one launch, which has no time for it."""
+    return FEEDBACK if length > STRIP else 0.0
+
+
+def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round V's y / scale, (B, H, S, D) over (B, H, D) or what broadcasts to it, to e4m3 so that errors of neighbouring tokens cancel: error feedback.
+
+    An output is a weighted sum of V's rows, and its error of their errors. Rounded to nearest, these are independent of each other. Softmax's weights are
+    positive: what they have in common adds errors up, and errors whose sum over every GROUP tokens is small cancel there. Each token is rounded with
+    FEEDBACK of what is owed to the ones before it, which makes its own error larger by 2 % (Spang and Schultheiss, "Reduction of Quantizing Noise by Use
+    of Feedback", 1962, whose filter has one zero; here it is damped, and starts anew with every group, so that groups are independent). The
+    output's share of V's error falls by 12 % for N(0, 1) scores, and by 40 % where weights vary slowly. The limit keeps tokens of small values, where
+    attention goes that has nowhere to go, from paying for large ones.
+
+    In half precision, of which hardware takes two channels at a time: every operation rounds, what is owed once a token. There is no negative zero.
+    """
+    z = (y * (1.0 / scale).unsqueeze(-2)).half()
+    batch, heads, length, dim = z.shape
+    padded = z.new_zeros(batch, heads, -(-length // GROUP) * GROUP, dim)
+    padded[:, :, :length] = z
+    groups = padded.unflatten(2, (-1, GROUP))
+    codes = torch.empty_like(groups, dtype=E4M3)
+    owed = torch.zeros_like(groups[..., 0, :])
+    for token, x in enumerate(groups.unbind(-2)):
+        push = torch.minimum(owed.abs(), x.abs() * LARGEST_PUSH).copysign(owed)
+        code = (x + push).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        owed = (owed.float() + (x - code.half()).float() * feedback(length)).half()
+        codes[..., token, :] = code
+    return codes.flatten(2, 3)[:, :, :length]
+
+
 def encode_int8(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Round y / scale, 127 at most, to int8, to nearest even; NaN becomes INT8_NAN."""
     return torch.where(y.isnan(), INT8_NAN, (y * (1.0 / scale)).round()).to(torch.int8)
@@ -331,7 +369,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quant
     k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned, recipe.rotate, 1.0, recipe.qk)
     y = centre(v, v_mean).nan_to_num(nan=0.0)
     scale = scale_of(_largest(y, recipe.v))
-    rows = encode(y, scale.unsqueeze(-2))
+    rows = encode_values(y, scale)
     return k_quantized, Quantized(values_layout(rows), scale, recipe.v, "values", v.shape[2], v_mean)
 
 

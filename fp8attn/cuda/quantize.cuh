@@ -23,6 +23,7 @@ constexpr int WARPS = CHUNKS;            // in writing V each has a chunk of its
 constexpr int THREADS = LANES * CHUNKS;  // elsewhere each has a chunk of the tokens of a lane
 constexpr int BLOCKS = STRIP / KEYS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
+constexpr int GROUP = 16;               // keys that V's order permutes among themselves, and whose errors cancel
 constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
@@ -312,36 +313,38 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
   p.v_scale[place.channel() + channel] = scale;
 }
 
-// V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and of each block 16 tokens, whose codes are 16
-// bytes of either channel. CAREFUL: some aren't finite, or don't exist.
+// V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and of each block the 16 tokens of a group, whose
+// codes are 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
 __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
   const int chunk = threadIdx.x / 32, group = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
   const int column = 4 * chunk_at(group, chunk) + threadIdx.x % 4;
   const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
-  uint8_t* to = p.v_data + (place.channel() + channel) * p.padded + place.first + group * 16;
+  const __half2 gain = __half2half2(__float2half(p.length > STRIP ? FEEDBACK : 0.0f));
+  uint8_t* to = p.v_data + (place.channel() + channel) * p.padded + place.first + group * GROUP;
 #pragma unroll 1
   for (int n = 0; n < BLOCKS && n * KEYS < place.count; ++n) {
-    const int first = n * KEYS + group * 16;
-    uint32_t codes[2][4];
+    Feedback feedback;
+    uint32_t pairs[GROUP];  // codes of both channels
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const int token = n * KEYS + group * GROUP + i;
+      const float2 y = Pair<T>::floats(shared.tile[token][column]);
+      float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
+      if constexpr (CAREFUL) {
+        const bool exists = token < place.count;
+        x = {exists & (x.x == x.x) ? x.x : 0.0f, exists & (x.y == x.y) ? x.y : 0.0f};
+      }
+      pairs[i] = feedback.codes(x, gain);
+    }
+    uint32_t words[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float2 y[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int token = first + 2 * i + j % 2 + j / 2 * 8;
-        const float2 x = Pair<T>::floats(shared.tile[token][column]);
-        y[j] = {(x.x - mean.x) * factor.x, (x.y - mean.y) * factor.y};
-        if constexpr (CAREFUL) {
-          const bool exists = token < place.count;
-          y[j] = {exists & (y[j].x == y[j].x) ? y[j].x : 0.0f, exists & (y[j].y == y[j].y) ? y[j].y : 0.0f};
-        }
-      }
-      codes[0][i] = ptx::e4m3x4(y[0].x, y[1].x, y[2].x, y[3].x);
-      codes[1][i] = ptx::e4m3x4(y[0].y, y[1].y, y[2].y, y[3].y);
+      const uint32_t low = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x5140), high = __byte_perm(pairs[2 * i + 8], pairs[2 * i + 9], 0x5140);
+      words[0][i] = __byte_perm(low, high, 0x5410), words[1][i] = __byte_perm(low, high, 0x7632);
     }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + n * KEYS) = {codes[c][0], codes[c][1], codes[c][2], codes[c][3]};
+    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + n * KEYS) = {words[c][0], words[c][1], words[c][2], words[c][3]};
   }
 }
 

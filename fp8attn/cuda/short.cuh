@@ -155,7 +155,7 @@ __device__ void quantize_keys(ShortStorage<C>& shared, const Part<C>& part, cons
   for (int i = 0; i < STEPS; ++i) {
     const int n = i * LANES / KEYS, key = i * LANES % KEYS + keys.lane;
     const float factor = __shfl_sync(~0u, inverse, n);
-    const uint32_t codes = keys.codes(i, mean, {factor, factor, factor, factor});
+    const uint32_t codes = keys.template codes<false>(i, mean, {factor, factor, factor, factor});
     *reinterpret_cast<uint32_t*>(&shared.k[n][part.slice][key * 16 + keys.quad * 4]) = hidden >> i & 1 ? NAN_CODES : codes;
   }
   share_out<C>(part.rank, blocks, shared.k_full, [&](int n) { return shared.k[n][part.slice]; });
@@ -196,7 +196,7 @@ __device__ void quantize_values(const Params& p, ShortStorage<C>& shared, const 
   const int row = part.slice * SLICE + values.quad * 4 + odd + 2 * upper, slot = (values.lane & 6) * 2;
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-    uint32_t codes = values.codes(i, mean, factor);
+    uint32_t codes = values.template codes<true>(i, mean, factor);
     codes = __byte_perm(codes, __shfl_xor_sync(~0u, codes, 4), odd ? 0x3715 : 0x6240);
     codes = __byte_perm(codes, __shfl_xor_sync(~0u, codes, 16), upper ? 0x3276 : 0x5410);
     const int n = i * LANES / KEYS, group = i * LANES % KEYS / 16 + values.lane / 16;

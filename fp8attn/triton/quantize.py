@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import layout, rotation
 from .. import quantize as definition
-from .. import rotation
 from ..call import GROUPS
 from ..device import Device
 from ..layout import padded_length
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
+from .feedback import feed_back
 from .launch import ceil_div, launch
 from .tile import E4M3_MAX, INT8_MAX, INTERPRETING, ROUNDER, e4m3_code, int8_code, is_finite, key_of_slot, scale_of
 
@@ -43,6 +44,8 @@ LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
 MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
+GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
+FEEDBACK: tl.constexpr = tl.constexpr(definition.FEEDBACK)
 
 
 def power_of_2(dim: int) -> int:
@@ -356,29 +359,52 @@ def write_rows(
 
 @triton.jit
 def write_values(
-    v, v_stride, shift, scale, out, slots, length, padded, DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr
+    v, v_stride, shift, scale, out, first, length, padded,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of channels of one head's v; which of its tokens aren't finite there.
+    """Quantize some groups of tokens of channels of one head's v, quantize.encode_values; which of the tokens aren't finite there (GROUPS, GROUP).
 
     Args:
         shift: what is subtracted, (1, WIDTH) or a number.
         scale: (WIDTH,).
-        CAREFUL: the block is ragged, or some tokens aren't finite.
+        out: the channels' codes, four to a word.
+        first: token of the first group.
+        CAREFUL: the groups are ragged, or some tokens aren't finite.
     """
-    rows = key_of_slot(slots)
     columns = tl.arange(0, WIDTH)
-    y = load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False)
-    hidden = rows < 0
-    if CAREFUL:
-        hidden = tl.max(tl.where(is_finite(y), 0, 1), 1) > 0
-    y -= shift
-    y *= tl.div_rn(1.0, scale)[None, :]
-    if CAREFUL:
-        # a token's NaN goes into its key; behind the end there are zeros, not -mean
-        y = tl.where(is_finite(y) & (rows < length)[:, None], y, 0.0)
-    pointers = out + columns[:, None].to(tl.int64) * padded + slots[None, :]
-    tl.store(pointers, tl.trans(e4m3_code(y, NATIVE)), mask=(columns < DIM)[:, None])
-    return hidden
+    groups = tl.arange(0, GROUPS)
+    inverse = tl.div_rn(1.0, scale)[None, :]
+    gain = tl.where(length > STRIP, FEEDBACK, 0.0).to(tl.float16)
+    owed = tl.zeros([GROUPS, WIDTH], tl.float16)
+    words0 = tl.zeros([GROUPS, WIDTH], tl.int32)
+    words1, words2, words3 = words0, words0, words0
+    hidden = tl.zeros([GROUPS], tl.int32)  # a bit of each token
+    for token in tl.static_range(GROUP):
+        rows = first + groups * GROUP + token
+        y = load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False)
+        if CAREFUL:
+            finite = is_finite(y)
+            hidden |= tl.max(tl.where(finite, 0, 1), 1) << token
+        x = (y - shift) * inverse
+        if CAREFUL:
+            # a token's NaN goes into its key; behind the end there are zeros, not -mean
+            x = tl.where(finite & (rows < length)[:, None], x, 0.0)
+        code, owed = feed_back(x, owed, gain, NATIVE)
+        # layout.key_of_slot: a word has two tokens next to each other, and those 8 behind
+        byte = code << (8 * (token % 2 + token // 8 * 2))
+        if token // 2 % 4 == 0:
+            words0 |= byte
+        elif token // 2 % 4 == 1:
+            words1 |= byte
+        elif token // 2 % 4 == 2:
+            words2 |= byte
+        else:
+            words3 |= byte
+    words = tl.permute(tl.join(tl.join(words0, words1), tl.join(words2, words3)), (0, 1, 3, 2))
+    at = (first // GROUP + groups[:, None]) * (GROUP // 4) + columns[None, :].to(tl.int64) * (padded // 4)
+    pointers = out + at[:, :, None] + tl.arange(0, 4)[None, None, :]
+    tl.store(pointers, tl.reshape(words, (GROUPS, WIDTH, 4)), mask=(columns < DIM)[None, :, None])
+    return (hidden[:, None] >> tl.arange(0, GROUP)[None, :]) & 1
 
 
 @triton.jit
@@ -489,7 +515,7 @@ def write_kernel(
     k_scale += batch * k_scale_strides[0] + head * k_scale_strides[1]
     v_scale += batch * v_scale_strides[0] + head * v_scale_strides[1]
     k_data += batch * k_data_strides[0] + head * k_data_strides[1]
-    v_data += pair * C.v_dim * padded
+    v_data += pair * C.v_dim * (padded // 4)
     k_shift = 0.0
     if C.smooth_k:
         k_shift = load_vector(k_mean + pair * C.k_dim, 1, 0.0, C.k_dim, C.widths[1])[None, :]
@@ -497,13 +523,14 @@ def write_kernel(
     if C.smooth_v:
         v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
     scale = load_vector(v_scale, v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
-    slots = block * BLOCK + tl.arange(0, BLOCK)
-    rows = key_of_slot(slots)
+    first = block * BLOCK
+    rows = first + tl.arange(0, BLOCK)
     hidden = rows < 0
     if careful == 0:
-        write_values(v, v_strides[2], v_shift, scale, v_data, slots, length, padded, C.v_dim, C.widths[2], C.native, False)
+        write_values(v, v_strides[2], v_shift, scale, v_data, first, length, padded, C.v_dim, C.widths[2], BLOCK // GROUP, C.native, False)
     else:
-        hidden = write_values(v, v_strides[2], v_shift, scale, v_data, slots, length, padded, C.v_dim, C.widths[2], C.native, True)
+        found = write_values(v, v_strides[2], v_shift, scale, v_data, first, length, padded, C.v_dim, C.widths[2], BLOCK // GROUP, C.native, True)
+        hidden = tl.reshape(found, (BLOCK,)) > 0
     write_rows(
         k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
         C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
@@ -546,13 +573,13 @@ def short_kernel(
             store_vector(v_mean + pair * C.v_dim + channel, mean, SLICE)
         scale = scale_of(largest_magnitude(low, high, mean))
         store_vector(v_scale + pair * C.v_dim + channel, scale, SLICE)
-        v_data += (pair * C.v_dim + channel) * padded
+        v_data += (pair * C.v_dim + channel) * (padded // 4)
         for block in range(blocks):
-            slots = block * BLOCK + tl.arange(0, BLOCK)
+            first = block * BLOCK
             if careful == 0:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, slots, kv_length, padded, SLICE, SLICE, C.native, False)
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, first, kv_length, padded, SLICE, SLICE, BLOCK // GROUP, C.native, False)
             else:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, slots, kv_length, padded, SLICE, SLICE, C.native, True)
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, first, kv_length, padded, SLICE, SLICE, BLOCK // GROUP, C.native, True)
     elif item < q_first:
         index = item - kv_pairs * slices
         pair = (index // blocks).to(tl.int64)
@@ -648,9 +675,9 @@ def quantize(
     traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
-    if traits.int8 or traits.part > 0:
-        # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. Nor would the products be rounded by
-        # which a rotation begins, where they are subnormal
+    if traits.int8 or traits.part > 0 or v is not None:
+        # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. So are values, by what they are
+        # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal
         resources["enable_fp_fusion"] = False
     if traits.dependent:
         resources["launch_pdl"] = True
@@ -683,7 +710,7 @@ def quantize(
         launch(
             short_kernel, (programs,),
             q, k, v, _strides(q), k.stride(), v.stride(), *queries, k_mean, _bytes(k_data), k_data.stride(), k_scale, _scale_strides(k, k_scale),
-            v_mean, _bytes(v_data), v_scale, q_heads, kv_heads, pairs, q_length, kv_length, v_data.shape[3], *sample, 1 / kv_length, traits,
+            v_mean, _words(v_data), v_scale, q_heads, kv_heads, pairs, q_length, kv_length, v_data.shape[3], *sample, 1 / kv_length, traits,
             **resources,
         )  # fmt: skip
         return (
@@ -729,7 +756,7 @@ def quantize(
     launch(
         write_kernel, (blocks, pairs),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
-        _bytes(k_data), k_data.stride(), _bytes(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
+        _bytes(k_data), k_data.stride(), _words(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
     )  # fmt: skip
     return (
         q_quantized,
@@ -755,6 +782,10 @@ def _scale_strides(x: torch.Tensor | None, scale: torch.Tensor | None, last: int
 
 def _bytes(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.view(torch.uint8)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32)
 
 
 def import_values(v: torch.Tensor, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

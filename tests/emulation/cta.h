@@ -199,6 +199,12 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
   return found;
 }
 
+// Of halves, whose products and sums floats hold, or round so that rounding once more does no harm.
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  const float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
+  return __floats2half2_rn(x.x * y.x + z.x, x.y * y.y + z.y);
+}
+
 inline float half_value(uint16_t bits) {
   __half_raw raw;
   raw.x = bits;

@@ -30,6 +30,20 @@ __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   return packed;
 }
 
+// The same of two halves.
+__device__ inline uint32_t e4m3x2(__half2 x) {
+  uint16_t packed;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(reinterpret_cast<const uint32_t&>(x)));
+  return packed;
+}
+
+// What the lower two e4m3 bytes of `codes` stand for, exact.
+__device__ inline __half2 halves_of_e4m3x2(uint32_t codes) {
+  __half2_raw halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(reinterpret_cast<uint32_t&>(halves)) : "h"(uint16_t(codes)));
+  return halves;
+}
+
 // Halves low to high of the e4m3 bytes of `codes`, exact.
 __device__ inline void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
   asm("{\n"

@@ -20,6 +20,8 @@ constexpr float LARGEST_MEAN = 0x1p100f;
 constexpr float MEAN_STEP = 0x1p-5f;
 constexpr float MEAN_STEPS = 4.0f;
 constexpr float ROUNDER = 0x1.8p23f;
+constexpr float FEEDBACK = 0x1p-3f;
+constexpr float LARGEST_PUSH = 0x1p-5f;
 constexpr uint32_t NAN_CODES = 0x7F7F7F7F;
 
 __device__ inline bool is_finite(float x) { return fabsf(x) < INFINITE; }
@@ -35,6 +37,26 @@ __device__ inline float coarse(float mean, float low, float high) {
   const float far = __fmul_rn(step, ROUNDER);
   if (low == high) return low + 0.0f;
   return fabsf(mean) < step * MEAN_STEPS ? 0.0f : __fsub_rn(__fadd_rn(mean, far), far);
+}
+
+// quantize.encode_values of two channels of a group's tokens, one after another.
+struct Feedback {
+  __half2 owed = __half2half2(__float2half(0.0f));
+
+  // gain: of two halves, quantize.feedback.
+  __device__ uint32_t codes(float2 x, __half2 gain) {
+    const __half2 z = __floats2half2_rn(x.x, x.y);
+    const __half2 limit = __hmin2(__habs2(owed), __hmul2(__habs2(z), __half2half2(__float2half(LARGEST_PUSH))));
+    const uint32_t push = reinterpret_cast<const uint32_t&>(limit) | reinterpret_cast<const uint32_t&>(owed) & 0x80008000;
+    const uint32_t codes = ptx::e4m3x2(__hadd2_rn(z, reinterpret_cast<const __half2&>(push)));
+    owed = __hfma2(__hsub2_rn(z, ptx::halves_of_e4m3x2(codes)), gain, owed);
+    return codes;
+  }
+};
+
+// The same of so few tokens that nothing is owed.
+__device__ inline uint32_t value_codes(float a, float b) {
+  return ptx::e4m3x2(__hadd2_rn(__floats2half2_rn(a, b), __half2half2(__float2half(0.0f))));
 }
 
 // Two numbers of 16 bits in a word.
@@ -195,10 +217,12 @@ struct Slice {
   }
 
   // Of the i-th token.
+  template <bool VALUES>
   __device__ uint32_t codes(int i, float4 mean, float4 inverse) const {
     float x[4];
     numbers(x, i);
-    return ptx::e4m3x4((x[0] - mean.x) * inverse.x, (x[1] - mean.y) * inverse.y, (x[2] - mean.z) * inverse.z, (x[3] - mean.w) * inverse.w);
+    x[0] = (x[0] - mean.x) * inverse.x, x[1] = (x[1] - mean.y) * inverse.y, x[2] = (x[2] - mean.z) * inverse.z, x[3] = (x[3] - mean.w) * inverse.w;
+    return VALUES ? value_codes(x[0], x[1]) | value_codes(x[2], x[3]) << 16 : ptx::e4m3x4(x[0], x[1], x[2], x[3]);
   }
 };
 
