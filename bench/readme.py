@@ -86,10 +86,13 @@ def beside() -> str:
 COLUMNS = {
     "fp8attn cuda end to end": "CUDA",
     "fp8attn cuda rotated end to end": "rotated",
+    "fp8attn cuda int8 end to end": "int8",
+    "fp8attn cuda precise end to end": "`PRECISE`",
     "fp8attn triton end to end": "Triton",
     "cuDNN e4m3": "cuDNN e4m3",
-    "e4m3 one level": "e4m3 one level",
+    "FA3 e4m3": "FA3",
     "FA3 e4m3 two-level": "FA3 two-level",
+    "Sage2 end to end": "Sage2",
     "SDPA cuDNN": "SDPA cuDNN bf16",
 }
 """Rows of `accuracy` that are columns of the README's table, if they were measured."""

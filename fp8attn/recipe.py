@@ -43,7 +43,8 @@ class Recipe:
     Attributes:
         q: granularity of Q's scales, one of `tensor | head | block | token`.
         k: granularity of K's scales, one of `tensor | head | block | token`. All but `token` cost the kernel nothing.
-        v: granularity of V's scales, one of `tensor | head | channel`.
+        v: granularity of V's scales, one of `tensor | head | channel`. V is rounded so that errors of neighbouring keys cancel
+            (fp8attn.quantize.encode_values), whatever the recipe.
         smooth_k: subtract K's mean over tokens, estimated from 512 of them, before quantizing. Softmax doesn't change; channels
             with a large common part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
         smooth_v: subtract V's mean over tokens, where it isn't small, before quantizing and add it back after normalisation, which is exact
@@ -102,9 +103,9 @@ PRECISE = Recipe(rotate=True, qk="int8")
 """For layers that need a more exact answer: of 22 recipes whose products both run on FP8 or int8 tensor cores the most exact one that every kernel
 computes without its general instances. Scales of single keys, k="token", would take another 1 % of the error.
 
-By the oracle, relative L2 at 1k keys, D 64 and 128, the default's in brackets: N(0, 1) 0.037 and 0.038 (0.053, 0.054), outliers 0.029 and
-0.029 (0.078, 0.074), biased channels 0.038 and 0.038 (0.053, 0.054), attention sinks 0.031 and 0.029 (0.041, 0.035), heavy tails 0.026 and
-0.025 (0.066, 0.062), V of one sign 0.0020 and 0.0020 (0.0025, 0.0025), one-hot 0.027 (0.027). What is left is V's and P's rounding
+By the oracle, exponentials exact, relative L2 at 1k keys, D 64 and 128, the default's in brackets: N(0, 1) 0.034 and 0.035 (0.051, 0.052), outliers 0.029
+and 0.029 (0.078, 0.074), biased channels 0.035 and 0.035 (0.051, 0.052), attention sinks 0.025 and 0.026 (0.038, 0.031), heavy tails 0.026 and
+0.025 (0.066, 0.062), V of one sign 0.0019 and 0.0019 (0.0024, 0.0024), one-hot 0.027 (0.027). What is left is V's and P's rounding
 (docs/accuracy.md).
 """
 
