@@ -226,16 +226,17 @@ def feedback(length: int) -> float:
 
 
 def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round V's y / scale, (B, H, S, D) over (B, H, D) or what broadcasts to it, to e4m3 so that errors of neighbouring tokens cancel: error feedback.
+    """Round V's y / scale, (B, H, S, D) over (B, H, D) or what broadcasts to it, to e4m3 so that errors of neighbouring tokens cancel.
 
-    An output is a weighted sum of V's rows, and its error of their errors. Rounded to nearest, these are independent of each other. Softmax's weights are
-    positive: what they have in common adds errors up, and errors whose sum over every GROUP tokens is small cancel there. Each token is rounded with
-    FEEDBACK of what is owed to the ones before it, which makes its own error larger by 2 % (Spang and Schultheiss, "Reduction of Quantizing Noise by Use
-    of Feedback", 1962, whose filter has one zero; here it is damped, and starts anew with every group, so that groups are independent). The
-    output's share of V's error falls by 12 % for N(0, 1) scores, and by 40 % where weights vary slowly. The limit keeps tokens of small values, where
-    attention goes that has nowhere to go, from paying for large ones.
+    An output is a weighted sum of V's rows, and its error of their errors. Rounded to nearest, these are independent of each other. Softmax's
+    weights are positive: what they have in common adds errors up, and errors whose sum over every GROUP tokens is small cancel there. Each token
+    is rounded with FEEDBACK of what is owed to the ones before it, which makes its own error larger by 2 % (Spang and Schultheiss, "Reduction of
+    Quantizing Noise by Use of Feedback", 1962, whose filter has one zero; here it is damped, and starts anew with every group, so that groups
+    are independent). The output's share of V's error falls by 12 % for N(0, 1) scores, and by 40 % where weights vary slowly. The limit keeps
+    tokens of small values, where attention goes that has nowhere to go, from paying for large ones.
 
-    In half precision, of which hardware takes two channels at a time: every operation rounds, what is owed once a token. There is no negative zero.
+    In half precision, of which hardware takes two channels at a time: every operation rounds, what is owed once a token. There is no negative
+    zero.
     """
     z = (y * (1.0 / scale).unsqueeze(-2)).half()
     batch, heads, length, dim = z.shape

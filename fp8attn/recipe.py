@@ -103,9 +103,9 @@ PRECISE = Recipe(rotate=True, qk="int8")
 """For layers that need a more exact answer: of 22 recipes whose products both run on FP8 or int8 tensor cores the most exact one that every kernel
 computes without its general instances. Scales of single keys, k="token", would take another 1 % of the error.
 
-By the oracle, exponentials exact, relative L2 at 1k keys, D 64 and 128, the default's in brackets: N(0, 1) 0.034 and 0.035 (0.051, 0.052), outliers 0.029
-and 0.029 (0.078, 0.074), biased channels 0.035 and 0.035 (0.051, 0.052), attention sinks 0.025 and 0.026 (0.038, 0.031), heavy tails 0.026 and
-0.025 (0.066, 0.062), V of one sign 0.0019 and 0.0019 (0.0024, 0.0024), one-hot 0.027 (0.027). What is left is V's and P's rounding
+By the oracle, exponentials exact, relative L2 at 1k keys, D 64 and 128, the default's in brackets: N(0, 1) 0.034 and 0.035 (0.051, 0.052),
+outliers 0.029 and 0.029 (0.078, 0.074), biased channels 0.035 and 0.035 (0.051, 0.052), attention sinks 0.025 and 0.026 (0.038, 0.031), heavy
+tails 0.026 and 0.025 (0.066, 0.062), V of one sign 0.0019 and 0.0019 (0.0024, 0.0024), one-hot 0.027 (0.027). What is left is V's and P's rounding
 (docs/accuracy.md).
 """
 

@@ -729,7 +729,7 @@ def test_few_values_are_rounded_to_nearest(device: torch.device) -> None:
 
 
 def test_small_values_pay_for_no_large_one(device: torch.device) -> None:
-    """Every eighth token's values are a 256th of the others', which owe more than those are: half a step and LARGEST_PUSH are the most it costs them."""
+    """Every eighth token's values are a 256th of the others', which owe more than those are: it costs them half a step and LARGEST_PUSH at most."""
     v = normal((1, 1, 2 * STRIP, 16), device, 1)[0].clamp(min=0.1)
     v[:, :, 4::8] *= 2.0**-8
     errors = value_errors(v).flatten(2, 3)[:, :, 4::8]
