@@ -13,11 +13,13 @@ import fp8attn
 from fp8attn import reference
 from fp8attn.api import call_of
 from fp8attn.device import device_of
-from fp8attn.triton import configs, forward, tile
+from fp8attn.quantize import STRIP, quantize_kv
+from fp8attn.triton import configs, feedback, forward, tile
+from fp8attn.triton import quantize as fused
 
 pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
 
-original_softmax, original_bias_row = tile.softmax_step, tile.bias_row
+original_softmax, original_bias_row, original_feed_back = tile.softmax_step, tile.bias_row, feedback.feed_back
 
 
 @triton.jit
@@ -83,6 +85,24 @@ def mean_of_the_first_queries(bias, index, row, q_length, kv_length):
     return original_bias_row(bias, index, 0, q_length, kv_length)
 
 
+@triton.jit
+def owes_nothing(x, owed, gain, NATIVE: tl.constexpr):
+    code, _ = original_feed_back(x, owed, gain, NATIVE)
+    return code, owed
+
+
+@triton.jit
+def owes_the_last_token_only(x, owed, gain, NATIVE: tl.constexpr):
+    code, left = original_feed_back(x, owed, gain, NATIVE)
+    return code, (left.to(tl.float32) - owed.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def pays_the_wrong_way(x, owed, gain, NATIVE: tl.constexpr):
+    code, left = original_feed_back(x, -owed, gain, NATIVE)
+    return code, left + owed + owed
+
+
 MUTANTS = {
     "mask off by one": ("hide", mask_off_by_one),
     "end of keys forgotten": ("hide", forgets_the_end),
@@ -127,3 +147,17 @@ def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, attribute, mutant)
     with pytest.raises(AssertionError):
         check()
+
+
+QUANTIZER_MUTANTS = {"nothing is owed": owes_nothing, "the last token's alone": owes_the_last_token_only, "paid the wrong way": pays_the_wrong_way}
+"""Of error feedback."""
+
+
+@pytest.mark.parametrize("name", QUANTIZER_MUTANTS)
+def test_mutant_of_the_quantizer_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, 1, STRIP + 40, 16, generator=generator) for _ in range(2))
+    device, expected = device_of(v.device), quantize_kv(k, v, fp8attn.Recipe())[1].data.view(torch.uint8)
+    assert torch.equal(fused.quantize(None, k, v, fp8attn.Recipe(), device)[2].data.view(torch.uint8), expected)
+    monkeypatch.setattr(fused, "feed_back", QUANTIZER_MUTANTS[name])
+    assert not torch.equal(fused.quantize(None, k, v, fp8attn.Recipe(), device)[2].data.view(torch.uint8), expected)
