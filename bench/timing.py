@@ -236,11 +236,24 @@ class Timed:
     readings: dict[str, float | None]
 
 
+def in_turn(names: Sequence[str], index: int) -> list[str]:
+    """Whose turn comes when in a round.
+
+    Every second round goes backwards: a power-capped card slows whoever comes after a kernel that drew much. Of three or more each round begins with
+    somebody else, or who comes first and last would have two turns in a row, and nobody else.
+    """
+    count = len(names)
+    # near the golden section, so that few rounds begin far apart, and through all of them
+    steps = [step for step in range(1, count) if math.gcd(step, count) == 1]
+    first = index * min(steps, key=lambda step: abs(step - 0.382 * count)) % count if count > 2 else 0
+    order = [*names[first:], *names[:first]]
+    return order if index % 2 == 0 else order[::-1]
+
+
 def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: torch.device) -> dict[str, Timed]:
     """Everyone's timing, from rounds in which each takes its turn, so that a clock that falls or rises falls or rises for all.
 
-    Every second round goes backwards: a power-capped card slows whoever comes after a kernel that drew much. On a CPU, where
-    kernels are interpreted, a turn is one call.
+    On a CPU, where kernels are interpreted, a turn is one call.
 
     Args:
         sets: number of input sets that calls walk over.
@@ -257,7 +270,7 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
     readings: dict[str, list[dict[str, float | None]]] = {name: [] for name in turns}
     for i in range(protocol.rounds):
         last = i == protocol.rounds - 1
-        for name in list(turns)[:: 1 if i % 2 == 0 else -1]:
+        for name in in_turn(list(turns), i):
             # a slow reading once at the end of a peer's turns, a quick one in each
             read = (lambda name=name: readings[name].append(sensors.read())) if sensors.quick or last else None
             samples[name].append(turns[name].take(read))

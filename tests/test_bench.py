@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -356,3 +357,18 @@ def test_sanitize_without_a_gpu_says_so(device: torch.device, capsys: pytest.Cap
         pytest.skip("there is a GPU")
     assert command.main(["sanitize"]) == 2
     assert "sanitize: needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", range(16))
+def test_turns(count: int) -> None:
+    """Everyone has one a round; of three or more nobody two in a row; of two the rounds go back and forth."""
+    names = [str(i) for i in range(count)]
+    rounds = [timing.in_turn(names, i) for i in range(10)]
+    assert all(sorted(one) == sorted(names) for one in rounds)
+    turns = [name for one in rounds for name in one]
+    if count > 2:
+        assert all(a != b for a, b in itertools.pairwise(turns))
+        begin = [one[0] if i % 2 == 0 else one[-1] for i, one in enumerate(rounds)]  # forwards
+        assert len(set(begin[:count])) == min(count, len(rounds))
+    elif count == 2:
+        assert turns[:8] == ["0", "1", "1", "0", "0", "1", "1", "0"]
