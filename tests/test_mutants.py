@@ -157,7 +157,11 @@ QUANTIZER_MUTANTS = {"nothing is owed": owes_nothing, "the last token's alone": 
 def test_mutant_of_the_quantizer_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, 1, STRIP + 40, 16, generator=generator) for _ in range(2))
-    device, expected = device_of(v.device), quantize_kv(k, v, fp8attn.Recipe())[1].data.view(torch.uint8)
-    assert torch.equal(fused.quantize(None, k, v, fp8attn.Recipe(), device)[2].data.view(torch.uint8), expected)
+    expected = quantize_kv(k, v, fp8attn.Recipe())[1].data.view(torch.uint8)
+
+    def is_right() -> bool:
+        return torch.equal(fused.quantize(None, k, v, fp8attn.Recipe(), device_of(v.device))[2].data.view(torch.uint8), expected)
+
+    assert is_right()
     monkeypatch.setattr(fused, "feed_back", QUANTIZER_MUTANTS[name])
-    assert not torch.equal(fused.quantize(None, k, v, fp8attn.Recipe(), device)[2].data.view(torch.uint8), expected)
+    assert not is_right()

@@ -358,26 +358,6 @@ def write_rows(
 
 
 @triton.jit
-def write_value(
-    token, v, v_stride, shift, inverse, first, length, gain, owed, hidden,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """One token of each group of `write_values`: its code, where it lies in a word, what is owed then, and `hidden` with its bit."""
-    rows = first + tl.arange(0, owed.shape[0]) * GROUP + token
-    y = load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False)
-    if CAREFUL:
-        finite = is_finite(y)
-        hidden |= tl.max(tl.where(finite, 0, 1), 1) << token
-    x = (y - shift) * inverse
-    if CAREFUL:
-        # a token's NaN goes into its key; behind the end there are zeros, not -mean
-        x = tl.where(finite & (rows < length)[:, None], x, 0.0)
-    code, owed = feed_back(x, owed, gain, NATIVE)
-    # layout.key_of_slot: a word has two tokens next to each other, and those 8 behind
-    return code << (8 * (token % 2 + token // 8 * 2)), owed, hidden
-
-
-@triton.jit
 def write_values(
     v, v_stride, shift, scale, out, first, length, padded,
     DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
@@ -399,26 +379,25 @@ def write_values(
     words0 = tl.zeros([GROUPS, WIDTH], tl.int32)
     words1, words2, words3 = words0, words0, words0
     hidden = tl.zeros([GROUPS], tl.int32)  # a bit of each token
-    if NATIVE:
-        for token in tl.static_range(GROUP):
-            byte, owed, hidden = write_value(token, v, v_stride, shift, inverse, first, length, gain, owed, hidden, DIM, WIDTH, NATIVE, CAREFUL)
-            if token // 2 % 4 == 0:
-                words0 |= byte
-            elif token // 2 % 4 == 1:
-                words1 |= byte
-            elif token // 2 % 4 == 2:
-                words2 |= byte
-            else:
-                words3 |= byte
-    else:
-        # a conversion is some 20 instructions: 16 of them after one another take 13 s to compile
-        for token in range(GROUP):
-            byte, owed, hidden = write_value(token, v, v_stride, shift, inverse, first, length, gain, owed, hidden, DIM, WIDTH, NATIVE, CAREFUL)
-            word = token // 2 % 4
-            words0 |= tl.where(word == 0, byte, 0)
-            words1 |= tl.where(word == 1, byte, 0)
-            words2 |= tl.where(word == 2, byte, 0)
-            words3 |= tl.where(word == 3, byte, 0)
+    # a conversion by integers is some 20 instructions: 16 of them after one another take 13 s to compile
+    for token in tl.range(GROUP, loop_unroll_factor=GROUP if NATIVE else 1):
+        rows = first + groups * GROUP + token
+        y = load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False)
+        if CAREFUL:
+            finite = is_finite(y)
+            hidden |= tl.max(tl.where(finite, 0, 1), 1) << token
+        x = (y - shift) * inverse
+        if CAREFUL:
+            # a token's NaN goes into its key; behind the end there are zeros, not -mean
+            x = tl.where(finite & (rows < length)[:, None], x, 0.0)
+        code, owed = feed_back(x, owed, gain, NATIVE)
+        # layout.key_of_slot: a word has two tokens next to each other, and those 8 behind
+        byte = code << (8 * (token % 2 + token // 8 * 2))
+        word = token // 2 % 4
+        words0 |= tl.where(word == 0, byte, 0)
+        words1 |= tl.where(word == 1, byte, 0)
+        words2 |= tl.where(word == 2, byte, 0)
+        words3 |= tl.where(word == 3, byte, 0)
     words = tl.permute(tl.join(tl.join(words0, words1), tl.join(words2, words3)), (0, 1, 3, 2))
     at = (first // GROUP + groups[:, None]) * (GROUP // 4) + columns[None, :].to(tl.int64) * (padded // 4)
     pointers = out + at[:, :, None] + tl.arange(0, 4)[None, None, :]
