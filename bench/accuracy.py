@@ -108,6 +108,7 @@ DRAWN = {
     "fp8attn cuda end to end": ("#D55E00", "o", "-"),
     "fp8attn triton end to end": ("#0072B2", "s", "-"),
     "fp8attn rotated": ("#E69F00", "v", "-"),
+    "fp8attn not rotated": ("#E69F00", "X", "--"),
     "fp8attn V not smoothed": ("#F0E442", "<", "-"),
     "fp8attn f16": ("#56B4E9", ">", "-"),
     "cuDNN e4m3": ("#000000", "P", "-"),

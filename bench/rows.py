@@ -18,13 +18,14 @@ from . import adapters
 from .adapters import OTHERS
 from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
 
-PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False)
-"""A scale for each tensor and nothing removed: what FP8 attention is given by who only casts."""
+PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False, rotate=0)
+"""A scale for each tensor and nothing removed or rotated: what FP8 attention is given by who only casts."""
 
 RECIPES = {
-    "rotated": Recipe(rotate=True),
+    "rotated": Recipe(rotate=256),
+    "not rotated": Recipe(rotate=0),
     "token keys": Recipe(k="token"),
-    "token keys rotated": Recipe(k="token", rotate=True),
+    "token keys rotated": Recipe(k="token", rotate=256),
     "V not smoothed": Recipe(smooth_v=False),
     "Q smoothed": Recipe(smooth_q=True),
     "f16": Recipe(compute="f16"),

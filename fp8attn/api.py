@@ -14,7 +14,7 @@ from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
-from .recipe import DEFAULT_RECIPE, E4M3, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, E4M3, Quantized, Recipe, Rotation
 from .reference import Causal
 from .triton import run
 from .validate import (
@@ -133,23 +133,24 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
         check_shapes(key, key, value, False)
         if query is not None and recipe.smooth_q:
             check_shapes(query, key, value, True)
-    results = tuple(x for x in _quantize(query, key, value, recipe) if x is not None)
+    results = tuple(x for x in _quantize(query, key, value, recipe, recipe.rotate) if x is not None)
     return results[0] if len(results) == 1 else results
 
 
 def _quantize(
-    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe
+    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe, rotate: Rotation
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """The operator, its results as `Quantized`; None for what isn't given."""
+    """The operator, its results as `Quantized`; None for what isn't given. `rotate`: instead of the recipe's."""
     tensors = ops.library_ops.quantize(
-        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
+        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, rotate, recipe.qk
     )  # fmt: skip
     q = k = v = None
     if query is not None:
         means, bias = (tensors[2], None if key is None else tensors[9]) if recipe.smooth_q else (None, None)
-        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, recipe.rotate, bias)
+        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, rotation.part_of(query.shape[3], rotate), bias)
     if key is not None:
-        k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], tensors[5] if recipe.smooth_k else None, recipe.rotate)
+        k_mean, part = tensors[5] if recipe.smooth_k else None, rotation.part_of(key.shape[3], rotate)
+        k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], k_mean, part)
         v = Quantized(tensors[6], tensors[7], recipe.v, "values", key.shape[2], tensors[8] if recipe.smooth_v else None)
     return q, k, v
 
@@ -229,10 +230,12 @@ def _check_pair(query: Operand, key: Operand) -> None:
     types = tuple(x.data.dtype for x in (query, key) if isinstance(x, Quantized))
     if len(types) == 2 and types[0] != types[1]:
         raise TypeError(f"query is stored as {types[0]}, key as {types[1]}; both must be quantized with recipes of the same `qk`")
-    in_query, in_key = (isinstance(x, Quantized) and x.rotated for x in (query, key))
+    in_query, in_key = (x.rotated if isinstance(x, Quantized) else 0 for x in (query, key))
     if in_query != in_key:
-        rotated, other = ("query", "key") if in_query else ("key", "query")
-        raise ValueError(f"{rotated} is rotated, {other} isn't; both must be quantized with recipes of the same `rotate`")
+        how = f"query is rotated by {in_query} channels, key by {in_key}"
+        if in_query == 0 or in_key == 0:
+            how = "query is rotated, key isn't" if in_query else "key is rotated, query isn't"
+        raise ValueError(f"{how}; both must be quantized with recipes of the same `rotate`")
     if isinstance(query, Quantized):
         check_bias(query, key.shape[2])
 
@@ -246,7 +249,9 @@ def _prepare(
     query, key, value = _imported(query, key, value, q_scale, k_scale, v_scale)
     floats = tuple(x if isinstance(x, torch.Tensor) else None for x in (query, key, value))
     if any(x is not None for x in floats):
-        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe)
+        # beside what isn't rotated, as what the user quantized, nothing can be
+        beside = any(isinstance(x, Quantized) and x.rotated == 0 for x in (query, key))
+        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe, 0 if beside else recipe.rotate)
         query, key, value = q or query, k or key, v or value
     _check_pair(query, key)
     if query.mean is not None and query.bias is None:
@@ -354,7 +359,10 @@ def sdpa(
         out, lse, k_mean = whole(q, k, v, float(softmax_scale), causal, out_dtype or q.dtype, return_lse)
         if options is not None:
             eager.remember_from_half(q, k, v, options, float(softmax_scale), causal, out)
-        return (out, lse + reference.smoothing_shift(q, k_mean, float(softmax_scale))) if return_lse else out
+        if not return_lse:
+            return out
+        source = rotation.rotate_queries(q, rotation.part_of(q.shape[3], recipe.rotate))
+        return out, lse + reference.smoothing_shift(source, k_mean, float(softmax_scale))
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
     )  # fmt: skip
@@ -373,12 +381,10 @@ def sdpa(
         return out
     if prepared.key.mean is not None:
         # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-        if not isinstance(query, torch.Tensor) or is_stored(query):
-            source = dequantize(prepared.query)
-        elif prepared.query.rotated:
-            source = rotation.rotate(query) * rotation.part_of(query.shape[3])
+        if isinstance(query, torch.Tensor) and not is_stored(query):
+            source = rotation.rotate_queries(query, prepared.query.rotated)
         else:
-            source = query
+            source = dequantize(prepared.query)
         lse = lse + reference.smoothing_shift(source, prepared.key.mean, prepared.softmax_scale)
     return out, lse
 

@@ -30,13 +30,14 @@ from .recipe import PRECISE, QUERY_GROUP, SCALE_BLOCK, Quantized, Recipe
 
 CANDIDATES = (
     Recipe(),
-    Recipe(rotate=True),
+    Recipe(rotate=256),
     Recipe(k="token"),
-    Recipe(k="token", rotate=True),
+    Recipe(k="token", rotate=256),
     PRECISE,
-    Recipe(compute="f16", k="token", rotate=True),
+    Recipe(compute="f16", k="token", rotate=256),
 )
-"""Recipes from the cheapest on: rotation costs the quantizer, scales of single keys and int8 the kernel, half tensor cores half the rate."""
+"""Recipes from the cheapest on: rotation of more than 16 channels costs the quantizer, scales of single keys and int8 the kernel, half tensor cores
+half the rate."""
 
 MASS_ROWS = 128
 """Rows of queries, evenly spaced, that `attention_mass` looks at."""

@@ -21,7 +21,7 @@ from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
 from .layout import padded_length
-from .recipe import BIAS_ALIGNMENT, DEFAULT_RECIPE, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe
+from .recipe import BIAS_ALIGNMENT, DEFAULT_RECIPE, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe, Rotation
 from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
@@ -101,7 +101,7 @@ def _quantize(
     smooth_k: bool,
     smooth_v: bool,
     smooth_q: bool,
-    rotate: bool,
+    rotate: Rotation,
     qk: ProductType,
 ) -> tuple[torch.Tensor, ...]:
     recipe = _recipe(q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, smooth_q, rotate, qk)
@@ -154,7 +154,7 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
 register(
     "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v,"
-    " bool smooth_q, bool rotate, str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool smooth_q, int rotate, str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _fake_quantize,
 )

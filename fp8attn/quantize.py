@@ -169,7 +169,7 @@ def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized) -> Quantized:
     """`q`, whose means were subtracted, with what they add to the scores of k (B, Hkv, Sk, D), which isn't rounded for it."""
     assert q.mean is not None
-    return replace(q, bias=score_bias(q.mean, centre(rotation.rotate(k) if k_quantized.rotated else k, k_quantized.mean)))
+    return replace(q, bias=score_bias(q.mean, centre(rotation.rotate(k, k_quantized.rotated), k_quantized.mean)))
 
 
 def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -327,13 +327,14 @@ def _quantize_rows(
     granularity: Granularity,
     mean: torch.Tensor | None,
     poisoned: torch.Tensor | None,
-    rotated: bool,
+    part: int,
     factor: float,
     qk: ProductType,
 ) -> Quantized:
-    """`poisoned`: keys whose values aren't finite, None for queries. `factor`: of the scales that are kept, a power of two."""
+    """`poisoned`: keys whose values aren't finite, None for queries. `part`: channels that are rotated together. `factor`: of the scales that are
+    kept, a power of two."""
     length = x.shape[2]
-    y = centre(rotation.rotate(x) if rotated else x, mean)
+    y = centre(rotation.rotate(x, part), mean)
     largest = _largest(y, granularity)
     scale = scale_of(largest, INT8_MAX if qk == "int8" else E4M3_MAX)
     kept = torch.where(largest > 0, scale * factor, 1.0)
@@ -345,29 +346,30 @@ def _quantize_rows(
     y = y.masked_fill(hidden.unsqueeze(-1), torch.nan)
     data = empty_rows(x, row_type(qk))
     data.copy_((encode_int8 if qk == "int8" else encode)(y, row_scales(scale, granularity, length).unsqueeze(-1)))
-    return Quantized(data, kept, granularity, "rows", length, mean, rotated)
+    return Quantized(data, kept, granularity, "rows", length, mean, part)
 
 
 def without_means(q: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries (B, H, S, D) minus the means of their groups, float32, and the means as `Quantized` has them: rotated if the recipe says so."""
     means = query_means(q)
-    stored = rotation.rotate(means) * rotation.part_of(q.shape[-1]) if recipe.rotate else means
+    stored = rotation.rotate_queries(means, rotation.part_of(q.shape[-1], recipe.rotate))
     return q.float() - of_every_query(means, q.shape[2]), stored
 
 
 def quantize_q(q: torch.Tensor, recipe: Recipe) -> Quantized:
     """Quantize queries (B, H, S, D), any float dtype. Smoothed, they are without `bias`."""
-    factor = rotation.part_of(q.shape[-1]) if recipe.rotate else 1.0
+    part = rotation.part_of(q.shape[-1], recipe.rotate)
     q, means = without_means(q, recipe) if recipe.smooth_q else (q, None)
-    return replace(_quantize_rows(q, recipe.q, None, None, recipe.rotate, factor, recipe.qk), mean=means)
+    return replace(_quantize_rows(q, recipe.q, None, None, part, max(part, 1), recipe.qk), mean=means)
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
     """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, any float dtypes."""
-    k_mean = removable(key_mean(rotation.rotate(k) if recipe.rotate else k)) if recipe.smooth_k else None
+    part = rotation.part_of(k.shape[-1], recipe.rotate)
+    k_mean = removable(rotation.rotate(key_mean(k), part)) if recipe.smooth_k else None
     v_mean = removable(coarse(value_mean(v), v)) if recipe.smooth_v else None
     poisoned = ~v.isfinite().all(-1)
-    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned, recipe.rotate, 1.0, recipe.qk)
+    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned, part, 1.0, recipe.qk)
     y = centre(v, v_mean).nan_to_num(nan=0.0)
     scale = scale_of(_largest(y, recipe.v))
     rows = encode_values(y, scale)

@@ -11,6 +11,7 @@ Granularity = Literal["tensor", "head", "block", "token", "channel"]
 ProductType = Literal["e4m3", "int8"]
 ComputeType = Literal["e4m3", "f16"]
 Layout = Literal["rows", "values"]
+Rotation = Literal[0, 16, 256]
 
 ROW_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "block", "token")
 VALUE_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "channel")
@@ -53,8 +54,9 @@ class Recipe:
             arXiv:2411.10958, section 3). For a Q whose channels have large common parts: they no longer eat its precision, nor K's, whose
             rounding they would multiply. Takes a pass over Q, a product with K a 64th as large as Q·Kᵀ, which lies in memory (4 bytes for
             every 64 scores), and kernels that add masks.
-        rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread
-            over all channels (fp8attn.rotation). Scores don't change; it takes time in the quantizer, none in the kernel.
+        rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread over so many
+            channels, the largest power of two at most that divides the head dim (fp8attn.rotation): 16, 256 for all that can be, 0 for none.
+            Scores don't change; 256 takes time in the quantizer, none in the kernel.
         qk: what Q and K are stored and multiplied as. `int8` has uniform steps: of a row like N(0, 1) a third of e4m3's rounding error, and exact
             products (SageAttention 2, arXiv:2411.10958). P and V stay e4m3.
         compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel, all but int8.
@@ -73,7 +75,7 @@ class Recipe:
     smooth_k: bool = True
     smooth_v: bool = True
     smooth_q: bool = False
-    rotate: bool = False
+    rotate: Rotation = 16
     qk: ProductType = "e4m3"
     compute: ComputeType = "e4m3"
     two_level: bool | None = None
@@ -86,20 +88,21 @@ class Recipe:
             "smooth_k": (False, True),
             "smooth_v": (False, True),
             "smooth_q": (False, True),
-            "rotate": (False, True),
+            "rotate": get_args(Rotation),
             "qk": get_args(ProductType),
             "compute": get_args(ComputeType),
             "two_level": (None, False, True),
         }
         for field in fields(self):
             value = getattr(self, field.name)
-            if not any(value is a or (isinstance(a, str) and value == a) for a in allowed[field.name]):
+            # True == 1 and 16.0 == 16
+            if not any((isinstance(a, str) or type(value) is type(a)) and value == a for a in allowed[field.name]):
                 raise ValueError(f"Recipe.{field.name} is {value!r}; it must be one of {allowed[field.name]}")
 
 
 DEFAULT_RECIPE = Recipe()
 
-PRECISE = Recipe(rotate=True, qk="int8")
+PRECISE = Recipe(rotate=256, qk="int8")
 """For layers that need a more exact answer: of 22 recipes whose products both run on FP8 or int8 tensor cores the most exact one that every kernel
 computes without its general instances. Scales of single keys, k="token", would take another 1 % of the error.
 
@@ -124,7 +127,8 @@ class Quantized:
         layout: `rows` for q and k, `values` for v.
         length: S, the number of tokens.
         mean: float32 (B, H, D) that was subtracted before quantizing; of queries (B, H, ceil(S / 64), D), of every 64 of them; or None.
-        rotated: whether it stands for rows of q or k times fp8attn.rotation's matrix: of k over sqrt(2^k), of q times as much.
+        rotated: 2^k, the channels that were rotated together if it stands for rows of q or k times fp8attn.rotation's matrix: of k over sqrt(2^k),
+            of q times as much. Else 0.
         bias: of queries whose means were subtracted, what these add to the scores of the keys that they were quantized with, over the softmax
             scale: float32 (B, H, ceil(S / 64), Sk rounded up to a multiple of 4). Else None.
     """
@@ -135,7 +139,7 @@ class Quantized:
     layout: Layout
     length: int
     mean: torch.Tensor | None = None
-    rotated: bool = False
+    rotated: int = 0
     bias: torch.Tensor | None = None
 
     @property

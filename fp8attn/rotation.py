@@ -1,13 +1,15 @@
 """Rotation of Q and K by one orthonormal matrix, which leaves their products as they are.
 
-Random-looking signs, then a Walsh-Hadamard transform, spread what a few channels or tokens have over all channels of a row, so that a scale
-no longer serves an outlier at the cost of its neighbours (QuIP#, arXiv:2402.04396, section 3; FlashAttention-3, arXiv:2407.08608,
-section 3.3). The signs are those of the Rudin-Shapiro sequence: its own Walsh spectrum is flat, so rows whose channels are all alike are
-spread as well as single channels are.
+Random-looking signs, then a Walsh-Hadamard transform, spread what a few channels or tokens have over the channels of their part of a row, so
+that a scale no longer serves an outlier at the cost of its neighbours (QuIP#, arXiv:2402.04396, section 3; FlashAttention-3,
+arXiv:2407.08608, section 3.3). The signs are those of the Rudin-Shapiro sequence, anew in every part: its own Walsh spectrum is flat, so rows
+whose channels are all alike are spread as well as single channels are.
 
-A head dim of 2^k m, m odd, is rotated in m parts of 2^k. Butterflies only add; to keep them finite wherever x is, both operands are divided
-by 2^k first, and Q's scales make up for it: the product of two transforms that aren't normalised is 2^k too large, of two so divided 2^k
-too small.
+Parts are of 2^k channels. A head dim of 2^k m, m odd, has parts of 2^k at most, or of 16: as many channels as one tensor-core operand has along
+the reduction, which CUDA kernels rotate on the way at no cost, and most of what larger parts gain is gained by then.
+
+Butterflies only add; to keep them finite wherever x is, both operands are divided by 2^k first, and Q's scales make up for it: the product of two
+transforms that aren't normalised is 2^k too large, of two so divided 2^k too small.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from __future__ import annotations
 import torch
 
 
-def part_of(dim: int) -> int:
-    """2^k, the channels that are rotated together: the largest power of two that divides `dim`."""
-    return dim & -dim
+def part_of(dim: int, most: int) -> int:
+    """2^k, the channels that are rotated together: the largest power of two that divides `dim`, `most` at most, which is a power of two or 0."""
+    part = most
+    while part > 1 and dim % part:  # a number also where torch.compile knows none for `dim`
+        part //= 2
+    return part
 
 
 def sign_bit(channel):
@@ -28,14 +33,23 @@ def sign_bit(channel):
     return (pairs ^ (pairs >> 1)) & 1
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x (…, D) rotated, float32, over sqrt(2^k). Of a row with an element that isn't finite no element of its part is."""
-    part = part_of(x.shape[-1])
+def rotate(x: torch.Tensor, part: int) -> torch.Tensor:
+    """x (…, D) float32, `part` channels rotated together, over sqrt(part); as it is if `part` is 0.
+
+    Of a row with an element that isn't finite no element of its part is.
+    """
+    if part == 0:
+        return x.float()
     channels = torch.arange(x.shape[-1], device=x.device)
-    y = x.float() * ((1 - 2 * sign_bit(channels)) * (1.0 / part))
+    y = x.float() * ((1 - 2 * sign_bit(channels % part)) * (1.0 / part))
     distance = 1
     while distance < part:
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
         y = torch.stack((low + high, low - high), -2).flatten(-3)
         distance *= 2
-    return y
+    return y + 0.0  # a zero is positive, whoever adds up what
+
+
+def rotate_queries(q: torch.Tensor, part: int) -> torch.Tensor:
+    """q (…, D) as it is restored: rotated, times what K was divided by."""
+    return rotate(q, part) * max(part, 1)

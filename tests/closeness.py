@@ -22,6 +22,30 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / norm) if norm > 0 else float(difference)
 
 
+def on_grid(x: torch.Tensor) -> torch.Tensor:
+    """`x` cut to multiples of a 64th of its largest power of two: sums of 16 of its numbers are exact, in any order and on tensor cores."""
+    finite = x.double().nan_to_num(0.0, 0.0, 0.0)
+    if not finite.any():
+        return x
+    largest = finite.abs().max()
+    step = 2.0 ** (largest.log2().floor() - 6)
+    return torch.where(x.isfinite(), (x.double() / step).trunc() * step, x.double()).to(x.dtype)
+
+
+def assert_alike(actual: Quantized, expected: Quantized, share: float) -> None:
+    """Quantized keys whose rotated channels were added up in another order or by a tensor core, which cuts off what 24 bits don't hold: the mean
+    bit for bit, scales but for their last bits, of the codes all but a `share`, and those off by one."""
+    assert actual.mean is not None and expected.mean is not None
+    assert torch.equal(actual.mean, expected.mean), "means differ"
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=2.0**-20, atol=0)
+    number, wanted = ((x.data.view(torch.uint8).int() & 0x7F) * (1 - (x.data.view(torch.uint8).int() >> 7) * 2) for x in (actual, expected))
+    assert torch.equal(number.abs() == 0x7F, wanted.abs() == 0x7F), "NaN in other places than expected"
+    apart = (number - wanted).abs()
+    assert int(apart.max()) <= 1 and float((apart > 0).double().mean()) <= share, (
+        f"{int((apart > 0).sum())} codes differ, by up to {int(apart.max())}"
+    )
+
+
 def score_step(q: Quantized, k: Quantized, softmax_scale: float) -> float:
     """What a score may be off by because a tensor core keeps 13 bits of its sum, whose terms may be far larger than what they add up to: no more than
     that part of the largest row of Q's norm times the largest of K's."""

@@ -107,7 +107,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (full(out_dtype=torch.int8, backend="reference"), TypeError, "out_dtype is torch.int8; it must be"),
     (full(backend="metal"), ValueError, "backend is 'metal'; it must be"),
     (full(backend="cuda"), BackendUnavailable, "cuda: tensors are on cpu; move them to a GPU"),
-    (call(query=dataclasses.replace(quantized(), data=Q8, rotated=True)), ValueError, "query is rotated, key isn't; both must be quantized"),
+    (call(query=dataclasses.replace(quantized(), data=Q8, rotated=16)), ValueError, "query is rotated, key isn't; both must be quantized"),
     (call(q_scale=1.0), ValueError, "q_scale is given, but its tensor isn't float8_e4m3fn, uint8 or int8; it must be None"),
     (cached(k_scale=None), ValueError, "k is torch.float8_e4m3fn and k_scale is None; it must be"),
     (cached(q_scale=torch.ones(1).double()), TypeError, "q_scale is torch.float64; it must be a float or a float32 tensor"),
@@ -133,6 +133,10 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: fp8attn.quantize(), ValueError, "query, key and value are None; at least"),
     (lambda: fp8attn.import_kv(K, V, 1.0, 1.0), TypeError, "key is torch.bfloat16; it must be float8_e4m3fn, uint8 or int8"),
     (lambda: Recipe(k="channel"), ValueError, r"Recipe.k is 'channel'; it must be one of"),
+    (lambda: Recipe(rotate=True), ValueError, r"Recipe.rotate is True; it must be one of \(0, 16, 256\)"),
+    (lambda: Recipe(rotate=False), ValueError, "Recipe.rotate is False; it must be one of"),
+    (lambda: Recipe(rotate=64), ValueError, "Recipe.rotate is 64; it must be one of"),
+    (lambda: Recipe(smooth_k=1), ValueError, "Recipe.smooth_k is 1; it must be one of"),
 ]
 
 

@@ -66,7 +66,7 @@ def test_capture_ends(device: torch.device) -> None:
 
 def test_cheapest_recipe_within_the_tolerance(device: torch.device) -> None:
     _, _, calls = captured(device)
-    recipes = (Recipe(q="tensor", k="tensor", smooth_k=False), Recipe(), Recipe(k="token", rotate=True))
+    recipes = (Recipe(q="tensor", k="tensor", smooth_k=False, rotate=0), Recipe(), Recipe(k="token", rotate=256))
     found = calibrate(calls, tolerance=0.07, recipes=recipes)
     worst = {name: [max(errors.relative_l2) for errors in layer.tried] for name, layer in found.layers.items()}
     for name, layer in found.layers.items():
@@ -115,15 +115,18 @@ def test_smoothed_queries_are_judged_by_what_is_attended_with(device: torch.devi
 
 def test_saved_and_loaded(device: torch.device, tmp_path: Path) -> None:
     _, _, calls = captured(device)
-    calibration = calibrate(calls, recipes=(Recipe(), Recipe(rotate=True), Recipe(smooth_q=True)))
+    calibration = calibrate(calls, recipes=(Recipe(), Recipe(rotate=256), Recipe(smooth_q=True)))
     calibration.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == calibration
+    (tmp_path / "c.json").write_text((tmp_path / "c.json").read_text().replace('"rotate": 256', '"rotate": true'))
+    with pytest.raises(ValueError, match=r"Recipe.rotate is True; it must be one of \(0, 16, 256\)"):
+        Calibration.load(tmp_path / "c.json")
 
 
 def test_applied(device: torch.device) -> None:
     """The model's attention is fp8attn's, by the layer's recipe."""
     model, x, calls = captured(device)
-    calibration = calibrate(calls, recipes=(Recipe(rotate=True),))
+    calibration = calibrate(calls, recipes=(Recipe(rotate=256),))
     seen = []
     original = fp8attn.calibration.sdpa
 
@@ -136,7 +139,7 @@ def test_applied(device: torch.device) -> None:
         exact = model(x)
         with calibration.applied(model, backend="reference"):
             out = model(x)
-    assert seen == [Recipe(rotate=True)] * 2
+    assert seen == [Recipe(rotate=256)] * 2
     assert torch.allclose(out, exact, atol=1e-4)
     with pytest.raises(KeyError, match="layer is '1'; it must be one that was calibrated: 0, 2"):
         calibration.recipe_for("1")

@@ -116,8 +116,10 @@ SHORT_MUTANTS = {
     "columns of another slice": (SHORT, "short.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
     "mean not added back": (SHORT, "short.cuh", "desk.facts.mean[c] = desk.shift[c] = mean;", "desk.facts.mean[c] = 0, desk.shift[c] = mean;"),
     "a NaN unseen": (SHORT, "short.cuh", "hidden >> i & 1 ? NAN_CODES : codes", "codes"),
-    "tokens that don't exist": (SHORT, "tile/quantize.h", "if (i >= count) continue;", ""),
-    "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = restores;", "scale[row(0)] = restores;"),
+    "tokens that don't exist": (SHORT, "short.cuh", "if (i < keys.count) of_block", "of_block"),
+    "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = largest", "scale[row(0)] = largest"),
+    "queries not divided as keys are": (SHORT, "tile/quantize.h", "restores * PART", "restores"),
+    "signs of other channels": (SHORT, "tile/rotate.h", "first = factors ^ (signs & 1) << 15", "first = factors"),
 }
 """Of the kernel that quantizes, likewise."""
 

@@ -49,9 +49,9 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
     "recipe",
     (
         Recipe(),
-        Recipe(q="block", k="token", v="head", smooth_k=False, rotate=True, qk="int8"),
+        Recipe(q="block", k="token", v="head", smooth_k=False, rotate=256, qk="int8"),
         Recipe(q="head", k="tensor", v="tensor", smooth_v=False),
-        Recipe(smooth_q=True, rotate=True),
+        Recipe(smooth_q=True, rotate=0),
     ),
 )
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:

@@ -190,7 +190,7 @@ def centred(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """What was encoded, float32, the difference rounded once. Queries' means go before they are rotated."""
     if is_smoothed_query(quantized):
         x = x.float() - of_every_query(query_means(x), x.shape[2])
-    y = rotation.rotate(x) if quantized.rotated else x.float()
+    y = rotation.rotate(x, quantized.rotated)
     return y if quantized.mean is None or is_smoothed_query(quantized) else y - quantized.mean.unsqueeze(-2)
 
 
@@ -200,15 +200,15 @@ def is_smoothed_query(quantized: Quantized) -> bool:
 
 def factor_of(quantized: Quantized, is_query: bool) -> int:
     """Of the scales: what rotated queries were divided by."""
-    return rotation.part_of(quantized.shape[3]) if quantized.rotated and is_query else 1
+    return max(quantized.rotated, 1) if is_query else 1
 
 
 def bad_elements(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """What isn't finite of x (B, H, S, D) when it is encoded: if it was rotated, the parts with such an element."""
     bad = ~x.isfinite()
-    if not quantized.rotated:
+    part = quantized.rotated
+    if part == 0:
         return bad
-    part = rotation.part_of(x.shape[3])
     return bad.unflatten(3, (-1, part)).any(-1, keepdim=True).expand(*x.shape[:3], -1, part).flatten(3)
 
 
@@ -364,7 +364,7 @@ def test_encoding_int8(device: torch.device, by: str) -> None:
     """All of -127 … 127 and the ties between them: to nearest even."""
     x = torch.arange(-254, 255, device=device).float() / 2
     x = torch.nn.functional.pad(x, (0, 3)).view(1, 1, -1, 128).expand(1, 2, -1, -1).contiguous()
-    q, k, _ = QUANTIZERS[by](x, x, x, Recipe(q="tensor", k="tensor", smooth_k=False, qk="int8"))
+    q, k, _ = QUANTIZERS[by](x, x, x, Recipe(q="tensor", k="tensor", smooth_k=False, rotate=0, qk="int8"))
     for quantized in (q, k):
         assert quantized.scale.item() == 1.0 and torch.equal(quantized.data.float(), x.round())
 
@@ -492,7 +492,7 @@ def test_zero_blocks_tokens_and_channels_have_scale_one(device: torch.device, gr
 def test_means_of_queries(case: Case, device: torch.device) -> None:
     """Of every 64 queries, off by the roundings of a sum; what they add to scores is their product with keys as they were before rounding."""
     q, k, v = case.tensors(device)
-    smoothed, keys, _ = by_torch(q, k, v, dataclasses.replace(case.recipe, smooth_q=True, rotate=False))
+    smoothed, keys, _ = by_torch(q, k, v, dataclasses.replace(case.recipe, smooth_q=True, rotate=0))
     groups = [group.double() for group in q.split(QUERY_GROUP, 2)]
     means = torch.stack([group.mean(2) for group in groups], 2)
     magnitudes = torch.stack([group.abs().mean(2) for group in groups], 2)
@@ -512,7 +512,7 @@ def test_what_means_of_queries_add_is_finite(device: torch.device) -> None:
     k[0, 0, 5, 7], k[0, 0, 9, 0] = torch.nan, -torch.inf
     q[0, 0, 3], q[0, 0, 64:, 2] = torch.nan, torch.inf
     k[0, 0, 11] = torch.finfo(torch.float32).max
-    for rotate in (False, True):
+    for rotate in (0, 16, 256):
         smoothed, _, _ = by_torch(q, k, v, Recipe(smooth_q=True, smooth_k=False, rotate=rotate))
         assert smoothed.mean.isfinite().all() and (smoothed.mean != 0).any()
         assert (smoothed.bias[..., [5, 9]] == 0).all() and (smoothed.bias[..., 11] == LARGEST_BIAS).all()
@@ -524,10 +524,13 @@ def test_means(case: Case, device: torch.device) -> None:
     """K's are off by the roundings of a sum in 32 lanes; V's are the nearest multiples of MEAN_STEP of their channel's largest power of two, or zero
     if they are less than MEAN_STEPS of them."""
     _, k, v = case.tensors(device)
-    _, k_quantized, v_quantized = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, smooth_v=True, rotate=False))
+    _, k_quantized, v_quantized = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, smooth_v=True, rotate=0))
     additions = 32 + -(-case.kv_length // 32)
     slack = additions * 2.0**-24 * k.double().abs().mean(2)
     assert ((k_quantized.mean.double() - k.double().mean(2)).abs() <= slack).all()
+    for rotate in (16, 256):  # the rotated mean, not the mean of what was rotated
+        _, quantized, _ = by_torch(None, k, v, dataclasses.replace(case.recipe, smooth_k=True, rotate=rotate))
+        assert torch.equal(quantized.mean, rotation.rotate(k_quantized.mean, quantized.rotated))
     _, exponent = torch.frexp(v.double().abs().amax(2))  # log2 of a power of two may come out just below
     step = MEAN_STEP * torch.exp2(exponent - 1.0)
     rounding = additions * 2.0**-24 * v.double().abs().mean(2)
@@ -562,7 +565,7 @@ def test_means_of_long_keys_are_of_a_sample(device: torch.device, length: int, s
     k[:, :, group % spacing != 0] = 1e9
     sample = k[:, :, group % spacing == 0].double().nan_to_num(0.0)
     assert sample.shape[2] == sampled
-    mean = by_torch(None, k, k, Recipe())[1].mean
+    mean = by_torch(None, k, k, Recipe(rotate=0))[1].mean
     assert ((mean.double() - sample.mean(2)).abs() <= 64 * 2.0**-24 * sample.abs().mean(2)).all()
 
 
@@ -582,16 +585,19 @@ def test_constant_channels_of_v_are_their_mean(device: torch.device, length: int
 
 @pytest.mark.parametrize("by", QUANTIZERS)
 def test_means_that_are_too_large_are_not_removed(device: torch.device, by: str) -> None:
-    """Below LARGEST_MEAN no difference overflows; sums that overflow leave no mean."""
+    """Below LARGEST_MEAN no difference overflows; sums that overflow leave no mean, nor have channels that are rotated with theirs any."""
     (x,) = normal((1, 1, 200, 32), device, 1)
     x[..., 0] = LARGEST_MEAN
     x[..., 1] = LARGEST_MEAN / 2
     x[..., 2] = torch.finfo(torch.float32).max
     x[..., 3] = -torch.finfo(torch.float32).max
-    _, k, v = QUANTIZERS[by](None, x, x, Recipe())
+    _, k, v = QUANTIZERS[by](None, x, x, Recipe(rotate=0))
+    _, rotated, _ = QUANTIZERS[by](None, x, x, Recipe())
     for quantized in (k, v):
         assert quantized.mean[0, 0, :4].tolist() == [0.0, LARGEST_MEAN / 2, 0.0, 0.0]
         assert dequantize(quantized).isfinite().all() and (quantized.mean[0, 0, 4:].abs() < 1).all()
+    assert (rotated.mean[0, 0, :16] == 0).all() and (rotated.mean[0, 0, 16:] != 0).all()
+    assert dequantize(rotated).isfinite().all() and (rotated.mean[0, 0, 16:].abs() < 1).all()
 
 
 def anchored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -613,7 +619,7 @@ def anchored(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 def test_nan_and_infinity_change_nothing_else(case: Case, lengths: tuple[int, int], bad: float, data: st.DataObject, device: torch.device) -> None:
     """Instead of a zero they change their own byte, the bytes of the key whose value they are, and the scale of their own token."""
     # rotated, an element changes its row
-    case = dataclasses.replace(case, q_length=lengths[0], kv_length=lengths[1], recipe=dataclasses.replace(case.recipe, rotate=False))
+    case = dataclasses.replace(case, q_length=lengths[0], kv_length=lengths[1], recipe=dataclasses.replace(case.recipe, rotate=0))
     tensors = anchored(case, device)
     which = data.draw(st.integers(0, 2), label="tensor")
     token = data.draw(st.integers(2, case.q_length - 1 if which == 0 else case.kv_length - 1).filter(lambda t: t % SCALE_BLOCK > 1), label="token")

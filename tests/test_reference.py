@@ -18,7 +18,7 @@ from strategies import MASKS, Case, cases
 
 from fp8attn import Quantized, Recipe, reference
 from fp8attn.quantize import dequantize, of_every_query, quantize, quantize_kv, quantize_q, values_layout
-from fp8attn.recipe import E4M3, ComputeType, ProductType
+from fp8attn.recipe import E4M3, ComputeType, ProductType, Rotation
 
 MODERATE = ("normal", "outliers", "one sign", "tiny", "zeros", "constant", "duplicated keys")
 """Distributions whose scores are below a few hundred, so that exponentials keep most of their scores' bits."""
@@ -275,10 +275,11 @@ def test_smoothing_helps_with_outlier_channels(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dim", (64, 128))
-@pytest.mark.parametrize("rotate", (False, True))
+@pytest.mark.parametrize("rotate", (0, 16, 256))
 @pytest.mark.parametrize("qk, part", (("e4m3", 0.4), ("int8", 0.9)))
-def test_smoothing_helps_with_biased_queries(device: torch.device, qk: ProductType, part: float, rotate: bool, dim: int) -> None:
-    """Measured: 0.106 becomes 0.031 at D 64 (rotated 0.156), int8's 0.057 0.028 (rotated 0.032); a bias of K changes none of them."""
+def test_smoothing_helps_with_biased_queries(device: torch.device, qk: ProductType, part: float, rotate: Rotation, dim: int) -> None:
+    """Measured at D 64: 0.150 becomes 0.027 (rotated by 16 channels 0.142, by all 0.129), int8's 0.062 0.023 (rotated 0.035); a bias of K changes
+    none of them."""
     q, k, v = (x[..., :dim] for x in normal(device, 512, 512))
     bias = torch.tensor([10.0, -20.0, 30.0, -50.0], device=device)
     q, biased = q.clone(), k.clone()

@@ -1,4 +1,4 @@
-"""Rotation of Q and K: orthonormal up to a power of two, of flat rows, and invisible in attention but for smaller errors."""
+"""Rotation of Q and K, in parts: orthonormal up to a power of two, of flat rows, and invisible in attention but for smaller errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from conftest import Attention
 import fp8attn
 from fp8attn import Recipe, reference, reference_sdpa, rotation
 from fp8attn.quantize import dequantize, quantize
+from fp8attn.recipe import Rotation
 
-ROTATED = Recipe(rotate=True)
+PLAIN = Recipe(rotate=0)
 
 
 def normal(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,14 +27,21 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dim", (8, 16, 24, 64, 72, 96, 128, 192, 256))
-def test_matrix(dim: int) -> None:
-    """Parts of 2^k; over sqrt(2^k) it is orthonormal, its elements ±1 over 2^k inside a part and 0 outside."""
-    part = rotation.part_of(dim)
-    assert dim % part == 0 and dim // part % 2 == 1
-    matrix = rotation.rotate(torch.eye(dim))
+@pytest.mark.parametrize("most", (16, 256))
+def test_matrix(most: int, dim: int) -> None:
+    """Parts of 2^k; over sqrt(2^k) it is orthonormal, its elements ±1 over 2^k inside a part and 0 outside, every part like the first."""
+    part = rotation.part_of(dim, most)
+    assert dim % part == 0 and (part == most or dim // part % 2 == 1)
+    matrix = rotation.rotate(torch.eye(dim), part)
+    assert torch.equal(matrix, torch.block_diag(*[matrix[:part, :part]] * (dim // part)))
     assert torch.equal(matrix @ matrix.T * part, torch.eye(dim))
     parts = torch.arange(dim) // part
     assert torch.equal(matrix.abs() * part, (parts[:, None] == parts).float())
+
+
+def test_no_rotation() -> None:
+    x = torch.arange(48.0).view(2, 24)
+    assert rotation.part_of(24, 0) == 0 and torch.equal(rotation.rotate(x, 0), x) and torch.equal(rotation.rotate_queries(x, 0), x)
 
 
 def test_signs_are_the_rudin_shapiro_sequence() -> None:
@@ -48,32 +56,35 @@ def test_signs_are_the_rudin_shapiro_sequence() -> None:
 @pytest.mark.parametrize("dim", (16, 64, 256))
 def test_rows_that_are_all_alike_become_flat(dim: int) -> None:
     """Where k is even; where it is odd, flat but for a factor of sqrt(2)."""
-    spread = rotation.rotate(torch.ones(1, dim)).abs() * math.sqrt(dim)
-    assert torch.equal(spread, torch.ones(1, dim))
-    odd = rotation.rotate(torch.ones(1, dim // 2)).abs() * math.sqrt(dim // 2)
+    spread = rotation.rotate(torch.ones(1, 3 * dim), dim).abs() * math.sqrt(dim)
+    assert torch.equal(spread, torch.ones(1, 3 * dim))
+    odd = rotation.rotate(torch.ones(1, dim // 2), dim // 2).abs() * math.sqrt(dim // 2)
     assert odd.max() == pytest.approx(math.sqrt(2))
 
 
 def test_largest_numbers_stay_finite() -> None:
     largest = torch.finfo(torch.float32).max
     signs = 1.0 - 2.0 * rotation.sign_bit(torch.arange(256))
-    assert rotation.rotate(largest * signs).isfinite().all()
+    assert rotation.rotate(largest * signs, 256).isfinite().all()
 
 
-def test_scores_are_the_same() -> None:
+@pytest.mark.parametrize("rotate, part", ((0, 0), (16, 16), (256, 32)))
+def test_scores_are_the_same(rotate: Rotation, part: int) -> None:
     """Of restored operands: K's share of 2^k is in Q's scales."""
     q, k, v = normal(1, 2, 60, 96)
-    plain, rotated = quantize(q, k, v, Recipe()), quantize(q, k, v, ROTATED)
-    assert rotated[0].rotated and rotated[1].rotated and not rotated[2].rotated and not plain[0].rotated
+    operands = quantize(q, k, v, Recipe(rotate=rotate))
+    assert [x.rotated for x in operands] == [part, part, 0]
     exact = q @ k.transpose(-2, -1)
-    for operands in (plain, rotated):
-        scores = dequantize(operands[0]) @ dequantize(operands[1]).transpose(-2, -1)
-        assert error(scores, exact) < 0.045  # 2.65 % rounding of q and of k
+    assert error(rotation.rotate_queries(q, part) @ rotation.rotate(k, part).transpose(-2, -1), exact) < 1e-6
+    scores = dequantize(operands[0]) @ dequantize(operands[1]).transpose(-2, -1)
+    assert error(scores, exact) < 0.045  # 2.65 % rounding of q and of k
 
 
 @pytest.mark.parametrize("dim", (64, 128))
-def test_outliers_cost_less(dim: int) -> None:
-    """FlashAttention-3's outliers: N(0, 1) + N(0, 100) · Bernoulli(0.001). N(0, 1) itself loses nothing."""
+@pytest.mark.parametrize("rotate", (16, 256))
+def test_outliers_cost_less(rotate: Rotation, dim: int) -> None:
+    """FlashAttention-3's outliers: N(0, 1) + N(0, 100) · Bernoulli(0.001). N(0, 1) itself loses nothing. Measured: 0.083 and 0.063 at D 64 and 128,
+    rotated by 16 channels 0.056 and 0.055, by all 0.056 and 0.053."""
     generator = torch.Generator().manual_seed(0)
     tensors = normal(1, 2, 1024, dim)
     rough = [x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001) for x in tensors]
@@ -81,35 +92,60 @@ def test_outliers_cost_less(dim: int) -> None:
     def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> float:
         return error(reference.pipeline(*quantize(q, k, v, recipe), block_n=128)[0], reference.attention(q, k, v)[0])
 
-    assert error_of(*rough, ROTATED) < 0.9 * error_of(*rough, Recipe())
-    assert error_of(*tensors, ROTATED) < 1.02 * error_of(*tensors, Recipe())
+    rotated = Recipe(rotate=rotate)
+    assert error_of(*rough, rotated) < 0.9 * error_of(*rough, PLAIN)
+    assert error_of(*tensors, rotated) < 1.02 * error_of(*tensors, PLAIN)
 
 
-def test_kernels_and_the_lse(device: torch.device, sdpa: Attention) -> None:
+@pytest.mark.parametrize("rotate", (0, 16, 256))
+def test_kernels_and_the_lse(device: torch.device, sdpa: Attention, rotate: Rotation) -> None:
     """Smoothing's shift of the LSE is in the rotated basis, too; a large mean shows it."""
     q, k, v = (x.to(device) for x in normal(1, 2, 70, 64))
     k = k + torch.linspace(-4, 4, 64, device=device)
-    out, lse = sdpa(q, k, v, is_causal=True, recipe=ROTATED, return_lse=True)
+    recipe = Recipe(rotate=rotate)
+    out, lse = sdpa(q, k, v, is_causal=True, recipe=recipe, return_lse=True)
     expected, expected_lse = reference.attention(q, k, v, causal="top_left")
     assert error(out, expected) < 0.06
     assert (lse - expected_lse).abs().max() < 0.2
-    quantized = fp8attn.quantize(q, k, v, recipe=ROTATED)
+    quantized = fp8attn.quantize(q, k, v, recipe=recipe)
     assert torch.equal(sdpa(*quantized, is_causal=True, out_dtype=q.dtype), out)
 
 
 def test_both_or_neither(device: torch.device, sdpa: Attention) -> None:
     q, k, v = (x.to(device) for x in normal(1, 1, 20, 64))
-    rotated = quantize(q, k, v, ROTATED)
-    plain = quantize(q, k, v, Recipe())
+    recipe = Recipe(rotate=256)
+    rotated, plain, default = (quantize(q, k, v, x) for x in (recipe, PLAIN, Recipe()))
     for function in (sdpa, reference_sdpa):
-        with pytest.raises(ValueError, match="query is rotated, key isn't"):
+        with pytest.raises(ValueError, match="query is rotated, key isn't; both must be quantized with recipes of the same `rotate`"):
             function(rotated[0], *plain[1:])
         with pytest.raises(ValueError, match="key is rotated, query isn't"):
             function(plain[0], *rotated[1:])
-    with pytest.raises(ValueError, match="key is rotated, query isn't"):
+        with pytest.raises(ValueError, match="query is rotated by 16 channels, key by 64; both must be quantized with recipes of the same `rotate`"):
+            function(default[0], *rotated[1:])
+        with pytest.raises(ValueError, match="query is rotated by 64 channels, key by 16"):
+            function(rotated[0], *default[1:])
+    with pytest.raises(ValueError, match="query is rotated by 16 channels, key by 64"):
         sdpa(q, *rotated[1:])
     with pytest.raises(ValueError, match="key is rotated, query isn't"):
         reference_sdpa(q, *rotated[1:])
-    sdpa(q, *rotated[1:], recipe=ROTATED)
+    sdpa(q, *rotated[1:], recipe=recipe)
     exact = reference_sdpa(q, k, v)
-    assert error(reference_sdpa(*rotated, out_dtype=q.dtype), exact) < 0.06
+    for operands in (rotated, default):
+        assert error(reference_sdpa(*operands, out_dtype=q.dtype), exact) < 0.06
+
+
+def test_parts_of_one_size_go_together(device: torch.device, sdpa: Attention) -> None:
+    """Of 48 channels no more than 16 can be rotated together."""
+    q, k, v = (x.to(device) for x in normal(1, 1, 20, 48))
+    default, all_of_them = quantize(q, k, v, Recipe()), quantize(q, k, v, Recipe(rotate=256))
+    assert torch.equal(sdpa(default[0], *all_of_them[1:]), sdpa(*default))
+
+
+def test_nothing_is_rotated_beside_what_is_not(device: torch.device, sdpa: Attention) -> None:
+    """As with what the user quantized, whatever the recipe."""
+    q, k, v = (x.to(device) for x in normal(1, 1, 20, 64))
+    plain = quantize(q, k, v, PLAIN)
+    expected = sdpa(*plain, out_dtype=q.dtype)
+    assert torch.equal(sdpa(q, *plain[1:]), expected) and torch.equal(sdpa(plain[0], k, v, out_dtype=q.dtype), expected)
+    cache = fp8attn.import_kv(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 1.0, 1.0)
+    assert error(sdpa(q, *cache), reference_sdpa(q, k, v)) < 0.08

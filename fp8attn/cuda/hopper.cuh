@@ -229,8 +229,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   const auto quantize_queries = [&](HalfQueries& queries, const Tile& tile) {
     if constexpr (C.half_q) {
       if (!tile.exists()) return;
-      const auto store = [&](int row, int column, uint2 codes) {
-        *reinterpret_cast<uint2*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
+      const auto store = [&](int row, int column, uint4 codes) {
+        *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
       };
       queries.template quantize<T>(facts.row_scale, store);
       ptx::fence_proxy_async();

@@ -21,6 +21,7 @@ constexpr int CHUNKS = CHANNELS / 8;     // of 16 bytes
 constexpr int WORDS = CHANNELS / 2;      // of two channels
 constexpr int WARPS = CHUNKS;            // in writing V each has a chunk of its own
 constexpr int THREADS = LANES * CHUNKS;  // elsewhere each has a chunk of the tokens of a lane
+constexpr int PARTS = CHANNELS / PART;
 constexpr int BLOCKS = STRIP / KEYS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
 constexpr int GROUP = 16;               // keys that V's order permutes among themselves, and whose errors cancel
@@ -126,12 +127,6 @@ __device__ uint4 not_finite(uint4 words) {
 __device__ inline uint4 operator|(uint4 a, uint4 b) { return {a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w}; }
 
 __device__ inline bool any(uint4 words) { return (words.x | words.y | words.z | words.w) != 0; }
-
-template <typename T>
-__device__ void numbers(float (&x)[8], uint4 words) {
-  const float2 a = Pair<T>::floats(words.x), b = Pair<T>::floats(words.y), c = Pair<T>::floats(words.z), d = Pair<T>::floats(words.w);
-  x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y, x[4] = c.x, x[5] = c.y, x[6] = d.x, x[7] = d.y;
-}
 
 // Moments of a thread's chunk.
 template <typename T>
@@ -313,6 +308,17 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
   p.v_scale[place.channel() + channel] = scale;
 }
 
+// K's mean, likewise, by a warp: of four channels a lane, of which there are as many as half its lanes.
+template <QuantizeConfig C>
+__device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int lane) {
+  constexpr int count = CHANNELS / 4;
+  float4* means = reinterpret_cast<float4*>(shared.key_mean);
+  const float4 mean = removable(rotated(means[lane % count]));  // its shuffles wait for who reads
+  if (lane >= count) return;
+  means[lane] = mean;
+  if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
+}
+
 // V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and of each block the 16 tokens of a group, whose
 // codes are 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
@@ -373,7 +379,7 @@ struct Sample {
   }
 };
 
-// K's mean of the CTA's words, if it has some. `sample` is the thread's first item's.
+// The mean of the sample of the CTA's words, if it has some. `sample` is the thread's first item's.
 template <QuantizeConfig C, typename T>
 __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const T* k, Sample<T>& sample) {
   const int words = 1 << place.log_words(), first = place.strip * words;
@@ -394,41 +400,77 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
   float sum[LANES];
 #pragma unroll
   for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
-  const float mean = removable(__fmul_rn(halving_sum(sum), p.inverse_sample));
-  shared.own.key_mean[threadIdx.x] = mean;
-  p.k_mean[place.channel() + 2 * first + threadIdx.x] = mean;
+  shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), p.inverse_sample);
+}
+
+// What a thread looks at of K's tile: of each block a quad of lanes has two rows of the 16 that its warp copies, a thread four channels of every part.
+template <typename T>
+struct Keys {
+  static constexpr int distance = 8;  // of a quad's rows
+  const Rotation<T> rotation = Rotation<T>(threadIdx.x);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
+
+  // The i-th of block n.
+  __device__ int token(int n, int i) const { return n * KEYS + warp * 16 + lane / 4 + distance * i; }
+
+  // Four tokens next to each other have a part in banks of their own.
+  __device__ static uint32_t* chunk_of(StripTile& tile, int token, int chunk) { return &tile[token][4 * (chunk ^ token % 4 * 2)]; }
+
+  __device__ uint2& at(StripTile& tile, int n, int part, int i) const {
+    return *reinterpret_cast<uint2*>(chunk_of(tile, token(n, i), 2 * part + column / 8) + column % 8 / 2);
+  }
+
+  // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
+  __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
+    constexpr int at_once = 32 / CHUNKS;  // tokens of a warp
+    int token = warp * 16 + lane / CHUNKS;
+    from += token * stride + lane % CHUNKS * 8;
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; ++n, token += KEYS, from += KEYS * stride) {
+#pragma unroll
+      for (int i = 0; i < 16; i += at_once)
+        ptx::cp_async_16(chunk_of(tile, token + i, lane % CHUNKS), from + i * stride, token + i < count);
+      ptx::cp_async_commit();
+    }
+  }
+};
+
+// A thread's channels of a part, of two rows, without their mean.
+__device__ inline void centre(float (&y)[2][4], float4 mean) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) y[i][0] -= mean.x, y[i][1] -= mean.y, y[i][2] -= mean.z, y[i][3] -= mean.w;
 }
 
 // Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
-__device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Mine& mine, const float (&mean)[8]) {
+__device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
     wait_for_block(n);
-    float largest = 0.0f;
-    const auto look = [&](uint4 words) {
-      float x[8];
-      numbers<T>(x, words);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(x[c] - mean[c]));  // NaN isn't larger than anything
-    };
-#pragma unroll
-    for (int i = 0; i < OF_BLOCK; ++i) {
-      const uint4 words = mine.at(shared.tile, n, i);
-      const uint32_t spoil = mine.token(n, i) < place.count ? 0 : ~0u;
-      look(words | uint4{spoil, spoil, spoil, spoil});
-    }
-    if (largest == INFINITE) {
+    __syncwarp();
+    const uint32_t without[] = {keys.token(n, 0) < place.count ? 0 : ~0u, keys.token(n, 1) < place.count ? 0 : ~0u};  // such rows become NaN
+    float largest;
+    for (bool again = true; again;) {
       largest = 0.0f;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const uint2 upper = keys.at(shared.tile, n, part, 0), lower = keys.at(shared.tile, n, part, 1);
+        float y[2][4];
+        keys.rotation(y[0], y[1], {upper.x | without[0], upper.y | without[0]}, {lower.x | without[1], lower.y | without[1]});
+        centre(y, mean[part]);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[c / 4][c % 4]));  // NaN isn't larger than anything
+      }
+      again = __any_sync(~0u, largest == INFINITE);
+      if (!again) break;
 #pragma unroll 1
-      for (int i = 0; i < OF_BLOCK && mine.token(n, i) < place.count; ++i) {
-        uint4& words = mine.at(shared.tile, n, i);
-        words = words | not_finite<T>(words);
-        look(words);
+      for (int i = 0; i < 2 * PARTS; ++i) {
+        uint2& words = keys.at(shared.tile, n, i / 2, i % 2);
+        words = spoiled<T>(words);
       }
     }
     const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
-    if (threadIdx.x % 32 == n) shared.of_warps[threadIdx.x / 32][n] = __uint_as_float(of_warp);
+    if (keys.lane == n) shared.of_warps[keys.warp][n] = __uint_as_float(of_warp);
   }
   __syncthreads();
   if (threadIdx.x >= place.slices) return;
@@ -445,7 +487,7 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
 
 // K's codes and scales.
 template <QuantizeConfig C, typename T>
-__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Mine& mine, const float (&mean)[8]) {
+__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
   // a lane has the scale of the block of its number, modulo BLOCKS
   const int block = threadIdx.x % BLOCKS;
   float largest = 0.0f;
@@ -453,23 +495,34 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
   const float scale = scale_of(largest), inverse = __fdiv_rn(1.0f, scale);
   if (place.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < place.count)
     p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = scale;
-  uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS + mine.chunk * 8;
-  to += (place.first + mine.lane) * p.k_data_strides[2];
+  const int odd = keys.lane % 2;
+  uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS;
+  to += (place.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * PART + keys.column / 8 * 8;
 #pragma unroll 1
-  for (int n = 0; n < BLOCKS; ++n) {
+  for (int n = 0; n < BLOCKS; ++n, to += KEYS * p.k_data_strides[2]) {
     const float factor = __shfl_sync(~0u, inverse, n);
-    uint4 words = shared.hidden[0][n];
-    for (int slice = 1; slice < place.slices; ++slice) words = words | shared.hidden[slice][n];
-    const uint32_t hidden[OF_BLOCK] = {words.x, words.y, words.z, words.w};
+    uint32_t hidden = 0;
+    for (int slice = 0; slice < place.slices; ++slice) hidden |= reinterpret_cast<const uint32_t*>(&shared.hidden[slice][n])[keys.warp / 2];
+    hidden >>= keys.token(0, 0) % LANES;
 #pragma unroll
-    for (int i = 0; i < OF_BLOCK; ++i, to += LANES * p.k_data_strides[2]) {
-      float x[8];
-      numbers<T>(x, mine.at(shared.tile, n, i));
+    for (int part = 0; part < PARTS; part += 2) {
+      uint32_t codes[2][2];  // of either part, of either row
 #pragma unroll
-      for (int c = 0; c < 8; ++c) x[c] = (x[c] - mean[c]) * factor;
-      uint2 codes = {ptx::e4m3x4(x[0], x[1], x[2], x[3]), ptx::e4m3x4(x[4], x[5], x[6], x[7])};
-      if (hidden[i] >> mine.lane & 1) codes = {NAN_CODES, NAN_CODES};
-      if (mine.token(n, i) < place.count) *reinterpret_cast<uint2*>(to) = codes;
+      for (int j = 0; j < 2; ++j) {
+        float y[2][4];
+        keys.rotation(y[0], y[1], keys.at(shared.tile, n, part + j, 0), keys.at(shared.tile, n, part + j, 1));
+        centre(y, mean[part + j]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes[j][i] = ptx::e4m3x4(y[i][0] * factor, y[i][1] * factor, y[i][2] * factor, y[i][3] * factor);
+      }
+      // of two lanes the first gets eight channels of the first part, the second of the second
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);
+        uint2 words = odd ? uint2{got, kept} : uint2{kept, got};
+        if (hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES, NAN_CODES};
+        if (keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + part * PART) = words;
+      }
     }
   }
 }
@@ -508,7 +561,10 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   tell_facts<C>(shared, place);
   ptx::mbarrier_wait(&shared.facts_full, 0);
 
-  if (threadIdx.x < CHANNELS) finish_values<C, T>(p, shared, place, threadIdx.x);
+  if (threadIdx.x < CHANNELS)
+    finish_values<C, T>(p, shared, place, threadIdx.x);
+  else if (threadIdx.x < CHANNELS + 32)
+    finish_keys<C>(p, shared, place, threadIdx.x - CHANNELS);
   __syncthreads();
   bool careful = place.count < STRIP;
   for (int n = 0; n < BLOCKS; ++n) careful |= any(shared.hidden[place.slice][n]);
@@ -518,13 +574,14 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
     write_values<false, C, T>(p, shared, place);
   __syncthreads();
 
-  mine.load(shared.tile, k, p.k_strides[2], place.count);
-  float mean[8];
+  const Keys<T> keys;
+  keys.load(shared.tile, k, p.k_strides[2], place.count);
+  float4 mean[PARTS];
 #pragma unroll
-  for (int c = 0; c < 8; ++c) mean[c] = shared.key_mean[8 * mine.chunk + c];
-  find_largest<C, T>(shared, place, mine, mean);
+  for (int part = 0; part < PARTS; ++part) mean[part] = *reinterpret_cast<const float4*>(&shared.key_mean[part * PART + keys.column]);
+  find_largest<C, T>(shared, place, keys, mean);
   ptx::mbarrier_wait(&shared.largest_full, 0);
-  write_keys<C, T>(p, shared, place, mine, mean);
+  write_keys<C, T>(p, shared, place, keys, mean);
 }
 
 template <class Instance>

@@ -107,24 +107,28 @@ __device__ inline int lane_of_values() {
   return thread & 3 | (thread & 4) << 1 | (thread & 24) >> 1 & 4 | (thread & 16);
 }
 
-// Statistics of a slice of K; everyone hears its largest magnitudes. Returns K's mean of the thread's channels.
+// Rotates a slice of K, the thread's channels of it, and takes its mean; everyone hears its largest magnitudes.
 template <ShortConfig C, typename T>
-__device__ float4 measure_keys(const Params& p, ShortStorage<C>& shared, const Part<C>& part, Slice<T>& keys) {
+__device__ void measure_keys(const Params& p, ShortStorage<C>& shared, const Part<C>& part, Slice<T>& keys, float (&y)[STEPS][4]) {
   Desk& desk = shared.desks[part.warpgroup];
   auto& lanes = reinterpret_cast<LaneStatistics<T>&>(desk.lanes);
   const int thread = threadIdx.x % 128;
   keys.template statistics<false>(lanes);
+  keys.rotate(y);
   ptx::warpgroup_sync(1 + part.warpgroup);
   const auto found = Statistics::of<false>(lanes);
-  if (thread % 8 == 0) {
-    const float mean = removable(__fmul_rn(found.sum, p.inverse_length));
-    desk.shift[found.channel()] = mean;
-    if (p.k_mean != nullptr && part.split == 0) p.k_mean[part.pair * C.head_dim + part.slice * SLICE + found.channel()] = mean;
-  }
+  if (thread % 8 == 0) desk.shift[found.channel()] = __fmul_rn(found.sum, p.inverse_length);
   ptx::warpgroup_sync(1 + part.warpgroup);
-  const float4 mean = reinterpret_cast<const float4*>(desk.shift)[keys.quad];
-  float largest[BLOCKS];
-  keys.largest(largest, mean);
+  const float4 mean = removable(rotated(reinterpret_cast<const float4*>(desk.shift)[keys.quad]));
+  if (p.k_mean != nullptr && part.split == 0 && thread < QUADS)
+    reinterpret_cast<float4*>(p.k_mean + part.pair * C.head_dim + part.slice * SLICE)[keys.quad] = mean;
+  float largest[BLOCKS] = {};
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    y[i][0] -= mean.x, y[i][1] -= mean.y, y[i][2] -= mean.z, y[i][3] -= mean.w;
+    float& of_block = largest[i * LANES / KEYS];
+    if (i < keys.count) of_block = fmaxf(of_block, fmaxf(fmaxf(fabsf(y[i][0]), fabsf(y[i][1])), fmaxf(fabsf(y[i][2]), fabsf(y[i][3]))));
+  }
 #pragma unroll
   for (int n = 0; n < BLOCKS; ++n) {
     const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest[n]));
@@ -138,12 +142,11 @@ __device__ float4 measure_keys(const Params& p, ShortStorage<C>& shared, const P
       of_slice[n] = __float_as_uint(fmaxf(fmaxf(desk.largest[0][n], desk.largest[1][n]), fmaxf(desk.largest[2][n], desk.largest[3][n])));
     tell(shared, thread, shared.k_largest[part.slice], {of_slice[0], of_slice[1], of_slice[2], of_slice[3]});
   }
-  return mean;
 }
 
-// Codes of a slice of K. A lane has the inverse of the scale of the block of its number, modulo BLOCKS.
+// Codes of a slice of K without its mean. A lane has the inverse of the scale of the block of its number, modulo BLOCKS.
 template <ShortConfig C, typename T>
-__device__ void quantize_keys(ShortStorage<C>& shared, const Part<C>& part, const Slice<T>& keys, float4 mean, float inverse, int blocks) {
+__device__ void quantize_keys(ShortStorage<C>& shared, const Part<C>& part, const Slice<T>& keys, const float (&y)[STEPS][4], float inverse, int blocks) {
   using S = ShortShape<C>;
   uint32_t hidden = 0, any = 0;
   for (int i = threadIdx.x % 32; i < S::slices * STEPS; i += 32) any |= shared.spoiled[i / STEPS][i % STEPS];
@@ -155,7 +158,7 @@ __device__ void quantize_keys(ShortStorage<C>& shared, const Part<C>& part, cons
   for (int i = 0; i < STEPS; ++i) {
     const int n = i * LANES / KEYS, key = i * LANES % KEYS + keys.lane;
     const float factor = __shfl_sync(~0u, inverse, n);
-    const uint32_t codes = keys.template codes<false>(i, mean, {factor, factor, factor, factor});
+    const uint32_t codes = ptx::e4m3x4(y[i][0] * factor, y[i][1] * factor, y[i][2] * factor, y[i][3] * factor);
     *reinterpret_cast<uint32_t*>(&shared.k[n][part.slice][key * 16 + keys.quad * 4]) = hidden >> i & 1 ? NAN_CODES : codes;
   }
   share_out<C>(part.rank, blocks, shared.k_full, [&](int n) { return shared.k[n][part.slice]; });
@@ -196,7 +199,7 @@ __device__ void quantize_values(const Params& p, ShortStorage<C>& shared, const 
   const int row = part.slice * SLICE + values.quad * 4 + odd + 2 * upper, slot = (values.lane & 6) * 2;
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-    uint32_t codes = values.template codes<true>(i, mean, factor);
+    uint32_t codes = values.codes(i, mean, factor);
     codes = __byte_perm(codes, __shfl_xor_sync(~0u, codes, 4), odd ? 0x3715 : 0x6240);
     codes = __byte_perm(codes, __shfl_xor_sync(~0u, codes, 16), upper ? 0x3276 : 0x5410);
     const int n = i * LANES / KEYS, group = i * LANES % KEYS / 16 + values.lane / 16;
@@ -311,14 +314,14 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
     queries.load(q, p.q_strides[2], tile.first_row, p.q_length);
   }
 
-  float4 k_mean;
+  float keys[STEPS][4];
   if (part.of_keys)
-    k_mean = measure_keys<C>(p, shared, part, slice);
+    measure_keys<C>(p, shared, part, slice, keys);
   else
     quantize_values<C>(p, shared, part, slice, blocks);
   if (attends) {
-    queries.template quantize<T>(desk.row_scale, [&](int row, int column, uint2 codes) {
-      *reinterpret_cast<uint2*>(shared.q[part.warpgroup] + ptx::swizzled<S::panel>(row, column)) = codes;
+    queries.template quantize<T>(desk.row_scale, [&](int row, int column, uint4 codes) {
+      *reinterpret_cast<uint4*>(shared.q[part.warpgroup] + ptx::swizzled<S::panel>(row, column)) = codes;
     });
     if (thread < ROWS) desk.row_end[thread] = visible.end(tile.first_row + thread);
     ptx::fence_proxy_async();
@@ -327,7 +330,7 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   float largest = 0.0f;
   for (int i = 0; i < S::slices; ++i) largest = fmaxf(largest, shared.k_largest[i][threadIdx.x % BLOCKS]);
   const float k_scale = scale_of(largest);
-  if (part.of_keys) quantize_keys<C>(shared, part, slice, k_mean, __fdiv_rn(1.0f, k_scale), blocks);
+  if (part.of_keys) quantize_keys<C>(shared, part, slice, keys, __fdiv_rn(1.0f, k_scale), blocks);
 
   ptx::warpgroup_sync(1 + part.warpgroup);
   const Share share(p, visible, tile, 0);

@@ -115,11 +115,11 @@ def butterfly(x, DISTANCE: tl.constexpr):
 @triton.jit
 def rotated(x, PART: tl.constexpr):
     """rotation.rotate of rows (M, WIDTH), PART channels together."""
-    x *= ((1 - 2 * sign_bit(tl.arange(0, x.shape[1]))).to(tl.float32) * (1.0 / PART))[None, :]
+    x *= ((1 - 2 * sign_bit(tl.arange(0, x.shape[1]) % PART)).to(tl.float32) * (1.0 / PART))[None, :]
     for level in tl.static_range(8):
         if (1 << level) < PART:
             x = butterfly(x, 1 << level)
-    return x
+    return x + 0.0
 
 
 @triton.jit
@@ -223,15 +223,18 @@ def removable(mean):
 
 @triton.jit
 def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
-    """quantize.key_mean (WIDTH,) of one head."""
+    """What is removed of one head's k, (WIDTH,): quantize.key_mean, PART channels rotated together."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
     if (STRIP - LANES) * step + LANES <= length:
-        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, PART, False, False, UNROLL)
+        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, False, UNROLL)
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, PART, False, True, 4)
-    return removable(sum_lanes(total) * inverse_size)
+        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, True, 4)
+    mean = sum_lanes(total) * inverse_size
+    if PART > 0:
+        mean = tl.reshape(rotated(mean[None, :], PART), (WIDTH,))
+    return removable(mean)
 
 
 @triton.jit
@@ -635,7 +638,7 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
     return Traits(
         q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
         smooth_k=recipe.smooth_k and there, smooth_v=recipe.smooth_v and there,
-        part=rotation.part_of(k_dim or q_dim) if recipe.rotate else 0, int8=recipe.qk == "int8",
+        part=rotation.part_of(k_dim or q_dim, recipe.rotate), int8=recipe.qk == "int8",
         k_extremes=recipe.k in GIVEN and there, native=device.has_fp8_units and not device.emulated,
         dependent=device.arch >= 90 and not device.emulated,
     )  # fmt: skip
@@ -686,13 +689,13 @@ def quantize(
     if q is not None:
         q_data = definition.empty_rows(q, row_type)
         if recipe.q in GIVEN:
-            values = rotation.rotate(q) if recipe.rotate else q.float()
+            values = rotation.rotate(q, traits.part)
             q_scale = _reduced_scale(values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q, largest_code, traits.q_factor)
         else:
             q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
         q_items = batch * q_heads * ceil_div(q_length, SCALE_BLOCK)
     queries = (_bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale))
-    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length, rotated=recipe.rotate)
+    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length, rotated=traits.part)
     sample = (definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1))
     k_mean = new(batch, kv_heads, k_dim) if traits.smooth_k else None
     v_mean = new(batch, kv_heads, v_dim) if traits.smooth_v else None
@@ -713,7 +716,7 @@ def quantize(
         )  # fmt: skip
         return (
             q_quantized,
-            Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, recipe.rotate),
+            Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, traits.part),
             Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
         )
 
@@ -758,7 +761,7 @@ def quantize(
     )  # fmt: skip
     return (
         q_quantized,
-        Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, recipe.rotate),
+        Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, traits.part),
         Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
     )
 

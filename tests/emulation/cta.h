@@ -156,6 +156,8 @@ inline unsigned __ballot_sync(unsigned, int x) {
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 inline int atomicAdd(int* to, int x) {
   const int before = *to;
   *to += x;

@@ -11,7 +11,7 @@ template <typename T, int DIM>
 void quantize_tile(const Params p) {
   Queries<DIM> queries;
   queries.load(reinterpret_cast<const uint16_t*>(p.q), p.q_strides[2], p.causal_offset, p.q_length);
-  queries.template quantize<T>(scales, [&](int row, int column, uint2 codes) { memcpy(static_cast<uint8_t*>(p.out) + row * DIM + column, &codes, 8); });
+  queries.template quantize<T>(scales, [&](int row, int column, uint4 codes) { memcpy(static_cast<uint8_t*>(p.out) + row * DIM + column, &codes, 16); });
 }
 
 template <typename T>

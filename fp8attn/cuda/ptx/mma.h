@@ -1,4 +1,4 @@
-// Products on a warp's tensor core. PTX ISA, "Warp-level matrix instructions: mma", fragments of m16n8k16 (.f16) and m16n8k32 (.e4m3, .s8).
+// Products on a warp's tensor core. PTX ISA, "Warp-level matrix instructions: mma", fragments of m16n8k16 (.f16, .bf16) and m16n8k32 (.e4m3, .s8).
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,13 @@ namespace fp8attn::ptx {
 // d += a * b; a (16, 16) and b (16, 8) of halves.
 __device__ inline void mma_f16(float* d, const uint32_t* a, const uint32_t* b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d += a * b; a (16, 16) and b (16, 8) of bfloat16.
+__device__ inline void mma_bf16(float* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

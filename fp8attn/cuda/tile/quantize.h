@@ -1,11 +1,10 @@
 // fp8attn/quantize.py for bfloat16 and half in registers: the same bytes and scales for the default recipe, of up to STRIP tokens.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "../ptx/convert.h"
 #include "mask.h"
+#include "pair.h"
+#include "rotate.h"
 #include "softmax.h"
 
 namespace fp8attn {
@@ -29,6 +28,8 @@ __device__ inline bool is_finite(float x) { return fabsf(x) < INFINITE; }
 __device__ inline float scale_of(float largest) { return largest > 0.0f ? fmaxf(__fdiv_rn(largest, E4M3_MAX), SMALLEST_SCALE) : 1.0f; }
 
 __device__ inline float removable(float mean) { return fabsf(mean) < LARGEST_MEAN ? mean : 0.0f; }
+
+__device__ inline float4 removable(float4 mean) { return {removable(mean.x), removable(mean.y), removable(mean.z), removable(mean.w)}; }
 
 // No product is fused into a sum: it is rounded where the definition rounds it.
 __device__ inline float coarse(float mean, float low, float high) {
@@ -57,46 +58,6 @@ struct Feedback {
 // The same of so few tokens that nothing is owed.
 __device__ inline uint32_t value_codes(float a, float b) {
   return ptx::e4m3x2(__hadd2_rn(__floats2half2_rn(a, b), __half2half2(__float2half(0.0f))));
-}
-
-// Two numbers of 16 bits in a word.
-template <typename T>
-struct Pair;
-
-template <>
-struct Pair<__nv_bfloat16> {
-  using type = __nv_bfloat162;
-  static constexpr uint32_t infinities = 0x7F807F80;
-
-  __device__ static float2 floats(uint32_t word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)}; }
-};
-
-template <>
-struct Pair<__half> {
-  using type = __half2;
-  static constexpr uint32_t infinities = 0x7C007C00;
-
-  __device__ static float2 floats(uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
-};
-
-// The bits of those that aren't finite.
-template <typename T>
-__device__ uint32_t not_finite(uint32_t word) {
-  return __vcmpeq2(word & Pair<T>::infinities, Pair<T>::infinities);
-}
-
-template <typename T>
-__device__ uint32_t least(uint32_t a, uint32_t b) {
-  using Two = typename Pair<T>::type;
-  const Two x = __hmin2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
-  return reinterpret_cast<const uint32_t&>(x);
-}
-
-template <typename T>
-__device__ uint32_t most(uint32_t a, uint32_t b) {
-  using Two = typename Pair<T>::type;
-  const Two x = __hmax2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
-  return reinterpret_cast<const uint32_t&>(x);
 }
 
 // Statistics of the tokens of every lane, on their way to those of the slice.
@@ -154,11 +115,6 @@ struct Slice {
     for (int i = 0; i < STEPS; ++i) raw[i] = i < count ? *reinterpret_cast<const uint2*>(first + i * step) : uint2{};
   }
 
-  __device__ void numbers(float (&x)[4], int i) const {
-    const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y);
-    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
-  }
-
   // Of what is finite. What isn't becomes NaN, or of V, whose tokens' keys become NaN instead, zero.
   template <bool VALUES>
   __device__ void statistics(LaneStatistics<T>& lanes) {
@@ -201,42 +157,32 @@ struct Slice {
     }
   }
 
-  // Largest finite magnitude of x - mean in each block of tokens.
-  __device__ void largest(float (&found)[STRIP / KEYS], float4 mean) const {
+  // A slice of K, rotated: of each of the lane's tokens the thread's channels.
+  __device__ void rotate(float (&y)[STEPS][4]) const {
+    static_assert(SLICE == PART && STEPS % 2 == 0);
+    const Rotation<T> rotation(threadIdx.x);
 #pragma unroll
-    for (int n = 0; n < STRIP / KEYS; ++n) {
-      found[n] = 0.0f;
-#pragma unroll
-      for (int i = n * KEYS / LANES; i < (n + 1) * KEYS / LANES; ++i) {
-        if (i >= count) continue;
-        float x[4];
-        numbers(x, i);
-        found[n] = fmaxf(found[n], fmaxf(fmaxf(fabsf(x[0] - mean.x), fabsf(x[1] - mean.y)), fmaxf(fabsf(x[2] - mean.z), fabsf(x[3] - mean.w))));
-      }
-    }
+    for (int i = 0; i < STEPS; i += 2) rotation(y[i], y[i + 1], raw[i], raw[i + 1]);
   }
 
-  // Of the i-th token.
-  template <bool VALUES>
+  // Of V's i-th token.
   __device__ uint32_t codes(int i, float4 mean, float4 inverse) const {
-    float x[4];
-    numbers(x, i);
-    x[0] = (x[0] - mean.x) * inverse.x, x[1] = (x[1] - mean.y) * inverse.y, x[2] = (x[2] - mean.z) * inverse.z, x[3] = (x[3] - mean.w) * inverse.w;
-    return VALUES ? value_codes(x[0], x[1]) | value_codes(x[2], x[3]) << 16 : ptx::e4m3x4(x[0], x[1], x[2], x[3]);
+    const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y);
+    return value_codes((a.x - mean.x) * inverse.x, (a.y - mean.y) * inverse.y) | value_codes((b.x - mean.z) * inverse.z, (b.y - mean.w) * inverse.w) << 16;
   }
 };
 
-// ROWS rows of Q, of 16 bits a number, which a warpgroup quantizes, every row with a scale of its own. A team of threads shares a row: each has
-// eight channels.
+// ROWS rows of Q, of 16 bits a number, which a warpgroup rotates and quantizes, every row with a scale of its own. A team of threads shares a row: each
+// has a part.
 template <int DIM>
 struct Queries {
-  static constexpr int team = DIM / 8;
+  static constexpr int team = DIM / PART;
   static constexpr int at_once = 128 / team;  // rows
   static constexpr int rounds = ROWS / at_once;
   static_assert(rounds <= team);  // the scale of each row is made by one of the team
 
   int thread;
-  uint4 raw[rounds];
+  uint4 raw[rounds][2];
 
   __device__ int member() const { return thread % team; }
 
@@ -246,43 +192,48 @@ struct Queries {
   __device__ void load(const uint16_t* head, int64_t stride, int first, int length) {
     thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread), "+l"(stride));  // or all addresses are made before a loop over tiles, and spilled
-    const uint16_t* at = head + int64_t(first + row(0)) * stride + 8 * member();
+    const uint16_t* at = head + int64_t(first + row(0)) * stride + PART * member();
 #pragma unroll
-    for (int i = 0; i < rounds; ++i, at += at_once * stride) raw[i] = unsigned(first + row(i)) < unsigned(length) ? *reinterpret_cast<const uint4*>(at) : uint4{};
+    for (int i = 0; i < rounds; ++i, at += at_once * stride) {
+      const bool exists = unsigned(first + row(i)) < unsigned(length);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) raw[i][half] = exists ? reinterpret_cast<const uint4*>(at)[half] : uint4{};
+    }
   }
 
-  // store(row, column, codes of eight channels); scales go to `scale`.
+  // store(row, column, codes of a part); scales go to `scale`.
   template <typename T, typename Store>
   __device__ void quantize(float (&scale)[ROWS], Store&& store) {
-    constexpr uint32_t infinity = Pair<T>::infinities & 0xFFFF;
-    uint32_t largest = 0, any = 0;  // bits of magnitudes, which are in order: of the member's row, and of all
-    const auto find = [&](int i, uint4 words) {
-      uint32_t two = __vmaxu2(__vmaxu2(words.x & 0x7FFF7FFF, words.y & 0x7FFF7FFF), __vmaxu2(words.z & 0x7FFF7FFF, words.w & 0x7FFF7FFF));
-#pragma unroll
-      for (int lane = team / 2; lane > 0; lane /= 2) two = __vmaxu2(two, __shfl_xor_sync(~0u, two, lane));
-      const uint32_t of_row = max(two & 0xFFFF, two >> 16);
-      largest = i == member() ? of_row : largest;
-      any = max(any, of_row);
-    };
-#pragma unroll
-    for (int i = 0; i < rounds; ++i) find(i, raw[i]);
-    if (__any_sync(~0u, any >= infinity)) {  // what isn't finite becomes NaN, and has no part in its row's scale
-      largest = 0;
+    float y[rounds][PART], largest;  // magnitude of the member's row
+#pragma unroll 1
+    for (bool again = true; again;) {
+      float any = 0.0f;
 #pragma unroll
       for (int i = 0; i < rounds; ++i) {
-        uint4& words = raw[i];
-        const uint4 bad = {not_finite<T>(words.x), not_finite<T>(words.y), not_finite<T>(words.z), not_finite<T>(words.w)};
-        find(i, {words.x & ~bad.x, words.y & ~bad.y, words.z & ~bad.z, words.w & ~bad.w});
-        words = {words.x | bad.x, words.y | bad.y, words.z | bad.z, words.w | bad.w};
+        rotate<T>(y[i], raw[i]);
+        float of_row = 0.0f;
+#pragma unroll
+        for (int c = 0; c < PART; ++c) of_row = fmaxf(of_row, fabsf(y[i][c]));  // NaN isn't larger than anything
+#pragma unroll
+        for (int lane = team / 2; lane > 0; lane /= 2) of_row = fmaxf(of_row, __shfl_xor_sync(~0u, of_row, lane));
+        largest = i == 0 || i == member() ? of_row : largest;
+        any = fmaxf(any, of_row);
       }
+      again = __any_sync(~0u, any == INFINITE);
+      if (!again) break;
+#pragma unroll
+      for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = spoiled<T>(raw[i / 2][i % 2]);
     }
-    const float restores = scale_of(Pair<T>::floats(largest).x), inverse = __fdiv_rn(1.0f, restores);
-    if (member() < rounds) scale[row(member())] = restores;
+    const float restores = scale_of(largest), inverse = __fdiv_rn(1.0f, restores);
+    // the definition divides both operands by PART, where it should their product
+    if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART : 1.0f;
 #pragma unroll
     for (int i = 0; i < rounds; ++i) {
       const float factor = __shfl_sync(~0u, inverse, i, team);
-      const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y), c = Pair<T>::floats(raw[i].z), d = Pair<T>::floats(raw[i].w);
-      store(row(i), 8 * member(), uint2{ptx::e4m3x4(a.x * factor, a.y * factor, b.x * factor, b.y * factor), ptx::e4m3x4(c.x * factor, c.y * factor, d.x * factor, d.y * factor)});
+      uint32_t codes[PART / 4];
+#pragma unroll
+      for (int c = 0; c < PART; c += 4) codes[c / 4] = ptx::e4m3x4(y[i][c] * factor, y[i][c + 1] * factor, y[i][c + 2] * factor, y[i][c + 3] * factor);
+      store(row(i), PART * member(), uint4{codes[0], codes[1], codes[2], codes[3]});
     }
   }
 };

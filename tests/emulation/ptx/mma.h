@@ -36,6 +36,10 @@ inline void mma_f16(float* d, const uint32_t* a, const uint32_t* b) {
   multiply_add<16>(d, a, b, [](uint32_t word, int i) { return half_value(word >> 16 * i); });
 }
 
+inline void mma_bf16(float* d, const uint32_t* a, const uint32_t* b) {
+  multiply_add<16>(d, a, b, [](uint32_t word, int i) { return __uint_as_float(word >> 16 * i << 16); });
+}
+
 inline void mma_e4m3(float* d, const uint32_t* a, const uint32_t* b) {
   multiply_add<32>(d, a, b, [](uint32_t word, int i) { return e4m3_value(word >> 8 * i); });
 }

@@ -1,0 +1,61 @@
+// Two numbers of 16 bits in a word.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace fp8attn {
+
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+  static constexpr uint32_t infinities = 0x7F807F80;
+
+  __device__ static float2 floats(uint32_t word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)}; }
+};
+
+template <>
+struct Pair<__half> {
+  using type = __half2;
+  static constexpr uint32_t infinities = 0x7C007C00;
+
+  __device__ static float2 floats(uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
+};
+
+// The bits of those that aren't finite.
+template <typename T>
+__device__ uint32_t not_finite(uint32_t word) {
+  return __vcmpeq2(word & Pair<T>::infinities, Pair<T>::infinities);
+}
+
+template <typename T>
+__device__ uint32_t least(uint32_t a, uint32_t b) {
+  using Two = typename Pair<T>::type;
+  const Two x = __hmin2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(x);
+}
+
+template <typename T>
+__device__ uint32_t most(uint32_t a, uint32_t b) {
+  using Two = typename Pair<T>::type;
+  const Two x = __hmax2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(x);
+}
+
+// What isn't finite becomes NaN.
+template <typename T>
+__device__ uint2 spoiled(uint2 words) {
+  return {words.x | not_finite<T>(words.x), words.y | not_finite<T>(words.y)};
+}
+
+template <typename T>
+__device__ uint4 spoiled(uint4 words) {
+  return {words.x | not_finite<T>(words.x), words.y | not_finite<T>(words.y), words.z | not_finite<T>(words.z), words.w | not_finite<T>(words.w)};
+}
+
+}  // namespace fp8attn
