@@ -320,7 +320,8 @@ def sdpa(
         scale: multiplies Q·Kᵀ; 1 / sqrt(D) by default.
         enable_gqa: every key/value head serves Hq / Hkv query heads.
         causal_alignment: `top_left`, as in PyTorch, or `bottom_right`.
-        recipe: numeric choices; for operands that are quantized already only compute type and accumulation count.
+        recipe: numeric choices; for operands that are quantized already only compute type and accumulation count. Beside one that isn't
+            rotated the others aren't either.
         q_scale, k_scale, v_scale: what restores such operands: x ≈ x_fp8.float() * x_scale. A float, or float32 with one
             element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
         out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
