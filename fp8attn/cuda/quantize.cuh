@@ -428,8 +428,7 @@ struct Keys {
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; ++n, token += KEYS, from += KEYS * stride) {
 #pragma unroll
-      for (int i = 0; i < 16; i += at_once)
-        ptx::cp_async_16(chunk_of(tile, token + i, lane % CHUNKS), from + i * stride, token + i < count);
+      for (int i = 0; i < 16; i += at_once) ptx::cp_async_16(chunk_of(tile, token + i, lane % CHUNKS), from + i * stride, token + i < count);
       ptx::cp_async_commit();
     }
   }

@@ -206,7 +206,7 @@ struct Queries {
   __device__ void quantize(float (&scale)[ROWS], Store&& store) {
     float y[rounds][PART], largest;  // magnitude of the member's row
 #pragma unroll 1
-    for (bool again = true; again;) {
+    for (;;) {
       float any = 0.0f;
 #pragma unroll
       for (int i = 0; i < rounds; ++i) {
@@ -219,8 +219,7 @@ struct Queries {
         largest = i == 0 || i == member() ? of_row : largest;
         any = fmaxf(any, of_row);
       }
-      again = __any_sync(~0u, any == INFINITE);
-      if (!again) break;
+      if (!__any_sync(~0u, any == INFINITE)) break;
 #pragma unroll
       for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = spoiled<T>(raw[i / 2][i % 2]);
     }
