@@ -14,7 +14,7 @@ from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
-from .recipe import DEFAULT_RECIPE, E4M3, Quantized, Recipe, Rotation
+from .recipe import DEFAULT_RECIPE, E4M3, Quantized, Recipe
 from .reference import Causal
 from .triton import run
 from .validate import (
@@ -133,23 +133,23 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
         check_shapes(key, key, value, False)
         if query is not None and recipe.smooth_q:
             check_shapes(query, key, value, True)
-    results = tuple(x for x in _quantize(query, key, value, recipe, recipe.rotate) if x is not None)
+    results = tuple(x for x in _quantize(query, key, value, recipe) if x is not None)
     return results[0] if len(results) == 1 else results
 
 
 def _quantize(
-    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe, rotate: Rotation
+    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """The operator, its results as `Quantized`; None for what isn't given. `rotate`: instead of the recipe's."""
+    """The operator, its results as `Quantized`; None for what isn't given."""
     tensors = ops.library_ops.quantize(
-        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, rotate, recipe.qk
+        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
     )  # fmt: skip
     q = k = v = None
     if query is not None:
         means, bias = (tensors[2], None if key is None else tensors[9]) if recipe.smooth_q else (None, None)
-        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, rotation.part_of(query.shape[3], rotate), bias)
+        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, rotation.part_of(query.shape[3], recipe.rotate), bias)
     if key is not None:
-        k_mean, part = tensors[5] if recipe.smooth_k else None, rotation.part_of(key.shape[3], rotate)
+        k_mean, part = tensors[5] if recipe.smooth_k else None, rotation.part_of(key.shape[3], recipe.rotate)
         k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], k_mean, part)
         v = Quantized(tensors[6], tensors[7], recipe.v, "values", key.shape[2], tensors[8] if recipe.smooth_v else None)
     return q, k, v
@@ -251,7 +251,7 @@ def _prepare(
     if any(x is not None for x in floats):
         # beside what isn't rotated, as what the user quantized, nothing can be
         beside = any(isinstance(x, Quantized) and x.rotated == 0 for x in (query, key))
-        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe, 0 if beside else recipe.rotate)
+        q, k, v = _quantize(floats[0], floats[1], floats[2], replace(recipe, rotate=0) if beside else recipe)
         query, key, value = q or query, k or key, v or value
     _check_pair(query, key)
     if query.mean is not None and query.bias is None:

@@ -20,7 +20,7 @@ constexpr int CHANNELS = 64;             // of a slice: 128 bytes of a token
 constexpr int CHUNKS = CHANNELS / 8;     // of 16 bytes
 constexpr int WORDS = CHANNELS / 2;      // of two channels
 constexpr int WARPS = CHUNKS;            // in writing V each has a chunk of its own
-constexpr int THREADS = LANES * CHUNKS;  // elsewhere each has a chunk of the tokens of a lane
+constexpr int THREADS = LANES * CHUNKS;  // in measuring it each has a chunk of the tokens of a lane
 constexpr int PARTS = CHANNELS / PART;
 constexpr int BLOCKS = STRIP / KEYS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
@@ -92,7 +92,7 @@ struct Place {
 // bank.
 __device__ inline int chunk_at(int group, int chunk) { return chunk ^ group % CHUNKS; }
 
-// What a thread loads of a tile and then looks at by itself: a chunk of the tokens of a lane. Lanes of a warp lie WARPS apart, as they are first added.
+// What a thread loads of V's tile and then looks at by itself: a chunk of the tokens of a lane. Lanes of a warp lie WARPS apart, as they are first added.
 struct Mine {
   int chunk, lane;
 
@@ -118,13 +118,6 @@ struct Mine {
     }
   }
 };
-
-template <typename T>
-__device__ uint4 not_finite(uint4 words) {
-  return {not_finite<T>(words.x), not_finite<T>(words.y), not_finite<T>(words.z), not_finite<T>(words.w)};
-}
-
-__device__ inline uint4 operator|(uint4 a, uint4 b) { return {a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w}; }
 
 __device__ inline bool any(uint4 words) { return (words.x | words.y | words.z | words.w) != 0; }
 
@@ -434,12 +427,6 @@ struct Keys {
   }
 };
 
-// A thread's channels of a part, of two rows, without their mean.
-__device__ inline void centre(float (&y)[2][4], float4 mean) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) y[i][0] -= mean.x, y[i][1] -= mean.y, y[i][2] -= mean.z, y[i][3] -= mean.w;
-}
-
 // Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
@@ -447,7 +434,9 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
   for (int n = 0; n < BLOCKS; ++n) {
     wait_for_block(n);
     __syncwarp();
-    const uint32_t without[] = {keys.token(n, 0) < place.count ? 0 : ~0u, keys.token(n, 1) < place.count ? 0 : ~0u};  // such rows become NaN
+    uint2 without[2];  // rows that don't exist become NaN
+#pragma unroll
+    for (int i = 0; i < 2; ++i) without[i] = keys.token(n, i) < place.count ? uint2{} : uint2{~0u, ~0u};
     float largest;
     for (bool again = true; again;) {
       largest = 0.0f;
@@ -455,8 +444,8 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
       for (int part = 0; part < PARTS; ++part) {
         const uint2 upper = keys.at(shared.tile, n, part, 0), lower = keys.at(shared.tile, n, part, 1);
         float y[2][4];
-        keys.rotation(y[0], y[1], {upper.x | without[0], upper.y | without[0]}, {lower.x | without[1], lower.y | without[1]});
-        centre(y, mean[part]);
+        keys.rotation(y[0], y[1], upper | without[0], lower | without[1]);
+        centre(y[0], mean[part]), centre(y[1], mean[part]);
 #pragma unroll
         for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[c / 4][c % 4]));  // NaN isn't larger than anything
       }
@@ -510,9 +499,8 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
       for (int j = 0; j < 2; ++j) {
         float y[2][4];
         keys.rotation(y[0], y[1], keys.at(shared.tile, n, part + j, 0), keys.at(shared.tile, n, part + j, 1));
-        centre(y, mean[part + j]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) codes[j][i] = ptx::e4m3x4(y[i][0] * factor, y[i][1] * factor, y[i][2] * factor, y[i][3] * factor);
+        centre(y[0], mean[part + j]), centre(y[1], mean[part + j]);
+        codes[j][0] = codes_of(y[0], factor), codes[j][1] = codes_of(y[1], factor);
       }
       // of two lanes the first gets eight channels of the first part, the second of the second
 #pragma unroll

@@ -125,7 +125,7 @@ __device__ void measure_keys(const Params& p, ShortStorage<C>& shared, const Par
   float largest[BLOCKS] = {};
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-    y[i][0] -= mean.x, y[i][1] -= mean.y, y[i][2] -= mean.z, y[i][3] -= mean.w;
+    centre(y[i], mean);
     float& of_block = largest[i * LANES / KEYS];
     if (i < keys.count) of_block = fmaxf(of_block, fmaxf(fmaxf(fabsf(y[i][0]), fabsf(y[i][1])), fmaxf(fabsf(y[i][2]), fabsf(y[i][3]))));
   }
@@ -158,7 +158,7 @@ __device__ void quantize_keys(ShortStorage<C>& shared, const Part<C>& part, cons
   for (int i = 0; i < STEPS; ++i) {
     const int n = i * LANES / KEYS, key = i * LANES % KEYS + keys.lane;
     const float factor = __shfl_sync(~0u, inverse, n);
-    const uint32_t codes = ptx::e4m3x4(y[i][0] * factor, y[i][1] * factor, y[i][2] * factor, y[i][3] * factor);
+    const uint32_t codes = codes_of(y[i], factor);
     *reinterpret_cast<uint32_t*>(&shared.k[n][part.slice][key * 16 + keys.quad * 4]) = hidden >> i & 1 ? NAN_CODES : codes;
   }
   share_out<C>(part.rank, blocks, shared.k_full, [&](int n) { return shared.k[n][part.slice]; });

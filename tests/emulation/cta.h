@@ -156,8 +156,6 @@ inline unsigned __ballot_sync(unsigned, int x) {
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-
 inline int atomicAdd(int* to, int x) {
   const int before = *to;
   *to += x;
@@ -191,8 +189,6 @@ inline int __float_as_int(float x) { return __float_as_uint(x); }
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 
 inline unsigned __vcmpeq2(unsigned a, unsigned b) { return ((a ^ b) & 0xFFFF ? 0 : 0xFFFF) | ((a ^ b) >> 16 ? 0 : 0xFFFF0000); }
-
-inline unsigned __vmaxu2(unsigned a, unsigned b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
   const uint64_t bytes = uint64_t(b) << 32 | a;

@@ -34,6 +34,19 @@ __device__ uint32_t not_finite(uint32_t word) {
 }
 
 template <typename T>
+__device__ uint2 not_finite(uint2 words) {
+  return {not_finite<T>(words.x), not_finite<T>(words.y)};
+}
+
+template <typename T>
+__device__ uint4 not_finite(uint4 words) {
+  return {not_finite<T>(words.x), not_finite<T>(words.y), not_finite<T>(words.z), not_finite<T>(words.w)};
+}
+
+__device__ inline uint2 operator|(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
+__device__ inline uint4 operator|(uint4 a, uint4 b) { return {a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w}; }
+
+template <typename T>
 __device__ uint32_t least(uint32_t a, uint32_t b) {
   using Two = typename Pair<T>::type;
   const Two x = __hmin2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
@@ -48,14 +61,9 @@ __device__ uint32_t most(uint32_t a, uint32_t b) {
 }
 
 // What isn't finite becomes NaN.
-template <typename T>
-__device__ uint2 spoiled(uint2 words) {
-  return {words.x | not_finite<T>(words.x), words.y | not_finite<T>(words.y)};
-}
-
-template <typename T>
-__device__ uint4 spoiled(uint4 words) {
-  return {words.x | not_finite<T>(words.x), words.y | not_finite<T>(words.y), words.z | not_finite<T>(words.z), words.w | not_finite<T>(words.w)};
+template <typename T, typename Words>
+__device__ Words spoiled(Words words) {
+  return not_finite<T>(words) | words;
 }
 
 }  // namespace fp8attn

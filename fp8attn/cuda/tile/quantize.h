@@ -31,6 +31,12 @@ __device__ inline float removable(float mean) { return fabsf(mean) < LARGEST_MEA
 
 __device__ inline float4 removable(float4 mean) { return {removable(mean.x), removable(mean.y), removable(mean.z), removable(mean.w)}; }
 
+// Four channels without their mean.
+__device__ inline void centre(float (&y)[4], float4 mean) { y[0] -= mean.x, y[1] -= mean.y, y[2] -= mean.z, y[3] -= mean.w; }
+
+// Of four channels over their scale, of which `factor` is the inverse.
+__device__ inline uint32_t codes_of(const float* y, float factor) { return ptx::e4m3x4(y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor); }
+
 // No product is fused into a sum: it is rounded where the definition rounds it.
 __device__ inline float coarse(float mean, float low, float high) {
   const float largest = fmaxf(fmaxf(high, -low), 0.0f);
@@ -138,15 +144,15 @@ struct Slice {
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         const uint2 word = *reinterpret_cast<const uint2*>(first + i * step);
-        const uint2 bad = {not_finite<T>(word.x), not_finite<T>(word.y)};
+        const uint2 bad = not_finite<T>(word);
         if (bad.x | bad.y) spoiled |= 1u << i;
         add(word, bad);
       }
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
         if (spoiled >> i & 1) {
-          const uint2 bad = {not_finite<T>(raw[i].x), not_finite<T>(raw[i].y)};
-          raw[i] = VALUES ? uint2{raw[i].x & ~bad.x, raw[i].y & ~bad.y} : uint2{raw[i].x | bad.x, raw[i].y | bad.y};
+          const uint2 bad = not_finite<T>(raw[i]);
+          raw[i] = VALUES ? uint2{raw[i].x & ~bad.x, raw[i].y & ~bad.y} : raw[i] | bad;
         }
       }
     }
@@ -231,7 +237,7 @@ struct Queries {
       const float factor = __shfl_sync(~0u, inverse, i, team);
       uint32_t codes[PART / 4];
 #pragma unroll
-      for (int c = 0; c < PART; c += 4) codes[c / 4] = ptx::e4m3x4(y[i][c] * factor, y[i][c + 1] * factor, y[i][c + 2] * factor, y[i][c + 3] * factor);
+      for (int c = 0; c < PART; c += 4) codes[c / 4] = codes_of(y[i] + c, factor);
       store(row(i), PART * member(), uint4{codes[0], codes[1], codes[2], codes[3]});
     }
   }
