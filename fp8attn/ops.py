@@ -307,6 +307,9 @@ def from_half_by(backend: Forward, required: bool):
                 if why_not_one_launch(q, k, v, softmax_scale) is None:
                     return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
                 if why_not_half_q(q, k, v, softmax_scale) is None:
+                    if why_not_quantize_by_cuda(k, v, DEFAULT_RECIPE) is None:
+                        out, lse, k_mean = cuda.quantize_and_attend(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                        return out, lse, k_mean if return_lse else empty_key_mean(k, False)
                     _, key, value = quantized(None, k, v, DEFAULT_RECIPE)
                     assert key is not None and value is not None
                     return attend(lambda call: cuda.forward(call, device, configs.choose(call, device)), q, None, key, value)

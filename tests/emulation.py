@@ -68,6 +68,8 @@ class Params(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("tail_ctas", ctypes.c_int),
         ("handed_over", ctypes.c_void_p),
+        ("ready", ctypes.c_void_p),
+        ("ready_ctas", ctypes.c_int),
     ]
 
 
@@ -82,6 +84,7 @@ class QuantizeParams(ctypes.Structure):
         ("inverse_length", ctypes.c_float),
         ("inverse_sample", ctypes.c_float),
         ("half", ctypes.c_bool),
+        ("ready", ctypes.c_void_p),
     ]
 
 
@@ -167,11 +170,11 @@ def _aligned(x: torch.Tensor) -> bool:
 
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
-    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_lse,
+    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_lse, ready=None, ready_ctas=0,
 ) -> Params:  # fmt: skip
-    """What binding.cpp's forward makes of its arguments."""
+    """What binding.cpp's forward makes of its arguments, or forward_when_ready."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
-    tensors |= dict(bias=bias, parts=parts, part_lse=part_lse)
+    tensors |= dict(bias=bias, parts=parts, part_lse=part_lse, ready=ready)
     p = Params()
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())
@@ -184,11 +187,12 @@ def params(
     p.causal_offset, p.heads_side_by_side = max(min(causal_offset, 1 << 30), -(1 << 30)), heads_side_by_side
     p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
     p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
+    p.ready_ctas, p.half = ready_ctas, q.dtype == torch.float16
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     return p
 
 
-def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int) -> QuantizeParams:
+def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int, ready: torch.Tensor | None = None) -> QuantizeParams:
     """What binding.cpp's quantize makes of its arguments."""
     p = QuantizeParams()
     tensors = dict(k=k, v=v, k_data=k_data, k_scale=k_scale, k_mean=k_mean, v_data=v_data, v_scale=v_scale, v_mean=v_mean)
@@ -197,6 +201,7 @@ def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, samp
     for name in ("k", "v", "k_data"):
         setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*tensors[name].stride()[:3]))
     p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
+    p.ready = None if ready is None else ready.data_ptr()
     p.inverse_length, p.inverse_sample, p.half = 1.0 / k.size(2), 1.0 / sampled, k.dtype == torch.float16
     return p
 
@@ -213,9 +218,9 @@ def library_of(config: PortableConfig, folder: Path) -> build.Library:
     return build.Library(SimpleNamespace(forward=SimpleNamespace(default=forward)), {config: 0})
 
 
-def _quantize(library: ctypes.CDLL, few: int, ctas: int, sampled: int, *tensors: torch.Tensor) -> None:
+def _quantize(library: ctypes.CDLL, few: int, ctas: int, sampled: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
-    p = quantize_params(*tensors, sampled)
+    p = quantize_params(*tensors[:-1], sampled, tensors[-1])
     assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, bool(few)) & 0xFF, "the emulated kernel doesn't come to an end"
 
 

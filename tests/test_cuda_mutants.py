@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ MUTANTS = {
     "m never falls": ("tile/softmax.h", "* factor[r];", "* factor[r], m_new[r] = fmaxf(m_new[r], m[r]);"),
     "m falls below zero": ("tile/softmax.h", "__vimax3_s32(bits(0), bits(1), 0)", "max(bits(0), bits(1))"),
     "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
-    "scale of another block": ("hopper.cuh", "*(k_scale += scale_step)", "*k_scale"),
+    "scale of another block": ("hopper.cuh", "scale_at(k_scale += scale_step)", "scale_at(k_scale)"),
     "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
@@ -119,7 +120,7 @@ SHORT_MUTANTS = {
     "tokens that don't exist": (SHORT, "short.cuh", "if (i < keys.count) of_block", "of_block"),
     "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = largest", "scale[row(0)] = largest"),
     "queries not divided as keys are": (SHORT, "tile/quantize.h", "restores * PART", "restores"),
-    "signs of other channels": (SHORT, "tile/rotate.h", "first = factors ^ (signs & 1) << 15", "first = factors"),
+    "signs of other channels": (SHORT, "tile/rotate.h", "matrix[0][i] = factors ^ (signs & 1) << 15", "matrix[0][i] = factors"),
 }
 """Of the kernel that quantizes, likewise."""
 
@@ -137,6 +138,15 @@ INT8_MUTANTS = {
 }
 """Of the Hopper kernel on int8."""
 
+READY = "ready"
+
+READY_MUTANTS = {
+    "keys that aren't there yet": ("hopper.cuh", "if (C.half_q && p.ready != nullptr) wait_until_ready(p, tile);", ""),
+    "keys of another head": ("hopper.cuh", "tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas", "0 * tile.batch) < p.ready_ctas"),
+    "a part of the keys": ("hopper.cuh", "< p.ready_ctas", "< p.ready_ctas - 1"),
+}
+"""Of attention that begins while keys and values are still being quantized."""
+
 GENERAL = "general"
 
 GENERAL_MUTANTS = {
@@ -148,6 +158,7 @@ GENERAL_MUTANTS = {
 
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
+EVERY |= {f"{READY}: {name}": (READY, *mutant) for name, mutant in READY_MUTANTS.items()}
 EVERY |= {f"{INT8}: {name}": (INT8, *mutant) for name, mutant in INT8_MUTANTS.items()}
 EVERY |= {f"{GENERAL}: {name}": (GENERAL, *mutant) for name, mutant in GENERAL_MUTANTS.items()}
 
@@ -173,6 +184,9 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     os.environ["FP8ATTN_CACHE"] = cache
     if rung == SHORT:
         return check_short()
+    if rung == READY:
+        configs.HALF_Q_INSTANCES = configs.HALF_Q_INSTANCES[:1]
+        return check_ready()
     config = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
     build.INSTANCES = configs.INT8_INSTANCES = (config,)
     device = torch.device("cuda")
@@ -220,6 +234,32 @@ def check_short() -> list[str]:
     return seen
 
 
+def check_ready() -> list[str]:
+    """Heads of K and V whose bytes come when the call has long begun, and whose last CTA then says so, one after another."""
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 64, generator=generator).to(device, torch.bfloat16) for n in (100, 700, 700))
+    quantized = quantize(q, k, v, Recipe())
+    call = call_by(quantized, "none")
+    config = configs.HALF_Q_INSTANCES[0]
+    expected = oracle(quantized, call, config)
+    early = replace(call, q=q, q_scale=None, k=torch.full_like(call.k.view(torch.uint8), 0x7F).view(call.k.dtype), v=torch.zeros_like(call.v))
+    counter, ready = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(4, dtype=torch.int32, device=device)
+    cuda.library_of(config, device_of(device))
+    torch.cuda.synchronize()
+    beside = torch.cuda.Stream(device)
+    with torch.cuda.stream(beside):
+        actual = cuda.forward_when_ready(early, device_of(device), config, counter, ready, 2)
+    ready += 1  # a CTA of each head
+    for head in range(4):
+        torch.cuda._sleep(10_000_000)
+        for to, source in ((early.k, call.k), (early.v, call.v)):
+            to.view(torch.uint8).flatten(0, 1)[head].copy_(source.view(torch.uint8).flatten(0, 1)[head])
+        ready[head] += 1
+    torch.cuda.synchronize()
+    return compare(actual, expected)
+
+
 def call_by(quantized: tuple, causal: Causal) -> Call:
     alignment = "top_left" if causal == "none" else causal
     return call_of(*quantized, is_causal=causal != "none", causal_alignment=alignment, out_dtype=torch.float32, return_lse=True)
@@ -252,14 +292,14 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
     reason = cuda_missing(device)
-    if reason is None and rung in (None, GENERAL, INT8, SHORT):
+    if reason is None and rung in (None, GENERAL, INT8, SHORT, READY):
         reason = configs.misfit(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", (None, GENERAL, INT8, SHORT, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize("rung", (None, GENERAL, INT8, SHORT, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert run_check(mutated(None, tmp_path), tmp_path / "cache", rung) == []

@@ -313,9 +313,10 @@ SYNCS = {
     "values before keys": ("  __syncthreads();\n\n  const Keys<T> keys;", "  const Keys<T> keys;"),
     "magnitudes of all warps": ("  __syncthreads();\n  if (threadIdx.x >= place.slices) return;", "  if (threadIdx.x >= place.slices) return;"),
     "magnitudes of all slices": ("  ptx::mbarrier_wait(&shared.largest_full, 0);\n", ""),
-    "copies of values": ("    wait_for_block(n);\n#pragma unroll\n", "#pragma unroll\n"),
-    "copies of keys": ("    wait_for_block(n);\n    __syncwarp();", "    __syncwarp();"),
-    "copies of a warp's keys": ("    wait_for_block(n);\n    __syncwarp();", "    wait_for_block(n);"),
+    "copies of values": ("    wait_for_block(n);\n    if ((n + 1) * KEYS <= place.count)", "    if ((n + 1) * KEYS <= place.count)"),
+    "copies of keys": ("    wait_for_block(n);\n    if ((n + 1) * KEYS > count)", "    if ((n + 1) * KEYS > count)"),
+    "rows that don't exist": ("chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};", ";"),
+    "keys that aren't finite": ("      words = spoiled<T>(words);\n    });", "    });"),
     "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
 }
 """Lines of the kernel that wait, by what for, and what would be there without; and one that adds in the definition's order."""
@@ -331,8 +332,10 @@ def test_the_emulation_sees_what_is_missing(name: str, tmp_path: Path) -> None:
 
     def check_several() -> None:
         for length in range(1900, 1908):
-            v = not_finite((1, 2, length, 128), torch.bfloat16)[1]
+            k, v = not_finite((1, 2, length, 128), torch.bfloat16)
             check_rounded(quantizer, wide((1, 2, length, 128))[0], v, 0.01)
+            if name == "keys that aren't finite":
+                check(quantizer, k, v)
 
     with pytest.raises(AssertionError, match=r"differ|come to an end"):
         check_several()
@@ -407,10 +410,11 @@ def test_the_binding_tells_it_all(dtype: torch.dtype) -> None:
     key, value = quantize.empty(k, v)
     tensors = (k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean)
     launcher = ctypes.cast(library.record_quantize, ctypes.c_void_p).value
-    operators.quantize.default(launcher, 24, sample_size(700), *tensors)
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.QuantizeParams))
-    assert library.recorded_quantize(buffer) == 24
-    assert buffer.raw == bytes(emulation.quantize_params(*tensors, sample_size(700)))
+    for ready in (None, torch.zeros(2, 3, dtype=torch.int32)):
+        operators.quantize.default(launcher, 24, sample_size(700), *tensors, ready)
+        buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.QuantizeParams))
+        assert library.recorded_quantize(buffer) == 24
+        assert buffer.raw == bytes(emulation.quantize_params(*tensors, sample_size(700), ready))
     assert value.data.shape == (2, 3, 128, padded_length(700)) and value.data.dtype == E4M3
 
 

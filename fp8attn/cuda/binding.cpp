@@ -107,7 +107,8 @@ struct Launch {
 
 void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
             const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
-            const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse) {
+            const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse,
+            const int* ready = nullptr, int ready_ctas = 0) {
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
   if (l.rows > 0) {
@@ -147,6 +148,8 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
                 " isn't contiguous from a multiple of 16 bytes on");
     p.bias = bias->const_data_ptr<float>();
   }
+  p.ready = ready;
+  p.ready_ctas = ready_ctas;
   p.q_group = l.q_group;
   p.k_group = l.k_group;
   p.heads_side_by_side = l.heads_side_by_side;
@@ -160,6 +163,16 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
              const std::optional<Tensor>& part_lse) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, q_scale, k, k_scale, v,
          v_scale, v_mean, attn_mask, bias, out, lse, counter, parts, part_lse);
+}
+
+// The same of plain queries, as soon as each head's K and V are there: `ready` is what `quantize` is given, by `cluster` CTAs a head; of `counter`, 0, whoever is
+// free takes the next tile.
+void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
+                        int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
+                        const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
+                        const Tensor& counter, const Tensor& ready, int64_t cluster) {
+  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, std::nullopt, k, k_scale, v,
+         v_scale, v_mean, std::nullopt, std::nullopt, out, lse, counter, std::nullopt, std::nullopt, ready.const_data_ptr<int>(), cluster);
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
@@ -184,9 +197,10 @@ void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, double so
   attend_from_half({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
 }
 
-// K and V, (B, H, S, D), into what fp8attn/cuda/quantize.py made room for. `sampled`: tokens that K's mean is made of.
+// K and V, (B, H, S, D), into what fp8attn/cuda/quantize.py made room for. `sampled`: tokens that K's mean is made of. `ready`: (B, H), each 0: CTAs that are
+// done with a head.
 void quantize(int64_t launcher, int64_t ctas, int64_t sampled, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
-              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
+              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
   fp8attn::QuantizeParams p = {};
   p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();
@@ -206,6 +220,7 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, const Tensor& k, 
   p.inverse_length = 1.0 / k.size(2);
   p.inverse_sample = 1.0 / sampled;
   p.half = k.scalar_type() == at::kHalf;
+  p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
   check(reinterpret_cast<QuantizeLauncher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(k.get_device())));
 }
 
@@ -339,12 +354,14 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
          ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
+  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
+  m.impl("forward_when_ready", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_when_ready)));
   define("forward_from_half(" + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
   m.impl("forward_from_half", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_half)));
 
   define(
       "quantize(int launcher, int ctas, int sampled, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
-      " Tensor(f!) v_mean) -> ()");
+      " Tensor(f!) v_mean, Tensor(g!)? ready) -> ()");
   m.impl("quantize", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(quantize)));
 
   // of any device: tensors that aren't like any before aren't an error here

@@ -10,6 +10,7 @@
 #include "config.h"
 #include "params.h"
 #include "ptx/cp_async.h"
+#include "ptx/flag.h"
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
@@ -94,6 +95,12 @@ __device__ void write_next_piece(SharedStorage<C>& shared, const Schedule& sched
     static_cast<Tile&>(next) = schedule.at(round < 0 ? blockIdx.x : schedule.after(round));
 }
 
+// Returns once a tile's keys and values are there, for this thread and its copies.
+__device__ inline void wait_until_ready(const Params& p, const Tile& tile) {
+  while (ptx::load_acquire(p.ready + tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas) {}
+  ptx::fence_proxy_async_all();
+}
+
 // One thread: queries of every tile and its blocks of K and V, in the order the consumers want them.
 template <HopperConfig C>
 __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
@@ -115,10 +122,12 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
     }
+    if (C.half_q && p.ready != nullptr) wait_until_ready(p, tile);
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(shared.tiles[round % TILES]);
     const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
     const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
-    float next_scale = *k_scale;
+    const auto scale_at = [](const float* at) { return C.half_q ? __ldcg(at) : *at; };  // what this SM has near may be of before it was written
+    float next_scale = scale_at(k_scale);
     for (int n = begin; n < blocks; ++n, ring.advance()) {
       const int stage = ring.stage();
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
@@ -126,7 +135,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
         ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
       shared.k_scale[stage] = next_scale;
       ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
-      if (n + 1 < blocks) next_scale = *(k_scale += scale_step);
+      if (n + 1 < blocks) next_scale = scale_at(k_scale += scale_step);
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase() ^ 1);
       ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, channel);
       if (n + 1 == blocks) write_next_piece<C>(shared, schedule, round);
@@ -136,6 +145,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     for (int i = 0; C.half_q && next.exists() && i < 2 * S::panels * C.consumers; ++i)
       ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
   }
+  if (C.half_q && p.ready != nullptr) ptx::wait_for_grids_before();  // who comes next counts on that they have ended
 }
 
 // Where the copy engine brings codes of Q.
@@ -239,7 +249,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   HalfQueries first_queries;
   load_queries(first_queries, shared.tiles[0]);
   load_rows(shared.tiles[0]);
-  load_channels(shared.tiles[0]);
+  if constexpr (!C.half_q) load_channels(shared.tiles[0]);
   quantize_queries(first_queries, shared.tiles[0]);
   if constexpr (C.half_q) ptx::warpgroup_sync(1 + consumer);
 
@@ -316,6 +326,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if constexpr (!C.half_q) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
     start_scores<C>(scores, shared, consumer, ring.stage());
+    if constexpr (C.half_q) load_channels(piece);  // not before the producer has seen that they are there
     ptx::cp_async_wait_but<1>();
     ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
     prepare(ring.stage());
@@ -363,7 +374,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (!S::shares_tail || piece.complete()) store_tile<C.int8>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // and with channels'
-    load_channels(next_tile);
+    if constexpr (!C.half_q) load_channels(next_tile);
   }
   ptx::tma_store_wait<0>();
 }
@@ -398,7 +409,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   }
   ptx::fence_proxy_async();
   __syncthreads();
-  ptx::wait_for_grids_before();
+  if (!C.half_q || p.ready == nullptr) ptx::wait_for_grids_before();  // else the one before has waited for all before it, and says itself what is there
   ptx::launch_dependents();
 
   if (warpgroup == 0) {

@@ -66,6 +66,11 @@ struct Params {
   // a HandedOver for each consumer of each of these CTAs, and each of its warps has a word here, 0 at launch.
   int tail_ctas;
   int* handed_over;
+
+  // Of instances that quantize Q, where the grid before still quantizes K and V: (B, Hkv), its CTAs that are done with a head, and how many must be;
+  // or null.
+  const int* ready;
+  int ready_ctas;
 };
 
 // What the host tells the kernel that quantizes K and V.
@@ -85,6 +90,8 @@ struct QuantizeParams {
   int heads, length, head_dim;
   float inverse_length, inverse_sample;  // 1 / S, and 1 over the tokens that K's mean is made of
   bool half;
+
+  int* ready;  // (B, H), 0 at launch: CTAs that are done with a head; or null
 };
 
 }  // namespace fp8attn

@@ -10,7 +10,9 @@
 #include "params.h"
 #include "ptx/cluster.h"
 #include "ptx/cp_async.h"
+#include "ptx/flag.h"
 #include "ptx/grid.h"
+#include "ptx/ldmatrix.h"
 #include "ptx/mbarrier.h"
 #include "tile/quantize.h"
 
@@ -193,8 +195,13 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, c
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
     wait_for_block(n);
+    if ((n + 1) * KEYS <= place.count) {
 #pragma unroll
-    for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < place.count);
+      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < place.count);
+    }
   }
   if (!found.is_finite()) {
     found = ChunkMoments<T>();
@@ -312,6 +319,16 @@ __device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared,
   if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
 }
 
+// Whether some of the strip's tokens don't exist, or are hidden by one of the slices from `first` up to `end`.
+template <QuantizeConfig C>
+__device__ bool is_careful(const QuantizeStorage<C>& shared, const Place& place, int first, int end) {
+  bool hidden = false;
+#pragma unroll 1
+  for (int slice = first; slice < end; ++slice)
+    for (int n = 0; n < BLOCKS; ++n) hidden |= any(shared.hidden[slice][n]);
+  return place.count < STRIP || hidden;
+}
+
 // V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and of each block the 16 tokens of a group, whose
 // codes are 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
@@ -324,24 +341,26 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
 #pragma unroll 1
   for (int n = 0; n < BLOCKS && n * KEYS < place.count; ++n) {
     Feedback feedback;
-    uint32_t pairs[GROUP];  // codes of both channels
+    uint32_t pairs[GROUP / 2];  // codes of both channels of two tokens
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) {
-      const int token = n * KEYS + group * GROUP + i;
-      const float2 y = Pair<T>::floats(shared.tile[token][column]);
-      float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
-      if constexpr (CAREFUL) {
-        const bool exists = token < place.count;
-        x = {exists & (x.x == x.x) ? x.x : 0.0f, exists & (x.y == x.y) ? x.y : 0.0f};
+    for (int i = 0; i < GROUP; i += 2) {
+      uint16_t codes[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int token = n * KEYS + group * GROUP + i + j;
+        const float2 y = Pair<T>::floats(shared.tile[token][column]);
+        float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
+        if constexpr (CAREFUL) {
+          const bool exists = token < place.count;
+          x = {exists & (x.x == x.x) ? x.x : 0.0f, exists & (x.y == x.y) ? x.y : 0.0f};
+        }
+        codes[j] = feedback.codes(x, gain);
       }
-      pairs[i] = feedback.codes(x, gain);
+      pairs[i / 2] = ptx::pair(codes[0], codes[1]);
     }
     uint32_t words[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t low = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x5140), high = __byte_perm(pairs[2 * i + 8], pairs[2 * i + 9], 0x5140);
-      words[0][i] = __byte_perm(low, high, 0x5410), words[1][i] = __byte_perm(low, high, 0x7632);
-    }
+    for (int i = 0; i < 4; ++i) words[0][i] = __byte_perm(pairs[i], pairs[i + 4], 0x6420), words[1][i] = __byte_perm(pairs[i], pairs[i + 4], 0x7531);
 #pragma unroll
     for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + n * KEYS) = {words[c][0], words[c][1], words[c][2], words[c][3]};
   }
@@ -396,34 +415,67 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
   shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), p.inverse_sample);
 }
 
-// What a thread looks at of K's tile: of each block a quad of lanes has two rows of the 16 that its warp copies, a thread four channels of every part.
+// What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every part.
 template <typename T>
 struct Keys {
-  static constexpr int distance = 8;  // of a quad's rows
-  const Rotation<T> rotation = Rotation<T>(threadIdx.x);
+  static constexpr int distance = 8;              // of a quad's rows
+  static constexpr int at_once = 32 / CHUNKS;     // rows of which a warp copies chunks
+  const Rotation<T, true> rotation = Rotation<T, true>(threadIdx.x);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
 
   // The i-th of block n.
   __device__ int token(int n, int i) const { return n * KEYS + warp * 16 + lane / 4 + distance * i; }
 
-  // Four tokens next to each other have a part in banks of their own.
-  __device__ static uint32_t* chunk_of(StripTile& tile, int token, int chunk) { return &tile[token][4 * (chunk ^ token % 4 * 2)]; }
+  // Neither the 8 chunks of a token nor one of 8 tokens next to each other share a bank.
+  __device__ static uint4& chunk_of(StripTile& tile, int token, int chunk) { return reinterpret_cast<uint4*>(tile[token])[chunk ^ token % 8]; }
 
-  __device__ uint2& at(StripTile& tile, int n, int part, int i) const {
-    return *reinterpret_cast<uint2*>(chunk_of(tile, token(n, i), 2 * part + column / 8) + column % 8 / 2);
+  // Of block n, for f(token, chunk) of every chunk that the thread copies.
+  template <typename F>
+  __device__ void for_chunks(int n, F&& f) const {
+#pragma unroll
+    for (int i = 0; i < 16; i += at_once) f(n * KEYS + warp * 16 + lane / CHUNKS + i, lane % CHUNKS);
   }
 
   // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
   __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
-    constexpr int at_once = 32 / CHUNKS;  // tokens of a warp
-    int token = warp * 16 + lane / CHUNKS;
-    from += token * stride + lane % CHUNKS * 8;
+    from += (warp * 16 + lane / CHUNKS) * stride + lane % CHUNKS * 8;
 #pragma unroll 1
-    for (int n = 0; n < BLOCKS; ++n, token += KEYS, from += KEYS * stride) {
-#pragma unroll
-      for (int i = 0; i < 16; i += at_once) ptx::cp_async_16(chunk_of(tile, token + i, lane % CHUNKS), from + i * stride, token + i < count);
+    for (int n = 0; n < BLOCKS; ++n, from += (KEYS - 16) * stride) {
+      for_chunks(n, [&](int token, int chunk) {
+        ptx::cp_async_16(&chunk_of(tile, token, chunk), from, token < count);
+        from += at_once * stride;
+      });
       ptx::cp_async_commit();
     }
+  }
+
+  // Waits for block n, of which rows that don't exist become NaN.
+  __device__ void wait_for(StripTile& tile, int n, int count) const {
+    wait_for_block(n);
+    if ((n + 1) * KEYS > count) {
+      for_chunks(n, [&](int token, int chunk) {
+        if (token >= count) chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};
+      });
+    }
+    __syncwarp();
+  }
+
+  // What isn't finite of block n becomes NaN.
+  __device__ void spoil(StripTile& tile, int n) const {
+    __syncwarp();
+    for_chunks(n, [&](int token, int chunk) {
+      uint4& words = chunk_of(tile, token, chunk);
+      words = spoiled<T>(words);
+    });
+    __syncwarp();
+  }
+
+  // A part of both rows of block n, rotated and without its mean.
+  __device__ void rotated(float (&y)[2][4], StripTile& tile, int n, int part, float4 mean) const {
+    uint32_t rows[4];
+    ptx::ldmatrix(rows, &chunk_of(tile, n * KEYS + warp * 16 + lane % 16, 2 * part + lane / 16));
+    rotation(y[0], y[1], rows);
+    centre(y[0], mean), centre(y[1], mean);
   }
 };
 
@@ -432,30 +484,19 @@ template <QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
-    wait_for_block(n);
-    __syncwarp();
-    uint2 without[2];  // rows that don't exist become NaN
-#pragma unroll
-    for (int i = 0; i < 2; ++i) without[i] = keys.token(n, i) < place.count ? uint2{} : uint2{~0u, ~0u};
+    keys.wait_for(shared.tile, n, place.count);
     float largest;
     for (bool again = true; again;) {
       largest = 0.0f;
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
-        const uint2 upper = keys.at(shared.tile, n, part, 0), lower = keys.at(shared.tile, n, part, 1);
         float y[2][4];
-        keys.rotation(y[0], y[1], upper | without[0], lower | without[1]);
-        centre(y[0], mean[part]), centre(y[1], mean[part]);
+        keys.rotated(y, shared.tile, n, part, mean[part]);
 #pragma unroll
         for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[c / 4][c % 4]));  // NaN isn't larger than anything
       }
       again = __any_sync(~0u, largest == INFINITE);
-      if (!again) break;
-#pragma unroll 1
-      for (int i = 0; i < 2 * PARTS; ++i) {
-        uint2& words = keys.at(shared.tile, n, i / 2, i % 2);
-        words = spoiled<T>(words);
-      }
+      if (again) keys.spoil(shared.tile, n);
     }
     const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
     if (keys.lane == n) shared.of_warps[keys.warp][n] = __uint_as_float(of_warp);
@@ -473,16 +514,21 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
   tell(place.rank_of(place.strip, threadIdx.x), shared.largest[place.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
 }
 
-// K's codes and scales.
-template <QuantizeConfig C, typename T>
-__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
-  // a lane has the scale of the block of its number, modulo BLOCKS
+// Scales of K's blocks. Returns the inverse of that of the block of the thread's number, modulo BLOCKS.
+template <QuantizeConfig C>
+__device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
   const int block = threadIdx.x % BLOCKS;
   float largest = 0.0f;
   for (int i = 0; i < place.slices; ++i) largest = fmaxf(largest, shared.largest[i][block]);
-  const float scale = scale_of(largest), inverse = __fdiv_rn(1.0f, scale);
+  const float scale = scale_of(largest);
   if (place.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < place.count)
     p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = scale;
+  return __fdiv_rn(1.0f, scale);
+}
+
+// K's codes; `inverse` is a thread's of finish_blocks. CAREFUL: some tokens are hidden, or don't exist.
+template <bool CAREFUL, QuantizeConfig C, typename T>
+__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS], float inverse) {
   const int odd = keys.lane % 2;
   uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS;
   to += (place.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * PART + keys.column / 8 * 8;
@@ -490,16 +536,17 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
   for (int n = 0; n < BLOCKS; ++n, to += KEYS * p.k_data_strides[2]) {
     const float factor = __shfl_sync(~0u, inverse, n);
     uint32_t hidden = 0;
-    for (int slice = 0; slice < place.slices; ++slice) hidden |= reinterpret_cast<const uint32_t*>(&shared.hidden[slice][n])[keys.warp / 2];
-    hidden >>= keys.token(0, 0) % LANES;
+    if constexpr (CAREFUL) {
+      for (int slice = 0; slice < place.slices; ++slice) hidden |= reinterpret_cast<const uint32_t*>(&shared.hidden[slice][n])[keys.warp / 2];
+      hidden >>= keys.token(0, 0) % LANES;
+    }
 #pragma unroll
     for (int part = 0; part < PARTS; part += 2) {
       uint32_t codes[2][2];  // of either part, of either row
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float y[2][4];
-        keys.rotation(y[0], y[1], keys.at(shared.tile, n, part + j, 0), keys.at(shared.tile, n, part + j, 1));
-        centre(y[0], mean[part + j]), centre(y[1], mean[part + j]);
+        keys.rotated(y, shared.tile, n, part + j, mean[part + j]);
         codes[j][0] = codes_of(y[0], factor), codes[j][1] = codes_of(y[1], factor);
       }
       // of two lanes the first gets eight channels of the first part, the second of the second
@@ -507,8 +554,8 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
       for (int i = 0; i < 2; ++i) {
         const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);
         uint2 words = odd ? uint2{got, kept} : uint2{kept, got};
-        if (hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES, NAN_CODES};
-        if (keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + part * PART) = words;
+        if (CAREFUL && hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES, NAN_CODES};
+        if (!CAREFUL || keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + part * PART) = words;
       }
     }
   }
@@ -553,9 +600,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   else if (threadIdx.x < CHANNELS + 32)
     finish_keys<C>(p, shared, place, threadIdx.x - CHANNELS);
   __syncthreads();
-  bool careful = place.count < STRIP;
-  for (int n = 0; n < BLOCKS; ++n) careful |= any(shared.hidden[place.slice][n]);
-  if (careful)
+  if (is_careful(shared, place, place.slice, place.slice + 1))
     write_values<true, C, T>(p, shared, place);
   else
     write_values<false, C, T>(p, shared, place);
@@ -568,7 +613,15 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   for (int part = 0; part < PARTS; ++part) mean[part] = *reinterpret_cast<const float4*>(&shared.key_mean[part * PART + keys.column]);
   find_largest<C, T>(shared, place, keys, mean);
   ptx::mbarrier_wait(&shared.largest_full, 0);
-  write_keys<C, T>(p, shared, place, keys, mean);
+  const float inverse = finish_blocks<C>(p, shared, place);
+  if (is_careful(shared, place, 0, place.slices))
+    write_keys<true, C, T>(p, shared, place, keys, mean, inverse);
+  else
+    write_keys<false, C, T>(p, shared, place, keys, mean, inverse);
+  if (p.ready == nullptr) return;
+  ptx::fence_proxy_async_all();  // who attends has the copy engine read this
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::add_release(&p.ready[place.pair], 1);
 }
 
 template <class Instance>

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import Call, empty_key_mean, empty_lse, empty_output
+from ..call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
 from ..device import Device
 from ..quantize import sample_size
-from ..recipe import Quantized
+from ..recipe import DEFAULT_RECIPE, Quantized
 from ..reference import Causal, causal_offset
 from ..schedule import heads_side_by_side
 from . import build, configs, portable, quantize, short
@@ -166,6 +166,59 @@ def launch_from_half(
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
 
 
+def quantize_and_attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantization with the default recipe and attention, q's where it attends; `configs.why_not_quantize` and `quantize.why_not` have said that they
+    take the call. Where `configs.begins_early` says so, attention begins with heads whose keys and values are ready.
+
+    Args:
+        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
+
+    Returns:
+        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, empty if not asked for; k's mean (B, Hkv, D).
+
+    Raises:
+        BuildError: the kernels can't be compiled here.
+    """
+    key, value = quantize.empty(k, v)
+    assert key.mean is not None
+    call = Call(
+        q, None, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
+        None, None, k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+    )  # fmt: skip
+    config = configs.choose(call, device)
+    if not configs.begins_early(call, config, device):
+        quantize_into(key, value, k, v, device)
+        return *forward(call, device, config), key.mean
+    heads = k.shape[0] * k.shape[1]
+    counter, ready = q.new_zeros(1 + heads, dtype=torch.int32).split((1, heads))
+    quantize_into(key, value, k, v, device, ready=ready)
+    return *forward_when_ready(call, device, config, counter, ready, quantize.cluster_of(k)), key.mean
+
+
+def forward_when_ready(
+    call: Call, device: Device, config: HopperConfig, counter: torch.Tensor, ready: torch.Tensor, cluster: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of plain queries by an instance that quantizes them, of each key/value head once `cluster` CTAs have added 1 to its word of `ready`.
+    What was launched before the quantizer must have ended when that began.
+
+    Args:
+        counter: an int32 of zero.
+        ready: `quantize_into`'s.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+    """
+    out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)
+    library = library_of(config, device)
+    arguments, _ = launch_of(call, device, config, library, sharers=1)
+    library.operators.forward_when_ready.default(
+        *arguments, call.q, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, out, lse if call.return_lse else None, counter, ready, cluster
+    )
+    return out, lse
+
+
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[Quantized, Quantized]:
     """fp8attn.quantize.quantize_kv with the default recipe; `quantize.why_not` has said that it takes the call.
 
@@ -176,11 +229,28 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quanti
     Raises:
         BuildError: the kernel can't be compiled here.
     """
+    key, value = quantize.empty(k, v)
+    quantize_into(key, value, k, v, device, config)
+    return key, value
+
+
+def quantize_into(
+    key: Quantized,
+    value: Quantized,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    device: Device,
+    config: quantize.QuantizeConfig | None = None,
+    ready: torch.Tensor | None = None,
+) -> None:
+    """`quantize_kv` into what quantize.empty made.
+
+    Args:
+        ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
+    """
     config = quantize.choose(k) if config is None else config
     library = build.load_with(config, quantize.INSTANCES, device.arch)
-    key, value = quantize.empty(k, v)
     ctas = k.shape[0] * k.shape[1] * quantize.cluster_of(k)
     library.operators.quantize.default(
-        library.launchers[config], ctas, sample_size(k.shape[2]), k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean
+        library.launchers[config], ctas, sample_size(k.shape[2]), k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean, ready
     )
-    return key, value

@@ -29,6 +29,11 @@ def sharers(tiles: int, blocks: int, sm_count: int) -> int:
     return -(-rest * blocks // size) if size + EXTRA_BLOCKS <= blocks else 1
 
 
+def saved(tiles: int, blocks: int, sm_count: int) -> float:
+    """Time that sharing saves, in blocks of keys."""
+    return (-(-tiles // sm_count) - rounds(tiles, blocks, sm_count)) * blocks
+
+
 def rounds(tiles: int, blocks: int, sm_count: int) -> float:
     """How long a call takes, in rounds of a tile for each SM."""
     whole, rest = divmod(tiles, sm_count)

@@ -31,17 +31,23 @@ __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
 }
 
 // The same of two halves.
-__device__ inline uint32_t e4m3x2(__half2 x) {
+__device__ inline uint16_t e4m3x2(__half2 x) {
   uint16_t packed;
   asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(reinterpret_cast<const uint32_t&>(x)));
   return packed;
 }
 
-// What the lower two e4m3 bytes of `codes` stand for, exact.
-__device__ inline __half2 halves_of_e4m3x2(uint32_t codes) {
+// What the two e4m3 bytes of `codes` stand for, exact.
+__device__ inline __half2 halves_of_e4m3x2(uint16_t codes) {
   __half2_raw halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(reinterpret_cast<uint32_t&>(halves)) : "h"(uint16_t(codes)));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(reinterpret_cast<uint32_t&>(halves)) : "h"(codes));
   return halves;
+}
+
+__device__ inline uint32_t pair(uint16_t low, uint16_t high) {
+  uint32_t word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+  return word;
 }
 
 // Halves low to high of the e4m3 bytes of `codes`, exact.

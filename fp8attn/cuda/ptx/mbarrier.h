@@ -17,6 +17,9 @@ __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.
 // Makes ordinary stores to shared memory visible to the copy engine and the tensor cores.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same of global memory, too: here where it is written, and where who has heard of that asks for copies.
+__device__ inline void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 __device__ inline void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }

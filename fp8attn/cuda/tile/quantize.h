@@ -51,18 +51,18 @@ struct Feedback {
   __half2 owed = __half2half2(__float2half(0.0f));
 
   // gain: of two halves, quantize.feedback.
-  __device__ uint32_t codes(float2 x, __half2 gain) {
+  __device__ uint16_t codes(float2 x, __half2 gain) {
     const __half2 z = __floats2half2_rn(x.x, x.y);
     const __half2 limit = __hmin2(__habs2(owed), __hmul2(__habs2(z), __half2half2(__float2half(LARGEST_PUSH))));
     const uint32_t push = reinterpret_cast<const uint32_t&>(limit) | reinterpret_cast<const uint32_t&>(owed) & 0x80008000;
-    const uint32_t codes = ptx::e4m3x2(__hadd2_rn(z, reinterpret_cast<const __half2&>(push)));
+    const uint16_t codes = ptx::e4m3x2(__hadd2_rn(z, reinterpret_cast<const __half2&>(push)));
     owed = __hfma2(__hsub2_rn(z, ptx::halves_of_e4m3x2(codes)), gain, owed);
     return codes;
   }
 };
 
 // The same of so few tokens that nothing is owed.
-__device__ inline uint32_t value_codes(float a, float b) {
+__device__ inline uint16_t value_codes(float a, float b) {
   return ptx::e4m3x2(__hadd2_rn(__floats2half2_rn(a, b), __half2half2(__float2half(0.0f))));
 }
 
@@ -174,7 +174,7 @@ struct Slice {
   // Of V's i-th token.
   __device__ uint32_t codes(int i, float4 mean, float4 inverse) const {
     const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y);
-    return value_codes((a.x - mean.x) * inverse.x, (a.y - mean.y) * inverse.y) | value_codes((b.x - mean.z) * inverse.z, (b.y - mean.w) * inverse.w) << 16;
+    return ptx::pair(value_codes((a.x - mean.x) * inverse.x, (a.y - mean.y) * inverse.y), value_codes((b.x - mean.z) * inverse.z, (b.y - mean.w) * inverse.w));
   }
 };
 

@@ -12,34 +12,43 @@ constexpr int PART = 16;  // channels that are rotated together
 
 constexpr uint32_t SIGNS = 0xB848;  // bits of the channels whose sign the definition turns
 
-// A part's matrix, in a warp's registers. A quad of lanes has a row, lane c of it channels 4c ... 4c + 3, before and after. Products are exact; sums
-// are those of the tensor core, which are the definition's where 24 bits hold them.
-template <typename T>
+// A part's matrix, in a warp's registers. A quad of lanes has a row, lane c of it after the rotation channels 4c ... 4c + 3; before it the same, or, as
+// ldmatrix leaves rows (LOADED), 2c, 2c + 1, 8 + 2c and 9 + 2c. Products are exact; sums are those of the tensor core, which are the definition's where 24
+// bits hold them.
+template <typename T, bool LOADED = false>
 struct Rotation {
-  uint32_t first, last;  // of the operand's column: two channels each
+  uint32_t matrix[2][2];  // of the operand's columns 4a and 4a + 1, then 4a + 2 and 4a + 3: two channels each
 
   __device__ explicit Rotation(uint32_t thread) {
     constexpr uint32_t factors = std::is_same_v<T, __half> ? 0x2C002C00 : 0x3D803D80;  // 1 / PART
-    const uint32_t lane = thread % 4, column = thread % 32 / 4, both = lane & column / 2;
-    // signs of the lane's four channels: of column 4a + b, b even or odd, of the matrix, all turned where lane & a has one bit
-    const uint32_t signs = SIGNS >> 4 * lane ^ (column & 1 ? 0xA : 0) ^ ((both ^ both >> 1) & 1 ? 0xF : 0);
-    first = factors ^ (signs & 1) << 15 ^ (signs & 2) << 30;
-    last = factors ^ (signs & 4) << 13 ^ (signs & 8) << 28;
+    const uint32_t lane = thread % 4, column = thread % 32 / 4, to = column / 2 * 4 + column % 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t from = LOADED ? 8 * i + 2 * lane : 4 * lane + 2 * i;  // and the one behind it
+      uint32_t turned = to & from;
+      turned ^= turned >> 2, turned ^= turned >> 1;
+      const uint32_t signs = SIGNS >> from ^ ((turned & 1) * 3) ^ (column & 1) << 1;
+      matrix[0][i] = factors ^ (signs & 1) << 15 ^ (signs & 2) << 30;
+      matrix[1][i] = from & 2 ? matrix[0][i] ^ 0x80008000 : matrix[0][i];
+    }
   }
 
-  // Four channels of each of two rows.
-  __device__ void operator()(float (&y)[4], float (&z)[4], uint2 upper, uint2 lower) const {
-    const uint32_t rows[] = {upper.x, lower.x, upper.y, lower.y};
+  // Two rows, each in two words, one after the other; four channels of each.
+  __device__ void operator()(float (&y)[4], float (&z)[4], const uint32_t (&rows)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // columns 4a, 4a + 1, then 4a + 2, 4a + 3, where signs of the last two channels are others
-      const uint32_t matrix[] = {first, i == 0 ? last : last ^ 0x80008000};
+    for (int i = 0; i < 2; ++i) {
       float sums[4] = {};
       if constexpr (std::is_same_v<T, __half>)
-        ptx::mma_f16(sums, rows, matrix);
+        ptx::mma_f16(sums, rows, matrix[i]);
       else
-        ptx::mma_bf16(sums, rows, matrix);
+        ptx::mma_bf16(sums, rows, matrix[i]);
       y[2 * i] = sums[0], y[2 * i + 1] = sums[1], z[2 * i] = sums[2], z[2 * i + 1] = sums[3];
     }
+  }
+
+  __device__ void operator()(float (&y)[4], float (&z)[4], uint2 upper, uint2 lower) const {
+    const uint32_t rows[] = {upper.x, lower.x, upper.y, lower.y};
+    (*this)(y, z, rows);
   }
 };
 

@@ -18,9 +18,11 @@ inline uint32_t e4m3(float x) {
 
 inline uint32_t e4m3x4(float a, float b, float c, float d) { return e4m3(a) | e4m3(b) << 8 | e4m3(c) << 16 | e4m3(d) << 24; }
 
-inline uint32_t e4m3x2(__half2 x) { return e4m3(__low2float(x)) | e4m3(__high2float(x)) << 8; }
+inline uint16_t e4m3x2(__half2 x) { return e4m3(__low2float(x)) | e4m3(__high2float(x)) << 8; }
 
-inline __half2 halves_of_e4m3x2(uint32_t codes) { return __floats2half2_rn(e4m3_value(codes), e4m3_value(codes >> 8)); }
+inline uint32_t pair(uint16_t low, uint16_t high) { return uint32_t(high) << 16 | low; }
+
+inline __half2 halves_of_e4m3x2(uint16_t codes) { return __floats2half2_rn(e4m3_value(codes), e4m3_value(codes >> 8)); }
 
 inline uint32_t half2(float a, float b) {
   const __half2 halves = __floats2half2_rn(a, b);

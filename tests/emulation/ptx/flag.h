@@ -7,6 +7,8 @@ namespace fp8attn::ptx {
 
 inline void store_release(int* flag, int value) { *flag = value; }
 
+inline void add_release(int* flag, int more) { *flag += more; }
+
 inline int load_acquire(const int* flag) {
   if (*flag == 0) cta::yield();
   return *flag;

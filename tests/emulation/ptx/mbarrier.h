@@ -28,6 +28,8 @@ inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) { barrier_at(bar
 
 inline void fence_barrier_init() {}
 
+inline void fence_proxy_async_all() {}
+
 inline void mbarrier_arrive(uint64_t* barrier) {
   --barrier_at(barrier).pending;
   barrier_at(barrier).go_on();
