@@ -418,8 +418,8 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
 // What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every part.
 template <typename T>
 struct Keys {
-  static constexpr int distance = 8;              // of a quad's rows
-  static constexpr int at_once = 32 / CHUNKS;     // rows of which a warp copies chunks
+  static constexpr int distance = 8;           // of a quad's rows
+  static constexpr int at_once = 32 / CHUNKS;  // rows of which a warp copies chunks
   const Rotation<T, true> rotation = Rotation<T, true>(threadIdx.x);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
 
