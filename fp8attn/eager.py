@@ -141,14 +141,20 @@ def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple,
 def remember_from_half(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: tuple, softmax_scale: float, causal: Causal, out: torch.Tensor
 ) -> None:
-    """Keep a call of plain tensors, likewise, if it was one launch."""
+    """Keep a call of plain tensors, likewise, if CUDA's kernels quantized all of it, in one launch or in two."""
     again = _second(query, key, value, options)
-    if again is None or ops.why_not_one_launch(query, key, value, softmax_scale) is not None:
-        return
-    try:
-        library, arguments = cuda.launch_from_half(query, key, softmax_scale, causal, device_of(query.device))
-    except BuildError:
+    if again is None:
         return
     name, tensors, number = again
-    library.operators.remember_from_half.default(number, *arguments, *tensors, out)
-    _launches[name] = partial(library.operators.repeat_from_half.default, number)
+    device = device_of(query.device)
+    try:
+        if ops.why_not_one_launch(query, key, value, softmax_scale) is None:
+            library, arguments = cuda.launch_from_half(query, key, softmax_scale, causal, device)
+            library.operators.remember_from_half.default(number, *arguments, *tensors, out)
+            _launches[name] = partial(library.operators.repeat_from_half.default, number)
+        elif ops.why_not_two_launches(query, key, value, softmax_scale) is None and out.numel() > 0:
+            library, arguments, filled, scratch = cuda.launch_of_both(query, key, value, softmax_scale, causal, out.dtype, device)
+            library.operators.remember_both.default(number, *arguments, *tensors, filled, out, *scratch)
+            _launches[name] = partial(library.operators.repeat_both.default, number)
+    except BuildError:  # Triton went on
+        return

@@ -277,6 +277,11 @@ def why_not_half_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_sc
     return configs.why_not_quantize(q, v.shape[3], softmax_scale, device_of(q.device)) or build.unavailable()
 
 
+def why_not_two_launches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str | None:
+    """Why plain tensors take more than a launch that quantizes k and v and one that attends, likewise, or None if they don't."""
+    return why_not_half_q(q, k, v, softmax_scale) or why_not_quantize_by_cuda(k, v, DEFAULT_RECIPE)
+
+
 def from_half_by(backend: Forward, required: bool):
     """An operator's implementation: the default recipe and attention, in one launch where that is possible, or with q quantized by the attention's.
 
@@ -306,10 +311,10 @@ def from_half_by(backend: Forward, required: bool):
             try:
                 if why_not_one_launch(q, k, v, softmax_scale) is None:
                     return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                if why_not_two_launches(q, k, v, softmax_scale) is None:
+                    out, lse, k_mean = cuda.quantize_and_attend(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                    return out, lse, k_mean if return_lse else empty_key_mean(k, False)
                 if why_not_half_q(q, k, v, softmax_scale) is None:
-                    if why_not_quantize_by_cuda(k, v, DEFAULT_RECIPE) is None:
-                        out, lse, k_mean = cuda.quantize_and_attend(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
-                        return out, lse, k_mean if return_lse else empty_key_mean(k, False)
                     _, key, value = quantized(None, k, v, DEFAULT_RECIPE)
                     assert key is not None and value is not None
                     return attend(lambda call: cuda.forward(call, device, configs.choose(call, device)), q, None, key, value)

@@ -26,6 +26,7 @@ from fp8attn.cuda import build, portable
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import HopperConfig
+from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
 from fp8attn.quantize import quantize
 
@@ -42,7 +43,9 @@ class AnyInstance(dict):
     """The launcher that writes down its Params, for every config."""
 
     def __missing__(self, config) -> int:
-        return ctypes.cast(emulation.binding()[1].record, ctypes.c_void_p).value or 0
+        library = emulation.binding()[1]
+        launcher = library.record_quantize if isinstance(config, QuantizeConfig) else library.record
+        return ctypes.cast(launcher, ctypes.c_void_p).value or 0
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,7 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas = library.recorded(buffer)
     p = emulation.Params.from_buffer(buffer, 4 * MAP)
-    p.out, p.counter, p.parts, p.handed_over = None, bool(p.counter), bool(p.parts), bool(p.handed_over)
+    p.out, p.counter, p.parts, p.handed_over, p.ready = None, bool(p.counter), bool(p.parts), bool(p.handed_over), bool(p.ready)
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
         buffer[i * MAP : i * MAP + 8] = bytes(8)
@@ -145,6 +148,44 @@ def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend:
 def test_attending_to_what_was_just_quantized_launches_the_same(backend: str, options: dict) -> None:
     q, k, v = (torch.randn(1, 3, 600, 96, dtype=torch.float16) for _ in range(3))
     alike(lambda: fp8attn.sdpa(q, k, v, backend=backend, **options), addresses=False)
+
+
+def quantized_by() -> tuple[int, bytes]:
+    """CTAs and QuantizeParams of the last launch, but for the addresses of what it was given to write."""
+    _, library = emulation.binding()
+    p = emulation.QuantizeParams()
+    library.recorded_quantize(ctypes.byref(p))
+    for name in ("k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean", "ready"):
+        setattr(p, name, bool(getattr(p, name)))
+    return p.ready, bytes(p)
+
+
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+@pytest.mark.parametrize(
+    "shape, options, early",
+    (
+        ((1, 3, 700, 128), {}, False),  # few tiles, which CTAs share
+        ((1, 20, 700, 128), {"is_causal": True}, False),
+        ((2, 20, 1100, 128), {"is_causal": True, "out_dtype": torch.float32}, True),
+        ((2, 40, 513, 64), {"scale": 0.3}, True),
+    ),
+)
+def test_quantizing_and_then_attending_launches_the_same(backend: str, shape: tuple[int, ...], options: dict, early: bool) -> None:
+    """The quantizer's launch too, and that attention waits for what it says."""
+    q, k, v = (torch.randn(shape).bfloat16() for _ in range(3))
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    seen: list[tuple[int, bytes]] = []
+
+    def call() -> torch.Tensor:
+        out = fp8attn.sdpa(q, k, v, backend=backend, **options)
+        seen.append(quantized_by())
+        return out
+
+    alike(call, addresses=False)
+    assert seen[0] == seen[2]
+    p = emulation.Params.from_buffer_copy(launched()[1], 4 * MAP)
+    assert bool(seen[0][0]) == bool(p.ready) == early
+    assert (p.ready_ctas > 0) == early and (not early or p.counter)
 
 
 @pytest.mark.parametrize("shape", ((1, 3, 400), (2, 8, 1100)))

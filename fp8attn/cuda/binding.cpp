@@ -197,10 +197,14 @@ void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, double so
   attend_from_half({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
 }
 
-// K and V, (B, H, S, D), into what fp8attn/cuda/quantize.py made room for. `sampled`: tokens that K's mean is made of. `ready`: (B, H), each 0: CTAs that are
-// done with a head.
-void quantize(int64_t launcher, int64_t ctas, int64_t sampled, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
-              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
+// What the quantizer's launch is told beside tensors. `sampled`: tokens that K's mean is made of.
+struct QuantizeLaunch {
+  int64_t launcher, ctas, sampled;
+};
+
+// K and V, (B, H, S, D), into what fp8attn/cuda/quantize.py made room for. `ready`: (B, H), each 0: CTAs that are done with a head; or null.
+void quantize_kv(const QuantizeLaunch& l, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data,
+                 const Tensor& v_scale, const Tensor& v_mean, int* ready) {
   fp8attn::QuantizeParams p = {};
   p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();
@@ -218,10 +222,15 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, const Tensor& k, 
   p.length = k.size(2);
   p.head_dim = k.size(3);
   p.inverse_length = 1.0 / k.size(2);
-  p.inverse_sample = 1.0 / sampled;
+  p.inverse_sample = 1.0 / l.sampled;
   p.half = k.scalar_type() == at::kHalf;
-  p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
-  check(reinterpret_cast<QuantizeLauncher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(k.get_device())));
+  p.ready = ready;
+  check(reinterpret_cast<QuantizeLauncher>(l.launcher)(p, l.ctas, c10::cuda::getCurrentCUDAStream(k.get_device())));
+}
+
+void quantize(int64_t launcher, int64_t ctas, int64_t sampled, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
+              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
+  quantize_kv({launcher, ctas, sampled}, k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, ready ? ready->mutable_data_ptr<int>() : nullptr);
 }
 
 // All that a launch follows from but the tensors' addresses; empty of tensors that are none of a plain forward pass.
@@ -253,21 +262,36 @@ struct Scratch {
   int64_t words, sharers, floats;
 };
 
+// What a tensor is made by.
+struct Form {
+  std::vector<int64_t> sizes, strides;
+  at::TensorOptions options;
+
+  explicit Form(const Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), options(x.options()) {}
+
+  Tensor empty() const { return at::empty_strided(sizes, strides, options); }
+};
+
 // A launch, and the output that it writes to.
 template <class L>
 struct Plan {
   L launch;
-  std::vector<int64_t> sizes, strides;
-  at::TensorOptions options;
+  Form output;
   Scratch scratch;
 
-  Tensor output() const { return at::empty_strided(sizes, strides, options); }
-
-  std::optional<Tensor> words() const { return scratch.words == 0 ? std::nullopt : std::optional(at::zeros({scratch.words}, options.dtype(at::kInt))); }
+  std::optional<Tensor> words() const { return scratch.words == 0 ? std::nullopt : std::optional(at::zeros({scratch.words}, output.options.dtype(at::kInt))); }
 
   std::optional<Tensor> parts() const {
-    return scratch.sharers == 0 ? std::nullopt : std::optional(at::empty({scratch.sharers, scratch.floats}, options.dtype(at::kFloat)));
+    return scratch.sharers == 0 ? std::nullopt : std::optional(at::empty({scratch.sharers, scratch.floats}, output.options.dtype(at::kFloat)));
   }
+};
+
+// Two launches: K and V's quantizer, attention with plain queries, which waits for each head's CTAs that quantize it, or if `cluster` is 0 for all.
+struct LaunchBoth {
+  QuantizeLaunch quantizer;
+  Launch attention;
+  int64_t cluster;
+  std::vector<Form> quantized;  // k_data, k_scale, k_mean, v_data, v_scale, v_mean
 };
 
 // Of calls that were made before. Threads share it.
@@ -277,7 +301,7 @@ class Plans {
   void add(Facts&& facts, const L& launch, const Tensor& out, const Scratch& scratch) {
     const std::lock_guard lock(mutex_);
     if (plans_.size() >= MOST) plans_.clear();
-    plans_[std::move(facts)] = std::make_shared<const Plan<L>>(Plan<L>{launch, out.sizes().vec(), out.strides().vec(), out.options(), scratch});
+    plans_[std::move(facts)] = std::make_shared<const Plan<L>>(Plan<L>{launch, Form(out), scratch});
   }
 
   std::shared_ptr<const Plan<L>> find(const Facts& facts) {
@@ -322,7 +346,7 @@ std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_s
   const auto plan = known.empty() ? nullptr : plans<Launch>().find(known);
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
-  const Tensor out = plan->output();
+  const Tensor out = plan->output.empty();
   attend(plan->launch, q, of_every_head(q_scale, q.size(0), q.size(1), q_scale.size(2)), k, of_every_head(k_scale, k.size(0), k.size(1), k_scale.size(2)), v,
          of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, std::nullopt, std::nullopt, out, std::nullopt, plan->words(), plan->parts(), std::nullopt);
   return out;
@@ -338,8 +362,37 @@ std::optional<Tensor> repeat_from_half(int64_t options, const Tensor& q, const T
   const auto plan = known.empty() ? nullptr : plans<LaunchFromHalf>().find(known);
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
-  const Tensor out = plan->output();
+  const Tensor out = plan->output.empty();
   attend_from_half(plan->launch, q, k, v, out, std::nullopt, std::nullopt);
+  return out;
+}
+
+// `words`: with a cluster a counter of tiles and a word for each head of k.
+void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side,
+                   int64_t q_group, int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, int64_t quantizer, int64_t quantizer_ctas,
+                   int64_t sampled, int64_t cluster, const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList quantized, const Tensor& out, int64_t words,
+                   int64_t sharers, int64_t floats) {
+  plans<LaunchBoth>().add(facts(options, {&q, &k, &v}),
+                          {{quantizer, quantizer_ctas, sampled},
+                           {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
+                           cluster,
+                           std::vector<Form>(quantized.begin(), quantized.end())},
+                          out, {words, sharers, floats});
+}
+
+std::optional<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const Facts known = facts(options, {&q, &k, &v});
+  const auto plan = known.empty() ? nullptr : plans<LaunchBoth>().find(known);
+  if (plan == nullptr) return std::nullopt;
+  const c10::DeviceGuard guard(q.device());
+  const LaunchBoth& l = plan->launch;
+  Tensor x[6];
+  for (size_t i = 0; i < 6; ++i) x[i] = l.quantized.at(i).empty();
+  const Tensor out = plan->output.empty();
+  const std::optional<Tensor> words = plan->words();
+  int* ready = l.cluster > 0 ? words->mutable_data_ptr<int>() + 1 : nullptr;
+  quantize_kv(l.quantizer, k, v, x[0], x[1], x[2], x[3], x[4], x[5], ready);
+  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], std::nullopt, std::nullopt, out, std::nullopt, words, plan->parts(), std::nullopt, ready, l.cluster);
   return out;
 }
 
@@ -374,6 +427,11 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("remember_from_half", torch::dispatch(any, TORCH_FN(remember_from_half)));
   define("repeat_from_half(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
   m.impl("repeat_from_half", torch::dispatch(any, TORCH_FN(repeat_from_half)));
+  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int cluster, Tensor q, Tensor k, Tensor v, Tensor[] quantized,"
+         " Tensor out, int words, int sharers, int floats) -> ()");
+  m.impl("remember_both", torch::dispatch(any, TORCH_FN(remember_both)));
+  define("repeat_both(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
+  m.impl("repeat_both", torch::dispatch(any, TORCH_FN(repeat_both)));
 }
 
 }  // namespace

@@ -166,11 +166,39 @@ def launch_from_half(
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
 
 
+class Both(NamedTuple):
+    """Quantization of k and v with the default recipe, and attention that quantizes q.
+
+    Attributes:
+        call: of `key` and `value`, which the quantizer is to fill, with a plain query.
+        early: whether attention begins with heads whose keys and values are ready, as `configs.begins_early` says.
+    """
+
+    key: Quantized
+    value: Quantized
+    call: Call
+    config: HopperConfig
+    early: bool
+
+
+def plan_both(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
+) -> Both:
+    """How `quantize_and_attend` does it."""
+    key, value = quantize.empty(k, v)
+    call = Call(
+        q, None, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
+        None, None, k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+    )  # fmt: skip
+    config = configs.choose(call, device)
+    return Both(key, value, call, config, configs.begins_early(call, config, device))
+
+
 def quantize_and_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantization with the default recipe and attention, q's where it attends; `configs.why_not_quantize` and `quantize.why_not` have said that they
-    take the call. Where `configs.begins_early` says so, attention begins with heads whose keys and values are ready.
+    take the call.
 
     Args:
         q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
@@ -181,20 +209,31 @@ def quantize_and_attend(
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    key, value = quantize.empty(k, v)
+    key, value, call, config, early = plan_both(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
     assert key.mean is not None
-    call = Call(
-        q, None, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
-        None, None, k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
-    )  # fmt: skip
-    config = configs.choose(call, device)
-    if not configs.begins_early(call, config, device):
+    if not early:
         quantize_into(key, value, k, v, device)
         return *forward(call, device, config), key.mean
     heads = k.shape[0] * k.shape[1]
     counter, ready = q.new_zeros(1 + heads, dtype=torch.int32).split((1, heads))
     quantize_into(key, value, k, v, device, ready=ready)
     return *forward_when_ready(call, device, config, counter, ready, quantize.cluster_of(k)), key.mean
+
+
+def launch_of_both(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, device: Device
+) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], Scratch]:
+    """The library of `quantize_and_attend`'s attention, what the binding is told beside q, k and v, tensors like those that the quantizer fills, and
+    what else there is to be."""
+    key, value, call, config, early = plan_both(q, k, v, softmax_scale, causal, out_dtype, False, device)
+    library, quantizer = library_of(config, device), quantize.choose(k)
+    launch, scratch = launch_of(call, device, config, library, 1 if early else sharers_of(call, config, device))
+    heads, cluster = k.shape[0] * k.shape[1], quantize.cluster_of(k)
+    launchers = build.load_with(quantizer, quantize.INSTANCES, device.arch).launchers
+    numbers = (launchers[quantizer], heads * cluster, sample_size(k.shape[2]), cluster if early else 0)
+    assert key.mean is not None and value.mean is not None
+    filled = [key.data, key.scale, key.mean, value.data, value.scale, value.mean]
+    return library, (*launch, *numbers), filled, Scratch(1 + heads) if early else scratch
 
 
 def forward_when_ready(
