@@ -158,7 +158,7 @@ def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
     assert (actual is None) == (expected is None)
     if actual is None or expected is None:
         return
-    for field in ("granularity", "layout", "length", "shape"):
+    for field in ("granularity", "layout", "length", "shape", "rotated"):
         assert getattr(actual, field) == getattr(expected, field)
     assert actual.data.dtype == expected.data.dtype
     assert torch.equal(codes(actual), codes(expected)), f"{int((codes(actual) != codes(expected)).sum())} bytes differ"

@@ -15,6 +15,7 @@ from ..device import Device
 from ..layout import padded_length
 from ..quantize import LANES, STRIP
 from ..recipe import DEFAULT_RECIPE, E4M3, SCALE_BLOCK, Quantized, Recipe
+from ..rotation import part_of
 from .configs import why_not_hopper, why_not_in_shared_memory
 
 CHANNELS = 64
@@ -119,7 +120,8 @@ def empty(k: torch.Tensor, v: torch.Tensor) -> tuple[Quantized, Quantized]:
     rows = definition.empty_rows(k)
     scale = numbers(*definition.scale_shape("block", *k.shape))
     values = v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3)
+    part = part_of(dim, DEFAULT_RECIPE.rotate)
     return (
-        Quantized(rows, scale, "block", "rows", length, numbers(batch, heads, dim)),
+        Quantized(rows, scale, "block", "rows", length, numbers(batch, heads, dim), rotated=part),
         Quantized(values, numbers(batch, heads, dim), "channel", "values", length, numbers(batch, heads, dim)),
     )

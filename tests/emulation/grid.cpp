@@ -7,7 +7,8 @@
 // Params without its tensor maps, from its first pointer to its last. Returns whether it came to an end.
 extern "C" bool forward(const void* params, int bytes, int ctas) {
   fp8attn::Params p = {};
-  if (bytes != int(offsetof(fp8attn::Params, ready_ctas) + sizeof(p.ready_ctas) - offsetof(fp8attn::Params, q))) abort();
+  constexpr int size = offsetof(fp8attn::Params, ready_ctas) + sizeof(p.ready_ctas) - offsetof(fp8attn::Params, q);
+  if (bytes != (size + 7) / 8 * 8) abort();
   memcpy(&p.q, params, bytes);
   using Shape = fp8attn::PortableShape<fp8attn::Instance::config>;
   if (!cta::run(fp8attn::portable_forward<fp8attn::Instance>, p.key_splits > 1 ? fp8attn::parts_of(p) : p, ctas, Shape::threads)) return false;
