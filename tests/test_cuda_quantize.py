@@ -283,10 +283,24 @@ def test_attention_is_the_same(device: torch.device, monkeypatch: pytest.MonkeyP
     assert torch.equal(actual, fp8attn.sdpa(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")) and taken == [True]
 
 
+@emulation.emulates
+def test_emulated_means_of_queries_meet_rotated_keys(emulated: Quantizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smoothed queries, whose means' part of the scores is made of keys that another kernel has quantized."""
+    recipe = Recipe(smooth_q=True)
+    (q, v), k = normal((1, 2, 600, 64)), on_grid(normal((1, 2, 601, 64))[0][:, :, 1:])
+    expected = ops.quantized(q, k, v, recipe, by_triton=True)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
+    quantized = emulated(k, v)
+    monkeypatch.setattr(run, "quantize_kv", lambda *_: quantized)
+    for x, y in zip(ops.quantized(q, k, v, recipe), expected, strict=True):
+        assert_same(x, y)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", LONGEST)
 def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> None:
-    """Smoothed queries, whose means' part of the scores is made of keys that another kernel has quantized."""
+    """Likewise; and attention to them."""
     recipe = Recipe(smooth_q=True)
     q, k, v = (x.to(device) for x in (*normal((2, 4, 1024, dim)), normal((2, 4, 1024, dim), torch.bfloat16)[0].flip(2)))
     k = on_grid(k)
