@@ -485,6 +485,9 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")
         if isinstance(planned, HopperConfig):
+            two = plain is not None and call.half_q and ops.why_not_two_launches(*plain) is None
+            if two and configs.begins_early(call, planned, properties):
+                because.append("attention begins with heads whose key and value are quantized")
             return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
         if isinstance(planned, PortableConfig):
             because.append(f"not the Hopper kernel: {configs.why_not(call, properties)}")

@@ -170,7 +170,9 @@ def quantized_by() -> tuple[int, bytes]:
         ((2, 40, 513, 64), {"scale": 0.3}, True),
     ),
 )
-def test_quantizing_and_then_attending_launches_the_same(backend: str, shape: tuple[int, ...], options: dict, early: bool) -> None:
+def test_quantizing_and_then_attending_launches_the_same(
+    backend: str, shape: tuple[int, ...], options: dict, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The quantizer's launch too, and that attention waits for what it says."""
     q, k, v = (torch.randn(shape).bfloat16() for _ in range(3))
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
@@ -186,6 +188,9 @@ def test_quantizing_and_then_attending_launches_the_same(backend: str, shape: tu
     p = emulation.Params.from_buffer_copy(launched()[1], 4 * MAP)
     assert bool(seen[0][0]) == bool(p.ready) == early
     assert (p.ready_ctas > 0) == early and (not early or p.counter)
+    monkeypatch.setattr(api, "device_of", lambda device: H100)
+    said = fp8attn.explain(q, k, v, backend=backend, **options).because
+    assert ("attention begins with heads whose key and value are quantized" in said) == early
 
 
 @pytest.mark.parametrize("shape", ((1, 3, 400), (2, 8, 1100)))
