@@ -16,7 +16,7 @@ from emulation import mutate
 
 from fp8attn import Recipe
 from fp8attn.api import call_of, cuda_missing
-from fp8attn.call import Call
+from fp8attn.call import Call, empty_lse, empty_output
 from fp8attn.cuda import build, configs, short
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES
@@ -256,10 +256,11 @@ def check_ready() -> list[str]:
     counter, ready, *others = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4, 4))
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
     arrive(torch.empty_like(early.k), torch.empty_like(early.v), *others)
-    cuda.forward_when_ready(early, device_of(device), config, counter.clone(), others[0], 2)
+    actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
+    cuda.forward_when_ready(early, device_of(device), config, *actual, counter.clone(), others[0], 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        actual = cuda.forward_when_ready(early, device_of(device), config, counter, ready, 2)
+        cuda.forward_when_ready(early, device_of(device), config, *actual, counter, ready, 2)
     arrive(early.k, early.v, ready)
     torch.cuda.synchronize()
     return compare(actual, expected)

@@ -12,7 +12,7 @@ from test_cuda_quantize import normal
 from test_half_q import H100
 
 from fp8attn import sdpa
-from fp8attn.call import HALVES, Call
+from fp8attn.call import HALVES, Call, empty_lse, empty_output
 from fp8attn.cuda import build, configs, quantize, run
 from fp8attn.cuda.configs import HALF_Q_INSTANCES, HopperConfig
 from fp8attn.device import Device, device_of
@@ -82,7 +82,8 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     key, value = quantize_kv(k, v, DEFAULT_RECIPE)
     q = normal((2, 40, 500, 128), dtype)[0]
     call, counter, ready = call_of(q, key, value, causal), torch.zeros(1, dtype=torch.int32), torch.zeros(40, dtype=torch.int32)
-    out, lse = run.forward_when_ready(call, H100, config, counter, ready, 2)
+    out, lse = empty_output(q, 128, dtype), empty_lse(q, True)
+    run.forward_when_ready(call, H100, config, out, lse, counter, ready, 2)
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas, (arguments, _) = library.recorded(buffer), run.launch_of(call, H100, config, build.Library(operators, {config: launcher}), 1)
     p = emulation.params(

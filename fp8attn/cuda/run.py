@@ -216,8 +216,11 @@ def quantize_and_attend(
         return *forward(call, device, config), key.mean
     heads = k.shape[0] * k.shape[1]
     counter, ready = q.new_zeros(1 + heads, dtype=torch.int32).split((1, heads))
+    # nothing may run between the two launches, such as torch filling what it allocates (torch.utils.deterministic)
+    out, lse = empty_output(q, call.value_dim, out_dtype), empty_lse(q, return_lse)
     quantize_into(key, value, k, v, device, ready=ready)
-    return *forward_when_ready(call, device, config, counter, ready, quantize.cluster_of(k)), key.mean
+    forward_when_ready(call, device, config, out, lse, counter, ready, quantize.cluster_of(k))
+    return out, lse, key.mean
 
 
 def launch_of_both(
@@ -237,25 +240,28 @@ def launch_of_both(
 
 
 def forward_when_ready(
-    call: Call, device: Device, config: HopperConfig, counter: torch.Tensor, ready: torch.Tensor, cluster: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    call: Call,
+    device: Device,
+    config: HopperConfig,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    counter: torch.Tensor,
+    ready: torch.Tensor,
+    cluster: int,
+) -> None:
     """Attention of plain queries by an instance that quantizes them, of each key/value head once `cluster` CTAs have added 1 to its word of `ready`.
-    What was launched before the quantizer must have ended when that began.
+    It waits for nothing else: what is launched right before must be the quantizer.
 
     Args:
+        out, lse: (B, Hq, Sq, Dv) and (B, Hq, Sq), which are written, lse if the call asks for it.
         counter: an int32 of zero.
         ready: `quantize_into`'s.
-
-    Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
     """
-    out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)
     library = library_of(config, device)
     arguments, _ = launch_of(call, device, config, library, sharers=1)
     library.operators.forward_when_ready.default(
         *arguments, call.q, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, out, lse if call.return_lse else None, counter, ready, cluster
     )
-    return out, lse
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[Quantized, Quantized]:
