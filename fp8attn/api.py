@@ -9,7 +9,7 @@ import torch
 
 from . import eager, ops, reference, rotation
 from .call import GROUPS, Call
-from .cuda import build, configs, short
+from .cuda import build, configs, early, short
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
@@ -486,7 +486,7 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
         planned = ops.plan_cuda(call, first=chosen == "auto")
         if isinstance(planned, HopperConfig):
             two = plain is not None and call.half_q and ops.why_not_two_launches(*plain) is None
-            if two and configs.begins_early(call, planned, properties):
+            if two and early.begins_early(call, planned, properties):
                 because.append("attention begins with heads whose key and value are quantized")
             return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
         if isinstance(planned, PortableConfig):

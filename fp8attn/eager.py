@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 
 from . import ops
 from .call import Call
-from .cuda import portable
+from .cuda import early, portable
 from .cuda import run as cuda
 from .cuda.build import BuildError
 from .cuda.portable import PortableConfig
@@ -153,7 +153,7 @@ def remember_from_half(
             library.operators.remember_from_half.default(number, *arguments, *tensors, out)
             _launches[name] = partial(library.operators.repeat_from_half.default, number)
         elif ops.why_not_two_launches(query, key, value, softmax_scale) is None and out.numel() > 0:
-            library, arguments, filled, scratch = cuda.launch_of_both(query, key, value, softmax_scale, causal, out.dtype, device)
+            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, causal, out.dtype, device)
             library.operators.remember_both.default(number, *arguments, *tensors, filled, out, *scratch)
             _launches[name] = partial(library.operators.repeat_both.default, number)
     except BuildError:  # Triton went on

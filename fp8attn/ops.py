@@ -15,7 +15,7 @@ import torch
 
 from . import quantize as definition
 from .call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
-from .cuda import build, configs, short
+from .cuda import build, configs, early, short
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda
 from .cuda.build import BuildError
@@ -312,7 +312,7 @@ def from_half_by(backend: Forward, required: bool):
                 if why_not_one_launch(q, k, v, softmax_scale) is None:
                     return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
                 if why_not_two_launches(q, k, v, softmax_scale) is None:
-                    out, lse, k_mean = cuda.quantize_and_attend(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                    out, lse, k_mean = early.quantize_and_attend(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
                     return out, lse, k_mean if return_lse else empty_key_mean(k, False)
                 if why_not_half_q(q, k, v, softmax_scale) is None:
                     _, key, value = quantized(None, k, v, DEFAULT_RECIPE)

@@ -18,6 +18,7 @@ from fp8attn import Recipe
 from fp8attn.api import call_of, cuda_missing
 from fp8attn.call import Call, empty_lse, empty_output
 from fp8attn.cuda import build, configs, short
+from fp8attn.cuda import early as early_launch
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES
 from fp8attn.cuda.oracle import oracle
@@ -257,10 +258,10 @@ def check_ready() -> list[str]:
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
     arrive(torch.empty_like(early.k), torch.empty_like(early.v), *others)
     actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
-    cuda.forward_when_ready(early, device_of(device), config, *actual, counter.clone(), others[0], 2)
+    early_launch.forward_when_ready(early, device_of(device), config, *actual, counter.clone(), others[0], 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        cuda.forward_when_ready(early, device_of(device), config, *actual, counter, ready, 2)
+        early_launch.forward_when_ready(early, device_of(device), config, *actual, counter, ready, 2)
     arrive(early.k, early.v, ready)
     torch.cuda.synchronize()
     return compare(actual, expected)

@@ -13,7 +13,7 @@ from test_half_q import H100
 
 from fp8attn import sdpa
 from fp8attn.call import HALVES, Call, empty_lse, empty_output
-from fp8attn.cuda import build, configs, quantize, run
+from fp8attn.cuda import build, configs, early, quantize, run
 from fp8attn.cuda.configs import HALF_Q_INSTANCES, HopperConfig
 from fp8attn.device import Device, device_of
 from fp8attn.quantize import quantize_kv
@@ -49,7 +49,7 @@ def instance(head_dim: int, consumers: int) -> HopperConfig:
 def test_begins_early(heads: int, queries: int, keys: int, causal: Causal, dim: int, consumers: int, begins: bool) -> None:
     q, k = (torch.empty(1, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
     key, value = quantize.empty(k, k)
-    assert configs.begins_early(call_of(q, key, value, causal), instance(dim, consumers), H100) is begins
+    assert early.begins_early(call_of(q, key, value, causal), instance(dim, consumers), H100) is begins
 
 
 @pytest.mark.anywhere
@@ -83,7 +83,7 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     q = normal((2, 40, 500, 128), dtype)[0]
     call, counter, ready = call_of(q, key, value, causal), torch.zeros(1, dtype=torch.int32), torch.zeros(40, dtype=torch.int32)
     out, lse = empty_output(q, 128, dtype), empty_lse(q, True)
-    run.forward_when_ready(call, H100, config, out, lse, counter, ready, 2)
+    early.forward_when_ready(call, H100, config, out, lse, counter, ready, 2)
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas, (arguments, _) = library.recorded(buffer), run.launch_of(call, H100, config, build.Library(operators, {config: launcher}), 1)
     p = emulation.params(
@@ -94,7 +94,7 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 
 
 def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, device: Device) -> Tensors:
-    """What run.quantize_and_attend returns, of two launches that wait for each other, each tile one CTA's."""
+    """What early.quantize_and_attend returns, of two launches that wait for each other, each tile one CTA's."""
     key, value = run.quantize_kv(k, v, device)
     call = call_of(q, key, value, causal)
     assert key.mean is not None
@@ -132,10 +132,10 @@ def test_has_the_bits_of_quantizing_first(
         expected.append(first_and_then(q, k, v, causal, properties))
     key, value = quantize.empty(problems[0][1], problems[0][2])
     call = call_of(problems[0][0], key, value, causal)
-    assert configs.begins_early(call, configs.choose(call, properties), properties)
+    assert early.begins_early(call, configs.choose(call, properties), properties)
     for i in range(30):
         q, k, v = problems[i % 3]
-        actual = run.quantize_and_attend(q, k, v, dim**-0.5, causal, dtype, True, properties)
+        actual = early.quantize_and_attend(q, k, v, dim**-0.5, causal, dtype, True, properties)
         for x, y in zip(actual, expected[i % 3], strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
@@ -149,7 +149,7 @@ def test_in_a_graph_and_on_a_stream(device: torch.device, monkeypatch: pytest.Mo
     q, k, v, *others = (torch.randn(8, 16, 1024, 128, device=device, dtype=torch.bfloat16) for _ in range(6))
     sdpa(q, k, v)
     taken: list[bool] = []
-    monkeypatch.setattr(run, "forward_when_ready", lambda *x, original=run.forward_when_ready: taken.append(True) or original(*x))
+    monkeypatch.setattr(early, "forward_when_ready", lambda *x, original=early.forward_when_ready: taken.append(True) or original(*x))
     torch.cuda.synchronize(device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     with torch.cuda.graph(graph, stream=stream):
@@ -173,5 +173,5 @@ def test_calls_that_share_tiles_quantize_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(run, "quantize_into", lambda *_, **__: steps.append("quantized"))
     monkeypatch.setattr(run, "forward", lambda *_: steps.append("attended") or (torch.empty(0), torch.empty(0)))
     q, k = (torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16) for _ in range(2))
-    run.quantize_and_attend(q, k, k, 0.1, "none", torch.bfloat16, False, H100)
+    early.quantize_and_attend(q, k, k, 0.1, "none", torch.bfloat16, False, H100)
     assert steps == ["quantized", "attended"]

@@ -252,22 +252,6 @@ def _fastest(of: Kind, heads: int, q_length: int, blocks: int, is_causal: bool, 
     return min(_serving(of), key=time)
 
 
-EARLY_BLOCKS = 13
-"""In the time of which attention that begins before all keys and values are quantized gets on (H100: 12 to 16 us at D 128 and 256)."""
-
-
-def begins_early(call: Call, config: HopperConfig, device: Device) -> bool:
-    """Whether attention begins with heads that are ready while others are still being quantized. Then nobody shares a tile, and whoever is free takes
-    the next, of which there must be more than SMs.
-    """
-    tiles = call.tiles(config.tile_rows)
-    if tiles <= device.sm_count:
-        return False
-    if call.causal != "none" or not config.shares_tail:
-        return True
-    return tail.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
-
-
 def tail_sharers(call: Call, config: HopperConfig, device: Device) -> int:
     """CTAs that share the call's last tiles; 1: each is one CTA's."""
     if not config.shares_tail or call.causal != "none":

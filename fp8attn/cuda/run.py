@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
+from ..call import Call, empty_key_mean, empty_lse, empty_output
 from ..device import Device
 from ..quantize import sample_size
-from ..recipe import DEFAULT_RECIPE, Quantized
+from ..recipe import Quantized
 from ..reference import Causal, causal_offset
 from ..schedule import heads_side_by_side
 from . import build, configs, portable, quantize, short
@@ -164,104 +164,6 @@ def launch_from_half(
     splits = short.splits(config, q, k)
     ctas = k.shape[0] * k.shape[1] * splits * config.cluster
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
-
-
-class Both(NamedTuple):
-    """Quantization of k and v with the default recipe, and attention that quantizes q.
-
-    Attributes:
-        call: of `key` and `value`, which the quantizer is to fill, with a plain query.
-        early: whether attention begins with heads whose keys and values are ready, as `configs.begins_early` says.
-    """
-
-    key: Quantized
-    value: Quantized
-    call: Call
-    config: HopperConfig
-    early: bool
-
-
-def plan_both(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
-) -> Both:
-    """How `quantize_and_attend` does it."""
-    key, value = quantize.empty(k, v)
-    call = Call(
-        q, None, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
-        None, None, k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
-    )  # fmt: skip
-    config = configs.choose(call, device)
-    return Both(key, value, call, config, configs.begins_early(call, config, device))
-
-
-def quantize_and_attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantization with the default recipe and attention, q's where it attends; `configs.why_not_quantize` and `quantize.why_not` have said that they
-    take the call.
-
-    Args:
-        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
-
-    Returns:
-        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, empty if not asked for; k's mean (B, Hkv, D).
-
-    Raises:
-        BuildError: the kernels can't be compiled here.
-    """
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
-    assert key.mean is not None
-    if not early:
-        quantize_into(key, value, k, v, device)
-        return *forward(call, device, config), key.mean
-    heads = k.shape[0] * k.shape[1]
-    counter, ready = q.new_zeros(1 + heads, dtype=torch.int32).split((1, heads))
-    # nothing may run between the two launches, such as torch filling what it allocates (torch.utils.deterministic)
-    out, lse = empty_output(q, call.value_dim, out_dtype), empty_lse(q, return_lse)
-    quantize_into(key, value, k, v, device, ready=ready)
-    forward_when_ready(call, device, config, out, lse, counter, ready, quantize.cluster_of(k))
-    return out, lse, key.mean
-
-
-def launch_of_both(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, device: Device
-) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], Scratch]:
-    """The library of `quantize_and_attend`'s attention, what the binding is told beside q, k and v, tensors like those that the quantizer fills, and
-    what else there is to be."""
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, causal, out_dtype, False, device)
-    library, quantizer = library_of(config, device), quantize.choose(k)
-    launch, scratch = launch_of(call, device, config, library, 1 if early else sharers_of(call, config, device))
-    heads, cluster = k.shape[0] * k.shape[1], quantize.cluster_of(k)
-    launchers = build.load_with(quantizer, quantize.INSTANCES, device.arch).launchers
-    numbers = (launchers[quantizer], heads * cluster, sample_size(k.shape[2]), cluster if early else 0)
-    assert key.mean is not None and value.mean is not None
-    filled = [key.data, key.scale, key.mean, value.data, value.scale, value.mean]
-    return library, (*launch, *numbers), filled, Scratch(1 + heads) if early else scratch
-
-
-def forward_when_ready(
-    call: Call,
-    device: Device,
-    config: HopperConfig,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    counter: torch.Tensor,
-    ready: torch.Tensor,
-    cluster: int,
-) -> None:
-    """Attention of plain queries by an instance that quantizes them, of each key/value head once `cluster` CTAs have added 1 to its word of `ready`.
-    It waits for nothing else: what is launched right before must be the quantizer.
-
-    Args:
-        out, lse: (B, Hq, Sq, Dv) and (B, Hq, Sq), which are written, lse if the call asks for it.
-        counter: an int32 of zero.
-        ready: `quantize_into`'s.
-    """
-    library = library_of(config, device)
-    arguments, _ = launch_of(call, device, config, library, sharers=1)
-    library.operators.forward_when_ready.default(
-        *arguments, call.q, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, out, lse if call.return_lse else None, counter, ready, cluster
-    )
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[Quantized, Quantized]:
