@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import quantize as definition
-from .call import GROUPS, Call, empty_key_mean, empty_lse, empty_output
+from .call import Call, empty_key_mean, empty_lse, empty_output
 from .cuda import build, configs, early, short
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda
@@ -299,10 +299,7 @@ def from_half_by(backend: Forward, required: bool):
         def attend(
             by: Forward, query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            call = Call(
-                query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
-                None, None, k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
-            )  # fmt: skip
+            call = early.default_call(query, q_scale, key, value, softmax_scale, causal, out_dtype, return_lse)
             assert key.mean is not None
             return *by(call), key.mean if return_lse else empty_key_mean(k, False)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_cuda_quantize import normal
 from test_half_q import H100
+from test_quantize import assert_same
 
 from fp8attn import sdpa
 from fp8attn.call import HALVES, Call, empty_lse, empty_output
@@ -24,10 +25,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def call_of(q: torch.Tensor, key: Quantized, value: Quantized, causal: Causal = "none") -> Call:
-    scale = q.shape[3] ** -0.5
-    return Call(
-        q, None, 1, key.data, key.scale, 128, value.data, value.scale, value.mean, None, None, key.length, scale, causal, "e4m3", None, q.dtype, True
-    )
+    return early.default_call(q, None, key, value, q.shape[3] ** -0.5, causal, q.dtype, True)
 
 
 def instance(head_dim: int, consumers: int) -> HopperConfig:
@@ -65,7 +63,7 @@ def test_every_cta_says_that_it_is_done(tmp_path_factory: pytest.TempPathFactory
     run.quantize_into(key, value, k, v, H100, ready=ready)
     assert (ready == quantize.cluster_of(k)).all() and quantize.cluster_of(k) == 4
     for x, y in zip((key, value), expected, strict=True):
-        assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8)) and torch.equal(x.scale, y.scale)
+        assert_same(x, y)
 
 
 @pytest.mark.anywhere

@@ -12,7 +12,6 @@ import torch
 
 from ..call import GROUPS, Call, empty_lse, empty_output
 from ..device import Device
-from ..quantize import sample_size
 from ..recipe import DEFAULT_RECIPE, Quantized
 from ..reference import Causal
 from . import build, configs, quantize, run, tail
@@ -29,9 +28,19 @@ def begins_early(call: Call, config: HopperConfig, device: Device) -> bool:
     tiles = call.tiles(config.tile_rows)
     if tiles <= device.sm_count:
         return False
-    if call.causal != "none" or not config.shares_tail:
-        return True
-    return tail.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
+    nobody_would = configs.tail_sharers(call, config, device) == 1
+    return nobody_would or tail.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
+
+
+def default_call(
+    query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized, softmax_scale: float, causal: Causal,
+    out_dtype: torch.dtype, return_lse: bool,
+) -> Call:  # fmt: skip
+    """Attention to what the default recipe has made of k and v; `query` is plain if it has no `q_scale`."""
+    return Call(
+        query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
+        None, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+    )  # fmt: skip
 
 
 class Both(NamedTuple):
@@ -54,10 +63,7 @@ def plan_both(
 ) -> Both:
     """How `quantize_and_attend` does it."""
     key, value = quantize.empty(k, v)
-    call = Call(
-        q, None, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
-        None, None, k.shape[2], softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
-    )  # fmt: skip
+    call = default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse)
     config = configs.choose(call, device)
     return Both(key, value, call, config, begins_early(call, config, device))
 
@@ -97,14 +103,11 @@ def launch_of_both(
     """The library of `quantize_and_attend`'s attention, what the binding is told beside q, k and v, tensors like those that the quantizer fills, and
     what else there is to be."""
     key, value, call, config, early = plan_both(q, k, v, softmax_scale, causal, out_dtype, False, device)
-    library, quantizer = run.library_of(config, device), quantize.choose(k)
+    library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, device)
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.sharers_of(call, config, device))
-    heads, cluster = k.shape[0] * k.shape[1], quantize.cluster_of(k)
-    launchers = build.load_with(quantizer, quantize.INSTANCES, device.arch).launchers
-    numbers = (launchers[quantizer], heads * cluster, sample_size(k.shape[2]), cluster if early else 0)
-    assert key.mean is not None and value.mean is not None
-    filled = [key.data, key.scale, key.mean, value.data, value.scale, value.mean]
-    return library, (*launch, *numbers), filled, run.Scratch(1 + heads) if early else scratch
+    if early:
+        scratch = run.Scratch(1 + k.shape[0] * k.shape[1])
+    return library, (*launch, *quantizer, quantize.cluster_of(k) if early else 0), quantize.filled(key, value), scratch
 
 
 def forward_when_ready(

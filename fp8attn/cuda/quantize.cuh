@@ -90,8 +90,8 @@ struct Place {
   __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
 };
 
-// Chunk `chunk` of the 16 tokens from a multiple of 16 on lies at another one: then neither the 8 chunks of a token nor one of 8 such groups share a
-// bank.
+// Chunk `chunk` of V's 16 tokens from a multiple of 16 on lies at another one: then neither the 8 chunks of a token nor one of 8 such groups share a
+// bank. Of K's tokens every one is such a group.
 __device__ inline int chunk_at(int group, int chunk) { return chunk ^ group % CHUNKS; }
 
 // What a thread loads of V's tile and then looks at by itself: a chunk of the tokens of a lane. Lanes of a warp lie WARPS apart, as they are first added.
@@ -427,7 +427,7 @@ struct Keys {
   __device__ int token(int n, int i) const { return n * KEYS + warp * 16 + lane / 4 + distance * i; }
 
   // Neither the 8 chunks of a token nor one of 8 tokens next to each other share a bank.
-  __device__ static uint4& chunk_of(StripTile& tile, int token, int chunk) { return reinterpret_cast<uint4*>(tile[token])[chunk ^ token % 8]; }
+  __device__ static uint4& chunk_of(StripTile& tile, int token, int chunk) { return reinterpret_cast<uint4*>(tile[token])[chunk_at(token, chunk)]; }
 
   // Of block n, for f(token, chunk) of every chunk that the thread copies.
   template <typename F>

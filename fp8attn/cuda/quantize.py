@@ -125,3 +125,9 @@ def empty(k: torch.Tensor, v: torch.Tensor) -> tuple[Quantized, Quantized]:
         Quantized(rows, scale, "block", "rows", length, numbers(batch, heads, dim), rotated=part),
         Quantized(values, numbers(batch, heads, dim), "channel", "values", length, numbers(batch, heads, dim)),
     )
+
+
+def filled(key: Quantized, value: Quantized) -> list[torch.Tensor]:
+    """Its tensors, in the order in which the binding takes them."""
+    assert key.mean is not None and value.mean is not None
+    return [key.data, key.scale, key.mean, value.data, value.scale, value.mean]

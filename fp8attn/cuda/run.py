@@ -195,9 +195,12 @@ def quantize_into(
     Args:
         ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
     """
+    library, arguments = launch_of_quantizer(k, device, config)
+    library.operators.quantize.default(*arguments, k, v, *quantize.filled(key, value), ready)
+
+
+def launch_of_quantizer(k: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[build.Library, tuple[int, ...]]:
+    """The library of the quantizer's instance, and what the binding is told beside tensors."""
     config = quantize.choose(k) if config is None else config
     library = build.load_with(config, quantize.INSTANCES, device.arch)
-    ctas = k.shape[0] * k.shape[1] * quantize.cluster_of(k)
-    library.operators.quantize.default(
-        library.launchers[config], ctas, sample_size(k.shape[2]), k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean, ready
-    )
+    return library, (library.launchers[config], k.shape[0] * k.shape[1] * quantize.cluster_of(k), sample_size(k.shape[2]))

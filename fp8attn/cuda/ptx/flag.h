@@ -12,7 +12,7 @@ __device__ inline int load_acquire(const int* flag) {
   return value;
 }
 
-// One more, likewise.
+// Adds, likewise.
 __device__ inline void add_release(int* flag, int more) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(flag), "r"(more) : "memory"); }
 
 }  // namespace fp8attn::ptx
