@@ -14,6 +14,7 @@ import emulation
 import pytest
 import torch
 from closeness import assert_alike, on_grid
+from conftest import GPU
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FINITE, Case
@@ -284,6 +285,7 @@ def test_attention_is_the_same(device: torch.device, monkeypatch: pytest.MonkeyP
 
 
 @emulation.emulates
+@pytest.mark.skipif(GPU, reason="Triton quantizes what is on the CPU where it is interpreted; on a GPU the next test compares the kernels themselves")
 def test_emulated_means_of_queries_meet_rotated_keys(emulated: Quantizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Smoothed queries, whose means' part of the scores is made of keys that another kernel has quantized."""
     recipe = Recipe(smooth_q=True)
