@@ -16,7 +16,9 @@ import torch
 from rich.table import Table
 
 import fp8attn
+from fp8attn import Recipe
 from fp8attn.api import call_of
+from fp8attn.call import Call
 from fp8attn.cuda import build, portable
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
@@ -95,6 +97,11 @@ def rungs(dim: int) -> dict[str, PortableConfig]:
     return {**LADDER[dim], **BEST[dim]}
 
 
+def recipe_of(config: PortableConfig) -> Recipe:
+    """What a rung's inputs are quantized by."""
+    return Recipe(qk="int8") if config.int8 else Recipe()
+
+
 def configs(device: Device) -> tuple[PortableConfig, ...]:
     """What is compiled for all cases, at once."""
     everything = (config for case in CASES for config in rungs(case.head_dim).values())
@@ -111,26 +118,30 @@ def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> l
     compiled = configs(properties)
     build.load(compiled, properties.arch)
     meta = build.built(compiled, properties.arch) or {"resources": {}}
+    every = rungs(case.head_dim)
     problem = Problem.of(case, "normal", device, rotate=True)
     expected = problem.expected()
-    calls = [call_of(*tensors, **case.options) for tensors in problem.sets]
+    recipes = set(map(recipe_of, every.values()))
+    quantized = {recipe: [call_of(*tensors, recipe=recipe, **case.options) for tensors in problem.sets] for recipe in recipes}
+
+    def attention(calls: Sequence[Call], config: PortableConfig | None = None) -> Attention:
+        return lambda i: cuda.forward(calls[i % len(calls)], properties, config)[0]
+
     runs: dict[str, Attention] = {}
     results: list[Result] = []
-    for name, config in rungs(case.head_dim).items():
+    for name, config in every.items():
         reason = portable.misfit(config, properties)
         if reason is not None:
             results.append(Result(case, name, config, refused=reason))
             continue
         poison(problem)
-        runs[name] = lambda i, config=config: cuda.forward(calls[i % len(calls)], properties, config)[0]  # type: ignore[misc]
+        runs[name] = attention(quantized[recipe_of(config)], config)
         results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=meta["resources"].get(config.name, {})))
-    if isinstance(cuda.choose(calls[0], properties), PortableConfig):
-        others = {}
-    else:
-        others = {"fp8attn Hopper kernel": lambda i: cuda.forward(calls[i % len(calls)], properties)[0]}
-    for name, attention in others.items():
-        runs[name] = attention
-        results.append(Result(case, name, None, Errors.of(attention(0), expected, bad)))
+    calls = quantized[Recipe()]
+    if not isinstance(cuda.choose(calls[0], properties), PortableConfig):
+        name = "fp8attn Hopper kernel"
+        runs[name] = attention(calls)
+        results.append(Result(case, name, None, Errors.of(runs[name](0), expected, bad)))
     for peer in PYTORCH:
         given = answer(peer, problem, expected, bad)
         if given.attention is not None:

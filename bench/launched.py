@@ -87,13 +87,14 @@ def rungs(case: Case, device: torch.device) -> None:
     """Each rung once, between the profiler's start and stop."""
     properties = device_of(device)
     build.load(ladder.configs(properties), properties.arch)
-    call = call_of(*Problem.of(case, "normal", device, rotate=False).sets[0], **case.options)
+    tensors = Problem.of(case, "normal", device, rotate=False).sets[0]
     able = [c for c in ladder.rungs(case.head_dim).values() if portable.fits(c, properties)]
-    for config in able:
+    calls = {config: call_of(*tensors, recipe=ladder.recipe_of(config), **case.options) for config in able}
+    for config, call in calls.items():
         cuda.forward(call, properties, config)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    for config in able:
+    for config, call in calls.items():
         cuda.forward(call, properties, config)
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()

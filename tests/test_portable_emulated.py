@@ -32,10 +32,10 @@ H100 = ARCHITECTURES[90]
 RUNGS = {**LADDER[64], **BEST[64]}
 GENERAL = next(c for c in portable.INSTANCES if c.general and c.operands == "registers" and c.head_dim == 64 and c.e4m3_p)
 CONFIGS = {
-    **{name: RUNGS[name] for name in ("1 wmma-qk", "3 wmma-pv", "9 fast exp", "10 native e4m3", "11 register operands")},
+    **{name: RUNGS[name] for name in ("1 wmma-qk", "3 wmma-pv", "9 fast exp", "10 native e4m3", "11 register operands", "12 int8 qk")},
     "drift": BEST[128]["11 register operands"],
     "general": GENERAL,
-    "int8": dataclasses.replace(RUNGS["11 register operands"], int8=True),
+    "int8, drift": BEST[128]["12 int8 qk"],
     "int8 general": dataclasses.replace(GENERAL, int8=True),
     "int8 native": dataclasses.replace(RUNGS["10 native e4m3"], int8=True),
 }
@@ -145,7 +145,7 @@ def test_a_nan_stays_in_its_rows_through_the_combine(emulated: Callable) -> None
     assert out[0, 0, :2].isnan().all() and out[0, 0, 2:].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ("int8", "int8 general", "int8 native"))
+@pytest.mark.parametrize("name", ("12 int8 qk", "int8 general", "int8 native"))
 def test_int8_that_is_not_finite(emulated: Callable, name: str) -> None:
     """NaN for the query itself and for the queries that see the key, and for no others."""
     q, k, v = (torch.randn(1, 1, length, 64, generator=torch.Generator().manual_seed(2)) for length in (300, 300, 300))
@@ -174,7 +174,7 @@ def read_guarded(config: PortableConfig, folder: Path) -> None:
         assert_matches_pipeline(out, oracle(operands, call, config, sharers or cuda.sharers_of(call, config, H100))[0], False)
 
 
-@pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "int8", "int8 general"))
+@pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "12 int8 qk", "int8 general"))
 def test_reads_nothing_behind_its_tensors(name: str, tmp_path: Path) -> None:
     """In a process of its own, which such a read ends."""
     if emulation.missing() is not None:

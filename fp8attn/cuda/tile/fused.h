@@ -106,6 +106,11 @@ __device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
   }
 }
 
+// A sum of int8 products that starts at these bits has those of the float that is as much above ZERO, if 22 bits and a sign hold it. Unlike a
+// conversion, a subtraction doesn't share a pipe at half rate with V's conversions.
+constexpr float ZERO = 0x1.8p23f;
+constexpr int32_t ZERO_BITS = 0x4B400000;
+
 template <PortableConfig C>
 struct Fused {
   static constexpr int tiles = C.warp_rows / 16;
@@ -141,10 +146,13 @@ struct Fused {
     const float key_factor = p.score_scale * (C.int8 ? fabsf(block_scale) : block_scale);
     float s[tiles][keys / 2] = {}, factor[tiles][2], alpha[tiles][2];
     if constexpr (C.int8) {
-      int32_t products[tiles][keys / 2] = {};
-      scores(products, shared.q, k);
+      static_assert(128 * 127 * C.head_dim < 1 << 22);
+      int32_t sums[tiles][keys / 2];
 #pragma unroll
-      for (int i = 0; i < tiles * keys / 2; ++i) s[i / (keys / 2)][i % (keys / 2)] = float(products[i / (keys / 2)][i % (keys / 2)]);
+      for (int i = 0; i < tiles * keys / 2; ++i) sums[i / (keys / 2)][i % (keys / 2)] = ZERO_BITS;
+      scores(sums, shared.q, k);
+#pragma unroll
+      for (int i = 0; i < tiles * keys / 2; ++i) s[i / (keys / 2)][i % (keys / 2)] = __int_as_float(sums[i / (keys / 2)][i % (keys / 2)]) - ZERO;
     } else {
       scores(s, shared.q, k);
     }

@@ -26,7 +26,7 @@ void multiply_add(D* d, const uint32_t* a, const uint32_t* b, F) {
       for (int i = 0; i < 4; ++i) {
         float sum = 0.0f;
         for (int k = 0; k < K; ++k) sum += rows[l / 4 + 8 * (i / 2)][k] * columns[l % 4 * 2 + i % 2][k];
-        static_cast<Lane*>(all[l])->d[i] += sum;
+        static_cast<Lane*>(all[l])->d[i] += D(sum);
       }
     }
   });
