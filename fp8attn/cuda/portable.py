@@ -241,11 +241,11 @@ MEASURED = {
     PortableConfig(128, 128, 4, 16, 1, 64, 2, 2, True, True, True, True, 0, False, True, "native", True, True): 1.0,
 }
 """What is compiled, and how fast each is beside the fastest of its head dims and operands where there are plenty of tiles (H100, 4k tokens;
-`native`: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
+`native`, and int8 but for head dim 128: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
 
 
 def _variants(config: PortableConfig, speed: float) -> dict[PortableConfig, float]:
-    """The same with P in half, but of eight warps of head dim 256, which would spill on sm_80; the fastest also with int8, not measured."""
+    """The same with P in half, but of eight warps of head dim 256, which would spill on sm_80; the fastest also with int8."""
     halves = config.operands != "native" and (config.head_dim, config.warps) != (256, 8)
     found = [config, replace(config, e4m3_p=False)] if halves else [config]
     return {replace(c, int8=int8): speed for c in found for int8 in ((False, True) if speed == 1.0 else (False,))}
