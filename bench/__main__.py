@@ -12,7 +12,25 @@ from typing import get_args
 
 import torch
 
-from . import accuracy, adapters, cases, commits, compare, document, ladder, model, needle, plot, profile, quantize, readme, report, sanitize, search
+from . import (
+    accuracy,
+    adapters,
+    cases,
+    commits,
+    compare,
+    document,
+    ladder,
+    model,
+    needle,
+    plot,
+    price,
+    profile,
+    quantize,
+    readme,
+    report,
+    sanitize,
+    search,
+)
 from .compare import Comparison
 from .compiling import compile_all
 from .gates import Gates, all_green, compiles, judge
@@ -29,6 +47,7 @@ MODULES: dict[str, ModuleType] = {
     "accuracy": accuracy,
     "needle": needle,
     "model": model,
+    "price": price,
     "ladder": ladder,
     "profile": profile,
     "sanitize": sanitize,

@@ -148,6 +148,16 @@ def model() -> str:
     return f"{_machine(records)}; {about}:\n\n{markdown_table(head, rows, 1)}"
 
 
+def price() -> str:
+    """What each recipe costs: of each case the kernel, quantizing and all of it from bfloat16."""
+    records = _lines("price")
+    forms = {f"{part}_{key}": form for part in ("kernel", "quantize", "whole") for key, form in (("us", ".0f"), ("against_default", ".2f"))}
+    forms |= {"against_bfloat16": ".2f", "relative_l2": ".4f"}
+    rows = [[r["case"], r["recipe"], r["refused"] or r["plan"], *(number_of(r[key], form) for key, form in forms.items())] for r in records]
+    parts = ("kernel, µs", "× default", "quantizing, µs", "× default", "from bf16, µs", "× default")
+    return f"{_machine(records)}:\n\n{markdown_table(('case', 'recipe', 'runs', *parts, '× as fast as bf16', 'relative L2'), rows, 3)}"
+
+
 def ladder() -> str:
     """Rungs of the portable kernel, then peers, on the mission shape and on the larger case, whose kernels' resources these are."""
     records = _lines("ladder")
@@ -177,6 +187,7 @@ ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "needle": if_measured("needle", needle),
     "model": if_measured("model", model),
+    "price": if_measured("price", price),
 }
 DOCUMENTS = {README: TABLES, ACCURACY: ACCURACY_TABLES}
 

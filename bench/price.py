@@ -1,0 +1,182 @@
+"""What a recipe costs: quantizing, attention alone, and all of it from bfloat16, every recipe beside the default and PyTorch in bfloat16."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.table import Table
+
+import fp8attn
+from fp8attn import Recipe
+
+from . import report
+from .cases import HIDDEN, TOKENS, Case, square
+from .errors import Bad, Errors
+from .gates import Gates
+from .machine import machine
+from .peers import PYTORCH, Attention, Problem, answer, poison
+from .rows import RECIPES
+from .timing import Protocol, Timing, time_all
+
+HELP = "what each recipe costs: quantizing, attention alone, and both from bfloat16"
+
+CASES = tuple(
+    square(f"D{dim} {'causal' if causal else 'full'} {length // 1024}k", TOKENS // length, HIDDEN // dim, length, dim, causal=causal)
+    for dim, length, causal in ((64, 4096, False), (128, 4096, False), (128, 4096, True), (128, 16384, True), (256, 4096, False))
+)
+DEFAULT = "default"
+BFLOAT16 = "bfloat16"
+PARTS = ("quantize", "kernel", "whole")
+"""Of a call: q, k and v quantized; attention to them; both, by one call, which may quantize on its way."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """One recipe on one case; or PyTorch's fastest backend in bfloat16, which has nothing but a whole.
+
+    Attributes:
+        plan: the backend, the kernel and, if it is one, that the instance is a general one.
+        timings: by part.
+        against_default: by part, this one's median over the default recipe's; more than 1 costs more.
+        against_bfloat16: PyTorch's median over this whole one's; more than 1 is faster.
+        refused: why there are no timings, or None.
+    """
+
+    case: Case
+    recipe: str
+    plan: str | None = None
+    errors: Errors | None = None
+    timings: dict[str, Timing] = dataclasses.field(default_factory=dict)
+    against_default: dict[str, float] = dataclasses.field(default_factory=dict)
+    against_bfloat16: float | None = None
+    refused: str | None = None
+
+    def us(self, part: str) -> float | None:
+        """The part's median."""
+        return self.timings[part].p50_us if part in self.timings else None
+
+    def record(self) -> dict[str, Any]:
+        """One flat JSON object; fields that don't apply are null."""
+        case = dataclasses.asdict(self.case)
+        return {
+            "case": case.pop("name"),
+            **case,
+            "recipe": self.recipe,
+            "plan": self.plan,
+            **{f"{part}_us": self.us(part) for part in PARTS},
+            **{f"{part}_against_default": self.against_default.get(part) for part in PARTS},
+            "against_bfloat16": self.against_bfloat16,
+            "relative_l2": None if self.errors is None else self.errors.relative_l2,
+            "refused": self.refused,
+        }
+
+
+def plan_of(plan: fp8attn.Plan) -> str:
+    """A plan in a few words."""
+    return f"{plan.backend} {plan.kernel}{', general' if getattr(plan.config, 'general', False) else ''}"
+
+
+def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]]:
+    """A recipe's runs by part, kernels compiled."""
+    options = problem.case.options | {"recipe": recipe}
+    sets = problem.sets
+    operands = [fp8attn.quantize(*tensors, recipe=recipe) for tensors in sets]
+    runs: dict[str, Callable[[int], Any]] = {
+        "quantize": lambda i: fp8attn.quantize(*sets[i % len(sets)], recipe=recipe),
+        "kernel": lambda i: fp8attn.sdpa(*operands[i % len(sets)], **options, out_dtype=torch.bfloat16),
+        "whole": lambda i: fp8attn.sdpa(*sets[i % len(sets)], **options),
+    }
+    for run in runs.values():
+        run(0)
+    return runs
+
+
+def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol, device: torch.device) -> list[Price]:
+    """Every recipe of a case, then PyTorch in bfloat16, from one interleaved run."""
+    problem = Problem.of(case, "normal", device, rotate=True)
+    expected = problem.expected()
+    runs: dict[str, Attention] = {}
+    prices: list[Price] = []
+    for name, recipe in recipes.items():
+        try:
+            plan = plan_of(fp8attn.explain(*problem.sets[0], **case.options, recipe=recipe))
+            parts = parts_of(problem, recipe)
+            poison(problem)
+            out = cast(torch.Tensor, parts["whole"](0))
+        except (fp8attn.BackendUnavailable, ValueError, torch.OutOfMemoryError) as error:
+            prices.append(Price(case, name, refused=f"{type(error).__name__}: {error}"))
+            continue
+        runs |= {f"{name}: {part}": run for part, run in parts.items()}
+        prices.append(Price(case, name, plan, Errors.of(out[:, :, -problem.checked_rows :], expected, bad)))
+    peers = {peer.name: answer(peer, problem, expected, bad) for peer in PYTORCH if peer.name in ("SDPA flash", "SDPA cuDNN")}
+    runs |= {name: given.attention for name, given in peers.items() if given.attention is not None}
+    timed = {name: found.timing for name, found in time_all(runs, len(problem.sets), protocol, device).items()}
+    fastest = min((name for name in peers if name in timed), key=lambda name: timed[name].p50_us, default=None)
+    if fastest is not None:
+        prices.append(Price(case, BFLOAT16, fastest, peers[fastest].errors))
+        timed[f"{BFLOAT16}: whole"] = timed[fastest]
+    return compared(prices, timed)
+
+
+def compared(prices: Iterable[Price], timed: dict[str, Timing]) -> list[Price]:
+    """With timings, by "recipe: part", and what they are over the default's and PyTorch's."""
+    found = []
+    bfloat16 = timed.get(f"{BFLOAT16}: whole")
+    for price in prices:
+        timings = {part: timed[f"{price.recipe}: {part}"] for part in PARTS if f"{price.recipe}: {part}" in timed}
+        over = {part: timing.p50_us / timed[f"{DEFAULT}: {part}"].p50_us for part, timing in timings.items() if f"{DEFAULT}: {part}" in timed}
+        faster = bfloat16.p50_us / timings["whole"].p50_us if bfloat16 is not None and "whole" in timings else None
+        found.append(dataclasses.replace(price, timings=timings, against_default=over, against_bfloat16=faster))
+    return found
+
+
+def table(prices: Sequence[Price]) -> Table:
+    """A row for each recipe."""
+    headers = ("kernel µs", "× default", "quantize µs", "× default", "from bf16 µs", "× default", "× bfloat16", "relative L2", "runs")
+    made = report.table_of(f"Prices, {prices[0].case.name}", ("recipe",), headers, "Medians of one interleaved run; × default: more costs more.")
+    for price in prices:
+        cells = []
+        for part in ("kernel", "quantize", "whole"):
+            cells += [report.number_of(price.us(part), ".1f"), report.number_of(price.against_default.get(part), ".2f")]
+        error = None if price.errors is None else price.errors.relative_l2
+        cells += [report.number_of(price.against_bfloat16, ".2f"), report.number_of(error, ".4f"), price.refused or price.plan or ""]
+        made.add_row(price.recipe, *cells)
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    parser.add_argument("--recipe", action="append", metavar="SUBSTRING", help="only recipes with this in their names, and the default; repeatable")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that every part gets (default: %(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    if device.type != "cuda":
+        print("price: needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
+        return 2
+    gates, about = Gates.load(), machine(device)
+    wanted = arguments.recipe or [""]
+    recipes = {DEFAULT: Recipe()} | {name: recipe for name, recipe in RECIPES.items() if any(part in name for part in wanted)}
+    chosen = [case for case in CASES if arguments.case in case.name]
+    if not chosen or (arguments.recipe and len(recipes) == 1):
+        print(f"price: no case has {arguments.case!r} in its name, or no recipe one of {wanted}; there are {', '.join(RECIPES)}", file=sys.stderr)
+        return 2
+    protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
+    with report.progress() as bar:
+        task = bar.add_task("", total=len(chosen))
+        for case in chosen:
+            bar.update(task, description=case.name)
+            prices = measure(case, recipes, gates.bad, protocol, device)
+            report.append(arguments.json, (report.json_line("price", price.record(), about) for price in prices))
+            report.console().print(table(prices))
+            bar.advance(task)
+    return 0
