@@ -158,6 +158,14 @@ def chained(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor, bits: int) -> t
     return acc
 
 
+def half_summed(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """P·V of a block (…, M, N) and (…, N, Dv) by a tensor core that sums in half precision, rounding to nearest after every 32 keys."""
+    total = p.new_zeros(*p.shape[:-1], v.shape[-1], dtype=torch.float16)
+    for keys in range(0, p.shape[-1], TENSOR_CORE_TERMS):
+        total = (total.float() + p[..., keys : keys + TENSOR_CORE_TERMS] @ v[..., keys : keys + TENSOR_CORE_TERMS, :]).half()
+    return total.float()
+
+
 def pipeline(
     q: Quantized,
     k: Quantized,
@@ -170,6 +178,8 @@ def pipeline(
     compute: ComputeType = "e4m3",
     exact: int | None = None,
     accumulator_bits: int | None = None,
+    p_offset: float = P_OFFSET,
+    half_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel with key blocks of `block_n` computes, in float32.
 
@@ -179,6 +189,8 @@ def pipeline(
             `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
         accumulator_bits: P·V of all key blocks is one chain in a tensor core's accumulator of so many mantissa bits, and P relative to the row's
             largest score so far, as FlashAttention-3's FP8 kernel has both (`chained`). None: in float32, and `lowest`.
+        p_offset: binary logarithm of the largest P.
+        half_sums: P·V of a block is summed in half precision (`half_summed`).
 
     Returns:
         out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of q and k as they are stored.
@@ -217,22 +229,22 @@ def pipeline(
         m_new = torch.maximum(m if accumulator_bits is not None else lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
         alpha = torch.exp2(m - reference)
-        y = x - (reference - P_OFFSET)
+        y = x - (reference - p_offset)
         p = torch.exp2(y)
         rounded = p.to(probability).float()
         if exact is not None:
             rounded = torch.where(keys // 16 % 4 < exact, rounded, direct_code(y))
             p = rounded
         l = l * alpha + p.sum(-1, keepdim=True)
-        if accumulator_bits is None:
-            acc = acc * alpha + rounded @ v_rows[:, :, part]
-        else:
+        if accumulator_bits is not None:
             acc = chained(acc * alpha, rounded, v_rows[:, :, part], accumulator_bits)
+        else:
+            acc = acc * alpha + (half_summed(rounded, v_rows[:, :, part]) if half_sums else rounded @ v_rows[:, :, part])
         m = m_new
     out = acc / l.masked_fill(l == 0, 1.0) * _per_query_head(v.scale.expand(batch, v.shape[1], -1), heads).unsqueeze(-2)
     if v.mean is not None:
         out = out + (_per_query_head(v.mean, heads).unsqueeze(-2)).masked_fill(l == 0, 0.0)
-    lse = ((m - P_OFFSET + l.log2()) / LOG2E).squeeze(-1)
+    lse = ((m - p_offset + l.log2()) / LOG2E).squeeze(-1)
     return out, lse
 
 

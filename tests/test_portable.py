@@ -62,6 +62,7 @@ def test_all_rungs_fit_an_h100(dim: int) -> None:
         ("6 swizzle", dict(keys=256), H100, "a scale covers 128"),
         ("10 native e4m3", dict(e4m3_p=False), L40S, "P must be rounded"),
         ("9 fast exp", dict(int8=True), H100, "in registers or native"),
+        ("9 fast exp", dict(half_sums=True), H100, "those of e4m3, native"),
         ("3 wmma-pv", dict(int8=True), H100, "scores fused"),
         ("9 fast exp", dict(producers=1, head_dim=256, value_dim=256), H100, "by eights of rows"),
         ("7 warp-specialised", dict(producers=3), H100, "producers 0, 1, 2 or 4"),
@@ -163,24 +164,29 @@ def cuobjdump() -> str:
 def test_ada_multiplies_e4m3_as_it_is(nvcc: str, cuobjdump: str, tmp_path: Path) -> None:  # noqa: F811
     """The native rung on sm_89: e4m3 tensor-core instructions for both products, no half ones, and nothing dequantized."""
     native = LADDER[64]["10 native e4m3"]
-    compiled(nvcc, (native,), 89, tmp_path)
-    done = subprocess.run([cuobjdump, "-sass", str(tmp_path / f"{native.name}.cubin")], capture_output=True, text=True, check=False)
-    text = done.stdout
-    if "QMMA" not in text and "MMA" not in text:
-        pytest.skip("cuobjdump doesn't read this CUDA version's files")
-    products = native.keys // 8 * native.head_dim // 32 + native.value_dim // 8 * native.keys // 32
-    assert len(re.findall(r"QMMA\.16832\.F32\.E4M3\.E4M3", text)) % products == 0 and "HMMA" not in text and "UNPACK_B" not in text
+    half = dataclasses.replace(native, half_sums=True)
+    compiled(nvcc, (native, half), 89, tmp_path)
+    scores, values = native.keys // 8 * native.head_dim // 32, native.value_dim // 8 * native.keys // 32
+    for config, of_float, of_half in ((native, scores + values, 0), (half, scores, values)):
+        done = subprocess.run([cuobjdump, "-sass", str(tmp_path / f"{config.name}.cubin")], capture_output=True, text=True, check=False)
+        text = done.stdout
+        if "QMMA" not in text and "MMA" not in text:
+            pytest.skip("cuobjdump doesn't read this CUDA version's files")
+        found = [len(re.findall(rf"QMMA\.16832\.{kind}\.E4M3\.E4M3", text)) for kind in ("F32", "F16")]
+        blocks = found[0] // of_float
+        assert blocks > 0 and found == [blocks * of_float, blocks * of_half] and "HMMA" not in text and "UNPACK_B" not in text
 
 
 def every_config(device: Device) -> tuple[PortableConfig, ...]:
     """All rungs, for calls of every kind, and what is shipped: one library."""
     rungs = (config for dim in LADDER for config in (*LADDER[dim].values(), *BEST[dim].values()))
     everything = [
-        dataclasses.replace(c, general=general, e4m3_p=e4m3_p, int8=int8)
+        dataclasses.replace(c, general=general, e4m3_p=e4m3_p, int8=int8, half_sums=half_sums)
         for c in rungs
         for general in ((False, True) if c.fused else (False,))
         for e4m3_p in ((True, False) if c.operands != "native" else (True,))
         for int8 in ((False, True) if c.operands != "shared" and e4m3_p else (False,))
+        for half_sums in ((False, True) if c.operands == "native" else (False,))
     ]
     return tuple(c for c in dict.fromkeys((*everything, *INSTANCES)) if portable.fits(c, device))
 

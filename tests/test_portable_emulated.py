@@ -31,6 +31,7 @@ TESTS = Path(__file__).resolve().parent
 H100 = ARCHITECTURES[90]
 RUNGS = {**LADDER[64], **BEST[64]}
 GENERAL = next(c for c in portable.INSTANCES if c.general and c.operands == "registers" and c.head_dim == 64 and c.e4m3_p)
+HALF_SUMS = dataclasses.replace(RUNGS["10 native e4m3"], half_sums=True, producers=0, persistent=False)
 CONFIGS = {
     **{name: RUNGS[name] for name in ("1 wmma-qk", "3 wmma-pv", "9 fast exp", "10 native e4m3", "11 register operands", "12 int8 qk")},
     "drift": BEST[128]["11 register operands"],
@@ -38,6 +39,8 @@ CONFIGS = {
     "int8, drift": BEST[128]["12 int8 qk"],
     "int8 general": dataclasses.replace(GENERAL, int8=True),
     "int8 native": dataclasses.replace(RUNGS["10 native e4m3"], int8=True),
+    "half sums": HALF_SUMS,
+    "half sums, shared rows": dataclasses.replace(HALF_SUMS, warps=8, splits=2, keys=128),
 }
 
 Emulated = Callable[[PortableConfig], None]
@@ -100,6 +103,18 @@ def test_matches_the_pipeline(emulated: Callable, config: PortableConfig) -> Non
         # groups of queries with means of their own, the last one short; keys that rows of the bias are rounded up from
         check(emulated, config, (1, 2, 150, dim), (1, 1, 201, dim), recipe=Recipe(smooth_q=True))
         check(emulated, config, (1, 1, 40, dim), (1, 1, 200, dim), attn_mask=mask, recipe=Recipe(smooth_q=True, rotate=256), scale=-0.1)
+
+
+@pytest.mark.parametrize("keys, splits", ((32, 1), (64, 1), (64, 2), (128, 1), (128, 2)))
+def test_half_sums_never_overflow(emulated: Callable, keys: int, splits: int) -> None:
+    """All keys alike and V's largest code everywhere: P and every product are as large as they can be, and sums below 65504, but not half of it."""
+    config = dataclasses.replace(HALF_SUMS, keys=keys, splits=splits, warps=4 * splits)
+    assert portable.fits(config, H100) and 65504 / 2 < 448 * 2**config.p_offset * keys // splits <= 65504
+    q, k, v = torch.zeros(1, 1, 20, 64), torch.ones(1, 1, 256, 64), torch.ones(1, 1, 256, 64)
+    call = call_of(*fp8attn.quantize(q, k, v, recipe=Recipe(smooth_v=False)), out_dtype=torch.float32, return_lse=True)
+    out, lse = emulated(call, config)
+    assert (out == 1).all()
+    torch.testing.assert_close(lse, torch.full_like(lse, torch.tensor(256.0).log().item()))
 
 
 @pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general"))

@@ -52,6 +52,7 @@ struct PortableConfig {
   bool general;  // masks, means of queries, scales per key, negative softmax scales; without, none of them
   bool drift;    // warps wait for stages, not for one another
   bool int8;     // Q and K are int8, not e4m3
+  bool half_sums;  // a block's P * V is summed in half precision
 };
 
 }  // namespace fp8attn

@@ -61,7 +61,7 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
     """
     pipeline = functools.partial(reference.pipeline, *quantized, causal=call.causal, softmax_scale=call.softmax_scale)
     if isinstance(config, PortableConfig):
-        pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute)
+        pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute, p_offset=config.p_offset, half_sums=config.half_sums)
         alone = config.splits * sharers == 1
     else:
         pipeline = functools.partial(pipeline, block_n=KEYS, exact=config.exact)

@@ -11,7 +11,8 @@ import torch
 
 from ..call import Call
 from ..device import Device
-from ..recipe import SCALE_BLOCK
+from ..recipe import E4M3_MAX, SCALE_BLOCK
+from ..reference import P_OFFSET
 from .configs import REGISTER_FILE, is_general
 
 Operands = Literal["shared", "registers", "native"]
@@ -19,6 +20,9 @@ Operands = Literal["shared", "registers", "native"]
 LANES = 32
 HARD_LIMIT = 255
 """Registers of a thread."""
+
+HALF_MAX = 65504.0
+"""Of half precision."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class PortableConfig:
         general: masks, means of queries, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
         drift: warps wait for stages of K and V, not for one another, and may be a block apart.
         int8: Q and K are int8, multiplied as they are.
+        half_sums: P·V of a block is summed in half precision, at twice the rate on GPUs that charge for float32 (GeForce's Ada); P is as much
+            smaller as keeps sums from overflowing.
     """
 
     head_dim: int
@@ -69,6 +75,7 @@ class PortableConfig:
     general: bool
     drift: bool = False
     int8: bool = False
+    half_sums: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -84,6 +91,12 @@ class PortableConfig:
     def exchange_bytes(self) -> int:
         """What warps that share rows tell each other of them."""
         return 4 * (self.splits // 2) * self.tile_rows * (self.value_dim + 8)
+
+    @property
+    def p_offset(self) -> int:
+        """Binary logarithm of the largest P. Sums in half precision of as many keys as a warp has of a block stay below 65504, were all P and V the
+        largest."""
+        return math.floor(math.log2(HALF_MAX / (E4M3_MAX * (self.keys // self.splits)))) if self.half_sums else int(P_OFFSET)
 
     @property
     def registers(self) -> int:
@@ -134,6 +147,8 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
         return f"it multiplies e4m3, which takes sm_89; {device.name} is sm_{device.arch}"
     if c.operands == "native" and not c.e4m3_p:
         return "it multiplies e4m3, so P must be rounded to it"
+    if c.half_sums and c.operands != "native":
+        return f"operands are {c.operands}; sums of products in half precision are those of e4m3, native"
     if c.int8 and (not c.fused or c.operands == "shared"):
         return "int8 is multiplied as it is by fused products of bytes; operands must be in registers or native, and scores fused"
     if c.head_dim not in DIMS or c.value_dim not in DIMS:

@@ -26,6 +26,13 @@ __device__ inline void mma_e4m3(float* d, const uint32_t* a, const uint32_t* b) 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same in half precision: of every row of a lane's two columns side by side.
+__device__ inline void mma_e4m3(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f16.e4m3.e4m3.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // d += a * b; a (16, 32) and b (32, 8) of int8, exact.
 __device__ inline void mma_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -1,6 +1,10 @@
 // Attention of a warp whose scores and probabilities never leave its registers.
 #pragma once
 
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "../config.h"
 #include "../params.h"
 #include "../ptx/ldmatrix.h"
@@ -79,6 +83,13 @@ __device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32
   }
 }
 
+// Of halves, two to a word, instead of floats.
+template <Operands O>
+__device__ void multiply(uint32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
+  static_assert(O == Operands::native);
+  ptx::mma_e4m3(d, a, b);
+}
+
 template <Operands O>
 __device__ void multiply(int32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
   static_assert(O == Operands::native);
@@ -111,6 +122,29 @@ __device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
 constexpr float ZERO = 0x1.8p23f;
 constexpr int32_t ZERO_BITS = 0x4B400000;
 
+// A block's P * V of 16 rows and 8 channels: a lane's two channels of two rows.
+struct FloatSums {
+  float words[4] = {};
+
+  __device__ float at(int i) const { return words[i]; }
+};
+
+struct HalfSums {
+  uint32_t words[2] = {};
+
+  __device__ float at(int i) const {
+    const __half2& two = reinterpret_cast<const __half2&>(words[i / 2]);
+    return i % 2 == 0 ? __low2float(two) : __high2float(two);
+  }
+};
+
+// Binary logarithm of the largest P: PortableConfig.p_offset.
+constexpr int largest_p(bool half_sums, int keys) {
+  int offset = 8;
+  while (half_sums && 448 * keys * (1 << offset) > 65504) --offset;
+  return offset;
+}
+
 template <PortableConfig C>
 struct Fused {
   static constexpr int tiles = C.warp_rows / 16;
@@ -121,7 +155,7 @@ struct Fused {
   int first;      // of the warp's rows in the tile
   int first_key;  // of its keys in a block
   int q_lane, k_lane, v_lane;  // where a lane's first operands lie in tiles
-  OnlineSoftmax<C.fast_exp> softmax[tiles];
+  OnlineSoftmax<C.fast_exp, largest_p(C.half_sums, keys)> softmax[tiles];
   float o[tiles][C.value_dim / 2] = {};
 
   template <typename Storage>
@@ -272,26 +306,26 @@ struct Fused {
   __device__ void values(float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], const float (&alpha)[tiles][2], const V& v) {
     uint32_t b[2][B_WORDS<C.operands>];
     if constexpr (C.operands == Operands::native) {
-      // two-level accumulation: e4m3's accumulators keep 13 bits, so a key block's are fresh, and come in by the multiply-add that rescales
+      // two-level accumulation: e4m3's accumulators keep 13 bits, or 11, so a key block's are fresh, and come in by the multiply-add that rescales
       uint32_t p[steps][tiles][A_WORDS<C.operands>];
 #pragma unroll
       for (int step = 0; step < steps; ++step) probabilities(p[step], s, factor, step);
 #pragma unroll
       for (int channel = 0; channel < C.value_dim; channel += 16) {
-        float fresh[tiles][2][4] = {};
+        std::conditional_t<C.half_sums, HalfSums, FloatSums> fresh[tiles][2];
 #pragma unroll
         for (int step = 0; step < steps; ++step) {
           load_columns<C.operands>(b, v, v_lane, channel, step);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
 #pragma unroll
-            for (int t = 0; t < tiles; ++t) multiply<C.operands>(fresh[t][j], p[step][t], b[j]);
+            for (int t = 0; t < tiles; ++t) multiply<C.operands>(fresh[t][j].words, p[step][t], b[j]);
           }
         }
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) o[t][channel / 2 + i] = fmaf(o[t][channel / 2 + i], alpha[t][i / 2 % 2], fresh[t][i / 4][i % 4]);
+          for (int i = 0; i < 8; ++i) o[t][channel / 2 + i] = fmaf(o[t][channel / 2 + i], alpha[t][i / 2 % 2], fresh[t][i / 4].at(i % 4));
         }
       }
     } else {

@@ -7,18 +7,18 @@
 
 namespace fp8attn {
 
-// 2^(s factor - m + 8). FAST: one multiply-add and ex2.approx.ftz, whose relative error is below 2^-22 (PTX ISA, ex2); with the rounding of
+// 2^(s factor - m + offset). FAST: one multiply-add and ex2.approx.ftz, whose relative error is below 2^-22 (PTX ISA, ex2); with the rounding of
 // the sum, |score| 2^-24 more. Otherwise the difference to the maximum is exact, and exp2f off by 2 ulp.
 template <bool FAST>
-__device__ float probability(float s, float factor, float m) {
+__device__ float probability(float s, float factor, float m, float offset = P_OFFSET) {
   if constexpr (FAST)
-    return ptx::exp2_approx(fmaf(s, factor, P_OFFSET - m));
+    return ptx::exp2_approx(fmaf(s, factor, offset - m));
   else
-    return exp2f(__fsub_rn(__fmul_rn(s, factor), m) + P_OFFSET);
+    return exp2f(__fsub_rn(__fmul_rn(s, factor), m) + offset);
 }
 
-// Of a thread's two rows in the accumulators of a warp.
-template <bool FAST>
+// Of a thread's two rows in the accumulators of a warp. P is 2^OFFSET at most.
+template <bool FAST, int OFFSET = int(P_OFFSET)>
 struct OnlineSoftmax {
   float m[2] = {NOTHING, NOTHING};  // what P is relative to
   float l[2] = {};                  // sums of P over the columns of this lane
@@ -42,7 +42,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2; ++r) {
       float* x = s + 2 * r;
 #pragma unroll
-      for (int i : {0, 1, 4, 5}) x[i] = probability<FAST>(x[i], factor[r], m[r]);
+      for (int i : {0, 1, 4, 5}) x[i] = probability<FAST>(x[i], factor[r], m[r], OFFSET);
       l[r] += x[0] + x[1] + (x[4] + x[5]);
     }
   }
@@ -56,7 +56,7 @@ struct OnlineSoftmax {
     }
   }
 
-  __device__ float lse(int r) const { return (m[r] - P_OFFSET + log2f(l[r])) / LOG2E; }
+  __device__ float lse(int r) const { return (m[r] - OFFSET + log2f(l[r])) / LOG2E; }
 };
 
 }  // namespace fp8attn

@@ -44,6 +44,16 @@ inline void mma_e4m3(float* d, const uint32_t* a, const uint32_t* b) {
   multiply_add<32>(d, a, b, [](uint32_t word, int i) { return e4m3_value(word >> 8 * i); });
 }
 
+inline void mma_e4m3(uint32_t* d, const uint32_t* a, const uint32_t* b) {
+  float sums[4];
+  for (int i = 0; i < 4; ++i) sums[i] = half_value(d[i / 2] >> i % 2 * 16);
+  mma_e4m3(sums, a, b);
+  for (int i = 0; i < 2; ++i) {
+    const __half2 halves = __floats2half2_rn(sums[2 * i], sums[2 * i + 1]);
+    memcpy(&d[i], &halves, 4);
+  }
+}
+
 inline void mma_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
   multiply_add<32>(d, a, b, [](uint32_t word, int i) { return float(int8_t(word >> 8 * i)); });  // sums of 32 products are exact
 }
