@@ -82,7 +82,7 @@ RUNG_MUTANTS = {
     "stale maximum": (FUSED, *STALE),
     "m never falls": (FUSED, *NEVER_FALLS),
     "m never falls, unfused": (SCALAR, *NEVER_FALLS),
-    "unrounded P": (FUSED, "tile/fused.h", "constexpr (E4M3)", "constexpr (false)"),
+    "unrounded P": (FUSED, "tile/products.h", "constexpr (E4M3)", "constexpr (false)"),
     "mask off by one": (FUSED, "tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
     "a stage too early": (
         FUSED,
@@ -99,7 +99,7 @@ RUNG_MUTANTS = {
     "swizzle of another row": (SPECIALISED, "tile/shared_tile.h", "lane_offset ^ 16 * chunks :", "lane_offset + 16 * chunks :"),
     "unpermuted V": (
         NATIVE,
-        "tile/fused.h",
+        "tile/products.h",
         "a[2 * h + r] = ptx::e4m3x4(x[0], x[1], x[4], x[5])",
         "a[2 * h + r] = ptx::e4m3x4(x[0], x[4], x[1], x[5])",
     ),

@@ -1,18 +1,15 @@
 // Attention of a warp whose scores and probabilities never leave its registers.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
 #include "../config.h"
 #include "../params.h"
-#include "../ptx/ldmatrix.h"
-#include "../ptx/mma.h"
 #include "mask.h"
 #include "online_softmax.h"
 #include "output.h"
 #include "poison.h"
+#include "products.h"
 #include "schedule.h"
 #include "shared_tile.h"
 
@@ -27,116 +24,6 @@ constexpr bool KEEPS_ADDRESSES = C.value_dim < 256 && C.operands != Operands::na
 template <PortableConfig>
 constexpr bool KEEPS_ADDRESSES = false;
 #endif
-
-// Words of a thread's operands of a product over 32 summands.
-template <Operands O>
-constexpr int A_WORDS = O == Operands::native ? 4 : 8;
-template <Operands O>
-constexpr int B_WORDS = O == Operands::native ? 2 : 4;
-
-// Where a lane's row and chunk of the first operands of load_rows and load_columns lie.
-template <typename Tile>
-__device__ int lane_of_rows() {
-  return Tile::offset(threadIdx.x % 16, threadIdx.x % 32 / 16);
-}
-
-template <Operands O, typename Tile>
-__device__ int lane_of_columns() {
-  const int lane = threadIdx.x % 32;
-  return O == Operands::shared ? Tile::offset(lane % 8, lane / 8) : Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-}
-
-// Rows row ... row + 15 behind the lane's of a tile, its summands 32 step ... + 31.
-template <Operands O, typename Tile>
-__device__ void load_rows(uint32_t (&a)[A_WORDS<O>], const Tile& tile, int lane, int row, int step) {
-#pragma unroll
-  for (int i = 0; i < A_WORDS<O> / 4; ++i) ptx::ldmatrix(a + 4 * i, tile.beyond(lane, row, A_WORDS<O> / 2 * step + 2 * i));
-}
-
-// The rows row ... row + 15 behind the lane's of a tile as two operands of 8 columns each. e4m3 becomes half here unless it is half already, or stays e4m3.
-template <Operands O, typename Tile>
-__device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int lane, int row, int step) {
-  if constexpr (O == Operands::shared) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) ptx::ldmatrix(b[j], tile.beyond(lane, row + 8 * j, 4 * step));
-  } else {
-    uint32_t codes[4];
-    ptx::ldmatrix(codes, tile.beyond(lane, row, 2 * step));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (O == Operands::native)
-        b[i / 2][i % 2] = codes[i];
-      else
-        ptx::halves_of_e4m3(codes[i], b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
-    }
-  }
-}
-
-// d (16, 8) += a * b over 32 summands.
-template <Operands O>
-__device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
-  if constexpr (O == Operands::native) {
-    ptx::mma_e4m3(d, a, b);
-  } else {
-    ptx::mma_f16(d, a, b);
-    ptx::mma_f16(d, a + 4, b + 2);
-  }
-}
-
-// Of halves, two to a word, instead of floats.
-template <Operands O>
-__device__ void multiply(uint32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
-  static_assert(O == Operands::native);
-  ptx::mma_e4m3(d, a, b);
-}
-
-template <Operands O>
-__device__ void multiply(int32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
-  static_assert(O == Operands::native);
-  ptx::mma_s8(d, a, b);
-}
-
-// A thread's P of 32 keys as an operand of P * V, without a shuffle: of every 16 keys it has 2c, 2c + 1, 8 + 2c, 8 + 2c + 1 (c its lane in
-// the quad), which is what the operand of halves wants; that of e4m3 wants slots 4c ... 4c + 3, and these are the same keys in quantized V.
-template <Operands O, bool E4M3>
-__device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float* x = p + 8 * h + 2 * r;
-      if constexpr (O == Operands::native) {
-        a[2 * h + r] = ptx::e4m3x4(x[0], x[1], x[4], x[5]);
-      } else if constexpr (E4M3) {
-        ptx::halves_of_e4m3(ptx::e4m3x4(x[0], x[1], x[4], x[5]), a[4 * h + r], a[4 * h + 2 + r]);
-      } else {
-        a[4 * h + r] = ptx::half2(x[0], x[1]);
-        a[4 * h + 2 + r] = ptx::half2(x[4], x[5]);
-      }
-    }
-  }
-}
-
-// A sum of int8 products that starts at these bits has those of the float that is as much above ZERO, if 22 bits and a sign hold it. Unlike a
-// conversion, a subtraction doesn't share a pipe at half rate with V's conversions.
-constexpr float ZERO = 0x1.8p23f;
-constexpr int32_t ZERO_BITS = 0x4B400000;
-
-// A block's P * V of 16 rows and 8 channels: a lane's two channels of two rows.
-struct FloatSums {
-  float words[4] = {};
-
-  __device__ float at(int i) const { return words[i]; }
-};
-
-struct HalfSums {
-  uint32_t words[2] = {};
-
-  __device__ float at(int i) const {
-    const __half2& two = reinterpret_cast<const __half2&>(words[i / 2]);
-    return i % 2 == 0 ? __low2float(two) : __high2float(two);
-  }
-};
 
 // Binary logarithm of the largest P: PortableConfig.p_offset.
 constexpr int largest_p(bool half_sums, int keys) {
