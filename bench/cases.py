@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ class Case:
         q = self.batch * self.q_heads * self.q_length * self.head_dim
         kv = self.batch * self.kv_heads * self.kv_length * (self.head_dim + self.value_dim)
         return q + kv + 2 * self.batch * self.q_heads * self.q_length * self.value_dim
+
+    def record(self) -> dict[str, Any]:
+        """The fields as those of a flat JSON object, `case` being the name."""
+        fields = asdict(self)
+        return {"case": fields.pop("name"), **fields}
 
     @property
     def options(self) -> dict[str, Any]:

@@ -72,10 +72,8 @@ class Result:
         """One flat JSON object; fields that don't apply are null."""
         timing: dict[str, Any] = dict.fromkeys(Timing.__dataclass_fields__) if self.timing is None else dataclasses.asdict(self.timing)
         errors: dict[str, Any] = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else dataclasses.asdict(self.errors)
-        case = dataclasses.asdict(self.case)
         return {
-            "case": case.pop("name"),
-            **case,
+            **self.case.record(),
             "rung": self.rung,
             "config": None if self.config is None else dataclasses.asdict(self.config),
             **timing,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -21,8 +22,8 @@ from .cases import HIDDEN, TOKENS, Case, square
 from .errors import Bad, Errors
 from .gates import Gates
 from .machine import machine
-from .peers import PYTORCH, Attention, Problem, answer, poison
-from .rows import RECIPES
+from .peers import END_TO_END, Attention, Peer, Problem, answer
+from .rows import FLASH_AND_CUDNN, RECIPES, by_recipe
 from .timing import Protocol, Timing, time_all
 
 HELP = "what each recipe costs: quantizing, attention alone, and both from bfloat16"
@@ -64,10 +65,8 @@ class Price:
 
     def record(self) -> dict[str, Any]:
         """One flat JSON object; fields that don't apply are null."""
-        case = dataclasses.asdict(self.case)
         return {
-            "case": case.pop("name"),
-            **case,
+            **self.case.record(),
             "recipe": self.recipe,
             "plan": self.plan,
             **{f"{part}_us": self.us(part) for part in PARTS},
@@ -84,18 +83,13 @@ def plan_of(plan: fp8attn.Plan) -> str:
 
 
 def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]]:
-    """A recipe's runs by part, kernels compiled."""
-    options = problem.case.options | {"recipe": recipe}
-    sets = problem.sets
+    """A recipe's runs by part, but the whole, which `answer` has."""
+    sets, options = problem.sets, problem.case.options | {"recipe": recipe, "out_dtype": torch.bfloat16}
     operands = [fp8attn.quantize(*tensors, recipe=recipe) for tensors in sets]
-    runs: dict[str, Callable[[int], Any]] = {
+    return {
         "quantize": lambda i: fp8attn.quantize(*sets[i % len(sets)], recipe=recipe),
-        "kernel": lambda i: fp8attn.sdpa(*operands[i % len(sets)], **options, out_dtype=torch.bfloat16),
-        "whole": lambda i: fp8attn.sdpa(*sets[i % len(sets)], **options),
+        "kernel": lambda i: fp8attn.sdpa(*operands[i % len(sets)], **options),
     }
-    for run in runs.values():
-        run(0)
-    return runs
 
 
 def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol, device: torch.device) -> list[Price]:
@@ -105,17 +99,14 @@ def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol
     runs: dict[str, Attention] = {}
     prices: list[Price] = []
     for name, recipe in recipes.items():
-        try:
-            plan = plan_of(fp8attn.explain(*problem.sets[0], **case.options, recipe=recipe))
-            parts = parts_of(problem, recipe)
-            poison(problem)
-            out = cast(torch.Tensor, parts["whole"](0))
-        except (fp8attn.BackendUnavailable, ValueError, torch.OutOfMemoryError) as error:
-            prices.append(Price(case, name, refused=f"{type(error).__name__}: {error}"))
+        given = answer(Peer(name, (END_TO_END,), functools.partial(by_recipe, recipe), own=True), problem, expected, bad)
+        if given.attention is None:
+            prices.append(Price(case, name, errors=given.errors, refused=given.refused))
             continue
-        runs |= {f"{name}: {part}": run for part, run in parts.items()}
-        prices.append(Price(case, name, plan, Errors.of(out[:, :, -problem.checked_rows :], expected, bad)))
-    peers = {peer.name: answer(peer, problem, expected, bad) for peer in PYTORCH if peer.name in ("SDPA flash", "SDPA cuDNN")}
+        plan = plan_of(fp8attn.explain(*problem.sets[0], **case.options, recipe=recipe))
+        prices.append(Price(case, name, plan, given.errors))
+        runs |= {f"{name}: {part}": run for part, run in (parts_of(problem, recipe) | {"whole": given.attention}).items()}
+    peers = {peer.name: answer(peer, problem, expected, bad) for peer in FLASH_AND_CUDNN}
     runs |= {name: given.attention for name, given in peers.items() if given.attention is not None}
     timed = {name: found.timing for name, found in time_all(runs, len(problem.sets), protocol, device).items()}
     fastest = min((name for name in peers if name in timed), key=lambda name: timed[name].p50_us, default=None)

@@ -54,10 +54,8 @@ class Result:
         return self.copied / self.copy_timing.p50_us / 1e3
 
     def record(self) -> dict[str, Any]:
-        case = dataclasses.asdict(self.case)
         return {
-            "case": case.pop("name"),
-            **case,
+            **self.case.record(),
             **dataclasses.asdict(self.timing),
             "bytes": self.traffic,
             "gb_per_s": self.gb_per_s,

@@ -38,6 +38,9 @@ RECIPES = {
 
 BASELINE = "SDPA flash"
 
+FLASH_AND_CUDNN = tuple(peer for peer in PYTORCH if peer.name in (BASELINE, "SDPA cuDNN"))
+"""PyTorch's backends that anyone would take."""
+
 EXACT = 1
 """Of the CUDA Hopper kernel's shipped configs (fp8attn.cuda.configs.HopperConfig); Triton's exponentials are all exact."""
 
@@ -76,7 +79,7 @@ def _needs_short_accumulators() -> str | None:
 
 
 ROWS = (
-    *(peer for peer in PYTORCH if peer.name in (BASELINE, "SDPA cuDNN")),
+    *FLASH_AND_CUDNN,
     *(peer for peer in OWN if END_TO_END in peer.stages),
     *(Peer(f"fp8attn {name}", (END_TO_END,), functools.partial(by_recipe, recipe), own=True) for name, recipe in RECIPES.items()),
     Peer("e4m3 one level", (END_TO_END,), one_level, own=True, needs=_needs_short_accumulators),

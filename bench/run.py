@@ -60,10 +60,8 @@ class Result:
         """One flat JSON object; fields that don't apply are null."""
         errors: dict[str, Any] = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else dataclasses.asdict(self.errors)
         timing: dict[str, Any] = dict.fromkeys(Timing.__dataclass_fields__) if self.timing is None else dataclasses.asdict(self.timing)
-        case = dataclasses.asdict(self.case)
         return {
-            "case": case.pop("name"),
-            **case,
+            **self.case.record(),
             "backend": self.backend,
             "stages": list(self.stages),
             "distribution": self.distribution,

@@ -485,8 +485,7 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")
         if isinstance(planned, HopperConfig):
-            two = plain is not None and call.half_q and ops.why_not_two_launches(*plain) is None
-            if two and early.begins_early(call, planned, properties):
+            if plain is not None and ops.why_not_two_launches(*plain) is None and early.begins_early(call, planned, properties):
                 because.append("attention begins with heads whose key and value are quantized")
             return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
         if isinstance(planned, PortableConfig):

@@ -161,8 +161,8 @@ def chained(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor, bits: int) -> t
 def half_summed(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """P·V of a block (…, M, N) and (…, N, Dv) by a tensor core that sums in half precision, rounding to nearest after every 32 keys."""
     total = p.new_zeros(*p.shape[:-1], v.shape[-1], dtype=torch.float16)
-    for keys in range(0, p.shape[-1], TENSOR_CORE_TERMS):
-        total = (total.float() + p[..., keys : keys + TENSOR_CORE_TERMS] @ v[..., keys : keys + TENSOR_CORE_TERMS, :]).half()
+    for keys in zip(p.split(TENSOR_CORE_TERMS, -1), v.split(TENSOR_CORE_TERMS, -2), strict=True):
+        total = (total.float() + torch.matmul(*keys)).half()
     return total.float()
 
 

@@ -14,6 +14,7 @@ from bench import price, readme
 from bench.cases import square
 from bench.gates import Gates
 from bench.machine import machine
+from bench.peers import Attention, Problem
 from bench.rows import RECIPES
 from bench.timing import Protocol, Timing
 from fp8attn import BackendUnavailable, Recipe
@@ -37,12 +38,12 @@ def test_every_part_of_every_recipe_is_timed(device: torch.device) -> None:
 
 
 def test_a_recipe_that_nobody_computes_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def parts_of(problem: object, recipe: Recipe, original=price.parts_of) -> dict:
+    def by_recipe(recipe: Recipe, problem: Problem, original=price.by_recipe) -> Attention:
         if recipe.qk == "int8":
             raise BackendUnavailable("no int8 today")
-        return original(problem, recipe)
+        return original(recipe, problem)
 
-    monkeypatch.setattr(price, "parts_of", parts_of)
+    monkeypatch.setattr(price, "by_recipe", by_recipe)
     found = price.measure(SMALL, {"int8": Recipe(qk="int8"), price.DEFAULT: Recipe()}, Gates.load().bad, SHORT, device)
     assert found[0].refused == "BackendUnavailable: no int8 today" and not found[0].timings and found[1].timings
     assert found[0].record()["kernel_us"] is None and price.table(found).row_count == 3

@@ -48,10 +48,10 @@ struct PortableConfig {
   bool persistent;
   bool fast_exp;
   Operands operands;
-  bool e4m3_p;   // P is rounded to e4m3, also where it is multiplied as half
-  bool general;  // masks, means of queries, scales per key, negative softmax scales; without, none of them
-  bool drift;    // warps wait for stages, not for one another
-  bool int8;     // Q and K are int8, not e4m3
+  bool e4m3_p;     // P is rounded to e4m3, also where it is multiplied as half
+  bool general;    // masks, means of queries, scales per key, negative softmax scales; without, none of them
+  bool drift;      // warps wait for stages, not for one another
+  bool int8;       // Q and K are int8, not e4m3
   bool half_sums;  // a block's P * V is summed in half precision
 };
 

@@ -25,10 +25,12 @@ template <PortableConfig>
 constexpr bool KEEPS_ADDRESSES = false;
 #endif
 
+constexpr float HALF_MAX = 65504.0f;
+
 // Binary logarithm of the largest P: PortableConfig.p_offset.
 constexpr int largest_p(bool half_sums, int keys) {
-  int offset = 8;
-  while (half_sums && 448 * keys * (1 << offset) > 65504) --offset;
+  int offset = P_OFFSET;
+  while (half_sums && E4M3_MAX * keys * (1 << offset) > HALF_MAX) --offset;
   return offset;
 }
 
@@ -70,10 +72,14 @@ struct Fused {
       static_assert(128 * 127 * C.head_dim < 1 << 22);
       int32_t sums[tiles][keys / 2];
 #pragma unroll
-      for (int i = 0; i < tiles * keys / 2; ++i) sums[i / (keys / 2)][i % (keys / 2)] = ZERO_BITS;
+      for (auto& of_tile : sums)
+#pragma unroll
+        for (int32_t& sum : of_tile) sum = ZERO_BITS;
       scores(sums, shared.q, k);
 #pragma unroll
-      for (int i = 0; i < tiles * keys / 2; ++i) s[i / (keys / 2)][i % (keys / 2)] = __int_as_float(sums[i / (keys / 2)][i % (keys / 2)]) - ZERO;
+      for (int t = 0; t < tiles; ++t)
+#pragma unroll
+        for (int i = 0; i < keys / 2; ++i) s[t][i] = __int_as_float(sums[t][i]) - ZERO;
     } else {
       scores(s, shared.q, k);
     }

@@ -3,6 +3,8 @@
 
 #include <cuda_fp16.h>
 
+#include <bit>
+
 #include "../config.h"
 #include "../ptx/convert.h"
 #include "../ptx/ldmatrix.h"
@@ -102,7 +104,7 @@ __device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
 // A sum of int8 products that starts at these bits has those of the float that is as much above ZERO, if 22 bits and a sign hold it. Unlike a
 // conversion, a subtraction doesn't share a pipe at half rate with V's conversions.
 constexpr float ZERO = 0x1.8p23f;
-constexpr int32_t ZERO_BITS = 0x4B400000;
+constexpr int32_t ZERO_BITS = std::bit_cast<int32_t>(ZERO);
 
 // A block's P * V of 16 rows and 8 channels: a lane's two channels of two rows.
 struct FloatSums {
