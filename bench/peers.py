@@ -139,13 +139,15 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
     return attention
 
 
+ROTATED_INT8 = fp8attn.Recipe(rotate=256, qk="int8")
+
 OWN = (
     Peer("fp8attn cuda", (KERNEL,), functools.partial(_cuda, fp8attn.Recipe()), own=True),
-    Peer("fp8attn cuda int8", (KERNEL,), functools.partial(_cuda, fp8attn.Recipe(qk="int8")), own=True),
+    Peer("fp8attn cuda int8", (KERNEL,), functools.partial(_cuda, fp8attn.PRECISE), own=True),
     Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True),
     Peer("fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=256)), own=True),
-    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(qk="int8")), own=True),
-    Peer("fp8attn cuda precise end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.PRECISE), own=True),
+    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.PRECISE), own=True),
+    Peer("fp8attn cuda int8 rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", ROTATED_INT8), own=True),
     Peer("fp8attn triton", (KERNEL,), _triton, own=True),
     Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True),
 )

@@ -86,8 +86,8 @@ def beside() -> str:
 COLUMNS = {
     "fp8attn cuda end to end": "CUDA",
     "fp8attn cuda rotated end to end": "rotated",
-    "fp8attn cuda int8 end to end": "int8",
-    "fp8attn cuda precise end to end": "`PRECISE`",
+    "fp8attn cuda int8 end to end": "`PRECISE`",
+    "fp8attn cuda int8 rotated end to end": "`PRECISE` rotated",
     "fp8attn triton end to end": "Triton",
     "cuDNN e4m3": "cuDNN e4m3",
     "FA3 e4m3": "FA3",

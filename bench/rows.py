@@ -16,7 +16,7 @@ from fp8attn.recipe import SCALE_BLOCK
 
 from . import adapters
 from .adapters import OTHERS
-from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
+from .peers import END_TO_END, KERNEL, OWN, PYTORCH, ROTATED_INT8, Attention, Peer, Problem
 
 PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False, rotate=0)
 """A scale for each tensor and nothing removed or rotated: what FP8 attention is given by who only casts."""
@@ -29,8 +29,8 @@ RECIPES = {
     "V not smoothed": Recipe(smooth_v=False),
     "Q smoothed": Recipe(smooth_q=True),
     "f16": Recipe(compute="f16"),
-    "int8": Recipe(qk="int8"),
-    "precise": fp8attn.PRECISE,
+    "int8": fp8attn.PRECISE,
+    "int8 rotated": ROTATED_INT8,
     "int8, Q smoothed": Recipe(qk="int8", smooth_q=True),
     "per tensor": PLAIN,
 }

@@ -14,7 +14,7 @@ from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
-from .recipe import DEFAULT_RECIPE, E4M3, Quantized, Recipe
+from .recipe import AT_ONCE, DEFAULT_RECIPE, E4M3, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import run
 from .validate import (
@@ -328,7 +328,8 @@ def sdpa(
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
         backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
             for other calls on a GPU, and the exact reference for CPU tensors. `auto` and `cuda` quantize and attend in one launch where
-            fp8attn.cuda.short says so, and elsewhere quantize query where they attend, if the recipe is the default: the bits are the same.
+            fp8attn.cuda.short says so, and elsewhere quantize query where they attend, if the recipe is the default or `PRECISE`: the bits are
+            the same.
 
     Returns:
         out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
@@ -339,8 +340,8 @@ def sdpa(
         BackendUnavailable: the backend can't run here.
     """
     options = None
-    if attn_mask is None and not return_lse and (recipe is DEFAULT_RECIPE or (type(recipe) is Recipe and recipe == DEFAULT_RECIPE)):
-        options = (backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
+    if attn_mask is None and not return_lse and (recipe is DEFAULT_RECIPE or _is_at_once(recipe)):
+        options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
         repeated = eager.repeat(query, key, value, options)
         if repeated is not None:
             return repeated
@@ -356,20 +357,20 @@ def sdpa(
     if chosen != "triton" and plain is not None:
         causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
         whole = {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
-        q, k, v, softmax_scale = plain
-        out, lse, k_mean = whole(q, k, v, float(softmax_scale), causal, out_dtype or q.dtype, return_lse)
+        q, k, v, softmax_scale, qk = plain
+        out, lse, k_mean = whole(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse)
         if options is not None:
-            eager.remember_from_half(q, k, v, options, float(softmax_scale), causal, out)
+            eager.remember_from_half(q, k, v, options, softmax_scale, qk, causal, out)
         if not return_lse:
             return out
         source = rotation.rotate_queries(q, rotation.part_of(q.shape[3], recipe.rotate))
-        return out, lse + reference.smoothing_shift(source, k_mean, float(softmax_scale))
+        return out, lse + reference.smoothing_shift(source, k_mean, softmax_scale)
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
     )  # fmt: skip
     operands = prepared.query, prepared.key, prepared.value
     if options is not None and not (operands[0] is query and operands[1] is key and operands[2] is value):
-        options = (backend, is_causal, scale, enable_gqa, causal_alignment, prepared.out_dtype, dropout_p, None, None, None)
+        options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, prepared.out_dtype, dropout_p, None, None, None)
         repeated = eager.repeat(*operands, options)
         if repeated is not None:
             return repeated
@@ -393,17 +394,22 @@ def sdpa(
 def _plain(
     query: Operand, key: Operand, value: Operand, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
     causal_alignment="top_left", recipe=DEFAULT_RECIPE, q_scale=None, k_scale=None, v_scale=None, out_dtype=None, return_lse=False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float] | None:  # fmt: skip
-    """q, k, v and softmax scale of a call to `sdpa` of which the attention kernel may quantize something, by what torch.compile knows; or None."""
-    if recipe != DEFAULT_RECIPE or any(x is not None for x in (attn_mask, q_scale, k_scale, v_scale)):
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, ProductType] | None:  # fmt: skip
+    """q, k, v, softmax scale and recipe.qk of a call to `sdpa` of which the attention kernel may quantize something, by what torch.compile knows; or
+    None."""
+    if not _is_at_once(recipe) or any(x is not None for x in (attn_mask, q_scale, k_scale, v_scale)):
         return None
     if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
         return None
     if not query.dim() == key.dim() == value.dim() == 4:
         return None
-    if not (short.may_take(query, key, value) or configs.may_quantize(query, value.shape[3])):
+    if not ((recipe.qk == "e4m3" and short.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
         return None
-    return query, key, value, query.shape[3] ** -0.5 if scale is None else scale
+    return query, key, value, query.shape[3] ** -0.5 if scale is None else float(scale), recipe.qk
+
+
+def _is_at_once(recipe: object) -> bool:
+    return type(recipe) is Recipe and recipe == AT_ONCE[recipe.qk]
 
 
 def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):

@@ -30,14 +30,14 @@ from .recipe import PRECISE, QUERY_GROUP, SCALE_BLOCK, Quantized, Recipe
 
 CANDIDATES = (
     Recipe(),
-    Recipe(rotate=256),
-    Recipe(k="token"),
-    Recipe(k="token", rotate=256),
     PRECISE,
+    Recipe(rotate=256),
+    Recipe(rotate=256, qk="int8"),
+    Recipe(k="token", rotate=256, qk="int8"),
     Recipe(compute="f16", k="token", rotate=256),
 )
-"""Recipes from the cheapest on: rotation of more than 16 channels costs the quantizer, scales of single keys and int8 the kernel, half tensor cores
-half the rate."""
+"""Recipes from the cheapest on, from half to answer on an H100 (docs/accuracy.md, prices): rotation of more than 16 channels takes other quantizers,
+scales of single keys the kernels' general instances, half tensor cores half the rate and more."""
 
 MASS_ROWS = 128
 """Rows of queries, evenly spaced, that `attention_mass` looks at."""

@@ -22,7 +22,7 @@ class Call:
     """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 
     Attributes:
-        q: (B, Hq, Sq, D) e4m3 or int8; or bfloat16 or float16, which only some kernels take: they quantize it to e4m3 by the token.
+        q: (B, Hq, Sq, D) e4m3 or int8; or bfloat16 or float16, which only some kernels take: they quantize it by the token, to k's type.
         q_scale: float32 (B, Hq, n), one per `q_group` rows; None if q isn't quantized.
         k: (B, Hkv, Sk, D), e4m3 or int8, as q.
         k_scale: float32 (B, Hkv, n), one per `k_group` rows; of int8, negative where a key under it isn't finite.
@@ -57,7 +57,7 @@ class Call:
     @property
     def int8(self) -> bool:
         """Whether Q·Kᵀ is of int8."""
-        return self.q.dtype == torch.int8
+        return self.k.dtype == torch.int8
 
     @property
     def half_q(self) -> bool:

@@ -23,7 +23,7 @@ from .cuda import run as cuda
 from .cuda.build import BuildError
 from .cuda.portable import PortableConfig
 from .device import device_of
-from .recipe import Quantized
+from .recipe import ProductType, Quantized
 from .reference import Causal
 from .validate import Operand
 
@@ -139,8 +139,9 @@ def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple,
 
 
 def remember_from_half(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: tuple, softmax_scale: float, causal: Causal, out: torch.Tensor
-) -> None:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: tuple, softmax_scale: float, qk: ProductType, causal: Causal,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
     """Keep a call of plain tensors, likewise, if CUDA's kernels quantized all of it, in one launch or in two."""
     again = _second(query, key, value, options)
     if again is None:
@@ -148,12 +149,12 @@ def remember_from_half(
     name, tensors, number = again
     device = device_of(query.device)
     try:
-        if ops.why_not_one_launch(query, key, value, softmax_scale) is None:
+        if ops.why_not_one_launch(query, key, value, softmax_scale, qk) is None:
             library, arguments = cuda.launch_from_half(query, key, softmax_scale, causal, device)
             library.operators.remember_from_half.default(number, *arguments, *tensors, out)
             _launches[name] = partial(library.operators.repeat_from_half.default, number)
-        elif ops.why_not_two_launches(query, key, value, softmax_scale) is None and out.numel() > 0:
-            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, causal, out.dtype, device)
+        elif ops.why_not_two_launches(query, key, value, softmax_scale, qk) is None and out.numel() > 0:
+            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, qk, causal, out.dtype, device)
             library.operators.remember_both.default(number, *arguments, *tensors, filled, out, *scratch)
             _launches[name] = partial(library.operators.repeat_both.default, number)
     except BuildError:  # Triton went on

@@ -21,7 +21,7 @@ from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import device_of
 from .layout import padded_length
-from .recipe import BIAS_ALIGNMENT, DEFAULT_RECIPE, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe, Rotation
+from .recipe import AT_ONCE, BIAS_ALIGNMENT, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe, Rotation
 from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
@@ -61,7 +61,7 @@ def current(device: torch.device):
 def why_not_quantize_by_cuda(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
     """Why keys and values are quantized by Triton kernels, as far as is known without compiling, or None if a CUDA kernel does it."""
     device = device_of(k.device)
-    return cuda_quantize.why_not(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k), device.arch)
+    return cuda_quantize.why_not(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k, recipe.qk), device.arch)
 
 
 def quantized(
@@ -80,7 +80,7 @@ def quantized(
     with current(like.device):
         if k is not None and v is not None and not by_triton and why_not_quantize_by_cuda(k, v, recipe) is None:
             try:
-                kv = cuda.quantize_kv(k, v, device)
+                kv = cuda.quantize_kv(k, v, recipe.qk, device)
             except BuildError as error:
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
             else:
@@ -267,23 +267,25 @@ for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by
     )
 
 
-def why_not_one_launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str | None:
+def why_not_one_launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType) -> str | None:
     """Why quantization and attention of plain tensors are launches of their own, as far as is known without compiling, or None if they are one."""
+    if qk != "e4m3":
+        return f"recipe.qk is {qk!r}; it takes 'e4m3'"
     return short.why_not(q, k, v, softmax_scale, device_of(q.device)) or build.unavailable()
 
 
-def why_not_half_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str | None:
+def why_not_half_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType) -> str | None:
     """Why q is quantized before attention and not on its way, as far as is known without compiling, or None if it is on its way."""
-    return configs.why_not_quantize(q, v.shape[3], softmax_scale, device_of(q.device)) or build.unavailable()
+    return configs.why_not_quantize(q, v.shape[3], softmax_scale, qk, device_of(q.device)) or build.unavailable()
 
 
-def why_not_two_launches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str | None:
+def why_not_two_launches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType) -> str | None:
     """Why plain tensors take more than a launch that quantizes k and v and one that attends, likewise, or None if they don't."""
-    return why_not_half_q(q, k, v, softmax_scale) or why_not_quantize_by_cuda(k, v, DEFAULT_RECIPE)
+    return why_not_half_q(q, k, v, softmax_scale, qk) or why_not_quantize_by_cuda(k, v, AT_ONCE[qk])
 
 
 def from_half_by(backend: Forward, required: bool):
-    """An operator's implementation: the default recipe and attention, in one launch where that is possible, or with q quantized by the attention's.
+    """An operator's implementation: recipe.AT_ONCE[qk] and attention, in one launch where that is possible, or with q quantized by the attention's.
 
     Args:
         backend: attention, where it takes several.
@@ -294,8 +296,9 @@ def from_half_by(backend: Forward, required: bool):
     """
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         def attend(
             by: Forward, query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -306,33 +309,33 @@ def from_half_by(backend: Forward, required: bool):
         device = device_of(q.device)
         with current(q.device):
             try:
-                if why_not_one_launch(q, k, v, softmax_scale) is None:
+                if why_not_one_launch(q, k, v, softmax_scale, qk) is None:
                     return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
-                if why_not_two_launches(q, k, v, softmax_scale) is None:
-                    out, lse, k_mean = early.quantize_and_attend(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                if why_not_two_launches(q, k, v, softmax_scale, qk) is None:
+                    out, lse, k_mean = early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device)
                     return out, lse, k_mean if return_lse else empty_key_mean(k, False)
-                if why_not_half_q(q, k, v, softmax_scale) is None:
-                    _, key, value = quantized(None, k, v, DEFAULT_RECIPE)
+                if why_not_half_q(q, k, v, softmax_scale, qk) is None:
+                    _, key, value = quantized(None, k, v, AT_ONCE[qk])
                     assert key is not None and value is not None
                     return attend(lambda call: cuda.forward(call, device, configs.choose(call, device)), q, None, key, value)
             except BuildError as error:
                 if required:
                     raise
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-            query, key, value = quantized(q, k, v, DEFAULT_RECIPE)
+            query, key, value = quantized(q, k, v, AT_ONCE[qk])
             assert query is not None and key is not None and value is not None
             return attend(backend, query.data, query.scale, key, value)
 
     return forward
 
 
-def _fake_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse):
+def _fake_from_half(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
 
 
 for _name, _backend, _required in (("cuda", _by_cuda, True), ("auto", _by_whichever, False)):
     register(
-        f"{_name}_forward_from_half(Tensor q, Tensor k, Tensor v, float softmax_scale, str causal, ScalarType out_dtype, bool return_lse)"
+        f"{_name}_forward_from_half(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse)"
         " -> (Tensor, Tensor, Tensor)",
         from_half_by(_backend, _required),
         _fake_from_half,

@@ -102,7 +102,7 @@ class Recipe:
 
 DEFAULT_RECIPE = Recipe()
 
-PRECISE = Recipe(rotate=256, qk="int8")
+PRECISE = Recipe(qk="int8")
 """For layers that need a more exact answer: of 22 recipes whose products both run on FP8 or int8 tensor cores the most exact one that every kernel
 computes without its general instances. Scales of single keys, k="token", would take another 1 % of the error.
 
@@ -111,6 +111,9 @@ outliers 0.029 and 0.029 (0.078, 0.074), biased channels 0.035 and 0.035 (0.051,
 tails 0.026 and 0.025 (0.066, 0.062), V of one sign 0.0019 and 0.0019 (0.0024, 0.0024), one-hot 0.027 (0.027). What is left is V's and P's rounding
 (docs/accuracy.md).
 """
+
+AT_ONCE: dict[ProductType, Recipe] = {recipe.qk: recipe for recipe in (DEFAULT_RECIPE, PRECISE)}
+"""Recipes that kernels quantize with as they attend, or right before."""
 
 
 @dataclass(frozen=True)

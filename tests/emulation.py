@@ -27,6 +27,8 @@ from fp8attn.cuda.portable import PortableConfig
 HERE = Path(__file__).parent / "emulation"
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
+QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
+
 _pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "counter")
 _strides = (("q_scale", 3), ("k_scale", 3), ("v_scale", 3), ("mask", 4), ("out", 3), ("q", 3), ("k", 3))
 _numbers = (
@@ -218,16 +220,17 @@ def library_of(config: PortableConfig, folder: Path) -> build.Library:
     return build.Library(SimpleNamespace(forward=SimpleNamespace(default=forward)), {config: 0})
 
 
-def _quantize(library: ctypes.CDLL, few: int, ctas: int, sampled: int, *tensors: torch.Tensor | None) -> None:
+def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
-    p = quantize_params(*tensors[:-1], sampled, tensors[-1])
-    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, bool(few)) & 0xFF, "the emulated kernel doesn't come to an end"
+    p, config = quantize_params(*tensors[:-1], sampled, tensors[-1]), QUANTIZERS[launcher]
+    few = config.strips == quantize.INSTANCES[0].strips
+    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, few, config.int8) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
 def quantizer(folder: Path) -> build.Library:
     """What fp8attn.cuda.run launches instead of the compiled quantizer; made beside copied sources."""
     default = functools.partial(_quantize, compile_file("quantize.cpp", folder))
-    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: int(c == quantize.INSTANCES[0]) for c in quantize.INSTANCES})
+    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(QUANTIZERS)})
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run, short
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
-from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, INT8_INSTANCES, HopperConfig
+from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, INT8_HALF_Q_INSTANCES, INT8_INSTANCES, HopperConfig
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
@@ -45,14 +45,14 @@ def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: 
     return call_of(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("config", INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES, ids=lambda c: c.name)
+@pytest.mark.parametrize("config", INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES, ids=lambda c: c.name)
 def test_every_instance_fits_an_h100(config: HopperConfig) -> None:
     assert configs.misfit(config, H100) is None
     assert config.shared_bytes <= SHARED_MEMORY[90]
 
 
 def test_instances_are_told_apart_by_name() -> None:
-    every = INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES
+    every = INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
     assert len({c.name for c in every}) == len(every) == len(set(every))
 
 
@@ -421,10 +421,11 @@ def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypa
 
 
 def test_libraries_of_an_architecture() -> None:
-    assert build.groups(90)[:5] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, short.INSTANCES, cuda_quantize.INSTANCES)
+    by_themselves = short.INSTANCES, cuda_quantize.INSTANCES, cuda_quantize.INT8_INSTANCES
+    assert build.groups(90)[:7] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, INT8_HALF_Q_INSTANCES, *by_themselves)
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
     # of each head dim one of e4m3 and one of int8
-    assert all(len(build.groups(arch)) == (11 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
+    assert all(len(build.groups(arch)) == (13 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu
@@ -470,11 +471,14 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
 
 STACK = {
     HopperConfig(256, 256, 2, 2, 240, False, 1, True): 16,
-    HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 160,
+    HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 32,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, True): 16,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False, False, True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, True, True): 16,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True): 8,
+    HopperConfig(256, 256, 1, 2, 240, False, 1, False, True, True): 24,
 }
 """Bytes of it that an instance may have; the others have none."""
 
@@ -492,7 +496,7 @@ def test_the_host_compiler_takes_every_kind_of_instance(nvcc: str, tmp_path: Pat
     """Objects, as a library is made of: what nvcc hands it isn't what was written, and budgets are of device code alone."""
     monkeypatch.setattr(build, "cuda_home", lambda: str(Path(nvcc).parent.parent))
     general = next(c for c in INSTANCES if c.general)
-    kinds = (INSTANCES[0], general, INT8_INSTANCES[0], HALF_Q_INSTANCES[0], short.INSTANCES[0], cuda_quantize.INSTANCES[0])
+    kinds = (INSTANCES[0], general, INT8_INSTANCES[0], INT8_HALF_Q_INSTANCES[0], short.INSTANCES[0], cuda_quantize.INSTANCES[0])
 
     def compile_one(config: render.Config) -> None:
         folder = tmp_path / config.name

@@ -189,7 +189,7 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         configs.HALF_Q_INSTANCES = configs.HALF_Q_INSTANCES[:1]
         return check_ready()
     config = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
-    build.INSTANCES = configs.INT8_INSTANCES = (config,)
+    build.INSTANCES = configs.INSTANCES = configs.INT8_INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 700, 700))

@@ -27,11 +27,12 @@ from fp8attn.call import HALVES
 from fp8attn.cuda import build, quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import REGISTER_FILE
+from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 from fp8attn.layout import padded_length
 from fp8attn.quantize import STRIP, quantize_kv, sample_size
 from fp8attn.quantize import quantize as quantize_all
-from fp8attn.recipe import E4M3
+from fp8attn.recipe import AT_ONCE, E4M3, ProductType
 
 H100 = ARCHITECTURES[90]
 TESTS = Path(__file__).resolve().parent
@@ -40,7 +41,9 @@ RESERVED_SHARED = 1024
 
 LONGEST = {64: 8192, 128: 4096, 192: 2560, 256: 2048}
 
-Quantizer = Callable[[torch.Tensor, torch.Tensor], tuple[Quantized, Quantized]]
+PRODUCTS: tuple[ProductType, ...] = ("e4m3", "int8")
+
+Quantizer = Callable[[torch.Tensor, torch.Tensor, ProductType], tuple[Quantized, Quantized]]
 
 
 @pytest.fixture(scope="module")
@@ -54,36 +57,36 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Quantizer:
 def by(library: build.Library) -> Quantizer:
     """Quantization by a library's kernel."""
 
-    def quantizer(k: torch.Tensor, v: torch.Tensor) -> tuple[Quantized, Quantized]:
-        assert quantize.why_not(k, v, Recipe(), dataclasses.replace(H100, sm_count=1)) is None
+    def quantizer(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
+        assert quantize.why_not(k, v, AT_ONCE[qk], dataclasses.replace(H100, sm_count=1)) is None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_with", lambda *_: library)
-            return run.quantize_kv(k, v, H100)
+            return run.quantize_kv(k, v, qk, H100)
 
     return quantizer
 
 
-def by_cuda(k: torch.Tensor, v: torch.Tensor) -> tuple[Quantized, Quantized]:
+def by_cuda(k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> tuple[Quantized, Quantized]:
     device = device_of(k.device)
     if quantize.misfit(quantize.INSTANCES[0], device) is not None:
         pytest.skip("needs sm_90")
-    assert quantize.why_not(k, v, Recipe(), dataclasses.replace(device, sm_count=1)) is None
-    return run.quantize_kv(k, v, device)
+    assert quantize.why_not(k, v, AT_ONCE[qk], dataclasses.replace(device, sm_count=1)) is None
+    return run.quantize_kv(k, v, qk, device)
 
 
-def check(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor) -> None:
+def check(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> None:
     """Bit for bit, of such keys whose rotation needs no rounding."""
-    check_bytes(quantizer, like(k, on_grid(k)), v)
+    check_bytes(quantizer, like(k, on_grid(k)), v, qk)
 
 
-def check_bytes(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor) -> None:
-    for actual, expected in zip(quantizer(k, v), quantize_kv(k, v, Recipe()), strict=True):
+def check_bytes(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> None:
+    for actual, expected in zip(quantizer(k, v, qk), quantize_kv(k, v, AT_ONCE[qk]), strict=True):
         assert_same(actual, expected)
 
 
-def check_rounded(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, share: float) -> None:
+def check_rounded(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, share: float, qk: ProductType = "e4m3") -> None:
     """Of any keys."""
-    (key, value), (expected_key, expected_value) = quantizer(k, v), quantize_kv(k, v, Recipe())
+    (key, value), (expected_key, expected_value) = quantizer(k, v, qk), quantize_kv(k, v, AT_ONCE[qk])
     assert_same(value, expected_value)
     assert_alike(key, expected_key, share)
 
@@ -121,7 +124,8 @@ def problems(draw, most: int) -> Problem:
     case = Case(
         batch=draw(st.integers(1, 2)), kv_heads=draw(st.integers(1, 2)), group=draw(st.integers(1, 2)), q_length=5, kv_length=length, head_dim=dim,
         value_dim=dim, dtype=draw(st.sampled_from(HALVES)), layout=draw(st.sampled_from(("bhsd", "bshd", "padded"))), mask="none",
-        distribution=draw(st.sampled_from(FINITE)), recipe=Recipe(), scale=None, out_dtype=torch.float32, seed=draw(st.integers(0, 1000)),
+        distribution=draw(st.sampled_from(FINITE)), recipe=draw(st.sampled_from([*AT_ONCE.values()])), scale=None, out_dtype=torch.float32,
+        seed=draw(st.integers(0, 1000)),
     )  # fmt: skip
     return Problem(case, draw(st.sampled_from(MAGNITUDES)), draw(st.tuples(*[st.sampled_from(BAD_PLACES)] * 3)))
 
@@ -130,27 +134,28 @@ def problems(draw, most: int) -> Problem:
 @emulation.emulates
 @given(problem=problems(4))
 def test_emulated_it_writes_the_bytes_of_the_definition(emulated: Quantizer, problem: Problem) -> None:
-    check(emulated, *problem.tensors(torch.device("cpu"))[1:])
+    check(emulated, *problem.tensors(torch.device("cpu"))[1:], problem.case.recipe.qk)
 
 
 @pytest.mark.gpu
 @given(problem=problems(16))
 def test_writes_the_bytes_of_the_definition(device: torch.device, problem: Problem) -> None:
-    check(by_cuda, *problem.tensors(device)[1:])
+    check(by_cuda, *problem.tensors(device)[1:], problem.case.recipe.qk)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim, length", ((64, 8100), (128, 2048)))
-def test_writes_the_bytes_of_triton(device: torch.device, dim: int, length: int) -> None:
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+def test_writes_the_bytes_of_triton(device: torch.device, recipe: Recipe, dim: int, length: int) -> None:
     """Called as others are, Q beside them, which Triton quantizes."""
     k, v = not_finite((2, 4, length, dim), torch.bfloat16, device)
     k = on_grid(k)
-    if ops.why_not_quantize_by_cuda(k, v, Recipe()) is not None:
-        pytest.skip(str(ops.why_not_quantize_by_cuda(k, v, Recipe())))
+    if ops.why_not_quantize_by_cuda(k, v, recipe) is not None:
+        pytest.skip(str(ops.why_not_quantize_by_cuda(k, v, recipe)))
     q = normal((2, 4, 300, dim), device=device)[0]
-    for actual, expected in zip(ops.quantized(q, k, v, Recipe()), ops.quantized(q, k, v, Recipe(), by_triton=True), strict=True):
+    for actual, expected in zip(ops.quantized(q, k, v, recipe), ops.quantized(q, k, v, recipe, by_triton=True), strict=True):
         assert_same(actual, expected)
-    for actual, expected in zip(fp8attn.quantize(q, k, v), quantize_all(q, k, v, Recipe()), strict=True):
+    for actual, expected in zip(fp8attn.quantize(q, k, v, recipe=recipe), quantize_all(q, k, v, recipe), strict=True):
         assert_same(actual, expected)
 
 
@@ -159,7 +164,7 @@ def test_writes_the_bytes_of_triton(device: torch.device, dim: int, length: int)
 @pytest.mark.parametrize("dim", LONGEST)
 def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
     for length in (LONGEST[dim], LONGEST[dim] - 130):
-        check(emulated, *normal((1, 1, length, dim), torch.float16))
+        check(emulated, *normal((1, 1, length, dim), torch.float16), PRODUCTS[length % 256 == 0])
 
 
 @pytest.mark.gpu
@@ -168,7 +173,8 @@ def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
 def test_the_longest(device: torch.device, dim: int, heads: int) -> None:
     """Also of more clusters than run at a time."""
     for length in (LONGEST[dim], LONGEST[dim] - 130, STRIP + 1, STRIP, 77):
-        check(by_cuda, *normal((1, heads, length, dim), device=device))
+        for qk in PRODUCTS:
+            check(by_cuda, *normal((1, heads, length, dim), device=device), qk)
 
 
 def wide(shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -193,16 +199,17 @@ def test_the_order_of_sums(device: torch.device, dim: int, length: int) -> None:
 
 @pytest.mark.anywhere
 @emulation.emulates
-@pytest.mark.parametrize("dtype", HALVES)
-def test_emulated_rotation_rounds_in_the_last_bits(emulated: Quantizer, dtype: torch.dtype) -> None:
-    check_rounded(emulated, *normal((1, 2, 600, 128), dtype), 1e-4)
+@pytest.mark.parametrize("dtype, qk", zip(HALVES, PRODUCTS, strict=True))
+def test_emulated_rotation_rounds_in_the_last_bits(emulated: Quantizer, dtype: torch.dtype, qk: ProductType) -> None:
+    check_rounded(emulated, *normal((1, 2, 600, 128), dtype), 1e-4, qk)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", LONGEST)
-def test_rotation_rounds_in_the_last_bits(device: torch.device, dim: int, dtype: torch.dtype) -> None:
-    check_rounded(by_cuda, *normal((2, 8, 2000, dim), dtype, device), 1e-5)
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_rotation_rounds_in_the_last_bits(device: torch.device, qk: ProductType, dim: int, dtype: torch.dtype) -> None:
+    check_rounded(by_cuda, *normal((2, 8, 2000, dim), dtype, device), 1e-5, qk)
 
 
 def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,28 +227,33 @@ def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("length", (600, 1024))
 @pytest.mark.parametrize("dim", (64, 256))
-def test_emulated_what_is_not_finite(emulated: Quantizer, dim: int, length: int, dtype: torch.dtype) -> None:
-    check(emulated, *not_finite((1, 2, length, dim), dtype))
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_emulated_what_is_not_finite(emulated: Quantizer, qk: ProductType, dim: int, length: int, dtype: torch.dtype) -> None:
+    check(emulated, *not_finite((1, 2, length, dim), dtype), qk)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("length", (600, 1024, 2000))
 @pytest.mark.parametrize("dim", LONGEST)
-def test_what_is_not_finite(device: torch.device, dim: int, length: int, dtype: torch.dtype) -> None:
-    check(by_cuda, *not_finite((2, 3, length, dim), dtype, device))
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_what_is_not_finite(device: torch.device, qk: ProductType, dim: int, length: int, dtype: torch.dtype) -> None:
+    check(by_cuda, *not_finite((2, 3, length, dim), dtype, device), qk)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim, length", ((64, 1000), (64, 8000), (128, 2048), (128, 4096), (256, 2001)))
-def test_same_bits_a_hundred_times(device: torch.device, dim: int, length: int) -> None:
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_same_bits_a_hundred_times(device: torch.device, qk: ProductType, dim: int, length: int) -> None:
     """A bit that moves is a race."""
-    k, v = normal((4, 16, length, dim), device=device)
-    first, *others = (torch.cat([x.view(-1).view(torch.uint8) for y in by_cuda(k, v) for x in (y.data, y.scale, y.mean)]) for _ in range(2))
-    different = torch.zeros((), dtype=torch.int64, device=device)
+    k, v = not_finite((4, 16, length, dim), torch.bfloat16, device)
+
+    def all_bytes() -> torch.Tensor:
+        return torch.cat([x.reshape(-1).view(torch.uint8) for y in by_cuda(k, v, qk) for x in (y.data, y.scale, y.mean)])
+
+    first, different = all_bytes(), torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(100):
-        again = torch.cat([x.view(-1).view(torch.uint8) for y in by_cuda(k, v) for x in (y.data, y.scale, y.mean)])
-        different += (again != first).sum()
+        different += (all_bytes() != first).sum()
     assert int(different) == 0
 
 
@@ -293,7 +305,7 @@ def test_emulated_means_of_queries_meet_rotated_keys(emulated: Quantizer, monkey
     expected = ops.quantized(q, k, v, recipe, by_triton=True)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
-    quantized = emulated(k, v)
+    quantized = emulated(k, v, "e4m3")
     monkeypatch.setattr(run, "quantize_kv", lambda *_: quantized)
     for x, y in zip(ops.quantized(q, k, v, recipe), expected, strict=True):
         assert_same(x, y)
@@ -319,9 +331,9 @@ def read_guarded(folder: Path) -> None:
     """Where nothing behind K and V can be read."""
     emulation.copy_sources(folder)
     quantizer = by(emulation.quantizer(folder))
-    for shape in ((1, 2, 601, 64), (2, 1, 1100, 128)):
+    for shape, qk in zip(((1, 2, 601, 64), (2, 1, 1100, 128)), PRODUCTS, strict=True):
         k, v = normal(shape)
-        check_bytes(quantizer, emulation.guarded(on_grid(k)), emulation.guarded(v))
+        check_bytes(quantizer, emulation.guarded(on_grid(k)), emulation.guarded(v), qk)
 
 
 @pytest.mark.anywhere
@@ -343,12 +355,13 @@ SYNCS = {
     "facts": ("  ptx::mbarrier_wait(&shared.facts_full, 0);\n", ""),
     "shifts of all channels": ("place, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "place, threadIdx.x - CHANNELS);\n"),
     "values before keys": ("  __syncthreads();\n\n  const Keys<T> keys;", "  const Keys<T> keys;"),
-    "magnitudes of all warps": ("  __syncthreads();\n  if (threadIdx.x >= place.slices) return;", "  if (threadIdx.x >= place.slices) return;"),
+    "magnitudes of all warps": ("  __syncthreads();\n  if constexpr (C.int8) tell_hidden", "  if constexpr (C.int8) tell_hidden"),
     "magnitudes of all slices": ("  ptx::mbarrier_wait(&shared.largest_full, 0);\n", ""),
     "copies of values": ("    wait_for_block(n);\n    if ((n + 1) * KEYS <= place.count)", "    if ((n + 1) * KEYS <= place.count)"),
     "copies of keys": ("    wait_for_block(n);\n    if ((n + 1) * KEYS > count)", "    if ((n + 1) * KEYS > count)"),
     "rows that don't exist": ("chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};", ";"),
     "keys that aren't finite": ("      words = spoiled<T>(words);\n    });", "    });"),
+    "int8's hidden keys of all slices": ("  if constexpr (C.int8) tell_hidden<C>(shared, place, &shared.largest_full);\n", ""),
     "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
 }
 """Lines of the kernel that wait, by what for, and what would be there without; and one that adds in the definition's order."""
@@ -368,6 +381,8 @@ def test_the_emulation_sees_what_is_missing(name: str, tmp_path: Path) -> None:
             check_rounded(quantizer, wide((1, 2, length, 128))[0], v, 0.01)
             if name in ("rows that don't exist", "keys that aren't finite"):
                 check(quantizer, 40 + k, v)  # whose mean is larger than what is left of any
+            if "int8" in name:
+                check(quantizer, k, v, "int8")
 
     with pytest.raises(AssertionError, match=r"differ|come to an end"):
         check_several()
@@ -375,12 +390,13 @@ def test_the_emulation_sees_what_is_missing(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.anywhere
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa: F811
-    """For both dtypes: registers and shared memory for as many CTAs as a config says, no stack."""
-    for config, report in compiled(nvcc, quantize.INSTANCES, 90, tmp_path).items():
+    """For both dtypes: registers and shared memory for as many CTAs as a config says; no stack, or a register's that is put away once."""
+    for config, report in compiled(nvcc, quantize.INSTANCES + quantize.INT8_INSTANCES, 90, tmp_path).items():
         assert report.count("Compiling entry function") == 2, report
         for entry in report.split("Compiling entry function")[1:]:
             registers, stack = numbers(entry)
-            assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, report
+            spilled = 4 if config == QuantizeConfig(8, 3, True) else 0
+            assert stack == 2 * spilled and f"{spilled} bytes spill stores, {spilled} bytes spill loads" in entry, report
             assert registers * config.threads * config.ctas <= REGISTER_FILE, report
         assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED  # of an SM
 
@@ -389,8 +405,10 @@ def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa:
 def test_takes(dim: int) -> None:
     for heads, length in ((132, STRIP), (1, STRIP + 1), (1, LONGEST[dim])):
         k = torch.zeros(1, heads, length, dim, dtype=torch.float16)
-        assert quantize.why_not(k, k, Recipe(q="block"), H100) is None
-        assert quantize.cluster_of(k) <= quantize.LARGEST_CLUSTER and quantize.choose(k).strips >= quantize.strips_of(k)
+        for qk in PRODUCTS:
+            assert quantize.why_not(k, k, Recipe(q="block", qk=qk), H100) is None
+            assert quantize.choose(k, qk).strips >= quantize.strips_of(k) and quantize.choose(k, qk).int8 == (qk == "int8")
+        assert quantize.cluster_of(k) <= quantize.LARGEST_CLUSTER
 
 
 @pytest.mark.parametrize(
@@ -405,7 +423,7 @@ def test_takes(dim: int) -> None:
         ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(k="token"), "recipe.k is 'token'; it takes 'block'"),
         ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(smooth_v=False), "recipe.smooth_v is False"),
         ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(rotate=256), "recipe.rotate is 256; it takes 16"),
-        ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(qk="int8"), "recipe.qk is 'int8'"),
+        ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(qk="int8", rotate=0), "recipe.rotate is 0; it takes 16"),
     ),
 )
 def test_refusals_say_why(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, reason: str) -> None:
@@ -424,11 +442,12 @@ def test_what_it_fills_is_like_the_definitions() -> None:
     """Stored as K is, rows at multiples of 16 bytes."""
     k, v = normal((2, 3, 600, 64))
     for x in (k, k.transpose(1, 2).contiguous().transpose(1, 2)):
-        for actual, expected in zip(quantize.empty(x, v), quantize_kv(x, v, Recipe()), strict=True):
-            for name in ("data", "scale", "mean"):
-                one, other = getattr(actual, name), getattr(expected, name)
-                assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-            assert (actual.granularity, actual.layout, actual.length) == (expected.granularity, expected.layout, expected.length)
+        for qk in PRODUCTS:
+            for actual, expected in zip(quantize.empty(x, v, qk), quantize_kv(x, v, AT_ONCE[qk]), strict=True):
+                for name in ("data", "scale", "mean"):
+                    one, other = getattr(actual, name), getattr(expected, name)
+                    assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+                assert (actual.granularity, actual.layout, actual.length) == (expected.granularity, expected.layout, expected.length)
 
 
 @pytest.mark.anywhere
@@ -439,7 +458,7 @@ def test_the_binding_tells_it_all(dtype: torch.dtype) -> None:
     operators, library = emulation.binding()
     k, v = normal((2, 3, 700, 128), dtype)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    key, value = quantize.empty(k, v)
+    key, value = quantize.empty(k, v, "e4m3")
     tensors = (k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean)
     launcher = ctypes.cast(library.record_quantize, ctypes.c_void_p).value
     for ready in (None, torch.zeros(2, 3, dtype=torch.int32)):
@@ -456,7 +475,7 @@ def test_who_quantizes(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     expected = ops.quantized(q, k, v, Recipe(), by_triton=True)
     made: list[tuple] = []
 
-    def quantize_kv_by_cuda(k: torch.Tensor, v: torch.Tensor, device: object) -> tuple[Quantized, Quantized]:
+    def quantize_kv_by_cuda(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: object) -> tuple[Quantized, Quantized]:
         made.append((k, v))
         if len(made) > 2:
             raise BuildError("no compiler")

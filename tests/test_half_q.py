@@ -11,6 +11,7 @@ import pytest
 import torch
 from closeness import on_grid
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import Case, cases
 from test_cuda import STACK, compiled, numbers, nvcc  # noqa: F401
 
@@ -20,11 +21,13 @@ from fp8attn.api import call_of
 from fp8attn.call import HALVES
 from fp8attn.cuda import configs
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import HALF_Q_DIMS, HALF_Q_INSTANCES, ROWS
+from fp8attn.cuda.configs import HALF_Q_DIMS, HALF_Q_INSTANCES, INT8_HALF_Q_INSTANCES, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantize import quantize
+from fp8attn.recipe import AT_ONCE
 
 H100 = ARCHITECTURES[90]
+EVERY = HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +58,18 @@ def rows_of(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dim", sorted(HALF_Q_DIMS))
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ("normal", "not finite", "subnormal", "largest"))
-def test_a_tile_becomes_what_the_definition_says(queries: ctypes.CDLL, kind: str, dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+def test_a_tile_becomes_what_the_definition_says(queries: ctypes.CDLL, recipe: Recipe, kind: str, dtype: torch.dtype, dim: int) -> None:
     """Rows from the 36th on, of which the last tile has 64, then 28 and nothing behind them."""
     q = rows_of(kind, dim, dtype)
     padded = torch.full((100, dim + 8), 7.0, dtype=dtype)
     padded[:, :dim] = q
-    expected = quantize(q[None, None], None, None, Recipe())[0]
+    expected = quantize(q[None, None], None, None, recipe)[0]
     assert expected is not None
     for first in (36, 72):
         scale, codes = torch.empty(ROWS), torch.empty(ROWS, dim, dtype=torch.uint8)
         pointers = (ctypes.c_void_p(x.data_ptr()) for x in (padded, scale, codes))
-        arguments = (ctypes.c_int64(padded.stride(0)), first, 100, dim, dtype == torch.float16)
+        arguments = (ctypes.c_int64(padded.stride(0)), first, 100, dim, dtype == torch.float16, recipe.qk == "int8")
         at, *to = pointers
         assert queries.queries(at, *arguments, *to)
         rows = min(100 - first, ROWS)
@@ -79,7 +83,7 @@ def test_a_tile_that_does_not_exist_is_not_read(queries: ctypes.CDLL) -> None:
     q, scale, codes = torch.ones(100, 64, dtype=torch.bfloat16), torch.empty(ROWS), torch.empty(ROWS, 64, dtype=torch.uint8)
     head, *to = (ctypes.c_void_p(x.data_ptr()) for x in (q[1:], scale, codes))
     for consumer in range(4):
-        assert queries.queries(head, ctypes.c_int64(64), consumer * ROWS - 1, 0, 64, False, *to)
+        assert queries.queries(head, ctypes.c_int64(64), consumer * ROWS - 1, 0, 64, False, consumer % 2 == 0, *to)
         assert not codes.any() and (scale == 1).all()
 
 
@@ -94,33 +98,36 @@ def test_a_tile_that_does_not_exist_is_not_read(queries: ctypes.CDLL) -> None:
     ),
 )
 def test_refusals_say_why(shape: tuple[int, ...], dtype: torch.dtype, value_dim: int, scale: float, reason: str | None) -> None:
-    found = configs.why_not_quantize(torch.zeros(shape, dtype=dtype), value_dim, scale, H100)
+    found = configs.why_not_quantize(torch.zeros(shape, dtype=dtype), value_dim, scale, "e4m3", H100)
     assert found is None if reason is None else reason in (found or "")
 
 
 def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
     shifted = torch.zeros(1, 2, 64, 68, dtype=torch.bfloat16)[..., 4:]
-    assert "query doesn't start at a multiple of 16 bytes" in (configs.why_not_quantize(shifted, 64, 0.1, H100) or "")
-    assert "needs sm_90" in (configs.why_not_quantize(torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), 64, 0.1, ARCHITECTURES[100]) or "")
+    assert "query doesn't start at a multiple of 16 bytes" in (configs.why_not_quantize(shifted, 64, 0.1, "int8", H100) or "")
+    aligned = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    assert "needs sm_90" in (configs.why_not_quantize(aligned, 64, 0.1, "e4m3", ARCHITECTURES[100]) or "")
 
 
 @pytest.mark.anywhere
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa: F811
     """For both dtypes: stack, no wgmma made synchronous."""
-    for config, report in compiled(nvcc, HALF_Q_INSTANCES, 90, tmp_path).items():
+    for config, report in compiled(nvcc, EVERY, 90, tmp_path).items():
         entries = report.split("Compiling entry function")[1:]
         assert len(entries) == 2 and "wgmma" not in report, report
         assert all(numbers(entry)[1] <= STACK.get(config, 0) for entry in entries), f"{config.name}: {report}"
 
 
-def assert_bits_of_quantizing_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str, scale: float, out_dtype: torch.dtype) -> None:
+def assert_bits_of_quantizing_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str, scale: float, out_dtype: torch.dtype, recipe: Recipe
+) -> None:
     """Output and LSE, NaN included."""
     device = device_of(q.device)
     if configs.misfit(HALF_Q_INSTANCES[0], device) is not None:
         pytest.skip("needs sm_90")
-    assert configs.why_not_quantize(q, v.shape[3], scale, device) is None
+    assert configs.why_not_quantize(q, v.shape[3], scale, recipe.qk, device) is None
     options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
-    call = call_of(*quantize(q, k, v, Recipe()), **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
+    call = call_of(*quantize(q, k, v, recipe), **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
     expected = cuda.forward(call, device)
     actual = cuda.forward(dataclasses.replace(call, q=q, q_scale=None), device)
     for x, y in zip(actual, expected, strict=True):
@@ -128,18 +135,18 @@ def assert_bits_of_quantizing_first(q: torch.Tensor, k: torch.Tensor, v: torch.T
 
 
 @pytest.mark.gpu
-@given(case=cases(masks=("none", "causal", "bottom right")))
-def test_has_the_bits_of_quantizing_first(case: Case, device: torch.device) -> None:
+@given(case=cases(masks=("none", "causal", "bottom right")), recipe=st.sampled_from([*AT_ONCE.values()]))
+def test_has_the_bits_of_quantizing_first(case: Case, recipe: Recipe, device: torch.device) -> None:
     dim = {16: 64, 24: 64, 40: 64, 72: 128, 96: 128, 136: 256, 192: 256}.get(case.head_dim, case.head_dim)
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
-    case = dataclasses.replace(case, head_dim=dim, value_dim=dim, dtype=dtype, recipe=Recipe())
-    assert_bits_of_quantizing_first(*case.tensors(device), case.causal, abs(case.scale or 0.125), case.out_dtype)
+    case = dataclasses.replace(case, head_dim=dim, value_dim=dim, dtype=dtype, recipe=recipe)
+    assert_bits_of_quantizing_first(*case.tensors(device), case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
 @pytest.mark.parametrize("keys", (500, 100))
-@pytest.mark.parametrize("config", HALF_Q_INSTANCES, ids=lambda c: c.name)
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.name)
 def test_one_tile_after_another(device: torch.device, config: configs.HopperConfig, keys: int, causal: str) -> None:
     """More tiles than CTAs, the last of them short, perhaps of one block, of which there are more in flight than consumers remember tiles; rows
     that aren't finite."""
@@ -153,7 +160,8 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
     if configs.misfit(config, device_of(device)) is not None:
         pytest.skip("needs sm_90")
     options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left")
-    call = call_of(*quantize(q, k, v, Recipe()), **options, out_dtype=torch.bfloat16, return_lse=True)
+    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    call = call_of(*quantize(q, k, v, recipe), **options, out_dtype=torch.bfloat16, return_lse=True)
     expected = cuda.forward(call, device_of(device), dataclasses.replace(config, half_q=False))
     half = dataclasses.replace(call, q=q, q_scale=None)
     for _ in range(20):  # a bit that moves is a race
@@ -162,16 +170,17 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
 
 
 @pytest.mark.gpu
-def test_sdpa_quantizes_it_so(device: torch.device) -> None:
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe) -> None:
     q, k, v = (torch.randn(1, 4, 700, 128, generator=torch.Generator().manual_seed(n)).to(device, torch.bfloat16) for n in range(3))
     k = on_grid(k)
     if configs.misfit(HALF_Q_INSTANCES[0], device_of(device)) is not None:
         pytest.skip("needs sm_90")
-    plan = fp8attn.explain(q, k, v, is_causal=True)
-    assert plan.config in HALF_Q_INSTANCES
+    plan = fp8attn.explain(q, k, v, is_causal=True, recipe=recipe)
+    assert plan.config in configs.instances(recipe.qk == "int8", True)
     # not by default, though the same on Hopper: all is quantized first, and LSE's part of K's mean is of q as it came, too
-    first = Recipe(two_level=True)
-    assert fp8attn.explain(q, k, v, is_causal=True, recipe=first).config not in HALF_Q_INSTANCES
+    first = dataclasses.replace(recipe, two_level=True)
+    assert fp8attn.explain(q, k, v, is_causal=True, recipe=first).config not in EVERY
     expected = fp8attn.sdpa(q, k, v, is_causal=True, recipe=first, return_lse=True)
-    for x, y in zip(fp8attn.sdpa(q, k, v, is_causal=True, return_lse=True), expected, strict=True):
+    for x, y in zip(fp8attn.sdpa(q, k, v, is_causal=True, recipe=recipe, return_lse=True), expected, strict=True):
         assert torch.equal(x, y)

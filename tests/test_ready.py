@@ -18,7 +18,7 @@ from fp8attn.cuda import build, configs, early, quantize, run
 from fp8attn.cuda.configs import HALF_Q_INSTANCES, HopperConfig
 from fp8attn.device import Device, device_of
 from fp8attn.quantize import quantize_kv
-from fp8attn.recipe import DEFAULT_RECIPE, Quantized
+from fp8attn.recipe import AT_ONCE, DEFAULT_RECIPE, ProductType, Quantized
 from fp8attn.reference import Causal
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,7 +46,7 @@ def instance(head_dim: int, consumers: int) -> HopperConfig:
 )
 def test_begins_early(heads: int, queries: int, keys: int, causal: Causal, dim: int, consumers: int, begins: bool) -> None:
     q, k = (torch.empty(1, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
-    key, value = quantize.empty(k, k)
+    key, value = quantize.empty(k, k, "e4m3")
     assert early.begins_early(call_of(q, key, value, causal), instance(dim, consumers), H100) is begins
 
 
@@ -58,7 +58,7 @@ def test_every_cta_says_that_it_is_done(tmp_path_factory: pytest.TempPathFactory
     library = emulation.quantizer(folder)
     monkeypatch.setattr(build, "load_with", lambda *_: library)
     k, v = normal((2, 3, 700, 128))
-    expected, (key, value) = run.quantize_kv(k, v, H100), quantize.empty(k, v)
+    expected, (key, value) = run.quantize_kv(k, v, "int8", H100), quantize.empty(k, v, "int8")
     ready = torch.zeros(2, 3, dtype=torch.int32)
     run.quantize_into(key, value, k, v, H100, ready=ready)
     assert (ready == quantize.cluster_of(k)).all() and quantize.cluster_of(k) == 4
@@ -91,15 +91,16 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     assert buffer.raw[4 * 128 :].startswith(bytes(p))
 
 
-def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, device: Device) -> Tensors:
+def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qk: ProductType, causal: Causal, device: Device) -> Tensors:
     """What early.quantize_and_attend returns, of two launches that wait for each other, each tile one CTA's."""
-    key, value = run.quantize_kv(k, v, device)
+    key, value = run.quantize_kv(k, v, qk, device)
     call = call_of(q, key, value, causal)
     assert key.mean is not None
     return *run.forward(call, device, configs.choose(call, device), sharers=1), key.mean
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("qk", AT_ONCE)
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
 @pytest.mark.parametrize(
     "batch, heads, group, queries, keys, dim",
@@ -113,7 +114,7 @@ def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Ca
     ),
 )
 def test_has_the_bits_of_quantizing_first(
-    device: torch.device, batch: int, heads: int, group: int, queries: int, keys: int, dim: int, causal: Causal
+    device: torch.device, batch: int, heads: int, group: int, queries: int, keys: int, dim: int, causal: Causal, qk: ProductType
 ) -> None:
     """Of other numbers each time, which lie where the last ones' did: what is read too early is of those. Some elements aren't finite."""
     properties = device_of(device)
@@ -127,13 +128,13 @@ def test_has_the_bits_of_quantizing_first(
         k, v = (torch.randn(batch, heads, keys, dim, generator=generator, device=device, dtype=dtype) for _ in range(2))
         q[0, 0, 7, 3], k[0, heads - 1, keys - 1, i], v[batch - 1, 0, 5, i] = torch.nan, torch.inf, torch.nan
         problems.append((q, k, v))
-        expected.append(first_and_then(q, k, v, causal, properties))
-    key, value = quantize.empty(problems[0][1], problems[0][2])
+        expected.append(first_and_then(q, k, v, qk, causal, properties))
+    key, value = quantize.empty(problems[0][1], problems[0][2], qk)
     call = call_of(problems[0][0], key, value, causal)
     assert early.begins_early(call, configs.choose(call, properties), properties)
     for i in range(30):
         q, k, v = problems[i % 3]
-        actual = early.quantize_and_attend(q, k, v, dim**-0.5, causal, dtype, True, properties)
+        actual = early.quantize_and_attend(q, k, v, dim**-0.5, qk, causal, dtype, True, properties)
         for x, y in zip(actual, expected[i % 3], strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
@@ -155,7 +156,7 @@ def test_in_a_graph_and_on_a_stream(device: torch.device, monkeypatch: pytest.Mo
     assert taken == [True]
     for x, y in zip((q, k, v), others, strict=True):
         x.copy_(y)
-    expected = first_and_then(*others, "none", properties)[0]
+    expected = first_and_then(*others, "e4m3", "none", properties)[0]
     for _ in range(5):
         graph.replay()
         with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -171,5 +172,5 @@ def test_calls_that_share_tiles_quantize_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(run, "quantize_into", lambda *_, **__: steps.append("quantized"))
     monkeypatch.setattr(run, "forward", lambda *_: steps.append("attended") or (torch.empty(0), torch.empty(0)))
     q, k = (torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16) for _ in range(2))
-    early.quantize_and_attend(q, k, k, 0.1, "none", torch.bfloat16, False, H100)
+    early.quantize_and_attend(q, k, k, 0.1, "e4m3", "none", torch.bfloat16, False, H100)
     assert steps == ["quantized", "attended"]

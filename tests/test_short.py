@@ -24,6 +24,7 @@ from fp8attn.cuda.configs import REGISTER_FILE
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.ops import library_ops
 from fp8attn.quantize import coarse, quantize, removable, value_mean
+from fp8attn.recipe import AT_ONCE
 
 H100 = ARCHITECTURES[90]
 
@@ -107,19 +108,20 @@ def test_takes_from_v_what_the_definition_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", (("none", False), ("top_left", True)))
 def test_opcheck(device: torch.device, options: tuple[str, bool]) -> None:
     q, k, v = halves((2, 4, 70, 64), (2, 2, 200, 64), device)
-    arguments = (q, k, v, 0.125, options[0], torch.float32, options[1])
+    arguments = (q, k, v, 0.125, "int8" if options[1] else "e4m3", options[0], torch.float32, options[1])
     opcheck(library_ops.auto_forward_from_half, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
-def test_the_operator_goes_on_in_two_launches(device: torch.device, sdpa: Attention) -> None:
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+def test_the_operator_goes_on_in_two_launches(device: torch.device, sdpa: Attention, recipe: Recipe) -> None:
     """Where it doesn't take a call: here for its head dim."""
     q, k, v = halves((1, 4, 70, 72), (1, 2, 200, 72), device)
-    quantized = fp8attn.quantize(q, k, v)
+    quantized = fp8attn.quantize(q, k, v, recipe=recipe)
     expected = sdpa(*quantized, is_causal=True, enable_gqa=True, out_dtype=torch.float32, return_lse=True)
     operator = {"triton": library_ops.auto_forward_from_half, "cuda": library_ops.cuda_forward_from_half}[sdpa.backend]
     if sdpa.backend == "triton" and device.type == "cuda":
         pytest.skip("auto takes CUDA there")
-    out, _, k_mean = operator(q, k, v, 72**-0.5, "top_left", torch.float32, True)
+    out, _, k_mean = operator(q, k, v, 72**-0.5, recipe.qk, "top_left", torch.float32, True)
     assert torch.equal(out, expected[0]) and torch.equal(k_mean, quantized[1].mean)
 
 

@@ -13,7 +13,7 @@ struct HopperConfig {
   int exact;      // of every four groups of 16 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
   bool general;   // masks, means of queries, scales per key, negative softmax scales; without, none of them
   bool int8;      // Q and K are int8, not e4m3
-  bool half_q;    // Q is bfloat16 or half, and becomes e4m3 here, every row with a scale of its own
+  bool half_q;    // Q is bfloat16 or half, and becomes e4m3 or int8 here, every row with a scale of its own
 };
 
 struct ShortConfig {
@@ -26,6 +26,7 @@ struct ShortConfig {
 struct QuantizeConfig {
   int strips;  // of 512 tokens, at most
   int ctas;    // of an SM, at least: what registers must leave room for
+  bool int8;   // K becomes int8, not e4m3
 };
 
 // Where e4m3 becomes half: in shared memory, once for a CTA; in registers, on the way to the tensor core; nowhere.

@@ -10,6 +10,7 @@ import torch
 
 from ..call import HALVES, Call, why_not_tma
 from ..device import Device
+from ..recipe import ProductType
 from . import tail
 
 ROWS = 64
@@ -45,7 +46,7 @@ class HopperConfig:
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
         general: masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
         int8: Q and K are int8, not e4m3.
-        half_q: Q is bfloat16 or float16, and becomes e4m3 in the kernel, every row with a scale of its own.
+        half_q: Q is bfloat16 or float16, and becomes e4m3 or int8 in the kernel, every row with a scale of its own.
     """
 
     head_dim: int
@@ -165,12 +166,22 @@ HALF_Q_INSTANCES = tuple(
 )
 """The same for Q that isn't quantized yet, likewise; of head dims whose rows a warpgroup's threads can share."""
 
+INT8_HALF_Q_INSTANCES = tuple(replace(config, int8=True) for config in HALF_Q_INSTANCES)
+"""And for such Q that becomes int8."""
+
 HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
 
 
 def is_general(call: Call) -> bool:
     """Whether a call has what only general instances do."""
     return call.attn_mask is not None or call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
+
+
+def instances(int8: bool, half_q: bool) -> tuple[HopperConfig, ...]:
+    """Those that are compiled together."""
+    if half_q:
+        return INT8_HALF_Q_INSTANCES if int8 else HALF_Q_INSTANCES
+    return INT8_INSTANCES if int8 else INSTANCES
 
 
 Kind = tuple[bool, bool, bool, int, int]
@@ -184,8 +195,7 @@ def kind(call: Call) -> Kind:
 @functools.cache
 def _serving(of: Kind) -> tuple[HopperConfig, ...]:
     general, int8, half_q, head_dim, value_dim = of
-    instances = INT8_INSTANCES if int8 else HALF_Q_INSTANCES if half_q else INSTANCES
-    able = [c for c in instances if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
+    able = [c for c in instances(int8, half_q) if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
@@ -212,14 +222,14 @@ def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
     return q.dtype in HALVES and q.shape[3] == value_dim and value_dim in HALF_Q_DIMS
 
 
-def why_not_quantize(q: torch.Tensor, value_dim: int, softmax_scale: float, device: Device) -> str | None:
-    """Why no instance quantizes q on its way to attention with the default recipe, or None if one does."""
+def why_not_quantize(q: torch.Tensor, value_dim: int, softmax_scale: float, qk: ProductType, device: Device) -> str | None:
+    """Why no instance quantizes q on its way to attention as recipe.AT_ONCE[qk] says, or None if one does."""
     if not may_quantize(q, value_dim):
         dims = " or ".join(str(dim) for dim in sorted(HALF_Q_DIMS))
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
-    return why_not_tma(q, "query") or _lacking((False, False, True, q.shape[3], value_dim), device)
+    return why_not_tma(q, "query") or _lacking((False, qk == "int8", True, q.shape[3], value_dim), device)
 
 
 @functools.cache

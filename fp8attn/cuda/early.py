@@ -12,7 +12,7 @@ import torch
 
 from ..call import GROUPS, Call, empty_lse, empty_output
 from ..device import Device
-from ..recipe import DEFAULT_RECIPE, Quantized
+from ..recipe import DEFAULT_RECIPE, ProductType, Quantized
 from ..reference import Causal
 from . import build, configs, quantize, run, tail
 from .configs import KEYS, HopperConfig
@@ -36,7 +36,7 @@ def default_call(
     query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized, softmax_scale: float, causal: Causal,
     out_dtype: torch.dtype, return_lse: bool,
 ) -> Call:  # fmt: skip
-    """Attention to what the default recipe has made of k and v; `query` is plain if it has no `q_scale`."""
+    """Attention to what a recipe of recipe.AT_ONCE has made of k and v; `query` is plain if it has no `q_scale`."""
     return Call(
         query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
         None, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
@@ -44,7 +44,7 @@ def default_call(
 
 
 class Both(NamedTuple):
-    """Quantization of k and v with the default recipe, and attention that quantizes q.
+    """Quantization of k and v, and attention that quantizes q.
 
     Attributes:
         call: of `key` and `value`, which the quantizer is to fill, with a plain query.
@@ -59,19 +59,21 @@ class Both(NamedTuple):
 
 
 def plan_both(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
-) -> Both:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
+    return_lse: bool, device: Device,
+) -> Both:  # fmt: skip
     """How `quantize_and_attend` does it."""
-    key, value = quantize.empty(k, v)
+    key, value = quantize.empty(k, v, qk)
     call = default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse)
     config = configs.choose(call, device)
     return Both(key, value, call, config, begins_early(call, config, device))
 
 
 def quantize_and_attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantization with the default recipe and attention, q's where it attends; `configs.why_not_quantize` and `quantize.why_not` have said that they
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
+    return_lse: bool, device: Device,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Quantization with recipe.AT_ONCE[qk] and attention, q's where it attends; `configs.why_not_quantize` and `quantize.why_not` have said that they
     take the call.
 
     Args:
@@ -83,7 +85,7 @@ def quantize_and_attend(
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device)
     assert key.mean is not None
     if not early:
         run.quantize_into(key, value, k, v, device)
@@ -98,12 +100,12 @@ def quantize_and_attend(
 
 
 def launch_of_both(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, device: Device
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype, device: Device
 ) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
     """The library of `quantize_and_attend`'s attention, what the binding is told beside q, k and v, tensors like those that the quantizer fills, and
     what else there is to be."""
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, causal, out_dtype, False, device)
-    library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, device)
+    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, False, device)
+    library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, qk, device)
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.sharers_of(call, config, device))
     if early:
         scratch = run.Scratch(1 + k.shape[0] * k.shape[1])

@@ -45,6 +45,8 @@ struct Shape {
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
+  static constexpr bool start_by_moves = C.head_dim > 128;                    // where issue slots aren't what is short, or by a product
+  static_assert(start == 0 || start_by_moves || start == START_STEP);
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, start>, Softmax<C.exact>>;
   // whether CTAs may share tiles; where registers are scarcest it would spill
   static constexpr bool shares_tail = !C.general && !C.int8 && C.consumers < 4;
@@ -155,12 +157,14 @@ struct NoQueries {};
 template <HopperConfig C>
 __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage) {
   using S = Shape<C>;
+  if constexpr (S::start > 0 && S::start_by_moves) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) s[i] = S::start;
+  }
   ptx::wgmma_fence();
-  if constexpr (S::start > 0) {
+  if constexpr (S::start > 0 && !S::start_by_moves) {
     const uint64_t ones = ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.ones));
     S::StartProduct::template run<false>(s, ones, ones);
-#pragma unroll
-    for (int step = 1; step < S::start / START_STEP; ++step) S::StartProduct::template run<true>(s, ones, ones);
   }
 #pragma unroll
   for (int i = 0; i < S::panels; ++i) {
@@ -229,7 +233,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (tile.exists()) facts.load_channels(p, tile);
     ptx::cp_async_commit();
   };
-  using HalfQueries = std::conditional_t<C.half_q, Queries<C.head_dim>, NoQueries>;
+  using HalfQueries = std::conditional_t<C.half_q, Queries<C.head_dim, C.int8>, NoQueries>;
   const auto load_queries = [&](HalfQueries& queries, const Tile& tile) {
     if constexpr (C.half_q) {
       const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
@@ -365,13 +369,17 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         take_over(p, piece.first_other, consumer, C.consumers, softmax.m, o, o_second);
     }
 
+    if constexpr (C.half_q && C.int8) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) poison_row(row_sum(o, o_second, r), shared.q[consumer][0][ptx::swizzled<S::panel>(f.row + 8 * r, 0)]);
+    }
     const Tile& next_tile = shared.tiles[(round + 1) % TILES];
     HalfQueries queries;
     load_queries(queries, next_tile);
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows' and with Q
     load_rows(next_tile);
-    if (!S::shares_tail || piece.complete()) store_tile<C.int8>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
+    if (!S::shares_tail || piece.complete()) store_tile<C.int8 && !C.half_q>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // and with channels'
     if constexpr (!C.half_q) load_channels(next_tile);

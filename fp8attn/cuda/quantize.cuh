@@ -1,4 +1,4 @@
-// fp8attn/quantize.py's default recipe for K and V of bfloat16 or half, sm_90a: the same bytes in one launch that reads each once.
+// fp8attn/quantize.py's default recipe, or the same of int8, for K and V of bfloat16 or half, sm_90a: the same bytes in one launch that reads each once.
 //
 // A cluster of CTAs has a head: each CTA the slice of 64 channels of a strip of 512 tokens, of V and then of K, in shared memory. V comes first
 // because keys whose values aren't finite become NaN. What needs all tokens, means and scales, is made of what CTAs tell each other; K's mean is that
@@ -257,6 +257,13 @@ __device__ int bytes_of_facts(const QuantizeStorage<C>& shared, const Place& pla
   return place.strips * int(sizeof(Moments)) + int(sizeof(shared.key_mean)) + place.slices * int(sizeof(shared.hidden[0]));
 }
 
+// To all slices of the strip who is hidden.
+template <QuantizeConfig C>
+__device__ void tell_hidden(QuantizeStorage<C>& shared, const Place& place, uint64_t* barrier) {
+  const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
+  if (slice < place.slices) tell(place.rank_of(place.strip, slice), &shared.hidden[place.slice][n], shared.own.hidden[n], barrier);
+}
+
 // To all strips moments of V and what the CTA has of K's mean, to all slices of the strip who is hidden.
 template <QuantizeConfig C>
 __device__ void tell_facts(QuantizeStorage<C>& shared, const Place& place) {
@@ -269,8 +276,7 @@ __device__ void tell_facts(QuantizeStorage<C>& shared, const Place& place) {
     tell(rank, reinterpret_cast<uint4*>(&shared.values.strips[place.strip]) + lane, reinterpret_cast<const uint4*>(&shared.own.strip)[lane], &shared.facts_full);
     if (has_mean) tell(rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.facts_full);
   }
-  const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
-  if (slice < place.slices) tell(place.rank_of(place.strip, slice), &shared.hidden[place.slice][n], shared.own.hidden[n], &shared.facts_full);
+  tell_hidden<C>(shared, place, &shared.facts_full);
 }
 
 // The order of quantize.lane_sum.
@@ -479,6 +485,12 @@ struct Keys {
   }
 };
 
+// Bytes that a CTA is told before it knows scales of blocks, and who is hidden: int8 has no NaN, so that one channel's hides a token of all slices.
+template <QuantizeConfig C>
+__device__ int bytes_of_largest(const QuantizeStorage<C>& shared, const Place& place) {
+  return place.slices * int(sizeof(shared.largest[0]) + (C.int8 ? sizeof(shared.hidden[0]) : 0));
+}
+
 // Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
@@ -486,22 +498,31 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
   for (int n = 0; n < BLOCKS; ++n) {
     keys.wait_for(shared.tile, n, place.count);
     float largest;
+    bool hidden[2];
     for (bool again = true; again;) {
       largest = 0.0f;
+      hidden[0] = hidden[1] = false;
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         float y[2][4];
         keys.rotated(y, shared.tile, n, part, mean[part]);
 #pragma unroll
         for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[c / 4][c % 4]));  // NaN isn't larger than anything
+        hidden[0] |= y[0][0] != y[0][0], hidden[1] |= y[1][0] != y[1][0];  // a part has none or nothing else
       }
       again = __any_sync(~0u, largest == INFINITE);
       if (again) keys.spoil(shared.tile, n);
     }
     const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
     if (keys.lane == n) shared.of_warps[keys.warp][n] = __uint_as_float(of_warp);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (C.int8 && hidden[i] && keys.token(n, i) < place.count)
+        atomicOr(reinterpret_cast<uint32_t*>(&shared.own.hidden[n]) + keys.warp / 2, 1u << keys.token(0, i) % LANES);
+    }
   }
   __syncthreads();
+  if constexpr (C.int8) tell_hidden<C>(shared, place, &shared.largest_full);
   if (threadIdx.x >= place.slices) return;
   uint32_t largest[BLOCKS];
 #pragma unroll
@@ -514,15 +535,19 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
   tell(place.rank_of(place.strip, threadIdx.x), shared.largest[place.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
 }
 
-// Scales of K's blocks. Returns the inverse of that of the block of the thread's number, modulo BLOCKS.
+// Scales of K's blocks, of int8 negative where a token is hidden. Returns the inverse of that of the block of the thread's number, modulo BLOCKS.
 template <QuantizeConfig C>
 __device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
   const int block = threadIdx.x % BLOCKS;
   float largest = 0.0f;
-  for (int i = 0; i < place.slices; ++i) largest = fmaxf(largest, shared.largest[i][block]);
-  const float scale = scale_of(largest);
+  bool marked = false;
+  for (int i = 0; i < place.slices; ++i) {
+    largest = fmaxf(largest, shared.largest[i][block]);
+    if constexpr (C.int8) marked |= any(shared.hidden[i][block]);
+  }
+  const float scale = row_scale_of<C.int8>(largest);
   if (place.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < place.count)
-    p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = scale;
+    p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = marked ? -scale : scale;
   return __fdiv_rn(1.0f, scale);
 }
 
@@ -547,14 +572,14 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
       for (int j = 0; j < 2; ++j) {
         float y[2][4];
         keys.rotated(y, shared.tile, n, part + j, mean[part + j]);
-        codes[j][0] = codes_of(y[0], factor), codes[j][1] = codes_of(y[1], factor);
+        codes[j][0] = codes_of<C.int8>(y[0], factor), codes[j][1] = codes_of<C.int8>(y[1], factor);
       }
       // of two lanes the first gets eight channels of the first part, the second of the second
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);
         uint2 words = odd ? uint2{got, kept} : uint2{kept, got};
-        if (CAREFUL && hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES, NAN_CODES};
+        if (CAREFUL && hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES<C.int8>, NAN_CODES<C.int8>};
         if (!CAREFUL || keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + part * PART) = words;
       }
     }
@@ -575,7 +600,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
     ptx::mbarrier_init(&shared.facts_full, 1);
     ptx::mbarrier_init(&shared.largest_full, 1);
     ptx::mbarrier_expect(&shared.facts_full, bytes_of_facts(shared, place));
-    ptx::mbarrier_expect(&shared.largest_full, place.slices * int(sizeof(shared.largest[0])));
+    ptx::mbarrier_expect(&shared.largest_full, bytes_of_largest(shared, place));
     ptx::fence_barrier_init();
   }
   __syncthreads();

@@ -1,11 +1,11 @@
-"""The CUDA quantizer of K and V with the default recipe, for Hopper: its configs, which calls it takes, and what it fills.
+"""The CUDA quantizer of K and V with the recipes of recipe.AT_ONCE, for Hopper: its configs, which calls it takes, and what it fills.
 
 The bytes are those of fp8attn.quantize, as those of Triton's quantizer are; clusters of CTAs that hold a head in shared memory read it once.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from ..call import HALVES, why_not_tma
 from ..device import Device
 from ..layout import padded_length
 from ..quantize import LANES, STRIP
-from ..recipe import DEFAULT_RECIPE, E4M3, SCALE_BLOCK, Quantized, Recipe
+from ..recipe import AT_ONCE, E4M3, SCALE_BLOCK, ProductType, Quantized, Recipe
 from ..rotation import part_of
 from .configs import why_not_hopper, why_not_in_shared_memory
 
@@ -37,10 +37,12 @@ class QuantizeConfig:
     Attributes:
         strips: of STRIP tokens, at most; a power of two.
         ctas: of an SM, at least: what registers must leave room for.
+        int8: K becomes int8, not e4m3.
     """
 
     strips: int
     ctas: int
+    int8: bool = False
 
     @property
     def threads(self) -> int:
@@ -57,11 +59,14 @@ class QuantizeConfig:
 
     @property
     def name(self) -> str:
-        return "quantize_" + "_".join(str(x) for x in astuple(self))
+        return "quantize_" + "_".join(str(int(x)) for x in astuple(self))
 
 
 INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
 """What is compiled."""
+
+INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
+"""The same for int8, by themselves."""
 
 
 def strips_of(k: torch.Tensor) -> int:
@@ -74,9 +79,14 @@ def cluster_of(k: torch.Tensor) -> int:
     return strips_of(k) * (k.shape[3] // CHANNELS)
 
 
-def choose(k: torch.Tensor) -> QuantizeConfig:
+def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
+    """Those that are compiled together."""
+    return INT8_INSTANCES if int8 else INSTANCES
+
+
+def choose(k: torch.Tensor, qk: ProductType) -> QuantizeConfig:
     """The instance of a call, `why_not` having said that there is one."""
-    return next(c for c in INSTANCES if c.strips >= strips_of(k))
+    return next(c for c in instances(qk == "int8") if c.strips >= strips_of(k))
 
 
 def misfit(config: QuantizeConfig, device: Device) -> str | None:
@@ -86,9 +96,10 @@ def misfit(config: QuantizeConfig, device: Device) -> str | None:
 
 def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
     """Why keys and values (B, H, S, D) aren't quantized by it, or None if they are."""
-    for name in ("k", "v", "smooth_k", "smooth_v", "rotate", "qk"):
-        if getattr(recipe, name) != getattr(DEFAULT_RECIPE, name):
-            return f"recipe.{name} is {getattr(recipe, name)!r}; it takes {getattr(DEFAULT_RECIPE, name)!r}"
+    for name in ("k", "v", "smooth_k", "smooth_v", "rotate"):
+        wanted = getattr(AT_ONCE[recipe.qk], name)
+        if getattr(recipe, name) != wanted:
+            return f"recipe.{name} is {getattr(recipe, name)!r}; it takes {wanted!r}"
     if k.dtype not in HALVES or k.dtype != v.dtype:
         return f"key and value are {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
     if k.shape != v.shape:
@@ -107,20 +118,20 @@ def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) ->
         reason = why_not_tma(x, name)
         if reason is not None:
             return reason
-    return misfit(choose(k), device)
+    return misfit(choose(k, recipe.qk), device)
 
 
-def empty(k: torch.Tensor, v: torch.Tensor) -> tuple[Quantized, Quantized]:
+def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
     """What the kernel fills."""
     batch, heads, length, dim = k.shape
 
     def numbers(*shape: int) -> torch.Tensor:
         return k.new_empty(shape, dtype=torch.float32)
 
-    rows = definition.empty_rows(k)
+    rows = definition.empty_rows(k, definition.row_type(qk))
     scale = numbers(*definition.scale_shape("block", *k.shape))
     values = v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3)
-    part = part_of(dim, DEFAULT_RECIPE.rotate)
+    part = part_of(dim, AT_ONCE[qk].rotate)
     return (
         Quantized(rows, scale, "block", "rows", length, numbers(batch, heads, dim), rotated=part),
         Quantized(values, numbers(batch, heads, dim), "channel", "values", length, numbers(batch, heads, dim)),

@@ -9,7 +9,7 @@ import torch
 from ..call import Call, empty_key_mean, empty_lse, empty_output
 from ..device import Device
 from ..quantize import sample_size
-from ..recipe import Quantized
+from ..recipe import ProductType, Quantized
 from ..reference import Causal, causal_offset
 from ..schedule import heads_side_by_side
 from . import build, configs, portable, quantize, short
@@ -46,8 +46,7 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        group = configs.INT8_INSTANCES if config.int8 else configs.HALF_Q_INSTANCES if config.half_q else build.INSTANCES
-        return build.load_with(config, group, device.arch)
+        return build.load_with(config, configs.instances(config.int8, config.half_q), device.arch)
     return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 
@@ -166,8 +165,10 @@ def launch_from_half(
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
 
 
-def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[Quantized, Quantized]:
-    """fp8attn.quantize.quantize_kv with the default recipe; `quantize.why_not` has said that it takes the call.
+def quantize_kv(
+    k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device, config: quantize.QuantizeConfig | None = None
+) -> tuple[Quantized, Quantized]:
+    """fp8attn.quantize.quantize_kv with recipe.AT_ONCE[qk]; `quantize.why_not` has said that it takes the call.
 
     Args:
         k, v: (B, H, S, D), bfloat16 or float16.
@@ -176,7 +177,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, device: Device, config: quanti
     Raises:
         BuildError: the kernel can't be compiled here.
     """
-    key, value = quantize.empty(k, v)
+    key, value = quantize.empty(k, v, qk)
     quantize_into(key, value, k, v, device, config)
     return key, value
 
@@ -195,12 +196,14 @@ def quantize_into(
     Args:
         ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
     """
-    library, arguments = launch_of_quantizer(k, device, config)
+    library, arguments = launch_of_quantizer(k, "int8" if key.data.dtype == torch.int8 else "e4m3", device, config)
     library.operators.quantize.default(*arguments, k, v, *quantize.filled(key, value), ready)
 
 
-def launch_of_quantizer(k: torch.Tensor, device: Device, config: quantize.QuantizeConfig | None = None) -> tuple[build.Library, tuple[int, ...]]:
+def launch_of_quantizer(
+    k: torch.Tensor, qk: ProductType, device: Device, config: quantize.QuantizeConfig | None = None
+) -> tuple[build.Library, tuple[int, ...]]:
     """The library of the quantizer's instance, and what the binding is told beside tensors."""
-    config = quantize.choose(k) if config is None else config
-    library = build.load_with(config, quantize.INSTANCES, device.arch)
+    config = quantize.choose(k, qk) if config is None else config
+    library = build.load_with(config, quantize.instances(config.int8), device.arch)
     return library, (library.launchers[config], k.shape[0] * k.shape[1] * quantize.cluster_of(k), sample_size(k.shape[2]))

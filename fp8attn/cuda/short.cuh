@@ -158,8 +158,8 @@ __device__ void quantize_keys(ShortStorage<C>& shared, const Part<C>& part, cons
   for (int i = 0; i < STEPS; ++i) {
     const int n = i * LANES / KEYS, key = i * LANES % KEYS + keys.lane;
     const float factor = __shfl_sync(~0u, inverse, n);
-    const uint32_t codes = codes_of(y[i], factor);
-    *reinterpret_cast<uint32_t*>(&shared.k[n][part.slice][key * 16 + keys.quad * 4]) = hidden >> i & 1 ? NAN_CODES : codes;
+    const uint32_t codes = codes_of<false>(y[i], factor);
+    *reinterpret_cast<uint32_t*>(&shared.k[n][part.slice][key * 16 + keys.quad * 4]) = hidden >> i & 1 ? NAN_CODES<false> : codes;
   }
   share_out<C>(part.rank, blocks, shared.k_full, [&](int n) { return shared.k[n][part.slice]; });
 }
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   const int row_tiles = (p.q_length + ROWS - 1) / ROWS, index = part.split * C.cluster * C.consumers + part.number();
   const bool attends = index < group * row_tiles;
   const Tile tile = {batch, kv_head * group + index / row_tiles, kv_head, index % row_tiles * ROWS};
-  Queries<C.head_dim> queries;
+  Queries<C.head_dim, false> queries;
   if (attends) {
     const uint16_t* q = reinterpret_cast<const uint16_t*>(p.q) + batch * p.q_strides[0] + tile.head * p.q_strides[1];
     queries.load(q, p.q_strides[2], tile.first_row, p.q_length);
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   ptx::mbarrier_wait(&shared.facts_full, 0);
   float largest = 0.0f;
   for (int i = 0; i < S::slices; ++i) largest = fmaxf(largest, shared.k_largest[i][threadIdx.x % BLOCKS]);
-  const float k_scale = scale_of(largest);
+  const float k_scale = row_scale_of<false>(largest);
   if (part.of_keys) quantize_keys<C>(shared, part, slice, keys, __fdiv_rn(1.0f, k_scale), blocks);
 
   ptx::warpgroup_sync(1 + part.warpgroup);

@@ -1,24 +1,29 @@
-// The quantizer of K and V, of both instances.
+// The quantizer of K and V, all instances.
 #include "quantize.cuh"
 #include "run.h"
 
 namespace fp8attn {
 
-template <int STRIPS, int CTAS>
+template <int STRIPS, int CTAS, bool INT8>
 struct Instance {
-  static constexpr QuantizeConfig config{STRIPS, CTAS};
+  static constexpr QuantizeConfig config{STRIPS, CTAS, INT8};
 };
 
 template <class Instance>
-bool quantize(const QuantizeParams& p, int ctas) {
+bool run(const QuantizeParams& p, int ctas) {
   const int cluster = (p.length + STRIP - 1) / STRIP * (p.head_dim / CHANNELS);
   return cta::run(p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>, p, ctas, THREADS, cluster, 100);  // it takes some 40 rounds
+}
+
+template <bool INT8>
+bool quantize(const QuantizeParams& p, int ctas, bool few) {
+  return few ? run<Instance<8, 3, INT8>>(p, ctas) : run<Instance<16, 2, INT8>>(p, ctas);
 }
 
 }  // namespace fp8attn
 
 // Returns whether it came to an end.
-extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, bool few) {
+extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, bool few, bool int8) {
   if (bytes != sizeof(*params)) abort();
-  return few ? fp8attn::quantize<fp8attn::Instance<8, 3>>(*params, ctas) : fp8attn::quantize<fp8attn::Instance<16, 2>>(*params, ctas);
+  return int8 ? fp8attn::quantize<true>(*params, ctas, few) : fp8attn::quantize<false>(*params, ctas, few);
 }

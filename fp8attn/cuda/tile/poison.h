@@ -35,13 +35,18 @@ __device__ void poison_keys(const Params& p, const Tile& tile, int start, float 
   }
 }
 
-// NaN instead of the sums of P of a thread's rows that are of int8 that isn't finite, and see a key.
+// NaN instead of a row's sum of P, if the row is of int8 that isn't finite, and sees a key. `code`: its first.
+__device__ inline void poison_row(float& sum, uint8_t code) {
+  if (sum != 0.0f && code == INT8_NAN) sum = NAN;
+}
+
+// The same of a thread's rows.
 __device__ inline void poison_rows(const Params& p, const Tile& tile, int first_row, Fragment f, float (&l)[2]) {
   const uint8_t* q = p.q + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
-    if (l[r] != 0.0f && q[row * p.q_strides[2]] == INT8_NAN) l[r] = NAN;
+    poison_row(l[r], q[row * p.q_strides[2]]);
   }
 }
 

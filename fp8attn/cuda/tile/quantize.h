@@ -21,11 +21,22 @@ constexpr float MEAN_STEPS = 4.0f;
 constexpr float ROUNDER = 0x1.8p23f;
 constexpr float FEEDBACK = 0x1p-3f;
 constexpr float LARGEST_PUSH = 0x1p-5f;
-constexpr uint32_t NAN_CODES = 0x7F7F7F7F;
+constexpr float INT8_LARGEST = 127.0f;
+
+// Four codes of what isn't finite.
+template <bool INT8>
+constexpr uint32_t NAN_CODES = INT8 ? INT8_NAN * 0x01010101u : 0x7F7F7F7F;
 
 __device__ inline bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
-__device__ inline float scale_of(float largest) { return largest > 0.0f ? fmaxf(__fdiv_rn(largest, E4M3_MAX), SMALLEST_SCALE) : 1.0f; }
+// That maps `largest` to `code`.
+__device__ inline float scale_of(float largest, float code = E4M3_MAX) { return largest > 0.0f ? fmaxf(__fdiv_rn(largest, code), SMALLEST_SCALE) : 1.0f; }
+
+// Of a row of Q, or a block of K.
+template <bool INT8>
+__device__ float row_scale_of(float largest) {
+  return scale_of(largest, INT8 ? INT8_LARGEST : E4M3_MAX);
+}
 
 __device__ inline float removable(float mean) { return fabsf(mean) < LARGEST_MEAN ? mean : 0.0f; }
 
@@ -34,8 +45,18 @@ __device__ inline float4 removable(float4 mean) { return {removable(mean.x), rem
 // Four channels without their mean.
 __device__ inline void centre(float (&y)[4], float4 mean) { y[0] -= mean.x, y[1] -= mean.y, y[2] -= mean.z, y[3] -= mean.w; }
 
-// Of four channels over their scale, of which `factor` is the inverse.
-__device__ inline uint32_t codes_of(const float* y, float factor) { return ptx::e4m3x4(y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor); }
+// Of four channels over their scale, of which `factor` is the inverse. int8's of NaN are any.
+template <bool INT8>
+__device__ uint32_t codes_of(const float* y, float factor) {
+  if constexpr (INT8) {
+    uint32_t rounded[4];  // to nearest even; the lowest byte is the code
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rounded[i] = __float_as_uint(__fadd_rn(__fmul_rn(y[i], factor), ROUNDER));
+    return __byte_perm(__byte_perm(rounded[0], rounded[1], 0x0040), __byte_perm(rounded[2], rounded[3], 0x0040), 0x5410);
+  } else {
+    return ptx::e4m3x4(y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor);
+  }
+}
 
 // No product is fused into a sum: it is rounded where the definition rounds it.
 __device__ inline float coarse(float mean, float low, float high) {
@@ -180,7 +201,7 @@ struct Slice {
 
 // ROWS rows of Q, of 16 bits a number, which a warpgroup rotates and quantizes, every row with a scale of its own. A team of threads shares a row: each
 // has a part.
-template <int DIM>
+template <int DIM, bool INT8>
 struct Queries {
   static constexpr int team = DIM / PART;
   static constexpr int at_once = 128 / team;  // rows
@@ -207,6 +228,12 @@ struct Queries {
     }
   }
 
+  // Whether a member's part of the thread's row of a round isn't finite: then nothing in the part is.
+  __device__ bool is_hidden(const float (&y)[PART]) const {
+    constexpr uint32_t members = (1u << team) - 1;
+    return __ballot_sync(~0u, y[0] != y[0]) >> thread % 32 / team * team & members;
+  }
+
   // store(row, column, codes of a part); scales go to `scale`.
   template <typename T, typename Store>
   __device__ void quantize(float (&scale)[ROWS], Store&& store) {
@@ -229,7 +256,7 @@ struct Queries {
 #pragma unroll
       for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = spoiled<T>(raw[i / 2][i % 2]);
     }
-    const float restores = scale_of(largest), inverse = __fdiv_rn(1.0f, restores);
+    const float restores = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, restores);
     // the definition divides both operands by PART, where it should their product
     if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART : 1.0f;
 #pragma unroll
@@ -237,7 +264,8 @@ struct Queries {
       const float factor = __shfl_sync(~0u, inverse, i, team);
       uint32_t codes[PART / 4];
 #pragma unroll
-      for (int c = 0; c < PART; c += 4) codes[c / 4] = codes_of(y[i] + c, factor);
+      for (int c = 0; c < PART; c += 4) codes[c / 4] = codes_of<INT8>(y[i] + c, factor);
+      if (INT8 && is_hidden(y[i])) codes[0] = codes[1] = codes[2] = codes[3] = NAN_CODES<true>;  // it has no NaN: the whole row
       store(row(i), PART * member(), uint4{codes[0], codes[1], codes[2], codes[3]});
     }
   }
