@@ -117,7 +117,7 @@ SHORT_MUTANTS = {
     "bytes of another token": (SHORT, "short.cuh", "upper ? 0x3276 : 0x5410", "upper ? 0x7632 : 0x1054"),
     "columns of another slice": (SHORT, "short.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
     "mean not added back": (SHORT, "short.cuh", "desk.facts.mean[c] = desk.shift[c] = mean;", "desk.facts.mean[c] = 0, desk.shift[c] = mean;"),
-    "a NaN unseen": (SHORT, "short.cuh", "hidden >> i & 1 ? NAN_CODES : codes", "codes"),
+    "a NaN unseen": (SHORT, "short.cuh", "hidden >> i & 1 ? NAN_CODES<false> : codes", "codes"),
     "tokens that don't exist": (SHORT, "short.cuh", "if (i < keys.count) of_block", "of_block"),
     "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = largest", "scale[row(0)] = largest"),
     "queries not divided as keys are": (SHORT, "tile/quantize.h", "restores * PART", "restores"),
@@ -135,7 +135,7 @@ INT8_MUTANTS = {
     "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
     "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
     "the key before": ("tile/poison.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),
-    "queries that aren't finite forgotten": ("tile/poison.h", "q[row * p.q_strides[2]] == INT8_NAN", "false"),
+    "queries that aren't finite forgotten": ("tile/poison.h", "code == INT8_NAN", "false"),
 }
 """Of the Hopper kernel on int8."""
 

@@ -26,6 +26,7 @@ from fp8attn.quantize import (
     LARGEST_PUSH,
     MEAN_STEP,
     MEAN_STEPS,
+    RUN,
     SAMPLE,
     SMALLEST_SCALE,
     STRIP,
@@ -502,7 +503,8 @@ def test_means_of_queries(case: Case, device: torch.device) -> None:
     centred_keys = centred_keys.repeat_interleave(case.group, 1).transpose(-2, -1)
     expected, bound = smoothed.mean.double() @ centred_keys, smoothed.mean.double().abs() @ centred_keys.abs()
     assert smoothed.bias.shape[3] == -(-case.kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT and (smoothed.bias[..., case.kv_length :] == 0).all()
-    assert ((smoothed.bias[..., : case.kv_length].double() - expected).abs() <= 2.0**-20 * bound + 2.0**-120).all()
+    rounding = (case.head_dim + 1) * 2.0**-24  # of keys without their mean, and of a sum of so many products in any order
+    assert ((smoothed.bias[..., : case.kv_length].double() - expected).abs() <= rounding * bound + 2.0**-120).all()
 
 
 def test_what_means_of_queries_add_is_finite(device: torch.device) -> None:
@@ -704,33 +706,33 @@ def test_values_layout(device: torch.device, length: int) -> None:
 
 
 def value_errors(v: torch.Tensor) -> torch.Tensor:
-    """What quantizing adds to V, in groups of GROUP tokens: (B, H, groups, GROUP, D)."""
-    return (dequantize(quantize(None, v, v, Recipe(smooth_v=False))[2]) - v.float()).unflatten(2, (-1, GROUP))
+    """What quantizing adds to V, in runs of tokens: (B, H, runs, RUN, D)."""
+    return (dequantize(quantize(None, v, v, Recipe(smooth_v=False))[2]) - v.float()).unflatten(2, (-1, RUN))
 
 
 def to_nearest(v: torch.Tensor) -> torch.Tensor:
     """The same of V rounded to halves and those to nearest, by the same scales."""
     scale = scale_of(v.float().abs().amax(-2, keepdim=True))
     halves = (v.float() * (1 / scale)).half().float()
-    return (encode(halves, torch.ones_like(scale)).float() * scale - v.float()).unflatten(2, (-1, GROUP))
+    return (encode(halves, torch.ones_like(scale)).float() * scale - v.float()).unflatten(2, (-1, RUN))
 
 
 def test_errors_of_neighbouring_values_cancel(device: torch.device) -> None:
-    """Over groups, not beyond; each value's own grows by 2 %, and the first of a group is rounded to nearest."""
+    """Over runs, not beyond; each value's own grows by 3 %, and the first of a run is rounded to nearest."""
     v = normal((1, 2, 64 * STRIP, 16), device, 1)[0].bfloat16()
     errors, nearest = value_errors(v), to_nearest(v)
-    assert 0.5 < errors.sum(-2).norm() / nearest.sum(-2).norm() < 0.6
-    assert 1.01 < errors.norm() / nearest.norm() < 1.03
+    assert 0.25 < errors.sum(-2).norm() / nearest.sum(-2).norm() < 0.31
+    assert 1.02 < errors.norm() / nearest.norm() < 1.04
     assert torch.equal(errors[..., 0, :], nearest[..., 0, :])
-    groups = errors.sum(-2)
-    correlation = (groups[..., 1:, :] * groups[..., :-1, :]).mean() / groups.square().mean()
-    assert correlation.abs() < 5 / groups.numel() ** 0.5
+    runs = errors.sum(-2)
+    correlation = (runs[..., 1:, :] * runs[..., :-1, :]).mean() / runs.square().mean()
+    assert correlation.abs() < 5 / runs.numel() ** 0.5
 
 
 def test_few_values_are_rounded_to_nearest(device: torch.device) -> None:
     v = normal((1, 2, STRIP, 16), device, 1)[0]
     assert torch.equal(value_errors(v), to_nearest(v))
-    (v,) = normal((1, 2, STRIP + GROUP, 16), device, 1)
+    (v,) = normal((1, 2, STRIP + RUN, 16), device, 1)
     assert not torch.equal(value_errors(v), to_nearest(v))
 
 
@@ -743,7 +745,7 @@ def test_small_values_pay_for_no_large_one(device: torch.device) -> None:
 
 
 def test_less_of_an_output_is_lost(device: torch.device) -> None:
-    """Weights of N(0, 1) scores, no mask: what values cost an output falls by some 12 %; where weights vary slowly by more."""
+    """Weights of N(0, 1) scores, no mask: what values cost an output falls by some 17 %; where weights vary slowly by more."""
     generator = torch.Generator().manual_seed(1)
     v = normal((1, 4, 8 * STRIP, 32), device, 1)[0].bfloat16()
     scores = torch.randn(1, 4, 128, v.shape[2], generator=generator).to(device)
@@ -752,7 +754,7 @@ def test_less_of_an_output_is_lost(device: torch.device) -> None:
     for weights in (scores.softmax(-1), slow.softmax(-1)):
         lost, before = (weights @ errors.flatten(2, 3) for errors in (value_errors(v), to_nearest(v)))
         ratios.append(lost.norm() / before.norm())
-    assert 0.84 < ratios[0] < 0.92 and 0.5 < ratios[1] < 0.62, ratios
+    assert 0.8 < ratios[0] < 0.88 and 0.25 < ratios[1] < 0.35, ratios
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)

@@ -26,7 +26,8 @@ constexpr int THREADS = LANES * CHUNKS;  // in measuring it each has a chunk of 
 constexpr int PARTS = CHANNELS / PART;
 constexpr int BLOCKS = STRIP / KEYS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
-constexpr int GROUP = 16;               // keys that V's order permutes among themselves, and whose errors cancel
+constexpr int GROUP = 16;               // keys that V's order permutes among themselves
+constexpr int RUN = BLOCKS * GROUP;     // and whose errors cancel
 constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
@@ -90,9 +91,9 @@ struct Place {
   __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
 };
 
-// Chunk `chunk` of V's 16 tokens from a multiple of 16 on lies at another one: then neither the 8 chunks of a token nor one of 8 such groups share a
-// bank. Of K's tokens every one is such a group.
-__device__ inline int chunk_at(int group, int chunk) { return chunk ^ group % CHUNKS; }
+// Chunk `chunk` of a run of V's tokens lies at another one: then neither the 8 chunks of a token nor one of 8 runs share a bank. Of K's tokens every
+// one is such a run.
+__device__ inline int chunk_at(int run, int chunk) { return chunk ^ run % CHUNKS; }
 
 // What a thread loads of V's tile and then looks at by itself: a chunk of the tokens of a lane. Lanes of a warp lie WARPS apart, as they are first added.
 struct Mine {
@@ -104,8 +105,8 @@ struct Mine {
   __device__ int token(int n, int i) const { return n * KEYS + i * LANES + lane; }
 
   __device__ uint4& at(StripTile& tile, int n, int i) const {
-    static_assert(KEYS / 16 == CHUNKS && LANES / 16 == 2);
-    return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * (chunk_at(lane / 16, chunk) ^ 2 * i)]);
+    static_assert(RUN == 2 * LANES && KEYS == 2 * RUN);
+    return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * chunk_at(2 * n + i / 2, chunk)]);
   }
 
   // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
@@ -335,25 +336,27 @@ __device__ bool is_careful(const QuantizeStorage<C>& shared, const Place& place,
   return place.count < STRIP || hidden;
 }
 
-// V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and of each block the 16 tokens of a group, whose
-// codes are 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
+// V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and a run's tokens, of which a group's codes are
+// 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
 __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
-  const int chunk = threadIdx.x / 32, group = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
-  const int column = 4 * chunk_at(group, chunk) + threadIdx.x % 4;
+  static_assert(STRIP == 8 * RUN);
+  const int chunk = threadIdx.x / 32, run = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
+  const int column = 4 * chunk_at(run, chunk) + threadIdx.x % 4;
   const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
   const __half2 gain = __half2half2(__float2half(p.length > STRIP ? FEEDBACK : 0.0f));
-  uint8_t* to = p.v_data + (place.channel() + channel) * p.padded + place.first + group * GROUP;
+  uint8_t* to = p.v_data + (place.channel() + channel) * p.padded + place.first;
+  Feedback feedback;
 #pragma unroll 1
-  for (int n = 0; n < BLOCKS && n * KEYS < place.count; ++n) {
-    Feedback feedback;
+  for (int first = run * RUN; first < (run + 1) * RUN; first += GROUP) {
+    if (CAREFUL && place.first + first >= p.padded) break;
     uint32_t pairs[GROUP / 2];  // codes of both channels of two tokens
 #pragma unroll
     for (int i = 0; i < GROUP; i += 2) {
       uint16_t codes[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int token = n * KEYS + group * GROUP + i + j;
+        const int token = first + i + j;
         const float2 y = Pair<T>::floats(shared.tile[token][column]);
         float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
         if constexpr (CAREFUL) {
@@ -368,7 +371,7 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[0][i] = __byte_perm(pairs[i], pairs[i + 4], 0x6420), words[1][i] = __byte_perm(pairs[i], pairs[i + 4], 0x7531);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + n * KEYS) = {words[c][0], words[c][1], words[c][2], words[c][3]};
+    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = {words[c][0], words[c][1], words[c][2], words[c][3]};
   }
 }
 

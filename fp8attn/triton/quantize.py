@@ -45,6 +45,7 @@ BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
 MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
+RUN: tl.constexpr = tl.constexpr(definition.RUN)
 FEEDBACK: tl.constexpr = tl.constexpr(definition.FEEDBACK)
 
 
@@ -362,50 +363,57 @@ def write_rows(
 
 @triton.jit
 def write_values(
-    v, v_stride, shift, scale, out, first, length, padded,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
+    v, v_stride, shift, scale, out, strip, length, padded,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some groups of tokens of channels of one head's v, quantize.encode_values; which of the tokens aren't finite there (GROUPS, GROUP).
+    """Quantize a strip of tokens of channels of one head's v, quantize.encode_values: all its runs at once, token after token.
 
     Args:
         shift: what is subtracted, (1, WIDTH) or a number.
         scale: (WIDTH,).
         out: the channels' codes, four to a word.
-        first: token of the first group.
-        CAREFUL: the groups are ragged, or some tokens aren't finite.
+        CAREFUL: the strip is ragged, or some tokens aren't finite.
     """
     columns = tl.arange(0, WIDTH)
-    groups = tl.arange(0, GROUPS)
     inverse = tl.div_rn(1.0, scale)[None, :]
     gain = tl.where(length > STRIP, FEEDBACK, 0.0).to(tl.float16)
-    owed = tl.zeros([GROUPS, WIDTH], tl.float16)
-    words0 = tl.zeros([GROUPS, WIDTH], tl.int32)
-    words1, words2, words3 = words0, words0, words0
-    hidden = tl.zeros([GROUPS], tl.int32)  # a bit of each token
-    # a conversion by integers is some 20 instructions: 16 of them after one another take 13 s to compile
-    for token in tl.range(GROUP, loop_unroll_factor=GROUP if NATIVE else 1):
-        rows = first + groups * GROUP + token
-        y = load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False)
+    # without feedback it doesn't matter whose turn it is: no more groups than there are
+    groups = tl.minimum(RUN // GROUP, tl.cdiv(length, BLOCK))
+    runs = strip * STRIP + tl.arange(0, STRIP // RUN) * (groups * GROUP)
+    owed = tl.zeros([STRIP // RUN, WIDTH], tl.float16)
+    for group in range(groups):
+        first = runs + group * GROUP
+        words0 = tl.zeros([STRIP // RUN, WIDTH], tl.int32)
+        words1, words2, words3 = words0, words0, words0
+        # a conversion by integers is some 20 instructions: 16 of them after one another take 13 s to compile
+        for token in tl.range(GROUP, loop_unroll_factor=GROUP if NATIVE else 1):
+            rows = first + token
+            x = (load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False) - shift) * inverse
+            if CAREFUL:
+                # a token's NaN goes into its key; behind the end there are zeros, not -mean
+                x = tl.where(is_finite(x) & (rows < length)[:, None], x, 0.0)
+            code, owed = feed_back(x, owed, gain, NATIVE)
+            # layout.key_of_slot: a word has two tokens next to each other, and those 8 behind
+            byte = code << (8 * (token % 2 + token // 8 * 2))
+            word = token // 2 % 4
+            words0 |= tl.where(word == 0, byte, 0)
+            words1 |= tl.where(word == 1, byte, 0)
+            words2 |= tl.where(word == 2, byte, 0)
+            words3 |= tl.where(word == 3, byte, 0)
+        words = tl.permute(tl.join(tl.join(words0, words1), tl.join(words2, words3)), (0, 1, 3, 2))
+        at = first[:, None] // 4 + columns[None, :].to(tl.int64) * (padded // 4)
+        pointers = out + at[:, :, None] + tl.arange(0, 4)[None, None, :]
+        exists = (columns < DIM)[None, :, None]
         if CAREFUL:
-            finite = is_finite(y)
-            hidden |= tl.max(tl.where(finite, 0, 1), 1) << token
-        x = (y - shift) * inverse
-        if CAREFUL:
-            # a token's NaN goes into its key; behind the end there are zeros, not -mean
-            x = tl.where(finite & (rows < length)[:, None], x, 0.0)
-        code, owed = feed_back(x, owed, gain, NATIVE)
-        # layout.key_of_slot: a word has two tokens next to each other, and those 8 behind
-        byte = code << (8 * (token % 2 + token // 8 * 2))
-        word = token // 2 % 4
-        words0 |= tl.where(word == 0, byte, 0)
-        words1 |= tl.where(word == 1, byte, 0)
-        words2 |= tl.where(word == 2, byte, 0)
-        words3 |= tl.where(word == 3, byte, 0)
-    words = tl.permute(tl.join(tl.join(words0, words1), tl.join(words2, words3)), (0, 1, 3, 2))
-    at = (first // GROUP + groups[:, None]) * (GROUP // 4) + columns[None, :].to(tl.int64) * (padded // 4)
-    pointers = out + at[:, :, None] + tl.arange(0, 4)[None, None, :]
-    tl.store(pointers, tl.reshape(words, (GROUPS, WIDTH, 4)), mask=(columns < DIM)[None, :, None])
-    return (hidden[:, None] >> tl.arange(0, GROUP)[None, :]) & 1
+            exists &= (first < padded)[:, None, None]
+        tl.store(pointers, tl.reshape(words, (STRIP // RUN, WIDTH, 4)), mask=exists)
+
+
+@triton.jit
+def hidden_tokens(v, rows, v_stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Which of `rows` of one head's v aren't finite: 0 or 1."""
+    values = load_tile(v, rows, v_stride, length, DIM, WIDTH, True, False)
+    return tl.max(tl.where(is_finite(values), 0, 1), 1)
 
 
 @triton.jit
@@ -503,39 +511,42 @@ def write_kernel(
     k, v, k_strides, v_strides, k_mean, v_mean, k_scale, v_scale, k_scale_strides, v_scale_strides, k_data, k_data_strides, v_data,
     v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
-    """Quantize k and v. Grid: blocks x (B · Hkv)."""
+    """Quantize k and v. Grid: strips of v, which take longest, and blocks of k, x (B · Hkv)."""
     begin(C)
-    block = tl.program_id(0)
+    strips = tl.cdiv(length, STRIP)
     # backwards: the heads that were read last are still in L2
     pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
-    careful = tl.load(v_flags + pair * tl.cdiv(length, STRIP) + block * BLOCK // STRIP)
     batch = pair // heads
     head = pair % heads
-    k += batch * k_strides[0] + head * k_strides[1]
     v += batch * v_strides[0] + head * v_strides[1]
-    k_scale += batch * k_scale_strides[0] + head * k_scale_strides[1]
-    v_scale += batch * v_scale_strides[0] + head * v_scale_strides[1]
-    k_data += batch * k_data_strides[0] + head * k_data_strides[1]
-    v_data += pair * C.v_dim * (padded // 4)
-    k_shift = 0.0
-    if C.smooth_k:
-        k_shift = load_vector(k_mean + pair * C.k_dim, 1, 0.0, C.k_dim, C.widths[1])[None, :]
-    v_shift = 0.0
-    if C.smooth_v:
-        v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
-    scale = load_vector(v_scale, v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
-    first = block * BLOCK
-    rows = first + tl.arange(0, BLOCK)
-    hidden = rows < 0
-    if careful == 0:
-        write_values(v, v_strides[2], v_shift, scale, v_data, first, length, padded, C.v_dim, C.widths[2], BLOCK // GROUP, C.native, False)
+    if tl.program_id(0) < strips:
+        strip = tl.program_id(0)
+        v_data += pair * C.v_dim * (padded // 4)
+        v_shift = 0.0
+        if C.smooth_v:
+            v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
+        scale = load_vector(v_scale + batch * v_scale_strides[0] + head * v_scale_strides[1], v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
+        if tl.load(v_flags + pair * strips + strip) == 0:
+            write_values(v, v_strides[2], v_shift, scale, v_data, strip, length, padded, C.v_dim, C.widths[2], C.native, False)
+        else:
+            write_values(v, v_strides[2], v_shift, scale, v_data, strip, length, padded, C.v_dim, C.widths[2], C.native, True)
     else:
-        found = write_values(v, v_strides[2], v_shift, scale, v_data, first, length, padded, C.v_dim, C.widths[2], BLOCK // GROUP, C.native, True)
-        hidden = tl.reshape(found, (BLOCK,)) > 0
-    write_rows(
-        k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
-        C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
-    )  # fmt: skip
+        block = tl.program_id(0) - strips
+        careful = tl.load(v_flags + pair * strips + block * BLOCK // STRIP)
+        k += batch * k_strides[0] + head * k_strides[1]
+        k_scale += batch * k_scale_strides[0] + head * k_scale_strides[1]
+        k_data += batch * k_data_strides[0] + head * k_data_strides[1]
+        k_shift = 0.0
+        if C.smooth_k:
+            k_shift = load_vector(k_mean + pair * C.k_dim, 1, 0.0, C.k_dim, C.widths[1])[None, :]
+        rows = block * BLOCK + tl.arange(0, BLOCK)
+        hidden = rows < 0
+        if careful != 0:
+            hidden = hidden_tokens(v, rows, v_strides[2], length, C.v_dim, C.widths[2]) > 0
+        write_rows(
+            k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
+            C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
@@ -575,12 +586,11 @@ def short_kernel(
         scale = scale_of(largest_magnitude(low, high, mean))
         store_vector(v_scale + pair * C.v_dim + channel, scale, SLICE)
         v_data += (pair * C.v_dim + channel) * (padded // 4)
-        for block in range(blocks):
-            first = block * BLOCK
+        for strip in range(strips):
             if careful == 0:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, first, kv_length, padded, SLICE, SLICE, BLOCK // GROUP, C.native, False)
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, strip, kv_length, padded, SLICE, SLICE, C.native, False)
             else:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, first, kv_length, padded, SLICE, SLICE, BLOCK // GROUP, C.native, True)
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, strip, kv_length, padded, SLICE, SLICE, C.native, True)
     elif item < q_first:
         index = item - kv_pairs * slices
         pair = (index // blocks).to(tl.int64)
@@ -596,8 +606,7 @@ def short_kernel(
                 store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
             shift = mean[None, :]
         rows = block * BLOCK + tl.arange(0, BLOCK)
-        values = load_tile(v, rows, v_strides[2], kv_length, C.v_dim, C.widths[2], True, False)
-        hidden = tl.max(tl.where(is_finite(values), 0, 1), 1)
+        hidden = hidden_tokens(v, rows, v_strides[2], kv_length, C.v_dim, C.widths[2])
         write_rows(
             k, k_strides[2], shift, rows, hidden > 0, ((block + 1) * BLOCK <= kv_length) & (tl.max(hidden) == 0),
             k_scale + batch * k_scale_strides[0] + head * k_scale_strides[1], block, k_scale_strides[2],
@@ -755,7 +764,7 @@ def quantize(
     k_data = definition.empty_rows(k, row_type)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
     launch(
-        write_kernel, (blocks, pairs),
+        write_kernel, (strips + blocks, pairs),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
         _bytes(k_data), k_data.stride(), _words(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
     )  # fmt: skip

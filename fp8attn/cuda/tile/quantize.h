@@ -67,7 +67,7 @@ __device__ inline float coarse(float mean, float low, float high) {
   return fabsf(mean) < step * MEAN_STEPS ? 0.0f : __fsub_rn(__fadd_rn(mean, far), far);
 }
 
-// quantize.encode_values of two channels of a group's tokens, one after another.
+// quantize.encode_values of two channels of a run's tokens, one after another.
 struct Feedback {
   __half2 owed = __half2half2(__float2half(0.0f));
 
