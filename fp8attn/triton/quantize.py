@@ -377,14 +377,15 @@ def write_values(
     columns = tl.arange(0, WIDTH)
     inverse = tl.div_rn(1.0, scale)[None, :]
     gain = tl.where(length > STRIP, FEEDBACK, 0.0).to(tl.float16)
-    # without feedback it doesn't matter whose turn it is: no more groups than there are
-    groups = tl.minimum(RUN // GROUP, tl.cdiv(length, BLOCK))
+    # without feedback it doesn't matter whose turn it is: no more groups than there are, two by two
+    groups = tl.where(length <= STRIP // 2, 2, 4)
     runs = strip * STRIP + tl.arange(0, STRIP // RUN) * (groups * GROUP)
     owed = tl.zeros([STRIP // RUN, WIDTH], tl.float16)
+    zeros = tl.zeros([STRIP // RUN, WIDTH], tl.int32)
+    before0, before1, before2, before3 = zeros, zeros, zeros, zeros
     for group in range(groups):
         first = runs + group * GROUP
-        words0 = tl.zeros([STRIP // RUN, WIDTH], tl.int32)
-        words1, words2, words3 = words0, words0, words0
+        words0, words1, words2, words3 = zeros, zeros, zeros, zeros
         # a conversion by integers is some 20 instructions: 16 of them after one another take 13 s to compile
         for token in tl.range(GROUP, loop_unroll_factor=GROUP if NATIVE else 1):
             rows = first + token
@@ -400,13 +401,16 @@ def write_values(
             words1 |= tl.where(word == 1, byte, 0)
             words2 |= tl.where(word == 2, byte, 0)
             words3 |= tl.where(word == 3, byte, 0)
-        words = tl.permute(tl.join(tl.join(words0, words1), tl.join(words2, words3)), (0, 1, 3, 2))
-        at = first[:, None] // 4 + columns[None, :].to(tl.int64) * (padded // 4)
-        pointers = out + at[:, :, None] + tl.arange(0, 4)[None, None, :]
-        exists = (columns < DIM)[None, :, None]
-        if CAREFUL:
-            exists &= (first < padded)[:, None, None]
-        tl.store(pointers, tl.reshape(words, (STRIP // RUN, WIDTH, 4)), mask=exists)
+        if group % 2 == 1:  # 32 bytes, which is what L2 writes at once
+            low = tl.join(tl.join(before0, before1), tl.join(before2, before3))
+            words = tl.permute(tl.join(low, tl.join(tl.join(words0, words1), tl.join(words2, words3))), (0, 1, 4, 3, 2))
+            at = (first - GROUP)[:, None] // 4 + columns[None, :].to(tl.int64) * (padded // 4)
+            pointers = out + at[:, :, None] + tl.arange(0, GROUP // 2)[None, None, :]
+            exists = (columns < DIM)[None, :, None]
+            if CAREFUL:
+                exists &= (first < padded)[:, None, None]
+            tl.store(pointers, tl.reshape(words, (STRIP // RUN, WIDTH, GROUP // 2)), mask=exists)
+        before0, before1, before2, before3 = words0, words1, words2, words3
 
 
 @triton.jit
