@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -239,15 +240,17 @@ class Timed:
 def in_turn(names: Sequence[str], index: int) -> list[str]:
     """Whose turn comes when in a round.
 
-    Every second round goes backwards: a power-capped card slows whoever comes after a kernel that drew much. Of three or more each round begins with
-    somebody else, or who comes first and last would have two turns in a row, and nobody else.
+    Every round has an order of its own: a power-capped card slows whoever comes after a kernel that drew much, and not after one that drew little. Of
+    two every second round goes backwards; of more nobody has two turns in a row.
     """
-    count = len(names)
-    # near the golden section, so that few rounds begin far apart, and through all of them
-    steps = [step for step in range(1, count) if math.gcd(step, count) == 1]
-    first = index * min(steps, key=lambda step: abs(step - 0.382 * count)) % count if count > 2 else 0
-    order = [*names[first:], *names[:first]]
-    return order if index % 2 == 0 else order[::-1]
+    if len(names) < 3:
+        return list(names) if index % 2 == 0 else list(names)[::-1]
+    order: list[str] = []
+    for i in range(index + 1):
+        before, order = order, random.Random(i).sample(names, len(names))
+        if before and before[-1] == order[0]:
+            order[0], order[1] = order[1], order[0]
+    return order
 
 
 def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: torch.device) -> dict[str, Timed]:
