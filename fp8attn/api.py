@@ -14,7 +14,7 @@ from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .quantize import dequantize
-from .recipe import AT_ONCE, DEFAULT_RECIPE, E4M3, ProductType, Quantized, Recipe
+from .recipe import AT_ONCE, DEFAULT_RECIPE, E4M3, PRECISE, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import run
 from .validate import (
@@ -340,7 +340,7 @@ def sdpa(
         BackendUnavailable: the backend can't run here.
     """
     options = None
-    if attn_mask is None and not return_lse and (recipe is DEFAULT_RECIPE or _is_at_once(recipe)):
+    if attn_mask is None and not return_lse and _is_at_once(recipe):
         options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
         repeated = eager.repeat(query, key, value, options)
         if repeated is not None:
@@ -409,7 +409,8 @@ def _plain(
 
 
 def _is_at_once(recipe: object) -> bool:
-    return type(recipe) is Recipe and recipe == AT_ONCE[recipe.qk]
+    """Whether it's of recipe.AT_ONCE. Every call asks, and fields take a microsecond to compare."""
+    return recipe is DEFAULT_RECIPE or recipe is PRECISE or (type(recipe) is Recipe and recipe == AT_ONCE[recipe.qk])
 
 
 def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):

@@ -168,6 +168,8 @@ def quantized_by() -> tuple[int, bytes]:
         ((1, 20, 700, 128), {"is_causal": True}, False),
         ((2, 20, 1100, 128), {"is_causal": True, "out_dtype": torch.float32}, True),
         ((2, 40, 513, 64), {"scale": 0.3}, True),
+        ((1, 3, 700, 128), {"recipe": fp8attn.PRECISE}, False),
+        ((2, 20, 1100, 128), {"is_causal": True, "recipe": fp8attn.PRECISE}, True),
     ),
 )
 def test_quantizing_and_then_attending_launches_the_same(
@@ -481,6 +483,21 @@ def test_an_equal_recipe_is_the_same_call(repeats: Repeats) -> None:
     assert repeats.last()
     fp8attn.cuda_sdpa(*operands_of_it)
     assert repeats.last()
+
+
+def test_another_recipe_is_another_call(repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept side by side; of the same plain tensors."""
+    asked: list[bool] = []
+    monkeypatch.setattr(cuda, "library_of", lambda config, device, original=cuda.library_of: asked.append(config.int8) or original(config, device))
+    q, k, v = (torch.randn(2, 20, 1100, 128).bfloat16() for _ in range(3))
+    for _ in range(2):
+        fp8attn.cuda_sdpa(q, k, v), fp8attn.cuda_sdpa(q, k, v, recipe=fp8attn.Recipe(qk="int8"))
+    assert not any(repeats.hits) and set(asked[: len(asked) // 4]) == {False} and set(asked) == {False, True}
+    for recipe in (fp8attn.Recipe(), fp8attn.PRECISE):
+        fp8attn.cuda_sdpa(q, k, v, recipe=recipe)
+        assert repeats.last()
+    fp8attn.cuda_sdpa(q, k, v, recipe=fp8attn.Recipe(rotate=256))  # of Triton's quantizer: nothing to keep
+    assert repeats.hits == [False] * 4 + [True] * 2
 
 
 def test_inference_mode_and_back(repeats: Repeats) -> None:
