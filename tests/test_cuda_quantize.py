@@ -351,7 +351,7 @@ SYNCS = {
     "sums of the sample": ("  __syncthreads();\n  if (threadIdx.x >= 2 * words) return;", "  if (threadIdx.x >= 2 * words) return;"),
     "the sample lay there": ("  __syncthreads();  // the sample lay there\n", ""),
     "moments of all warps": ("  __syncthreads();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
-    "what there is to tell": ("  __syncthreads();\n}\n\n// Sixteen bytes", "}\n\n// Sixteen bytes"),
+    "what there is to tell": ("  __syncthreads();\n}\n\n// V's mean and scale", "}\n\n// V's mean and scale"),
     "facts": ("  ptx::mbarrier_wait(&shared.facts_full, 0);\n", ""),
     "shifts of all channels": ("place, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "place, threadIdx.x - CHANNELS);\n"),
     "values before keys": ("  __syncthreads();\n\n  const Keys<T> keys;", "  const Keys<T> keys;"),
@@ -372,7 +372,9 @@ SYNCS = {
 @pytest.mark.parametrize("name", SYNCS)
 def test_the_emulation_sees_what_is_missing(name: str, tmp_path: Path) -> None:
     emulation.copy_sources(tmp_path)
-    emulation.mutate(tmp_path / "quantize.cuh", *SYNCS[name])
+    files = (tmp_path / "quantize.cuh", *(tmp_path / "tile").glob("strip*.h"))
+    (file,) = (path for path in files if SYNCS[name][0] in path.read_text())
+    emulation.mutate(file, *SYNCS[name])
     quantizer = by(emulation.quantizer(tmp_path))
 
     def check_several() -> None:

@@ -1,0 +1,234 @@
+// A strip of K: its part of the sample's mean, largest magnitudes and scales of its blocks, its codes.
+#pragma once
+
+#include "../ptx/ldmatrix.h"
+#include "strip.h"
+
+namespace fp8attn {
+
+// K's mean, likewise, by a warp: of four channels a lane, of which there are as many as half its lanes.
+template <QuantizeConfig C>
+__device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int lane) {
+  constexpr int count = CHANNELS / 4;
+  float4* means = reinterpret_cast<float4*>(shared.key_mean);
+  const float4 mean = removable(rotated(means[lane % count]));  // its shuffles wait for who reads
+  if (lane >= count) return;
+  means[lane] = mean;
+  if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
+}
+
+// Of the sample of K a thread's share at a time: a word of the tokens of a lane. An item is a lane and one of the CTA's words.
+template <typename T>
+struct Sample {
+  uint32_t raw[STEPS];
+
+  // `k` is the head's first token of the slice.
+  __device__ void load(const QuantizeParams& p, const Place& place, const T* k, int item) {
+    const int words = 1 << place.log_words(), lane = item / words;
+    const int64_t step = place.strips * LANES;  // every sample_step-th group of LANES tokens, which is one in as many as there are strips
+    const T* from = k + 2 * (place.strip * words + item % words) + lane * p.k_strides[2];
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < p.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
+  }
+
+  __device__ float2 sum() const {
+    float2 found = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const float2 x = Pair<T>::floats(raw[i]);
+      found.x += x.x, found.y += x.y;
+    }
+    return found;
+  }
+};
+
+// The mean of the sample of the CTA's words, if it has some. `sample` is the thread's first item's.
+template <QuantizeConfig C, typename T>
+__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const T* k, Sample<T>& sample) {
+  const int words = 1 << place.log_words(), first = place.strip * words;
+  if (first >= WORDS) return;
+#pragma unroll 1
+  for (int item = threadIdx.x; item < LANES * words; item += THREADS) {
+    if (item >= THREADS) sample.load(p, place, k, item);
+    float2 sum = sample.sum();
+    if (!is_finite(sum.x) || !is_finite(sum.y)) {
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) sample.raw[i] &= ~not_finite<T>(sample.raw[i]);
+      sum = sample.sum();
+    }
+    reinterpret_cast<float2*>(shared.sampled)[item] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 2 * words) return;
+  float sum[LANES];
+#pragma unroll
+  for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
+  shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), p.inverse_sample);
+}
+
+// What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every part.
+template <typename T>
+struct Keys {
+  static constexpr int distance = 8;           // of a quad's rows
+  static constexpr int at_once = 32 / CHUNKS;  // rows of which a warp copies chunks
+  const Rotation<T, true> rotation = Rotation<T, true>(threadIdx.x);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
+
+  // The i-th of block n.
+  __device__ int token(int n, int i) const { return n * KEYS + warp * 16 + lane / 4 + distance * i; }
+
+  // Neither the 8 chunks of a token nor one of 8 tokens next to each other share a bank.
+  __device__ static uint4& chunk_of(StripTile& tile, int token, int chunk) { return reinterpret_cast<uint4*>(tile[token])[chunk_at(token, chunk)]; }
+
+  // Of block n, for f(token, chunk) of every chunk that the thread copies.
+  template <typename F>
+  __device__ void for_chunks(int n, F&& f) const {
+#pragma unroll
+    for (int i = 0; i < 16; i += at_once) f(n * KEYS + warp * 16 + lane / CHUNKS + i, lane % CHUNKS);
+  }
+
+  // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
+  __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
+    from += (warp * 16 + lane / CHUNKS) * stride + lane % CHUNKS * 8;
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; ++n, from += (KEYS - 16) * stride) {
+      for_chunks(n, [&](int token, int chunk) {
+        ptx::cp_async_16(&chunk_of(tile, token, chunk), from, token < count);
+        from += at_once * stride;
+      });
+      ptx::cp_async_commit();
+    }
+  }
+
+  // Waits for block n, of which rows that don't exist become NaN.
+  __device__ void wait_for(StripTile& tile, int n, int count) const {
+    wait_for_block(n);
+    if ((n + 1) * KEYS > count) {
+      for_chunks(n, [&](int token, int chunk) {
+        if (token >= count) chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};
+      });
+    }
+    __syncwarp();
+  }
+
+  // What isn't finite of block n becomes NaN.
+  __device__ void spoil(StripTile& tile, int n) const {
+    __syncwarp();
+    for_chunks(n, [&](int token, int chunk) {
+      uint4& words = chunk_of(tile, token, chunk);
+      words = spoiled<T>(words);
+    });
+    __syncwarp();
+  }
+
+  // A part of both rows of block n, rotated and without its mean.
+  __device__ void rotated(float (&y)[2][4], StripTile& tile, int n, int part, float4 mean) const {
+    uint32_t rows[4];
+    ptx::ldmatrix(rows, &chunk_of(tile, n * KEYS + warp * 16 + lane % 16, 2 * part + lane / 16));
+    rotation(y[0], y[1], rows);
+    centre(y[0], mean), centre(y[1], mean);
+  }
+};
+
+// Bytes that a CTA is told before it knows scales of blocks, and who is hidden: int8 has no NaN, so that one channel's hides a token of all slices.
+template <QuantizeConfig C>
+__device__ int bytes_of_largest(const QuantizeStorage<C>& shared, const Place& place) {
+  return place.slices * int(sizeof(shared.largest[0]) + (C.int8 ? sizeof(shared.hidden[0]) : 0));
+}
+
+// Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
+template <QuantizeConfig C, typename T>
+__device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    keys.wait_for(shared.tile, n, place.count);
+    float largest;
+    bool hidden[2];
+    for (bool again = true; again;) {
+      largest = 0.0f;
+      hidden[0] = hidden[1] = false;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        float y[2][4];
+        keys.rotated(y, shared.tile, n, part, mean[part]);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[c / 4][c % 4]));  // NaN isn't larger than anything
+        hidden[0] |= y[0][0] != y[0][0], hidden[1] |= y[1][0] != y[1][0];  // a part has none or nothing else
+      }
+      again = __any_sync(~0u, largest == INFINITE);
+      if (again) keys.spoil(shared.tile, n);
+    }
+    const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
+    if (keys.lane == n) shared.of_warps[keys.warp][n] = __uint_as_float(of_warp);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (C.int8 && hidden[i] && keys.token(n, i) < place.count)
+        atomicOr(reinterpret_cast<uint32_t*>(&shared.own.hidden[n]) + keys.warp / 2, 1u << keys.token(0, i) % LANES);
+    }
+  }
+  __syncthreads();
+  if constexpr (C.int8) tell_hidden<C>(shared, place, &shared.largest_full);
+  if (threadIdx.x >= place.slices) return;
+  uint32_t largest[BLOCKS];
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n) {
+    float of_slice = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) of_slice = fmaxf(of_slice, shared.of_warps[i][n]);
+    largest[n] = __float_as_uint(of_slice);
+  }
+  tell(place.rank_of(place.strip, threadIdx.x), shared.largest[place.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
+}
+
+// Scales of K's blocks, of int8 negative where a token is hidden. Returns the inverse of that of the block of the thread's number, modulo BLOCKS.
+template <QuantizeConfig C>
+__device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
+  const int block = threadIdx.x % BLOCKS;
+  float largest = 0.0f;
+  bool marked = false;
+  for (int i = 0; i < place.slices; ++i) {
+    largest = fmaxf(largest, shared.largest[i][block]);
+    if constexpr (C.int8) marked |= any(shared.hidden[i][block]);
+  }
+  const float scale = row_scale_of<C.int8>(largest);
+  if (place.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < place.count)
+    p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = marked ? -scale : scale;
+  return __fdiv_rn(1.0f, scale);
+}
+
+// K's codes; `inverse` is a thread's of finish_blocks. CAREFUL: some tokens are hidden, or don't exist.
+template <bool CAREFUL, QuantizeConfig C, typename T>
+__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS], float inverse) {
+  const int odd = keys.lane % 2;
+  uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS;
+  to += (place.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * PART + keys.column / 8 * 8;
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n, to += KEYS * p.k_data_strides[2]) {
+    const float factor = __shfl_sync(~0u, inverse, n);
+    uint32_t hidden = 0;
+    if constexpr (CAREFUL) {
+      for (int slice = 0; slice < place.slices; ++slice) hidden |= reinterpret_cast<const uint32_t*>(&shared.hidden[slice][n])[keys.warp / 2];
+      hidden >>= keys.token(0, 0) % LANES;
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; part += 2) {
+      uint32_t codes[2][2];  // of either part, of either row
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float y[2][4];
+        keys.rotated(y, shared.tile, n, part + j, mean[part + j]);
+        codes[j][0] = codes_of<C.int8>(y[0], factor), codes[j][1] = codes_of<C.int8>(y[1], factor);
+      }
+      // of two lanes the first gets eight channels of the first part, the second of the second
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);
+        uint2 words = odd ? uint2{got, kept} : uint2{kept, got};
+        if (CAREFUL && hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES<C.int8>, NAN_CODES<C.int8>};
+        if (!CAREFUL || keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + part * PART) = words;
+      }
+    }
+  }
+}
+
+}  // namespace fp8attn

@@ -1,0 +1,204 @@
+// A strip of V: its moments as it comes in, means and scales of what all strips tell, its codes.
+#pragma once
+
+#include "strip.h"
+
+namespace fp8attn {
+
+// What a thread loads of V's tile and then looks at by itself: a chunk of the tokens of a lane. Lanes of a warp lie WARPS apart, as they are first added.
+struct Mine {
+  int chunk, lane;
+
+  __device__ Mine() : chunk(threadIdx.x % CHUNKS), lane(threadIdx.x / 32 + threadIdx.x % 32 / CHUNKS * WARPS) {}
+
+  // The i-th of block n.
+  __device__ int token(int n, int i) const { return n * KEYS + i * LANES + lane; }
+
+  __device__ uint4& at(StripTile& tile, int n, int i) const {
+    static_assert(RUN == 2 * LANES && KEYS == 2 * RUN);
+    return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * chunk_at(2 * n + i / 2, chunk)]);
+  }
+
+  // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
+  template <typename T>
+  __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
+    from += lane * stride + chunk * 8;
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; ++n) {
+#pragma unroll
+      for (int i = 0; i < OF_BLOCK; ++i, from += LANES * stride) ptx::cp_async_16(&at(tile, n, i), from, token(n, i) < count);
+      ptx::cp_async_commit();
+    }
+  }
+};
+
+// Moments of a thread's chunk.
+template <typename T>
+struct ChunkMoments {
+  static constexpr uint32_t above = Pair<T>::infinities, below = above | 0x80008000;
+  float sum[8] = {};
+  uint32_t low[4] = {above, above, above, above}, high[4] = {below, below, below, below};
+
+  // A token's; of one that doesn't `exist` the words are zeros.
+  __device__ void add(uint4 words, bool exists) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = Pair<T>::floats(word[i]);
+      sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
+      const uint32_t counts = exists ? word[i] : ~0u;  // NaN is neither less nor more than anything
+      low[i] = least<T>(low[i], counts), high[i] = most<T>(high[i], counts);
+    }
+  }
+
+  // The same but for elements whose bits are set in `bad`.
+  __device__ void add_finite(uint4 words, uint4 bad) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w}, out[4] = {bad.x, bad.y, bad.z, bad.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = Pair<T>::floats(word[i] & ~out[i]);
+      sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
+      low[i] = least<T>(low[i], word[i] | out[i]), high[i] = most<T>(high[i], word[i] | out[i]);
+    }
+  }
+
+  // Whether all there was is finite, and no sum overflowed.
+  __device__ bool is_finite() const {
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) zero = fmaf(sum[i], 0.0f, zero);
+    return zero == 0.0f;
+  }
+
+  // With the lanes `distance` threads away.
+  __device__ void join(int distance) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], distance);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      low[i] = least<T>(low[i], __shfl_xor_sync(~0u, low[i], distance));
+      high[i] = most<T>(high[i], __shfl_xor_sync(~0u, high[i], distance));
+    }
+  }
+};
+
+// Moments of V's tile, as it comes in. Elements that aren't finite become NaN in it, and their tokens hidden.
+template <QuantizeConfig C, typename T>
+__device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, const Mine& mine) {
+  ChunkMoments<T> found;
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    wait_for_block(n);
+    if ((n + 1) * KEYS <= place.count) {
+#pragma unroll
+      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < place.count);
+    }
+  }
+  if (!found.is_finite()) {
+    found = ChunkMoments<T>();
+#pragma unroll 1
+    for (int i = 0; i < STEPS && mine.token(0, i) < place.count; ++i) {
+      uint4& words = mine.at(shared.tile, i / OF_BLOCK, i % OF_BLOCK);
+      const uint4 bad = not_finite<T>(words);
+      found.add_finite(words, bad);
+      if (!any(bad)) continue;
+      words = words | bad;
+      atomicOr(reinterpret_cast<uint32_t*>(shared.own.hidden) + i, 1u << mine.lane);
+    }
+  }
+  // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
+  found.join(16);
+  found.join(8);
+  __syncthreads();  // the sample lay there
+  Moments* warps = shared.values.warps;
+  if (threadIdx.x % 32 < CHUNKS) {
+    Moments& of_warp = warps[threadIdx.x / 32];
+    float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * mine.chunk]);
+    sum[0] = {found.sum[0], found.sum[1], found.sum[2], found.sum[3]}, sum[1] = {found.sum[4], found.sum[5], found.sum[6], found.sum[7]};
+    reinterpret_cast<uint4*>(of_warp.low)[mine.chunk] = {found.low[0], found.low[1], found.low[2], found.low[3]};
+    reinterpret_cast<uint4*>(of_warp.high)[mine.chunk] = {found.high[0], found.high[1], found.high[2], found.high[3]};
+  }
+  __syncthreads();
+  static_assert(WARPS == 8 && CHANNELS + 2 * WORDS <= THREADS);
+  Moments& strip = shared.own.strip;
+  const int word = threadIdx.x % WORDS;
+  if (threadIdx.x < CHANNELS) {
+    const auto sum_of = [&](int warp) { return warps[warp].sum[threadIdx.x]; };
+    strip.sum[threadIdx.x] = ((sum_of(0) + sum_of(4)) + (sum_of(2) + sum_of(6))) + ((sum_of(1) + sum_of(5)) + (sum_of(3) + sum_of(7)));
+  } else if (threadIdx.x < CHANNELS + WORDS) {
+    uint32_t low = warps[0].low[word];
+    for (int i = 1; i < WARPS; ++i) low = least<T>(low, warps[i].low[word]);
+    strip.low[word] = low;
+  } else if (threadIdx.x < CHANNELS + 2 * WORDS) {
+    uint32_t high = warps[0].high[word];
+    for (int i = 1; i < WARPS; ++i) high = most<T>(high, warps[i].high[word]);
+    strip.high[word] = high;
+  }
+  __syncthreads();
+}
+
+// V's mean and scale of a channel, which every strip makes for itself.
+template <QuantizeConfig C, typename T>
+__device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int channel) {
+  const Moments* strips = shared.values.strips;
+  float sum[C.strips], low = INFINITE, high = -INFINITE;
+#pragma unroll
+  for (int i = 0; i < C.strips; ++i) {
+    sum[i] = 0.0f;
+    if (i >= place.strips) continue;
+    sum[i] += strips[i].sum[channel];
+    const float2 lows = Pair<T>::floats(strips[i].low[channel / 2]), highs = Pair<T>::floats(strips[i].high[channel / 2]);
+    low = fminf(low, channel % 2 ? lows.y : lows.x), high = fmaxf(high, channel % 2 ? highs.y : highs.x);
+  }
+  // strips are lanes of quantize.lane_sum; those that aren't there add zeros
+  const float mean = removable(coarse(__fmul_rn(halving_sum(sum), p.inverse_length), low, high));
+  const float scale = scale_of(fmaxf(fmaxf(high - mean, mean - low), 0.0f));
+  shared.shift[channel] = mean, shared.factor[channel] = __fdiv_rn(1.0f, scale);
+  if (place.strip != 0) return;
+  p.v_mean[place.channel() + channel] = mean;
+  p.v_scale[place.channel() + channel] = scale;
+}
+
+// V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and a run's tokens, of which a group's codes are
+// 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
+template <bool CAREFUL, QuantizeConfig C, typename T>
+__device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
+  static_assert(STRIP == 8 * RUN);
+  const int chunk = threadIdx.x / 32, run = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
+  const int column = 4 * chunk_at(run, chunk) + threadIdx.x % 4;
+  const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
+  const __half2 gain = __half2half2(__float2half(p.length > STRIP ? FEEDBACK : 0.0f));
+  uint8_t* to = p.v_data + (place.channel() + channel) * p.padded + place.first;
+  Feedback feedback;
+#pragma unroll 1
+  for (int first = run * RUN; first < (run + 1) * RUN; first += GROUP) {
+    if (CAREFUL && place.first + first >= p.padded) break;
+    uint32_t pairs[GROUP / 2];  // codes of both channels of two tokens
+#pragma unroll
+    for (int i = 0; i < GROUP; i += 2) {
+      uint16_t codes[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int token = first + i + j;
+        const float2 y = Pair<T>::floats(shared.tile[token][column]);
+        float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
+        if constexpr (CAREFUL) {
+          const bool exists = token < place.count;
+          x = {exists & (x.x == x.x) ? x.x : 0.0f, exists & (x.y == x.y) ? x.y : 0.0f};
+        }
+        codes[j] = feedback.codes(x, gain);
+      }
+      pairs[i / 2] = ptx::pair(codes[0], codes[1]);
+    }
+    uint32_t words[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[0][i] = __byte_perm(pairs[i], pairs[i + 4], 0x6420), words[1][i] = __byte_perm(pairs[i], pairs[i + 4], 0x7531);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = {words[c][0], words[c][1], words[c][2], words[c][3]};
+  }
+}
+
+}  // namespace fp8attn
