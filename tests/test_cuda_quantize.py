@@ -199,7 +199,7 @@ def test_the_order_of_sums(device: torch.device, dim: int, length: int) -> None:
 
 @pytest.mark.anywhere
 @emulation.emulates
-@pytest.mark.parametrize("dtype, qk", zip(HALVES, PRODUCTS, strict=True))
+@pytest.mark.parametrize("dtype, qk", [*zip(HALVES, PRODUCTS, strict=True)])
 def test_emulated_rotation_rounds_in_the_last_bits(emulated: Quantizer, dtype: torch.dtype, qk: ProductType) -> None:
     check_rounded(emulated, *normal((1, 2, 600, 128), dtype), 1e-4, qk)
 
@@ -362,9 +362,12 @@ SYNCS = {
     "rows that don't exist": ("chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};", ";"),
     "keys that aren't finite": ("      words = spoiled<T>(words);\n    });", "    });"),
     "int8's hidden keys of all slices": ("  if constexpr (C.int8) tell_hidden<C>(shared, place, &shared.largest_full);\n", ""),
+    "int8's hidden keys of either row": ("C.int8 && hidden[i]", "C.int8 && hidden[0]"),
+    "int8's marks of blocks": ("marked ? -scale : scale", "scale"),
+    "int8's steps": ("row_scale_of<C.int8>(largest)", "scale_of(largest)"),
     "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
 }
-"""Lines of the kernel that wait, by what for, and what would be there without; and one that adds in the definition's order."""
+"""Lines of the kernel that wait, by what for, and what would be there without; some of int8; and one that adds in the definition's order."""
 
 
 @pytest.mark.anywhere

@@ -54,28 +54,50 @@ def rows_of(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.anywhere
-@pytest.mark.parametrize("dim", sorted(HALF_Q_DIMS))
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("kind", ("normal", "not finite", "subnormal", "largest"))
-@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
-def test_a_tile_becomes_what_the_definition_says(queries: ctypes.CDLL, recipe: Recipe, kind: str, dtype: torch.dtype, dim: int) -> None:
-    """Rows from the 36th on, of which the last tile has 64, then 28 and nothing behind them."""
-    q = rows_of(kind, dim, dtype)
+def assert_as_defined(queries: ctypes.CDLL, q: torch.Tensor, recipe: Recipe) -> None:
+    """Of (100, dim), rows from the 36th on, of which the last tile has 64, then 28 and nothing behind them."""
+    dim, dtype = q.shape[1], q.dtype
     padded = torch.full((100, dim + 8), 7.0, dtype=dtype)
     padded[:, :dim] = q
     expected = quantize(q[None, None], None, None, recipe)[0]
     assert expected is not None
     for first in (36, 72):
         scale, codes = torch.empty(ROWS), torch.empty(ROWS, dim, dtype=torch.uint8)
-        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (padded, scale, codes))
-        arguments = (ctypes.c_int64(padded.stride(0)), first, 100, dim, dtype == torch.float16, recipe.qk == "int8")
-        at, *to = pointers
-        assert queries.queries(at, *arguments, *to)
+        at, *to = (ctypes.c_void_p(x.data_ptr()) for x in (padded, scale, codes))
+        assert queries.queries(at, ctypes.c_int64(padded.stride(0)), first, 100, dim, dtype == torch.float16, recipe.qk == "int8", *to)
         rows = min(100 - first, ROWS)
-        assert torch.equal(codes[:rows], expected.data[0, 0, first:].view(torch.uint8))
-        assert torch.equal(scale[:rows], expected.scale[0, 0, first:])
+        assert torch.equal(codes[:rows], expected.data[0, 0, first:].view(torch.uint8)), "codes differ"
+        assert torch.equal(scale[:rows], expected.scale[0, 0, first:]), "scales differ"
         assert not codes[rows:].any() and (scale[rows:] == 1).all()
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("dim", sorted(HALF_Q_DIMS))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ("normal", "not finite", "subnormal", "largest"))
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+def test_a_tile_becomes_what_the_definition_says(queries: ctypes.CDLL, recipe: Recipe, kind: str, dtype: torch.dtype, dim: int) -> None:
+    assert_as_defined(queries, rows_of(kind, dim, dtype), recipe)
+
+
+INT8_MUTANTS = {
+    "rows that aren't finite": ("if (INT8 && is_hidden(y[i])) codes", "if (false) codes"),
+    "of another member": ("y[0] != y[0]) >> thread % 32 / team * team &", "y[0] != y[0]) >> thread % 32 &"),
+    "rounded down": ("__fadd_rn(__fmul_rn(y[i], factor), ROUNDER)", "floorf(__fmul_rn(y[i], factor)) + ROUNDER"),
+    "steps of e4m3": ("const float restores = row_scale_of<INT8>", "const float restores = scale_of"),
+}
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("name", INT8_MUTANTS)
+def test_the_emulation_sees_what_is_wrong_with_int8(name: str, tmp_path: Path) -> None:
+    emulation.copy_sources(tmp_path)
+    right, wrong = INT8_MUTANTS[name]
+    emulation.mutate(tmp_path / "tile" / "quantize.h", right, wrong)
+    mutant = emulation.compile_file("queries.cpp", tmp_path)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_as_defined(mutant, rows_of("not finite", 128, torch.bfloat16), AT_ONCE["int8"])
 
 
 def test_a_tile_that_does_not_exist_is_not_read(queries: ctypes.CDLL) -> None:
