@@ -403,7 +403,7 @@ def _plain(
         return None
     if not query.dim() == key.dim() == value.dim() == 4:
         return None
-    if not ((recipe.qk == "e4m3" and short.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
+    if not (short.may_take(query, key, value) or configs.may_quantize(query, value.shape[3])):
         return None
     return query, key, value, query.shape[3] ** -0.5 if scale is None else float(scale), recipe.qk
 

@@ -37,6 +37,7 @@ from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 from fp8attn.quantize import quantize
 
 H100 = ARCHITECTURES[90]
+EVERY = INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
 
 
 def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: Recipe | None = None, **options):
@@ -45,15 +46,14 @@ def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: 
     return call_of(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("config", INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES, ids=lambda c: c.name)
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.name)
 def test_every_instance_fits_an_h100(config: HopperConfig) -> None:
     assert configs.misfit(config, H100) is None
     assert config.shared_bytes <= SHARED_MEMORY[90]
 
 
 def test_instances_are_told_apart_by_name() -> None:
-    every = INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
-    assert len({c.name for c in every}) == len(every) == len(set(every))
+    assert len({c.name for c in EVERY}) == len(EVERY) == len(set(EVERY))
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ struct Shape {
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
-  static constexpr bool start_by_moves = C.head_dim > 128;                    // where issue slots aren't what is short, or by a product
-  static_assert(start == 0 || start_by_moves || start == START_STEP);
+  static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;      // of ones; by moves where issue slots aren't what is short
+  static_assert(!start_by_product || start == START_STEP);
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, start>, Softmax<C.exact>>;
   // whether CTAs may share tiles; where registers are scarcest it would spill
   static constexpr bool shares_tail = !C.general && !C.int8 && C.consumers < 4;
@@ -157,12 +157,12 @@ struct NoQueries {};
 template <HopperConfig C>
 __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage) {
   using S = Shape<C>;
-  if constexpr (S::start > 0 && S::start_by_moves) {
+  if constexpr (S::start > 0 && !S::start_by_product) {
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) s[i] = S::start;
   }
   ptx::wgmma_fence();
-  if constexpr (S::start > 0 && !S::start_by_moves) {
+  if constexpr (S::start_by_product) {
     const uint64_t ones = ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.ones));
     S::StartProduct::template run<false>(s, ones, ones);
   }
@@ -369,7 +369,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         take_over(p, piece.first_other, consumer, C.consumers, softmax.m, o, o_second);
     }
 
-    if constexpr (C.half_q && C.int8) {
+    if constexpr (C.half_q && C.int8) {  // before the next tile's codes take the place of this one's
 #pragma unroll
       for (int r = 0; r < 2; ++r) poison_row(row_sum(o, o_second, r), shared.q[consumer][0][ptx::swizzled<S::panel>(f.row + 8 * r, 0)]);
     }
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   for (int stage = 0; stage < C.stages; ++stage)
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
       *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
-  if (Shape<C>::start > 0 && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.ones)[threadIdx.x] = ~0u;
+  if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.ones)[threadIdx.x] = ~0u;
   if (threadIdx.x == 0) {
     if constexpr (Shape<C>::shares_tail) shared.pieces.find(schedule);
     write_next_piece<C>(shared, schedule, -1);

@@ -165,45 +165,32 @@ def launch_from_half(
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
 
 
-def quantize_kv(
-    k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device, config: quantize.QuantizeConfig | None = None
-) -> tuple[Quantized, Quantized]:
+def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:
     """fp8attn.quantize.quantize_kv with recipe.AT_ONCE[qk]; `quantize.why_not` has said that it takes the call.
 
     Args:
         k, v: (B, H, S, D), bfloat16 or float16.
-        config: the instance; None: `quantize.choose`'s.
 
     Raises:
         BuildError: the kernel can't be compiled here.
     """
     key, value = quantize.empty(k, v, qk)
-    quantize_into(key, value, k, v, device, config)
+    quantize_into(key, value, k, v, device)
     return key, value
 
 
-def quantize_into(
-    key: Quantized,
-    value: Quantized,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    device: Device,
-    config: quantize.QuantizeConfig | None = None,
-    ready: torch.Tensor | None = None,
-) -> None:
+def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device, ready: torch.Tensor | None = None) -> None:
     """`quantize_kv` into what quantize.empty made.
 
     Args:
         ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
     """
-    library, arguments = launch_of_quantizer(k, "int8" if key.data.dtype == torch.int8 else "e4m3", device, config)
+    library, arguments = launch_of_quantizer(k, "int8" if key.data.dtype == torch.int8 else "e4m3", device)
     library.operators.quantize.default(*arguments, k, v, *quantize.filled(key, value), ready)
 
 
-def launch_of_quantizer(
-    k: torch.Tensor, qk: ProductType, device: Device, config: quantize.QuantizeConfig | None = None
-) -> tuple[build.Library, tuple[int, ...]]:
+def launch_of_quantizer(k: torch.Tensor, qk: ProductType, device: Device) -> tuple[build.Library, tuple[int, ...]]:
     """The library of the quantizer's instance, and what the binding is told beside tensors."""
-    config = quantize.choose(k, qk) if config is None else config
+    config = quantize.choose(k, qk)
     library = build.load_with(config, quantize.instances(config.int8), device.arch)
     return library, (library.launchers[config], k.shape[0] * k.shape[1] * quantize.cluster_of(k), sample_size(k.shape[2]))

@@ -6,17 +6,6 @@
 
 namespace fp8attn {
 
-// K's mean, likewise, by a warp: of four channels a lane, of which there are as many as half its lanes.
-template <QuantizeConfig C>
-__device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int lane) {
-  constexpr int count = CHANNELS / 4;
-  float4* means = reinterpret_cast<float4*>(shared.key_mean);
-  const float4 mean = removable(rotated(means[lane % count]));  // its shuffles wait for who reads
-  if (lane >= count) return;
-  means[lane] = mean;
-  if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
-}
-
 // Of the sample of K a thread's share at a time: a word of the tokens of a lane. An item is a lane and one of the CTA's words.
 template <typename T>
 struct Sample {
@@ -64,6 +53,17 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
 #pragma unroll
   for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
   shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), p.inverse_sample);
+}
+
+// K's mean, which every strip makes for itself, by a warp: of four channels a lane, of which there are as many as half its lanes.
+template <QuantizeConfig C>
+__device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int lane) {
+  constexpr int count = CHANNELS / 4;
+  float4* means = reinterpret_cast<float4*>(shared.key_mean);
+  const float4 mean = removable(rotated(means[lane % count]));  // its shuffles wait for who reads
+  if (lane >= count) return;
+  means[lane] = mean;
+  if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
 }
 
 // What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every part.
