@@ -570,3 +570,36 @@ def test_tiles_after_a_ctas_first(config: HopperConfig, device: torch.device) ->
             expected, expected_lse = oracle(operands, call, config)
             assert_matches_pipeline(out, expected, emulated=False)
             torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [c for c in INSTANCES + INT8_INSTANCES if c.general], ids=lambda c: c.name)
+def test_what_there_is_of_single_keys(config: HopperConfig, device: torch.device) -> None:
+    """Scales of keys, means of queries, and a mask that says the same to all rows and hides a key that isn't finite: each alone and all together,
+    over several tiles of a CTA. It comes by copies that only a barrier orders: a bit that moves is a race."""
+    reason = configs.misfit(config, device_of(device))
+    if reason is not None:
+        pytest.skip(reason)
+    generator = torch.Generator(device).manual_seed(8)
+    heads = 1 + device_of(device).sm_count // 2
+    q, k, v = (
+        torch.randn(1, heads, n, dim, device=device, generator=generator)
+        for n, dim in ((500, config.head_dim), (701, config.head_dim), (701, config.value_dim))
+    )
+    q += torch.linspace(-2, 2, 500, device=device)[:, None]  # groups of queries have different means
+    k *= torch.linspace(0.3, 2, 701, device=device)[:, None]
+    k[:, :, 300, 3] = torch.nan
+    hides = torch.rand(1, 1, 1, 701, device=device, generator=generator) < 0.3
+    hides[..., 300] = True
+    masks = {"bool": ~hides, "half": torch.randn(hides.shape, device=device, generator=generator).half().masked_fill(hides, -torch.inf)}
+    recipe = Recipe(qk="int8" if config.int8 else "e4m3")
+    for options, mask in ((dict(), "bool"), (dict(k="token"), None), (dict(smooth_q=True), None), (dict(k="token", smooth_q=True), "half")):
+        operands = quantize(q, k if mask else k.nan_to_num(0.0), v, dataclasses.replace(recipe, **options))
+        call = call_of(*operands, attn_mask=None if mask is None else masks[mask], return_lse=True, out_dtype=torch.float32)
+        out, lse = run.forward(call, device_of(device), config)
+        expected, expected_lse = oracle(operands, call, config)
+        assert out.isfinite().all()
+        assert_matches_pipeline(out, expected, emulated=False)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
+        different = sum((run.forward(call, device_of(device), config)[0] != out).sum() for _ in range(50))
+        assert int(different) == 0

@@ -151,11 +151,15 @@ READY_MUTANTS = {
 GENERAL = "general"
 
 GENERAL_MUTANTS = {
-    "mean of queries forgotten": ("hopper.cuh", "if (p.bias != nullptr) add_bias(s, p, share", "if (false) add_bias(s, p, share"),
-    "mean of other queries": ("tile/mask.h", "* groups + row / ROWS) * pitch", "* groups) * pitch"),
-    "means of the next key": ("tile/mask.h", "fmaf(pair.y, p.score_scale", "fmaf(pair.x, p.score_scale"),
+    "mean of queries forgotten": ("hopper.cuh", "keys.add_bias(s, factor, consumer, f);", "scale_by_row(factor, s);"),
+    "mean of other queries": ("tile/key_facts.h", "++c, at += bias_pitch(p))", "++c)"),
+    "means of the next key": ("tile/key_facts.h", "factor[r], pair.y)", "factor[r], pair.x)"),
+    "means without the softmax scale": ("tile/key_facts.h", "*= factor;", "*= 1.0f;"),
+    "keys' own scales forgotten": ("hopper.cuh", "if (by_key) keys.scale_scores(s, f);", ""),
+    "scales of the next key": ("tile/key_facts.h", "*= pair.y;", "*= pair.x;"),
+    "scales of other keys": ("tile/key_facts.h", "at += 32 * p.k_scale_strides[2])", "at += 0)"),
 }
-"""Of the Hopper kernel's general instances on smoothed queries."""
+"""Of the Hopper kernel's general instances on smoothed queries and keys with scales of their own."""
 
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
@@ -199,7 +203,7 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         q[0, 0, 20, 3], k[0, 0, 600, 5] = torch.nan, torch.inf
     if rung == GENERAL:
         q += torch.linspace(-2, 2, 150, device=device)[:, None]  # groups of queries have different means
-    recipe = Recipe(qk="int8" if rung == INT8 else "e4m3", smooth_q=rung == GENERAL)
+    recipe = Recipe(qk="int8" if rung == INT8 else "e4m3", smooth_q=rung == GENERAL, k="token" if rung == GENERAL else "block")
     with_means = v + torch.linspace(-3, 3, 64, device=device)  # large ones, which are removed, but beside which other errors are small
     # blocks of keys whose scores are all negative, after others of which some aren't
     common = q.nan_to_num(0.0).mean(2, keepdim=True).sign()

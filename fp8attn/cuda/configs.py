@@ -22,9 +22,6 @@ KEYS = 128
 ONES = 8
 """Channels of ones behind V's: the tensor core sums P's rows through them."""
 
-PRODUCER_REGISTERS = 24
-"""Of a thread of the producer's warpgroup."""
-
 OUTPUT_BYTES = 128
 """Of a row of the output in shared memory; there are two where there are more than 64 channels."""
 
@@ -71,6 +68,11 @@ class HopperConfig:
         return not (self.general or self.int8) and self.consumers < 4
 
     @property
+    def producer_registers(self) -> int:
+        """Of a thread of the producer's warpgroup; what there is of single keys takes more."""
+        return 40 if self.general else 24
+
+    @property
     def panel(self) -> int:
         """Bytes of a row of Q and K that lie together in shared memory, spanned by a swizzle."""
         return 128 if self.head_dim % 128 == 0 else 64 if self.head_dim % 64 == 0 else 32
@@ -87,7 +89,8 @@ class HopperConfig:
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
-        tiles = 32 * (4 + 4)
+        key_facts = 4 * KEYS * self.stages * (1 + self.consumers) if self.general else 0
+        tiles = 32 * 4 + max(32 * 4, key_facts)
         barriers = 8 * (2 * self.consumers + 4 * self.stages)
         return -(-(q + kv + output + facts + tiles + barriers) // 1024) * 1024
 
@@ -124,7 +127,7 @@ def misfit(config: HopperConfig, device: Device) -> str | None:
     if lacking is not None:
         return lacking
     at_launch = min(REGISTER_FILE // config.threads // 8 * 8, 255) * config.threads
-    wanted = 128 * (config.consumers * config.registers + PRODUCER_REGISTERS)
+    wanted = 128 * (config.consumers * config.registers + config.producer_registers)
     if config.registers % 8 or wanted > at_launch:
         return f"it takes {wanted} registers; a CTA of {config.threads} threads gets {at_launch}, and each thread a multiple of 8"
     return None
@@ -147,12 +150,12 @@ SPEEDS = {
     HopperConfig(192, 192, 2, 3, 240, False, 1, False): 1.0,
     HopperConfig(256, 256, 2, 2, 240, False, 1, False): 1.0,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False): 0.6,
-    HopperConfig(64, 64, 2, 4, 240, False, 1, True): 1.0,
-    HopperConfig(96, 96, 2, 4, 240, False, 1, True): 1.0,
-    HopperConfig(128, 128, 2, 4, 240, False, 1, True): 1.0,
-    HopperConfig(192, 128, 2, 3, 240, False, 1, True): 1.0,
-    HopperConfig(192, 192, 2, 3, 240, False, 1, True): 1.0,
-    HopperConfig(256, 256, 2, 2, 240, False, 1, True): 1.0,
+    HopperConfig(64, 64, 3, 4, 152, False, 1, True): 1.0,
+    HopperConfig(96, 96, 2, 4, 232, False, 1, True): 1.0,
+    HopperConfig(128, 128, 2, 4, 232, False, 1, True): 1.0,
+    HopperConfig(192, 128, 2, 3, 232, False, 1, True): 1.0,
+    HopperConfig(192, 192, 2, 3, 232, False, 1, True): 1.0,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True): 1.0,
 }
 """What is compiled, and how fast each is beside the fastest of its head dims where there are plenty of tiles (H100, 16k tokens)."""
 

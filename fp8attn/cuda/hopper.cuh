@@ -17,6 +17,7 @@
 #include "ptx/warpgroup.h"
 #include "tile/attend.h"
 #include "tile/facts.h"
+#include "tile/key_facts.h"
 #include "tile/mask.h"
 #include "tile/poison.h"
 #include "tile/quantize.h"
@@ -27,7 +28,6 @@
 
 namespace fp8attn {
 
-constexpr int PRODUCER_REGISTERS = 24;
 constexpr int TILES = 4;
 
 template <HopperConfig C>
@@ -42,6 +42,7 @@ struct Shape {
   static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;
   static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
   static constexpr int threads = 128 * (C.consumers + 1);
+  static constexpr int producer_registers = C.general ? 40 : 24;
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
@@ -64,6 +65,7 @@ struct alignas(1024) SharedStorage {
   union {
     Pieces pieces;
     alignas(16) uint8_t ones[128];  // all bits of them
+    std::conditional_t<C.general, KeyFacts<C.consumers>[C.stages], NoKeyFacts> key_facts;
   };
   float k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
@@ -103,10 +105,12 @@ __device__ inline void wait_until_ready(const Params& p, const Tile& tile) {
   ptx::fence_proxy_async_all();
 }
 
-// One thread: queries of every tile and its blocks of K and V, in the order the consumers want them.
+// One thread: queries of every tile and its blocks of K and V, in the order the consumers want them. Of general instances its warp, which copies
+// what there is of single keys.
 template <HopperConfig C>
 __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
   using S = Shape<C>;
+  const bool elected = !C.general || threadIdx.x == 0;
   const Visible visible(p);
   ptx::tma_prefetch(p.q_map);
   ptx::tma_prefetch(p.k_map);
@@ -119,7 +123,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     const Tile tile = shared.tiles[round % TILES];
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);  // and consumers are no more than a round behind, which read tiles
-      if constexpr (C.half_q) continue;
+      if (C.half_q || !elected) continue;
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
@@ -133,6 +137,11 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     for (int n = begin; n < blocks; ++n, ring.advance()) {
       const int stage = ring.stage();
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
+      if constexpr (C.general) {
+        __syncwarp();
+        if (has_key_facts(p)) shared.key_facts[stage].load(p, tile, n * KEYS, &shared.k_full[stage]);
+        if (!elected) continue;
+      }
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
       shared.k_scale[stage] = next_scale;
@@ -143,6 +152,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       if (n + 1 == blocks) write_next_piece<C>(shared, schedule, round);
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
     }
+    if constexpr (C.general) __syncwarp();  // who hasn't may read the next tile
     const Tile next = shared.tiles[(round + 1) % TILES];
     for (int i = 0; C.half_q && next.exists() && i < 2 * S::panels * C.consumers; ++i)
       ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
@@ -214,7 +224,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   const Visible visible(p);
   const Fragment f = Fragment::mine();
   const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read
-  const bool by_key = C.general && p.k_group == 1;
+  const bool by_key = C.general && p.k_group == 1, masked_by_key = C.general && has_mask_by_key(p);
   auto& facts = shared.facts[consumer];
   Ring<C.stages> ring;
   typename S::Score scores[KEYS / 2];
@@ -274,14 +284,29 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
       calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
       softmax.prepare(factor);
+      if constexpr (C.general) {
+        shared.key_facts[stage].scale_bias(masked_by_key ? 1.0f : p.score_scale, consumer);
+        ptx::warpgroup_sync(1 + consumer);
+      }
+    };
+    const auto free_keys = [&] {
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
     };
     const auto make_probabilities = [&](float (&s)[KEYS / 2], int n) {
-      if (by_key) scale_by_key(p, share.tile, n * KEYS, s, f);
-      if (!calm) scale_by_row(factor, s);
       if constexpr (C.general) {
+        const auto& keys = shared.key_facts[ring.stage()];
         if (marked) poison_keys(p, share.tile, n * KEYS, s, f);
-        if (p.bias != nullptr) add_bias(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
-        if (p.mask != nullptr) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
+        if (by_key) keys.scale_scores(s, f);
+        if (p.bias != nullptr || masked_by_key)
+          keys.add_bias(s, factor, consumer, f);
+        else
+          scale_by_row(factor, s);
+        if (masked_by_key) keys.hide(s, consumer, f);
+        __syncwarp();
+        free_keys();
+        if (p.mask != nullptr && !masked_by_key) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
+      } else if (!calm) {
+        scale_by_row(factor, s);
       }
       if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
       softmax.step(s, factor, probabilities, alpha);
@@ -290,7 +315,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const auto attend = [&](int n) {
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
+      if constexpr (!C.general) free_keys();
       if constexpr (C.int8) {
         float s[KEYS / 2];
         if (softmax.steady) {
@@ -327,8 +352,15 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     constexpr std::integral_constant<int, 0> none;
     constexpr std::integral_constant<int, 1> one;
 
+    const auto wait_for_keys = [&](Ring<C.stages> at, int n) {
+      ptx::mbarrier_wait(&shared.k_full[at.stage()], at.phase());
+      if constexpr (C.general) {
+        if (masked_by_key) shared.key_facts[at.stage()].add_mask(p, share.tile, n * KEYS, consumer);
+      }
+    };
+
     if constexpr (!C.half_q) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
-    ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
+    wait_for_keys(ring, begin_of<C>(piece));
     start_scores<C>(scores, shared, consumer, ring.stage());
     if constexpr (C.half_q) load_channels(piece);  // not before the producer has seen that they are there
     ptx::cp_async_wait_but<1>();
@@ -337,7 +369,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     for (int n = begin_of<C>(piece); n < share.seen - 1; ++n) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
-        ptx::mbarrier_wait(&shared.k_full[next.stage()], next.phase());
+        wait_for_keys(next, n + 1);
         start_scores<C>(scores, shared, consumer, next.stage());
         prepare(next.stage());
       };
@@ -408,7 +440,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
       ptx::mbarrier_init(&shared.q_empty[c], 4);
     }
     for (int stage = 0; stage < C.stages; ++stage) {
-      ptx::mbarrier_init(&shared.k_full[stage], 1);
+      ptx::mbarrier_init(&shared.k_full[stage], C.general && has_key_facts(p) ? 1 + 32 : 1);
       ptx::mbarrier_init(&shared.v_full[stage], 1);
       ptx::mbarrier_init(&shared.k_empty[stage], 4 * C.consumers);
       ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
@@ -421,8 +453,8 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   ptx::launch_dependents();
 
   if (warpgroup == 0) {
-    ptx::registers_decrease<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce<C>(p, shared, schedule);
+    ptx::registers_decrease<Shape<C>::producer_registers>();
+    if (threadIdx.x < (C.general ? 32 : 1)) produce<C>(p, shared, schedule);
   } else {
     ptx::registers_increase<C.registers>();
     consume<C, T>(p, shared, warpgroup - 1);

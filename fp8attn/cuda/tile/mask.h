@@ -56,10 +56,13 @@ __device__ void hide(float (&s)[N], const int (&row_end)[M], int start, Fragment
   }
 }
 
+// Numbers from one row of `bias` to the next.
+__device__ inline int bias_pitch(const Params& p) { return (p.kv_length + BIAS_ALIGNMENT - 1) / BIAS_ALIGNMENT * BIAS_ALIGNMENT; }
+
 // What the mean of a row's group of queries adds to the scores of keys, over the softmax scale.
 __device__ inline const float* bias_row(const Params& p, int batch, int head, int row) {
-  const int pitch = (p.kv_length + BIAS_ALIGNMENT - 1) / BIAS_ALIGNMENT * BIAS_ALIGNMENT, groups = (p.q_length + ROWS - 1) / ROWS;
-  return p.bias + ((int64_t(batch) * p.q_heads + head) * groups + row / ROWS) * pitch;
+  const int groups = (p.q_length + ROWS - 1) / ROWS;
+  return p.bias + ((int64_t(batch) * p.q_heads + head) * groups + row / ROWS) * bias_pitch(p);
 }
 
 // Adds what the mean of a group of queries does, to scores of rows of that group, among them `first_row`, and of the keys from `start` on, which is even.
@@ -111,6 +114,11 @@ __device__ float masked(float score, const Params& p, const Place& tile, int row
   }
 }
 
+template <typename T>
+struct alignas(2 * sizeof(T)) Two {
+  T of[2];
+};
+
 // Adds the mask of a warpgroup's rows and the keys from `start` on.
 template <typename T, int N>
 __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
@@ -121,6 +129,15 @@ __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head,
     asm volatile("" : "+l"(step));  // or all N addresses are made before the loop over blocks, and spilled
     const T* at = static_cast<const T*>(p.mask) + batch * p.mask_strides[0] + head * p.mask_strides[1] + row * p.mask_strides[2] + (start + f.column) * step;
     const int keys = row < p.q_length ? p.kv_length - start - f.column : 0;
+    if (__all_sync(~0u, step == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Two<T>) == 0 && keys > 2 * N - 7)) {
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) {
+        const Two<T> two = *reinterpret_cast<const Two<T>*>(at + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) s[4 * j + 2 * r + i] = with_mask(s[4 * j + 2 * r + i], mask_value(two.of[i]));
+      }
+      continue;
+    }
 #pragma unroll
     for (int j = 0; j < N / 4; ++j, at += 8 * step) {
 #pragma unroll
