@@ -19,12 +19,13 @@ from .cuda import build, configs, early, short
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda
 from .cuda.build import BuildError
-from .device import device_of
+from .device import Device, device_of
 from .layout import padded_length
 from .recipe import AT_ONCE, BIAS_ALIGNMENT, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe, Rotation
 from .reference import Causal
 from .triton import quantize as fused
 from .triton import run
+from .triton.bias import with_bias
 from .triton.tile import INTERPRETING
 from .validate import BackendUnavailable
 
@@ -78,17 +79,24 @@ def quantized(
         return definition.quantize(q, k, v, recipe)
     device = device_of(like.device)
     with current(like.device):
-        if k is not None and v is not None and not by_triton and why_not_quantize_by_cuda(k, v, recipe) is None:
-            try:
-                kv = cuda.quantize_kv(k, v, recipe.qk, device)
-            except BuildError as error:
-                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-            else:
-                q_quantized = None if q is None else fused.quantize(q, None, None, recipe, device)[0]
-                if q_quantized is not None and recipe.smooth_q:
-                    q_quantized = definition.with_bias(q_quantized, k, kv[0])
-                return q_quantized, *kv
-        return fused.quantize(q, k, v, recipe, device)
+        q_quantized, k_quantized, v_quantized = _by_kernels(q, k, v, recipe, device, by_triton)
+        if q_quantized is not None and recipe.smooth_q and k is not None and k_quantized is not None:
+            q_quantized = with_bias(q_quantized, k, k_quantized, device)
+        return q_quantized, k_quantized, v_quantized
+
+
+def _by_kernels(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, by_triton: bool
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """A smoothed q is without `bias`."""
+    if k is not None and v is not None and not by_triton and why_not_quantize_by_cuda(k, v, recipe) is None:
+        try:
+            kv = cuda.quantize_kv(k, v, recipe.qk, device)
+        except BuildError as error:
+            warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
+        else:
+            return None if q is None else fused.quantize(q, None, None, recipe, device)[0], *kv
+    return fused.quantize(q, k, v, recipe, device)
 
 
 def _quantize(

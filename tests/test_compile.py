@@ -31,7 +31,7 @@ INT8_SCORES = dict.fromkeys(TENSOR_CORES, "mma.sync.aligned.m16n8k32.row.col.sat
 """The same for Q·Kᵀ of int8."""
 
 
-QUANTIZERS = ("short_kernel", "gather_kernel", "finish_kernel", "write_kernel")
+QUANTIZERS = ("short_kernel", "gather_kernel", "finish_kernel", "write_kernel", "bias_kernel")
 
 CONVERTS_STACK_POINTER = re.compile(r"F2FP\S*UNPACK_B R\d+, R1\b")
 
@@ -57,6 +57,7 @@ def compile_all(arch: int) -> list[dict]:
     from fp8attn.device import ARCHITECTURES
     from fp8attn.triton import quantize as fused
     from fp8attn.triton import run
+    from fp8attn.triton.bias import with_bias
 
     device = ARCHITECTURES[arch]
     compiled: list[dict] = []
@@ -91,6 +92,8 @@ def compile_all(arch: int) -> list[dict]:
         call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
         with architecture(arch):
             run.forward(call, device, warmup=True)
+            if recipe.smooth_q:
+                with_bias(quantized[0], k, quantized[1], device, warmup=True)
             if mask == "full" or (mask == "causal" and int8):
                 fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
@@ -115,7 +118,7 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
     from fp8attn.device import SHARED_MEMORY
 
     names = {entry["kernel"] for entry in compiled}
-    assert {"forward_kernel", "short_kernel", "gather_kernel", "finish_kernel", "write_kernel", "import_values_kernel"} <= names
+    assert {"forward_kernel", "import_values_kernel", *QUANTIZERS} <= names
     assert ("hopper_kernel" in names) == (arch == 90)
     for entry in compiled:
         assert entry["shared"] <= SHARED_MEMORY[arch], (entry["case"], entry["kernel"])
@@ -133,6 +136,8 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
         writes_e4m3 = ("short_kernel", "write_kernel") if " int8 " in entry["case"] else ("short_kernel", "gather_kernel", "write_kernel")
         if entry["kernel"] in writes_e4m3 and arch >= 89:
             assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
+        if entry["kernel"] == "bias_kernel":
+            assert ".tf32" in entry["ptx"] and " smoothed " in entry["case"]
         if entry["kernel"] in QUANTIZERS:
             # a dependent that doesn't wait reads what isn't there yet
             assert ("griddepcontrol.wait" in entry["ptx"]) == (arch >= 90)

@@ -2,7 +2,8 @@
 
 Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of strips of v, makes k's mean and
 quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
-or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one.
+or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one. What means
+of queries add to scores is bias.py's.
 
 Kernels are programmatic dependents of what runs before them, and let what comes after them start at once: it waits where it begins
 to touch memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
@@ -47,6 +48,7 @@ MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
 RUN: tl.constexpr = tl.constexpr(definition.RUN)
 FEEDBACK: tl.constexpr = tl.constexpr(definition.FEEDBACK)
+QUERY_GROUP: tl.constexpr = tl.constexpr(definition.QUERY_GROUP)
 
 
 def power_of_2(dim: int) -> int:
@@ -61,6 +63,7 @@ class Traits:
     Attributes:
         q_group, k_group: rows under one scale that the kernel makes, 1 or SCALE_BLOCK; 0 if scales are given.
         int8: Q and K become int8, not e4m3.
+        smooth_q: means of queries are removed by the kernel.
         k_extremes: whether K needs its channels' extremes, for scales of heads or of the tensor.
         part: channels of Q and K that are rotated together, 0 if none are.
         native: the architecture converts to e4m3 by itself.
@@ -72,6 +75,7 @@ class Traits:
     v_dim: int
     q_group: int
     k_group: int
+    smooth_q: bool
     smooth_k: bool
     smooth_v: bool
     part: int
@@ -421,8 +425,26 @@ def hidden_tokens(v, rows, v_stride, length, DIM: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
+def query_mean(q, q_stride, q_mean, group, length, C: tl.constexpr):
+    """quantize.query_means of one group of one head's q, (WIDTH,). It is stored, rotated, to q_mean, (G, Dq)."""
+    WIDTH: tl.constexpr = C.widths[0]
+    total = tl.zeros([LANES, WIDTH], tl.float32)
+    for step in tl.static_range(QUERY_GROUP // LANES):
+        x = load_tile(q, group * QUERY_GROUP + step * LANES + tl.arange(0, LANES), q_stride, length, C.q_dim, WIDTH, True, False)
+        total += tl.where(is_finite(x), x, 0.0)
+    count = tl.maximum(tl.minimum(length - group * QUERY_GROUP, QUERY_GROUP), 1)
+    mean = removable(sum_lanes(total) * tl.div_rn(1.0, count.to(tl.float32)))
+    if group * QUERY_GROUP < length:
+        kept = mean
+        if C.part > 0:
+            kept = tl.reshape(rotated(mean[None, :], C.part), (WIDTH,)) * C.q_factor
+        store_vector(q_mean + group * C.q_dim, kept, C.q_dim)
+    return mean
+
+
+@triton.jit
 def write_queries(
-    q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, item, heads, length, C: tl.constexpr
+    q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item, heads, length, C: tl.constexpr
 ):  # fmt: skip
     """Quantize one block of q, the item-th of (B · Hq) x blocks."""
     blocks = tl.cdiv(length, BLOCK)
@@ -431,17 +453,33 @@ def write_queries(
     head = pair % heads
     block = item % blocks
     rows = block * BLOCK + tl.arange(0, BLOCK)
-    write_rows(
-        q + batch * q_strides[0] + head * q_strides[1], q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length,
-        q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
-        q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], length,
-        C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
-    )  # fmt: skip
+    q += batch * q_strides[0] + head * q_strides[1]
+    q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
+    q_data += batch * q_data_strides[0] + head * q_data_strides[1]
+    if C.smooth_q:
+        q_mean += pair * tl.cdiv(length, QUERY_GROUP) * C.q_dim
+        first = query_mean(q, q_strides[2], q_mean, 2 * block, length, C)
+        second = query_mean(q, q_strides[2], q_mean, 2 * block + 1, length, C)
+        y = load_tile(q, rows, q_strides[2], length, C.q_dim, C.widths[0], True, True)
+        y -= tl.where((rows % BLOCK < QUERY_GROUP)[:, None], first[None, :], second[None, :])
+        if C.part > 0:
+            y = rotated(y, C.part)
+        y = tl.where(is_finite(y), y, float("nan"))
+        y = tl.where((rows < length)[:, None], y, 0.0)  # as in write_rows
+        store_rows(
+            y, rows, length, rows < 0, q_scale, block, q_scale_strides[2], q_data, q_data_strides[2],
+            C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C, True,
+        )  # fmt: skip
+    else:
+        write_rows(
+            q, q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length, q_scale, block, q_scale_strides[2], q_data, q_data_strides[2],
+            length, C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
 def gather_kernel(
-    q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, k_mean, k_extremes,
+    q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_extremes,
     v_sums, v_extremes, v_flags, q_heads, kv_heads, kv_pairs, q_length, kv_length, sample_step, inverse_sample_size, C: tl.constexpr,
 ):  # fmt: skip
     """Statistics of every strip of v: sums (B, Hkv, strips, Dv), extremes (…, 2, Dv), flags (…); k's mean and extremes; q quantized.
@@ -479,7 +517,7 @@ def gather_kernel(
             store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
     else:
         if C.q_dim > 0:
-            write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, item - q_first, q_heads, q_length, C)
+            write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item - q_first, q_heads, q_length, C)
 
 
 @triton.jit(do_not_specialize=["strips"])
@@ -555,7 +593,7 @@ def write_kernel(
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
 def short_kernel(
-    q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, k_mean, k_data, k_data_strides,
+    q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_data, k_data_strides,
     k_scale, k_scale_strides, v_mean, v_data, v_scale, q_heads, kv_heads, kv_pairs, q_length, kv_length, padded, sample_step,
     inverse_sample_size, inverse_length, C: tl.constexpr,
 ):  # fmt: skip
@@ -619,7 +657,7 @@ def short_kernel(
         )  # fmt: skip
     else:
         if C.q_dim > 0:
-            write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, item - q_first, q_heads, q_length, C)
+            write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item - q_first, q_heads, q_length, C)
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
@@ -649,7 +687,7 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
     """Of a call; dims are 0 of what isn't there."""
     there = k_dim > 0
     return Traits(
-        q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k],
+        q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k], smooth_q=recipe.smooth_q and q_dim > 0,
         smooth_k=recipe.smooth_k and there, smooth_v=recipe.smooth_v and there,
         part=rotation.part_of(k_dim or q_dim, recipe.rotate), int8=recipe.qk == "int8",
         k_extremes=recipe.k in GIVEN and there, native=device.has_fp8_units and not device.emulated,
@@ -660,19 +698,16 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
 def quantize(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, *, warmup: bool = False
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """quantize.quantize by the fused kernel: q, or k and v, or all three. Means of q are removed before it, in plain torch.
+    """quantize.quantize by the fused kernel: q, or k and v, or all three. A smoothed q is without `bias`.
 
     Args:
         warmup: compile only.
     """
-    if q is not None and recipe.smooth_q:
+    if q is not None and recipe.smooth_q and recipe.q in GIVEN:  # scales of what is left of q, which nobody has yet
         centred, means = definition.without_means(q, recipe)
         q_quantized, k_quantized, v_quantized = quantize(centred, k, v, replace(recipe, smooth_q=False), device, warmup=warmup)
         assert q_quantized is not None
-        q_quantized = replace(q_quantized, mean=means)
-        if k is not None and k_quantized is not None:
-            q_quantized = definition.with_bias(q_quantized, k, k_quantized)
-        return q_quantized, k_quantized, v_quantized
+        return replace(q_quantized, mean=means), k_quantized, v_quantized
     if any(x is not None and x.numel() == 0 for x in (q, k)):
         return definition.quantize(q, k, v, recipe)
     like = q if q is not None else k
@@ -689,7 +724,7 @@ def quantize(
     traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
     width = max(traits.widths)
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
-    if traits.int8 or traits.part > 0 or v is not None:
+    if traits.int8 or traits.part > 0 or v is not None or traits.smooth_q:
         # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. So are values, by what they are
         # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal
         resources["enable_fp_fusion"] = False
@@ -697,7 +732,7 @@ def quantize(
         resources["launch_pdl"] = True
 
     row_type, largest_code = definition.row_type(recipe.qk), definition.INT8_MAX if traits.int8 else definition.E4M3_MAX
-    q_data = q_scale = None
+    q_data = q_scale = q_mean = None
     q_items = 0
     if q is not None:
         q_data = definition.empty_rows(q, row_type)
@@ -706,9 +741,11 @@ def quantize(
             q_scale = _reduced_scale(values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q, largest_code, traits.q_factor)
         else:
             q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
+        if traits.smooth_q:
+            q_mean = new(batch, q_heads, ceil_div(q_length, definition.QUERY_GROUP), q_dim)
         q_items = batch * q_heads * ceil_div(q_length, SCALE_BLOCK)
-    queries = (_bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale))
-    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length, rotated=traits.part)
+    queries = (_bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale), q_mean)
+    q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length, q_mean, traits.part)
     sample = (definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1))
     k_mean = new(batch, kv_heads, k_dim) if traits.smooth_k else None
     v_mean = new(batch, kv_heads, v_dim) if traits.smooth_v else None
