@@ -180,14 +180,23 @@ def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
 
 
 def assert_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized) -> None:
-    """What means of q add to the scores of k is their product, off by roundings, or truncations, of a sum of so many, in any order."""
+    """What means of q add to the scores of k is their product, off by roundings, or truncations, of a sum of so many, in any order, before they are
+    rotated or after, of k or of what is left of it without its mean."""
     keys = centre(rotation.rotate(k, k_quantized.rotated), k_quantized.mean)
-    keys = torch.where(keys.isfinite().all(-1, keepdim=True), keys, 0.0).repeat_interleave(q.shape[1] // k.shape[1], 1).double().mT
-    expected, bound = q.mean.double() @ keys, q.mean.double().abs() @ keys.abs()
+    finite = keys.isfinite().all(-1, keepdim=True)
+    group, dim = q.shape[1] // k.shape[1], k.shape[3]
+    keys, whole = (torch.where(finite, x, 0.0).repeat_interleave(group, 1).double().mT for x in (keys, k))
+    means = q.mean.double()
+    expected, bound = means @ keys, means.abs() @ keys.abs()
+    turned = means @ rotation.rotate(torch.eye(dim, device=k.device), k_quantized.rotated).double().mT
+    bound = bound + turned.abs() @ whole.abs()
+    if k_quantized.mean is not None:
+        bound = bound + (means.abs() * k_quantized.mean.double().abs().repeat_interleave(group, 1).unsqueeze(-2)).sum(-1, keepdim=True)
     assert (q.bias[..., k.shape[2] :] == 0).all() and q.bias.shape[3] == -(-k.shape[2] // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    assert (q.bias[..., : k.shape[2]].masked_select(~finite.repeat_interleave(group, 1).mT) == 0).all()
     off = (q.bias[..., : k.shape[2]].double() - expected.clamp(-LARGEST_BIAS, LARGEST_BIAS)).abs()
-    rounding = (k.shape[3] + 8) * 2.0**-23
-    assert ((off <= rounding * bound + 2.0**-120) | (bound > 2.0**127)).all()  # a sum that overflows on its way is zero, or the largest
+    # a sum that overflows on its way is zero, or the largest
+    assert ((off <= (dim + 8) * 2.0**-23 * bound + 2.0**-120) | (bound > 2.0**127)).all()
     assert (q.bias.abs() <= LARGEST_BIAS).all()
 
 

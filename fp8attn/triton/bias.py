@@ -1,7 +1,8 @@
 """What means of queries add to scores of keys, as fp8attn.quantize.score_bias defines it, by tensor cores.
 
-Products are TF32's three (hi·hi, hi·lo, lo·hi), whatever torch allows its own: what is left of them is as small as a float32 sum's roundings.
-K is read once, the means by every block of keys; a sum is over a head dim, in an order that no other head or key has a part in.
+Means are turned back to the channels that keys have before they are rotated, so that K is multiplied as it comes. Halves are numbers of TF32; a mean
+is the sum of two, and what is left of it is as small as a float32 sum's roundings (3xTF32, CUTLASS's examples 27 and 28, of which a factor that
+is a half needs two). A sum is over a head dim, in an order that no other head or key has a part in.
 """
 
 from __future__ import annotations
@@ -14,49 +15,81 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import quantize as definition
+from ..call import HALVES
 from ..device import Device
 from ..recipe import BIAS_ALIGNMENT, Quantized
 from .launch import ceil_div, launch
-from .quantize import load_tile, load_vector, power_of_2
+from .quantize import butterfly, load_tile, load_vector, power_of_2, sign_bit
 from .tile import is_finite
 
-TILES = {64: (64, 64), 128: (32, 32), 256: (16, 32)}
-"""Keys and means of a program's products by width: both parts of both operands, and the keys once more, in less than 99 KB of shared memory."""
+TILES = {64: (64, 64), 128: (32, 32), 256: (16, 16)}
+"""Means and keys that are multiplied at a time, by width: as many as the least shared memory has room for, two parts of each."""
+
+HALVES_ON_HOPPER = {64: (64, 64), 128: (64, 64), 256: (64, 32)}
+"""The same of keys that are halves and have one part, where there is room for more."""
+
+PROGRAMS = 4
+"""For every SM, if keys are enough for as many."""
 
 LARGEST_BIAS: tl.constexpr = tl.constexpr(definition.LARGEST_BIAS)
-LARGEST_FACTOR: tl.constexpr = tl.constexpr(2.0**127)  # more would be infinite once it is rounded to TF32, and the rest of it minus infinity
+TF32: tl.constexpr = tl.constexpr(-0x2000)  # a float's bits that TF32 has
 
 
 @triton.jit
-def within(x, LARGEST: tl.constexpr):
-    return tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+def unrotated(y, PART: tl.constexpr):
+    """Rows (M, WIDTH) as they were before quantize.rotated, but for its factor of 1 / PART: it takes a product with keys so rotated."""
+    for level in tl.static_range(8):
+        if (1 << level) < PART:
+            y = butterfly(y, 1 << level)
+    return y * ((1 - 2 * sign_bit(tl.arange(0, y.shape[1]) % PART)).to(tl.float32) * (1.0 / PART))[None, :]
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "length", "pitch"])
+@triton.jit
+def high(x):
+    """x as TF32, not rounded but cut off; x minus it is exact."""
+    return (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["heads", "rows", "length", "pitch", "segment"])
 def bias_kernel(
-    means, k, k_strides, k_mean, bias, heads, rows, length, pitch,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+    means, k, k_strides, k_mean, bias, heads, rows, length, pitch, segment,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of KEYS keys x (B · Hkv). means: (B · Hkv, rows, DIM), contiguous: of all heads that share one of k. bias: (B · Hkv, rows, pitch).
-    ROWS: means that are multiplied at a time."""
+    """Grid: segments of keys x ROWS means x (B · Hkv). means: (B · Hkv, rows, DIM), contiguous: of all heads that share one of k. bias: (B · Hkv,
+    rows, pitch). segment: keys of a program, whole blocks of KEYS."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    pair = tl.program_id(1).to(tl.int64)
-    keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    x = load_tile(k + pair // heads * k_strides[0] + pair % heads * k_strides[1], keys, k_strides[2], length, DIM, WIDTH, True, True, PART)
-    finite = tl.max(tl.where(is_finite(x), 0, 1), 1) == 0
+    pair = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    mean = load_tile(means + pair * rows * DIM, row, DIM, rows, DIM, WIDTH, True, False)
+    of_mean = tl.zeros([ROWS], tl.float32)
     if k_mean is not None:
-        x -= load_vector(k_mean + pair * DIM, 1, 0.0, DIM, WIDTH)[None, :]
-    x = within(tl.where((finite & (keys < length))[:, None], x, 0.0), LARGEST_FACTOR)
-    means += pair * rows * DIM
-    bias += pair * rows * pitch
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mean = load_tile(means, row, DIM, rows, DIM, WIDTH, True, False)
-        sums = tl.dot(mean, tl.trans(x), input_precision="tf32x3")
-        sums = within(tl.where(sums == sums, sums, 0.0), LARGEST_BIAS)
-        tl.store(bias + row[:, None].to(tl.int64) * pitch + keys[None, :], sums, mask=(row < rows)[:, None] & (keys < pitch)[None, :])
+        of_mean = tl.sum(mean * load_vector(k_mean + pair * DIM, 1, 0.0, DIM, WIDTH)[None, :], 1)
+    if PART > 0:
+        mean = unrotated(mean, PART)
+    mean_high = high(mean)
+    mean_low = mean - mean_high
+    k += pair // heads * k_strides[0] + pair % heads * k_strides[1]
+    at = bias + (pair * rows + row[:, None]) * pitch
+    begin = tl.program_id(0) * segment
+    for start in range(begin, tl.minimum(begin + segment, pitch), KEYS):
+        keys = start + tl.arange(0, KEYS)
+        x = load_tile(k, keys, k_strides[2], length, DIM, WIDTH, True, False)
+        finite = tl.max(tl.where(is_finite(x), 0, 1), 1) == 0
+        x = tl.where(finite[:, None], x, 0.0)
+        if k.dtype.element_ty == tl.float32:
+            x_high = high(x)
+            sums = tl.dot(mean_high, tl.trans(x_high), input_precision="tf32")
+            sums = tl.dot(mean_high, tl.trans(x - x_high), sums, input_precision="tf32")
+            sums = tl.dot(mean_low, tl.trans(x_high), sums, input_precision="tf32")
+        else:
+            sums = tl.dot(mean_high, tl.trans(x), input_precision="tf32")
+            sums = tl.dot(mean_low, tl.trans(x), sums, input_precision="tf32")
+        sums -= of_mean[:, None]
+        sums = tl.where((sums == sums) & (finite & (keys < length))[None, :], sums, 0.0)
+        sums = tl.minimum(tl.maximum(sums, -LARGEST_BIAS), LARGEST_BIAS)
+        tl.store(at + keys[None, :], sums, mask=(row < rows)[:, None] & (keys < pitch)[None, :])
 
 
 def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Device, *, warmup: bool = False) -> Quantized:
@@ -72,15 +105,18 @@ def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Dev
     heads, length = k.shape[1:3]
     pitch = ceil_div(length, BIAS_ALIGNMENT) * BIAS_ALIGNMENT
     bias = q.mean.new_empty(batch, q_heads, groups, pitch)
-    width = power_of_2(dim)
-    keys, at_once = TILES[max(width, 64)]
+    rows, width = q_heads // heads * groups, power_of_2(dim)
+    at_once, keys = (HALVES_ON_HOPPER if device.arch // 10 == 9 and k.dtype in HALVES else TILES)[max(width, 64)]
+    pairs, chunks, blocks = batch * heads, ceil_div(rows, at_once), ceil_div(length, keys)
+    segments = min(blocks, ceil_div(PROGRAMS * device.sm_count, pairs * chunks))
+    segment = ceil_div(blocks, segments) * keys
     resources: dict = dict(num_warps=4 if width <= 64 else 8, enable_fp_fusion=False)
     dependent = device.arch >= 90 and not device.emulated
     if dependent:
         resources["launch_pdl"] = True
     launch(
-        bias_kernel, (ceil_div(length, keys), batch * heads),
-        q.mean, k, k.stride(), k_quantized.mean, bias, heads, q_heads // heads * groups, length, pitch,
-        dim, width, k_quantized.rotated, keys, at_once, dependent, warmup=warmup, **resources,
+        bias_kernel, (ceil_div(length, segment), chunks, pairs),
+        q.mean, k, k.stride(), k_quantized.mean, bias, heads, rows, length, pitch, segment,
+        dim, width, k_quantized.rotated, at_once, keys, dependent, warmup=warmup, **resources,
     )  # fmt: skip
     return replace(q, bias=bias)
