@@ -470,8 +470,8 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
 
 
 STACK = {
-    HopperConfig(256, 256, 2, 2, 240, False, 1, True): 16,
-    HopperConfig(256, 256, 2, 2, 240, False, 1, True, True): 32,
+    HopperConfig(64, 64, 3, 4, 152, False, 1, True, True): 8,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True, True): 48,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, True): 16,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False): 8,

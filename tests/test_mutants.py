@@ -13,8 +13,8 @@ import fp8attn
 from fp8attn import reference
 from fp8attn.api import call_of
 from fp8attn.device import device_of
-from fp8attn.quantize import STRIP, quantize_kv
-from fp8attn.triton import configs, feedback, forward, tile
+from fp8attn.quantize import STRIP, quantize, quantize_kv
+from fp8attn.triton import bias, configs, feedback, forward, tile
 from fp8attn.triton import quantize as fused
 
 pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
@@ -103,6 +103,21 @@ def pays_the_wrong_way(x, owed, gain, NATIVE: tl.constexpr):
     return code, left + owed + owed
 
 
+@triton.jit
+def no_signs(channel):
+    return channel * 0
+
+
+@triton.jit
+def no_vector(vector, stride, behind, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.zeros([WIDTH], tl.float32)
+
+
+@triton.jit
+def all_finite(x):
+    return (x == x) | True
+
+
 MUTANTS = {
     "mask off by one": ("hide", mask_off_by_one),
     "end of keys forgotten": ("hide", forgets_the_end),
@@ -164,4 +179,31 @@ def test_mutant_of_the_quantizer_is_seen(name: str, monkeypatch: pytest.MonkeyPa
 
     assert is_right()
     monkeypatch.setattr(fused, "feed_back", QUANTIZER_MUTANTS[name])
+    assert not is_right()
+
+
+BIAS_MUTANTS = {
+    "signs forgotten": ("sign_bit", no_signs),
+    "mean of keys forgotten": ("load_vector", no_vector),
+    "keys that aren't finite": ("is_finite", all_finite),
+    "means as they are stored": ("unrotated", lambda y, PART: y),
+}
+"""Of what means of queries add to scores."""
+
+
+@pytest.mark.parametrize("name", BIAS_MUTANTS)
+def test_mutant_of_the_bias_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator) + 1 for n in (70, 150, 150))
+    k = k.half()
+    k[0, 0, 3, 5] = torch.inf
+    smoothed, keys, _ = quantize(q, k, v, fp8attn.Recipe(smooth_q=True))
+    assert smoothed.bias is not None
+
+    def is_right() -> bool:
+        added = bias.with_bias(smoothed, k, keys, device_of(k.device)).bias
+        return torch.allclose(added, smoothed.bias, rtol=0, atol=1e-4)
+
+    assert is_right()
+    monkeypatch.setattr(bias, *BIAS_MUTANTS[name])
     assert not is_right()

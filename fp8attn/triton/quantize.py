@@ -48,6 +48,7 @@ MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
 RUN: tl.constexpr = tl.constexpr(definition.RUN)
 FEEDBACK: tl.constexpr = tl.constexpr(definition.FEEDBACK)
+TREE: tl.constexpr = tl.constexpr(4)  # lanes of queries that are added by exchanging them
 QUERY_GROUP: tl.constexpr = tl.constexpr(definition.QUERY_GROUP)
 
 
@@ -425,13 +426,29 @@ def hidden_tokens(v, rows, v_stride, length, DIM: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
+def sum_queries(q, q_stride, first, length, LANE: tl.constexpr, DISTANCE: tl.constexpr, C: tl.constexpr):
+    """TREE lanes from LANE on of a group of queries, (TREE, WIDTH), as the halving tree has them once it has added those DISTANCE apart.
+
+    Loaded so that its first levels need no exchange: all lanes at once would go to every warp, and spill.
+    """
+    WIDTH: tl.constexpr = C.widths[0]
+    if DISTANCE < LANES:
+        low = sum_queries(q, q_stride, first, length, LANE, 2 * DISTANCE, C)
+        return low + sum_queries(q, q_stride, first, length, LANE + DISTANCE, 2 * DISTANCE, C)
+    else:
+        total = tl.zeros([TREE, WIDTH], tl.float32)
+        for step in tl.static_range(QUERY_GROUP // LANES):
+            rows = first + step * LANES + LANE + tl.arange(0, TREE)
+            x = load_tile(q, rows, q_stride, length, C.q_dim, WIDTH, True, False)
+            total += tl.where(is_finite(x), x, 0.0)
+        return total
+
+
+@triton.jit
 def query_mean(q, q_stride, q_mean, group, length, C: tl.constexpr):
     """quantize.query_means of one group of one head's q, (WIDTH,). It is stored, rotated, to q_mean, (G, Dq)."""
     WIDTH: tl.constexpr = C.widths[0]
-    total = tl.zeros([LANES, WIDTH], tl.float32)
-    for step in tl.static_range(QUERY_GROUP // LANES):
-        x = load_tile(q, group * QUERY_GROUP + step * LANES + tl.arange(0, LANES), q_stride, length, C.q_dim, WIDTH, True, False)
-        total += tl.where(is_finite(x), x, 0.0)
+    total = sum_queries(q, q_stride, group * QUERY_GROUP, length, 0, TREE, C)
     count = tl.maximum(tl.minimum(length - group * QUERY_GROUP, QUERY_GROUP), 1)
     mean = removable(sum_lanes(total) * tl.div_rn(1.0, count.to(tl.float32)))
     if group * QUERY_GROUP < length:
@@ -453,11 +470,12 @@ def write_queries(
     head = pair % heads
     block = item % blocks
     rows = block * BLOCK + tl.arange(0, BLOCK)
-    q += batch * q_strides[0] + head * q_strides[1]
-    q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
-    q_data += batch * q_data_strides[0] + head * q_data_strides[1]
     if C.smooth_q:
+        q += batch * q_strides[0] + head * q_strides[1]
+        q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
+        q_data += batch * q_data_strides[0] + head * q_data_strides[1]
         q_mean += pair * tl.cdiv(length, QUERY_GROUP) * C.q_dim
+        tl.static_assert(BLOCK == 2 * QUERY_GROUP)
         first = query_mean(q, q_strides[2], q_mean, 2 * block, length, C)
         second = query_mean(q, q_strides[2], q_mean, 2 * block + 1, length, C)
         y = load_tile(q, rows, q_strides[2], length, C.q_dim, C.widths[0], True, True)
@@ -472,8 +490,10 @@ def write_queries(
         )  # fmt: skip
     else:
         write_rows(
-            q, q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length, q_scale, block, q_scale_strides[2], q_data, q_data_strides[2],
-            length, C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
+            q + batch * q_strides[0] + head * q_strides[1], q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length,
+            q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
+            q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], length,
+            C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
         )  # fmt: skip
 
 
