@@ -27,6 +27,11 @@ class Device:
     emulated: bool = False
 
     @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may be launched before the one before it has ended, and waits for it by itself."""
+        return self.arch >= 90 and not self.emulated
+
+    @property
     def has_fp8_units(self) -> bool:
         """Whether the tensor cores multiply e4m3 (Ada, Hopper, Blackwell)."""
         return self.arch >= 89

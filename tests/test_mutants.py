@@ -183,10 +183,10 @@ def test_mutant_of_the_quantizer_is_seen(name: str, monkeypatch: pytest.MonkeyPa
 
 
 BIAS_MUTANTS = {
-    "signs forgotten": ("sign_bit", no_signs),
-    "mean of keys forgotten": ("load_vector", no_vector),
-    "keys that aren't finite": ("is_finite", all_finite),
-    "means as they are stored": ("unrotated", lambda y, PART: y),
+    "signs forgotten": (fused, "sign_bit", no_signs),
+    "mean of keys forgotten": (bias, "load_vector", no_vector),
+    "keys that aren't finite": (bias, "is_finite", all_finite),
+    "means as they are stored": (bias, "unrotated", lambda y, PART: y),
 }
 """Of what means of queries add to scores."""
 
@@ -205,5 +205,5 @@ def test_mutant_of_the_bias_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
         return torch.allclose(added, smoothed.bias, rtol=0, atol=1e-4)
 
     assert is_right()
-    monkeypatch.setattr(bias, *BIAS_MUTANTS[name])
+    monkeypatch.setattr(*BIAS_MUTANTS[name])
     assert not is_right()

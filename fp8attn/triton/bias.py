@@ -12,14 +12,13 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import quantize as definition
 from ..call import HALVES
 from ..device import Device
 from ..recipe import BIAS_ALIGNMENT, Quantized
 from .launch import ceil_div, launch
-from .quantize import butterfly, load_tile, load_vector, power_of_2, sign_bit
+from .quantize import begin, load_tile, load_vector, power_of_2, unrotated
 from .tile import is_finite
 
 TILES = {64: (64, 64), 128: (32, 32), 256: (16, 16)}
@@ -36,15 +35,6 @@ TF32: tl.constexpr = tl.constexpr(-0x2000)  # a float's bits that TF32 has
 
 
 @triton.jit
-def unrotated(y, PART: tl.constexpr):
-    """Rows (M, WIDTH) as they were before quantize.rotated, but for its factor of 1 / PART: it takes a product with keys so rotated."""
-    for level in tl.static_range(8):
-        if (1 << level) < PART:
-            y = butterfly(y, 1 << level)
-    return y * ((1 - 2 * sign_bit(tl.arange(0, y.shape[1]) % PART)).to(tl.float32) * (1.0 / PART))[None, :]
-
-
-@triton.jit
 def high(x):
     """x as TF32, not rounded but cut off; x minus it is exact."""
     return (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
@@ -57,9 +47,7 @@ def bias_kernel(
 ):  # fmt: skip
     """Grid: segments of keys x ROWS means x (B · Hkv). means: (B · Hkv, rows, DIM), contiguous: of all heads that share one of k. bias: (B · Hkv,
     rows, pitch). segment: keys of a program, whole blocks of KEYS."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin(DEPENDENT)
     pair = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     mean = load_tile(means + pair * rows * DIM, row, DIM, rows, DIM, WIDTH, True, False)
@@ -72,8 +60,8 @@ def bias_kernel(
     mean_low = mean - mean_high
     k += pair // heads * k_strides[0] + pair % heads * k_strides[1]
     at = bias + (pair * rows + row[:, None]) * pitch
-    begin = tl.program_id(0) * segment
-    for start in range(begin, tl.minimum(begin + segment, pitch), KEYS):
+    first = tl.program_id(0) * segment
+    for start in range(first, tl.minimum(first + segment, pitch), KEYS):
         keys = start + tl.arange(0, KEYS)
         x = load_tile(k, keys, k_strides[2], length, DIM, WIDTH, True, False)
         finite = tl.max(tl.where(is_finite(x), 0, 1), 1) == 0
@@ -111,12 +99,11 @@ def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Dev
     segments = min(blocks, ceil_div(PROGRAMS * device.sm_count, pairs * chunks))
     segment = ceil_div(blocks, segments) * keys
     resources: dict = dict(num_warps=4 if width <= 64 else 8, enable_fp_fusion=False)
-    dependent = device.arch >= 90 and not device.emulated
-    if dependent:
+    if device.has_dependent_launch:
         resources["launch_pdl"] = True
     launch(
         bias_kernel, (ceil_div(length, segment), chunks, pairs),
         q.mean, k, k.stride(), k_quantized.mean, bias, heads, rows, length, pitch, segment,
-        dim, width, k_quantized.rotated, at_once, keys, dependent, warmup=warmup, **resources,
+        dim, width, k_quantized.rotated, at_once, keys, device.has_dependent_launch, warmup=warmup, **resources,
     )  # fmt: skip
     return replace(q, bias=bias)

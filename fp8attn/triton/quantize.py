@@ -97,9 +97,9 @@ class Traits:
 
 
 @triton.jit
-def begin(C: tl.constexpr):
+def begin(DEPENDENT: tl.constexpr):
     """What every kernel does before it touches memory."""
-    if C.dependent:
+    if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
 
@@ -119,13 +119,30 @@ def butterfly(x, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def rotated(x, PART: tl.constexpr):
-    """rotation.rotate of rows (M, WIDTH), PART channels together."""
-    x *= ((1 - 2 * sign_bit(tl.arange(0, x.shape[1]) % PART)).to(tl.float32) * (1.0 / PART))[None, :]
+def with_signs(x, PART: tl.constexpr):
+    """Rows (M, WIDTH) over PART, channels with the signs of a rotation of PART together."""
+    return x * ((1 - 2 * sign_bit(tl.arange(0, x.shape[1]) % PART)).to(tl.float32) * (1.0 / PART))[None, :]
+
+
+@triton.jit
+def transformed(x, PART: tl.constexpr):
+    """The Walsh-Hadamard transform of every PART channels of rows (M, WIDTH)."""
     for level in tl.static_range(8):
         if (1 << level) < PART:
             x = butterfly(x, 1 << level)
-    return x + 0.0
+    return x
+
+
+@triton.jit
+def rotated(x, PART: tl.constexpr):
+    """rotation.rotate of rows (M, WIDTH), PART channels together."""
+    return transformed(with_signs(x, PART), PART) + 0.0
+
+
+@triton.jit
+def unrotated(y, PART: tl.constexpr):
+    """x of rows (M, WIDTH) that are rotation.rotate_queries of it."""
+    return with_signs(transformed(y, PART), PART)
 
 
 @triton.jit
@@ -470,10 +487,10 @@ def write_queries(
     head = pair % heads
     block = item % blocks
     rows = block * BLOCK + tl.arange(0, BLOCK)
+    q += batch * q_strides[0] + head * q_strides[1]
+    q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
+    q_data += batch * q_data_strides[0] + head * q_data_strides[1]
     if C.smooth_q:
-        q += batch * q_strides[0] + head * q_strides[1]
-        q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
-        q_data += batch * q_data_strides[0] + head * q_data_strides[1]
         q_mean += pair * tl.cdiv(length, QUERY_GROUP) * C.q_dim
         tl.static_assert(BLOCK == 2 * QUERY_GROUP)
         first = query_mean(q, q_strides[2], q_mean, 2 * block, length, C)
@@ -490,10 +507,8 @@ def write_queries(
         )  # fmt: skip
     else:
         write_rows(
-            q + batch * q_strides[0] + head * q_strides[1], q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length,
-            q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1], block, q_scale_strides[2],
-            q_data + batch * q_data_strides[0] + head * q_data_strides[1], q_data_strides[2], length,
-            C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
+            q, q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length, q_scale, block, q_scale_strides[2], q_data, q_data_strides[2],
+            length, C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
         )  # fmt: skip
 
 
@@ -507,7 +522,7 @@ def gather_kernel(
     Grid: strips of v, strips of k if C.k_extremes, heads of k if C.smooth_k, blocks of q, in one dimension: long programs first. Dims
     of 0 in C: there is no q, or no k and v.
     """
-    begin(C)
+    begin(C.dependent)
     item = tl.program_id(0)
     strips = tl.cdiv(kv_length, STRIP)
     k_first = kv_pairs * strips
@@ -545,7 +560,7 @@ def finish_kernel(
     k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, inverse_length, C: tl.constexpr
 ):  # fmt: skip
     """v's means and scales, largest magnitudes of k and v, (B, Hkv, D) each; None isn't stored. Grid: (B · Hkv) x D / CHANNELS."""
-    begin(C)
+    begin(C.dependent)
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     if C.k_extremes:
@@ -574,7 +589,7 @@ def write_kernel(
     v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
     """Quantize k and v. Grid: strips of v, which take longest, and blocks of k, x (B · Hkv)."""
-    begin(C)
+    begin(C.dependent)
     strips = tl.cdiv(length, STRIP)
     # backwards: the heads that were read last are still in L2
     pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
@@ -621,7 +636,7 @@ def short_kernel(
 
     Grid: slices of v's channels of all heads, blocks of k, blocks of q, in one dimension. v_mean and v_scale are (B, Hkv, Dv).
     """
-    begin(C)
+    begin(C.dependent)
     item = tl.program_id(0)
     blocks = tl.cdiv(kv_length, BLOCK)
     slices: tl.constexpr = (C.v_dim + SLICE - 1) // SLICE
@@ -711,7 +726,7 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
         smooth_k=recipe.smooth_k and there, smooth_v=recipe.smooth_v and there,
         part=rotation.part_of(k_dim or q_dim, recipe.rotate), int8=recipe.qk == "int8",
         k_extremes=recipe.k in GIVEN and there, native=device.has_fp8_units and not device.emulated,
-        dependent=device.arch >= 90 and not device.emulated,
+        dependent=device.has_dependent_launch,
     )  # fmt: skip
 
 
@@ -746,7 +761,7 @@ def quantize(
     resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
     if traits.int8 or traits.part > 0 or v is not None or traits.smooth_q:
         # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. So are values, by what they are
-        # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal
+        # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal, nor means of queries
         resources["enable_fp_fusion"] = False
     if traits.dependent:
         resources["launch_pdl"] = True
