@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from fp8attn.cuda import build, quantize, render
+from fp8attn.cuda.configs import ROWS
 from fp8attn.cuda.portable import PortableConfig
 
 HERE = Path(__file__).parent / "emulation"
@@ -72,6 +73,9 @@ class Params(ctypes.Structure):
         ("handed_over", ctypes.c_void_p),
         ("ready", ctypes.c_void_p),
         ("ready_ctas", ctypes.c_int),
+        ("mask_bits", ctypes.c_void_p),
+        ("mask_shown", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
     ]
 
 
@@ -170,6 +174,13 @@ def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(x.size(i) == 1 or x.stride(i) % 16 == 0 for i in range(3))
 
 
+def mask_planes(mask: torch.Tensor) -> tuple[int, int, int, int]:
+    """Of a mask (B, Hq, Sq, Sk), as of binding.cpp's room_for_mask: how many batches, heads, groups of rows and rows of a group there are of it."""
+    sizes = (*mask.shape[:2], -(-mask.shape[2] // ROWS), ROWS)
+    batches, heads, groups, rows = (1 if mask.stride(i) == 0 else size for i, size in zip((0, 1, 2, 2), sizes, strict=True))
+    return batches, heads, groups, rows
+
+
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
     q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_lse, ready=None, ready_ctas=0,
@@ -189,6 +200,8 @@ def params(
     p.causal_offset, p.heads_side_by_side = max(min(causal_offset, 1 << 30), -(1 << 30)), heads_side_by_side
     p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
     p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
+    if mask is not None and rows > 0:
+        p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(mask)
     p.ready_ctas, p.half = ready_ctas, q.dtype == torch.float16
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     return p

@@ -190,7 +190,7 @@ def test_writing_cudas_table(tmp_path: Path) -> None:
     written: dict = {}
     text = path.read_text()
     exec(text[text.index("SPEEDS = {") : text.index('"""What is compiled')], {"HopperConfig": CudaConfig}, written)
-    others = {c: s for c, s in SPEEDS.items() if (c.head_dim, c.general) != (64, False)}
+    others = {c: s for c, s in SPEEDS.items() if (c.head_dim, c.visits) != (64, False)}
     assert written["SPEEDS"] == {**others, **found}
     with pytest.raises(ValueError, match="no table SPEEDS"):
         search.with_speeds("x = 1\n", SPEEDS)

@@ -16,6 +16,7 @@ from strategies import Case, cases
 import fp8attn
 from fp8attn.api import call_of
 from fp8attn.cuda import build, run
+from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 
 H100 = ARCHITECTURES[90]
@@ -62,7 +63,13 @@ def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> 
         patch.setattr(run, "library_of", recorder.library_of)
         run.forward(call, H100)
     ctas, params = recorder.recorded()
-    expected = bytes(emulation.params(*recorder.arguments))
+    described = emulation.params(*recorder.arguments)
+    if described.mask_rows:  # the binding itself makes room for what is made of a mask
+        told = emulation.Params.from_buffer_copy(params, MAPS)
+        described.mask_bits, described.mask_shown = told.mask_bits, told.mask_shown
+        blocks = described.mask_batches * described.mask_heads * described.mask_groups * -(-call.kv_length // KEYS)
+        assert told.mask_bits % 16 == 0 and told.mask_shown - told.mask_bits == 16 * described.mask_rows * blocks
+    expected = bytes(described)
     assert ctas == recorder.arguments[5] and params[MAPS : MAPS + len(expected)] == expected
     assert any(params[:MAPS]) == (recorder.arguments[1] > 0) and not any(params[MAPS + len(expected) :])
 

@@ -30,14 +30,23 @@ from fp8attn.api import call_of, cuda_missing
 from fp8attn.cuda import build, configs, portable, render, run, short
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
-from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, INT8_HALF_Q_INSTANCES, INT8_INSTANCES, HopperConfig
+from fp8attn.cuda.configs import (
+    HALF_Q_INSTANCES,
+    INSTANCES,
+    INT8_HALF_Q_INSTANCES,
+    INT8_INSTANCES,
+    INT8_MASKED_INSTANCES,
+    MASKED_INSTANCES,
+    HopperConfig,
+)
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 from fp8attn.quantize import quantize
 
 H100 = ARCHITECTURES[90]
-EVERY = INSTANCES + INT8_INSTANCES + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
+QUANTIZED = INSTANCES + INT8_INSTANCES + MASKED_INSTANCES + INT8_MASKED_INSTANCES
+EVERY = QUANTIZED + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
 
 
 def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: Recipe | None = None, **options):
@@ -95,22 +104,26 @@ def test_tiles_are_as_large_as_leaves_no_sm_idle(heads: int, length: int, causal
 
 
 @pytest.mark.parametrize(
-    "options, general",
+    "options, does",
     (
-        ({}, False),
-        (dict(is_causal=True), False),
-        (dict(attn_mask=torch.ones(40, 40).bool()), True),
-        (dict(recipe=Recipe(k="token")), True),
-        (dict(recipe=Recipe(smooth_q=True)), True),
-        (dict(scale=-0.1), True),
-        (dict(scale=0.0), True),
-        (dict(recipe=Recipe(qk="int8")), False),
-        (dict(recipe=Recipe(qk="int8", k="token")), True),
+        ({}, ""),
+        (dict(is_causal=True), ""),
+        (dict(attn_mask=torch.ones(40, 40).bool()), "masked"),
+        (dict(attn_mask=torch.ones(40, 40)), "general"),
+        (dict(attn_mask=torch.ones(40, 40).bool(), recipe=Recipe(k="token")), "general"),
+        (dict(recipe=Recipe(k="token")), "general"),
+        (dict(recipe=Recipe(smooth_q=True)), "general"),
+        (dict(scale=-0.1), "general"),
+        (dict(scale=0.0), "general"),
+        (dict(recipe=Recipe(qk="int8")), ""),
+        (dict(attn_mask=torch.ones(40, 40).bool(), recipe=Recipe(qk="int8")), "masked"),
+        (dict(recipe=Recipe(qk="int8", k="token")), "general"),
     ),
 )
-def test_general_instances_take_what_others_do_not(options: dict, general: bool) -> None:
+def test_instances_do_what_a_call_needs(options: dict, does: str) -> None:
     chosen = configs.choose(call(**options), H100)
-    assert chosen.general == general and chosen.int8 == (options.get("recipe", Recipe()).qk == "int8")
+    assert (chosen.general, chosen.masked) == (does == "general", does == "masked") and chosen.does(call(**options))
+    assert chosen.int8 == (options.get("recipe", Recipe()).qk == "int8")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,7 @@ def test_direct_codes() -> None:
 
 def test_everything_rendered_is_compiled_once() -> None:
     files = render.files(INSTANCES)
-    assert {f"{c.name}.cu" for c in INSTANCES} | {"wgmma_shapes.h"} == files.keys()
+    assert {f"{c.name}.cu" for c in INSTANCES} | {"wgmma_shapes.h", "read_mask.cu"} == files.keys()
     for c in INSTANCES:
         assert re.findall(r'^extern "C" cudaError_t launch_(\w+)\(', files[f"{c.name}.cu"], re.MULTILINE) == [c.name]
 
@@ -422,10 +435,11 @@ def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypa
 
 def test_libraries_of_an_architecture() -> None:
     by_themselves = short.INSTANCES, cuda_quantize.INSTANCES, cuda_quantize.INT8_INSTANCES
-    assert build.groups(90)[:7] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, INT8_HALF_Q_INSTANCES, *by_themselves)
+    masked = MASKED_INSTANCES, INT8_MASKED_INSTANCES
+    assert build.groups(90)[:9] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, INT8_HALF_Q_INSTANCES, *masked, *by_themselves)
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
     # of each head dim one of e4m3 and one of int8
-    assert all(len(build.groups(arch)) == (13 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
+    assert all(len(build.groups(arch)) == (15 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu
@@ -470,8 +484,15 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
 
 
 STACK = {
-    HopperConfig(64, 64, 3, 4, 152, False, 1, True, True): 8,
-    HopperConfig(256, 256, 2, 2, 232, False, 1, True, True): 48,
+    HopperConfig(192, 192, 2, 3, 232, False, 1, True): 8,
+    HopperConfig(192, 192, 2, 3, 232, False, 1, True, True): 8,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True): 24,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True, True): 72,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, masked=True): 56,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, True, masked=True): 176,
+    HopperConfig(192, 192, 2, 3, 232, False, 1, False, masked=True): 16,
+    HopperConfig(192, 192, 2, 3, 232, False, 1, False, True, masked=True): 8,
+    HopperConfig(256, 256, 2, 2, 224, False, 1, False, True, masked=True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, True): 16,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False): 8,
@@ -496,7 +517,8 @@ def test_the_host_compiler_takes_every_kind_of_instance(nvcc: str, tmp_path: Pat
     """Objects, as a library is made of: what nvcc hands it isn't what was written, and budgets are of device code alone."""
     monkeypatch.setattr(build, "cuda_home", lambda: str(Path(nvcc).parent.parent))
     general = next(c for c in INSTANCES if c.general)
-    kinds = (INSTANCES[0], general, INT8_INSTANCES[0], INT8_HALF_Q_INSTANCES[0], short.INSTANCES[0], cuda_quantize.INSTANCES[0])
+    hopper = INSTANCES[0], general, INT8_MASKED_INSTANCES[0], INT8_INSTANCES[0], INT8_HALF_Q_INSTANCES[0]
+    kinds = (*hopper, short.INSTANCES[0], cuda_quantize.INSTANCES[0])
 
     def compile_one(config: render.Config) -> None:
         folder = tmp_path / config.name
@@ -532,7 +554,7 @@ def numbers(report: str) -> tuple[int, int]:
 @pytest.mark.anywhere
 def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
     """Every instance: registers and stack as ptxas says, no wgmma made synchronous."""
-    for config, report in compiled(nvcc, INSTANCES + INT8_INSTANCES, 90, tmp_path).items():
+    for config, report in compiled(nvcc, QUANTIZED, 90, tmp_path).items():
         registers, stack = numbers(report)
         assert "wgmma" not in report, f"{config.name}: {report}"
         assert stack <= STACK.get(config, 0), f"{config.name}: {report}"

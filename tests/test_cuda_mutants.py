@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -20,7 +21,7 @@ from fp8attn.call import Call, empty_lse, empty_output
 from fp8attn.cuda import build, configs, short
 from fp8attn.cuda import early as early_launch
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES
+from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
@@ -37,7 +38,7 @@ MUTANTS = {
     "m never falls": ("tile/softmax.h", "* factor[r];", "* factor[r], m_new[r] = fmaxf(m_new[r], m[r]);"),
     "m falls below zero": ("tile/softmax.h", "__vimax3_s32(bits(0), bits(1), 0)", "max(bits(0), bits(1))"),
     "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
-    "scale of another block": ("hopper.cuh", "scale_at(k_scale += scale_step)", "scale_at(k_scale)"),
+    "scale of another block": ("hopper.cuh", "scale_at(k_scale += (after - n) * scale_step)", "scale_at(k_scale)"),
     "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
@@ -130,7 +131,7 @@ INT8 = "int8"
 INT8_MUTANTS = {
     "sums taken for scores": ("tile/subnormal_softmax.h", "s[i] = float(sums[i] - start);", "s[i] = float(sums[i]);"),
     "converted sums taken for subnormals": ("tile/subnormal_softmax.h", "s[i] = __int_as_float(sums[i]);", "s[i] = float(sums[i]);"),
-    "sums that start at zero": ("hopper.cuh", "(shared.ones)[threadIdx.x] = ~0u;", "(shared.ones)[threadIdx.x] = 0;"),
+    "sums that start at zero": ("hopper.cuh", "(shared.side.ones)[threadIdx.x] = ~0u;", "(shared.side.ones)[threadIdx.x] = 0;"),
     "maxima of sums": ("tile/subnormal_softmax.h", "float(top - BEGIN) * factor[r]", "float(top) * factor[r]"),
     "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
     "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
@@ -151,21 +152,36 @@ READY_MUTANTS = {
 GENERAL = "general"
 
 GENERAL_MUTANTS = {
-    "mean of queries forgotten": ("hopper.cuh", "keys.add_bias(s, factor, consumer, f);", "scale_by_row(factor, s);"),
-    "mean of other queries": ("tile/key_facts.h", "++c, at += bias_pitch(p))", "++c)"),
+    "mean of queries forgotten": ("hopper.cuh", "keys.add_bias(s, factor, p.score_scale, consumer, f);", "scale_by_row(factor, s);"),
+    "mean of other queries": ("tile/key_facts.h", "tile.head, row) + start", "tile.head, tile.first_row) + start"),
     "means of the next key": ("tile/key_facts.h", "factor[r], pair.y)", "factor[r], pair.x)"),
-    "means without the softmax scale": ("tile/key_facts.h", "*= factor;", "*= 1.0f;"),
+    "means without the softmax scale": ("tile/key_facts.h", "pair.x *= unit, pair.y *= unit;", ""),
     "keys' own scales forgotten": ("hopper.cuh", "if (by_key) keys.scale_scores(s, f);", ""),
     "scales of the next key": ("tile/key_facts.h", "*= pair.y;", "*= pair.x;"),
-    "scales of other keys": ("tile/key_facts.h", "at += 32 * p.k_scale_strides[2])", "at += 0)"),
+    "scales of other keys": ("tile/key_facts.h", "at + (start + i) * p.k_scale_strides[2]", "at + i * p.k_scale_strides[2]"),
 }
 """Of the Hopper kernel's general instances on smoothed queries and keys with scales of their own."""
+
+MASKED = "masked"
+
+MASKED_MUTANTS = {
+    "nothing hidden": ("tile/key_facts.h", "if (!(seen >> i & 1))", "if (false)"),
+    "bits of another row": ("tile/key_facts.h", "min(f.row + 8 * r, p.mask_rows - 1)", "f.row"),
+    "what others are shown": ("tile/shown.h", "shown >> 2 * consumer & 3", "shown & 3"),
+    "bits that others are shown": ("tile/key_facts.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
+    "blocks left out that show something": ("tile/shown.h", "shown_ != 0", "(shown_ & 3) != 0"),
+    "scale of a block that is left out": ("hopper.cuh", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
+    "values of a block that is left out": ("hopper.cuh", "&shared.v_full[stage], n * KEYS,", "&shared.v_full[stage], (after - 1) * KEYS,"),
+    "all is shown": ("read_mask.cuh", "hides |= exists && !visible", "hides |= false"),
+}
+"""Of the Hopper kernel's instances for boolean masks."""
 
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
 EVERY |= {f"{READY}: {name}": (READY, *mutant) for name, mutant in READY_MUTANTS.items()}
 EVERY |= {f"{INT8}: {name}": (INT8, *mutant) for name, mutant in INT8_MUTANTS.items()}
 EVERY |= {f"{GENERAL}: {name}": (GENERAL, *mutant) for name, mutant in GENERAL_MUTANTS.items()}
+EVERY |= {f"{MASKED}: {name}": (MASKED, *mutant) for name, mutant in MASKED_MUTANTS.items()}
 
 
 def mutated(name: str | None, folder: Path) -> Path:
@@ -192,8 +208,9 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     if rung == READY:
         configs.HALF_Q_INSTANCES = configs.HALF_Q_INSTANCES[:1]
         return check_ready()
-    config = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0], **LADDER[64], **BEST[64]}[rung]
-    build.INSTANCES = configs.INSTANCES = configs.INT8_INSTANCES = (config,)
+    hopper = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0], MASKED: MASKED_INSTANCES[0]}
+    config = (hopper | LADDER[64] | BEST[64])[rung]
+    build.INSTANCES = configs.INSTANCES = configs.INT8_INSTANCES = configs.MASKED_INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 700, 700))
@@ -210,6 +227,11 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     against = k + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * common
     seen = []
     problems = [(q, k, v, "none"), (q, k, v, "bottom_right"), (q, k, with_means, "none"), (q + common, against, v, "none")]
+    mask = None
+    if rung == MASKED:  # of blocks of keys the first queries see one whole and some of three, the others some of three; nobody sees any of one
+        first, block = torch.arange(150, device=device)[:, None] < 64, torch.arange(700, device=device) // 128
+        mask = (torch.rand(150, 700, generator=generator).to(device) < 0.7) & torch.where(first, block >= 3, block % 5 < 2)
+        mask |= first & (block == 1)
     if rung == INT8:
         # too large to stay sums; of a block whose scale is largest, and so what sums start at, no key is looked at
         away = torch.where(torch.arange(700, device=device) // 128 == 1, -20.0, 0.0)[:, None] * common
@@ -217,6 +239,8 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     for queries, keys, values, causal in problems:
         quantized = quantize(queries, keys, values, recipe)
         call = call_by(quantized, causal)
+        if mask is not None:
+            call = dataclasses.replace(call, attn_mask=mask.expand(1, 1, 150, 700))
         seen += compare(cuda.forward(call, device_of(device), config), oracle(quantized, call, config))
     return seen
 
@@ -303,14 +327,14 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
     reason = cuda_missing(device)
-    if reason is None and rung in (None, GENERAL, INT8, SHORT, READY):
+    if reason is None and rung in (None, GENERAL, INT8, MASKED, SHORT, READY):
         reason = configs.misfit(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", (None, GENERAL, INT8, SHORT, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize("rung", (None, GENERAL, INT8, MASKED, SHORT, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert run_check(mutated(None, tmp_path), tmp_path / "cache", rung) == []

@@ -105,6 +105,21 @@ struct Launch {
   int64_t causal_offset;
 };
 
+// What the Hopper kernel's general instances make of a mask: p is told of how much of it, and where.
+Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
+  const auto planes = [&](int i, int64_t size) { return mask.stride(i) == 0 ? 1 : size; };
+  p.mask_batches = planes(0, mask.size(0));
+  p.mask_heads = planes(1, mask.size(1));
+  p.mask_groups = planes(2, (mask.size(2) + l.rows - 1) / l.rows);
+  p.mask_rows = planes(2, l.rows);
+  const int64_t blocks = int64_t(p.mask_batches) * p.mask_heads * p.mask_groups * ((l.kv_length + l.keys - 1) / l.keys), words = 4 * p.mask_rows * blocks;
+  TORCH_CHECK(blocks < int64_t(1) << 31, "attn_mask has ", blocks, " blocks of ", l.rows, " rows and ", l.keys, " keys; it must have fewer than 2^31");
+  const Tensor room = at::empty({words + (blocks + 3) / 4}, mask.options().dtype(at::kInt));
+  p.mask_bits = reinterpret_cast<uint32_t*>(room.mutable_data_ptr<int>());
+  p.mask_shown = reinterpret_cast<uint8_t*>(p.mask_bits + words);
+  return room;
+}
+
 void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
             const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
             const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse,
@@ -143,6 +158,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
     copy_strides(p.mask_strides, *attn_mask);
   }
+  const std::optional<Tensor> shown = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;  // until the launch
   if (bias) {
     TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", bias->sizes(),
                 " isn't contiguous from a multiple of 16 bytes on");

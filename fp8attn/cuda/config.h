@@ -14,6 +14,7 @@ struct HopperConfig {
   bool general;   // masks, means of queries, scales per key, negative softmax scales; without, none of them
   bool int8;      // Q and K are int8, not e4m3
   bool half_q;    // Q is bfloat16 or half, and becomes e4m3 or int8 here, every row with a scale of its own
+  bool masked;    // masks that hide and add nothing
 };
 
 struct ShortConfig {

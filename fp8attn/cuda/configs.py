@@ -41,9 +41,10 @@ class HopperConfig:
         overlap: whether the next block's scores are issued behind this block's P·V.
         exact: of every four groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
-        general: masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
+        general: additive masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
         int8: Q and K are int8, not e4m3.
         half_q: Q is bfloat16 or float16, and becomes e4m3 or int8 in the kernel, every row with a scale of its own.
+        masked: boolean masks.
     """
 
     head_dim: int
@@ -56,6 +57,7 @@ class HopperConfig:
     general: bool
     int8: bool = False
     half_q: bool = False
+    masked: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -65,12 +67,22 @@ class HopperConfig:
     @property
     def shares_tail(self) -> bool:
         """Whether CTAs may share tiles. Where registers are scarcest it would spill."""
-        return not (self.general or self.int8) and self.consumers < 4
+        return not (self.visits or self.int8) and self.consumers < 4
+
+    @property
+    def visits(self) -> bool:
+        """Whether only those blocks of keys are loaded in which a mask shows something."""
+        return self.general or self.masked
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread of the producer's warpgroup; what there is of single keys takes more."""
-        return 40 if self.general else 24
+        """Of a thread of the producer's warpgroup; what there is of single keys takes what consumers leave."""
+        return self.launched_with - self.consumers * self.registers if self.visits else 24
+
+    @property
+    def launched_with(self) -> int:
+        """Registers of a thread of each warpgroup together, which they then divide among themselves."""
+        return min(REGISTER_FILE // self.threads // 8 * 8, 255) * (self.consumers + 1)
 
     @property
     def panel(self) -> int:
@@ -89,10 +101,15 @@ class HopperConfig:
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
-        key_facts = 4 * KEYS * self.stages * (1 + self.consumers) if self.general else 0
-        tiles = 32 * 4 + max(32 * 4, key_facts)
+        shown = self.stages * (16 * ROWS * self.consumers + 16) if self.visits else 0
+        key_facts = self.stages * 4 * KEYS * (1 + self.consumers) if self.general else 0
+        tiles = 32 * 4 + 128 + shown + key_facts
         barriers = 8 * (2 * self.consumers + 4 * self.stages)
         return -(-(q + kv + output + facts + tiles + barriers) // 1024) * 1024
+
+    def does(self, call: Call) -> bool:
+        """Whether it has all that is done to a call's scores."""
+        return self.general or not is_general(call) or (self.masked and not adds_to_scores(call))
 
     @property
     def handed_over_bytes(self) -> int:
@@ -126,10 +143,9 @@ def misfit(config: HopperConfig, device: Device) -> str | None:
     lacking = why_not_in_shared_memory(config.shared_bytes, device)
     if lacking is not None:
         return lacking
-    at_launch = min(REGISTER_FILE // config.threads // 8 * 8, 255) * config.threads
-    wanted = 128 * (config.consumers * config.registers + config.producer_registers)
-    if config.registers % 8 or wanted > at_launch:
-        return f"it takes {wanted} registers; a CTA of {config.threads} threads gets {at_launch}, and each thread a multiple of 8"
+    wanted, given = config.consumers * config.registers + max(config.producer_registers, 24), config.launched_with
+    if config.registers % 8 or wanted > given:
+        return f"it takes {128 * wanted} registers; a CTA of {config.threads} threads gets {128 * given}, and each thread a multiple of 8"
     return None
 
 
@@ -151,15 +167,21 @@ SPEEDS = {
     HopperConfig(256, 256, 2, 2, 240, False, 1, False): 1.0,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False): 0.6,
     HopperConfig(64, 64, 3, 4, 152, False, 1, True): 1.0,
-    HopperConfig(96, 96, 2, 4, 232, False, 1, True): 1.0,
-    HopperConfig(128, 128, 2, 4, 232, False, 1, True): 1.0,
-    HopperConfig(192, 128, 2, 3, 232, False, 1, True): 1.0,
+    HopperConfig(96, 96, 2, 4, 224, False, 1, True): 1.0,
+    HopperConfig(128, 128, 2, 4, 224, False, 1, True): 1.0,
+    HopperConfig(192, 128, 2, 3, 224, False, 1, True): 1.0,
     HopperConfig(192, 192, 2, 3, 232, False, 1, True): 1.0,
     HopperConfig(256, 256, 2, 2, 232, False, 1, True): 1.0,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, False, False, True): 1.0,
+    HopperConfig(96, 96, 3, 4, 152, False, 1, False, False, False, True): 1.0,
+    HopperConfig(128, 128, 2, 4, 224, False, 1, False, False, False, True): 1.0,
+    HopperConfig(192, 128, 2, 3, 224, False, 1, False, False, False, True): 1.0,
+    HopperConfig(192, 192, 2, 3, 232, False, 1, False, False, False, True): 1.0,
+    HopperConfig(256, 256, 2, 2, 224, False, 1, False, False, False, True): 1.0,
 }
 """What is compiled, and how fast each is beside the fastest of its head dims where there are plenty of tiles (H100, 16k tokens)."""
 
-INSTANCES = tuple(SPEEDS)
+INSTANCES = tuple(config for config in SPEEDS if not config.masked)
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled by themselves on their first use."""
@@ -172,33 +194,47 @@ HALF_Q_INSTANCES = tuple(
 INT8_HALF_Q_INSTANCES = tuple(replace(config, int8=True) for config in HALF_Q_INSTANCES)
 """And for such Q that becomes int8."""
 
+MASKED_INSTANCES = tuple(config for config in SPEEDS if config.masked)
+"""For boolean masks, likewise."""
+
+INT8_MASKED_INSTANCES = tuple(replace(config, int8=True) for config in MASKED_INSTANCES)
+
 HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
 
 
-def is_general(call: Call) -> bool:
+def adds_to_scores(call: Call) -> bool:
     """Whether a call has what only general instances do."""
-    return call.attn_mask is not None or call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
+    additive = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
+    return additive or call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
 
 
-def instances(int8: bool, half_q: bool) -> tuple[HopperConfig, ...]:
+def is_general(call: Call) -> bool:
+    """Whether a call has that, or a mask."""
+    return adds_to_scores(call) or call.attn_mask is not None
+
+
+def instances(int8: bool, half_q: bool, masked: bool) -> tuple[HopperConfig, ...]:
     """Those that are compiled together."""
+    if masked:
+        return INT8_MASKED_INSTANCES if int8 else MASKED_INSTANCES
     if half_q:
         return INT8_HALF_Q_INSTANCES if int8 else HALF_Q_INSTANCES
     return INT8_INSTANCES if int8 else INSTANCES
 
 
-Kind = tuple[bool, bool, bool, int, int]
-"""What an instance must be made for: general, int8, half_q, head_dim, value_dim."""
+Kind = tuple[bool, bool, bool, bool, int, int]
+"""What an instance must be made for: general, masked, int8, half_q, head_dim, value_dim."""
 
 
 def kind(call: Call) -> Kind:
-    return is_general(call), call.int8, call.half_q, call.head_dim, call.value_dim
+    general = adds_to_scores(call)
+    return general, is_general(call) and not general, call.int8, call.half_q, call.head_dim, call.value_dim
 
 
 @functools.cache
 def _serving(of: Kind) -> tuple[HopperConfig, ...]:
-    general, int8, half_q, head_dim, value_dim = of
-    able = [c for c in instances(int8, half_q) if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
+    general, masked, int8, half_q, head_dim, value_dim = of
+    able = [c for c in instances(int8, half_q, masked) if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
@@ -232,14 +268,14 @@ def why_not_quantize(q: torch.Tensor, value_dim: int, softmax_scale: float, qk: 
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
-    return why_not_tma(q, "query") or _lacking((False, qk == "int8", True, q.shape[3], value_dim), device)
+    return why_not_tma(q, "query") or _lacking((False, False, qk == "int8", True, q.shape[3], value_dim), device)
 
 
 @functools.cache
 def _lacking(of: Kind, device: Device) -> str | None:
     able = _serving(of)
     if not able:
-        return f"head dims are {of[3]} and {of[4]}; the CUDA kernel has none as large"
+        return f"head dims are {of[-2]} and {of[-1]}; the CUDA kernel has none as large"
     return misfit(able[0], device)
 
 

@@ -15,6 +15,7 @@
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
+#include "read_mask.h"
 #include "tile/attend.h"
 #include "tile/facts.h"
 #include "tile/key_facts.h"
@@ -42,7 +43,8 @@ struct Shape {
   static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;
   static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
   static constexpr int threads = 128 * (C.consumers + 1);
-  static constexpr int producer_registers = C.general ? 40 : 24;
+  static constexpr bool visits = C.general || C.masked;  // those blocks alone in which a mask shows something
+  static constexpr int producer_registers = visits ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;  // what is left
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
@@ -50,8 +52,17 @@ struct Shape {
   static_assert(!start_by_product || start == START_STEP);
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, start>, Softmax<C.exact>>;
   // whether CTAs may share tiles; where registers are scarcest it would spill
-  static constexpr bool shares_tail = !C.general && !C.int8 && C.consumers < 4;
+  static constexpr bool shares_tail = !visits && !C.int8 && C.consumers < 4;
   static constexpr int handed_over = shares_tail ? C.consumers * sizeof(HandedOver<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
+};
+
+struct Ones {
+  alignas(16) uint8_t ones[128];  // all bits of them
+};
+
+template <class Facts, int STAGES>
+struct OnesAndKeys : Ones {
+  Facts keys[STAGES];
 };
 
 template <HopperConfig C>
@@ -64,8 +75,7 @@ struct alignas(1024) SharedStorage {
   Piece tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   union {
     Pieces pieces;
-    alignas(16) uint8_t ones[128];  // all bits of them
-    std::conditional_t<C.general, KeyFacts<C.consumers>[C.stages], NoKeyFacts> key_facts;
+    std::conditional_t<Shape<C>::visits, OnesAndKeys<std::conditional_t<C.general, KeyFacts<C.consumers>, ShownKeys<C.consumers>>, C.stages>, Ones> side;
   };
   float k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
@@ -105,12 +115,20 @@ __device__ inline void wait_until_ready(const Params& p, const Tile& tile) {
   ptx::fence_proxy_async_all();
 }
 
-// One thread: queries of every tile and its blocks of K and V, in the order the consumers want them. Of general instances its warp, which copies
-// what there is of single keys.
+// All blocks of a tile, for calls without a mask.
+struct AllBlocks {
+  int begin;
+
+  __device__ int first() const { return begin; }
+  __device__ int next(int block) const { return block; }
+};
+
+// One thread: queries of every tile and its blocks of K and V, in the order the consumers want them. Where a mask may hide some its warp, which finds out
+// which ones it doesn't.
 template <HopperConfig C>
 __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
   using S = Shape<C>;
-  const bool elected = !C.general || threadIdx.x == 0;
+  const bool elected = !S::visits || threadIdx.x == 0;
   const Visible visible(p);
   ptx::tma_prefetch(p.q_map);
   ptx::tma_prefetch(p.k_map);
@@ -120,7 +138,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   Ring<C.stages> ring;
   // a barrier is told of its bytes once they are on their way and what else it stands for is written
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
-    const Tile tile = shared.tiles[round % TILES];
+    const std::conditional_t<S::visits, const Tile&, Tile> tile = shared.tiles[round % TILES];  // where registers are scarce it stays there
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);  // and consumers are no more than a round behind, which read tiles
       if (C.half_q || !elected) continue;
@@ -130,34 +148,70 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     }
     if (C.half_q && p.ready != nullptr) wait_until_ready(p, tile);
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(shared.tiles[round % TILES]);
-    const int channel = (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim;
     const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
     const auto scale_at = [](const float* at) { return C.half_q ? __ldcg(at) : *at; };  // what this SM has near may be of before it was written
-    float next_scale = scale_at(k_scale);
-    for (int n = begin; n < blocks; ++n, ring.advance()) {
+    auto visits = [&] {
+      if constexpr (S::visits)
+        return Visits<C.consumers>(p, tile, blocks);
+      else
+        return AllBlocks{begin};
+    }();
+    int n = visits.first(), after;
+    Visit visit;
+    float next_scale = scale_at(k_scale += (n - begin) * scale_step);
+    for (; n < blocks; n = after, ring.advance()) {
       const int stage = ring.stage();
+      if constexpr (S::visits) visit = {n, 0, visits.shown(n)};
+      after = visits.next(n + 1);
+      if (!elected) continue;
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
-      if constexpr (C.general) {
-        __syncwarp();
-        if (has_key_facts(p)) shared.key_facts[stage].load(p, tile, n * KEYS, &shared.k_full[stage]);
-        if (!elected) continue;
+      if constexpr (S::visits) {
+        visit.next = after;
+        shared.side.keys[stage].visit = visit;
+        if (after == blocks) write_next_piece<C>(shared, schedule, round);  // before K is there, for who brings the rest
       }
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
       shared.k_scale[stage] = next_scale;
       ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
-      if (n + 1 < blocks) next_scale = scale_at(k_scale += scale_step);
+      if (after < blocks) next_scale = scale_at(k_scale += (after - n) * scale_step);
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase() ^ 1);
-      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, channel);
-      if (n + 1 == blocks) write_next_piece<C>(shared, schedule, round);
+      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
+      if (!S::visits && after == blocks) write_next_piece<C>(shared, schedule, round);
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
     }
-    if constexpr (C.general) __syncwarp();  // who hasn't may read the next tile
+    if constexpr (S::visits) __syncwarp();  // who hasn't may read the next tile
     const Tile next = shared.tiles[(round + 1) % TILES];
     for (int i = 0; C.half_q && next.exists() && i < 2 * S::panels * C.consumers; ++i)
       ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
   }
   if (C.half_q && p.ready != nullptr) ptx::wait_for_grids_before();  // who comes next counts on that they have ended
+}
+
+// Another warp of the producer's, where there is something of single keys: a thread brings it for each consumer, all of them scales.
+template <HopperConfig C>
+__device__ void bring_key_facts(const Params& p, SharedStorage<C>& shared) {
+  const int lane = threadIdx.x % 32;
+  const Visible visible(p);
+  Ring<C.stages> ring;
+  for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
+    const Tile& tile = shared.tiles[round % TILES];
+    const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]);
+    Visits<C.consumers> visits(p, tile, blocks);
+    for (int n = visits.first(); n < blocks; ring.advance()) {
+      const Visit visit = {n, 0, visits.shown(n)};
+      n = visits.next(n + 1);
+      const int stage = ring.stage();
+      uint64_t* full = &shared.k_full[stage];
+      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
+      auto& keys = shared.side.keys[stage];
+      if (lane < C.consumers) ptx::mbarrier_expect(full, keys.load(p, tile, visit, lane, full));
+      if constexpr (C.general) {
+        if (p.k_group == 1) keys.load_scales(p, tile, visit.block * KEYS, full);
+      }
+      if (n == blocks) ptx::mbarrier_wait(full, ring.phase());  // then the next tile is known
+    }
+  }
 }
 
 // Where the copy engine brings codes of Q.
@@ -173,7 +227,7 @@ __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStor
   }
   ptx::wgmma_fence();
   if constexpr (S::start_by_product) {
-    const uint64_t ones = ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.ones));
+    const uint64_t ones = ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.side.ones));
     S::StartProduct::template run<false>(s, ones, ones);
   }
 #pragma unroll
@@ -224,7 +278,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   const Visible visible(p);
   const Fragment f = Fragment::mine();
   const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read
-  const bool by_key = C.general && p.k_group == 1, masked_by_key = C.general && has_mask_by_key(p);
+  const bool by_key = C.general && p.k_group == 1;
   auto& facts = shared.facts[consumer];
   Ring<C.stages> ring;
   typename S::Score scores[KEYS / 2];
@@ -284,51 +338,64 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
       calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
       softmax.prepare(factor);
-      if constexpr (C.general) {
-        shared.key_facts[stage].scale_bias(masked_by_key ? 1.0f : p.score_scale, consumer);
-        ptx::warpgroup_sync(1 + consumer);
-      }
     };
     const auto free_keys = [&] {
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
     };
-    const auto make_probabilities = [&](float (&s)[KEYS / 2], int n) {
-      if constexpr (C.general) {
-        const auto& keys = shared.key_facts[ring.stage()];
-        if (marked) poison_keys(p, share.tile, n * KEYS, s, f);
-        if (by_key) keys.scale_scores(s, f);
-        if (p.bias != nullptr || masked_by_key)
-          keys.add_bias(s, factor, consumer, f);
-        else
-          scale_by_row(factor, s);
-        if (masked_by_key) keys.hide(s, consumer, f);
+    // of a stage's keys, before it is free; if nobody leaves out any it is the block before `after`
+    const auto visit_of = [&](int stage, int after) -> Visit {
+      if constexpr (S::visits)
+        return shared.side.keys[stage].visit;
+      else
+        return {after - 1, after, 0};
+    };
+    // the last that a block's scores want of its keys
+    const auto hide_masked = [&](float (&s)[KEYS / 2], const Visit& visit) {
+      if constexpr (S::visits) {
+        const Shown shown = visit.to(consumer);
+        if (shown == Shown::nothing || shown == Shown::some) shared.side.keys[ring.stage()].hide(s, p, consumer, shown == Shown::some, f);
         __syncwarp();
         free_keys();
-        if (p.mask != nullptr && !masked_by_key) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
+      }
+    };
+    const auto make_probabilities = [&](float (&s)[KEYS / 2], const Visit& visit) {
+      const int n = visit.block;
+      if (S::visits && marked) poison_keys(p, share.tile, n * KEYS, s, f);
+      if constexpr (C.general) {
+        const auto& keys = shared.side.keys[ring.stage()];
+        if (by_key) keys.scale_scores(s, f);
+        if (p.bias != nullptr)
+          keys.add_bias(s, factor, p.score_scale, consumer, f);
+        else
+          scale_by_row(factor, s);
       } else if (!calm) {
         scale_by_row(factor, s);
       }
+      hide_masked(s, visit);
+      if (C.general && visit.to(consumer) == Shown::values) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
       if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
       softmax.step(s, factor, probabilities, alpha);
     };
-    // scores of block n become probabilities
-    const auto attend = [&](int n) {
+    // scores of the ring's block, the last before `after`, become probabilities
+    const auto attend = [&](int after) {
+      const Visit visit = visit_of(ring.stage(), after);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
-      if constexpr (!C.general) free_keys();
+      if constexpr (!S::visits) free_keys();
       if constexpr (C.int8) {
         float s[KEYS / 2];
-        if (softmax.steady) {
+        if (softmax.steady && !(C.masked && marked)) {
           subnormals_of(scores, s);
-          if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
+          hide_masked(s, visit);
+          if (visit.block >= share.whole) hide(s, facts.row_end, visit.block * KEYS, f);
           softmax.step_of_sums(s, factor, probabilities, alpha);
         } else {
           convert(scores, S::start, s);
-          make_probabilities(s, n);
+          make_probabilities(s, visit);
         }
-        if (!C.general && marked) poison_sums(p, share, n, facts.row_end, f, o, o_second);
+        if (!S::visits && marked) poison_sums(p, share, visit.block, facts.row_end, f, o, o_second);
       } else {
-        make_probabilities(scores, n);
+        make_probabilities(scores, visit);
       }
     };
     // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it
@@ -352,28 +419,24 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     constexpr std::integral_constant<int, 0> none;
     constexpr std::integral_constant<int, 1> one;
 
-    const auto wait_for_keys = [&](Ring<C.stages> at, int n) {
-      ptx::mbarrier_wait(&shared.k_full[at.stage()], at.phase());
-      if constexpr (C.general) {
-        if (masked_by_key) shared.key_facts[at.stage()].add_mask(p, share.tile, n * KEYS, consumer);
-      }
-    };
+    const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage()], at.phase()); };
 
     if constexpr (!C.half_q) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
-    wait_for_keys(ring, begin_of<C>(piece));
+    wait_for_keys(ring);
+    int after = visit_of(ring.stage(), begin_of<C>(piece) + 1).next;  // the block after the ring's
     start_scores<C>(scores, shared, consumer, ring.stage());
     if constexpr (C.half_q) load_channels(piece);  // not before the producer has seen that they are there
     ptx::cp_async_wait_but<1>();
     ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
     prepare(ring.stage());
-    for (int n = begin_of<C>(piece); n < share.seen - 1; ++n) {
+    while (after < share.seen) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
-        wait_for_keys(next, n + 1);
+        wait_for_keys(next);
         start_scores<C>(scores, shared, consumer, next.stage());
         prepare(next.stage());
       };
-      attend(n);
+      attend(after);
       if constexpr (C.overlap) {
         add_values(one, start_next);
       } else {
@@ -381,14 +444,17 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         start_next();
       }
       ring = next;
+      after = visit_of(ring.stage(), after + 1).next;
     }
-    attend(share.seen - 1);
+    attend(after);
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, [] {});
     ring.advance();
     const int loaded = loaded_end<C>(visible, share.tile, piece);
-    for (int n = share.seen; n < loaded; ++n, ring.advance()) {  // for later rows of the tile
-      ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.phase());
+    for (; after < loaded; ring.advance()) {  // for later rows of the tile
+      wait_for_keys(ring);
+      after = visit_of(ring.stage(), after + 1).next;
+      __syncwarp();
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
       ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);
@@ -431,7 +497,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   for (int stage = 0; stage < C.stages; ++stage)
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
       *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
-  if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.ones)[threadIdx.x] = ~0u;
+  if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.side.ones)[threadIdx.x] = ~0u;
   if (threadIdx.x == 0) {
     if constexpr (Shape<C>::shares_tail) shared.pieces.find(schedule);
     write_next_piece<C>(shared, schedule, -1);
@@ -440,7 +506,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
       ptx::mbarrier_init(&shared.q_empty[c], 4);
     }
     for (int stage = 0; stage < C.stages; ++stage) {
-      ptx::mbarrier_init(&shared.k_full[stage], C.general && has_key_facts(p) ? 1 + 32 : 1);
+      ptx::mbarrier_init(&shared.k_full[stage], Shape<C>::visits ? 1 + C.consumers + (p.k_group == 1 ? 32 : 0) : 1);
       ptx::mbarrier_init(&shared.v_full[stage], 1);
       ptx::mbarrier_init(&shared.k_empty[stage], 4 * C.consumers);
       ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
@@ -454,7 +520,10 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
 
   if (warpgroup == 0) {
     ptx::registers_decrease<Shape<C>::producer_registers>();
-    if (threadIdx.x < (C.general ? 32 : 1)) produce<C>(p, shared, schedule);
+    if (threadIdx.x < (Shape<C>::visits ? 32 : 1)) produce<C>(p, shared, schedule);
+    if constexpr (Shape<C>::visits) {
+      if (threadIdx.x / 32 == 1) bring_key_facts<C>(p, shared);
+    }
   } else {
     ptx::registers_increase<C.registers>();
     consume<C, T>(p, shared, warpgroup - 1);
@@ -466,6 +535,10 @@ template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr HopperConfig C = Instance::config;
   static_assert(Shape<C>::handed_over == Instance::handed_over_bytes);
+  if constexpr (Shape<C>::visits) {
+    const cudaError_t error = p.mask == nullptr ? cudaSuccess : read_mask(p, stream);
+    if (error != cudaSuccess) return error;
+  }
   constexpr int bytes = sizeof(SharedStorage<C>);
   using Half = std::conditional_t<C.half_q, __half, __nv_bfloat16>;
   const auto kernel = p.half ? hopper_forward<Instance, Half> : hopper_forward<Instance, __nv_bfloat16>;

@@ -71,6 +71,12 @@ struct Params {
   // or null.
   const int* ready;
   int ready_ctas;
+
+  // Of the Hopper kernel's general instances with a mask: what is made of it before they run (tile/shown.h), and of how many of its batches, heads,
+  // groups of 64 rows and rows of a group: 1 where its stride is 0.
+  uint32_t* mask_bits;
+  uint8_t* mask_shown;
+  int mask_batches, mask_heads, mask_groups, mask_rows;
 };
 
 // What the host tells the kernel that quantizes K and V.

@@ -147,4 +147,6 @@ def files(configs: Sequence[Config]) -> dict[str, str]:
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):
         found["combine.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "combine.cuh"\n'
+    if any(isinstance(c, HopperConfig) and c.visits for c in configs):
+        found["read_mask.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "read_mask.cuh"\n'
     return found

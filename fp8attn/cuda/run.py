@@ -46,7 +46,7 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, configs.instances(config.int8, config.half_q), device.arch)
+        return build.load_with(config, configs.instances(config.int8, config.half_q, config.masked), device.arch)
     return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 

@@ -7,7 +7,7 @@
 // Params without its tensor maps, from its first pointer to its last. Returns whether it came to an end.
 extern "C" bool forward(const void* params, int bytes, int ctas) {
   fp8attn::Params p = {};
-  constexpr int size = offsetof(fp8attn::Params, ready_ctas) + sizeof(p.ready_ctas) - offsetof(fp8attn::Params, q);
+  constexpr int size = offsetof(fp8attn::Params, mask_rows) + sizeof(p.mask_rows) - offsetof(fp8attn::Params, q);
   if (bytes != (size + 7) / 8 * 8) abort();
   memcpy(&p.q, params, bytes);
   using Shape = fp8attn::PortableShape<fp8attn::Instance::config>;

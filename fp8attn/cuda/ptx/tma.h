@@ -23,6 +23,13 @@ __device__ inline void tma_load(void* to, const CUtensorMap& map, uint64_t* barr
                : "memory");
 }
 
+// Bytes that lie together, a multiple of 16 of them, as do both addresses.
+__device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+               "r"(shared_address(barrier))
+               : "memory");
+}
+
 // Into L2.
 __device__ inline void tma_load_ahead(const CUtensorMap& map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");

@@ -33,13 +33,13 @@ __device__ void promote(float (&o)[N], const float (&alpha)[2], const float (&fr
 struct Share {
   const Tile& tile;  // in shared memory and read there again: registers are scarce between
   int consumer;
-  int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole
+  int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole, if it weren't for a mask
 
   // Of the tile's blocks those before `end`.
   __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS) : tile(its_tile), consumer(number) {
     const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
     seen = min(visible.blocks(row + ROWS - 1), end);
-    whole = p.mask != nullptr ? 0 : visible.end(row) / KEYS;
+    whole = visible.end(row) / KEYS;
   }
 
   __device__ int first_row() const { return tile.first_row + consumer * ROWS; }

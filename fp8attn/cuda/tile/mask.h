@@ -95,8 +95,11 @@ __device__ inline float mask_value(__nv_bfloat16 x) { return __bfloat162float(x)
 __device__ inline float mask_value(__half x) { return __half2float(x); }
 __device__ inline float mask_value(float x) { return x; }
 
+// What a mask's value adds to a score in base 2. bfloat16's least number becomes -inf.
+__device__ inline float added(float value) { return value * LOG2E; }
+
 // A score with a mask's value added; one that is hidden becomes -inf even if it was NaN.
-__device__ inline float with_mask(float score, float value) { return value == -INFINITE ? -INFINITE : score + value * LOG2E; }
+__device__ inline float with_mask(float score, float value) { return added(value) == -INFINITE ? -INFINITE : score + added(value); }
 
 // A score with the mask of its row and key added.
 template <typename Place>

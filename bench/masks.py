@@ -1,0 +1,242 @@
+"""What masks cost: attention with documents, windows, padding, arbitrary and additive masks, over the default without one, and beside PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from fp8attn.cuda.configs import KEYS, ROWS
+
+from . import report
+from .cases import HIDDEN, TOKENS, Case, square
+from .errors import Bad, Errors
+from .gates import Gates
+from .machine import machine
+from .peers import KERNEL, OWN, PYTORCH, Attention, Peer, Problem, answer
+from .timing import Protocol, Timing, time_all
+
+HELP = "what masks cost, by kind: over the default without one, and beside PyTorch"
+
+CASES = tuple(
+    square(f"D{dim} full {length // 1024}k", TOKENS // length, HIDDEN // dim, length, dim)
+    for dim, length in ((64, 4096), (128, 4096), (256, 4096), (128, 16384))
+)
+WITHOUT = "fp8attn cuda, no mask"
+SEED = 20
+
+
+@dataclass(frozen=True)
+class MaskedCase(Case):
+    """A case with a mask, broadcastable to (B, Hq, Sq, Sk), bool or added to scores."""
+
+    attn_mask: torch.Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return super().options | {"attn_mask": self.attn_mask}
+
+
+def documents(case: Case, device: torch.device) -> torch.Tensor:
+    """Eight documents of a random length each, one after the other, causal: bool (Sq, Sk)."""
+    generator = torch.Generator().manual_seed(SEED)
+    ends = (torch.rand(7, generator=generator).sort().values * case.kv_length).to(device)
+    row, key = (torch.arange(n, device=device) for n in (case.q_length, case.kv_length))
+    return (torch.bucketize(row, ends)[:, None] == torch.bucketize(key, ends)) & (key <= row[:, None])
+
+
+def window(case: Case, device: torch.device) -> torch.Tensor:
+    """The last 1024 keys: bool (Sq, Sk)."""
+    distance = torch.arange(case.q_length, device=device)[:, None] - torch.arange(case.kv_length, device=device)
+    return (distance >= 0) & (distance < 1024)
+
+
+def padding(case: Case, device: torch.device) -> torch.Tensor:
+    """Of each sequence a half of the keys to all: bool (B, 1, 1, Sk)."""
+    lengths = torch.linspace(0.5, 1.0, case.batch, device=device) * case.kv_length
+    return torch.arange(case.kv_length, device=device) < lengths.view(-1, 1, 1, 1)
+
+
+def anywhere(case: Case, device: torch.device) -> torch.Tensor:
+    """Seven keys of ten: bool (Sq, Sk)."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    return torch.rand(case.q_length, case.kv_length, device=device, generator=generator) < 0.7
+
+
+def added(shown: torch.Tensor) -> torch.Tensor:
+    """The same, bfloat16, 0 and -inf."""
+    return torch.zeros(shown.shape, dtype=torch.bfloat16, device=shown.device).masked_fill_(~shown, -torch.inf)
+
+
+def distances(case: Case, device: torch.device) -> torch.Tensor:
+    """What ALiBi adds (arXiv:2108.12409), symmetric: bfloat16 (Hq, Sq, Sk)."""
+    slopes = 2.0 ** (-8.0 * torch.arange(1, case.q_heads + 1, device=device) / case.q_heads)
+    row, key = (torch.arange(n, device=device) for n in (case.q_length, case.kv_length))
+    distance = (row[:, None] - key).abs_().neg_().to(torch.bfloat16)
+    return distance * slopes.to(torch.bfloat16).view(-1, 1, 1)
+
+
+MASKS: dict[str, Callable[[Case, torch.device], torch.Tensor]] = {
+    "documents": documents,
+    "window of 1k": window,
+    "padding": padding,
+    "70 % anywhere": anywhere,
+    "documents, added": lambda case, device: added(documents(case, device)),
+    "ALiBi": distances,
+}
+
+
+def _flex(problem: Problem) -> Attention:
+    """FlexAttention as its users would: a mask as one of blocks, made beforehand; what isn't 0 and -inf is added to scores."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    case, mask = problem.case, problem.case.options["attn_mask"]
+    mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+    hides = mask.dtype == torch.bool or bool(((mask == 0) | (mask == -torch.inf)).all())
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    batched, headed, rowed = (int(size > 1) for size in mask.shape[:3])
+
+    def shows(b, h, query, key):
+        return shown[b * batched, h * headed, query * rowed, key]
+
+    def adds(score, b, h, query, key):
+        return score + mask[b * batched, h * headed, query * rowed, key]
+
+    torch._dynamo.reset()  # after eight shapes it would run uncompiled instead
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    options: dict[str, Any] = {"score_mod": adds}
+    if hides:
+        batch, heads = case.batch if batched else None, case.q_heads if headed else None
+        options = {"block_mask": create_block_mask(shows, batch, heads, case.q_length, case.kv_length, device=str(problem.device))}
+    return lambda i: compiled(*problem.sets[i % len(problem.sets)], **options)
+
+
+ROWS_OF_TABLE = (
+    *(peer for peer in OWN if peer.name in ("fp8attn cuda", "fp8attn triton", "fp8attn cuda end to end")),
+    *(peer for peer in PYTORCH if peer.name in ("SDPA cuDNN", "SDPA efficient")),
+    Peer("FlexAttention", (KERNEL,), _flex, jit=True),
+)
+
+
+def shares_shown(case: Case, mask: torch.Tensor) -> tuple[float, float]:
+    """Of pairs of a query and a key, and of blocks of 64 queries and 128 keys: those that a mask shows."""
+    shown = mask if mask.dtype == torch.bool else mask != -torch.inf
+    full = shown.expand(*shown.shape[:-2], case.q_length, case.kv_length)
+    blocks = full.unflatten(-1, (-1, KEYS)).unflatten(-3, (-1, ROWS)).transpose(-3, -2).flatten(-2).any(-1)
+    return float(shown.float().mean()), float(blocks.float().mean())
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row's attention with one mask; or our default's without.
+
+    Attributes:
+        pairs, blocks: `shares_shown`.
+        against_without: its median over that of our default kernel without a mask; more than 1 costs more.
+    """
+
+    case: Case
+    mask: str
+    row: str
+    pairs: float
+    blocks: float
+    errors: Errors | None = None
+    timing: Timing | None = None
+    against_without: float | None = None
+    refused: str | None = None
+
+    @property
+    def us(self) -> float | None:
+        """The median."""
+        return None if self.timing is None else self.timing.p50_us
+
+    def record(self) -> dict[str, Any]:
+        """One flat JSON object; fields that don't apply are null."""
+        return {
+            **self.case.record(),
+            "mask": self.mask,
+            "backend": self.row,
+            "pairs": self.pairs,
+            "blocks": self.blocks,
+            "p50_us": self.us,
+            "against_without": self.against_without,
+            "relative_l2": None if self.errors is None else self.errors.relative_l2,
+            "refused": self.refused,
+        }
+
+
+def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Protocol, device: torch.device) -> list[Result]:
+    """Every row with a mask, and our default without, from one interleaved run."""
+    mask = MASKS[name](case, device)
+    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(Case)}
+    plain = Problem.of(case, "normal", device, rotate=True)
+    problem = dataclasses.replace(plain, case=MaskedCase(**fields, attn_mask=mask))
+    expected = problem.expected()
+    given = {row.name: answer(row, problem, expected, bad) for row in rows}
+    runs = {row: one.attention for row, one in given.items() if one.attention is not None}
+    without = OWN[0].prepare(plain)
+    timed = {row: found.timing for row, found in time_all(runs | {WITHOUT: without}, len(plain.sets), protocol, device).items()}
+    shares = shares_shown(case, mask)
+    results = [Result(case, name, WITHOUT, *shares, timing=timed[WITHOUT], against_without=1.0)]
+    for row, one in given.items():
+        timing = timed.get(row)
+        over = None if timing is None else timing.p50_us / timed[WITHOUT].p50_us
+        results.append(Result(case, name, row, *shares, one.errors, timing, over, one.refused))
+    return results
+
+
+def table(results: Sequence[Result]) -> Table:
+    """A row for each kind of mask, a column for each row of the results: microseconds."""
+    names = list(dict.fromkeys(result.row for result in results))
+    headers = ("pairs", "blocks", *names, "cuda × no mask", "relative L2")
+    made = report.table_of(f"Masks, {results[0].case.name}, µs", ("mask",), headers, "Medians of one interleaved run each; –: refused.")
+    for kind in dict.fromkeys(result.mask for result in results):
+        by = {result.row: result for result in results if result.mask == kind}
+        first, own = by[WITHOUT], by.get("fp8attn cuda")
+        cells = [f"{first.pairs:.0%}", f"{first.blocks:.0%}"]
+        cells += [report.number_of(by[name].us, ".1f") for name in names]
+        cells.append(report.number_of(None if own is None else own.against_without, ".2f"))
+        cells.append(report.number_of(None if own is None or own.errors is None else own.errors.relative_l2, ".4f"))
+        made.add_row(kind, *cells)
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    parser.add_argument("--mask", default="", metavar="SUBSTRING", help="only masks with this in their names")
+    parser.add_argument("--peer", action="append", metavar="SUBSTRING", help="only rows with this in their names; repeatable")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that every row gets (default: %(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    if device.type != "cuda":
+        print("masks: needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
+        return 2
+    gates, about = Gates.load(), machine(device)
+    rows = [row for row in ROWS_OF_TABLE if any(part in row.name for part in arguments.peer or [""])]
+    chosen = [(case, name) for case in CASES for name in MASKS if arguments.case in case.name and arguments.mask in name]
+    if not chosen or not rows:
+        print(f"masks: no case has {arguments.case!r}, no mask {arguments.mask!r} or no row {arguments.peer} in its name", file=sys.stderr)
+        return 2
+    protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
+    results: list[Result] = []
+    with report.progress() as bar:
+        task = bar.add_task("", total=len(chosen))
+        for case, name in chosen:
+            bar.update(task, description=f"{case.name}, {name}")
+            found = measure(case, name, rows, gates.bad, protocol, device)
+            report.append(arguments.json, (report.json_line("masks", result.record(), about) for result in found))
+            results += found
+            bar.advance(task)
+    for case in dict.fromkeys(case for case, _ in chosen):
+        report.console().print(table([result for result in results if result.case == case]))
+    return 0

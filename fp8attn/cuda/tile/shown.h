@@ -1,0 +1,78 @@
+// What a mask shows of each block of keys to each group of queries, as `read_mask` (mask.cuh) finds it out before the Hopper kernel's general instances.
+#pragma once
+
+#include "mask.h"
+#include "schedule.h"
+
+namespace fp8attn {
+
+// Two bits each.
+enum class Shown : uint32_t { nothing, all, some, values };  // `values`: some are added to scores
+
+constexpr int MASK_WORDS = 4;  // of the bits of a row and a block: bit 2j + i of word c is of key 8j + 2c + i, so that a word is of one thread's scores
+
+// Of a mask's groups of ROWS rows, or of one row where all are alike, and its blocks of KEYS keys: which of all, counted block by block, then group by
+// group.
+__device__ inline int64_t mask_block(const Params& p, int batch, int head, int group, int block) {
+  const int blocks = (p.kv_length + KEYS - 1) / KEYS;
+  batch = min(batch, p.mask_batches - 1), head = min(head, p.mask_heads - 1), group = min(group, p.mask_groups - 1);
+  return ((int64_t(batch) * p.mask_heads + head) * p.mask_groups + group) * blocks + block;
+}
+
+// Its bits, row by row.
+__device__ inline uint32_t* mask_bits(const Params& p, int64_t block) { return p.mask_bits + block * p.mask_rows * MASK_WORDS; }
+
+// A block of keys that a tile is attended with. `shown`: to each consumer.
+struct Visit {
+  int block, next;  // the block after it; one behind all if it is the last
+  uint32_t shown;
+
+  __device__ Shown to(int consumer) const { return Shown(shown >> 2 * consumer & 3); }
+};
+
+// The blocks that a tile of the rows of CONSUMERS is attended with, in order: of those before `end` all that show something to one of them, or one
+// if none does. A warp's, all of which calls.
+template <int CONSUMERS>
+class Visits {
+ public:
+  __device__ Visits(const Params& p, const Tile& tile, int its_end) : p_(p), tile_(tile), end_(its_end) {}
+
+  // The first from `block` on, or `end`. `block` is 0, or follows the one that was found last.
+  __device__ int next(int block) {
+    if (p_.mask == nullptr) return block;
+    while (block < end_) {
+      if (block % 32 == 0) look_at(block);
+      const uint32_t found = found_ >> block % 32;
+      if (found != 0) return block + __ffs(found) - 1;
+      block = (block / 32 + 1) * 32;
+    }
+    return end_;
+  }
+
+  __device__ int first() { return min(next(0), end_ - 1); }
+
+  // Of the one that was found last.
+  __device__ uint32_t shown(int block) const {
+    constexpr uint32_t all = 0x55555555;
+    return p_.mask == nullptr ? all : __shfl_sync(~0u, shown_, block % 32);
+  }
+
+ private:
+  const Params& p_;
+  const Tile& tile_;
+  int end_;
+  uint32_t shown_, found_;  // of the lane's block; a bit for each lane's
+
+  __device__ void look_at(int base) {
+    const int block = base + int(threadIdx.x) % 32;
+    shown_ = 0;
+    int row = tile_.first_row;
+    asm volatile("" : "+r"(row));  // or addresses are made before the loop over blocks, and spilled
+    for (int c = 0; c < CONSUMERS; ++c, row += ROWS) {
+      if (block < end_ && row < p_.q_length) shown_ |= uint32_t(p_.mask_shown[mask_block(p_, tile_.batch, tile_.head, row / ROWS, block)]) << 2 * c;
+    }
+    found_ = __ballot_sync(~0u, shown_ != 0);
+  }
+};
+
+}  // namespace fp8attn

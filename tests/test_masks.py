@@ -1,0 +1,205 @@
+"""What the Hopper kernel knows of a mask before it runs, which blocks of keys it shows to which queries, and its bits; and attention with it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import emulation
+import pytest
+import torch
+from closeness import E4M3_STEP, assert_matches_pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cuda import QUANTIZED, oracle
+
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.cuda import configs, run
+from fp8attn.cuda.configs import KEYS, HopperConfig
+from fp8attn.device import device_of
+from fp8attn.quantize import quantize
+
+NOTHING, ALL, SOME, VALUES = range(4)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel that reads masks, compiled for the CPU."""
+    lacking = emulation.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    folder = tmp_path_factory.mktemp("reader")
+    emulation.copy_sources(folder)
+    return emulation.compile_file("read_mask.cpp", folder)
+
+
+def documents(q_length: int, kv_length: int, seed: int) -> torch.Tensor:
+    """bool (Sq, Sk): queries see the keys of their own document."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.rand(5, generator=generator).sort().values
+    rows, keys = (torch.bucketize((torch.arange(n) + 0.5) / n, ends) for n in (q_length, kv_length))
+    return rows[:, None] == keys
+
+
+def drawn_mask(kind: str, batch: int, heads: int, q_length: int, kv_length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Of a kind, bool or added, broadcastable to (B, Hq, Sq, Sk)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, q_length, kv_length)
+    shown = {
+        "random": lambda: torch.rand(shape, generator=generator) < 0.7,
+        "documents": lambda: documents(q_length, kv_length, seed),
+        "keys": lambda: torch.rand((batch, 1, 1, kv_length), generator=generator) < 0.5,
+        "rows": lambda: torch.rand((1, heads, q_length, 1), generator=generator) < 0.5,
+        "padding": lambda: (torch.arange(kv_length) < kv_length - 130).expand(batch, 1, 1, kv_length),
+        "nothing": lambda: torch.zeros(shape, dtype=torch.bool),
+        "numbers": lambda: documents(q_length, kv_length, seed).expand(heads, q_length, kv_length),
+    }[kind]()
+    if kind == "numbers":
+        added = torch.randn(shown.shape, generator=generator) * (torch.rand(shown.shape, generator=generator) < 1e-4)
+        return added.masked_fill(~shown, -torch.inf).to(torch.bfloat16 if dtype == torch.bool else dtype)
+    if dtype == torch.bool:
+        return shown
+    # of float16 the least number times log2 e is none that hides
+    hides = -torch.inf if dtype == torch.float16 or seed % 2 else torch.finfo(dtype).min
+    return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, hides)
+
+
+KINDS = ("random", "documents", "keys", "rows", "padding", "nothing", "numbers")
+DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
+
+
+def defined(mask: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a mask (batches, heads, rows, Sk), in groups of so many rows: what it shows (batches, heads, groups, blocks), bits (…, group, 4), int64."""
+    batches, heads, rows, kv_length = mask.shape
+    blocks = -(-kv_length // KEYS)
+    groups = -(-rows // group)
+    added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float() * torch.tensor(1.4426950408889634)
+    tiles = torch.full((batches, heads, groups * group, blocks * KEYS), torch.nan)  # of what doesn't exist
+    tiles[:, :, :rows, :kv_length] = added
+    tiles = tiles.unflatten(3, (blocks, KEYS)).unflatten(2, (groups, group)).transpose(3, 4)
+    exists = torch.zeros(groups * group, blocks * KEYS, dtype=torch.bool)
+    exists[:rows, :kv_length] = True
+    exists = exists.unflatten(1, (blocks, KEYS)).unflatten(0, (groups, group)).transpose(1, 2)
+    visible = exists & (tiles != -torch.inf)
+    hidden, adds = (exists & (tiles == -torch.inf)).flatten(4).any(-1), (visible & (tiles != 0)).flatten(4).any(-1)
+    shows = visible.flatten(4).any(-1)
+    shown = torch.where(adds, VALUES, torch.where(shows, torch.where(hidden, SOME, ALL), NOTHING))
+    # bit 2j + i of word c is of key 8j + 2c + i
+    words = (visible.unflatten(-1, (16, 4, 2)).transpose(-3, -2).flatten(-2).long() << torch.arange(32)).sum(-1)
+    return shown, words
+
+
+def read(reader: ctypes.CDLL, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by the kernel, of a mask (B, Hq, Sq, Sk) in which a stride may be 0."""
+    p = emulation.Params()
+    p.mask, p.mask_strides = mask.data_ptr(), (ctypes.c_int64 * 4)(*mask.stride())
+    p.batches, p.q_heads, p.q_length, p.kv_length = mask.shape
+    p.mask_type = 0 if mask.dtype == torch.bool else 1 + emulation.TYPES[mask.dtype]
+    p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = planes = emulation.mask_planes(mask)
+    blocks = -(-mask.shape[3] // KEYS)
+    bits = torch.full((*planes[:3], blocks, planes[3], 4), 0x55, dtype=torch.int32)
+    shown = torch.full((*planes[:3], blocks), 0x55, dtype=torch.uint8)
+    p.mask_bits, p.mask_shown = bits.data_ptr(), shown.data_ptr()
+    assert reader.read_mask(ctypes.byref(p), ctypes.sizeof(p), ctypes.c_int64(shown.numel())) & 0xFF
+    return shown.long(), bits.long() & 0xFFFFFFFF
+
+
+def assert_as_defined(reader: ctypes.CDLL, mask: torch.Tensor) -> None:
+    """`mask`: (B, Hq, Sq, Sk)."""
+    shown, bits = read(reader, mask)
+    once = mask[tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride()[:3])]
+    expected_shown, expected_bits = defined(once, bits.shape[-2])
+    assert torch.equal(shown, expected_shown), "what is shown differs"
+    assert torch.equal(bits, expected_bits), "bits differ"
+
+
+def laid_out(mask: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same mask with other strides."""
+    if layout == "columns":
+        return mask.transpose(-2, -1).contiguous().transpose(-2, -1)
+    if layout == "cut":
+        wider = torch.nn.functional.pad(mask.to(torch.uint8) if mask.dtype == torch.bool else mask, (3, 2))
+        return (wider.bool() if mask.dtype == torch.bool else wider)[..., 3:-2]
+    return mask.contiguous()
+
+
+@pytest.mark.anywhere
+@given(
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), layout=st.sampled_from(("contiguous", "columns", "cut")),
+    batch=st.integers(1, 2), heads=st.integers(1, 2), q_length=st.integers(1, 200), kv_length=st.integers(1, 600), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_mask_is_read_as_defined(
+    reader: ctypes.CDLL, kind: str, dtype: torch.dtype, layout: str, batch: int, heads: int, q_length: int, kv_length: int, seed: int
+) -> None:
+    mask = laid_out(drawn_mask(kind, batch, heads, q_length, kv_length, dtype, seed), layout)
+    assert_as_defined(reader, mask.expand(batch, heads, q_length, kv_length))
+
+
+def assert_masks_of_all_kinds(reader: ctypes.CDLL) -> None:
+    for kind in KINDS:
+        for layout, kv_length in (("contiguous", 300), ("cut", 300), ("cut", 256)):
+            mask = laid_out(drawn_mask(kind, 2, 2, 150, kv_length, torch.bfloat16, 1), layout)
+            assert_as_defined(reader, mask.expand(2, 2, 150, kv_length))
+
+
+@pytest.mark.anywhere
+def test_masks_of_all_kinds(reader: ctypes.CDLL) -> None:
+    assert_masks_of_all_kinds(reader)
+
+
+MUTANTS = {
+    "odd lanes": ("lane % 2 == 0 ? shown[0] : shown[2]", "shown[0]"),
+    "halves of eight keys": ("shown[2]) >> lane / 2, high", "shown[2]), high"),
+    "rows that don't exist": ("const bool exists = first + i < rows &&", "const bool exists ="),
+    "keys that don't exist": ("(!CAREFUL || n < exist), visible", "true, visible"),
+    "numbers": ("adds |= exists && visible && value != 0.0f", "adds |= false"),
+    "hidden ones": ("hides |= exists && !visible", "hides |= false"),
+    "groups": ("int64_t(group) * ROWS * p.mask_strides[2]", "int64_t(group) * p.mask_strides[2]"),
+    "aligned or not": ("reinterpret_cast<uintptr_t>(mask) % sizeof(Four<T>) == 0;", "true;"),
+    "heads": ("plane % p.mask_heads * p.mask_strides[1]", "plane / p.mask_heads * p.mask_strides[1]"),
+}
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_emulation_sees_what_is_wrong(name: str, tmp_path: Path) -> None:
+    emulation.copy_sources(tmp_path)
+    right, wrong = MUTANTS[name]
+    if name == "aligned or not":  # g++ may copy four numbers from anywhere: as a GPU, which may not
+        loaded = "*reinterpret_cast<const Four<T>*>(at);", "*reinterpret_cast<const Four<T>*>(uintptr_t(at) & -sizeof(Four<T>));"
+        emulation.mutate(tmp_path / "read_mask.cuh", *loaded)
+    emulation.mutate(tmp_path / "read_mask.cuh", right, wrong)
+    mutant = emulation.compile_file("read_mask.cpp", tmp_path)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_masks_of_all_kinds(mutant)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [c for c in QUANTIZED if c.visits], ids=lambda c: c.name)
+def test_attention_with_masks(config: HopperConfig, device: torch.device) -> None:
+    """Of every kind, over several tiles of a CTA. Which blocks are left out is told through shared memory: a bit that moves is a race."""
+    reason = configs.misfit(config, device_of(device))
+    if reason is not None:
+        pytest.skip(reason)
+    generator = torch.Generator(device).manual_seed(9)
+    heads, q_length, kv_length = 1 + device_of(device).sm_count // 2, 500, 4501  # more than 32 blocks
+    q, k, v = (
+        torch.randn(1, heads, n, dim, device=device, generator=generator)
+        for n, dim in ((q_length, config.head_dim), (kv_length, config.head_dim), (kv_length, config.value_dim))
+    )
+    operands = quantize(q, k, v, Recipe(qk="int8" if config.int8 else "e4m3"))
+    for number, kind in enumerate(KINDS):
+        dtype = torch.bool if config.masked else DTYPES[number % len(DTYPES)]
+        if config.masked and kind == "numbers":
+            continue
+        mask = drawn_mask(kind, 1, heads if kind == "random" else 1, q_length, kv_length, dtype, number).to(device)
+        call = call_of(*operands, attn_mask=mask, return_lse=True, out_dtype=torch.float32)
+        out, lse = run.forward(call, device_of(device), config)
+        expected, expected_lse = oracle(operands, call, config)
+        assert out.isfinite().all()
+        assert_matches_pipeline(out, expected, False, expected_lse)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
+        different = sum((run.forward(call, device_of(device), config)[0] != out).sum() for _ in range(50))
+        assert int(different) == 0
