@@ -221,7 +221,8 @@ def merged(table: CudaSpeeds, found: CudaSpeeds) -> CudaSpeeds:
     """CUDA's shipped table with `found` in the place of the entries of the same head dims that do the same calls."""
 
     def group(c: CudaConfig) -> tuple:
-        return c.operands if isinstance(c, portable.PortableConfig) else "", c.general, getattr(c, "masked", False), c.head_dim, c.value_dim
+        does = (c.operands, c.general) if isinstance(c, portable.PortableConfig) else ("", c.scores)
+        return *does, c.head_dim, c.value_dim
 
     replaced = {group(c) for c in found}
     kept = {c: speed for c, speed in table.items() if group(c) not in replaced}

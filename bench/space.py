@@ -116,7 +116,7 @@ def spaces(backend: str, call: Call, device: Device) -> list[Space]:
 def _cuda_space(shipped: CudaConfig) -> Space:
     """Around the instance that runs a call: the Hopper kernel's where that does, else the portable kernel's."""
     if isinstance(shipped, CudaHopperConfig):
-        fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general", "int8", "half_q", "masked")}
+        fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general", "int8", "half_q", "masked", "added")}
         structure = {"consumers": (1, 2, 3, 4), "overlap": (False, True), "stages": (2, 3, 4, 5, 6)}
         return Space(CudaHopperConfig, fixed, structure, {"registers": tuple(range(88, 248, 8))})
     names = ("head_dim", "value_dim", "tensor_qk", "tensor_pv", "fused", "fast_exp", "operands", "e4m3_p", "general", "int8")

@@ -76,6 +76,7 @@ class Params(ctypes.Structure):
         ("mask_bits", ctypes.c_void_p),
         ("mask_shown", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
+        ("mask_in_boxes", ctypes.c_bool),
     ]
 
 
@@ -181,6 +182,15 @@ def mask_planes(mask: torch.Tensor) -> tuple[int, int, int, int]:
     return batches, heads, groups, rows
 
 
+def has_boxes(mask: torch.Tensor) -> bool:
+    """Whether boxes of a mask (B, Hq, Sq, Sk) can be had: rows of 16-bit numbers at multiples of 16 bytes."""
+    steps = (stride for stride, size in zip(mask.stride()[:3], mask.shape, strict=False) if size > 1)
+    return (
+        mask.element_size() == 2 and mask.stride(2) > 0 and (mask.stride(3) == 1 or mask.shape[3] == 1)
+        and mask.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
+    )  # fmt: skip
+
+
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
     q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_lse, ready=None, ready_ctas=0,
@@ -202,6 +212,7 @@ def params(
     p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
     if mask is not None and rows > 0:
         p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(mask)
+        p.mask_in_boxes = has_boxes(mask)
     p.ready_ctas, p.half = ready_ctas, q.dtype == torch.float16
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     return p

@@ -21,7 +21,7 @@ from fp8attn.device import ARCHITECTURES
 
 H100 = ARCHITECTURES[90]
 
-MAPS = 4 * 128
+MAPS = 5 * 128
 """Bytes of a Params before its first pointer: tensor maps."""
 
 pytestmark = [pytest.mark.anywhere, emulation.emulates]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -21,7 +22,7 @@ from fp8attn.call import Call, empty_lse, empty_output
 from fp8attn.cuda import build, configs, short
 from fp8attn.cuda import early as early_launch
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import INSTANCES, INT8_INSTANCES, MASKED_INSTANCES
+from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
@@ -152,10 +153,11 @@ READY_MUTANTS = {
 GENERAL = "general"
 
 GENERAL_MUTANTS = {
-    "mean of queries forgotten": ("hopper.cuh", "keys.add_bias(s, factor, p.score_scale, consumer, f);", "scale_by_row(factor, s);"),
+    "mean of queries forgotten": ("hopper.cuh", "if (p.bias != nullptr) keys.add_bias(", "if (false) keys.add_bias("),
     "mean of other queries": ("tile/key_facts.h", "tile.head, row) + start", "tile.head, tile.first_row) + start"),
     "means of the next key": ("tile/key_facts.h", "factor[r], pair.y)", "factor[r], pair.x)"),
-    "means without the softmax scale": ("tile/key_facts.h", "pair.x *= unit, pair.y *= unit;", ""),
+    "means without the softmax scale": ("tile/key_facts.h", "factor[0] = factor[1] = unit;", "factor[0] = factor[1] = 1.0f;"),
+    "means times the scale twice": ("hopper.cuh", "C.general && p.bias != nullptr ? 1.0f : p.score_scale", "p.score_scale"),
     "keys' own scales forgotten": ("hopper.cuh", "if (by_key) keys.scale_scores(s, f);", ""),
     "scales of the next key": ("tile/key_facts.h", "*= pair.y;", "*= pair.x;"),
     "scales of other keys": ("tile/key_facts.h", "at + (start + i) * p.k_scale_strides[2]", "at + i * p.k_scale_strides[2]"),
@@ -167,14 +169,29 @@ MASKED = "masked"
 MASKED_MUTANTS = {
     "nothing hidden": ("tile/key_facts.h", "if (!(seen >> i & 1))", "if (false)"),
     "bits of another row": ("tile/key_facts.h", "min(f.row + 8 * r, p.mask_rows - 1)", "f.row"),
-    "what others are shown": ("tile/shown.h", "shown >> 2 * consumer & 3", "shown & 3"),
+    "what others are shown": ("tile/shown.h", "shown >> SHOWN_BITS * consumer;", "shown;"),
     "bits that others are shown": ("tile/key_facts.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
-    "blocks left out that show something": ("tile/shown.h", "shown_ != 0", "(shown_ & 3) != 0"),
+    "blocks left out that show something": ("tile/shown.h", "shown_ != 0", "(shown_ & 15) != 0"),
     "scale of a block that is left out": ("hopper.cuh", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
     "values of a block that is left out": ("hopper.cuh", "&shared.v_full[stage], n * KEYS,", "&shared.v_full[stage], (after - 1) * KEYS,"),
     "all is shown": ("read_mask.cuh", "hides |= exists && !visible", "hides |= false"),
 }
 """Of the Hopper kernel's instances for boolean masks."""
+
+ADDED = "added"
+
+ADDED_MUTANTS = {
+    "nothing added": ("tile/added_mask.h", "fmaf(at[0], factor[i % 2], two.x)", "at[0] * factor[i % 2]"),
+    "numbers of the next key": ("tile/added_mask.h", "fmaf(at[1], factor[i % 2], two.y)", "fmaf(at[1], factor[i % 2], two.x)"),
+    "chunks where they would lie unswizzled": ("tile/added_mask.h", "(chunk ^ row % 8)", "chunk"),
+    "numbers of other keys": ("tile/added_mask.h", "2 * (visit.block * KEYS + i * SLOT_KEYS)", "2 * i * SLOT_KEYS"),
+    "numbers of other queries": ("tile/added_mask.h", "row = tile.first_row + consumer * ROWS;", "row = tile.first_row;"),
+    "numbers taken for exponents": ("hopper.cuh", "factor[0] = factor[1] = LOG2E;", "factor[0] = factor[1] = 1.0f;"),
+    "what is added isn't seen": ("read_mask.cuh", "adds |= exists && visible && value != 0.0f", "adds |= false"),
+    "the next key's from memory": ("tile/added_mask.h", "mask_value(two.of[i])", "mask_value(two.of[0])"),
+    "any others from memory": ("tile/added_mask.h", "key < keys ? at[key * apart]", "key < keys ? at[0]"),
+}
+"""Of the Hopper kernel's instances for masks that are added."""
 
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
@@ -182,6 +199,7 @@ EVERY |= {f"{READY}: {name}": (READY, *mutant) for name, mutant in READY_MUTANTS
 EVERY |= {f"{INT8}: {name}": (INT8, *mutant) for name, mutant in INT8_MUTANTS.items()}
 EVERY |= {f"{GENERAL}: {name}": (GENERAL, *mutant) for name, mutant in GENERAL_MUTANTS.items()}
 EVERY |= {f"{MASKED}: {name}": (MASKED, *mutant) for name, mutant in MASKED_MUTANTS.items()}
+EVERY |= {f"{ADDED}: {name}": (ADDED, *mutant) for name, mutant in ADDED_MUTANTS.items()}
 
 
 def mutated(name: str | None, folder: Path) -> Path:
@@ -208,9 +226,10 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     if rung == READY:
         configs.HALF_Q_INSTANCES = configs.HALF_Q_INSTANCES[:1]
         return check_ready()
-    hopper = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0], MASKED: MASKED_INSTANCES[0]}
+    hopper = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0]}
+    hopper |= {MASKED: MASKED_INSTANCES[0], ADDED: ADDED_INSTANCES[0]}
     config = (hopper | LADDER[64] | BEST[64])[rung]
-    build.INSTANCES = configs.INSTANCES = configs.INT8_INSTANCES = configs.MASKED_INSTANCES = (config,)
+    build.INSTANCES = configs.INSTANCES = configs.INT8_INSTANCES = configs.MASKED_INSTANCES = configs.ADDED_INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 700, 700))
@@ -227,16 +246,23 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     against = k + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * common
     seen = []
     problems = [(q, k, v, "none"), (q, k, v, "bottom_right"), (q, k, with_means, "none"), (q + common, against, v, "none")]
-    mask = None
+    masks: list[torch.Tensor | None] = [None]
     if rung == MASKED:  # of blocks of keys the first queries see one whole and some of three, the others some of three; nobody sees any of one
         first, block = torch.arange(150, device=device)[:, None] < 64, torch.arange(700, device=device) // 128
         mask = (torch.rand(150, 700, generator=generator).to(device) < 0.7) & torch.where(first, block >= 3, block % 5 < 2)
-        mask |= first & (block == 1)
+        masks = [mask | first & (block == 1)]
+    if rung == ADDED:  # to some blocks of either group of queries; from shared memory, from memory in pairs, one by one
+        block = torch.arange(704, device=device) // 128
+        mask = torch.randn(150, 704, generator=generator).to(device) * torch.where(
+            torch.arange(150, device=device)[:, None] < 64, block > 1, block != 3
+        )
+        mask = mask.masked_fill(torch.rand(150, 704, generator=generator).to(device) < 0.2, -torch.inf)
+        masks = [mask.to(torch.bfloat16)[:, :700], mask[:, :700], torch.nn.functional.pad(mask.to(torch.bfloat16), (1, 0))[:, 1:701]]
     if rung == INT8:
         # too large to stay sums; of a block whose scale is largest, and so what sums start at, no key is looked at
         away = torch.where(torch.arange(700, device=device) // 128 == 1, -20.0, 0.0)[:, None] * common
         problems.append((100 * (q + common), torch.randn(k.shape, generator=generator).to(device) + away, v, "none"))
-    for queries, keys, values, causal in problems:
+    for (queries, keys, values, causal), mask in itertools.product(problems, masks):
         quantized = quantize(queries, keys, values, recipe)
         call = call_by(quantized, causal)
         if mask is not None:
@@ -327,14 +353,14 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
     reason = cuda_missing(device)
-    if reason is None and rung in (None, GENERAL, INT8, MASKED, SHORT, READY):
+    if reason is None and rung in (None, GENERAL, INT8, MASKED, ADDED, SHORT, READY):
         reason = configs.misfit(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", (None, GENERAL, INT8, MASKED, SHORT, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize("rung", (None, GENERAL, INT8, MASKED, ADDED, SHORT, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert run_check(mutated(None, tmp_path), tmp_path / "cache", rung) == []

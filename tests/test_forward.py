@@ -22,7 +22,7 @@ from fp8attn.cuda import configs as hopper
 from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import INSTANCES, INT8_MASKED_INSTANCES, MASKED_INSTANCES
+from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_ADDED_INSTANCES, INT8_MASKED_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.render import Config
 from fp8attn.device import Device, device_of
 from fp8attn.quantize import empty_rows, quantize
@@ -92,7 +92,8 @@ def test_configs_agree(drawn: tuple[Case, ...], data: st.DataObject, device: tor
         if sdpa.backend == "cuda":
             able = [*portable.serving(call, properties)]
             if hopper.why_not(call, properties) is None:
-                instances = hopper.INT8_INSTANCES + INT8_MASKED_INSTANCES if call.int8 else INSTANCES + MASKED_INSTANCES
+                int8 = hopper.INT8_INSTANCES + INT8_MASKED_INSTANCES + INT8_ADDED_INSTANCES
+                instances = int8 if call.int8 else INSTANCES + MASKED_INSTANCES + ADDED_INSTANCES
                 able += [c for c in instances if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.does(call)]
             config = data.draw(st.sampled_from(able))
         elif properties.emulated:

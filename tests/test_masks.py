@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import emulation
@@ -19,8 +20,9 @@ from fp8attn.cuda import configs, run
 from fp8attn.cuda.configs import KEYS, HopperConfig
 from fp8attn.device import device_of
 from fp8attn.quantize import quantize
+from fp8attn.recipe import ProductType
 
-NOTHING, ALL, SOME, VALUES = range(4)
+NOTHING, SHOWS, HIDES, ADDS = 0, 1, 2, 4
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +56,11 @@ def drawn_mask(kind: str, batch: int, heads: int, q_length: int, kv_length: int,
         "padding": lambda: (torch.arange(kv_length) < kv_length - 130).expand(batch, 1, 1, kv_length),
         "nothing": lambda: torch.zeros(shape, dtype=torch.bool),
         "numbers": lambda: documents(q_length, kv_length, seed).expand(heads, q_length, kv_length),
+        "numbers everywhere": lambda: torch.ones(heads, q_length, kv_length, dtype=torch.bool),
     }[kind]()
-    if kind == "numbers":
-        added = torch.randn(shown.shape, generator=generator) * (torch.rand(shown.shape, generator=generator) < 1e-4)
+    if "numbers" in kind:
+        added = torch.randn(shown.shape, generator=generator)
+        added *= torch.rand(shown.shape, generator=generator) < (1 if "everywhere" in kind else 1e-4)
         return added.masked_fill(~shown, -torch.inf).to(torch.bfloat16 if dtype == torch.bool else dtype)
     if dtype == torch.bool:
         return shown
@@ -65,7 +69,7 @@ def drawn_mask(kind: str, batch: int, heads: int, q_length: int, kv_length: int,
     return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, hides)
 
 
-KINDS = ("random", "documents", "keys", "rows", "padding", "nothing", "numbers")
+KINDS = ("random", "documents", "keys", "rows", "padding", "nothing", "numbers", "numbers everywhere")
 DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -84,7 +88,7 @@ def defined(mask: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]
     visible = exists & (tiles != -torch.inf)
     hidden, adds = (exists & (tiles == -torch.inf)).flatten(4).any(-1), (visible & (tiles != 0)).flatten(4).any(-1)
     shows = visible.flatten(4).any(-1)
-    shown = torch.where(adds, VALUES, torch.where(shows, torch.where(hidden, SOME, ALL), NOTHING))
+    shown = torch.where(shows, SHOWS + HIDES * hidden + ADDS * adds, NOTHING)
     # bit 2j + i of word c is of key 8j + 2c + i
     words = (visible.unflatten(-1, (16, 4, 2)).transpose(-3, -2).flatten(-2).long() << torch.arange(32)).sum(-1)
     return shown, words
@@ -176,6 +180,20 @@ def test_the_emulation_sees_what_is_wrong(name: str, tmp_path: Path) -> None:
         assert_masks_of_all_kinds(mutant)
 
 
+def masks_of(config: HopperConfig, heads: int, q_length: int, kv_length: int) -> Iterator[torch.Tensor]:
+    """Those that an instance is made for, broadcastable to (B, Hq, Sq, Sk): of each kind; of numbers every type, and rows from any byte on."""
+    for number, kind in enumerate(KINDS):
+        adds = "numbers" in kind
+        if adds and not config.added:
+            continue
+        dtypes = DTYPES[1:] if adds else (DTYPES[1 + number % 3],) if config.added else (torch.bool,)
+        for dtype in dtypes:
+            mask = drawn_mask(kind, 1, heads if kind == "random" or adds else 1, q_length, kv_length, dtype, number)
+            yield mask
+            if adds:
+                yield torch.nn.functional.pad(mask, (0, -kv_length % 8))[..., :kv_length]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [c for c in QUANTIZED if c.visits], ids=lambda c: c.name)
 def test_attention_with_masks(config: HopperConfig, device: torch.device) -> None:
@@ -184,22 +202,22 @@ def test_attention_with_masks(config: HopperConfig, device: torch.device) -> Non
     if reason is not None:
         pytest.skip(reason)
     generator = torch.Generator(device).manual_seed(9)
-    heads, q_length, kv_length = 1 + device_of(device).sm_count // 2, 500, 4501  # more than 32 blocks
+    heads, q_length, kv_length = 1 + device_of(device).sm_count // 4, 500, 4501  # more than 32 blocks
     q, k, v = (
-        torch.randn(1, heads, n, dim, device=device, generator=generator)
+        torch.randn(2, heads, n, dim, device=device, generator=generator)
         for n, dim in ((q_length, config.head_dim), (kv_length, config.head_dim), (kv_length, config.value_dim))
     )
-    operands = quantize(q, k, v, Recipe(qk="int8" if config.int8 else "e4m3"))
-    for number, kind in enumerate(KINDS):
-        dtype = torch.bool if config.masked else DTYPES[number % len(DTYPES)]
-        if config.masked and kind == "numbers":
-            continue
-        mask = drawn_mask(kind, 1, heads if kind == "random" else 1, q_length, kv_length, dtype, number).to(device)
-        call = call_of(*operands, attn_mask=mask, return_lse=True, out_dtype=torch.float32)
+    q += torch.linspace(-1, 1, q_length, device=device)[:, None]
+    qk: ProductType = "int8" if config.int8 else "e4m3"
+    recipes = [Recipe(qk=qk)] + [Recipe(qk=qk, k="token", smooth_q=True)] * config.general
+    operands = [quantize(q, k, v, recipe) for recipe in recipes]
+    for number, mask in enumerate(masks_of(config, heads, q_length, kv_length)):
+        given = operands[number % len(operands)]
+        call = call_of(*given, attn_mask=mask.to(device), return_lse=True, out_dtype=torch.float32)
         out, lse = run.forward(call, device_of(device), config)
-        expected, expected_lse = oracle(operands, call, config)
+        expected, expected_lse = oracle(given, call, config)
         assert out.isfinite().all()
         assert_matches_pipeline(out, expected, False, expected_lse)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
-        different = sum((run.forward(call, device_of(device), config)[0] != out).sum() for _ in range(50))
+        different = sum((run.forward(call, device_of(device), config)[0] != out).sum() for _ in range(20))
         assert int(different) == 0

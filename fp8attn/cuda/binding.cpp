@@ -105,13 +105,27 @@ struct Launch {
   int64_t causal_offset;
 };
 
-// What the Hopper kernel's general instances make of a mask: p is told of how much of it, and where.
+// Whether the copy engine takes boxes out of a mask's rows: 16-bit numbers side by side, of every query its own, from multiples of 16 bytes on.
+bool has_boxes(const Tensor& mask) {
+  const auto of_16_bytes = [&](int i) { return mask.size(i) == 1 || mask.stride(i) % 8 == 0; };
+  return mask.element_size() == 2 && (mask.stride(3) == 1 || mask.size(3) == 1) && mask.stride(2) > 0 && of_16_bytes(0) && of_16_bytes(1) && of_16_bytes(2) &&
+         reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0;
+}
+
+// What the Hopper kernel's instances make of a mask: p is told of how much of it, and where.
 Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
   const auto planes = [&](int i, int64_t size) { return mask.stride(i) == 0 ? 1 : size; };
   p.mask_batches = planes(0, mask.size(0));
   p.mask_heads = planes(1, mask.size(1));
   p.mask_groups = planes(2, (mask.size(2) + l.rows - 1) / l.rows);
   p.mask_rows = planes(2, l.rows);
+  if (has_boxes(mask)) {
+    const auto bytes = [&](int i) { return uint64_t(std::max<int64_t>(2 * mask.stride(i) / 16 * 16, 16)); };  // of one plane any
+    const uint64_t sizes[4] = {2 * uint64_t(mask.size(3)), uint64_t(mask.size(2)), uint64_t(p.mask_heads), uint64_t(p.mask_batches)};
+    const uint64_t strides[3] = {bytes(2), bytes(1), bytes(0)};
+    const uint32_t box[4] = {128, uint32_t(l.rows), 1, 1};
+    p.mask_in_boxes = fp8attn::encode(p.mask_map, mask.const_data_ptr(), sizes, strides, box);
+  }
   const int64_t blocks = int64_t(p.mask_batches) * p.mask_heads * p.mask_groups * ((l.kv_length + l.keys - 1) / l.keys), words = 4 * p.mask_rows * blocks;
   TORCH_CHECK(blocks < int64_t(1) << 31, "attn_mask has ", blocks, " blocks of ", l.rows, " rows and ", l.keys, " keys; it must have fewer than 2^31");
   const Tensor room = at::empty({words + (blocks + 3) / 4}, mask.options().dtype(at::kInt));

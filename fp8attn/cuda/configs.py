@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import astuple, dataclass, replace
+from typing import Literal, get_args
 
 import torch
 
@@ -28,6 +29,12 @@ OUTPUT_BYTES = 128
 REGISTER_FILE = 65_536
 
 
+Scores = Literal["plain", "masked", "general", "added"]
+"""What is done to scores beside their softmax; each of these does what those before it do."""
+
+SCORES: tuple[Scores, ...] = get_args(Scores)
+
+
 @dataclass(frozen=True)
 class HopperConfig:
     """One instance of the Hopper kernel; the fields of C++'s HopperConfig, in order.
@@ -41,10 +48,11 @@ class HopperConfig:
         overlap: whether the next block's scores are issued behind this block's P·V.
         exact: of every four groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
-        general: additive masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
+        general: boolean masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
         int8: Q and K are int8, not e4m3.
         half_q: Q is bfloat16 or float16, and becomes e4m3 or int8 in the kernel, every row with a scale of its own.
         masked: boolean masks.
+        added: masks that are added to scores; of general instances.
     """
 
     head_dim: int
@@ -58,6 +66,7 @@ class HopperConfig:
     int8: bool = False
     half_q: bool = False
     masked: bool = False
+    added: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -73,6 +82,16 @@ class HopperConfig:
     def visits(self) -> bool:
         """Whether only those blocks of keys are loaded in which a mask shows something."""
         return self.general or self.masked
+
+    @property
+    def scores(self) -> Scores:
+        """What it is made for."""
+        return "added" if self.added else "general" if self.general else "masked" if self.masked else "plain"
+
+    @property
+    def added_slots(self) -> int:
+        """Blocks of an additive mask, of numbers of 16 bits, that a consumer has in shared memory; where there is no room it loads them itself."""
+        return 2 if self.added and self.head_dim <= 128 else 0
 
     @property
     def producer_registers(self) -> int:
@@ -105,11 +124,12 @@ class HopperConfig:
         key_facts = self.stages * 4 * KEYS * (1 + self.consumers) if self.general else 0
         tiles = 32 * 4 + 128 + shown + key_facts
         barriers = 8 * (2 * self.consumers + 4 * self.stages)
-        return -(-(q + kv + output + facts + tiles + barriers) // 1024) * 1024
+        added = self.added_slots * self.consumers * 2 * ROWS * KEYS + (1024 if self.added_slots else 0)
+        return -(-(q + kv + output + facts + tiles + barriers + added) // 1024) * 1024
 
     def does(self, call: Call) -> bool:
         """Whether it has all that is done to a call's scores."""
-        return self.general or not is_general(call) or (self.masked and not adds_to_scores(call))
+        return SCORES.index(self.scores) >= SCORES.index(scores_of(call))
 
     @property
     def handed_over_bytes(self) -> int:
@@ -167,7 +187,7 @@ SPEEDS = {
     HopperConfig(256, 256, 2, 2, 240, False, 1, False): 1.0,
     HopperConfig(256, 256, 1, 2, 240, False, 1, False): 0.6,
     HopperConfig(64, 64, 3, 4, 152, False, 1, True): 1.0,
-    HopperConfig(96, 96, 2, 4, 224, False, 1, True): 1.0,
+    HopperConfig(96, 96, 3, 4, 152, False, 1, True): 1.0,
     HopperConfig(128, 128, 2, 4, 224, False, 1, True): 1.0,
     HopperConfig(192, 128, 2, 3, 224, False, 1, True): 1.0,
     HopperConfig(192, 192, 2, 3, 232, False, 1, True): 1.0,
@@ -178,10 +198,16 @@ SPEEDS = {
     HopperConfig(192, 128, 2, 3, 224, False, 1, False, False, False, True): 1.0,
     HopperConfig(192, 192, 2, 3, 232, False, 1, False, False, False, True): 1.0,
     HopperConfig(256, 256, 2, 2, 224, False, 1, False, False, False, True): 1.0,
+    HopperConfig(64, 64, 3, 4, 152, False, 1, True, False, False, False, True): 1.0,
+    HopperConfig(96, 96, 2, 4, 224, False, 1, True, False, False, False, True): 1.0,
+    HopperConfig(128, 128, 2, 3, 224, False, 1, True, False, False, False, True): 1.0,
+    HopperConfig(192, 128, 2, 3, 224, False, 1, True, False, False, False, True): 1.0,
+    HopperConfig(192, 192, 2, 3, 232, False, 1, True, False, False, False, True): 1.0,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True, False, False, False, True): 1.0,
 }
 """What is compiled, and how fast each is beside the fastest of its head dims where there are plenty of tiles (H100, 16k tokens)."""
 
-INSTANCES = tuple(config for config in SPEEDS if not config.masked)
+INSTANCES = tuple(config for config in SPEEDS if not config.masked and not config.added)
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled by themselves on their first use."""
@@ -199,42 +225,46 @@ MASKED_INSTANCES = tuple(config for config in SPEEDS if config.masked)
 
 INT8_MASKED_INSTANCES = tuple(replace(config, int8=True) for config in MASKED_INSTANCES)
 
+ADDED_INSTANCES = tuple(config for config in SPEEDS if config.added)
+"""For masks that are added to scores, likewise."""
+
+INT8_ADDED_INSTANCES = tuple(replace(config, int8=True) for config in ADDED_INSTANCES)
+
 HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
 
 
-def adds_to_scores(call: Call) -> bool:
-    """Whether a call has what only general instances do."""
-    additive = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
-    return additive or call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
+def scores_of(call: Call) -> Scores:
+    """The least that an instance must do to a call's scores."""
+    if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
+        return "added"
+    if call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0:
+        return "general"
+    return "plain" if call.attn_mask is None else "masked"
 
 
-def is_general(call: Call) -> bool:
-    """Whether a call has that, or a mask."""
-    return adds_to_scores(call) or call.attn_mask is not None
-
-
-def instances(int8: bool, half_q: bool, masked: bool) -> tuple[HopperConfig, ...]:
-    """Those that are compiled together."""
-    if masked:
+def instances(scores: Scores, int8: bool, half_q: bool) -> tuple[HopperConfig, ...]:
+    """Those that are compiled together with such ones."""
+    if scores == "masked":
         return INT8_MASKED_INSTANCES if int8 else MASKED_INSTANCES
+    if scores == "added":
+        return INT8_ADDED_INSTANCES if int8 else ADDED_INSTANCES
     if half_q:
         return INT8_HALF_Q_INSTANCES if int8 else HALF_Q_INSTANCES
     return INT8_INSTANCES if int8 else INSTANCES
 
 
-Kind = tuple[bool, bool, bool, bool, int, int]
-"""What an instance must be made for: general, masked, int8, half_q, head_dim, value_dim."""
+Kind = tuple[Scores, bool, bool, int, int]
+"""What an instance must be made for: scores, int8, half_q, head_dim, value_dim."""
 
 
 def kind(call: Call) -> Kind:
-    general = adds_to_scores(call)
-    return general, is_general(call) and not general, call.int8, call.half_q, call.head_dim, call.value_dim
+    return scores_of(call), call.int8, call.half_q, call.head_dim, call.value_dim
 
 
 @functools.cache
 def _serving(of: Kind) -> tuple[HopperConfig, ...]:
-    general, masked, int8, half_q, head_dim, value_dim = of
-    able = [c for c in instances(int8, half_q, masked) if c.general == general and head_dim <= c.head_dim and value_dim <= c.value_dim]
+    scores, int8, half_q, head_dim, value_dim = of
+    able = [c for c in instances(scores, int8, half_q) if c.scores == scores and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
@@ -268,7 +298,7 @@ def why_not_quantize(q: torch.Tensor, value_dim: int, softmax_scale: float, qk: 
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
-    return why_not_tma(q, "query") or _lacking((False, False, qk == "int8", True, q.shape[3], value_dim), device)
+    return why_not_tma(q, "query") or _lacking(("plain", qk == "int8", True, q.shape[3], value_dim), device)
 
 
 @functools.cache

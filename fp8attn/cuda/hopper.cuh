@@ -16,6 +16,7 @@
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
 #include "read_mask.h"
+#include "tile/added_mask.h"
 #include "tile/attend.h"
 #include "tile/facts.h"
 #include "tile/key_facts.h"
@@ -67,9 +68,13 @@ struct OnesAndKeys : Ones {
 
 template <HopperConfig C>
 struct alignas(1024) SharedStorage {
+  using Added = AddedMask<C.consumers, C.added && C.head_dim <= 128 ? 2 : 0>;
+
+
   uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
+  [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileFacts<C.value_dim> facts[C.consumers];
   Piece tiles[TILES];  // of this round and the next; consumers may be two rounds apart
@@ -194,6 +199,7 @@ __device__ void bring_key_facts(const Params& p, SharedStorage<C>& shared) {
   const int lane = threadIdx.x % 32;
   const Visible visible(p);
   Ring<C.stages> ring;
+  typename SharedStorage<C>::Added::Place added;  // the lane's consumer's
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Tile& tile = shared.tiles[round % TILES];
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]);
@@ -209,6 +215,7 @@ __device__ void bring_key_facts(const Params& p, SharedStorage<C>& shared) {
       if constexpr (C.general) {
         if (p.k_group == 1) keys.load_scales(p, tile, visit.block * KEYS, full);
       }
+      if (lane < C.consumers) shared.added.load(p, tile, visit, lane, added);
       if (n == blocks) ptx::mbarrier_wait(full, ring.phase());  // then the next tile is known
     }
   }
@@ -279,6 +286,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   const Fragment f = Fragment::mine();
   const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read
   const bool by_key = C.general && p.k_group == 1;
+  typename SharedStorage<C>::Added::Place added;
   auto& facts = shared.facts[consumer];
   Ring<C.stages> ring;
   typename S::Score scores[KEYS / 2];
@@ -333,9 +341,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const auto prepare = [&](int stage) {
       const float k_scale = __shfl_sync(~0u, elected ? shared.k_scale[stage] : 0.0f, 0);  // who frees the stage reads it for all
       marked = C.int8 && k_scale < 0.0f;  // of scales of single keys never
-      const float key_factor = p.score_scale * (by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale);
+      const float unit = C.general && p.bias != nullptr ? 1.0f : p.score_scale;  // with a bias it is a factor of sums
+      const float key_factor = unit * (by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
+      for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(unit > 0));
       calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
       softmax.prepare(factor);
     };
@@ -352,8 +361,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     // the last that a block's scores want of its keys
     const auto hide_masked = [&](float (&s)[KEYS / 2], const Visit& visit) {
       if constexpr (S::visits) {
-        const Shown shown = visit.to(consumer);
-        if (shown == Shown::nothing || shown == Shown::some) shared.side.keys[ring.stage()].hide(s, p, consumer, shown == Shown::some, f);
+        if (visit.hides(consumer)) shared.side.keys[ring.stage()].hide(s, p, consumer, visit.to(consumer) & SHOWS, f);
         __syncwarp();
         free_keys();
       }
@@ -364,17 +372,21 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       if constexpr (C.general) {
         const auto& keys = shared.side.keys[ring.stage()];
         if (by_key) keys.scale_scores(s, f);
-        if (p.bias != nullptr)
-          keys.add_bias(s, factor, p.score_scale, consumer, f);
-        else
+        if (p.bias != nullptr) keys.add_bias(s, factor, score_factor(p.score_scale, true), consumer, f);
+        const bool adds = C.added && visit.to(consumer) & ADDS;
+        if (adds) {
+          const float natural[2] = {factor[0] * (1 / LOG2E), factor[1] * (1 / LOG2E)};
+          shared.added.add(s, natural, p, share.tile, n, consumer, added, f);
+          factor[0] = factor[1] = LOG2E;
+        } else if (!(p.score_scale > 0)) {
           scale_by_row(factor, s);
+        }
       } else if (!calm) {
         scale_by_row(factor, s);
       }
       hide_masked(s, visit);
-      if (C.general && visit.to(consumer) == Shown::values) add_mask(s, p, share.tile.batch, share.tile.head, share.first_row(), n * KEYS, f);
       if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
-      softmax.step(s, factor, probabilities, alpha);
+      softmax.template step<C.general>(s, factor, probabilities, alpha);
     };
     // scores of the ring's block, the last before `after`, become probabilities
     const auto attend = [&](int after) {
@@ -453,7 +465,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const int loaded = loaded_end<C>(visible, share.tile, piece);
     for (; after < loaded; ring.advance()) {  // for later rows of the tile
       wait_for_keys(ring);
-      after = visit_of(ring.stage(), after + 1).next;
+      const Visit visit = visit_of(ring.stage(), after + 1);
+      after = visit.next;
+      shared.added.skip(p, visit, consumer, added);
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
       ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());
@@ -491,7 +505,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   constexpr HopperConfig C = Instance::config;
   extern __shared__ __align__(1024) uint8_t bytes[];
   SharedStorage<C>& shared = *reinterpret_cast<SharedStorage<C>*>(bytes);
-  const Schedule schedule(p, Shape<C>::tile_rows);
+  const Schedule schedule(p, Shape<C>::tile_rows, C.added && p.mask_batches == 1);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is the warp's
 
   for (int stage = 0; stage < C.stages; ++stage)
@@ -505,6 +519,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
       ptx::mbarrier_init(&shared.q_full[c], 1);
       ptx::mbarrier_init(&shared.q_empty[c], 4);
     }
+    shared.added.init();
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.k_full[stage], Shape<C>::visits ? 1 + C.consumers + (p.k_group == 1 ? 32 : 0) : 1);
       ptx::mbarrier_init(&shared.v_full[stage], 1);

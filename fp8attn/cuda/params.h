@@ -17,8 +17,9 @@ enum class OutType : int { bf16, f16, f32 };
 
 // Strides are in elements. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 struct Params {
-  // of instances with TMA: boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded), zero outside; and into `out`, nothing outside
-  CUtensorMap q_map, k_map, v_map, out_map;
+  // of instances with TMA: boxes out of (B, H, S, D) twice and (B * Hkv * Dv, S_padded), zero outside; into `out`, nothing outside; and out of a mask,
+  // if mask_in_boxes
+  CUtensorMap q_map, k_map, v_map, out_map, mask_map;
 
   const uint8_t* q;  // (B, Hq, Sq, D); of instances that quantize it, bfloat16 or half
   const uint8_t* k;  // (B, Hkv, Sk, D)
@@ -72,11 +73,12 @@ struct Params {
   const int* ready;
   int ready_ctas;
 
-  // Of the Hopper kernel's general instances with a mask: what is made of it before they run (tile/shown.h), and of how many of its batches, heads,
+  // Of the Hopper kernel's instances for masks: what is made of it before they run (tile/shown.h), and of how many of its batches, heads,
   // groups of 64 rows and rows of a group: 1 where its stride is 0.
   uint32_t* mask_bits;
   uint8_t* mask_shown;
   int mask_batches, mask_heads, mask_groups, mask_rows;
+  bool mask_in_boxes;  // whether mask_map is one, of so many batches and heads: of numbers of 16 bits, whose rows the copy engine takes
 };
 
 // What the host tells the kernel that quantizes K and V.

@@ -13,7 +13,7 @@ from ..call import Call
 from ..device import Device
 from ..recipe import E4M3_MAX, SCALE_BLOCK
 from ..reference import P_OFFSET
-from .configs import REGISTER_FILE, is_general
+from .configs import REGISTER_FILE, scores_of
 
 Operands = Literal["shared", "registers", "native"]
 
@@ -277,7 +277,7 @@ def takes(config: PortableConfig, call: Call) -> bool:
         return False
     if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
         return False
-    return config.general or not config.fused or not is_general(call)
+    return config.general or not config.fused or scores_of(call) == "plain"
 
 
 @functools.cache
@@ -309,7 +309,7 @@ def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, int8: bool, de
 def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
     """The shipped instances that a call is chosen among: e4m3 tensor cores where there are any and the recipe wants them."""
     e4m3_p = call.compute == "e4m3"
-    return _serving(padded_dim(call), is_general(call), e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
+    return _serving(padded_dim(call), scores_of(call) != "plain", e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
 
 
 def why_not(call: Call, device: Device) -> str | None:

@@ -1,4 +1,4 @@
-// Masks of the Hopper kernel's general instances, before they run: as bits, and which blocks show nothing, or all of their keys. The same idea as
+// Masks of the Hopper kernel, before it runs: as bits, and which blocks show nothing, or all of their keys. The same idea as
 // FlexAttention's BlockMask (arXiv:2412.05496), of any mask.
 #pragma once
 
@@ -27,9 +27,9 @@ __device__ Four<T> load_four(const T* at, int64_t step, int exist) {
   return four;
 }
 
-// All rows of a group and the keys of a block, from `mask` on, a warp. Returns what it shows.
+// All rows of a group and the keys of a block, from `mask` on, a warp. Returns what of `Shown` it does.
 template <bool CAREFUL, typename T>
-__device__ Shown read_block(const Params& p, const T* mask, int rows, int keys, uint32_t* bits) {
+__device__ uint32_t read_block(const Params& p, const T* mask, int rows, int keys, uint32_t* bits) {
   const int lane = threadIdx.x % 32, exist = keys - 4 * lane;
   bool shows = false, hides = false, adds = false;
   mask += 4 * lane * p.mask_strides[3];
@@ -54,9 +54,8 @@ __device__ Shown read_block(const Params& p, const T* mask, int rows, int keys, 
       if (lane < MASK_WORDS) bits[(first + i) * MASK_WORDS + lane] = (low & 0x55555555) | (high & 0x55555555) << 1;
     }
   }
-  if (__any_sync(~0u, adds)) return Shown::values;
-  if (!__any_sync(~0u, shows)) return Shown::nothing;
-  return __any_sync(~0u, hides) ? Shown::some : Shown::all;
+  if (!__any_sync(~0u, shows)) return 0;
+  return SHOWS | (__any_sync(~0u, hides) ? HIDES : 0) | (__any_sync(~0u, adds) ? ADDS : 0);
 }
 
 template <typename T>
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(32 * READERS) read_blocks(const __grid_constan
   const int rows = min(p.mask_rows, p.q_length - group * ROWS), keys = p.kv_length - key;
   const bool plain = p.mask_strides[3] == 1 && keys >= KEYS && p.mask_strides[2] % 4 == 0 && reinterpret_cast<uintptr_t>(mask) % sizeof(Four<T>) == 0;
   uint32_t* bits = mask_bits(p, at);
-  const Shown shown = plain ? read_block<false>(p, mask, rows, keys, bits) : read_block<true>(p, mask, rows, keys, bits);
+  const uint32_t shown = plain ? read_block<false>(p, mask, rows, keys, bits) : read_block<true>(p, mask, rows, keys, bits);
   if (threadIdx.x % 32 == 0) p.mask_shown[at] = uint8_t(shown);
 }
 

@@ -46,7 +46,7 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, configs.instances(config.int8, config.half_q, config.masked), device.arch)
+        return build.load_with(config, configs.instances(config.scores, config.int8, config.half_q), device.arch)
     return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 
@@ -68,7 +68,7 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
 
     Raises:
-        ValueError: sharers of a call in which nobody can.
+        ValueError: sharers of a call in which nobody can; an instance that doesn't do what the call asks for.
         BuildError: the kernels can't be compiled here.
     """
     out = empty_output(call.q, call.value_dim, call.out_dtype)
@@ -77,7 +77,10 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         return out, lse
     if call.kv_length == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    config = choose(call, device) if config is None else config
+    if config is None:
+        config = choose(call, device)
+    elif isinstance(config, HopperConfig) and not config.does(call):
+        raise ValueError(f"config is {config.name}, made for {config.scores!r} scores; the call's are {configs.scores_of(call)!r}")
     to, parts, part_lse = out, None, None
     if isinstance(config, PortableConfig):
         heads, call = call.q_heads, portable.packed(call)

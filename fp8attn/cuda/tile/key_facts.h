@@ -17,7 +17,7 @@ struct alignas(16) ShownKeys {
 
   // One thread: what the mask shows of a block to a consumer whom it shows some. Returns the bytes that `barrier` is to be told of.
   __device__ uint32_t load(const Params& p, const Tile& tile, const Visit& its, int consumer, uint64_t* barrier) {
-    if (its.to(consumer) != Shown::some) return 0;
+    if (!(its.to(consumer) & HIDES)) return 0;
     const uint32_t bytes = p.mask_rows * sizeof(shown[0][0]);
     ptx::bulk_load(shown[consumer], mask_bits(p, mask_block(p, tile.batch, tile.head, tile.first_row / ROWS + consumer, its.block)), bytes, barrier);
     return bytes;
@@ -74,20 +74,19 @@ struct KeyFacts : ShownKeys<CONSUMERS> {
     }
   }
 
-  // Scores times the factors of their rows, which become 1, and what means of queries add, times `unit`.
+  // Scores times the factors of their rows, and what means of queries add. The factors become that of both, `unit`.
   template <int N>
   __device__ void add_bias(float (&s)[N], float (&factor)[2], float unit, int consumer, Fragment f) const {
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) {
-      float2 pair = *reinterpret_cast<const float2*>(&bias[consumer][8 * j + f.column]);
-      pair.x *= unit, pair.y *= unit;
+      const float2 pair = *reinterpret_cast<const float2*>(&bias[consumer][8 * j + f.column]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         s[4 * j + 2 * r] = fmaf(s[4 * j + 2 * r], factor[r], pair.x);
         s[4 * j + 2 * r + 1] = fmaf(s[4 * j + 2 * r + 1], factor[r], pair.y);
       }
     }
-    factor[0] = factor[1] = 1.0f;
+    factor[0] = factor[1] = unit;
   }
 };
 

@@ -18,8 +18,10 @@ struct Tile {
 struct Schedule {
   const Params& p;
   int tile_rows, tiles;
+  bool across_batches;  // a head of all batches comes before the next one
 
-  __device__ Schedule(const Params& params, int rows) : p(params), tile_rows(rows), tiles((params.q_length + rows - 1) / rows) {}
+  __device__ Schedule(const Params& params, int rows, bool batches_first = false)
+      : p(params), tile_rows(rows), tiles((params.q_length + rows - 1) / rows), across_batches(batches_first) {}
 
   // This CTA's position after that of `round`; its first is its number. Whoever is free takes the next, or they take turns, to and fro.
   __device__ int after(int round) const {
@@ -40,8 +42,8 @@ struct Schedule {
     const int inside = position % (group * tiles);
     const int heads = min(group, p.batches * p.q_heads - first);
     const int head = first + inside % heads;
-    const int in_batch = head % p.q_heads;
-    return {head / p.q_heads, in_batch, in_batch / (p.q_heads / p.kv_heads), (tiles - 1 - inside / heads) * tile_rows};
+    const int in_batch = across_batches ? head / p.batches : head % p.q_heads;
+    return {across_batches ? head % p.batches : head / p.q_heads, in_batch, in_batch / (p.q_heads / p.kv_heads), (tiles - 1 - inside / heads) * tile_rows};
   }
 };
 

@@ -1,4 +1,4 @@
-// What a mask shows of each block of keys to each group of queries, as `read_mask` (mask.cuh) finds it out before the Hopper kernel's general instances.
+// What a mask shows of each block of keys to each group of queries, as `read_mask` finds it out before the Hopper kernel's instances that take one.
 #pragma once
 
 #include "mask.h"
@@ -6,8 +6,10 @@
 
 namespace fp8attn {
 
-// Two bits each.
-enum class Shown : uint32_t { nothing, all, some, values };  // `values`: some are added to scores
+// Of a block of keys and a group of queries: whether any are shown, any are not, any score is changed. 0: nothing is shown.
+enum Shown : uint32_t { SHOWS = 1, HIDES = 2, ADDS = 4 };
+
+constexpr int SHOWN_BITS = 4;  // of them, in a word of all consumers
 
 constexpr int MASK_WORDS = 4;  // of the bits of a row and a block: bit 2j + i of word c is of key 8j + 2c + i, so that a word is of one thread's scores
 
@@ -27,7 +29,9 @@ struct Visit {
   int block, next;  // the block after it; one behind all if it is the last
   uint32_t shown;
 
-  __device__ Shown to(int consumer) const { return Shown(shown >> 2 * consumer & 3); }
+  __device__ uint32_t to(int consumer) const { return shown >> SHOWN_BITS * consumer; }
+
+  __device__ bool hides(int consumer) const { return (to(consumer) & (SHOWS | HIDES)) != SHOWS; }
 };
 
 // The blocks that a tile of the rows of CONSUMERS is attended with, in order: of those before `end` all that show something to one of them, or one
@@ -53,7 +57,7 @@ class Visits {
 
   // Of the one that was found last.
   __device__ uint32_t shown(int block) const {
-    constexpr uint32_t all = 0x55555555;
+    constexpr uint32_t all = SHOWS * 0x11111111;
     return p_.mask == nullptr ? all : __shfl_sync(~0u, shown_, block % 32);
   }
 
@@ -69,7 +73,7 @@ class Visits {
     int row = tile_.first_row;
     asm volatile("" : "+r"(row));  // or addresses are made before the loop over blocks, and spilled
     for (int c = 0; c < CONSUMERS; ++c, row += ROWS) {
-      if (block < end_ && row < p_.q_length) shown_ |= uint32_t(p_.mask_shown[mask_block(p_, tile_.batch, tile_.head, row / ROWS, block)]) << 2 * c;
+      if (block < end_ && row < p_.q_length) shown_ |= uint32_t(p_.mask_shown[mask_block(p_, tile_.batch, tile_.head, row / ROWS, block)]) << SHOWN_BITS * c;
     }
     found_ = __ballot_sync(~0u, shown_ != 0);
   }

@@ -125,9 +125,9 @@ struct Softmax {
   __device__ void prepare(const float (&)[2]) { low = __all_sync(~0u, max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL)); }
 
   // From scores over `factor` to an operand `p` of P * V, and to what sums so far are to be multiplied with. Where a score may be
-  // above LARGEST_SCORE, `factor` must be 1: a rounded maximum and unrounded products would differ by more than codes can take.
-  template <int N>
-  __device__ void step(float (&s)[N], const float (&factor)[2], uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
+  // above LARGEST_SCORE, `factor` must be 1 unless ANY_SCORE: a rounded maximum and unrounded products would differ by more than codes can take.
+  template <bool ANY_SCORE, int N>
+  __device__ void step(float (&s)[N], float (&factor)[2], uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
     float m_new[2];
     if (low) {
       // an instruction takes two new integers, but one new float
@@ -144,6 +144,7 @@ struct Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) alpha[r] = follow(m[r], m_new[r]);
+    if (ANY_SCORE && __any_sync(~0u, fmaxf(fabsf(m[0]), fabsf(m[1])) >= LARGEST_SCORE)) scale_by_row(factor, s);  // m is what comes of its largest, too
     const ExactRow exact[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
     const DirectRow direct[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
     write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());

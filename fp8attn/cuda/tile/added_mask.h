@@ -1,0 +1,163 @@
+// Masks that are added to scores: what they add where they change any.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../ptx/ldmatrix.h"
+#include "../ptx/tma.h"
+#include "mask.h"
+#include "schedule.h"
+#include "shown.h"
+
+namespace fp8attn {
+
+constexpr int SLOT_KEYS = 64;  // of a row in a box
+
+// Of a group of queries and a block of keys numbers of 16 bits: boxes of ROWS rows, swizzled as TMA does.
+struct alignas(1024) AddedTile {
+  uint8_t bytes[KEYS / SLOT_KEYS][ROWS * SLOT_KEYS * 2];
+};
+
+__device__ inline float2 two_numbers(uint32_t bits, __nv_bfloat16) { return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000)}; }
+__device__ inline float2 two_numbers(uint32_t bits, __half) { return __half22float2(reinterpret_cast<const __half2&>(bits)); }
+
+// Scores times `factor`, and what a mask adds: from a tile that is there.
+template <typename T, int N>
+__device__ void add_tile(float (&s)[N], const float (&factor)[2], const AddedTile& tile) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int j = 0; j < N / 4; j += 2) {  // of 16 keys, both halves of the warp's rows
+    const int chunk = j % (SLOT_KEYS / 8) + lane / 16;
+    uint32_t numbers[4];
+    ptx::ldmatrix(numbers, tile.bytes[8 * j / SLOT_KEYS] + row * 128 + (chunk ^ row % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = two_numbers(numbers[i], T());
+      float* at = s + 4 * (j + i / 2) + 2 * (i % 2);
+      at[0] = fmaf(at[0], factor[i % 2], two.x);
+      at[1] = fmaf(at[1], factor[i % 2], two.y);
+    }
+  }
+}
+
+// The same from memory, of the rows from `first_row` and the keys from `start` on: in pairs where they lie so, else one by one.
+template <typename T, int N>
+__device__ void add_numbers(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int first_row, int start, Fragment f) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + f.row + 8 * r;
+    int64_t step = p.mask_strides[3];
+    asm volatile("" : "+l"(step));  // or all N addresses are made before the loop over blocks, and spilled
+    const T* at =
+        static_cast<const T*>(p.mask) + tile.batch * p.mask_strides[0] + tile.head * p.mask_strides[1] + row * p.mask_strides[2] + (start + f.column) * step;
+    const int keys = row < p.q_length ? p.kv_length - start - f.column : 0;
+    const auto add = [&](auto&& number) {
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) {
+        const Two<T> two = number(8 * j);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) s[4 * j + 2 * r + i] = fmaf(s[4 * j + 2 * r + i], factor[r], mask_value(two.of[i]));
+      }
+    };
+    const auto existing = [&](int key, int64_t apart) { return key < keys ? at[key * apart] : T(0.0f); };
+    if (__all_sync(~0u, step == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Two<T>) == 0 && keys > 2 * N - 7))
+      add([&](int key) { return *reinterpret_cast<const Two<T>*>(at + key); });
+    else if (step == 1)
+      add([&](int key) { return Two<T>{existing(key, 1), existing(key + 1, 1)}; });
+    else
+      add([&](int key) { return Two<T>{existing(key, step), existing(key + 1, step)}; });
+  }
+}
+
+// Calls `f` with a number of the mask's type, which isn't bool.
+template <typename F>
+__device__ void with_mask_type(const Params& p, F&& f) {
+  switch (p.mask_type) {
+    case 1 + int(OutType::bf16):
+      return f(__nv_bfloat16());
+    case 1 + int(OutType::f16):
+      return f(__half());
+    default:
+      return f(float());
+  }
+}
+
+// Scores times `factor`, and what a mask adds, from memory.
+template <int N>
+__device__ void add_from_memory(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int first_row, int start, Fragment f) {
+  with_mask_type(p, [&]<typename T>(T) { add_numbers<T>(s, factor, p, tile, first_row, start, f); });
+}
+
+// An additive mask in shared memory: for each consumer a ring of its own, which goes on at those blocks alone in which the mask changes its scores.
+template <int CONSUMERS, int SLOTS>
+struct AddedMask {
+  using Place = Ring<SLOTS>;
+
+  AddedTile tiles[CONSUMERS][SLOTS];
+  uint64_t full[CONSUMERS][SLOTS], empty[CONSUMERS][SLOTS];
+
+  __device__ void init() {
+    for (int i = 0; i < CONSUMERS * SLOTS; ++i) {
+      ptx::mbarrier_init(&full[0][i], 1);
+      ptx::mbarrier_init(&empty[0][i], 4);
+    }
+  }
+
+  // One thread for each consumer: what its ring gets of a block.
+  __device__ void load(const Params& p, const Tile& tile, const Visit& visit, int consumer, Place& at) {
+    if (!p.mask_in_boxes || !(visit.to(consumer) & ADDS)) return;
+    const int batch = min(tile.batch, p.mask_batches - 1), head = min(tile.head, p.mask_heads - 1), row = tile.first_row + consumer * ROWS;
+    AddedTile& to = tiles[consumer][at.stage()];
+    uint64_t* barrier = &full[consumer][at.stage()];
+    ptx::mbarrier_wait(&empty[consumer][at.stage()], at.phase() ^ 1);
+#pragma unroll
+    for (int i = 0; i < KEYS / SLOT_KEYS; ++i) ptx::tma_load(to.bytes[i], p.mask_map, barrier, 2 * (visit.block * KEYS + i * SLOT_KEYS), row, head, batch);
+    ptx::mbarrier_expect(barrier, sizeof(AddedTile));
+    at.advance();
+  }
+
+  // A warpgroup, at a block whose scores nobody wants: frees what came of it.
+  __device__ void skip(const Params& p, const Visit& visit, int consumer, Place& at) {
+    if (p.mask_in_boxes && visit.to(consumer) & ADDS) {
+      ptx::mbarrier_wait(&full[consumer][at.stage()], at.phase());
+      free(consumer, at);
+    }
+  }
+
+  // Scores times `factor`, and what the mask adds.
+  template <int N>
+  __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Place& at, Fragment f) {
+    if (!p.mask_in_boxes) return add_from_memory(s, factor, p, tile, tile.first_row + consumer * ROWS, block * KEYS, f);
+    ptx::mbarrier_wait(&full[consumer][at.stage()], at.phase());
+    if (p.mask_type == 1 + int(OutType::bf16))
+      add_tile<__nv_bfloat16>(s, factor, tiles[consumer][at.stage()]);
+    else
+      add_tile<__half>(s, factor, tiles[consumer][at.stage()]);
+    free(consumer, at);
+  }
+
+ private:
+  __device__ void free(int consumer, Place& at) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[consumer][at.stage()]);
+    at.advance();
+  }
+};
+
+// Where there is no room for one.
+template <int CONSUMERS>
+struct AddedMask<CONSUMERS, 0> {
+  struct Place {};
+
+  __device__ void init() {}
+  __device__ void load(const Params&, const Tile&, const Visit&, int, Place&) {}
+  __device__ void skip(const Params&, const Visit&, int, Place&) {}
+
+  template <int N>
+  __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Place&, Fragment f) {
+    add_from_memory(s, factor, p, tile, tile.first_row + consumer * ROWS, block * KEYS, f);
+  }
+};
+
+}  // namespace fp8attn
