@@ -357,8 +357,9 @@ def sdpa(
     if chosen != "triton" and plain is not None:
         causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
         whole = {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
-        q, k, v, softmax_scale, qk = plain
-        out, lse, k_mean = whole(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse)
+        q, k, v, softmax_scale, qk, _ = plain
+        mask = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
+        out, lse, k_mean = whole(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse, mask)
         if options is not None:
             eager.remember_from_half(q, k, v, options, softmax_scale, qk, causal, out)
         if not return_lse:
@@ -394,18 +395,18 @@ def sdpa(
 def _plain(
     query: Operand, key: Operand, value: Operand, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
     causal_alignment="top_left", recipe=DEFAULT_RECIPE, q_scale=None, k_scale=None, v_scale=None, out_dtype=None, return_lse=False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, ProductType] | None:  # fmt: skip
-    """q, k, v, softmax scale and recipe.qk of a call to `sdpa` of which the attention kernel may quantize something, by what torch.compile knows; or
-    None."""
-    if not _is_at_once(recipe) or any(x is not None for x in (attn_mask, q_scale, k_scale, v_scale)):
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, ProductType, torch.Tensor | None] | None:  # fmt: skip
+    """q, k, v, softmax scale, recipe.qk and attn_mask of a call to `sdpa` of which the attention kernel may quantize something, by what torch.compile
+    knows; or None."""
+    if not _is_at_once(recipe) or any(x is not None for x in (q_scale, k_scale, v_scale)):
         return None
     if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
         return None
     if not query.dim() == key.dim() == value.dim() == 4:
         return None
-    if not (short.may_take(query, key, value) or configs.may_quantize(query, value.shape[3])):
+    if not ((attn_mask is None and short.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
         return None
-    return query, key, value, query.shape[3] ** -0.5 if scale is None else float(scale), recipe.qk
+    return query, key, value, query.shape[3] ** -0.5 if scale is None else float(scale), recipe.qk, attn_mask
 
 
 def _is_at_once(recipe: object) -> bool:

@@ -275,21 +275,29 @@ for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by
     )
 
 
-def why_not_one_launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType) -> str | None:
+def why_not_one_launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
+) -> str | None:
     """Why quantization and attention of plain tensors are launches of their own, as far as is known without compiling, or None if they are one."""
     if qk != "e4m3":
         return f"recipe.qk is {qk!r}; it takes 'e4m3'"
+    if attn_mask is not None:
+        return "attn_mask is given; it takes none"
     return short.why_not(q, k, v, softmax_scale, device_of(q.device)) or build.unavailable()
 
 
-def why_not_half_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType) -> str | None:
+def why_not_half_q(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
+) -> str | None:
     """Why q is quantized before attention and not on its way, as far as is known without compiling, or None if it is on its way."""
-    return configs.why_not_quantize(q, v.shape[3], softmax_scale, qk, device_of(q.device)) or build.unavailable()
+    return configs.why_not_quantize(q, v.shape[3], softmax_scale, qk, device_of(q.device), attn_mask) or build.unavailable()
 
 
-def why_not_two_launches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType) -> str | None:
+def why_not_two_launches(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
+) -> str | None:
     """Why plain tensors take more than a launch that quantizes k and v and one that attends, likewise, or None if they don't."""
-    return why_not_half_q(q, k, v, softmax_scale, qk) or why_not_quantize_by_cuda(k, v, AT_ONCE[qk])
+    return why_not_half_q(q, k, v, softmax_scale, qk, attn_mask) or why_not_quantize_by_cuda(k, v, AT_ONCE[qk])
 
 
 def from_half_by(backend: Forward, required: bool):
@@ -305,24 +313,24 @@ def from_half_by(backend: Forward, required: bool):
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
-        return_lse: bool,
+        return_lse: bool, attn_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         def attend(
             by: Forward, query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            call = early.default_call(query, q_scale, key, value, softmax_scale, causal, out_dtype, return_lse)
+            call = early.default_call(query, q_scale, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask)
             assert key.mean is not None
             return *by(call), key.mean if return_lse else empty_key_mean(k, False)
 
         device = device_of(q.device)
         with current(q.device):
             try:
-                if why_not_one_launch(q, k, v, softmax_scale, qk) is None:
+                if why_not_one_launch(q, k, v, softmax_scale, qk, attn_mask) is None:
                     return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
-                if why_not_two_launches(q, k, v, softmax_scale, qk) is None:
-                    out, lse, k_mean = early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device)
+                if why_not_two_launches(q, k, v, softmax_scale, qk, attn_mask) is None:
+                    out, lse, k_mean = early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
                     return out, lse, k_mean if return_lse else empty_key_mean(k, False)
-                if why_not_half_q(q, k, v, softmax_scale, qk) is None:
+                if why_not_half_q(q, k, v, softmax_scale, qk, attn_mask) is None:
                     _, key, value = quantized(None, k, v, AT_ONCE[qk])
                     assert key is not None and value is not None
                     return attend(lambda call: cuda.forward(call, device, configs.choose(call, device)), q, None, key, value)
@@ -337,14 +345,14 @@ def from_half_by(backend: Forward, required: bool):
     return forward
 
 
-def _fake_from_half(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse):
+def _fake_from_half(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
 
 
 for _name, _backend, _required in (("cuda", _by_cuda, True), ("auto", _by_whichever, False)):
     register(
-        f"{_name}_forward_from_half(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse)"
-        " -> (Tensor, Tensor, Tensor)",
+        f"{_name}_forward_from_half(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse,"
+        " Tensor? attn_mask=None) -> (Tensor, Tensor, Tensor)",
         from_half_by(_backend, _required),
         _fake_from_half,
     )

@@ -47,6 +47,13 @@ _numbers = (
 )
 
 
+MAP = 128
+"""Bytes of a tensor map; the first eight are an address, as binding_on_cpu.cpp has them."""
+
+MAPS = 5 * MAP
+"""Before the first pointer of C++'s Params: of q, k, v, the output and a mask."""
+
+
 class Params(ctypes.Structure):
     """C++'s Params, from its first pointer on."""
 
@@ -60,6 +67,7 @@ class Params(ctypes.Structure):
         ("mask_type", ctypes.c_int),
         ("q_aligned", ctypes.c_bool),
         ("k_aligned", ctypes.c_bool),
+        ("mask_in_boxes", ctypes.c_bool),
         ("key_splits", ctypes.c_int),
         ("parts", ctypes.c_void_p),
         ("part_lse", ctypes.c_void_p),
@@ -76,7 +84,6 @@ class Params(ctypes.Structure):
         ("mask_bits", ctypes.c_void_p),
         ("mask_shown", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
-        ("mask_in_boxes", ctypes.c_bool),
     ]
 
 

@@ -19,7 +19,7 @@ SEVERAL = 8 if GPU else 1
 
 DIMS = (16, 24, 40, 64, 72, 96, 128, 136, 192, 256)
 FINITE = ("normal", "outliers", "channel bias", "biased queries", "one sign", "tiny", "huge", "zeros", "constant", "duplicated keys")
-MASKS = ("none", "causal", "bottom right", "bool", "float", "bool broadcast", "float broadcast", "hides all")
+MASKS = ("none", "causal", "bottom right", "bool", "float", "half", "bool broadcast", "float broadcast", "hides all")
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,11 @@ class Case:
             return (torch.rand(shape, generator=generator) < 0.7).to(device)
         if self.mask == "bool broadcast":
             return (torch.rand((self.q_length, self.kv_length), generator=generator) < 0.7).to(device)
-        if self.mask == "float":
+        if self.mask in ("float", "half"):
             bias = torch.randn(shape, generator=generator)
-            return bias.masked_fill(torch.rand(shape, generator=generator) < 0.2, -torch.inf).to(device)
+            bias = bias.masked_fill(torch.rand(shape, generator=generator) < 0.2, -torch.inf).to(device)
+            # of half precision rows at multiples of 16 bytes
+            return bias if self.mask == "float" else torch.nn.functional.pad(bias.to(torch.bfloat16), (0, -shape[3] % 8))[..., : shape[3]]
         if self.mask == "float broadcast":
             return torch.randn((self.batch, 1, 1, self.kv_length), generator=generator).to(device, torch.float16)
         if self.mask == "hides all":

@@ -21,9 +21,6 @@ from fp8attn.device import ARCHITECTURES
 
 H100 = ARCHITECTURES[90]
 
-MAPS = 5 * 128
-"""Bytes of a Params before its first pointer: tensor maps."""
-
 pytestmark = [pytest.mark.anywhere, emulation.emulates]
 
 
@@ -65,13 +62,13 @@ def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> 
     ctas, params = recorder.recorded()
     described = emulation.params(*recorder.arguments)
     if described.mask_rows:  # the binding itself makes room for what is made of a mask
-        told = emulation.Params.from_buffer_copy(params, MAPS)
+        told = emulation.Params.from_buffer_copy(params, emulation.MAPS)
         described.mask_bits, described.mask_shown = told.mask_bits, told.mask_shown
         blocks = described.mask_batches * described.mask_heads * described.mask_groups * -(-call.kv_length // KEYS)
         assert told.mask_bits % 16 == 0 and told.mask_shown - told.mask_bits == 16 * described.mask_rows * blocks
     expected = bytes(described)
-    assert ctas == recorder.arguments[5] and params[MAPS : MAPS + len(expected)] == expected
-    assert any(params[:MAPS]) == (recorder.arguments[1] > 0) and not any(params[MAPS + len(expected) :])
+    assert ctas == recorder.arguments[5] and params[emulation.MAPS :][: len(expected)] == expected
+    assert any(params[: emulation.MAPS]) == (recorder.arguments[1] > 0) and not any(params[emulation.MAPS + len(expected) :])
 
 
 def test_a_launch_that_fails_is_an_error(recorder: Recorder) -> None:

@@ -32,13 +32,11 @@ from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
 from fp8attn.cuda.configs import (
     ADDED_INSTANCES,
-    HALF_Q_INSTANCES,
+    GROUPS,
     INSTANCES,
-    INT8_ADDED_INSTANCES,
     INT8_HALF_Q_INSTANCES,
     INT8_INSTANCES,
     INT8_MASKED_INSTANCES,
-    MASKED_INSTANCES,
     HopperConfig,
 )
 from fp8attn.cuda.oracle import oracle
@@ -47,8 +45,8 @@ from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
 from fp8attn.quantize import quantize
 
 H100 = ARCHITECTURES[90]
-QUANTIZED = INSTANCES + INT8_INSTANCES + MASKED_INSTANCES + INT8_MASKED_INSTANCES + ADDED_INSTANCES + INT8_ADDED_INSTANCES
-EVERY = QUANTIZED + HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
+QUANTIZED = tuple(config for (_, _, half_q), group in GROUPS.items() if not half_q for config in group)
+EVERY = tuple(config for group in GROUPS.values() for config in group)
 
 
 def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: Recipe | None = None, **options):
@@ -439,11 +437,12 @@ def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypa
 
 def test_libraries_of_an_architecture() -> None:
     by_themselves = short.INSTANCES, cuda_quantize.INSTANCES, cuda_quantize.INT8_INSTANCES
-    masked = MASKED_INSTANCES, INT8_MASKED_INSTANCES, ADDED_INSTANCES, INT8_ADDED_INSTANCES
-    assert build.groups(90)[:11] == (INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, INT8_HALF_Q_INSTANCES, *masked, *by_themselves)
+    groups = build.groups(90)
+    assert set(by_themselves) < set(groups) and len({config for group in groups for config in group}) == sum(map(len, groups))
+    assert all(configs.instances(c.scores, c.int8, c.half_q) in groups and c in configs.instances(c.scores, c.int8, c.half_q) for c in EVERY)
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
     # of each head dim one of e4m3 and one of int8
-    assert all(len(build.groups(arch)) == (17 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
+    assert all(len(build.groups(arch)) == (21 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu
@@ -496,6 +495,13 @@ STACK = {
     HopperConfig(192, 192, 2, 3, 232, False, 1, True, True, added=True): 8,
     HopperConfig(256, 256, 2, 2, 232, False, 1, True, added=True): 8,
     HopperConfig(256, 256, 2, 2, 232, False, 1, True, True, added=True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, False, True, masked=True): 56,
+    HopperConfig(64, 64, 4, 4, 112, False, 1, False, True, True, masked=True): 176,
+    HopperConfig(256, 256, 2, 2, 224, False, 1, False, False, True, masked=True): 56,
+    HopperConfig(256, 256, 2, 2, 224, False, 1, False, True, True, masked=True): 72,
+    HopperConfig(64, 64, 3, 4, 152, False, 1, True, False, True, added=True): 8,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True, False, True, added=True): 80,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True, True, True, added=True): 72,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, masked=True): 56,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, True, masked=True): 176,
     HopperConfig(192, 192, 2, 3, 232, False, 1, False, masked=True): 16,

@@ -33,9 +33,6 @@ from fp8attn.quantize import quantize
 H100 = ARCHITECTURES[90]
 CPU = torch.device("cpu")
 
-MAP = 128
-"""Bytes of a tensor map; the first eight are an address, as tests/emulation has them."""
-
 pytestmark = [pytest.mark.anywhere, emulation.emulates]
 
 
@@ -68,11 +65,11 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     _, library = emulation.binding()
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas = library.recorded(buffer)
-    p = emulation.Params.from_buffer(buffer, 4 * MAP)
+    p = emulation.Params.from_buffer(buffer, emulation.MAPS)
     p.out, p.counter, p.parts, p.handed_over, p.ready = None, bool(p.counter), bool(p.parts), bool(p.handed_over), bool(p.ready)
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
-        buffer[i * MAP : i * MAP + 8] = bytes(8)
+        buffer[i * emulation.MAP : i * emulation.MAP + 8] = bytes(8)
     if not addresses:
         for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale"):
             setattr(p, name, None)
@@ -187,7 +184,7 @@ def test_quantizing_and_then_attending_launches_the_same(
 
     alike(call, addresses=False)
     assert seen[0] == seen[2]
-    p = emulation.Params.from_buffer_copy(launched()[1], 4 * MAP)
+    p = emulation.Params.from_buffer_copy(launched()[1], emulation.MAPS)
     assert bool(seen[0][0]) == bool(p.ready) == early
     assert (p.ready_ctas > 0) == early and (not early or p.counter)
     monkeypatch.setattr(api, "device_of", lambda device: H100)
@@ -207,7 +204,7 @@ def test_ctas_that_share_tiles_launch_the_same(shape: tuple[int, int, int]) -> N
     assert sharers > 1
     alike(lambda: fp8attn.cuda_sdpa(*quantized))
     _, params = launched()
-    p = emulation.Params.from_buffer_copy(params, 4 * MAP)
+    p = emulation.Params.from_buffer_copy(params, emulation.MAPS)
     assert p.tail_ctas == sharers and p.handed_over and p.parts and not p.counter
 
 
@@ -449,7 +446,7 @@ def test_other_tensors_are_other_calls() -> None:
     for x in several:
         fp8attn.cuda_sdpa(*x)
         expected.append(launched())
-    assert len({params[4 * MAP :] for _, params in expected}) == len(several)
+    assert len({params[emulation.MAPS :] for _, params in expected}) == len(several)
     with pytest.MonkeyPatch.context() as patch:
         repeats = Repeats(patch)
         for _ in range(3):
@@ -464,7 +461,7 @@ def test_tiles_that_are_shared_by_a_counter(backend: str) -> None:
     """Of a causal call with more of them than SMs; zero at every launch."""
     x = operands(1, 300, 64)
     alike(lambda: fp8attn.sdpa(*x, is_causal=True, backend=backend))
-    assert emulation.Params.from_buffer_copy(launched()[1], 4 * MAP).counter
+    assert emulation.Params.from_buffer_copy(launched()[1], emulation.MAPS).counter
 
 
 def test_masks_and_lse_go_by_the_operators(repeats: Repeats) -> None:

@@ -21,13 +21,13 @@ from fp8attn.api import call_of
 from fp8attn.call import HALVES
 from fp8attn.cuda import configs
 from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import HALF_Q_DIMS, HALF_Q_INSTANCES, INT8_HALF_Q_INSTANCES, ROWS
+from fp8attn.cuda.configs import GROUPS, HALF_Q_DIMS, HALF_Q_INSTANCES, KEYS, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantize import quantize
 from fp8attn.recipe import AT_ONCE
 
 H100 = ARCHITECTURES[90]
-EVERY = HALF_Q_INSTANCES + INT8_HALF_Q_INSTANCES
+EVERY = tuple(config for (_, _, half_q), group in GROUPS.items() if half_q for config in group)
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +141,15 @@ def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:  # noqa:
 
 
 def assert_bits_of_quantizing_first(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str, scale: float, out_dtype: torch.dtype, recipe: Recipe
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: str, scale: float, out_dtype: torch.dtype, recipe: Recipe
 ) -> None:
     """Output and LSE, NaN included."""
     device = device_of(q.device)
     if configs.misfit(HALF_Q_INSTANCES[0], device) is not None:
         pytest.skip("needs sm_90")
-    assert configs.why_not_quantize(q, v.shape[3], scale, recipe.qk, device) is None
-    options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
+    assert configs.why_not_quantize(q, v.shape[3], scale, recipe.qk, device, mask) is None
+    alignment = "bottom_right" if causal == "bottom_right" else "top_left"
+    options: dict = dict(attn_mask=mask, is_causal=causal != "none", causal_alignment=alignment, scale=scale)
     call = call_of(*quantize(q, k, v, recipe), **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
     expected = cuda.forward(call, device)
     actual = cuda.forward(dataclasses.replace(call, q=q, q_scale=None), device)
@@ -157,12 +158,19 @@ def assert_bits_of_quantizing_first(
 
 
 @pytest.mark.gpu
-@given(case=cases(masks=("none", "causal", "bottom right")), recipe=st.sampled_from([*AT_ONCE.values()]))
+@given(case=cases(), recipe=st.sampled_from([*AT_ONCE.values()]))
 def test_has_the_bits_of_quantizing_first(case: Case, recipe: Recipe, device: torch.device) -> None:
     dim = {16: 64, 24: 64, 40: 64, 72: 128, 96: 128, 136: 256, 192: 256}.get(case.head_dim, case.head_dim)
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
     case = dataclasses.replace(case, head_dim=dim, value_dim=dim, dtype=dtype, recipe=recipe)
-    assert_bits_of_quantizing_first(*case.tensors(device), case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
+    assert_bits_of_quantizing_first(*case.tensors(device), case.attn_mask(device), case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
+
+
+def some_blocks(rows: int, generator: torch.Generator, added: bool) -> torch.Tensor:
+    """A mask (rows, 512) that shows every group of rows about half of the blocks of keys, and not all of their keys; bool, or numbers to be added."""
+    blocks = torch.rand(-(-rows // ROWS), 512 // KEYS, generator=generator) < 0.5
+    shown = blocks.repeat_interleave(ROWS, 0)[:rows].repeat_interleave(KEYS, 1) & (torch.rand(rows, 512, generator=generator) < 0.7)
+    return torch.randn(rows, 512, generator=generator).masked_fill(~shown, -torch.inf).to(torch.bfloat16) if added else shown
 
 
 @pytest.mark.gpu
@@ -181,7 +189,9 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
     q[0, 1, 77, 5], q[0, 3, rows - 1, 0] = torch.nan, torch.inf
     if configs.misfit(config, device_of(device)) is not None:
         pytest.skip("needs sm_90")
-    options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left")
+    options: dict = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left")
+    if config.visits:
+        options["attn_mask"] = some_blocks(rows, generator, config.scores == "added").to(device)[:, :keys]
     recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
     call = call_of(*quantize(q, k, v, recipe), **options, out_dtype=torch.bfloat16, return_lse=True)
     expected = cuda.forward(call, device_of(device), dataclasses.replace(config, half_q=False))
@@ -192,17 +202,20 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scores", ("plain", "masked", "added"))
 @pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
-def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe) -> None:
+def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe, scores: configs.Scores) -> None:
     q, k, v = (torch.randn(1, 4, 700, 128, generator=torch.Generator().manual_seed(n)).to(device, torch.bfloat16) for n in range(3))
     k = on_grid(k)
     if configs.misfit(HALF_Q_INSTANCES[0], device_of(device)) is not None:
         pytest.skip("needs sm_90")
-    plan = fp8attn.explain(q, k, v, is_causal=True, recipe=recipe)
-    assert plan.config in configs.instances("plain", recipe.qk == "int8", True)
+    mask = None if scores == "plain" else some_blocks(700, torch.Generator().manual_seed(3), scores == "added").to(device).repeat(1, 2)[:, :700]
+    options: dict = dict(is_causal=mask is None, attn_mask=mask)
+    plan = fp8attn.explain(q, k, v, **options, recipe=recipe)
+    assert plan.config in configs.instances(scores, recipe.qk == "int8", True)
     # not by default, though the same on Hopper: all is quantized first, and LSE's part of K's mean is of q as it came, too
     first = dataclasses.replace(recipe, two_level=True)
-    assert fp8attn.explain(q, k, v, is_causal=True, recipe=first).config not in EVERY
-    expected = fp8attn.sdpa(q, k, v, is_causal=True, recipe=first, return_lse=True)
-    for x, y in zip(fp8attn.sdpa(q, k, v, is_causal=True, recipe=recipe, return_lse=True), expected, strict=True):
+    assert fp8attn.explain(q, k, v, **options, recipe=first).config not in EVERY
+    expected = fp8attn.sdpa(q, k, v, **options, recipe=first, return_lse=True)
+    for x, y in zip(fp8attn.sdpa(q, k, v, **options, recipe=recipe, return_lse=True), expected, strict=True):
         assert torch.equal(x, y)

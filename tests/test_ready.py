@@ -88,7 +88,7 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
         *arguments, q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, counter, None, None, ready, 2
     )  # fmt: skip
     assert ctas == H100.sm_count
-    assert buffer.raw[4 * 128 :].startswith(bytes(p))
+    assert buffer.raw[emulation.MAPS :].startswith(bytes(p))
 
 
 def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qk: ProductType, causal: Causal, device: Device) -> Tensors:

@@ -35,16 +35,7 @@ import torch
 
 from ..device import ARCHITECTURES
 from . import portable, quantize, render, short
-from .configs import (
-    ADDED_INSTANCES,
-    HALF_Q_INSTANCES,
-    INSTANCES,
-    INT8_ADDED_INSTANCES,
-    INT8_HALF_Q_INSTANCES,
-    INT8_INSTANCES,
-    INT8_MASKED_INSTANCES,
-    MASKED_INSTANCES,
-)
+from .configs import GROUPS, INSTANCES
 from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
@@ -342,8 +333,7 @@ def make_in(folder: Path, part: Part) -> None:
 def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     """What GPUs of an architecture load, library by library."""
     hopper: tuple[tuple[Config, ...], ...] = (
-        *(INSTANCES, INT8_INSTANCES, HALF_Q_INSTANCES, INT8_HALF_Q_INSTANCES),
-        *(MASKED_INSTANCES, INT8_MASKED_INSTANCES, ADDED_INSTANCES, INT8_ADDED_INSTANCES),
+        *GROUPS.values(),
         *(short.INSTANCES, quantize.INSTANCES, quantize.INT8_INSTANCES),
     )
     others = (portable.group(dim, ARCHITECTURES[arch], int8) for dim in portable.DIMS for int8 in (False, True))

@@ -212,10 +212,14 @@ INSTANCES = tuple(config for config in SPEEDS if not config.masked and not confi
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled by themselves on their first use."""
 
-HALF_Q_INSTANCES = tuple(
-    replace(config, half_q=True) for config in INSTANCES if not config.general and config.head_dim == config.value_dim and 256 % config.head_dim == 0
-)
-"""The same for Q that isn't quantized yet, likewise; of head dims whose rows a warpgroup's threads can share."""
+
+def _with_half_q(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
+    """Of head dims whose rows a warpgroup's threads can share."""
+    return tuple(replace(config, half_q=True) for config in configs if config.head_dim == config.value_dim and 256 % config.head_dim == 0)
+
+
+HALF_Q_INSTANCES = _with_half_q(tuple(config for config in INSTANCES if not config.general))
+"""The same for Q that isn't quantized yet, likewise."""
 
 INT8_HALF_Q_INSTANCES = tuple(replace(config, int8=True) for config in HALF_Q_INSTANCES)
 """And for such Q that becomes int8."""
@@ -230,27 +234,42 @@ ADDED_INSTANCES = tuple(config for config in SPEEDS if config.added)
 
 INT8_ADDED_INSTANCES = tuple(replace(config, int8=True) for config in ADDED_INSTANCES)
 
+Group = tuple[Scores, bool, bool]
+"""What instances that are compiled together have in common: scores, where "plain" has general ones, too, int8, half_q."""
+
+GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
+    ("plain", False, False): INSTANCES,
+    ("plain", True, False): INT8_INSTANCES,
+    ("plain", False, True): HALF_Q_INSTANCES,
+    ("plain", True, True): INT8_HALF_Q_INSTANCES,
+    ("masked", False, False): MASKED_INSTANCES,
+    ("masked", True, False): INT8_MASKED_INSTANCES,
+    ("masked", False, True): _with_half_q(MASKED_INSTANCES),
+    ("masked", True, True): _with_half_q(INT8_MASKED_INSTANCES),
+    ("added", False, False): ADDED_INSTANCES,
+    ("added", True, False): INT8_ADDED_INSTANCES,
+    ("added", False, True): _with_half_q(ADDED_INSTANCES),
+    ("added", True, True): _with_half_q(INT8_ADDED_INSTANCES),
+}
+
 HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
 
 
 def scores_of(call: Call) -> Scores:
     """The least that an instance must do to a call's scores."""
-    if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
-        return "added"
-    if call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0:
-        return "general"
-    return "plain" if call.attn_mask is None else "masked"
+    of_mask = scores_of_mask(call.attn_mask)
+    general = call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
+    return "general" if general and of_mask != "added" else of_mask
+
+
+def scores_of_mask(attn_mask: torch.Tensor | None) -> Scores:
+    """Likewise, by its mask."""
+    return "plain" if attn_mask is None else "masked" if attn_mask.dtype == torch.bool else "added"
 
 
 def instances(scores: Scores, int8: bool, half_q: bool) -> tuple[HopperConfig, ...]:
     """Those that are compiled together with such ones."""
-    if scores == "masked":
-        return INT8_MASKED_INSTANCES if int8 else MASKED_INSTANCES
-    if scores == "added":
-        return INT8_ADDED_INSTANCES if int8 else ADDED_INSTANCES
-    if half_q:
-        return INT8_HALF_Q_INSTANCES if int8 else HALF_Q_INSTANCES
-    return INT8_INSTANCES if int8 else INSTANCES
+    return GROUPS["plain" if scores == "general" else scores, int8, half_q]
 
 
 Kind = tuple[Scores, bool, bool, int, int]
@@ -291,14 +310,16 @@ def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
     return q.dtype in HALVES and q.shape[3] == value_dim and value_dim in HALF_Q_DIMS
 
 
-def why_not_quantize(q: torch.Tensor, value_dim: int, softmax_scale: float, qk: ProductType, device: Device) -> str | None:
+def why_not_quantize(
+    q: torch.Tensor, value_dim: int, softmax_scale: float, qk: ProductType, device: Device, attn_mask: torch.Tensor | None = None
+) -> str | None:
     """Why no instance quantizes q on its way to attention as recipe.AT_ONCE[qk] says, or None if one does."""
     if not may_quantize(q, value_dim):
         dims = " or ".join(str(dim) for dim in sorted(HALF_Q_DIMS))
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
-    return why_not_tma(q, "query") or _lacking(("plain", qk == "int8", True, q.shape[3], value_dim), device)
+    return why_not_tma(q, "query") or _lacking((scores_of_mask(attn_mask), qk == "int8", True, q.shape[3], value_dim), device)
 
 
 @functools.cache

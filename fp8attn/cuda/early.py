@@ -26,7 +26,7 @@ def begins_early(call: Call, config: HopperConfig, device: Device) -> bool:
     the next, of which there must be more than SMs.
     """
     tiles = call.tiles(config.tile_rows)
-    if tiles <= device.sm_count:
+    if tiles <= device.sm_count or call.attn_mask is not None:  # a mask is read in between
         return False
     nobody_would = configs.tail_sharers(call, config, device) == 1
     return nobody_would or tail.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
@@ -34,12 +34,12 @@ def begins_early(call: Call, config: HopperConfig, device: Device) -> bool:
 
 def default_call(
     query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized, softmax_scale: float, causal: Causal,
-    out_dtype: torch.dtype, return_lse: bool,
+    out_dtype: torch.dtype, return_lse: bool, attn_mask: torch.Tensor | None = None,
 ) -> Call:  # fmt: skip
     """Attention to what a recipe of recipe.AT_ONCE has made of k and v; `query` is plain if it has no `q_scale`."""
     return Call(
         query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
-        None, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+        attn_mask, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
     )  # fmt: skip
 
 
@@ -60,24 +60,24 @@ class Both(NamedTuple):
 
 def plan_both(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
-    return_lse: bool, device: Device,
+    return_lse: bool, device: Device, attn_mask: torch.Tensor | None = None,
 ) -> Both:  # fmt: skip
     """How `quantize_and_attend` does it."""
     key, value = quantize.empty(k, v, qk)
-    call = default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse)
+    call = default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask)
     config = configs.choose(call, device)
     return Both(key, value, call, config, begins_early(call, config, device))
 
 
 def quantize_and_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
-    return_lse: bool, device: Device,
+    return_lse: bool, device: Device, attn_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Quantization with recipe.AT_ONCE[qk] and attention, q's where it attends; `configs.why_not_quantize` and `quantize.why_not` have said that they
     take the call.
 
     Args:
-        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
+        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D). attn_mask: (B, Hq, Sq, Sk), or None.
 
     Returns:
         out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, empty if not asked for; k's mean (B, Hkv, D).
@@ -85,7 +85,7 @@ def quantize_and_attend(
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device)
+    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
     assert key.mean is not None
     if not early:
         run.quantize_into(key, value, k, v, device)

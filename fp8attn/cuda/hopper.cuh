@@ -187,7 +187,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     }
     if constexpr (S::visits) __syncwarp();  // who hasn't may read the next tile
     const Tile next = shared.tiles[(round + 1) % TILES];
-    for (int i = 0; C.half_q && next.exists() && i < 2 * S::panels * C.consumers; ++i)
+    for (int i = 0; C.half_q && elected && next.exists() && i < 2 * S::panels * C.consumers; ++i)
       ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
   }
   if (C.half_q && p.ready != nullptr) ptx::wait_for_grids_before();  // who comes next counts on that they have ended

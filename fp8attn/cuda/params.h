@@ -46,6 +46,7 @@ struct Params {
   OutType out_type;
   int mask_type;  // 0: bytes; else OutType + 1
   bool q_aligned, k_aligned;  // whether rows start at multiples of 16 bytes
+  bool mask_in_boxes;         // whether mask_map is one; else consumers load what a mask adds
 
   int key_splits;   // CTAs that share a tile, each with a range of its keys; of the portable kernel
   float* parts;     // (key_splits, B, Hq, Sq, Dv), contiguous: their outputs; or null
@@ -78,7 +79,6 @@ struct Params {
   uint32_t* mask_bits;
   uint8_t* mask_shown;
   int mask_batches, mask_heads, mask_groups, mask_rows;
-  bool mask_in_boxes;  // whether mask_map is one, of so many batches and heads: of numbers of 16 bits, whose rows the copy engine takes
 };
 
 // What the host tells the kernel that quantizes K and V.
