@@ -180,12 +180,32 @@ def _sage(problem: Problem) -> Attention:
     return lambda i: function(*problem.sets[i % len(problem.sets)], tensor_layout="HND", is_causal=problem.case.causal)
 
 
+def _sage_hopper() -> Callable[..., object]:
+    """SageAttention 2's Hopper kernel, from where it lies in this version of it.
+
+    Raises:
+        ImportError: it lies nowhere.
+    """
+    name = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
+    places = ("sageattention._qattn_sm90", "sageattention.core._qattn_sm90", "sageattention.sm90_compile")  # the last one wraps it as an operator
+    for place in places:
+        package, _, module = place.rpartition(".")
+        try:
+            found: Any = importlib.import_module(place)
+        except ImportError:
+            found = getattr(importlib.import_module(package), module, None)
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise ImportError(f"none of {', '.join(places)} has {name}; SageAttention was built for another GPU, or is another version")
+
+
 def _sage_kernel(problem: Problem) -> Attention:
     """SageAttention 2's Hopper kernel alone, called as sageattn_qk_int8_pv_fp8_cuda_sm90 calls it: no public function leaves quantization out."""
     core = importlib.import_module("sageattention.core")
     case = problem.case
     if case.kv_length % 128:
         raise ValueError(f"{case.kv_length} keys; without its own padding the kernel takes multiples of 128")
+    kernel = _sage_hopper()
 
     def quantized(tensors: Tensors) -> tuple[torch.Tensor, ...]:
         q, k, v = tensors
@@ -196,7 +216,6 @@ def _sage_kernel(problem: Problem) -> Attention:
         return q8, k8, v8, q_scale, k_scale, v_scale
 
     sets = [quantized(tensors) for tensors in problem.sets]
-    kernel = core._qattn_sm90.qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf
     heads_first, per_thread, no_lse = 1, 3, 0
 
     def attention(i: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.table import Table
 
 from fp8attn.cuda.configs import KEYS, ROWS
@@ -76,11 +77,11 @@ def added(shown: torch.Tensor) -> torch.Tensor:
 
 
 def distances(case: Case, device: torch.device) -> torch.Tensor:
-    """What ALiBi adds (arXiv:2108.12409), symmetric: bfloat16 (Hq, Sq, Sk)."""
+    """What ALiBi adds (arXiv:2108.12409), symmetric: bfloat16 (1, Hq, Sq, Sk); PyTorch's fused backends take no masks of three dimensions."""
     slopes = 2.0 ** (-8.0 * torch.arange(1, case.q_heads + 1, device=device) / case.q_heads)
     row, key = (torch.arange(n, device=device) for n in (case.q_length, case.kv_length))
     distance = (row[:, None] - key).abs_().neg_().to(torch.bfloat16)
-    return distance * slopes.to(torch.bfloat16).view(-1, 1, 1)
+    return distance * slopes.to(torch.bfloat16).view(1, -1, 1, 1)
 
 
 MASKS: dict[str, Callable[[Case, torch.device], torch.Tensor]] = {
@@ -126,10 +127,11 @@ ROWS_OF_TABLE = (
 
 
 def shares_shown(case: Case, mask: torch.Tensor) -> tuple[float, float]:
-    """Of pairs of a query and a key, and of blocks of 64 queries and 128 keys: those that a mask shows."""
+    """Of pairs of a query and a key, and of blocks of 64 queries and 128 keys, the last ones shorter: those that a mask shows."""
     shown = mask if mask.dtype == torch.bool else mask != -torch.inf
     full = shown.expand(*shown.shape[:-2], case.q_length, case.kv_length)
-    blocks = full.unflatten(-1, (-1, KEYS)).unflatten(-3, (-1, ROWS)).transpose(-3, -2).flatten(-2).any(-1)
+    whole = F.pad(full, (0, -case.kv_length % KEYS, 0, -case.q_length % ROWS))
+    blocks = whole.unflatten(-1, (-1, KEYS)).unflatten(-3, (-1, ROWS)).transpose(-3, -2).flatten(-2).any(-1)
     return float(shown.float().mean()), float(blocks.float().mean())
 
 
@@ -188,7 +190,8 @@ def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Pro
     for row, one in given.items():
         timing = timed.get(row)
         over = None if timing is None else timing.p50_us / timed[WITHOUT].p50_us
-        results.append(Result(case, name, row, *shares, one.errors, timing, over, one.refused))
+        lacking = "out of memory beside the others" if row in runs and timing is None else None
+        results.append(Result(case, name, row, *shares, one.errors, timing, over, one.refused or lacking))
     return results
 
 

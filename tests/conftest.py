@@ -9,6 +9,7 @@ import platform
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max((os.cpu_count() or 1) // WORKERS, 1)
@@ -50,6 +51,9 @@ settings.load_profile(PROFILE)
 
 keep_triton_cache()  # workers would compile what others have
 
+
+PART, PARTS = (int(x) for x in os.environ.get("FP8ATTN_TESTS", "1/1").split("/"))
+"""Of the tests every PARTS-th, from the PART-th on: where no run may take as long as all of them take."""
 
 started = pytest.StashKey[float]()
 
@@ -107,6 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = items[PART - 1 :: PARTS]
     for item in items:
         if not GPU and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
@@ -138,14 +143,15 @@ def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A green run of everything on a GPU leaves a record."""
+    """A green run of everything on a GPU leaves a record, or of a part, beside other parts of the same commit."""
     everything = not session.config.option.keyword and not session.config.option.markexpr and len(session.config.args) == 1
     if not GPU or exitstatus != 0 or not everything or hasattr(session.config, "workerinput"):
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     counts = {outcome: len(reporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "skipped")}
+    counts["seconds"] = round(time.time() - session.config.stash[started])
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    record = {
+    facts = {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver.stdout.strip().splitlines()[0] if driver.stdout else "unknown",
         "torch": torch.__version__,
@@ -153,10 +159,19 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "seconds": round(time.time() - session.config.stash[started]),
         "hypothesis_examples": settings.default.max_examples if settings.default else None,
-        **counts,
     }
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+    before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    RECORD.write_text(json.dumps(recorded(before, facts, f"{PART}/{PARTS}", counts), indent=2) + "\n")
+
+
+def recorded(before: dict[str, Any], facts: dict[str, Any], part: str, counts: dict[str, int]) -> dict[str, Any]:
+    """A record with one more part: beside those of the record before if that is of the same facts and as many parts, and what they count together."""
+    of = part.split("/")[1]
+    parts = {name: one for name, one in before.get("parts", {}).items() if name.split("/")[1] == of}
+    if any(before.get(name) != fact for name, fact in facts.items()):
+        parts = {}
+    parts[part] = counts
+    total = {name: sum(one[name] for one in parts.values()) for name in counts}
+    return {**facts, "date": time.strftime("%Y-%m-%d", time.gmtime()), **total, "parts": dict(sorted(parts.items()))}

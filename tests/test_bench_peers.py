@@ -14,7 +14,7 @@ from bench import adapters, cases, run
 from bench.errors import Bad
 from bench.gates import Gates
 from bench.limits import limit_from, limit_of
-from bench.peers import END_TO_END, KERNEL, Peer, Problem, answer
+from bench.peers import END_TO_END, KERNEL, Answer, Peer, Problem, answer
 from bench.timing import Protocol
 from fp8attn.device import ARCHITECTURES, CEILINGS, INTERPRETER
 
@@ -80,6 +80,46 @@ def sageattention() -> ModuleType:
     return module
 
 
+SAGE_PLACES = ("_qattn_sm90", "core._qattn_sm90", "sm90_compile")
+"""Where versions of SageAttention have their Hopper kernel."""
+
+
+def sageattention_inside(place: str | None) -> dict[str, ModuleType]:
+    """Its modules: the kernel in one of these places or nowhere, other functions in the others."""
+    package, core = (ModuleType(name) for name in ("sageattention", "sageattention.core"))
+    package.__path__ = []
+
+    def per_thread_int8_triton(q, k, km=None, BLKQ=128, WARPQ=32, BLKK=64, WARPK=64, sm_scale=None, tensor_layout="HND"):
+        assert (BLKQ, WARPQ, BLKK, WARPK, tensor_layout) == (64, 16, 128, 128, "HND") and km.shape == (*k.shape[:2], 1, k.shape[3])
+        scales = [x.abs().amax(dim=-1, keepdim=True).float() / 127 for x in (q, k - km)]
+        q8, k8 = ((x / scale).round().to(torch.int8) for x, scale in zip((q, k - km), scales, strict=True))
+        return q8, scales[0], k8, scales[1]
+
+    def per_channel_fp8(v, tensor_layout="HND", scale_max=448.0, smooth_v=True):
+        assert tensor_layout == "HND" and not smooth_v
+        scale = v.abs().amax(dim=2).float() / scale_max
+        return (v / scale[:, :, None]).to(torch.float8_e4m3fn).transpose(2, 3).contiguous(), scale, None
+
+    def kernel(query, key, value, output, query_scale, key_scale, value_scale, tensor_layout, is_causal, qk_quant_gran, sm_scale, return_lse):
+        assert (tensor_layout, qk_quant_gran, return_lse) == (1, 3, 0) and sm_scale == query.shape[-1] ** -0.5
+        q, k, v = query * query_scale, key * key_scale, value.float().transpose(2, 3) * value_scale[:, :, None]
+        output.copy_(exact(*(x.transpose(1, 2) for x in (q, k, v)), bool(is_causal)).transpose(1, 2))
+        return torch.empty(0)
+
+    core.per_thread_int8_triton, core.per_channel_fp8 = per_thread_int8_triton, per_channel_fp8
+    found = {"sageattention": package, "sageattention.core": core}
+    for one in SAGE_PLACES:
+        module = ModuleType(f"sageattention.{one}")
+        module.qk_int8_sv_f8_accum_f32_attn_inst_buf = None
+        if one == place:
+            module.qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf = kernel
+        if one.startswith("core."):
+            core._qattn_sm90 = module
+        else:
+            found[f"sageattention.{one}"] = module
+    return found
+
+
 def flashinfer() -> ModuleType:
     module = ModuleType("flashinfer")
 
@@ -136,6 +176,7 @@ STANDINS = {
     "FA3 bf16": lambda: {"flash_attn_interface": flash_attn_interface()},
     "FA3 e4m3": lambda: {"flash_attn_interface": flash_attn_interface()},
     "FA3 e4m3 two-level": vllm,
+    "Sage2": lambda: sageattention_inside("_qattn_sm90"),
     "Sage2 end to end": lambda: {"sageattention": sageattention()},
     "FlashInfer bf16": lambda: {"flashinfer": flashinfer()},
     "FlashInfer e4m3": lambda: {"flashinfer": flashinfer()},
@@ -155,7 +196,37 @@ def test_adapters_hand_over_what_the_library_takes(name: str, case: cases.Case, 
         assert given.refused and "one request" in given.refused
         return
     assert given.refused is None, given.refused
-    assert given.errors is not None and given.errors.relative_l2 < (0.06 if "e4m3" in name and "Engine" not in name else 0.005)
+    assert given.errors is not None and given.errors.relative_l2 < (0.06 if name == "Sage2" or ("e4m3" in name and "Engine" not in name) else 0.005)
+
+
+def sage2(case: cases.Case, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> Answer:
+    for module, content in modules.items():
+        monkeypatch.setitem(sys.modules, module, content)
+    peer = next(peer for peer in adapters.PEERS if peer.name == "Sage2")
+    problem = Problem.of(case, "normal", CPU, rotate=False)
+    return answer(peer, problem, problem.expected(), Bad(0.05, 0.2))
+
+
+@pytest.mark.parametrize("place", SAGE_PLACES)
+def test_sages_kernel_is_found_where_its_version_has_it(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = sage2(CASES[1], sageattention_inside(place), monkeypatch)
+    assert given.refused is None and given.errors is not None and given.errors.relative_l2 < 0.04
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["modules without it", "no modules"])
+def test_a_sage_without_its_hopper_kernel_is_refused(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = sageattention_inside(None)
+    if not there:
+        del modules["sageattention.core"]._qattn_sm90
+        modules = {name: modules[name] for name in ("sageattention", "sageattention.core")}
+    given = sage2(CASES[0], modules, monkeypatch)
+    assert given.attention is None and given.refused is not None and given.refused.startswith("ImportError: none of sageattention._qattn_sm90, ")
+    assert "has qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf; SageAttention was built for another GPU" in given.refused
+
+
+def test_sages_kernel_is_not_asked_for_keys_it_would_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = sage2(cases.square("odd", 1, 2, 130, 64), sageattention_inside("sm90_compile"), monkeypatch)
+    assert given.refused == "ValueError: 130 keys; without its own padding the kernel takes multiples of 128"
 
 
 def test_a_missing_peer_says_what_it_needs() -> None:

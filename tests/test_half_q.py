@@ -189,6 +189,8 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
     q[0, 1, 77, 5], q[0, 3, rows - 1, 0] = torch.nan, torch.inf
     if configs.misfit(config, device_of(device)) is not None:
         pytest.skip("needs sm_90")
+    if config.visits and causal != "none":
+        pytest.skip("a call has a mask or is causal")
     options: dict = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left")
     if config.visits:
         options["attn_mask"] = some_blocks(rows, generator, config.scores == "added").to(device)[:, :keys]

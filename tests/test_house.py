@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import dealt
+from conftest import RECORD, dealt, recorded
 
 import fp8attn
 from fp8attn.api import call_of
@@ -136,6 +137,26 @@ def test_misfits_say_why() -> None:
         (configs.HopperConfig(1, 128, 2, 240, overlap=True), hopper, "two parts"),
     ):
         assert reason in (configs.misfit(config, call, device) or ""), config
+
+
+def test_parts_are_recorded_together() -> None:
+    facts, counts = {"gpu": "one", "commit": "a"}, {"passed": 3, "failed": 0}
+    first = recorded({"commit": "older", "passed": 7}, facts, "1/2", counts)
+    assert first["parts"] == {"1/2": counts} and first["passed"] == 3
+    both = recorded(first, facts, "2/2", {"passed": 4, "failed": 0})
+    assert list(both["parts"]) == ["1/2", "2/2"] and both["passed"] == 7
+    assert recorded(both, facts, "1/2", {"passed": 1, "failed": 0})["passed"] == 5
+    for other in ({"gpu": "two", "commit": "a"}, {"gpu": "one", "commit": "b"}):
+        assert recorded(both, other, "1/2", counts)["parts"] == {"1/2": counts}
+    assert recorded(both, facts, "1/1", counts)["parts"] == {"1/1": counts}
+
+
+def test_the_gpu_record_is_green_and_of_all_parts() -> None:
+    record = json.loads(RECORD.read_text())
+    parts = record.get("parts", {"1/1": record})
+    count = int(next(iter(parts)).split("/")[1])
+    assert set(parts) == {f"{i + 1}/{count}" for i in range(count)}
+    assert record["failed"] == 0 < record["passed"] == sum(one["passed"] for one in parts.values())
 
 
 @pytest.mark.parametrize("workers", (1, 3, 20))
