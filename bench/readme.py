@@ -176,13 +176,32 @@ def ladder() -> str:
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 
+def masks() -> str:
+    """Attention with every kind of mask, beside who else takes one; some kinds may be of a later run."""
+    records = _lines("masks")
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(record["commit"], []).append(record)
+    first, *later = runs.values()
+    machine = "; ".join([_machine(first), *(f"{', '.join(dict.fromkeys(r['mask'] for r in run))}: commit {run[0]['commit'][:7]}" for run in later)])
+    assert all(record["gpu"] == first[0]["gpu"] for record in records), "results of more than one GPU"
+    names = ("fp8attn cuda", "fp8attn cuda end to end", "FlexAttention", "SDPA cuDNN", "SDPA efficient")
+    rows = []
+    for (case, mask), by in _by_case(records, "case", "mask").items():
+        own = by["fp8attn cuda"]
+        times = [number_of(by[name]["p50_us"], ".0f") for name in names]
+        rows.append([case, mask, f"{own['blocks']:.0%}", times[0], number_of(own["against_without"], ".2f"), *times[1:], f"{own['relative_l2']:.4f}"])
+    head = ("case", "mask", "blocks", "CUDA, µs", "× no mask", "end to end, µs", "FlexAttention, µs", "cuDNN, µs", "efficient, µs", "relative L2")
+    return f"{machine}:\n\n{markdown_table(head, rows, 2)}"
+
+
 def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     """The table of a results file, or how to get one."""
     missing = f"Not measured on a GPU yet: `python -m bench {name} --json bench/results/{name}.jsonl && python -m bench readme`."
     return lambda: table() if (RESULTS / f"{name}.jsonl").exists() else missing
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "errors": errors, "ladder": ladder}
+TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "errors": errors, "masks": if_measured("masks", masks), "ladder": ladder}
 ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "needle": if_measured("needle", needle),
