@@ -27,13 +27,16 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "odd head dim": ((1, 1, 70, 72), (1, 1, 65, 72), {}),
     "head dim 256": ((1, 1, 100, 256), (1, 1, 130, 256), {}),
     "mask": ((1, 2, 40, 64), (1, 2, 200, 64), dict(attn_mask=(1, 2, 40, 200))),
+    "mask of blocks": ((1, 2, 150, 128), (1, 2, 700, 128), dict(attn_mask=(150, 700), shown_from=300)),
+    "added mask": ((2, 2, 150, 64), (2, 2, 400, 64), dict(attn_mask=(2, 150, 400), mask_dtype=torch.bfloat16)),
+    "added mask, float32": ((1, 2, 70, 256), (1, 2, 201, 256), dict(attn_mask=(70, 201), mask_dtype=torch.float32)),
     "one row": ((2, 8, 1, 128), (2, 2, 1100, 128), dict(is_causal=True, causal_alignment="bottom_right")),
     "nothing visible": ((1, 1, 200, 64), (1, 1, 20, 64), dict(is_causal=True, causal_alignment="bottom_right")),
     "int8, shared": ((2, 4, 3, 64), (2, 2, 1100, 64), dict(recipe=Recipe(qk="int8"))),
     "int8, causal": ((1, 2, 200, 128), (1, 2, 300, 128), dict(recipe=Recipe(qk="int8"), is_causal=True)),
     "smoothed queries": ((1, 2, 150, 64), (1, 1, 201, 64), dict(recipe=Recipe(smooth_q=True))),
 }
-"""A problem of every shape class: q's and k's shape, and options; a mask is drawn."""
+"""A problem of every shape class: q's and k's shape, and options; a mask of some shape is drawn, from some key on, of numbers if it has a dtype."""
 
 
 def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
@@ -43,8 +46,16 @@ def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
     q, k, v = (torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in (q_shape, kv_shape, kv_shape))
     options = dict(given, enable_gqa=q_shape[1] != kv_shape[1], return_lse=True)
     if "attn_mask" in given:
-        options["attn_mask"] = (torch.rand(given["attn_mask"], generator=generator) > 0.3).to(device)
+        options["attn_mask"] = drawn_mask(given["attn_mask"], options.pop("shown_from", 0), options.pop("mask_dtype", torch.bool), generator).to(
+            device
+        )
     return (q, k, v), options
+
+
+def drawn_mask(shape: tuple[int, ...], shown_from: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Seven keys of ten from `shown_from` on; of numbers, N(0, 1) for these and -inf for the others."""
+    shown = (torch.rand(shape, generator=generator) > 0.3) & (torch.arange(shape[-1]) >= shown_from)
+    return shown if dtype == torch.bool else torch.randn(shape, generator=generator).masked_fill(~shown, -torch.inf).to(dtype)
 
 
 def quantized(tensors: Tensors, options: dict) -> Call:

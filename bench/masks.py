@@ -128,11 +128,14 @@ ROWS_OF_TABLE = (
 
 def shares_shown(case: Case, mask: torch.Tensor) -> tuple[float, float]:
     """Of pairs of a query and a key, and of blocks of 64 queries and 128 keys, the last ones shorter: those that a mask shows."""
-    shown = mask if mask.dtype == torch.bool else mask != -torch.inf
-    full = shown.expand(*shown.shape[:-2], case.q_length, case.kv_length)
-    whole = F.pad(full, (0, -case.kv_length % KEYS, 0, -case.q_length % ROWS))
-    blocks = whole.unflatten(-1, (-1, KEYS)).unflatten(-3, (-1, ROWS)).transpose(-3, -2).flatten(-2).any(-1)
-    return float(shown.float().mean()), float(blocks.float().mean())
+    pairs = blocks = count = 0.0
+    for plane in mask.reshape(-1, *mask.shape[-2:]):  # one at a time: all of ALiBi's are gigabytes
+        full = (plane if mask.dtype == torch.bool else plane != -torch.inf).expand(case.q_length, case.kv_length)
+        whole = F.pad(full, (0, -case.kv_length % KEYS, 0, -case.q_length % ROWS))
+        pairs += float(full.float().mean())
+        blocks += float(whole.unflatten(-1, (-1, KEYS)).unflatten(0, (-1, ROWS)).transpose(1, 2).flatten(-2).any(-1).float().mean())
+        count += 1
+    return pairs / count, blocks / count
 
 
 @dataclass(frozen=True)

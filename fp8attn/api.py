@@ -340,9 +340,9 @@ def sdpa(
         BackendUnavailable: the backend can't run here.
     """
     options = None
-    if attn_mask is None and not return_lse and _is_at_once(recipe):
+    if not return_lse and _is_at_once(recipe):
         options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
-        repeated = eager.repeat(query, key, value, options)
+        repeated = eager.repeat(query, key, value, attn_mask, options)
         if repeated is not None:
             return repeated
     check_recipe(recipe)
@@ -361,7 +361,7 @@ def sdpa(
         mask = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
         out, lse, k_mean = whole(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse, mask)
         if options is not None:
-            eager.remember_from_half(q, k, v, options, softmax_scale, qk, causal, out)
+            eager.remember_from_half(q, k, v, attn_mask, options, softmax_scale, qk, causal, out)
         if not return_lse:
             return out
         source = rotation.rotate_queries(q, rotation.part_of(q.shape[3], recipe.rotate))
@@ -372,14 +372,14 @@ def sdpa(
     operands = prepared.query, prepared.key, prepared.value
     if options is not None and not (operands[0] is query and operands[1] is key and operands[2] is value):
         options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, prepared.out_dtype, dropout_p, None, None, None)
-        repeated = eager.repeat(*operands, options)
+        repeated = eager.repeat(*operands, attn_mask, options)
         if repeated is not None:
             return repeated
     forward = {"triton": ops.library_ops.triton_forward, "cuda": ops.library_ops.cuda_forward, "auto": ops.library_ops.auto_forward}[chosen]
     arguments = _operator_arguments(prepared, return_lse)
     out, lse = forward(*arguments)
     if options is not None and chosen != "triton":
-        eager.remember(*operands, options, arguments, chosen == "auto", out)
+        eager.remember(*operands, attn_mask, options, arguments, chosen == "auto", out)
     if not return_lse:
         return out
     if prepared.key.mean is not None:

@@ -46,14 +46,18 @@ def forget() -> None:
     _launches.clear()
 
 
-def _known(query: Operand, key: Operand, value: Operand, options: tuple) -> tuple[tuple, tuple] | None:
-    """What a call is kept by, and its tensors; None of calls that aren't plain torch."""
+def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> tuple[tuple, tuple] | None:
+    """What a call is kept by, and its tensors, a mask behind the others; None of calls that aren't plain torch."""
     if is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
         return None
     if peek_interpreter_stack() is not None:
         return None
+    masks = () if attn_mask is None else (attn_mask,)
+    if masks and type(attn_mask) is not torch.Tensor:
+        return None
+    options = (options, *(x.shape for x in masks))
     if type(query) is type(key) is type(value) is torch.Tensor:
-        return (options, query.shape, key.shape, value.shape), (query, key, value)
+        return (options, query.shape, key.shape, value.shape), (query, key, value, *masks)
     if not (isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)):
         return None
     if query.bias is not None or query.mean is not None:  # smoothed: nothing here tells the binding of it
@@ -67,17 +71,17 @@ def _known(query: Operand, key: Operand, value: Operand, options: tuple) -> tupl
         options, query.granularity, query.layout, query.length, query.rotated, key.granularity, key.layout, key.length, key.rotated,
         value.granularity, value.layout, value.length, value.rotated,
     )  # fmt: skip
-    return name, tensors
+    return name, (*tensors, *masks)
 
 
-def repeat(query: Operand, key: Operand, value: Operand, options: tuple) -> torch.Tensor | None:
+def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> torch.Tensor | None:
     """Attention, if a call like this one was kept.
 
     Args:
-        query, key, value: what `sdpa` was called with.
+        query, key, value, attn_mask: what `sdpa` was called with.
         options: what else it was called with, as far as it isn't the same in all calls that come here.
     """
-    known = _known(query, key, value, options)
+    known = _known(query, key, value, attn_mask, options)
     if known is None:
         return None
     try:
@@ -87,9 +91,9 @@ def repeat(query: Operand, key: Operand, value: Operand, options: tuple) -> torc
     return None if launch is None else launch(*known[1])
 
 
-def _second(query: Operand, key: Operand, value: Operand, options: tuple) -> tuple[tuple, tuple, int] | None:
+def _second(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> tuple[tuple, tuple, int] | None:
     """`_known` of a call that ought to be kept, the second with its options, and the number that they have in the binding."""
-    known = _known(query, key, value, options)
+    known = _known(query, key, value, attn_mask, options)
     # a tensor, say, may be another number the next time
     if known is None or not all(type(x) in IMMUTABLE for x in options):
         return None
@@ -107,16 +111,18 @@ def _second(query: Operand, key: Operand, value: Operand, options: tuple) -> tup
     return name, tensors, launch.args[0] if isinstance(launch, partial) else next(_numbers)
 
 
-def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple, fields: tuple, first: bool, out: torch.Tensor) -> None:
+def remember(
+    query: Quantized, key: Quantized, value: Quantized, attn_mask: torch.Tensor | None, options: tuple, fields: tuple, first: bool, out: torch.Tensor
+) -> None:
     """Keep a call of quantized operands that has come to its end.
 
     Args:
-        query, key, value, options: as of `repeat`.
+        query, key, value, attn_mask, options: as of `repeat`.
         fields: `Call`'s.
         first: as of ops.plan_cuda.
         out: what it returned.
     """
-    again = _second(query, key, value, options)
+    again = _second(query, key, value, attn_mask, options)
     if again is None:
         return
     call = Call(*fields)
@@ -134,28 +140,29 @@ def remember(query: Quantized, key: Quantized, value: Quantized, options: tuple,
         return
     name, tensors, number = again
     arguments, scratch = cuda.launch_of(call, device, config, library, sharers)
-    library.operators.remember.default(number, *arguments, *tensors, out, *scratch)
+    library.operators.remember.default(number, *arguments, *tensors[:7], attn_mask, out, *scratch)
     _launches[name] = partial(library.operators.repeat.default, number)
 
 
 def remember_from_half(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: tuple, softmax_scale: float, qk: ProductType, causal: Causal,
-    out: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, options: tuple, softmax_scale: float,
+    qk: ProductType, causal: Causal, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Keep a call of plain tensors, likewise, if CUDA's kernels quantized all of it, in one launch or in two."""
-    again = _second(query, key, value, options)
+    again = _second(query, key, value, attn_mask, options)
     if again is None:
         return
-    name, tensors, number = again
+    name, _, number = again
     device = device_of(query.device)
     try:
-        if ops.why_not_one_launch(query, key, value, softmax_scale, qk) is None:
+        if ops.why_not_one_launch(query, key, value, softmax_scale, qk, attn_mask) is None:
             library, arguments = cuda.launch_from_half(query, key, softmax_scale, causal, device)
-            library.operators.remember_from_half.default(number, *arguments, *tensors, out)
+            library.operators.remember_from_half.default(number, *arguments, query, key, value, out)
             _launches[name] = partial(library.operators.repeat_from_half.default, number)
-        elif ops.why_not_two_launches(query, key, value, softmax_scale, qk) is None and out.numel() > 0:
-            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, qk, causal, out.dtype, device)
-            library.operators.remember_both.default(number, *arguments, *tensors, filled, out, *scratch)
+        elif ops.why_not_two_launches(query, key, value, softmax_scale, qk, attn_mask) is None and out.numel() > 0:
+            mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, qk, causal, out.dtype, device, mask)
+            library.operators.remember_both.default(number, *arguments, query, key, value, attn_mask, filled, out, *scratch)
             _launches[name] = partial(library.operators.repeat_both.default, number)
     except BuildError:  # Triton went on
         return

@@ -66,7 +66,9 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas = library.recorded(buffer)
     p = emulation.Params.from_buffer(buffer, emulation.MAPS)
-    p.out, p.counter, p.parts, p.handed_over, p.ready = None, bool(p.counter), bool(p.parts), bool(p.handed_over), bool(p.ready)
+    p.out = None
+    for name in ("counter", "parts", "handed_over", "ready", "mask_bits", "mask_shown"):
+        setattr(p, name, bool(getattr(p, name)))
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
         buffer[i * emulation.MAP : i * emulation.MAP + 8] = bytes(8)
@@ -116,12 +118,12 @@ def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: 
     assert launched(addresses) == params
 
 
-@given(case=cases(masks=("none", "causal", "bottom right")), moved=st.sampled_from(("", "q", "k", "qk")), backend=st.sampled_from(("cuda", "auto")))
+@given(case=cases(), moved=st.sampled_from(("", "q", "k", "qk")), backend=st.sampled_from(("cuda", "auto")))
 def test_launches_the_same(case: Case, moved: str, backend: str) -> None:
     """Of quantized operands: Params of every kind of call, tensor maps and strides included."""
     quantized = fp8attn.quantize(*case.tensors(CPU), recipe=case.recipe)
     q, k, v = (dataclasses.replace(x, data=emulation.elsewhere(x.data, 3)) if name in moved else x for name, x in zip("qkv", quantized, strict=True))
-    options = {name: x for name, x in case.options(CPU).items() if name != "attn_mask"}
+    options = case.options(CPU)
     call = api.call_of(q, k, v, **options)
     config = ops.plan_cuda(call, first=backend == "auto")
     if isinstance(config, str):
@@ -130,13 +132,13 @@ def test_launches_the_same(case: Case, moved: str, backend: str) -> None:
     alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=whole and not case.recipe.smooth_q)
 
 
-@given(case=cases(masks=("none", "causal", "bottom right")), backend=st.sampled_from(("cuda", "auto")))
+@given(case=cases(), backend=st.sampled_from(("cuda", "auto")))
 def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend: str) -> None:
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
     case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, scale=abs(case.scale or 0.125))
     q, k, v = case.tensors(CPU)
-    options = {name: x for name, x in case.options(CPU).items() if name != "attn_mask"}
-    hit = ops.why_not_one_launch(q, k, v, case.scale, "e4m3") is None
+    options = case.options(CPU)
+    hit = ops.why_not_one_launch(q, k, v, case.scale, "e4m3", options["attn_mask"]) is None
     alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=hit or None)
 
 
@@ -166,6 +168,8 @@ def quantized_by() -> tuple[int, bytes]:
         ((2, 20, 1100, 128), {"is_causal": True, "out_dtype": torch.float32}, True),
         ((2, 40, 513, 64), {"scale": 0.3}, True),
         ((1, 3, 700, 128), {"recipe": fp8attn.PRECISE}, False),
+        ((2, 20, 1100, 128), {"attn_mask": torch.ones(1100, 1100, dtype=torch.bool)}, False),
+        ((2, 20, 1100, 128), {"attn_mask": torch.ones(20, 1100, 1104).bfloat16()[..., :1100], "recipe": fp8attn.PRECISE}, False),
         ((2, 20, 1100, 128), {"is_causal": True, "recipe": fp8attn.PRECISE}, True),
     ),
 )
@@ -343,6 +347,10 @@ ERRORS: dict[str, Callable[[Quantized, Quantized, Quantized], dict[str, Any]]] =
     "scale of another type": lambda q, k, v: dict(scale="1"),
     "causal alignment": lambda q, k, v: dict(causal_alignment="left"),
     "causal mask twice": lambda q, k, v: dict(is_causal=True, attn_mask=torch.ones(300, 300, dtype=torch.bool)),
+    "mask of other keys": lambda q, k, v: dict(attn_mask=torch.ones(300, 299, dtype=torch.bool)),
+    "mask of integers": lambda q, k, v: dict(attn_mask=torch.ones(300, 300, dtype=torch.int32)),
+    "mask that is no tensor": lambda q, k, v: dict(attn_mask=[1.0]),
+    "mask that requires grad": lambda q, k, v: dict(attn_mask=torch.ones(300, 300, requires_grad=True)),
     "dtype": lambda q, k, v: dict(out_dtype=torch.int8),
     "recipe": lambda q, k, v: dict(recipe="fast"),
     "scale of what isn't stored": lambda q, k, v: dict(q_scale=1.0),
@@ -363,9 +371,10 @@ def test_errors_stay_as_they_are(name: str) -> None:
     q, k, v = operands()
     arguments = dict(query=q, key=k, value=v) | ERRORS[name](q, k, v)
     eager.forget()
-    with pytest.raises((TypeError, ValueError, AttributeError)) as expected:
+    with pytest.raises((TypeError, ValueError, AttributeError, RuntimeError)) as expected:
         fp8attn.cuda_sdpa(**arguments)
     kept(q, k, v)
+    kept(q, k, v, attn_mask=torch.ones(300, 300))
     kept(query=q, key=k, value=v)
     for _ in range(4):
         with pytest.raises(expected.type) as caught:
@@ -464,10 +473,29 @@ def test_tiles_that_are_shared_by_a_counter(backend: str) -> None:
     assert emulation.Params.from_buffer_copy(launched()[1], emulation.MAPS).counter
 
 
-def test_masks_and_lse_go_by_the_operators(repeats: Repeats) -> None:
+def test_another_mask_is_another_call(repeats: Repeats) -> None:
+    """Of other strides, shape, type or address; without one, too. What a mask shows is nothing to a launch."""
     q, k, v = operands()
-    mask = torch.ones(300, 300, dtype=torch.bool)
-    for options in (dict(attn_mask=mask), dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))):
+    mask = torch.ones(300, 304, dtype=torch.bfloat16)[:, :300]
+    kept(q, k, v, attn_mask=mask)()
+    assert repeats.last()
+    others = (
+        mask.contiguous(), mask.contiguous().mT, mask.half(), mask > 0, mask[:1], mask.expand(2, 4, 300, 300),
+        torch.ones(300, 304, dtype=torch.bfloat16)[:, 1:301], None,
+    )  # fmt: skip
+    for other in others:
+        alike(lambda other=other: fp8attn.cuda_sdpa(q, k, v, attn_mask=other))
+    first = [launched()[1] for other in others if fp8attn.cuda_sdpa(q, k, v, attn_mask=other) is not None]
+    kept(q, k, v, attn_mask=mask)
+    assert [launched()[1] for other in others if fp8attn.cuda_sdpa(q, k, v, attn_mask=other) is not None] == first and len(set(first)) == len(others)
+    mask.fill_(-torch.inf)
+    fp8attn.cuda_sdpa(q, k, v, attn_mask=mask)
+    assert repeats.last()
+
+
+def test_lse_and_other_recipes_go_by_the_operators(repeats: Repeats) -> None:
+    q, k, v = operands()
+    for options in (dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))):
         for _ in range(3):
             fp8attn.cuda_sdpa(q, k, v, **options)
     assert not repeats.hits

@@ -359,26 +359,32 @@ Tensor of_every_head(const Tensor& scale, int64_t batch, int64_t heads, int64_t 
   return scale.size(0) == batch && scale.size(1) == heads && scale.size(2) == n ? scale : scale.expand({batch, heads, n});
 }
 
+// (B, Hq, Sq, Sk) of what is broadcastable to it.
+std::optional<Tensor> of_every_query(const std::optional<Tensor>& attn_mask, const Tensor& q, int64_t kv_length) {
+  return attn_mask ? std::optional(attn_mask->expand({q.size(0), q.size(1), q.size(2), kv_length})) : std::nullopt;
+}
+
 // From now on `repeat` takes calls with these options and tensors like these. `out` is like what it returns.
 void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
               int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
-              const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, int64_t words,
-              int64_t sharers, int64_t floats) {
-  plans<Launch>().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)}),
+              const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask,
+              const Tensor& out, int64_t words, int64_t sharers, int64_t floats) {
+  plans<Launch>().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean), address(attn_mask)}),
                       {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out,
                       {words, sharers, floats});
 }
 
-// Attention as in a call before, scales not expanded to every head; nothing if there was none like it.
+// Attention as in a call before, scales not expanded to every head, a mask not to every query; nothing if there was none like it.
 std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v, const Tensor& v_scale,
-                             const std::optional<Tensor>& v_mean) {
-  const Facts known = facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean)});
+                             const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask) {
+  const Facts known = facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean), address(attn_mask)});
   const auto plan = known.empty() ? nullptr : plans<Launch>().find(known);
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
   const Tensor out = plan->output.empty();
   attend(plan->launch, q, of_every_head(q_scale, q.size(0), q.size(1), q_scale.size(2)), k, of_every_head(k_scale, k.size(0), k.size(1), k_scale.size(2)), v,
-         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, std::nullopt, std::nullopt, out, std::nullopt, plan->words(), plan->parts(), std::nullopt);
+         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, of_every_query(attn_mask, q, plan->launch.kv_length), std::nullopt, out, std::nullopt,
+         plan->words(), plan->parts(), std::nullopt);
   return out;
 }
 
@@ -400,9 +406,9 @@ std::optional<Tensor> repeat_from_half(int64_t options, const Tensor& q, const T
 // `words`: with a cluster a counter of tiles and a word for each head of k.
 void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side,
                    int64_t q_group, int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, int64_t quantizer, int64_t quantizer_ctas,
-                   int64_t sampled, int64_t cluster, const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList quantized, const Tensor& out, int64_t words,
-                   int64_t sharers, int64_t floats) {
-  plans<LaunchBoth>().add(facts(options, {&q, &k, &v}),
+                   int64_t sampled, int64_t cluster, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask, at::TensorList quantized,
+                   const Tensor& out, int64_t words, int64_t sharers, int64_t floats) {
+  plans<LaunchBoth>().add(facts(options, {&q, &k, &v, address(attn_mask)}),
                           {{quantizer, quantizer_ctas, sampled},
                            {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
                            cluster,
@@ -410,8 +416,8 @@ void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys
                           out, {words, sharers, floats});
 }
 
-std::optional<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const Facts known = facts(options, {&q, &k, &v});
+std::optional<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask) {
+  const Facts known = facts(options, {&q, &k, &v, address(attn_mask)});
   const auto plan = known.empty() ? nullptr : plans<LaunchBoth>().find(known);
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
@@ -422,7 +428,8 @@ std::optional<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor
   const std::optional<Tensor> words = plan->words();
   int* ready = l.cluster > 0 ? words->mutable_data_ptr<int>() + 1 : nullptr;
   quantize_kv(l.quantizer, k, v, x[0], x[1], x[2], x[3], x[4], x[5], ready);
-  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], std::nullopt, std::nullopt, out, std::nullopt, words, plan->parts(), std::nullopt, ready, l.cluster);
+  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], of_every_query(attn_mask, q, k.size(2)), std::nullopt, out, std::nullopt, words, plan->parts(),
+         std::nullopt, ready, l.cluster);
   return out;
 }
 
@@ -449,18 +456,18 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
 
   // of any device: tensors that aren't like any before aren't an error here
   const auto any = c10::DispatchKey::CompositeExplicitAutograd;
-  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor out, int words, int sharers, int floats) -> ()");
+  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask, Tensor out, int words, int sharers, int floats) -> ()");
   m.impl("remember", torch::dispatch(any, TORCH_FN(remember)));
-  define("repeat(int options, Tensor q, Tensor q_scale, " + operands + ") -> Tensor?");
+  define("repeat(int options, Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask=None) -> Tensor?");
   m.impl("repeat", torch::dispatch(any, TORCH_FN(repeat)));
   define("remember_from_half(int options, " + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor out) -> ()");
   m.impl("remember_from_half", torch::dispatch(any, TORCH_FN(remember_from_half)));
   define("repeat_from_half(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
   m.impl("repeat_from_half", torch::dispatch(any, TORCH_FN(repeat_from_half)));
-  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int cluster, Tensor q, Tensor k, Tensor v, Tensor[] quantized,"
-         " Tensor out, int words, int sharers, int floats) -> ()");
+  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int cluster, Tensor q, Tensor k, Tensor v,"
+         " Tensor? attn_mask, Tensor[] quantized, Tensor out, int words, int sharers, int floats) -> ()");
   m.impl("remember_both", torch::dispatch(any, TORCH_FN(remember_both)));
-  define("repeat_both(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
+  define("repeat_both(int options, Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None) -> Tensor?");
   m.impl("repeat_both", torch::dispatch(any, TORCH_FN(repeat_both)));
 }
 

@@ -100,11 +100,19 @@ def quantize_and_attend(
 
 
 def launch_of_both(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype, device: Device
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    qk: ProductType,
+    causal: Causal,
+    out_dtype: torch.dtype,
+    device: Device,
+    attn_mask: torch.Tensor | None = None,
 ) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
     """The library of `quantize_and_attend`'s attention, what the binding is told beside q, k and v, tensors like those that the quantizer fills, and
     what else there is to be."""
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, False, device)
+    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, False, device, attn_mask)
     library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, qk, device)
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.sharers_of(call, config, device))
     if early:
