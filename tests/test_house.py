@@ -151,6 +151,7 @@ def test_parts_are_recorded_together() -> None:
     assert recorded(both, facts, "1/1", counts)["parts"] == {"1/1": counts}
 
 
+@pytest.mark.anywhere  # where there is a GPU it is about to be made
 def test_the_gpu_record_is_green_and_of_all_parts() -> None:
     record = json.loads(RECORD.read_text())
     parts = record.get("parts", {"1/1": record})
