@@ -46,9 +46,8 @@ def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
     q, k, v = (torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in (q_shape, kv_shape, kv_shape))
     options = dict(given, enable_gqa=q_shape[1] != kv_shape[1], return_lse=True)
     if "attn_mask" in given:
-        options["attn_mask"] = drawn_mask(given["attn_mask"], options.pop("shown_from", 0), options.pop("mask_dtype", torch.bool), generator).to(
-            device
-        )
+        mask = drawn_mask(given["attn_mask"], options.pop("shown_from", 0), options.pop("mask_dtype", torch.bool), generator)
+        options["attn_mask"] = mask.to(device)
     return (q, k, v), options
 
 

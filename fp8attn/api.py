@@ -358,8 +358,7 @@ def sdpa(
         causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
         whole = {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
         q, k, v, softmax_scale, qk, _ = plain
-        mask = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
-        out, lse, k_mean = whole(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse, mask)
+        out, lse, k_mean = whole(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse, attn_mask)
         if options is not None:
             eager.remember_from_half(q, k, v, attn_mask, options, softmax_scale, qk, causal, out)
         if not return_lse:

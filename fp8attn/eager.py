@@ -160,8 +160,7 @@ def remember_from_half(
             library.operators.remember_from_half.default(number, *arguments, query, key, value, out)
             _launches[name] = partial(library.operators.repeat_from_half.default, number)
         elif ops.why_not_two_launches(query, key, value, softmax_scale, qk, attn_mask) is None and out.numel() > 0:
-            mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, qk, causal, out.dtype, device, mask)
+            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, qk, causal, out.dtype, device, attn_mask)
             library.operators.remember_both.default(number, *arguments, query, key, value, attn_mask, filled, out, *scratch)
             _launches[name] = partial(library.operators.repeat_both.default, number)
     except BuildError:  # Triton went on

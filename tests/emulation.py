@@ -147,6 +147,17 @@ def compile_file(name: str, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "kernel.so"))
 
 
+def compile_alone(name: str, folder: Path, *mutations: tuple[str, str, str]) -> ctypes.CDLL:
+    """The library of one file, made in an empty folder, of sources that are changed in some places: in which file, what is right, what is wrong."""
+    lacking = missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    copy_sources(folder)
+    for file, right, wrong in mutations:
+        mutate(folder / file, right, wrong)
+    return compile_file(name, folder)
+
+
 def compile_config(config: PortableConfig, folder: Path) -> ctypes.CDLL:
     """The library of one instance, made in an empty folder."""
     copy_sources(folder)
@@ -179,7 +190,7 @@ def elsewhere(x: torch.Tensor, distance: int) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and all(x.size(i) == 1 or x.stride(i) % 16 == 0 for i in range(3))
+    return x.data_ptr() % 16 == 0 and all(x.size(i) == 1 or x.stride(i) * x.element_size() % 16 == 0 for i in range(3))
 
 
 def mask_planes(mask: torch.Tensor) -> tuple[int, int, int, int]:
@@ -191,11 +202,7 @@ def mask_planes(mask: torch.Tensor) -> tuple[int, int, int, int]:
 
 def has_boxes(mask: torch.Tensor) -> bool:
     """Whether boxes of a mask (B, Hq, Sq, Sk) can be had: rows of 16-bit numbers at multiples of 16 bytes."""
-    steps = (stride for stride, size in zip(mask.stride()[:3], mask.shape, strict=False) if size > 1)
-    return (
-        mask.element_size() == 2 and mask.stride(2) > 0 and (mask.stride(3) == 1 or mask.shape[3] == 1)
-        and mask.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
-    )  # fmt: skip
+    return mask.element_size() == 2 and mask.stride(2) > 0 and (mask.stride(3) == 1 or mask.shape[3] == 1) and _aligned(mask)
 
 
 def params(

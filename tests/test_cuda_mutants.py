@@ -189,7 +189,7 @@ ADDED_MUTANTS = {
     "numbers taken for exponents": ("hopper.cuh", "factor[0] = factor[1] = LOG2E;", "factor[0] = factor[1] = 1.0f;"),
     "what is added isn't seen": ("read_mask.cuh", "adds |= exists && visible && value != 0.0f", "adds |= false"),
     "the next key's from memory": ("tile/added_mask.h", "mask_value(two.of[i])", "mask_value(two.of[0])"),
-    "any others from memory": ("tile/added_mask.h", "key < keys ? at[key * apart]", "key < keys ? at[0]"),
+    "any others from memory": ("tile/added_mask.h", "key < row.keys ? row.at[key * apart]", "key < row.keys ? row.at[0]"),
 }
 """Of the Hopper kernel's instances for masks that are added."""
 

@@ -60,7 +60,7 @@ void copy_strides(int64_t (&to)[N], const Tensor& from) {
 
 // Whether all rows of (B, H, S, D) start at multiples of 16 bytes.
 bool is_aligned(const Tensor& x) {
-  const auto of_16 = [&](int i) { return x.size(i) == 1 || x.stride(i) % 16 == 0; };
+  const auto of_16 = [&](int i) { return x.size(i) == 1 || x.stride(i) * x.element_size() % 16 == 0; };
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && of_16(0) && of_16(1) && of_16(2);
 }
 
@@ -107,9 +107,7 @@ struct Launch {
 
 // Whether the copy engine takes boxes out of a mask's rows: 16-bit numbers side by side, of every query its own, from multiples of 16 bytes on.
 bool has_boxes(const Tensor& mask) {
-  const auto of_16_bytes = [&](int i) { return mask.size(i) == 1 || mask.stride(i) % 8 == 0; };
-  return mask.element_size() == 2 && (mask.stride(3) == 1 || mask.size(3) == 1) && mask.stride(2) > 0 && of_16_bytes(0) && of_16_bytes(1) && of_16_bytes(2) &&
-         reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0;
+  return mask.element_size() == 2 && (mask.stride(3) == 1 || mask.size(3) == 1) && mask.stride(2) > 0 && is_aligned(mask);
 }
 
 // What the Hopper kernel's instances make of a mask: p is told of how much of it, and where.

@@ -36,10 +36,11 @@ def default_call(
     query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized, softmax_scale: float, causal: Causal,
     out_dtype: torch.dtype, return_lse: bool, attn_mask: torch.Tensor | None = None,
 ) -> Call:  # fmt: skip
-    """Attention to what a recipe of recipe.AT_ONCE has made of k and v; `query` is plain if it has no `q_scale`."""
+    """Attention to what a recipe of recipe.AT_ONCE has made of k and v; `query` is plain if it has no `q_scale`. attn_mask: broadcastable."""
+    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.length)
     return Call(
         query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
-        attn_mask, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+        mask, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
     )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def quantize_and_attend(
     take the call.
 
     Args:
-        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D). attn_mask: (B, Hq, Sq, Sk), or None.
+        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D). attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
 
     Returns:
         out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, empty if not asked for; k's mean (B, Hkv, D).

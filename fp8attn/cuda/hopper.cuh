@@ -70,7 +70,6 @@ template <HopperConfig C>
 struct alignas(1024) SharedStorage {
   using Added = AddedMask<C.consumers, C.added && C.head_dim <= 128 ? 2 : 0>;
 
-
   uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];

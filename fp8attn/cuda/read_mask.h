@@ -1,4 +1,4 @@
-// Of Hopper's general instances with a mask, the launch before theirs.
+// Of the Hopper kernel's instances with a mask, the launch before theirs.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// What the Hopper kernel's general instances know of a mask before they run.
+// What the Hopper kernel knows of a mask before it runs.
 #include "read_mask.cuh"
 #include "run.h"
 

@@ -46,12 +46,7 @@ template <typename T, int N>
 __device__ void add_numbers(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int first_row, int start, Fragment f) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + f.row + 8 * r;
-    int64_t step = p.mask_strides[3];
-    asm volatile("" : "+l"(step));  // or all N addresses are made before the loop over blocks, and spilled
-    const T* at =
-        static_cast<const T*>(p.mask) + tile.batch * p.mask_strides[0] + tile.head * p.mask_strides[1] + row * p.mask_strides[2] + (start + f.column) * step;
-    const int keys = row < p.q_length ? p.kv_length - start - f.column : 0;
+    const MaskRow<T> row(p, tile.batch, tile.head, first_row + f.row + 8 * r, start + f.column);
     const auto add = [&](auto&& number) {
 #pragma unroll
       for (int j = 0; j < N / 4; ++j) {
@@ -60,33 +55,20 @@ __device__ void add_numbers(float (&s)[N], const float (&factor)[2], const Param
         for (int i = 0; i < 2; ++i) s[4 * j + 2 * r + i] = fmaf(s[4 * j + 2 * r + i], factor[r], mask_value(two.of[i]));
       }
     };
-    const auto existing = [&](int key, int64_t apart) { return key < keys ? at[key * apart] : T(0.0f); };
-    if (__all_sync(~0u, step == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Two<T>) == 0 && keys > 2 * N - 7))
-      add([&](int key) { return *reinterpret_cast<const Two<T>*>(at + key); });
-    else if (step == 1)
+    const auto existing = [&](int key, int64_t apart) { return key < row.keys ? row.at[key * apart] : T(0.0f); };
+    if (row.template in_pairs<N>())
+      add([&](int key) { return row.pair(key); });
+    else if (row.step == 1)
       add([&](int key) { return Two<T>{existing(key, 1), existing(key + 1, 1)}; });
     else
-      add([&](int key) { return Two<T>{existing(key, step), existing(key + 1, step)}; });
-  }
-}
-
-// Calls `f` with a number of the mask's type, which isn't bool.
-template <typename F>
-__device__ void with_mask_type(const Params& p, F&& f) {
-  switch (p.mask_type) {
-    case 1 + int(OutType::bf16):
-      return f(__nv_bfloat16());
-    case 1 + int(OutType::f16):
-      return f(__half());
-    default:
-      return f(float());
+      add([&](int key) { return Two<T>{existing(key, row.step), existing(key + 1, row.step)}; });
   }
 }
 
 // Scores times `factor`, and what a mask adds, from memory.
 template <int N>
 __device__ void add_from_memory(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int first_row, int start, Fragment f) {
-  with_mask_type(p, [&]<typename T>(T) { add_numbers<T>(s, factor, p, tile, first_row, start, f); });
+  with_number_type(p, [&]<typename T>(T) { add_numbers<T>(s, factor, p, tile, first_row, start, f); });
 }
 
 // An additive mask in shared memory: for each consumer a ring of its own, which goes on at those blocks alone in which the mask changes its scores.

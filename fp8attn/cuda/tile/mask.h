@@ -101,20 +101,30 @@ __device__ inline float added(float value) { return value * LOG2E; }
 // A score with a mask's value added; one that is hidden becomes -inf even if it was NaN.
 __device__ inline float with_mask(float score, float value) { return added(value) == -INFINITE ? -INFINITE : score + added(value); }
 
+// What `f` returns of a number of the mask's type, which isn't bool.
+template <typename F>
+__device__ auto with_number_type(const Params& p, F&& f) {
+  switch (p.mask_type) {
+    case 1 + int(OutType::bf16):
+      return f(__nv_bfloat16());
+    case 1 + int(OutType::f16):
+      return f(__half());
+    default:
+      return f(float());
+  }
+}
+
+// Which may be: then of a byte.
+template <typename F>
+__device__ auto with_mask_type(const Params& p, F&& f) {
+  return p.mask_type == 0 ? f(uint8_t()) : with_number_type(p, f);
+}
+
 // A score with the mask of its row and key added.
 template <typename Place>
 __device__ float masked(float score, const Params& p, const Place& tile, int row, int key) {
   const int64_t index = tile.batch * p.mask_strides[0] + tile.head * p.mask_strides[1] + row * p.mask_strides[2] + key * p.mask_strides[3];
-  switch (p.mask_type) {
-    case 0:
-      return with_mask(score, mask_value(static_cast<const uint8_t*>(p.mask)[index]));
-    case 1 + int(OutType::bf16):
-      return with_mask(score, mask_value(static_cast<const __nv_bfloat16*>(p.mask)[index]));
-    case 1 + int(OutType::f16):
-      return with_mask(score, mask_value(static_cast<const __half*>(p.mask)[index]));
-    default:
-      return with_mask(score, mask_value(static_cast<const float*>(p.mask)[index]));
-  }
+  return with_mask_type(p, [&]<typename T>(T) { return with_mask(score, mask_value(static_cast<const T*>(p.mask)[index])); });
 }
 
 template <typename T>
@@ -122,32 +132,50 @@ struct alignas(2 * sizeof(T)) Two {
   T of[2];
 };
 
+// A row of a mask, from the first of a thread's keys on.
+template <typename T>
+struct MaskRow {
+  int64_t step;
+  const T* at;
+  int keys;  // that exist
+
+  __device__ MaskRow(const Params& p, int batch, int head, int row, int key) : step(p.mask_strides[3]) {
+    asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
+    at = static_cast<const T*>(p.mask) + batch * p.mask_strides[0] + head * p.mask_strides[1] + row * p.mask_strides[2] + key * step;
+    keys = row < p.q_length ? p.kv_length - key : 0;
+  }
+
+  // Whether of each of a warp's rows the two keys of every group of eight, in N scores of two rows, lie so that one load takes them.
+  template <int N>
+  __device__ bool in_pairs() const {
+    return __all_sync(~0u, step == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Two<T>) == 0 && keys > 2 * N - 7);
+  }
+
+  __device__ Two<T> pair(int key) const { return *reinterpret_cast<const Two<T>*>(at + key); }
+};
+
 // Adds the mask of a warpgroup's rows and the keys from `start` on.
 template <typename T, int N>
 __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + f.row + 8 * r;
-    int64_t step = p.mask_strides[3];
-    asm volatile("" : "+l"(step));  // or all N addresses are made before the loop over blocks, and spilled
-    const T* at = static_cast<const T*>(p.mask) + batch * p.mask_strides[0] + head * p.mask_strides[1] + row * p.mask_strides[2] + (start + f.column) * step;
-    const int keys = row < p.q_length ? p.kv_length - start - f.column : 0;
-    if (__all_sync(~0u, step == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Two<T>) == 0 && keys > 2 * N - 7)) {
+    MaskRow<T> row(p, batch, head, first_row + f.row + 8 * r, start + f.column);
+    if (row.template in_pairs<N>()) {
 #pragma unroll
       for (int j = 0; j < N / 4; ++j) {
-        const Two<T> two = *reinterpret_cast<const Two<T>*>(at + 8 * j);
+        const Two<T> two = row.pair(8 * j);
 #pragma unroll
         for (int i = 0; i < 2; ++i) s[4 * j + 2 * r + i] = with_mask(s[4 * j + 2 * r + i], mask_value(two.of[i]));
       }
       continue;
     }
 #pragma unroll
-    for (int j = 0; j < N / 4; ++j, at += 8 * step) {
+    for (int j = 0; j < N / 4; ++j, row.at += 8 * row.step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (8 * j + i < keys) {
+        if (8 * j + i < row.keys) {
           float& score = s[4 * j + 2 * r + i];
-          score = with_mask(score, mask_value(at[i * step]));
+          score = with_mask(score, mask_value(row.at[i * row.step]));
         }
       }
     }
@@ -156,16 +184,7 @@ __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head,
 
 template <int N>
 __device__ void add_mask(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
-  switch (p.mask_type) {
-    case 0:
-      return add_mask_of<uint8_t>(s, p, batch, head, first_row, start, f);
-    case 1 + int(OutType::bf16):
-      return add_mask_of<__nv_bfloat16>(s, p, batch, head, first_row, start, f);
-    case 1 + int(OutType::f16):
-      return add_mask_of<__half>(s, p, batch, head, first_row, start, f);
-    case 1 + int(OutType::f32):
-      return add_mask_of<float>(s, p, batch, head, first_row, start, f);
-  }
+  with_mask_type(p, [&]<typename T>(T) { add_mask_of<T>(s, p, batch, head, first_row, start, f); });
 }
 
 }  // namespace fp8attn
