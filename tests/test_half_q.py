@@ -33,12 +33,7 @@ EVERY = tuple(config for (_, _, half_q), group in GROUPS.items() if half_q for c
 @pytest.fixture(scope="module")
 def queries(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel's quantization of one tile, compiled for the CPU."""
-    lacking = emulation.missing()
-    if lacking is not None:
-        pytest.skip(lacking)
-    folder = tmp_path_factory.mktemp("queries")
-    emulation.copy_sources(folder)
-    return emulation.compile_file("queries.cpp", folder)
+    return emulation.compile_alone("queries.cpp", tmp_path_factory.mktemp("queries"))
 
 
 def rows_of(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,10 +87,7 @@ INT8_MUTANTS = {
 @emulation.emulates
 @pytest.mark.parametrize("name", INT8_MUTANTS)
 def test_the_emulation_sees_what_is_wrong_with_int8(name: str, tmp_path: Path) -> None:
-    emulation.copy_sources(tmp_path)
-    right, wrong = INT8_MUTANTS[name]
-    emulation.mutate(tmp_path / "tile" / "quantize.h", right, wrong)
-    mutant = emulation.compile_file("queries.cpp", tmp_path)
+    mutant = emulation.compile_alone("queries.cpp", tmp_path, ("tile/quantize.h", *INT8_MUTANTS[name]))
     with pytest.raises(AssertionError, match="differ"):
         assert_as_defined(mutant, rows_of("not finite", 128, torch.bfloat16), AT_ONCE["int8"])
 

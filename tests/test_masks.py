@@ -28,12 +28,7 @@ NOTHING, SHOWS, HIDES, ADDS = 0, 1, 2, 4
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel that reads masks, compiled for the CPU."""
-    lacking = emulation.missing()
-    if lacking is not None:
-        pytest.skip(lacking)
-    folder = tmp_path_factory.mktemp("reader")
-    emulation.copy_sources(folder)
-    return emulation.compile_file("read_mask.cpp", folder)
+    return emulation.compile_alone("read_mask.cpp", tmp_path_factory.mktemp("reader"))
 
 
 def documents(q_length: int, kv_length: int, seed: int) -> torch.Tensor:
@@ -169,13 +164,10 @@ MUTANTS = {
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulation_sees_what_is_wrong(name: str, tmp_path: Path) -> None:
-    emulation.copy_sources(tmp_path)
-    right, wrong = MUTANTS[name]
+    mutations = [MUTANTS[name]]
     if name == "aligned or not":  # g++ may copy four numbers from anywhere: as a GPU, which may not
-        loaded = "*reinterpret_cast<const Four<T>*>(at);", "*reinterpret_cast<const Four<T>*>(uintptr_t(at) & -sizeof(Four<T>));"
-        emulation.mutate(tmp_path / "read_mask.cuh", *loaded)
-    emulation.mutate(tmp_path / "read_mask.cuh", right, wrong)
-    mutant = emulation.compile_file("read_mask.cpp", tmp_path)
+        mutations.append(("*reinterpret_cast<const Four<T>*>(at);", "*reinterpret_cast<const Four<T>*>(uintptr_t(at) & -sizeof(Four<T>));"))
+    mutant = emulation.compile_alone("read_mask.cpp", tmp_path, *(("read_mask.cuh", *mutation) for mutation in mutations))
     with pytest.raises(AssertionError, match="differ"):
         assert_masks_of_all_kinds(mutant)
 

@@ -89,9 +89,7 @@ def test_each_block_of_a_shared_tile_is_somebodys(groups: tuple[int, int, int], 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder: Path = tmp_path_factory.mktemp("pieces")
-    emulation.copy_sources(folder)
-    return emulation.compile_file("pieces.cpp", folder)
+    return emulation.compile_alone("pieces.cpp", tmp_path_factory.mktemp("pieces"))
 
 
 def check_pieces(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
@@ -149,11 +147,10 @@ MUTANTS = {
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_it_pieces_do_not_come_together(tmp_path: Path, name: str) -> None:
-    emulation.copy_sources(tmp_path)
-    file, *change = MUTANTS[name]
-    emulation.mutate(tmp_path / "tile" / file, *change)
+    file, right, wrong = MUTANTS[name]
+    mutant = emulation.compile_alone("pieces.cpp", tmp_path, (f"tile/{file}", right, wrong))
     with pytest.raises(AssertionError):
-        check_pieces(emulation.compile_file("pieces.cpp", tmp_path), (2, 4, 2, 130, 1300), 5, 5, False)
+        check_pieces(mutant, (2, 4, 2, 130, 1300), 5, 5, False)
 
 
 CASES = (
