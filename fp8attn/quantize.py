@@ -3,7 +3,7 @@
 Where float32 addition would depend on the order (the means), the order is part of the definition: see `lane_sum`.
 
 Non-finite input is neither laundered into a finite answer nor spread further than it must:
-- a scale is the largest finite magnitude over 448 (127 for int8), a mean is taken over the finite elements;
+- a scale is the largest finite magnitude over 256 (448 for values, 127 for int8), a mean is taken over the finite elements;
 - a NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN; int8 has none: all of the row becomes INT8_NAN;
 - a key that isn't finite has no part in what means of queries add to scores: its own scores are NaN without it;
 - a token whose v has a NaN or ±inf gets NaN in all of its *k*, and zeros in v's place: exactly the rows that attend to the
@@ -21,6 +21,7 @@ from .layout import padded_length, slots
 from .recipe import (
     BIAS_ALIGNMENT,
     E4M3,
+    E4M3_LARGEST,
     E4M3_MAX,
     E4M3_NAN,
     INT8_MAX,
@@ -266,6 +267,11 @@ def row_type(qk: ProductType) -> torch.dtype:
     return torch.int8 if qk == "int8" else E4M3
 
 
+def largest_code(qk: ProductType) -> float:
+    """What the largest element under a scale of q or k is stored as."""
+    return INT8_MAX if qk == "int8" else E4M3_LARGEST
+
+
 def empty_rows(x: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
     """An uninitialised tensor of bytes for a quantized x (B, H, S, D): its rows start at multiples of ROW_ALIGNMENT bytes.
 
@@ -339,7 +345,7 @@ def _quantize_rows(
     length = x.shape[2]
     y = centre(rotation.rotate(x, part), mean)
     largest = _largest(y, granularity)
-    scale = scale_of(largest, INT8_MAX if qk == "int8" else E4M3_MAX)
+    scale = scale_of(largest, largest_code(qk))
     kept = torch.where(largest > 0, scale * factor, 1.0)
     hidden = y.isnan().any(-1) if qk == "int8" else torch.zeros_like(y[..., 0], dtype=torch.bool)
     if poisoned is not None:

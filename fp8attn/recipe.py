@@ -20,6 +20,10 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 
+E4M3_LARGEST = 256.0
+"""What the largest element under a scale of Q or K is stored as. Large elements have the large errors, and beside the number an error of e4m3's is
+smallest right below a power of two: from 256 down to 128 steps are 16, from 448 down to 256 they are 32 (docs/accuracy.md)."""
+
 INT8_MAX = 127.0
 INT8_NAN = -128
 """What all of a row of int8 holds that has an element that isn't finite: no other row holds it."""

@@ -46,6 +46,7 @@ from fp8attn.quantize import (
 from fp8attn.recipe import (
     BIAS_ALIGNMENT,
     E4M3,
+    E4M3_LARGEST,
     E4M3_MAX,
     E4M3_NAN,
     INT8_MAX,
@@ -215,7 +216,9 @@ def element_scales(x: Quantized) -> torch.Tensor:
 
 
 def largest_code(x: Quantized) -> float:
-    return INT8_MAX if x.data.dtype == torch.int8 else E4M3_MAX
+    if x.layout == "values":
+        return E4M3_MAX
+    return INT8_MAX if x.data.dtype == torch.int8 else E4M3_LARGEST
 
 
 def token_codes(x: Quantized) -> torch.Tensor:
@@ -463,7 +466,7 @@ def largest_under_each_scale(y: torch.Tensor, granularity: Granularity) -> torch
 
 @given(problem=problems())
 def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: Problem, device: torch.device) -> None:
-    """Rounded once, normal numbers, and exactly 1 where all is zero; the largest elements are stored as ±448, or ±127.
+    """Rounded once, normal numbers, and exactly 1 where all is zero; the largest elements are stored as ±256 (values as ±448), or ±127.
 
     int8 keys that aren't finite mark their scale: with NaN if it is their own, by its sign if it isn't.
     """
@@ -486,6 +489,14 @@ def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: 
         if x is tensors[1] or code == INT8_MAX:
             at_largest &= ~hidden
         assert (token_codes(quantized).view(quantized.data.dtype).float().abs() == code)[at_largest].all()
+
+
+@pytest.mark.parametrize("largest", (192.0, 224.0, 288.0, 320.0, 384.0, E4M3_MAX))
+def test_other_codes_of_the_largest_element_have_larger_errors(largest: float, device: torch.device) -> None:
+    x = normal((1, 4, 4096, 64), device, 5)[0].bfloat16().float()
+    scale = scale_of(x.abs().amax(-1, keepdim=True), largest)
+    as_it_is = dequantize(quantize(x, None, None, Recipe(rotate=0))[0]) - x
+    assert as_it_is.norm() < 0.99 * (encode(x, scale).float() * scale - x).norm()
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)

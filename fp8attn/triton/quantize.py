@@ -27,7 +27,7 @@ from ..layout import padded_length
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .feedback import feed_back
 from .launch import ceil_div, launch
-from .tile import E4M3_MAX, INT8_MAX, INTERPRETING, ROUNDER, e4m3_code, int8_code, is_finite, key_of_slot, scale_of
+from .tile import E4M3_LARGEST, INT8_MAX, INTERPRETING, ROUNDER, e4m3_code, int8_code, is_finite, key_of_slot, scale_of
 
 STRIP: tl.constexpr = tl.constexpr(definition.STRIP)
 LANES: tl.constexpr = tl.constexpr(definition.LANES)
@@ -310,7 +310,7 @@ def store_rows(
 
     FACTOR: of the scales that are stored, but of zeros. CAREFUL: y may be NaN, `hidden` rows (M,) become NaN, rows may not exist.
     """
-    CODE: tl.constexpr = INT8_MAX if C.int8 else E4M3_MAX
+    CODE: tl.constexpr = INT8_MAX if C.int8 else E4M3_LARGEST
     magnitude = tl.abs(y)
     if CAREFUL:
         magnitude = tl.where(y == y, magnitude, 0.0)
@@ -766,7 +766,7 @@ def quantize(
     if traits.dependent:
         resources["launch_pdl"] = True
 
-    row_type, largest_code = definition.row_type(recipe.qk), definition.INT8_MAX if traits.int8 else definition.E4M3_MAX
+    row_type, largest_code = definition.row_type(recipe.qk), definition.largest_code(recipe.qk)
     q_data = q_scale = q_mean = None
     q_items = 0
     if q is not None:

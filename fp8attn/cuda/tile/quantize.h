@@ -21,6 +21,7 @@ constexpr float MEAN_STEPS = 4.0f;
 constexpr float ROUNDER = 0x1.8p23f;
 constexpr float FEEDBACK = 0x1p-3f;
 constexpr float LARGEST_PUSH = 0x1p-5f;
+constexpr float E4M3_LARGEST = 256.0f;
 constexpr float INT8_LARGEST = 127.0f;
 
 // Four codes of what isn't finite.
@@ -35,7 +36,7 @@ __device__ inline float scale_of(float largest, float code = E4M3_MAX) { return 
 // Of a row of Q, or a block of K.
 template <bool INT8>
 __device__ float row_scale_of(float largest) {
-  return scale_of(largest, INT8 ? INT8_LARGEST : E4M3_MAX);
+  return scale_of(largest, INT8 ? INT8_LARGEST : E4M3_LARGEST);
 }
 
 __device__ inline float removable(float mean) { return fabsf(mean) < LARGEST_MEAN ? mean : 0.0f; }
