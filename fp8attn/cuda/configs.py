@@ -118,14 +118,13 @@ class HopperConfig:
         """sizeof(SharedStorage)."""
         q = self.consumers * ROWS * self.head_dim
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
-        output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
-        facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
         shown = self.stages * (16 * ROWS * self.consumers + 16) if self.visits else 0
         key_facts = self.stages * 4 * KEYS * (1 + self.consumers) if self.general else 0
-        tiles = 32 * 4 + 128 + shown + key_facts
-        barriers = 8 * (2 * self.consumers + 4 * self.stages)
         added = self.added_slots * self.consumers * 2 * ROWS * KEYS + (1024 if self.added_slots else 0)
-        return -(-(q + kv + output + facts + tiles + barriers + added) // 1024) * 1024
+        output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
+        facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
+        tiles, barriers = 32 * 4, 8 * (2 * self.consumers + 4 * self.stages)
+        return q + kv + _up(128 + shown + key_facts) + added + output + _up(facts + tiles + barriers)
 
     def does(self, call: Call) -> bool:
         """Whether it has all that is done to a call's scores."""
@@ -139,6 +138,11 @@ class HopperConfig:
     @property
     def name(self) -> str:
         return "hopper_" + "_".join(str(int(x)) for x in astuple(self))
+
+
+def _up(size: int) -> int:
+    """To the next multiple of what swizzled boxes start at."""
+    return -(-size // 1024) * 1024
 
 
 def why_not_hopper(device: Device) -> str | None:

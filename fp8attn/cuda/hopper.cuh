@@ -73,14 +73,14 @@ struct alignas(1024) SharedStorage {
   uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
+  union {  // not last: compute-sanitizer takes the product of ones, which reads 128 bytes again and again, for one of as many as a product can have
+    Pieces pieces;
+    std::conditional_t<Shape<C>::visits, OnesAndKeys<std::conditional_t<C.general, KeyFacts<C.consumers>, ShownKeys<C.consumers>>, C.stages>, Ones> side;
+  };
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileFacts<C.value_dim> facts[C.consumers];
   Piece tiles[TILES];  // of this round and the next; consumers may be two rounds apart
-  union {
-    Pieces pieces;
-    std::conditional_t<Shape<C>::visits, OnesAndKeys<std::conditional_t<C.general, KeyFacts<C.consumers>, ShownKeys<C.consumers>>, C.stages>, Ones> side;
-  };
   float k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];

@@ -60,7 +60,8 @@ template <QuantizeConfig C>
 __device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int lane) {
   constexpr int count = CHANNELS / 4;
   float4* means = reinterpret_cast<float4*>(shared.key_mean);
-  const float4 mean = removable(rotated(means[lane % count]));  // its shuffles wait for who reads
+  const float4 mean = removable(rotated(means[lane % count]));
+  __syncwarp();  // all have read
   if (lane >= count) return;
   means[lane] = mean;
   if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
