@@ -188,8 +188,8 @@ def cases(draw, distributions: tuple[str, ...] = FINITE, masks: tuple[str, ...] 
 
 
 def given_several(one: st.SearchStrategy, part: int = 1, **others: st.SearchStrategy) -> Callable[[Callable], Callable]:
-    """@given of `drawn`, SEVERAL cases: as many in all as other tests have examples, or, on a GPU, a `part`-th of them where each compiles much."""
-    examples = max(settings().max_examples // (SEVERAL * part if GPU else 1), 1)
+    """@given of `drawn`, SEVERAL cases: as many in all as other tests have examples, or a `part`-th where each compiles, or interprets, much."""
+    examples = max(settings().max_examples // (SEVERAL * part), 1)
     return lambda test: settings(max_examples=examples)(given(drawn=st.tuples(*[one] * SEVERAL), **others)(test))
 
 

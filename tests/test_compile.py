@@ -97,7 +97,7 @@ def compile_all(arch: int) -> list[dict]:
             if mask == "full" or (mask == "causal" and int8):
                 fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
-            if mask == "full":
+            if mask == "full" and not others:
                 fused.import_values(quantized[2].data, device, warmup=True)
                 for rotate in (0, 256) if dim == 128 else (256,):
                     case = f"D {dim} Dv {value_dim} {computes} {mask} rotate {rotate}"
