@@ -6,16 +6,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 import fp8attn
-from fp8attn import Recipe
+from fp8attn import Quantized, Recipe, ops
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda
 from fp8attn.device import Device, device_of
+from fp8attn.quantize import quantize as by_definition
 
 from . import ladder
 from .cases import Case, Tensors
@@ -26,17 +28,18 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "causal, GQA": ((2, 4, 150, 128), (2, 2, 150, 128), dict(is_causal=True)),
     "odd head dim": ((1, 1, 70, 72), (1, 1, 65, 72), {}),
     "head dim 256": ((1, 1, 100, 256), (1, 1, 130, 256), {}),
-    "mask": ((1, 2, 40, 64), (1, 2, 200, 64), dict(attn_mask=(1, 2, 40, 200))),
+    "mask": ((1, 2, 40, 64), (1, 2, 600, 64), dict(attn_mask=(1, 2, 40, 600))),
     "mask of blocks": ((1, 2, 150, 128), (1, 2, 700, 128), dict(attn_mask=(150, 700), shown_from=300)),
-    "added mask": ((2, 2, 150, 64), (2, 2, 400, 64), dict(attn_mask=(2, 150, 400), mask_dtype=torch.bfloat16)),
-    "added mask, float32": ((1, 2, 70, 256), (1, 2, 201, 256), dict(attn_mask=(70, 201), mask_dtype=torch.float32)),
+    "added mask": ((2, 2, 150, 64), (2, 2, 600, 64), dict(attn_mask=(2, 150, 600), mask_dtype=torch.bfloat16)),
+    "added mask, float32": ((1, 2, 70, 256), (1, 2, 601, 256), dict(attn_mask=(70, 601), mask_dtype=torch.float32)),
     "one row": ((2, 8, 1, 128), (2, 2, 1100, 128), dict(is_causal=True, causal_alignment="bottom_right")),
     "nothing visible": ((1, 1, 200, 64), (1, 1, 20, 64), dict(is_causal=True, causal_alignment="bottom_right")),
     "int8, shared": ((2, 4, 3, 64), (2, 2, 1100, 64), dict(recipe=Recipe(qk="int8"))),
     "int8, causal": ((1, 2, 200, 128), (1, 2, 300, 128), dict(recipe=Recipe(qk="int8"), is_causal=True)),
     "smoothed queries": ((1, 2, 150, 64), (1, 1, 201, 64), dict(recipe=Recipe(smooth_q=True))),
 }
-"""A problem of every shape class: q's and k's shape, and options; a mask of some shape is drawn, from some key on, of numbers if it has a dtype."""
+"""A problem of every shape class: q's and k's shape, and options; a mask of some shape is drawn, from some key on, of numbers if it has a dtype.
+Keys beside a mask are as many as the CUDA quantizer takes."""
 
 
 def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
@@ -58,8 +61,24 @@ def drawn_mask(shape: tuple[int, ...], shown_from: int, dtype: torch.dtype, gene
 
 
 def quantized(tensors: Tensors, options: dict) -> Call:
-    """A problem's call."""
-    return call_of(*fp8attn.quantize(*tensors, recipe=options.get("recipe", Recipe())), **options)
+    """A problem's call. CUDA's kernel quantizes keys and values where it takes them, the definition all else: nobody watches Triton's kernels, which
+    would have to be compiled."""
+    q, k, v = tensors
+    recipe = options.get("recipe", Recipe())
+    operands = cast(tuple[Quantized, Quantized, Quantized], by_definition(q, k, v, recipe))
+    if not recipe.smooth_q and ops.why_not_quantize_by_cuda(k, v, recipe) is None:
+        operands = (operands[0], *fp8attn.quantize(None, k, v, recipe=recipe))
+    return call_of(*operands, **options)
+
+
+def on_the_way(tensors: Tensors, options: dict) -> bool:
+    """Whether nothing but CUDA kernels quantizes a problem's tensors."""
+    q, k, v = tensors
+    recipe = options.get("recipe", Recipe())
+    if recipe.smooth_q:
+        return False
+    given = q, k, v, q.shape[3] ** -0.5, recipe.qk, options.get("attn_mask")
+    return ops.why_not_one_launch(*given) is None or ops.why_not_two_launches(*given) is None
 
 
 def instances(call: Call, device: Device) -> list[cuda.Config]:
@@ -72,10 +91,18 @@ def instances(call: Call, device: Device) -> list[cuda.Config]:
 
 
 def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda.Config]]]:
-    """A problem of each shape class with all instances that run it, compiled and loaded: rungs together, what ships as it ships."""
+    """A problem of each shape class with all instances that run it, compiled and loaded: rungs together, what ships as it ships.
+
+    Problems that CUDA kernels quantize on their way are attended with from bfloat16 here.
+    """
     properties = device_of(device)
-    calls = {shape: quantized(*problem(shape, device)) for shape in SHAPES}
-    found = {shape: (call, instances(call, properties)) for shape, call in calls.items()}
+    found: dict[str, tuple[Call, list[cuda.Config]]] = {}
+    for shape in SHAPES:
+        tensors, options = problem(shape, device)
+        call = quantized(tensors, options)
+        found[shape] = call, instances(call, properties)
+        if on_the_way(tensors, options):
+            fp8attn.cuda_sdpa(*tensors, **options)
     build.load(ladder.configs(properties), properties.arch)
     for config in dict.fromkeys(config for _, several in found.values() for config in several):
         cuda.library_of(config, properties)
@@ -83,12 +110,10 @@ def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda.Config]]]:
 
 
 def every_shape(device: torch.device) -> None:
-    """Each shape class by all instances that run it, and from bfloat16, by those that quantize what they attend to."""
+    """Each shape class by all instances that run it."""
     for shape, (call, several) in loaded(device).items():
         for config in several:
             cuda.forward(call, device_of(device), config)
-        tensors, options = problem(shape, device)
-        fp8attn.cuda_sdpa(*tensors, **options)
         torch.cuda.synchronize()
         print(f"{shape}: {len(several)} instances", flush=True)
 

@@ -20,8 +20,9 @@ from bench import __main__ as command
 from bench import adapters, cases, compare, ladder, launched, peers, plot, profile, readme, sanitize, timing
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
-from fp8attn import eager
+from fp8attn import Recipe, eager
 from fp8attn.cuda import configs, portable
+from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda import run as cuda
 from fp8attn.device import ARCHITECTURES
 from fp8attn.triton import run
@@ -350,6 +351,14 @@ def test_findings_are_counted_by_kernel() -> None:
 def test_sanitizers_see_every_kind_of_instance(shape: str) -> None:
     found = launched.instances(launched.quantized(*launched.problem(shape, torch.device("cpu"))), ARCHITECTURES[90])
     assert {type(c) for c in found} >= {configs.HopperConfig, portable.PortableConfig}
+
+
+@pytest.mark.parametrize("shape", [shape for shape, (*_, options) in launched.SHAPES.items() if "attn_mask" in options])
+def test_sanitizers_see_masks_of_calls_that_are_quantized_on_the_way(shape: str) -> None:
+    """Queries where they are attended with, keys and values by CUDA's quantizer."""
+    (q, k, v), options = launched.problem(shape, torch.device("cpu"))
+    assert configs.why_not_quantize(q, v.shape[3], 1.0, "e4m3", ARCHITECTURES[90], options["attn_mask"]) is None
+    assert cuda_quantize.why_not(k, v, Recipe(), ARCHITECTURES[90]) is None
 
 
 def test_sanitize_without_a_gpu_says_so(device: torch.device, capsys: pytest.CaptureFixture) -> None:
