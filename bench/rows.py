@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
 import fp8attn
 from fp8attn import Quantized, Recipe, reference
-from fp8attn.quantize import quantize
-from fp8attn.recipe import SCALE_BLOCK
+from fp8attn.quantize import quantize, values_layout
+from fp8attn.recipe import SCALE_BLOCK, ComputeType
 
 from . import adapters
-from .adapters import OTHERS
+from .adapters import OTHERS, per_tensor
 from .peers import END_TO_END, KERNEL, OWN, PYTORCH, ROTATED_INT8, Attention, Peer, Problem
 
 PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False, rotate=0)
@@ -45,19 +45,35 @@ EXACT = 1
 """Of the CUDA Hopper kernel's shipped configs (fp8attn.cuda.configs.HopperConfig); Triton's exponentials are all exact."""
 
 
-def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Problem) -> Attention:
-    """The pipeline's oracle on what quantization is by definition; `bits` of its accumulator and `exact` exponentials as
-    `fp8attn.reference.pipeline` has them."""
+Operands = tuple[Quantized, Quantized, Quantized]
+
+
+def by_oracle(quantized: Callable[..., Operands], bits: int | None, exact: int | None, problem: Problem, compute: ComputeType = "e4m3") -> Attention:
+    """The pipeline's oracle on what q, k and v are `quantized` to; `bits` of its accumulator and `exact` exponentials as `fp8attn.reference.pipeline`
+    has them."""
     causal: reference.Causal = "top_left" if problem.case.causal else "none"
 
     def attention(i: int) -> torch.Tensor:
-        operands = cast(tuple[Quantized, Quantized, Quantized], quantize(*problem.sets[i % len(problem.sets)], recipe))
-        out, _ = reference.pipeline(
-            *operands, block_n=SCALE_BLOCK, causal=causal, compute=recipe.compute, exact=exact, accumulator_bits=bits
-        )  # fmt: skip
+        operands = quantized(*problem.sets[i % len(problem.sets)])
+        out, _ = reference.pipeline(*operands, block_n=SCALE_BLOCK, causal=causal, compute=compute, exact=exact, accumulator_bits=bits)
         return out.to(torch.bfloat16)
 
     return attention
+
+
+def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Problem) -> Attention:
+    """The same on what quantization is by definition."""
+    return by_oracle(lambda q, k, v: cast(Operands, quantize(q, k, v, recipe)), bits, exact, problem, recipe.compute)
+
+
+def cast_by_tensor(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Operands:
+    """As others' kernels are given them: PLAIN, but for the largest of Q and K, which is e4m3's largest, and V, rounded to nearest."""
+    (q, q_scale), (k, k_scale), (v, v_scale) = (per_tensor(x) for x in (q, k, v))
+    return (
+        Quantized(q, q_scale.view(1, 1, 1), "tensor", "rows", q.shape[2]),
+        Quantized(k, k_scale.view(1, 1, 1), "tensor", "rows", k.shape[2]),
+        Quantized(values_layout(v), v_scale.view(1, 1, 1), "tensor", "values", v.shape[2]),
+    )
 
 
 def by_recipe(recipe: Recipe, problem: Problem) -> Attention:
@@ -86,7 +102,7 @@ ROWS = (
     Peer("fp8attn modelled", (END_TO_END,), functools.partial(modelled, Recipe(), None, None)),
     Peer("fp8attn modelled, direct codes", (END_TO_END,), functools.partial(modelled, Recipe(), None, EXACT)),
     # arXiv:2407.08608, section 3.3, as released: a scale a tensor, one chain
-    Peer("FA3 e4m3, modelled", (END_TO_END,), functools.partial(modelled, PLAIN, reference.TENSOR_CORE_BITS, None)),
+    Peer("FA3 e4m3, modelled", (END_TO_END,), functools.partial(by_oracle, cast_by_tensor, reference.TENSOR_CORE_BITS, None)),
     *(peer for peer in OTHERS if "e4m3" in peer.name or (peer.name.startswith("Sage") and KERNEL not in peer.stages)),
 )
 """In the order of tables."""

@@ -106,7 +106,8 @@ def test_the_model_of_short_accumulators_loses_what_was_measured() -> None:
     for keys, measured in ((1024, 0.017), (16384, 0.227)):
         problem = Problem.of(dataclasses.replace(accuracy.by_length(keys, 16), head_dim=64, value_dim=64), "one-sign", CPU, rotate=False)
         expected = problem.expected(torch.float64)
-        errors = {bits: Errors.of(rows.modelled(rows.PLAIN, bits, None, problem)(0), expected, Bad(0.1, 0.1)).relative_l2 for bits in (13, None)}
+        outs = {bits: rows.by_oracle(rows.cast_by_tensor, bits, None, problem)(0) for bits in (13, None)}
+        errors = {bits: Errors.of(out, expected, Bad(0.1, 0.1)).relative_l2 for bits, out in outs.items()}
         assert errors[13] == pytest.approx(measured, rel=0.1) and errors[None] < 0.005
 
 
@@ -178,7 +179,7 @@ def test_a_needle_has_its_share_and_exact_attention_finds_it(share: float) -> No
 
 def test_one_long_accumulation_loses_the_needle_and_two_levels_do_not() -> None:
     hay = needle.haystack(needle.case_of(16384, heads=1, queries=16), 1 / 16, CPU)
-    found = {bits: hay.found(rows.modelled(rows.PLAIN, bits, None, hay.problem)(0)) for bits in (13, None)}
+    found = {bits: hay.found(rows.by_oracle(rows.cast_by_tensor, bits, None, hay.problem)(0)) for bits in (13, None)}
     assert found[13] < 0.3 and found[None] == 1.0
     assert hay.found(rows.modelled(Recipe(), None, None, hay.problem)(0)) == 1.0
 
