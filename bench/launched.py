@@ -18,6 +18,7 @@ from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda
 from fp8attn.device import Device, device_of
 from fp8attn.quantize import quantize as by_definition
+from fp8attn.recipe import AT_ONCE
 
 from . import ladder
 from .cases import Case, Tensors
@@ -65,17 +66,17 @@ def quantized(tensors: Tensors, options: dict) -> Call:
     would have to be compiled."""
     q, k, v = tensors
     recipe = options.get("recipe", Recipe())
-    operands = cast(tuple[Quantized, Quantized, Quantized], by_definition(q, k, v, recipe))
-    if not recipe.smooth_q and ops.why_not_quantize_by_cuda(k, v, recipe) is None:
-        operands = (operands[0], *fp8attn.quantize(None, k, v, recipe=recipe))
-    return call_of(*operands, **options)
+    if recipe.smooth_q or ops.why_not_quantize_by_cuda(k, v, recipe) is not None:
+        return call_of(*cast(tuple[Quantized, Quantized, Quantized], by_definition(q, k, v, recipe)), **options)
+    query, _, _ = by_definition(q, None, None, recipe)
+    return call_of(cast(Quantized, query), *fp8attn.quantize(None, k, v, recipe=recipe), **options)
 
 
 def on_the_way(tensors: Tensors, options: dict) -> bool:
     """Whether nothing but CUDA kernels quantizes a problem's tensors."""
     q, k, v = tensors
     recipe = options.get("recipe", Recipe())
-    if recipe.smooth_q:
+    if recipe != AT_ONCE[recipe.qk]:
         return False
     given = q, k, v, q.shape[3] ** -0.5, recipe.qk, options.get("attn_mask")
     return ops.why_not_one_launch(*given) is None or ops.why_not_two_launches(*given) is None

@@ -124,7 +124,8 @@ class HopperConfig:
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
         tiles, barriers = 32 * 4, 8 * (2 * self.consumers + 4 * self.stages)
-        return q + kv + _up(128 + shown + key_facts) + added + output + _up(facts + tiles + barriers)
+        # swizzled boxes start at multiples of 1024
+        return q + kv + round_up(128 + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)
 
     def does(self, call: Call) -> bool:
         """Whether it has all that is done to a call's scores."""
@@ -140,9 +141,9 @@ class HopperConfig:
         return "hopper_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-def _up(size: int) -> int:
-    """To the next multiple of what swizzled boxes start at."""
-    return -(-size // 1024) * 1024
+def round_up(size: int, multiple: int) -> int:
+    """To the next multiple."""
+    return -(-size // multiple) * multiple
 
 
 def why_not_hopper(device: Device) -> str | None:

@@ -13,7 +13,7 @@ from ..call import Call
 from ..device import Device
 from ..recipe import E4M3_MAX, SCALE_BLOCK
 from ..reference import P_OFFSET
-from .configs import REGISTER_FILE, scores_of
+from .configs import REGISTER_FILE, round_up, scores_of
 
 Operands = Literal["shared", "registers", "native"]
 
@@ -108,7 +108,7 @@ class PortableConfig:
         """sizeof(PortableStorage)."""
 
         def tile(rows: int, width: int, swizzle: bool) -> int:
-            return _up(rows * (width if swizzle else width + 16), 128) or 1
+            return round_up(rows * (width if swizzle else width + 16), 128) or 1
 
         halves = self.operands == "shared"
         slots = (2 if self.producers else 1) if halves else self.stages
@@ -119,19 +119,15 @@ class PortableConfig:
         total += (slots if halves else 1) * half_tiles
         met = 0 if self.fused else rows
         total += tile(met, 4 * self.keys, False) + tile(met, 2 * self.keys, False)
-        total = _up(total, 4) + 3 * 4 * (met or 4)
+        total = round_up(total, 4) + 3 * 4 * (met or 4)
         total += 4 * (2 * self.value_dim + 2 * rows)
-        total = _up(total, 8) + 8 * 2 * slots + 6 * 4 + 3 * 8
-        return _up(total, 128)
+        total = round_up(total, 8) + 8 * 2 * slots + 6 * 4 + 3 * 8
+        return round_up(total, 128)
 
     @property
     def name(self) -> str:
         values = (getattr(self, name) for name in self.__dataclass_fields__)
         return "portable_" + "_".join(x if isinstance(x, str) else str(int(x)) for x in values)
-
-
-def _up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
 
 
 DIMS = (64, 128, 256)

@@ -16,7 +16,7 @@ from ..layout import padded_length
 from ..quantize import LANES, STRIP
 from ..recipe import AT_ONCE, E4M3, SCALE_BLOCK, ProductType, Quantized, Recipe
 from ..rotation import part_of
-from .configs import why_not_hopper, why_not_in_shared_memory
+from .configs import round_up, why_not_hopper, why_not_in_shared_memory
 
 CHANNELS = 64
 """Of K or V that a CTA holds at a time, of STRIP tokens."""
@@ -55,7 +55,7 @@ class QuantizeConfig:
         moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * STRIP // LANES, 4 * STRIP // SCALE_BLOCK
         told = self.strips * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
         own = moments + 4 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
-        return -(-(STRIP * CHANNELS * 2 + WARPS * moments + told + own + 16) // 128) * 128
+        return round_up(STRIP * CHANNELS * 2 + WARPS * moments + told + own + 16, 128)
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from ..call import HALVES, why_not_tma
 from ..device import Device
-from .configs import KEYS, ONES, ROWS, why_not_hopper, why_not_in_shared_memory
+from .configs import KEYS, ONES, ROWS, round_up, why_not_hopper, why_not_in_shared_memory
 
 LONGEST = 512
 """Keys that it takes: all of a head's lie in a CTA's shared memory."""
@@ -57,7 +57,7 @@ class ShortConfig:
         values = 4 * (2 * SLICE + LONGEST // LANES)
         desks = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 * BLOCKS + 8 * ROWS)
         facts = 8 * self.head_dim + slices * (4 * LONGEST // LANES + 4 * BLOCKS)
-        return -(-(kv + q + desks + facts + 8 * (1 + 2 * BLOCKS)) // 1024) * 1024
+        return round_up(kv + q + desks + facts + 8 * (1 + 2 * BLOCKS), 1024)
 
     @property
     def name(self) -> str:
