@@ -27,8 +27,10 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything is decorated
 
+import emulation  # noqa: E402
 import pytest  # noqa: E402
 import triton  # noqa: E402
+from emulated import Emulated  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 import fp8attn  # noqa: E402
@@ -86,6 +88,14 @@ def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
         if missing is not None:
             pytest.skip(missing)
     return Attention(request.param)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    lacking = emulation.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    return Emulated(lambda: tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
-"""The portable CUDA kernel and the quantizer on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/emulation).
-They compute what a GPU would, but for the order of sums inside one tensor-core instruction. Deadlocks are seen, and reads of what nobody has written
-or copied.
+"""The CUDA kernels on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/emulation). They compute what a GPU
+would, but for the order of sums inside one tensor-core instruction. Deadlocks are seen, and reads of what nobody has written, copied or multiplied.
 
 And the binding on a CPU, with a launcher that writes down the Params that it gets."""
 
@@ -12,6 +11,7 @@ import mmap
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import astuple
 from pathlib import Path
@@ -22,11 +22,17 @@ import pytest
 import torch
 
 from fp8attn.cuda import build, quantize, render
-from fp8attn.cuda.configs import ROWS
+from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
 from fp8attn.cuda.portable import PortableConfig
+from fp8attn.cuda.short import ShortConfig
 
 HERE = Path(__file__).parent / "emulation"
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+Config = HopperConfig | PortableConfig | ShortConfig
+
+MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", ShortConfig: "short.cpp"}
+"""What runs an instance."""
 
 QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
 
@@ -49,6 +55,9 @@ _numbers = (
 
 MAP = 128
 """Bytes of a tensor map; the first eight are an address, as binding_on_cpu.cpp has them."""
+
+OUTPUT_ROWS = 16
+"""Of a box of the output; fp8attn/cuda/params.h."""
 
 MAPS = 5 * MAP
 """Before the first pointer of C++'s Params: of q, k, v, the output and a mask."""
@@ -131,10 +140,11 @@ def copy_sources(folder: Path) -> None:
     shutil.copytree(HERE, folder, dirs_exist_ok=True)
     for path in build.source_files():
         to = folder / path.relative_to(build.SOURCES)
-        if path.suffix != ".cpp" and path.parent.name != "ptx":
+        if path.suffix != ".cpp" and not to.exists():
             to.parent.mkdir(exist_ok=True)
             text = re.sub(r"\n[^\n]*(?:\n[^\n]+)*<<<.*?\n}\n", "\n", path.read_text(), flags=re.DOTALL)
             text = re.sub(r"\ntemplate <class Instance>\ncudaError_t launch\(.*?\n}\n", "\n", text, flags=re.DOTALL)
+            assert path.parent.name != "ptx" or "asm" not in text, f"{to.name} is an instruction that has no definition here"
             text = re.sub(r"asm volatile\([^;]*\);", ";", text)
             to.write_text(text.replace("*>(bytes)", "*>(cta::shared_memory(bytes))"))
 
@@ -158,16 +168,16 @@ def compile_alone(name: str, folder: Path, *mutations: tuple[str, str, str]) -> 
     return compile_file(name, folder)
 
 
-def compile_config(config: PortableConfig, folder: Path) -> ctypes.CDLL:
-    """The library of one instance, made in an empty folder."""
-    copy_sources(folder)
+def compile_config(config: Config, folder: Path) -> ctypes.CDLL:
+    """The library of one instance, made beside copied sources."""
+    header, storage = render.KINDS[type(config)]
     fields = ", ".join(render.literal(x) for x in astuple(config))
     (folder / "instance.h").write_text(
-        '#pragma once\n#include "portable.cuh"\n'
-        f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr PortableConfig config{{{fields}}};\n}};\n"
-        f"static_assert(sizeof(PortableStorage<Instance::config>) == {config.shared_bytes});\n}}\n"
+        f'#pragma once\n#include "{header}"\n'
+        f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr {type(config).__name__} config{{{fields}}};\n}};\n"
+        f"static_assert(sizeof({storage}<Instance::config>) == {config.shared_bytes});\n}}\n"
     )
-    return compile_file("grid.cpp", folder)
+    return compile_file(MAIN[type(config)], folder)
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
@@ -205,6 +215,32 @@ def has_boxes(mask: torch.Tensor) -> bool:
     return mask.element_size() == 2 and mask.stride(2) > 0 and (mask.stride(3) == 1 or mask.shape[3] == 1) and _aligned(mask)
 
 
+def _params_of(tensors: dict[str, torch.Tensor | None], softmax_scale: float, causal_offset: int) -> Params:
+    """What all instances are told, of these tensors where they are, and how their rows lie."""
+    p = Params()
+    for name, x in tensors.items():
+        setattr(p, name, None if x is None else x.data_ptr())
+    for name, count in _strides:
+        x = tensors.get(name)
+        if x is not None:
+            setattr(p, f"{name}_strides", (ctypes.c_int64 * count)(*x.stride()[:count]))
+    q, k, out = tensors["q"], tensors["k"], tensors["out"]
+    assert q is not None and k is not None and out is not None
+    p.batches, p.q_heads, p.q_length, p.head_dim = q.shape
+    p.kv_heads, p.half = k.size(1), q.dtype == torch.float16
+    p.causal_offset = max(min(causal_offset, 1 << 30), -(1 << 30))
+    p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
+    return p
+
+
+def params_from_half(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse, k_mean) -> Params:
+    """What binding.cpp's forward_from_half makes of its arguments."""
+    p = _params_of(dict(q=q, k=k, v=v, out=out, lse=lse, k_mean=k_mean), softmax_scale, causal_offset)
+    p.kv_length, p.value_dim, p.splits, p.inverse_length = k.size(2), v.size(3), splits, 1.0 / k.size(2)
+    p.v_strides = (ctypes.c_int64 * 3)(*v.stride()[:3])
+    return p
+
+
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
     q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_lse, ready=None, ready_ctas=0,
@@ -212,23 +248,17 @@ def params(
     """What binding.cpp's forward makes of its arguments, or forward_when_ready."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
     tensors |= dict(bias=bias, parts=parts, part_lse=part_lse, ready=ready)
-    p = Params()
-    for name, x in tensors.items():
-        setattr(p, name, None if x is None else x.data_ptr())
-    for name, count in _strides:
-        if tensors[name] is not None:
-            setattr(p, f"{name}_strides", (ctypes.c_int64 * count)(*tensors[name].stride()[:count]))
+    p = _params_of(tensors, softmax_scale, causal_offset)
     p.v_pitch = v.size(3)
-    p.batches, p.q_heads, p.q_length, p.head_dim = q.shape
-    p.kv_heads, p.kv_length, p.value_dim, p.q_group, p.k_group = k.size(1), kv_length, v.size(2), q_group, k_group
-    p.causal_offset, p.heads_side_by_side = max(min(causal_offset, 1 << 30), -(1 << 30)), heads_side_by_side
-    p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
+    p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = kv_length, v.size(2), q_group, k_group, heads_side_by_side
     p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
     if mask is not None and rows > 0:
         p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(mask)
         p.mask_in_boxes = has_boxes(mask)
-    p.ready_ctas, p.half = ready_ctas, q.dtype == torch.float16
+    p.ready_ctas = ready_ctas
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
+    if rows > 0 and parts is not None:  # of the tiles that CTAs share
+        p.tail_ctas, p.counter, p.handed_over = p.key_splits, None, p.counter
     return p
 
 
@@ -246,16 +276,64 @@ def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, samp
     return p
 
 
+def tensor_map(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    """Of boxes of bytes out of x, as tests/emulation/tensor_map_on_cpu.h has it; from the innermost dimension out, whose stride is left out."""
+    swizzle = {128: 3, 64: 2, 32: 1}[box[0]]
+    unused = (0,) * (4 - len(sizes))
+    words = (x.data_ptr(), 0, len(sizes), swizzle, *sizes, *unused, *(size << 32 | 1 for size in box), *unused, *strides, *unused, 0)
+    return b"".join(word.to_bytes(8, sys.byteorder) for word in words)
+
+
+def tensor_maps(launcher, rows, keys, panel, value_rows, *others) -> bytes:
+    """The tensor maps before Params' first pointer, by the arguments of `params`."""
+    if rows == 0:
+        return bytes(MAPS)
+    q, _, k, _, v, _, _, mask, _, out = others[7:17]
+
+    def of_rows(x: torch.Tensor, rows: int, width: int) -> bytes:
+        size = x.element_size()
+        return tensor_map(x, (size * x.size(3), x.size(2), x.size(1), x.size(0)), tuple(size * x.stride(i) for i in (2, 1, 0)), (width, rows, 1, 1))
+
+    of_v = tensor_map(v, (v.size(3), v.size(0) * v.size(1) * v.size(2)), (v.size(3),), (keys, value_rows))
+    of_mask = bytes(MAP)
+    if mask is not None and has_boxes(mask):
+        planes = mask_planes(mask)
+        strides = (max(2 * mask.stride(i) // 16 * 16, 16) for i in (2, 1, 0))
+        of_mask = tensor_map(mask, (2 * mask.size(3), mask.size(2), planes[1], planes[0]), tuple(strides), (128, rows, 1, 1))
+    return of_rows(q, rows, panel) + of_rows(k, keys, panel) + of_v + of_rows(out, OUTPUT_ROWS, OUTPUT_BYTES) + of_mask
+
+
+def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
+    assert library.forward(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
 def _forward(library: ctypes.CDLL, *arguments) -> None:
-    """binding.cpp's forward."""
-    p, ctas = params(*arguments), arguments[5]
-    assert library.forward(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+    """binding.cpp's forward of the portable kernel."""
+    _run(library, bytes(params(*arguments)), arguments[5])
 
 
-def library_of(config: PortableConfig, folder: Path) -> build.Library:
-    """What fp8attn.cuda.run launches instead of a compiled library."""
-    forward = functools.partial(_forward, compile_config(config, folder))
-    return build.Library(SimpleNamespace(forward=SimpleNamespace(default=forward)), {config: 0})
+def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
+    """And of the Hopper kernel."""
+    p = params(*arguments)
+    if p.mask_rows:
+        blocks = p.mask_batches * p.mask_heads * p.mask_groups * -(-p.kv_length // KEYS)
+        room = torch.full((4 * p.mask_rows * blocks + -(-blocks // 4),), 0x55555555, dtype=torch.int32)
+        p.mask_bits, p.mask_shown = room.data_ptr(), room[4 * p.mask_rows * blocks :].data_ptr()
+    _run(library, tensor_maps(*arguments) + bytes(p), arguments[5])
+
+
+def _forward_from_half(library: ctypes.CDLL, *arguments) -> None:
+    """binding.cpp's forward_from_half."""
+    _run(library, bytes(MAPS) + bytes(params_from_half(*arguments)), arguments[1])
+
+
+def library_of(config: Config, folder: Path) -> build.Library:
+    """What fp8attn.cuda.run launches instead of a compiled library; made beside copied sources."""
+    library = compile_config(config, folder)
+    forward = functools.partial(_forward if isinstance(config, PortableConfig) else _forward_hopper, library)
+    from_half = functools.partial(_forward_from_half, library)
+    operators = SimpleNamespace(forward=SimpleNamespace(default=forward), forward_from_half=SimpleNamespace(default=from_half))
+    return build.Library(operators, {config: 0})
 
 
 def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, *tensors: torch.Tensor | None) -> None:
@@ -282,7 +360,8 @@ def binding() -> tuple[Any, ctypes.CDLL]:
         text = (build.SOURCES / "binding.cpp").read_text()
         assert text.count("TORCH_LIBRARY(fp8attn_cuda,") == 1
         (folder / "binding.cpp").write_text(text.replace("TORCH_LIBRARY(fp8attn_cuda,", "TORCH_LIBRARY(fp8attn_on_cpu,"))
-        shutil.copy(HERE / "binding_on_cpu.cpp", folder)
+        for name in ("binding_on_cpu.cpp", "tensor_map_on_cpu.h"):
+            shutil.copy(HERE / name, folder)
         # torch's CPU builds have the headers of c10/cuda that aren't generated
         generated = folder / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
         generated.parent.mkdir(parents=True)

@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import emulation
 import pytest
 import torch
+from emulated import quantized
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, cases
 
 import fp8attn
 from fp8attn.api import call_of
-from fp8attn.cuda import build, run
+from fp8attn.call import HALVES
+from fp8attn.cuda import build, run, short
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 
@@ -52,9 +54,9 @@ def recorder() -> Recorder:
 
 @given(case=cases(), moved=st.sampled_from(("", "q", "k", "qk")))
 def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> None:
-    """Of every call, by whichever instance: beside the tensor maps the bytes that Python makes of the same arguments."""
-    quantized = fp8attn.quantize(*case.tensors(torch.device("cpu")), recipe=case.recipe)
-    call = call_of(*quantized, **case.options(torch.device("cpu")), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+    """Of every call, by whichever instance: the bytes that Python makes of the same arguments."""
+    operands = quantized(*case.tensors(torch.device("cpu")), case.recipe)
+    call = call_of(*operands, **case.options(torch.device("cpu")), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
     call = dataclasses.replace(call, **{name: emulation.elsewhere(getattr(call, name), 3) for name in moved})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "library_of", recorder.library_of)
@@ -66,9 +68,23 @@ def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> 
         described.mask_bits, described.mask_shown = told.mask_bits, told.mask_shown
         blocks = described.mask_batches * described.mask_heads * described.mask_groups * -(-call.kv_length // KEYS)
         assert told.mask_bits % 16 == 0 and told.mask_shown - told.mask_bits == 16 * described.mask_rows * blocks
-    expected = bytes(described)
-    assert ctas == recorder.arguments[5] and params[emulation.MAPS :][: len(expected)] == expected
-    assert any(params[: emulation.MAPS]) == (recorder.arguments[1] > 0) and not any(params[emulation.MAPS + len(expected) :])
+    expected = emulation.tensor_maps(*recorder.arguments) + bytes(described)
+    assert ctas == recorder.arguments[5] and params[: len(expected)] == expected
+    assert any(params[: emulation.MAPS]) == (recorder.arguments[1] > 0) and not any(params[len(expected) :])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_params_of_one_launch_are_as_described(recorder: Recorder, dtype: torch.dtype) -> None:
+    q, k, v = (torch.zeros(2, heads, 300, 64, dtype=dtype) for heads in (4, 2, 2))
+    told: list[tuple] = []
+    operator = SimpleNamespace(default=lambda *arguments: told.append(arguments) or recorder.operators.forward_from_half.default(*arguments))
+    library = build.Library(SimpleNamespace(forward_from_half=operator), dict.fromkeys(short.INSTANCES, recorder.launcher))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: library)
+        run.forward_from_half(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), 0.1, "bottom_right", torch.float16, True, H100)
+    ctas, params = recorder.recorded()
+    expected = bytes(emulation.MAPS) + bytes(emulation.params_from_half(*told[0]))
+    assert ctas == told[0][1] and params[: len(expected)] == expected and not any(params[len(expected) :])
 
 
 def test_a_launch_that_fails_is_an_error(recorder: Recorder) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from closeness import assert_alike, on_grid
 from conftest import GPU
+from emulated import in_another_process
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FINITE, Case
@@ -35,7 +33,6 @@ from fp8attn.quantize import quantize as quantize_all
 from fp8attn.recipe import AT_ONCE, E4M3, ProductType
 
 H100 = ARCHITECTURES[90]
-TESTS = Path(__file__).resolve().parent
 RESERVED_SHARED = 1024
 """Bytes of every CTA that the system keeps (CUDA C++ Programming Guide, compute capability 9.0)."""
 
@@ -340,10 +337,7 @@ def read_guarded(folder: Path) -> None:
 @emulation.emulates
 def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
     """In a process of its own, which such a read ends."""
-    program = f"import test_cuda_quantize as test; test.read_guarded(test.Path({str(tmp_path)!r}))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"
+    in_another_process(f"import test_cuda_quantize as test; test.read_guarded(test.Path({str(tmp_path)!r}))")
 
 
 SYNCS = {

@@ -9,8 +9,9 @@ from pathlib import Path
 import emulation
 import pytest
 import torch
-from closeness import on_grid
+from closeness import assert_matches_pipeline, on_grid
 from conftest import Attention
+from emulated import Emulated, quantized
 from hypothesis import given
 from strategies import Case, cases
 from test_cuda import compiled, numbers, nvcc  # noqa: F401
@@ -18,13 +19,16 @@ from torch.library import opcheck
 
 import fp8attn
 from fp8attn import Recipe
+from fp8attn.api import call_of
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda import short
 from fp8attn.cuda.configs import REGISTER_FILE
+from fp8attn.cuda.oracle import oracle
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.ops import library_ops
 from fp8attn.quantize import coarse, quantize, removable, value_mean
 from fp8attn.recipe import AT_ONCE
+from fp8attn.reference import Causal
 
 H100 = ARCHITECTURES[90]
 
@@ -102,6 +106,33 @@ def test_takes_from_v_what_the_definition_takes(tmp_path: Path) -> None:
         arguments = [x.flatten().contiguous() for x in (mean, v.amin(-2), v.amax(-2), torch.empty(64))]
         library.shifts(*(ctypes.c_void_p(x.data_ptr()) for x in arguments), 64)
         assert torch.equal(arguments[3].view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize(
+    "q, k, causal, dtype",
+    (
+        ((1, 4, 150, 64), (1, 2, 300, 64), "none", torch.bfloat16),
+        ((1, 1, 600, 64), (1, 1, 512, 64), "top_left", torch.float16),
+        ((2, 1, 20, 64), (2, 1, 1, 64), "none", torch.float16),
+    ),
+)
+def test_emulated_it_quantizes_and_attends(emulated: Emulated, q: tuple[int, ...], k: tuple[int, ...], causal: Causal, dtype: torch.dtype) -> None:
+    """As the oracle of the definition's bytes, in any order of warps, copies and products; with rows that aren't finite."""
+    config = short.INSTANCES[0]
+    query, key, value = halves(q, k, dtype=dtype)
+    query[0, 0, 9, 1] = torch.nan
+    if k[2] > 77:
+        key[0, 0, 77, 3], value[0, 0, 200, 5] = torch.inf, torch.nan
+    operands = quantized(query, key, value, Recipe())
+    options: dict = dict(is_causal=causal != "none", enable_gqa=True, out_dtype=torch.float32, return_lse=True)
+    expected, expected_lse = oracle(operands, call_of(*operands, **options, scale=0.125), config)
+    first = emulated.from_half(query, key, value, 0.125, causal, torch.float32)
+    assert_matches_pipeline(first[0], expected, True, expected_lse)
+    torch.testing.assert_close(first[1], expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
+    assert torch.equal(first[2], operands[1].mean)
+    for x, y in zip(emulated.from_half(query, key, value, 0.125, causal, torch.float32), first, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("options", (("none", False), ("top_left", True)))

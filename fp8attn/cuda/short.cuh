@@ -251,7 +251,7 @@ __device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, 
     ptx::wgmma_touch(s);
     if (!calm) scale_by_row(factor, s);
     if (n >= share.whole) hide(s, desk.row_end, n * KEYS, f);
-    softmax.step<false>(s, factor, probabilities, alpha);
+    softmax.template step<false>(s, factor, probabilities, alpha);
     ptx::mbarrier_wait(&shared.v_full[n], 0);
     float fresh[ShortShape<C>::width / 2];
     start_values<ShortShape<C>::width>(fresh, probabilities, shared.v[n], 0);

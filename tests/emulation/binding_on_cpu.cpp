@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "tensor_map_on_cpu.h"
+
 namespace {
 
 fp8attn::Params launched;
@@ -14,13 +16,13 @@ thread_local bool has_context = false;
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                       const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
-  uint64_t words[16] = {reinterpret_cast<uint64_t>(data), uint64_t(type), uint64_t(rank), uint64_t(swizzle)};
+  TensorMapOnCpu known = {static_cast<uint8_t*>(data), uint64_t(type), rank, uint64_t(swizzle)};
   for (cuuint32_t i = 0; i < rank; ++i) {
-    words[4 + i] = sizes[i];
-    words[8 + i] = uint64_t(box[i]) << 32 | steps[i];
-    if (i + 1 < rank) words[12 + i] = strides[i];
+    known.sizes[i] = sizes[i];
+    known.box[i] = {steps[i], box[i]};
+    if (i + 1 < rank) known.strides[i] = strides[i];
   }
-  std::memcpy(map, words, sizeof(*map));
+  std::memcpy(map, &known, sizeof(*map));
   return CUDA_SUCCESS;
 }
 

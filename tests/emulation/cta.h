@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #undef __device__
@@ -43,12 +44,45 @@ struct Copy {
   int bytes, count;  // the rest is zero
 };
 
+// One of wgmma, as a thread has it: accumulators in its registers, and a's if it has no descriptor.
+struct Product {
+  uint32_t* d;
+  int n;
+  const uint32_t* a;
+  uint64_t a_descriptor, b_descriptor;
+  bool add, int8, is_unsigned;
+  std::vector<uint32_t> before;  // what is added to, if nothing of the thread's in flight writes it
+};
+
+// What one asks for in groups, which end in their order.
+template <typename T>
+struct Groups {
+  std::vector<T> open;
+  std::vector<std::vector<T>> committed;
+
+  void commit() {
+    committed.push_back(std::move(open));
+    open.clear();
+  }
+
+  bool idle() const { return open.empty() && committed.empty(); }
+
+  template <typename F>
+  void for_all(F&& f) const {
+    for (const auto& group : committed) std::for_each(group.begin(), group.end(), f);
+    std::for_each(open.begin(), open.end(), f);
+  }
+};
+
+using Deed = std::function<void()>;
+
 struct Thread {
   int index, rank;  // in its CTA, and the CTA's in its cluster
   int cluster_round;
   bool done;
-  std::vector<Copy> open;
-  std::vector<std::vector<Copy>> groups;
+  Groups<Copy> copies;
+  Groups<Product> products;
+  Groups<Deed> stores;
 };
 
 extern Thread* current;
@@ -63,6 +97,18 @@ inline uint8_t* shared_memory(uint8_t* of_all) { return of_all + current->rank *
 // Others run.
 void yield();
 
+// Perhaps the other warps do, for a while.
+void perhaps_rest();
+
+// Others run until a barrier's phase isn't of this parity.
+void wait_for_phase(const uint64_t* barrier, uint32_t parity);
+
+// The copy engine does it some time later.
+void later(Deed deed);
+
+// Whether what may happen now or later happens now.
+bool at_once();
+
 // Waits for `count` threads of the CTA.
 void barrier(int id, int count);
 
@@ -72,6 +118,9 @@ void cluster_wait();
 
 // Waits for the 32 lanes of the warp, the last of which calls f with the arguments of all.
 void together(void* argument, void (*f)(void** arguments));
+
+// Whether the other 31 lanes have been here before; nobody waits.
+bool is_last_of_warp();
 
 }  // namespace cta
 
@@ -153,6 +202,8 @@ inline unsigned __ballot_sync(unsigned, int x) {
   });
   return votes;
 }
+
+inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 

@@ -8,9 +8,10 @@
 #include <random>
 
 #include "params.h"
+#include "ptx/mbarrier.h"
 
 namespace fp8attn {
-alignas(1024) uint8_t bytes[16 * cta::SHARED];  // shared memory of a cluster
+alignas(1024) uint8_t bytes[16 * cta::SHARED], seen_by_engines[16 * cta::SHARED];  // of a cluster
 }
 
 namespace cta {
@@ -25,7 +26,7 @@ constexpr size_t STACK = 1 << 17;
 constexpr long PATIENCE = 1 << 18;  // rounds without an end: a deadlock
 
 struct Meeting {
-  int arrived = 0, round = 0;
+  int arrived = 0, round = 0, passed = 0;
   void* arguments[32];
 };
 
@@ -42,17 +43,40 @@ int number() { return current->rank * threads + current->index; }
 
 void leave() { swapcontext(&contexts[number()], &scheduler); }
 
+// What a thread left unfinished would end after its CTA did.
+bool left_something;
+
 void enter() {
   kernel();
   current->done = true;
+  left_something |= !current->products.idle() || !current->stores.idle();
   leave();
+}
+
+bool warp_rests;
+
+std::vector<Deed> in_flight;
+
+// Some of what the copy engine has to do, in any order.
+void copy_some() {
+  std::shuffle(in_flight.begin(), in_flight.end(), random_order);
+  for (int count = random_order() % (in_flight.size() + 1); count > 0; --count) {
+    const Deed deed = std::move(in_flight.back());
+    in_flight.pop_back();
+    deed();
+  }
 }
 
 struct Wait {
   const Meeting* meeting = nullptr;
   int round = 0;
+  const uint64_t* barrier = nullptr;
+  uint32_t parity = 0;
 
-  bool over() const { return meeting == nullptr || meeting->round != round; }
+  bool over() const {
+    if (barrier != nullptr) return fp8attn::ptx::barrier_at(const_cast<uint64_t*>(barrier)).parity != parity;
+    return meeting == nullptr || meeting->round != round;
+  }
 };
 
 std::vector<Wait> waits;
@@ -62,16 +86,19 @@ void wait_for(Meeting& meeting, int round) {
   leave();
 }
 
-// Returns whether all threads came to an end.
+// Returns whether all threads came to an end, with nothing in flight.
 bool run_cluster(long patience) {
   const int count = cluster * threads;
   memset(fp8attn::bytes, 0xFF, cluster * SHARED);
+  memset(fp8attn::seen_by_engines, 0xFF, cluster * SHARED);
   contexts.assign(count, {});
   all.assign(count, {});
   warps.assign(count / 32, {});
   waits.assign(count, {});
   std::fill_n(&barriers[0][0], 16 * 16, Meeting{});
   whole_cluster = {};
+  left_something = false;
+  in_flight.clear();
   std::vector<int> order;
   for (int i = 0; i < count; ++i) {
     all[i].index = i % threads, all[i].rank = i / threads;
@@ -87,10 +114,16 @@ bool run_cluster(long patience) {
   for (int left = count; left > 0 && patience > 0; --patience, ++round) {
     std::shuffle(order.begin(), order.end(), random_order);
     for (int warp : order) {
+      if (!in_flight.empty()) copy_some();
       if (round < start[warp * 32 / threads]) continue;
-      for (int turns = 1 << random_order() % 11; turns > 0; --turns) {  // a block takes a few hundred
+      bool runs = true;
+      warp_rests = false;
+      for (int turns = 1 << random_order() % 11; turns > 0 && runs && !warp_rests; --turns) {  // a block takes a few hundred
+        runs = false;
         for (int i = 32 * warp; i < 32 * warp + 32; ++i) {
           if (all[i].done || !waits[i].over()) continue;
+          runs = true;
+          waits[i] = {};
           current = &all[i];
           swapcontext(&scheduler, &contexts[i]);
           left -= all[i].done;
@@ -98,7 +131,7 @@ bool run_cluster(long patience) {
       }
     }
   }
-  return patience > 0;
+  return patience > 0 && !left_something && in_flight.empty();
 }
 
 // CTAs of `size` threads, cluster after cluster of them. Returns whether all came to an end, each within `patience` rounds.
@@ -118,6 +151,22 @@ bool run(void (*of)(const Params), const Params& p, int ctas, int size, int clus
 }  // namespace
 
 void yield() { leave(); }
+
+void perhaps_rest() {
+  warp_rests = random_order() % 4 == 0;
+  if (warp_rests) leave();
+}
+
+void wait_for_phase(const uint64_t* barrier, uint32_t parity) {
+  const Wait wait = {nullptr, 0, barrier, parity};
+  if (wait.over()) return;
+  waits[number()] = wait;
+  leave();
+}
+
+void later(Deed deed) { in_flight.push_back(std::move(deed)); }
+
+bool at_once() { return random_order() % 2 == 0; }
 
 void meet(Meeting& meeting, int count) {
   const int round = meeting.round;
@@ -146,5 +195,7 @@ void together(void* argument, void (*f)(void**)) {
   meeting.arrived = 0;
   ++meeting.round;
 }
+
+bool is_last_of_warp() { return ++warps[number() / 32].passed % 32 == 0; }
 
 }  // namespace cta

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "operand.h"
+
 namespace fp8attn::ptx {
 
 // (64, N) accumulators, 32 of K in a step: run<ADD>(d, a, b).
@@ -42,31 +44,5 @@ __device__ inline void wgmma_touch(int32_t (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
-
-// A K-major operand of ROW_BYTES a row, rows in groups of 8, swizzled as TMA does for boxes of that width.
-template <int ROW_BYTES>
-__device__ inline uint64_t wgmma_descriptor(uint32_t address) {
-  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64 || ROW_BYTES == 32);
-  constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
-  constexpr uint64_t group = 8 * ROW_BYTES / 16;
-  return swizzle << 62 | group << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
-}
-
-// Where such an operand has a byte of a row.
-template <int ROW_BYTES>
-__device__ inline int swizzled(int row, int column) {
-  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64);
-  const int swizzle = ROW_BYTES == 128 ? row % 8 : row / 2 % 4;
-  return row * ROW_BYTES + (column / 16 ^ swizzle) * 16 + column % 16;
-}
-
-// A K-major operand in columns of 16 bytes, their rows one after another, the columns `pitch` bytes apart.
-__device__ inline uint64_t wgmma_descriptor_of_columns(uint32_t address, int pitch) {
-  constexpr uint64_t group = 8 * 16 / 16;
-  return group << 32 | uint64_t(pitch / 16) << 16 | (address & 0x3FFFF) >> 4;
-}
-
-// A K-major operand all of whose groups of 8 rows and 16 bytes are the one at `address`.
-__device__ inline uint64_t wgmma_descriptor_of_one(uint32_t address) { return (address & 0x3FFFF) >> 4; }
 
 }  // namespace fp8attn::ptx

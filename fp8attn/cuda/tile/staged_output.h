@@ -69,11 +69,17 @@ struct StagedOutput {
   template <typename T, int FIRST, int COUNT, int N>
   __device__ void store_as(const float (&o)[N]) const {
     constexpr int width = OUTPUT_BYTES / sizeof(T);
+    constexpr bool evenly = (Facts::channels + width - 1) / width % BOXES == 0;  // else a tile's first box lies where the last tile's last one does
     const int column = lane % 4 * 2;
 #pragma unroll
     for (int box = 0; box < (COUNT + width - 1) / width; ++box) {  // of the last one the rest is behind the tensor's end
       uint8_t* to = boxes.bytes[threadIdx.x % 128 / 32][box % BOXES];
-      if (lane == 0) ptx::tma_store_wait<BOXES - 1>();
+      if (lane == 0) {
+        if (FIRST == 0 && box == 0 && !evenly)
+          ptx::tma_store_wait<0>();
+        else
+          ptx::tma_store_wait<BOXES - 1>();
+      }
       __syncwarp();
       const int x = FIRST + box * width + column;
       const float* s = o + box * width / 2;

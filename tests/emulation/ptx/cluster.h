@@ -7,6 +7,11 @@ namespace fp8attn::ptx {
 
 inline uint32_t cluster_rank() { return cta::current->rank; }
 
+inline void cluster_sync() {
+  cta::cluster_arrive();
+  cta::cluster_wait();
+}
+
 inline void cluster_arrive_relaxed() { cta::cluster_arrive(); }
 inline void cluster_wait() { cta::cluster_wait(); }
 
@@ -19,6 +24,15 @@ inline void store_async(uint32_t to, uint4 x, uint32_t barrier) {
   if (to % 16 != 0 || barrier % 8 != 0 || to / cta::SHARED != barrier / cta::SHARED) abort();
   memcpy(fp8attn::bytes + to, &x, 16);
   mbarrier_complete(reinterpret_cast<uint64_t*>(fp8attn::bytes + barrier), 16);
+}
+
+inline void bulk_copy(uint32_t to, uint32_t from, uint32_t count, uint32_t barrier) {
+  if (to % 16 != 0 || from % 16 != 0 || count % 16 != 0 || to / cta::SHARED != barrier / cta::SHARED) abort();
+  hide_from_all(bytes + to, count);
+  cta::later([=] {
+    write_by_engine(bytes + to, seen_by_engines + from, count);
+    mbarrier_complete(reinterpret_cast<uint64_t*>(bytes + barrier), count);
+  });
 }
 
 }  // namespace fp8attn::ptx

@@ -4,7 +4,7 @@
 #include "../cta.h"
 
 namespace fp8attn {
-extern uint8_t bytes[];
+extern uint8_t bytes[], seen_by_engines[];  // shared memory, and what the copy engine and the tensor core see of it: what was there at the last fence
 }
 
 namespace fp8attn::ptx {
@@ -28,11 +28,28 @@ inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) { barrier_at(bar
 
 inline void fence_barrier_init() {}
 
+// By the last of a warp's lanes for all of them, and more than it must: what others wrote as well.
+inline void fence_proxy_async() {
+  if (cta::is_last_of_warp()) memcpy(cta::shared_memory(seen_by_engines), cta::shared_memory(bytes), cta::SHARED);
+}
+
 inline void fence_proxy_async_all() {}
+
+// What the copy engine brings both see.
+inline void write_by_engine(void* to, const void* from, int64_t count) {
+  memcpy(to, from, count);
+  memcpy(seen_by_engines + (static_cast<uint8_t*>(to) - bytes), from, count);
+}
+
+inline void hide_from_all(void* to, int64_t count) {
+  memset(to, 0xFF, count);
+  memset(seen_by_engines + (static_cast<uint8_t*>(to) - bytes), 0xFF, count);
+}
 
 inline void mbarrier_arrive(uint64_t* barrier) {
   --barrier_at(barrier).pending;
   barrier_at(barrier).go_on();
+  cta::perhaps_rest();
 }
 
 inline void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
@@ -45,8 +62,6 @@ inline void mbarrier_complete(uint64_t* barrier, uint32_t bytes) {
   barrier_at(barrier).go_on();
 }
 
-inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
-  while (barrier_at(barrier).parity == parity) cta::yield();
-}
+inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) { cta::wait_for_phase(barrier, parity); }
 
 }  // namespace fp8attn::ptx

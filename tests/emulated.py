@@ -1,0 +1,123 @@
+"""Attention by emulated instances of the CUDA kernels, and what it is held to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import emulation
+import pytest
+import torch
+from closeness import assert_matches_pipeline
+
+import fp8attn
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.call import Call
+from fp8attn.cuda import oracle as of_configs
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.configs import HopperConfig
+from fp8attn.cuda.portable import PortableConfig
+from fp8attn.device import ARCHITECTURES, Device
+from fp8attn.quantize import quantize
+from fp8attn.reference import Causal
+
+H100 = ARCHITECTURES[90]
+
+Config = HopperConfig | PortableConfig
+Operands = tuple[fp8attn.Quantized, fp8attn.Quantized, fp8attn.Quantized]
+
+
+class Emulated:
+    """fp8attn.cuda.run's launches, of instances that are compiled when they are first asked for."""
+
+    def __init__(self, folder_of: Callable[[], Path]) -> None:
+        self.folder_of = folder_of
+        self.library = functools.cache(self._library)
+
+    def _library(self, config: emulation.Config) -> object:
+        folder = self.folder_of()
+        emulation.copy_sources(folder)
+        return emulation.library_of(config, folder)
+
+    def __call__(self, call: Call, config: Config, sharers: int | None = 1, device: Device = H100) -> tuple[torch.Tensor, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "library_of", lambda config, _: self.library(config))
+            return cuda.forward(call, device, config, sharers)
+
+    def from_half(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output, LSE and K's mean of quantization and attention in one launch."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda.build, "load_with", lambda config, *_: self.library(config))
+            return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, True, H100)
+
+
+def normal(q_shape: tuple, k_shape: tuple, value_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v, float32; scales of heads are told apart."""
+    generator = torch.Generator().manual_seed(sum(q_shape) + sum(k_shape))
+    v_shape = (*k_shape[:3], value_dim or k_shape[3])
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (q_shape, k_shape, v_shape))
+    return q * torch.arange(1, q_shape[1] + 1)[:, None, None], k, v
+
+
+def quantized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> Operands:
+    """By the definition: Triton's interpreter takes longer."""
+    operands = quantize(q, k, v, recipe)
+    assert all(x is not None for x in operands)
+    return operands  # type: ignore[return-value]
+
+
+def expected_of(operands: Operands, call: Call, config: Config, sharers: int | None, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle of a config, of a GPU with so many SMs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_configs, "device_of", lambda _: device)
+        return of_configs.oracle(operands, call, config, sharers or cuda.sharers_of(call, config, device))
+
+
+def check(
+    emulated: Emulated,
+    config: Config,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sharers: int | None = 1,
+    moved: int = 0,
+    device: Device = H100,
+    exact: bool = False,
+    **options,
+) -> torch.Tensor:
+    """Output and LSE are the oracle's. Returns the output.
+
+    Args:
+        tensors: q, k, v, not quantized yet.
+        moved: bytes by which rows of Q and K lie off multiples of 16.
+        exact: whether all that is rounded in another way is the order of a few float32 sums.
+    """
+    recipe = options.pop("recipe", Recipe())
+    if config.int8:
+        recipe = dataclasses.replace(recipe, qk="int8")
+    operands = quantized(*tensors, recipe)
+    gqa = tensors[0].shape[1] != tensors[1].shape[1]
+    call = call_of(*operands, recipe=recipe, return_lse=True, enable_gqa=gqa, **{"out_dtype": torch.float32, **options})
+    if isinstance(config, HopperConfig) and config.half_q:
+        call = dataclasses.replace(call, q=tensors[0], q_scale=None)
+    if moved:
+        call = dataclasses.replace(call, q=emulation.elsewhere(call.q, moved), k=emulation.elsewhere(call.k, moved))
+    out, lse = emulated(call, config, sharers, device)
+    expected, expected_lse = expected_of(operands, call, config, sharers, device)
+    assert_matches_pipeline(out, expected, exact, expected_lse)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
+    return out
+
+
+def in_another_process(program: str) -> None:
+    """Run lines of Python that may import the tests."""
+    tests = Path(__file__).resolve().parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tests.parent), str(tests)))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"

@@ -1,0 +1,16 @@
+// A warpgroup's registers, which nobody counts here, and its barrier.
+#pragma once
+
+#include "../cta.h"
+
+namespace fp8attn::ptx {
+
+template <int REGISTERS>
+inline void registers_increase() {}
+
+template <int REGISTERS>
+inline void registers_decrease() {}
+
+inline void warpgroup_sync(int id) { cta::barrier(id, 128); }
+
+}  // namespace fp8attn::ptx

@@ -1,0 +1,17 @@
+// The Hopper kernel of short sequences, an instance of which instance.h names.
+#include "short.cuh"
+
+#include "instance.h"
+#include "run.h"
+
+// Params as in hopper.cpp. Returns whether it came to an end.
+extern "C" bool forward(const void* params, int bytes, int ctas) {
+  using fp8attn::Instance;
+  fp8attn::Params p = {};
+  if (bytes > int(sizeof(p))) abort();
+  memcpy(&p, params, bytes);
+  using Shape = fp8attn::ShortShape<Instance::config>;
+  constexpr long patience = 10000;  // it takes some 60 rounds
+  return cta::run(p.half ? fp8attn::short_forward<Instance, __half> : fp8attn::short_forward<Instance, __nv_bfloat16>, p, ctas, Shape::threads,
+                  Instance::config.cluster, patience);
+}

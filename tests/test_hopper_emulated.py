@@ -1,0 +1,262 @@
+"""The Hopper kernel where there is no GPU: instances of every kind, emulated, against the oracle that models them; and broken so that only timing is
+wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import emulation
+import pytest
+import torch
+from emulated import H100, Emulated, check, in_another_process, normal, quantized
+
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.call import HALVES
+from fp8attn.cuda import configs
+from fp8attn.cuda.configs import ADDED_INSTANCES, GROUPS, INSTANCES, MASKED_INSTANCES, HopperConfig
+from fp8attn.recipe import AT_ONCE
+
+pytestmark = pytest.mark.anywhere
+
+TWO_SMS = dataclasses.replace(H100, sm_count=2)
+"""So that a CTA has several tiles."""
+
+PLAIN = tuple(c for c in INSTANCES if c.scores == "plain")
+GENERAL = tuple(c for c in INSTANCES if c.scores == "general")
+
+
+def of(group: tuple[HopperConfig, ...], *shape: int, **changes) -> HopperConfig:
+    """Of a group, the instance with these head dims, and consumers if they are named, too; with some fields of another value."""
+    return dataclasses.replace(next(c for c in group if (c.head_dim, c.value_dim, c.consumers)[: len(shape)] == shape), **changes)
+
+
+CHECKED = {
+    "64, four consumers": of(PLAIN, 64, 64, 4),
+    "64, overlap": of(PLAIN, 64, 64, 2),
+    "96": of(PLAIN, 96, 96, 3),
+    "128, overlap": of(PLAIN, 128, 128, 2),
+    "192 and 128": of(PLAIN, 192, 128),
+    "192": of(PLAIN, 192, 192),
+    "256": of(PLAIN, 256, 256, 1),
+    "general 64": of(GENERAL, 64, 64),
+    "general 256": of(GENERAL, 256, 256),
+    "masked 64": of(MASKED_INSTANCES, 64, 64),
+    "masked 192": of(MASKED_INSTANCES, 192, 192),
+    "added 128": of(ADDED_INSTANCES, 128, 128),
+    "added 256": of(ADDED_INSTANCES, 256, 256),
+}
+CHECKED |= {f"int8 {name}": dataclasses.replace(CHECKED[name], int8=True) for name in ("64, overlap", "192", "general 64", "masked 64", "added 128")}
+
+HALF_Q = {
+    "plain queries 64": of(PLAIN, 64, 64, 4, half_q=True),
+    "plain queries 256": of(PLAIN, 256, 256, 1, half_q=True),
+    "plain queries int8 128": of(PLAIN, 128, 128, 2, half_q=True, int8=True),
+    "plain queries masked 128": of(MASKED_INSTANCES, 128, 128, half_q=True),
+    "plain queries int8 added 64": of(ADDED_INSTANCES, 64, 64, half_q=True, int8=True),
+}
+
+
+def test_they_are_instances() -> None:
+    shipped = {c for group in GROUPS.values() for c in group}
+    assert shipped >= {*CHECKED.values(), *HALF_Q.values()}
+
+
+def shown(rows: int, keys: int) -> torch.Tensor:
+    """(rows, keys), bool: some keys; of some blocks none, or none to some queries; nothing to one query."""
+    row, block = torch.arange(rows)[:, None], torch.arange(keys) // configs.KEYS
+    mask = torch.rand(rows, keys, generator=torch.Generator().manual_seed(rows)) < 0.7
+    mask &= torch.where(row < 64, block != 1, block % 3 == 0)
+    mask[rows // 2] = False
+    return mask
+
+
+def added(rows: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.randn(rows, keys, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    return numbers.masked_fill(~shown(rows, keys), -torch.inf)
+
+
+def tensors_of(config: HopperConfig, q_shape: tuple, k_shape: tuple, less: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of the config's head dims, or of fewer channels."""
+    dim = config.head_dim - less
+    return normal((*q_shape, dim), (*k_shape, dim), config.value_dim - less)
+
+
+@pytest.mark.parametrize("config", CHECKED.values(), ids=CHECKED)
+def test_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
+    def held(q_shape: tuple, k_shape: tuple, less: int = 0, sharers: int = 1, **options) -> torch.Tensor:
+        return check(emulated, config, tensors_of(config, q_shape, k_shape, less), sharers, device=TWO_SMS, exact=True, **options)
+
+    if config.scores in ("plain", "general"):
+        held((1, 2, 70), (1, 1, 300))
+        held((2, 1, 600), (2, 1, 300), is_causal=True, out_dtype=torch.bfloat16)
+        held((1, 1, 200), (1, 1, 130), less=16, is_causal=True, causal_alignment="bottom_right", out_dtype=torch.float16)
+        held((1, 3, 400), (1, 1, 140))
+    if config.shares_tail:
+        held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), sharers=2)
+        held((1, 3, 40), (1, 3, 700), sharers=5)
+    if config.scores == "general":
+        held((1, 2, 150), (1, 1, 201), recipe=Recipe(smooth_q=True))
+        held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token"), scale=-0.1)
+        held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token", smooth_q=True), attn_mask=shown(140, 300))
+    if config.scores == "masked":
+        held((1, 2, 300), (1, 1, 700), attn_mask=shown(300, 700))
+        held((2, 1, 300), (2, 1, 500), attn_mask=shown(2, 500)[:1])
+    if config.scores == "added":
+        held((1, 2, 300), (1, 1, 704), attn_mask=added(300, 704, torch.bfloat16))  # which boxes can be had of
+        held((1, 2, 150), (1, 1, 300), attn_mask=added(150, 301, torch.float16)[:, 1:])
+        held((1, 1, 150), (1, 1, 300), attn_mask=added(150, 300, torch.float32), recipe=Recipe(smooth_q=True))
+
+
+@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 general 64", "int8 masked 64"))
+def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
+    """NaN for the query itself and for the queries that see the key, and for no others."""
+    config = CHECKED[name]
+    q, k, v = tensors_of(config, (1, 1, 300), (1, 1, 300))
+    q[0, 0, 20, 3], k[0, 0, 250, 5] = torch.inf, torch.nan
+    sees = torch.arange(300) >= 250
+    causal: dict = dict(is_causal=True) if config.scores != "masked" else dict(attn_mask=torch.ones(300, 300).tril().bool())
+    out = check(emulated, config, (q, k, v), device=TWO_SMS, **causal)
+    sees[20] = True
+    assert torch.equal(out[0, 0].isnan().all(-1), sees)
+
+
+@pytest.mark.parametrize("config", HALF_Q.values(), ids=HALF_Q)
+def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, config: HopperConfig) -> None:
+    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    for dtype, heads, causal in ((HALVES[0], 2, False), (HALVES[1], 1, config.scores == "plain")):
+        q, k, v = (x.to(dtype) for x in tensors_of(config, (1, heads, 500), (1, 1, 300)))
+        q[0, 0, 77, 5] = torch.nan
+        options: dict = dict(is_causal=causal, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
+        if config.scores != "plain":
+            options["attn_mask"] = shown(500, 300) if config.scores == "masked" else added(500, 304, dtype)[:, :300]
+        call = call_of(*quantized(q, k, v, recipe), recipe=recipe, **options)
+        expected = emulated(call, dataclasses.replace(config, half_q=False), 1, TWO_SMS)
+        actual = emulated(dataclasses.replace(call, q=q, q_scale=None), config, 1, TWO_SMS)
+        for x, y in zip(actual, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("config", (CHECKED["192"], CHECKED["int8 64, overlap"], HALF_Q["plain queries 64"]), ids=lambda c: c.name)
+def test_same_bits_in_any_order(emulated: Emulated, config: HopperConfig) -> None:
+    """Of warps, copies and products. A bit that moves is a race."""
+    q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 700), (1, 2, 200)))
+    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    call = call_of(*quantized(q, k, v, recipe), recipe=recipe, is_causal=True, out_dtype=torch.bfloat16)
+    if config.half_q:
+        call = dataclasses.replace(call, q=q, q_scale=None)
+    expected = emulated(call, config, device=TWO_SMS)[0]
+    for _ in range(4):
+        assert torch.equal(emulated(call, config, device=TWO_SMS)[0], expected)
+
+
+def read_guarded(folder: Path) -> None:
+    """Attention where nothing behind what is given can be read."""
+    folders = (folder / str(n) for n in itertools.count())
+    emulated = Emulated(lambda: next(folders))
+    for config in (*(CHECKED[name] for name in ("general 64", "masked 64", "added 256", "int8 64, overlap")), HALF_Q["plain queries 64"]):
+        q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 200), (1, 1, 300)))
+        recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+        if config.scores == "general":
+            recipe = Recipe(smooth_q=True, k="token")
+        call = call_of(*quantized(q, k, v, recipe), recipe=recipe, enable_gqa=True, out_dtype=torch.float32)
+        if config.scores == "masked":
+            call = dataclasses.replace(call, attn_mask=shown(200, 300).expand(1, 2, 200, 300).contiguous())
+        elif config.scores == "added":
+            call = dataclasses.replace(call, attn_mask=added(200, 300, torch.float32).expand(1, 2, 200, 300).contiguous())
+        if config.half_q:
+            call = dataclasses.replace(call, q=q, q_scale=None)
+        names = ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean", "bias", "attn_mask")
+        given = {name: emulation.guarded(getattr(call, name)) for name in names if getattr(call, name) is not None}
+        guarded, expected = emulated(dataclasses.replace(call, **given), config)[0], emulated(call, config)[0]
+        assert torch.equal(guarded, expected), config.name
+
+
+@emulation.emulates
+def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
+    """In a process of its own, which such a read ends."""
+    in_another_process(f"import test_hopper_emulated as test; test.read_guarded(test.Path({str(tmp_path)!r}))")
+
+
+TIMING_MUTANTS = {
+    "keys not waited for": ("64, overlap", "hopper.cuh", "{ ptx::mbarrier_wait(&shared.k_full[at.stage()], at.phase()); };", "{};"),
+    "values not waited for": (
+        "64, overlap",
+        "hopper.cuh",
+        "ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());\n      float fresh",
+        "float fresh",
+    ),
+    "scores read while they are made": ("64, overlap", "hopper.cuh", "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);", ""),
+    "keys freed while scores are made": (
+        "64, overlap",
+        "hopper.cuh",
+        "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::visits) free_keys();",
+        "if constexpr (!S::visits) free_keys();\n      ptx::wgmma_wait<0>();",
+    ),
+    "outputs read while they are made": ("64, overlap", "hopper.cuh", "ptx::wgmma_wait<PENDING>();", "ptx::wgmma_wait<PENDING + 1>();"),
+    "values freed while they are multiplied": (
+        "64, overlap",
+        "hopper.cuh",
+        "meanwhile();\n      ptx::wgmma_wait<PENDING>();",
+        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);\n      meanwhile();\n      ptx::wgmma_wait<PENDING>();\n"
+        "      if (true) return promote(o, alpha, fresh);",
+    ),
+    "queries freed while scores are made": (
+        "64, overlap",
+        "hopper.cuh",
+        "attend(after);\n    if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);",
+        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    attend(after);",
+    ),
+    "rows of the next tile too early": ("64, overlap", "hopper.cuh", "ptx::warpgroup_sync(1 + consumer);  // channels' are", "// channels' are"),
+    "an output stored before it is written": (
+        "64, overlap",
+        "tile/staged_output.h",
+        "ptx::fence_proxy_async();\n      __syncwarp();",
+        "ptx::fence_proxy_async();",
+    ),
+    "an output that engines don't see": ("64, overlap", "tile/staged_output.h", "ptx::fence_proxy_async();", ""),
+    "ones that engines don't see": ("int8 64, overlap", "hopper.cuh", "ptx::fence_proxy_async();\n  __syncthreads();", "__syncthreads();"),
+    "queries that engines don't see": (
+        "plain queries 64",
+        "hopper.cuh",
+        "queries.template quantize<T>(facts.row_scale, store);\n      ptx::fence_proxy_async();",
+        "queries.template quantize<T>(facts.row_scale, store);",
+    ),
+    "an output written over while it is stored": ("192", "tile/staged_output.h", "box == 0 && !evenly", "false"),
+    "bits freed before they are read": (
+        "masked 64",
+        "hopper.cuh",
+        "if (visit.hides(consumer)) shared.side",
+        "free_keys();\n        if (visit.hides(consumer)) shared.side",
+    ),
+    "numbers of a mask freed before they are read": (
+        "added 128",
+        "tile/added_mask.h",
+        "    if (p.mask_type == 1 + int(OutType::bf16))",
+        "    free(consumer, at);\n    if (p.mask_type == 1 + int(OutType::bf16))",
+    ),
+}
+"""Of an instance: file, what stands there, what it is broken into."""
+
+
+@emulation.emulates
+@pytest.mark.parametrize("name", TIMING_MUTANTS)
+def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str, tmp_path: Path) -> None:
+    kind, file, right, wrong = TIMING_MUTANTS[name]
+    config = (CHECKED | HALF_Q)[kind]
+    emulation.copy_sources(tmp_path)
+    emulation.mutate(tmp_path / file, right, wrong)
+    mutant = Emulated(lambda: tmp_path)
+    mutant.library(config)  # it compiles
+
+    def held(rows: int, keys: int, out_dtype: torch.dtype) -> None:
+        mask = {"masked": shown(rows, keys), "added": added(rows, keys + 4, torch.bfloat16)[:, :keys]}.get(config.scores)
+        q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 3, rows), (1, 3, keys)))
+        for _ in range(3):
+            check(mutant, config, (q, k, v), device=TWO_SMS, out_dtype=out_dtype, attn_mask=mask)
+
+    with pytest.raises(AssertionError):  # noqa: PT012
+        held(500, 900, torch.float32)
+        held(700, 100, torch.bfloat16)
