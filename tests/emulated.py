@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from closeness import assert_matches_pipeline
 import fp8attn
 from fp8attn import Recipe
 from fp8attn.api import call_of
-from fp8attn.call import Call
+from fp8attn.call import Call, empty_lse, empty_output
+from fp8attn.cuda import early
 from fp8attn.cuda import oracle as of_configs
 from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import HopperConfig
@@ -49,6 +51,24 @@ class Emulated:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda, "library_of", lambda config, _: self.library(config))
             return cuda.forward(call, device, config, sharers)
+
+    def when_ready(self, call: Call, config: HopperConfig, device: Device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of a call of plain queries whose keys and values come while it runs, part by part, scales and means as well."""
+        heads = call.k.shape[0] * call.k.shape[1]
+        ready, counter = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, True)
+        names = ("k", "k_scale", "v", "v_scale", "v_mean")
+        given = {name: getattr(call, name).contiguous() for name in names}
+        late = {name: torch.full_like(x.view(torch.uint8), 0xFF).view(x.dtype) for name, x in given.items()}
+        parts = [(name, head) for name in names for head in range(heads)]
+        random.Random(seed).shuffle(parts)
+        for name, head in parts:
+            emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), ready[head])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "library_of", lambda config, _: self.library(config))
+            early.forward_when_ready(dataclasses.replace(call, **late), device, config, out, lse, counter, ready, len(names))
+        assert (ready == len(names)).all()
+        return out, lse
 
     def from_half(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,6 +323,21 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
     _run(library, tensor_maps(*arguments) + bytes(p), arguments[5])
 
 
+def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
+    """binding.cpp's forward_when_ready."""
+    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, counter, ready, cluster) = arguments[:12], arguments[12:]
+    launch += (q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, counter, None, None)
+    _run(library, tensor_maps(*launch) + bytes(params(*launch, ready, cluster)), launch[5])
+
+
+def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:
+    """What the grid before the next one to be launched does while that runs, the last that is named first: `source`, contiguous, comes to `to`, and
+    `ready` becomes one more."""
+    size = source.numel() * source.element_size()
+    assert source.is_contiguous() and to.is_contiguous() and size == to.numel() * to.element_size()
+    library.operators.on_cpu.bring(*(ctypes.c_void_p(x.data_ptr()) for x in (to, source)), ctypes.c_int64(size), ctypes.c_void_p(ready.data_ptr()))
+
+
 def _forward_from_half(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward_from_half."""
     _run(library, bytes(MAPS) + bytes(params_from_half(*arguments)), arguments[1])
@@ -330,9 +346,16 @@ def _forward_from_half(library: ctypes.CDLL, *arguments) -> None:
 def library_of(config: Config, folder: Path) -> build.Library:
     """What fp8attn.cuda.run launches instead of a compiled library; made beside copied sources."""
     library = compile_config(config, folder)
-    forward = functools.partial(_forward if isinstance(config, PortableConfig) else _forward_hopper, library)
-    from_half = functools.partial(_forward_from_half, library)
-    operators = SimpleNamespace(forward=SimpleNamespace(default=forward), forward_from_half=SimpleNamespace(default=from_half))
+
+    def operator(launch: Callable[..., None]) -> SimpleNamespace:
+        return SimpleNamespace(default=functools.partial(launch, library))
+
+    operators = SimpleNamespace(
+        forward=operator(_forward if isinstance(config, PortableConfig) else _forward_hopper),
+        forward_from_half=operator(_forward_from_half),
+        forward_when_ready=operator(_forward_when_ready),
+        on_cpu=library,
+    )
     return build.Library(operators, {config: 0})
 
 

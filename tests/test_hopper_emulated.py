@@ -11,10 +11,11 @@ import emulation
 import pytest
 import torch
 from emulated import H100, Emulated, check, in_another_process, normal, quantized
+from test_cuda_mutants import READY_MUTANTS
 
 from fp8attn import Recipe
 from fp8attn.api import call_of
-from fp8attn.call import HALVES
+from fp8attn.call import HALVES, Call
 from fp8attn.cuda import configs
 from fp8attn.cuda.configs import ADDED_INSTANCES, GROUPS, INSTANCES, MASKED_INSTANCES, HopperConfig
 from fp8attn.recipe import AT_ONCE
@@ -150,6 +151,37 @@ def test_same_bits_in_any_order(emulated: Emulated, config: HopperConfig) -> Non
     expected = emulated(call, config, device=TWO_SMS)[0]
     for _ in range(4):
         assert torch.equal(emulated(call, config, device=TWO_SMS)[0], expected)
+
+
+def plain_call(heads: int) -> Call:
+    """Of plain queries and 300 keys, head dim 64."""
+    q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, 64), (2, heads, 300, 64)))
+    call = call_of(*quantized(q, k, v, Recipe()), enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
+    return dataclasses.replace(call, q=q, q_scale=None)
+
+
+def assert_waits(emulated: Emulated) -> None:
+    config, call = HALF_Q["plain queries 64"], plain_call(3)
+    expected = emulated(call, config, 1, TWO_SMS)
+    for seed in range(3):
+        for x, y in zip(emulated.when_ready(call, config, TWO_SMS, seed), expected, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
+    assert_waits(emulated)
+
+
+@emulation.emulates
+@pytest.mark.parametrize("name", READY_MUTANTS)
+def test_the_emulation_sees_who_does_not_wait(name: str, tmp_path: Path) -> None:
+    file, right, wrong = READY_MUTANTS[name]
+    emulation.copy_sources(tmp_path)
+    emulation.mutate(tmp_path / file, right, wrong)
+    mutant = Emulated(lambda: tmp_path)
+    mutant.library(HALF_Q["plain queries 64"])  # it compiles
+    with pytest.raises(AssertionError):
+        assert_waits(mutant)
 
 
 def read_guarded(folder: Path) -> None:

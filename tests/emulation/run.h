@@ -55,7 +55,7 @@ void enter() {
 
 bool warp_rests;
 
-std::vector<Deed> in_flight;
+std::vector<Deed> in_flight, of_the_grid_before;
 
 // Some of what the copy engine has to do, in any order.
 void copy_some() {
@@ -113,6 +113,10 @@ bool run_cluster(long patience) {
   int round = 0;
   for (int left = count; left > 0 && patience > 0; --patience, ++round) {
     std::shuffle(order.begin(), order.end(), random_order);
+    if (!of_the_grid_before.empty() && random_order() % 16 == 0) {
+      of_the_grid_before.back()();
+      of_the_grid_before.pop_back();
+    }
     for (int warp : order) {
       if (!in_flight.empty()) copy_some();
       if (round < start[warp * 32 / threads]) continue;

@@ -10,7 +10,7 @@ inline void store_release(int* flag, int value) { *flag = value; }
 inline void add_release(int* flag, int more) { *flag += more; }
 
 inline int load_acquire(const int* flag) {
-  if (*flag == 0) cta::yield();
+  cta::yield();
   return *flag;
 }
 
