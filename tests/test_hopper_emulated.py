@@ -11,13 +11,12 @@ import emulation
 import pytest
 import torch
 from emulated import H100, Emulated, check, in_another_process, normal, quantized
-from test_cuda_mutants import READY_MUTANTS
+from test_cuda_mutants import ADDED, EVERY, GENERAL, INT8, MASKED, READY_MUTANTS
 
 from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import HALVES, Call
-from fp8attn.cuda import configs
-from fp8attn.cuda.configs import ADDED_INSTANCES, GROUPS, INSTANCES, MASKED_INSTANCES, HopperConfig
+from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, instances
 from fp8attn.recipe import AT_ONCE
 
 pytestmark = pytest.mark.anywhere
@@ -25,38 +24,36 @@ pytestmark = pytest.mark.anywhere
 TWO_SMS = dataclasses.replace(H100, sm_count=2)
 """So that a CTA has several tiles."""
 
-PLAIN = tuple(c for c in INSTANCES if c.scores == "plain")
-GENERAL = tuple(c for c in INSTANCES if c.scores == "general")
 
-
-def of(group: tuple[HopperConfig, ...], *shape: int, **changes) -> HopperConfig:
-    """Of a group, the instance with these head dims, and consumers if they are named, too; with some fields of another value."""
-    return dataclasses.replace(next(c for c in group if (c.head_dim, c.value_dim, c.consumers)[: len(shape)] == shape), **changes)
+def of(scores: Scores, *shape: int, **changes) -> HopperConfig:
+    """The instance for these scores with these head dims, and consumers if they are named, too; with some fields of another value."""
+    able = (c for c in instances(scores, int8=False, half_q=False) if c.scores == scores)
+    return dataclasses.replace(next(c for c in able if (c.head_dim, c.value_dim, c.consumers)[: len(shape)] == shape), **changes)
 
 
 CHECKED = {
-    "64, four consumers": of(PLAIN, 64, 64, 4),
-    "64, overlap": of(PLAIN, 64, 64, 2),
-    "96": of(PLAIN, 96, 96, 3),
-    "128, overlap": of(PLAIN, 128, 128, 2),
-    "192 and 128": of(PLAIN, 192, 128),
-    "192": of(PLAIN, 192, 192),
-    "256": of(PLAIN, 256, 256, 1),
-    "general 64": of(GENERAL, 64, 64),
-    "general 256": of(GENERAL, 256, 256),
-    "masked 64": of(MASKED_INSTANCES, 64, 64),
-    "masked 192": of(MASKED_INSTANCES, 192, 192),
-    "added 128": of(ADDED_INSTANCES, 128, 128),
-    "added 256": of(ADDED_INSTANCES, 256, 256),
+    "64, four consumers": of("plain", 64, 64, 4),
+    "64, overlap": of("plain", 64, 64, 2),
+    "96": of("plain", 96, 96, 3),
+    "128, overlap": of("plain", 128, 128, 2),
+    "192 and 128": of("plain", 192, 128),
+    "192": of("plain", 192, 192),
+    "256": of("plain", 256, 256, 1),
+    "general 64": of("general", 64, 64),
+    "general 256": of("general", 256, 256),
+    "masked 64": of("masked", 64, 64),
+    "masked 192": of("masked", 192, 192),
+    "added 128": of("added", 128, 128),
+    "added 256": of("added", 256, 256),
 }
 CHECKED |= {f"int8 {name}": dataclasses.replace(CHECKED[name], int8=True) for name in ("64, overlap", "192", "general 64", "masked 64", "added 128")}
 
 HALF_Q = {
-    "plain queries 64": of(PLAIN, 64, 64, 4, half_q=True),
-    "plain queries 256": of(PLAIN, 256, 256, 1, half_q=True),
-    "plain queries int8 128": of(PLAIN, 128, 128, 2, half_q=True, int8=True),
-    "plain queries masked 128": of(MASKED_INSTANCES, 128, 128, half_q=True),
-    "plain queries int8 added 64": of(ADDED_INSTANCES, 64, 64, half_q=True, int8=True),
+    "plain queries 64": of("plain", 64, 64, 4, half_q=True),
+    "plain queries 256": of("plain", 256, 256, 1, half_q=True),
+    "plain queries int8 128": of("plain", 128, 128, 2, half_q=True, int8=True),
+    "plain queries masked 128": of("masked", 128, 128, half_q=True),
+    "plain queries int8 added 64": of("added", 64, 64, half_q=True, int8=True),
 }
 
 
@@ -66,10 +63,12 @@ def test_they_are_instances() -> None:
 
 
 def shown(rows: int, keys: int) -> torch.Tensor:
-    """(rows, keys), bool: some keys; of some blocks none, or none to some queries; nothing to one query."""
-    row, block = torch.arange(rows)[:, None], torch.arange(keys) // configs.KEYS
+    """(rows, keys), bool: of blocks of keys the first queries see one whole and some of others, the rest some of two; one block nobody; one query
+    nothing."""
+    row, block = torch.arange(rows)[:, None], torch.arange(keys) // KEYS
+    first = row < ROWS
     mask = torch.rand(rows, keys, generator=torch.Generator().manual_seed(rows)) < 0.7
-    mask &= torch.where(row < 64, block != 1, block % 3 == 0)
+    mask = mask & torch.where(first, (block != 1) & (block != 4), block < 2) | first & (block == 0)
     mask[rows // 2] = False
     return mask
 
@@ -80,13 +79,13 @@ def added(rows: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tensors_of(config: HopperConfig, q_shape: tuple, k_shape: tuple, less: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of the config's head dims, or of fewer channels."""
+    """q, k, v of the config's head dims, or of fewer channels; v's have means."""
     dim = config.head_dim - less
-    return normal((*q_shape, dim), (*k_shape, dim), config.value_dim - less)
+    q, k, v = normal((*q_shape, dim), (*k_shape, dim), config.value_dim - less)
+    return q, k, v + torch.linspace(-3, 3, v.shape[3])
 
 
-@pytest.mark.parametrize("config", CHECKED.values(), ids=CHECKED)
-def test_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
+def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
     def held(q_shape: tuple, k_shape: tuple, less: int = 0, sharers: int = 1, **options) -> torch.Tensor:
         return check(emulated, config, tensors_of(config, q_shape, k_shape, less), sharers, device=TWO_SMS, exact=True, **options)
 
@@ -95,6 +94,9 @@ def test_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
         held((2, 1, 600), (2, 1, 300), is_causal=True, out_dtype=torch.bfloat16)
         held((1, 1, 200), (1, 1, 130), less=16, is_causal=True, causal_alignment="bottom_right", out_dtype=torch.float16)
         held((1, 3, 400), (1, 1, 140))
+    if config.int8 and config.scores == "plain":  # scores too large to stay sums
+        q, k, v = tensors_of(config, (1, 1, 100), (1, 1, 300))
+        check(emulated, config, (100 * q, k, v), device=TWO_SMS, exact=True)
     if config.shares_tail:
         held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), sharers=2)
         held((1, 3, 40), (1, 3, 700), sharers=5)
@@ -111,10 +113,13 @@ def test_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
         held((1, 1, 150), (1, 1, 300), attn_mask=added(150, 300, torch.float32), recipe=Recipe(smooth_q=True))
 
 
-@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 general 64", "int8 masked 64"))
-def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
-    """NaN for the query itself and for the queries that see the key, and for no others."""
-    config = CHECKED[name]
+@pytest.mark.parametrize("config", CHECKED.values(), ids=CHECKED)
+def test_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
+    assert_matches_the_pipeline(emulated, config)
+
+
+def assert_nan_is_told(emulated: Emulated, config: HopperConfig) -> None:
+    """NaN for the query itself that isn't finite and for the queries that see such a key, and for no others."""
     q, k, v = tensors_of(config, (1, 1, 300), (1, 1, 300))
     q[0, 0, 20, 3], k[0, 0, 250, 5] = torch.inf, torch.nan
     sees = torch.arange(300) >= 250
@@ -122,6 +127,37 @@ def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
     out = check(emulated, config, (q, k, v), device=TWO_SMS, **causal)
     sees[20] = True
     assert torch.equal(out[0, 0].isnan().all(-1), sees)
+
+
+@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 general 64", "int8 masked 64"))
+def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
+    assert_nan_is_told(emulated, CHECKED[name])
+
+
+def broken(folder: Path, config: HopperConfig, file: str, right: str, wrong: str) -> Emulated:
+    """By a kernel that isn't right, but compiles."""
+    emulation.copy_sources(folder)
+    emulation.mutate(folder / file, right, wrong)
+    emulated = Emulated(lambda: folder)
+    emulated.library(config)
+    return emulated
+
+
+KINDS = {None: "64, four consumers", INT8: "int8 64, overlap", GENERAL: "general 64", MASKED: "masked 64", ADDED: "added 128"}
+MUTANTS = {name: mutant for name, mutant in EVERY.items() if mutant[0] in KINDS and not mutant[1].startswith("ptx/")}
+
+
+@emulation.emulates
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_seen(name: str, tmp_path: Path) -> None:
+    """As on a GPU."""
+    kind, *mutation = MUTANTS[name]
+    config = CHECKED[KINDS[kind]]
+    emulated = broken(tmp_path, config, *mutation)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        assert_matches_the_pipeline(emulated, config)
+        if config.int8:
+            assert_nan_is_told(emulated, config)
 
 
 @pytest.mark.parametrize("config", HALF_Q.values(), ids=HALF_Q)
@@ -175,11 +211,7 @@ def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
 @emulation.emulates
 @pytest.mark.parametrize("name", READY_MUTANTS)
 def test_the_emulation_sees_who_does_not_wait(name: str, tmp_path: Path) -> None:
-    file, right, wrong = READY_MUTANTS[name]
-    emulation.copy_sources(tmp_path)
-    emulation.mutate(tmp_path / file, right, wrong)
-    mutant = Emulated(lambda: tmp_path)
-    mutant.library(HALF_Q["plain queries 64"])  # it compiles
+    mutant = broken(tmp_path, HALF_Q["plain queries 64"], *READY_MUTANTS[name])
     with pytest.raises(AssertionError):
         assert_waits(mutant)
 
@@ -276,12 +308,9 @@ TIMING_MUTANTS = {
 @emulation.emulates
 @pytest.mark.parametrize("name", TIMING_MUTANTS)
 def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str, tmp_path: Path) -> None:
-    kind, file, right, wrong = TIMING_MUTANTS[name]
+    kind, *mutation = TIMING_MUTANTS[name]
     config = (CHECKED | HALF_Q)[kind]
-    emulation.copy_sources(tmp_path)
-    emulation.mutate(tmp_path / file, right, wrong)
-    mutant = Emulated(lambda: tmp_path)
-    mutant.library(config)  # it compiles
+    mutant = broken(tmp_path, config, *mutation)
 
     def held(rows: int, keys: int, out_dtype: torch.dtype) -> None:
         mask = {"masked": shown(rows, keys), "added": added(rows, keys + 4, torch.bfloat16)[:, :keys]}.get(config.scores)
