@@ -94,12 +94,14 @@ def compile_all(arch: int) -> list[dict]:
             run.forward(call, device, warmup=True)
             if recipe.smooth_q:
                 with_bias(quantized[0], k, quantized[1], device, warmup=True)
-            if mask == "full" or (mask == "causal" and int8):
+            # what is made for a head dim is the same for others but for its size
+            quantizes = mask == "full" and dim in (128, 256)
+            if quantizes:
                 fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
-            if mask == "full" and not others:
+            if quantizes and not others:
                 fused.import_values(quantized[2].data, device, warmup=True)
-                for rotate in (0, 256) if dim == 128 else (256,):
+                for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
                     case = f"D {dim} Dv {value_dim} {computes} {mask} rotate {rotate}"
                     fused.quantize(q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=rotate), device, warmup=True)
     return compiled

@@ -279,7 +279,7 @@ def test_loops_of_one_turn(device: torch.device, sdpa: Attention, kv_length: int
     generator = torch.Generator().manual_seed(kv_length)
     q, k, v = (torch.randn(2, 3, n, dim, generator=generator).to(device) for n in (299, kv_length, kv_length))
     mask = (torch.rand(2, 3, 299, kv_length, generator=generator) < 0.7).to(device)
-    for _ in range(3):  # shared memory holds what the kernel before left there
+    for _ in range(3 if device.type == "cuda" else 1):  # shared memory holds what the kernel before left there
         out, lse = sdpa(q, k, v, mask, return_lse=True)
         exact, exact_lse = reference.attention(q, k, v, mask)
         assert torch.equal(lse.isinf(), exact_lse.isinf()) and relative(out, exact) <= 0.1
@@ -303,7 +303,7 @@ def test_deterministic_and_layouts_bitwise_equal(drawn: tuple[Case, ...], device
     """From end to end."""
     for case in noted(alike(drawn)):
         results = []
-        for layout in ("bhsd", "bshd", "padded", "bhsd"):
+        for layout in ("bhsd", "bshd", "padded", *(["bhsd"] if device.type == "cuda" else [])):  # the interpreter has one order
             q, k, v = dataclasses.replace(case, layout=layout).tensors(device)
             results.append(sdpa(q, k, v, **case.options(device), recipe=case.recipe, return_lse=True))
         for out, lse in results[1:]:

@@ -76,9 +76,15 @@ def test_opcheck_import_kv(device: torch.device) -> None:
     untouched(library_ops.import_kv, arguments)
 
 
-@pytest.mark.parametrize("return_lse", (False, True))
 @pytest.mark.parametrize(
-    "options", ({}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"attn_mask": True}, {"recipe": Recipe(smooth_q=True)})
+    "options, return_lse",
+    (
+        ({}, False),
+        ({}, True),
+        ({"is_causal": True, "causal_alignment": "bottom_right"}, True),
+        ({"attn_mask": True}, False),
+        ({"recipe": Recipe(smooth_q=True)}, True),
+    ),
 )
 def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, return_lse: bool) -> None:
     q, k, v = inputs(device)
@@ -96,9 +102,17 @@ def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, r
     untouched(operator, arguments)
 
 
-@pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"return_lse": True}, {"recipe": Recipe(k="token", smooth_v=False, smooth_q=True)}))
-def test_compiled_whole(device: torch.device, sdpa: Attention, dynamic: bool, options: dict) -> None:
+@pytest.mark.parametrize(
+    "options, dynamic",
+    (
+        ({}, False),
+        ({}, True),
+        ({"is_causal": True}, True),
+        ({"return_lse": True}, False),
+        ({"recipe": Recipe(k="token", smooth_v=False, smooth_q=True)}, True),
+    ),
+)
+def test_compiled_whole(device: torch.device, sdpa: Attention, options: dict, dynamic: bool) -> None:
     """fullgraph=True: no break anywhere from bfloat16 in to bfloat16 out; the same bits as eager, at a second length too."""
     torch._dynamo.reset()
 
