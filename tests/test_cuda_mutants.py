@@ -157,7 +157,7 @@ GENERAL_MUTANTS = {
     "mean of other queries": ("tile/key_facts.h", "tile.head, row) + start", "tile.head, tile.first_row) + start"),
     "means of the next key": ("tile/key_facts.h", "factor[r], pair.y)", "factor[r], pair.x)"),
     "means without the softmax scale": ("tile/key_facts.h", "factor[0] = factor[1] = unit;", "factor[0] = factor[1] = 1.0f;"),
-    "means times the scale twice": ("hopper.cuh", "C.general && p.bias != nullptr ? 1.0f : p.score_scale", "p.score_scale"),
+    "means times the scale twice": ("hopper.cuh", "!C.general || p.bias != nullptr ? 1.0f : p.score_scale", "p.score_scale"),
     "keys' own scales forgotten": ("hopper.cuh", "if (by_key) keys.scale_scores(s, f);", ""),
     "scales of the next key": ("tile/key_facts.h", "*= pair.y;", "*= pair.x;"),
     "scales of other keys": ("tile/key_facts.h", "at + (start + i) * p.k_scale_strides[2]", "at + i * p.k_scale_strides[2]"),

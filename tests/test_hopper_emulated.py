@@ -245,12 +245,12 @@ def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
 
 
 TIMING_MUTANTS = {
-    "keys not waited for": ("64, overlap", "hopper.cuh", "{ ptx::mbarrier_wait(&shared.k_full[at.stage()], at.phase()); };", "{};"),
+    "keys not waited for": ("64, overlap", "hopper.cuh", "{ ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };", "{};"),
     "values not waited for": (
         "64, overlap",
         "hopper.cuh",
-        "ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());\n      float fresh",
-        "float fresh",
+        "ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);\n      const uint64_t v",
+        "const uint64_t v",
     ),
     "scores read while they are made": ("64, overlap", "hopper.cuh", "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);", ""),
     "keys freed while scores are made": (
@@ -264,7 +264,7 @@ TIMING_MUTANTS = {
         "64, overlap",
         "hopper.cuh",
         "meanwhile();\n      ptx::wgmma_wait<PENDING>();",
-        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);\n      meanwhile();\n      ptx::wgmma_wait<PENDING>();\n"
+        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);\n      meanwhile();\n      ptx::wgmma_wait<PENDING>();\n"
         "      if (true) return promote(o, alpha, fresh);",
     ),
     "queries freed while scores are made": (

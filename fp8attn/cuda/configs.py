@@ -122,7 +122,7 @@ class HopperConfig:
         key_facts = self.stages * 4 * KEYS * (1 + self.consumers) if self.general else 0
         added = self.added_slots * self.consumers * 2 * ROWS * KEYS + (1024 if self.added_slots else 0)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
-        facts = 4 * (self.consumers * (2 * self.value_dim + 2 * ROWS) + self.stages)
+        facts = 4 * self.consumers * (2 * self.value_dim + 2 * ROWS) + 8 * self.stages
         tiles, barriers = 32 * 4, 8 * (2 * self.consumers + 4 * self.stages)
         # swizzled boxes start at multiples of 1024
         return q + kv + round_up(128 + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)

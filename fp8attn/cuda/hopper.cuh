@@ -51,7 +51,8 @@ struct Shape {
   static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
   static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;      // of ones; by moves where issue slots aren't what is short
   static_assert(!start_by_product || start == START_STEP);
-  using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, start>, Softmax<C.exact>>;
+  static constexpr int largest = C.general ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
+  using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
   // whether CTAs may share tiles; where registers are scarcest it would spill
   static constexpr bool shares_tail = !visits && !C.int8 && C.consumers < 4;
   static constexpr int handed_over = shares_tail ? C.consumers * sizeof(HandedOver<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
@@ -64,6 +65,11 @@ struct Ones {
 template <class Facts, int STAGES>
 struct OnesAndKeys : Ones {
   Facts keys[STAGES];
+};
+
+// As far from the next stage's as a barrier, so that one address is both's.
+struct alignas(sizeof(uint64_t)) BlockScale {
+  float value;
 };
 
 template <HopperConfig C>
@@ -81,7 +87,7 @@ struct alignas(1024) SharedStorage {
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileFacts<C.value_dim> facts[C.consumers];
   Piece tiles[TILES];  // of this round and the next; consumers may be two rounds apart
-  float k_scale[C.stages];
+  BlockScale k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
@@ -164,11 +170,11 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     Visit visit;
     float next_scale = scale_at(k_scale += (n - begin) * scale_step);
     for (; n < blocks; n = after, ring.advance()) {
-      const int stage = ring.stage();
+      const int stage = ring.stage;
       if constexpr (S::visits) visit = {n, 0, visits.shown(n)};
       after = visits.next(n + 1);
       if (!elected) continue;
-      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
+      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
       if constexpr (S::visits) {
         visit.next = after;
         shared.side.keys[stage].visit = visit;
@@ -176,10 +182,10 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       }
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
-      shared.k_scale[stage] = next_scale;
+      shared.k_scale[stage].value = C.general ? next_scale : next_scale * p.score_scale;
       ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
       if (after < blocks) next_scale = scale_at(k_scale += (after - n) * scale_step);
-      ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase() ^ 1);
+      ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
       ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
       if (!S::visits && after == blocks) write_next_piece<C>(shared, schedule, round);
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
@@ -206,16 +212,16 @@ __device__ void bring_key_facts(const Params& p, SharedStorage<C>& shared) {
     for (int n = visits.first(); n < blocks; ring.advance()) {
       const Visit visit = {n, 0, visits.shown(n)};
       n = visits.next(n + 1);
-      const int stage = ring.stage();
+      const int stage = ring.stage;
       uint64_t* full = &shared.k_full[stage];
-      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase() ^ 1);
+      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
       auto& keys = shared.side.keys[stage];
       if (lane < C.consumers) ptx::mbarrier_expect(full, keys.load(p, tile, visit, lane, full));
       if constexpr (C.general) {
         if (p.k_group == 1) keys.load_scales(p, tile, visit.block * KEYS, full);
       }
       if (lane < C.consumers) shared.added.load(p, tile, visit, lane, added);
-      if (n == blocks) ptx::mbarrier_wait(full, ring.phase());  // then the next tile is known
+      if (n == blocks) ptx::mbarrier_wait(full, ring.phase);  // then the next tile is known
     }
   }
 }
@@ -223,9 +229,9 @@ __device__ void bring_key_facts(const Params& p, SharedStorage<C>& shared) {
 // Where the copy engine brings codes of Q.
 struct NoQueries {};
 
-// Issues Q * K^T for the keys of one stage.
+// Issues Q * K^T for the keys of one stage; `first_keys` are those of the first.
 template <HopperConfig C>
-__device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage) {
+__device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage, uint64_t first_keys) {
   using S = Shape<C>;
   if constexpr (S::start > 0 && !S::start_by_product) {
 #pragma unroll
@@ -239,13 +245,13 @@ __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStor
 #pragma unroll
   for (int i = 0; i < S::panels; ++i) {
     const uint64_t q = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][i]));
-    const uint64_t k = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[stage][i]));
+    const uint64_t k = ptx::operand_of(ptx::operand_of(first_keys, stage, sizeof(shared.k[0])), i, sizeof(shared.k[0][0]));
 #pragma unroll
     for (int step = 0; step < S::panel / 32; ++step) {
       if (S::start == 0 && i == 0 && step == 0)
         S::ScoreProduct::template run<false>(s, q, k);
       else
-        S::ScoreProduct::template run<true>(s, q + 2 * step, k + 2 * step);
+        S::ScoreProduct::template run<true>(s, q + 2 * step, ptx::operand_of(k, step, 32));
     }
   }
   ptx::wgmma_commit();
@@ -288,6 +294,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   typename SharedStorage<C>::Added::Place added;
   auto& facts = shared.facts[consumer];
   Ring<C.stages> ring;
+  // the shuffles keep the compiler from making them again for every block, and tell it that they are the warp's
+  const uint64_t first_keys = __shfl_sync(~0u, ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0][0])), 0);
+  const uint64_t first_values = __shfl_sync(~0u, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])), 0);
   typename S::Score scores[KEYS / 2];
   float alpha[2];
   uint32_t probabilities[KEYS / 32][4];
@@ -336,19 +345,21 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     // what the next softmax step wants to know, found out while its scores are in the making
     float factor[2];
-    bool calm, marked;
+    bool easy, marked;
     const auto prepare = [&](int stage) {
-      const float k_scale = __shfl_sync(~0u, elected ? shared.k_scale[stage] : 0.0f, 0);  // who frees the stage reads it for all
+      const float k_scale = __shfl_sync(~0u, elected ? shared.k_scale[stage].value : 0.0f, 0);  // who frees the stage reads it for all
       marked = C.int8 && k_scale < 0.0f;  // of scales of single keys never
-      const float unit = C.general && p.bias != nullptr ? 1.0f : p.score_scale;  // with a bias it is a factor of sums
+      const float unit = !C.general || p.bias != nullptr ? 1.0f : p.score_scale;  // with a bias it is a factor of sums
       const float key_factor = unit * (by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) factor[r] = score_factor(facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(unit > 0));
-      calm = !C.general && __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
-      softmax.prepare(factor);
+      for (int r = 0; r < 2; ++r) {
+        const float product = facts.row_scale[f.row + 8 * r] * key_factor;
+        factor[r] = C.general ? score_factor(product, !(unit > 0)) : fmaxf(product, 1 / LARGEST_FACTOR);
+      }
+      easy = softmax.prepare(factor);
     };
     const auto free_keys = [&] {
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
     };
     // of a stage's keys, before it is free; if nobody leaves out any it is the block before `after`
     const auto visit_of = [&](int stage, int after) -> Visit {
@@ -360,16 +371,16 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     // the last that a block's scores want of its keys
     const auto hide_masked = [&](float (&s)[KEYS / 2], const Visit& visit) {
       if constexpr (S::visits) {
-        if (visit.hides(consumer)) shared.side.keys[ring.stage()].hide(s, p, consumer, visit.to(consumer) & SHOWS, f);
+        if (visit.hides(consumer)) shared.side.keys[ring.stage].hide(s, p, consumer, visit.to(consumer) & SHOWS, f);
         __syncwarp();
         free_keys();
       }
     };
-    const auto make_probabilities = [&](float (&s)[KEYS / 2], const Visit& visit) {
+    const auto make_probabilities = [&](float (&s)[KEYS / 2], const Visit& visit, bool is_easy) {
       const int n = visit.block;
       if (S::visits && marked) poison_keys(p, share.tile, n * KEYS, s, f);
       if constexpr (C.general) {
-        const auto& keys = shared.side.keys[ring.stage()];
+        const auto& keys = shared.side.keys[ring.stage];
         if (by_key) keys.scale_scores(s, f);
         if (p.bias != nullptr) keys.add_bias(s, factor, score_factor(p.score_scale, true), consumer, f);
         const bool adds = C.added && visit.to(consumer) & ADDS;
@@ -380,72 +391,71 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         } else if (!(p.score_scale > 0)) {
           scale_by_row(factor, s);
         }
-      } else if (!calm) {
-        scale_by_row(factor, s);
       }
       hide_masked(s, visit);
       if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
-      softmax.template step<C.general>(s, factor, probabilities, alpha);
+      softmax.step(s, factor, is_easy, probabilities, alpha);
     };
     // scores of the ring's block, the last before `after`, become probabilities
     const auto attend = [&](int after) {
-      const Visit visit = visit_of(ring.stage(), after);
+      const Visit visit = visit_of(ring.stage, after);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
       if constexpr (!S::visits) free_keys();
       if constexpr (C.int8) {
         float s[KEYS / 2];
-        if (softmax.steady && !(C.masked && marked)) {
+        if (S::start > 0 && easy && !(C.masked && marked)) {
           subnormals_of(scores, s);
           hide_masked(s, visit);
           if (visit.block >= share.whole) hide(s, facts.row_end, visit.block * KEYS, f);
           softmax.step_of_sums(s, factor, probabilities, alpha);
         } else {
           convert(scores, S::start, s);
-          make_probabilities(s, visit);
+          make_probabilities(s, visit, S::start == 0 && easy);
         }
         if (!S::visits && marked) poison_sums(p, share, visit.block, facts.row_end, f, o, o_second);
       } else {
-        make_probabilities(scores, visit);
+        make_probabilities(scores, visit, easy);
       }
     };
     // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it
     const auto add_values = [&]<int PENDING>(std::integral_constant<int, PENDING>, auto&& meanwhile) {
-      ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());
+      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      const uint64_t v = ptx::operand_of(first_values, ring.stage, sizeof(shared.v[0]));
       float fresh[S::first / 2];
-      start_values<S::first>(fresh, probabilities, shared.v[ring.stage()], 0);
+      start_values<S::first>(fresh, probabilities, v);
       meanwhile();
       ptx::wgmma_wait<PENDING>();
       ptx::wgmma_touch(fresh);
       promote(o, alpha, fresh);
       if constexpr (S::second > 0) {
         float fresh_second[S::second / 2];
-        start_values<S::second>(fresh_second, probabilities, shared.v[ring.stage()], S::first);
+        start_values<S::second>(fresh_second, probabilities, ptx::operand_of(v, S::first, KEYS));
         ptx::wgmma_wait<0>();
         ptx::wgmma_touch(fresh_second);
         promote(o_second, alpha, fresh_second);
       }
-      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     };
     constexpr std::integral_constant<int, 0> none;
     constexpr std::integral_constant<int, 1> one;
 
-    const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage()], at.phase()); };
+    const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
 
     if constexpr (!C.half_q) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     wait_for_keys(ring);
-    int after = visit_of(ring.stage(), begin_of<C>(piece) + 1).next;  // the block after the ring's
-    start_scores<C>(scores, shared, consumer, ring.stage());
+    int after = visit_of(ring.stage, begin_of<C>(piece) + 1).next;  // the block after the ring's
+    start_scores<C>(scores, shared, consumer, ring.stage, first_keys);
     if constexpr (C.half_q) load_channels(piece);  // not before the producer has seen that they are there
     ptx::cp_async_wait_but<1>();
     ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
-    prepare(ring.stage());
+    prepare(ring.stage);
     while (after < share.seen) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
         wait_for_keys(next);
-        start_scores<C>(scores, shared, consumer, next.stage());
-        prepare(next.stage());
+        start_scores<C>(scores, shared, consumer, next.stage, first_keys);
+        prepare(next.stage);
       };
       attend(after);
       if constexpr (C.overlap) {
@@ -455,7 +465,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         start_next();
       }
       ring = next;
-      after = visit_of(ring.stage(), after + 1).next;
+      after = visit_of(ring.stage, after + 1).next;
     }
     attend(after);
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
@@ -464,13 +474,13 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const int loaded = loaded_end<C>(visible, share.tile, piece);
     for (; after < loaded; ring.advance()) {  // for later rows of the tile
       wait_for_keys(ring);
-      const Visit visit = visit_of(ring.stage(), after + 1);
+      const Visit visit = visit_of(ring.stage, after + 1);
       after = visit.next;
       shared.added.skip(p, visit, consumer, added);
       __syncwarp();
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage()]);
-      ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.phase());
-      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage()]);
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     }
 
     if constexpr (S::shares_tail) {

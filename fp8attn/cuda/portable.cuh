@@ -232,13 +232,13 @@ __device__ void attend_together(const Params& p, PortableStorage<C>& shared, con
 // A block on its way to the next stage once all have read what was there.
 template <PortableConfig C>
 __device__ void load_when_empty(const Params& p, PortableStorage<C>& shared, Loader<C>& loader, const Ring<PortableShape<C>::slots>& ring) {
-  ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
-  loader.next(p, shared, ring.stage());
+  ptx::mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+  loader.next(p, shared, ring.stage);
   if (p.k_aligned) {
-    ptx::cp_async_arrive(&shared.full[ring.stage()]);
+    ptx::cp_async_arrive(&shared.full[ring.stage]);
   } else {
     ptx::cp_async_wait();
-    ptx::mbarrier_arrive(&shared.full[ring.stage()]);
+    ptx::mbarrier_arrive(&shared.full[ring.stage]);
   }
 }
 
@@ -255,9 +255,9 @@ __device__ void produce(const Params& p, PortableStorage<C>& shared, const Block
       if (n + ahead < blocks.end) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
       ptx::cp_async_commit();
       ptx::cp_async_wait_but<ahead>();
-      ptx::mbarrier_wait(&shared.empty[ring.stage()], ring.phase() ^ 1);
-      dequantize<C>(shared, thread, stage, ring.stage());
-      ptx::mbarrier_arrive(&shared.full[ring.stage()]);
+      ptx::mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
+      dequantize<C>(shared, thread, stage, ring.stage);
+      ptx::mbarrier_arrive(&shared.full[ring.stage]);
       stage = stage == C.stages - 1 ? 0 : stage + 1;
     }
   } else {
@@ -270,9 +270,9 @@ template <PortableConfig C, typename Attention, typename F>
 __device__ void consume(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring,
                         Attention& attention, F&& before) {
   for (int n = blocks.first; n < blocks.end; ++n, ring.advance()) {
-    const int slot = ring.stage();
+    const int slot = ring.stage;
     before(n);
-    ptx::mbarrier_wait(&shared.full[slot], ring.phase());
+    ptx::mbarrier_wait(&shared.full[slot], ring.phase);
     if constexpr (PortableShape<C>::halves)
       attention.attend(p, shared, shared.k_half[slot], shared.v_half[slot], n * C.keys, n < blocks.whole);
     else

@@ -230,8 +230,8 @@ __device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, 
   const Desk& desk = shared.desks[warpgroup];
   float s[KEYS / 2], alpha[2], factor[2];
   uint32_t probabilities[KEYS / 32][4];
-  Softmax<C.exact> softmax;
-  bool calm;
+  Softmax<C.exact, LARGEST_PRODUCT<false> * C.head_dim> softmax;
+  bool easy;
   const auto start = [&](int n) {
     ptx::mbarrier_wait(&shared.k_full[n], 0);
     start_scores<C>(s, q, shared.k[n][0]);
@@ -239,9 +239,8 @@ __device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, 
   const auto prepare = [&](int n) {
     const float key_factor = p.score_scale * __shfl_sync(~0u, k_scale, n);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = score_factor(desk.row_scale[f.row + 8 * r] * key_factor, false);
-    calm = __all_sync(~0u, max(factor[0], factor[1]) < LARGEST_SCORE / (LARGEST_PRODUCT<false> * C.head_dim));
-    softmax.prepare(factor);
+    for (int r = 0; r < 2; ++r) factor[r] = fmaxf(desk.row_scale[f.row + 8 * r] * key_factor, 1 / LARGEST_FACTOR);
+    easy = softmax.prepare(factor);
   };
   start(0);
   prepare(0);
@@ -249,12 +248,11 @@ __device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, 
   for (int n = 0; n < share.seen; ++n) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(s);
-    if (!calm) scale_by_row(factor, s);
     if (n >= share.whole) hide(s, desk.row_end, n * KEYS, f);
-    softmax.template step<false>(s, factor, probabilities, alpha);
+    softmax.step(s, factor, easy, probabilities, alpha);
     ptx::mbarrier_wait(&shared.v_full[n], 0);
     float fresh[ShortShape<C>::width / 2];
-    start_values<ShortShape<C>::width>(fresh, probabilities, shared.v[n], 0);
+    start_values<ShortShape<C>::width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[n])));
     const int next = min(n + 1, share.seen - 1);  // the last block's scores twice: no branch around a wgmma
     start(next);
     prepare(next);

@@ -14,6 +14,11 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return swizzle << 62 | group << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// The one of that number of operands that lie so many bytes apart, a multiple of 16. Addresses stay within a descriptor's lower half, and so does their sum.
+__device__ inline uint64_t operand_of(uint64_t first, uint32_t number, uint32_t bytes) {
+  return first & 0xFFFFFFFF00000000 | uint32_t(uint32_t(first) + number * (bytes / 16));
+}
+
 // Where such an operand has a byte of a row.
 template <int ROW_BYTES>
 __device__ inline int swizzled(int row, int column) {

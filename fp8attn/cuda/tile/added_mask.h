@@ -90,9 +90,9 @@ struct AddedMask {
   __device__ void load(const Params& p, const Tile& tile, const Visit& visit, int consumer, Place& at) {
     if (!p.mask_in_boxes || !(visit.to(consumer) & ADDS)) return;
     const int batch = min(tile.batch, p.mask_batches - 1), head = min(tile.head, p.mask_heads - 1), row = tile.first_row + consumer * ROWS;
-    AddedTile& to = tiles[consumer][at.stage()];
-    uint64_t* barrier = &full[consumer][at.stage()];
-    ptx::mbarrier_wait(&empty[consumer][at.stage()], at.phase() ^ 1);
+    AddedTile& to = tiles[consumer][at.stage];
+    uint64_t* barrier = &full[consumer][at.stage];
+    ptx::mbarrier_wait(&empty[consumer][at.stage], at.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < KEYS / SLOT_KEYS; ++i) ptx::tma_load(to.bytes[i], p.mask_map, barrier, 2 * (visit.block * KEYS + i * SLOT_KEYS), row, head, batch);
     ptx::mbarrier_expect(barrier, sizeof(AddedTile));
@@ -102,7 +102,7 @@ struct AddedMask {
   // A warpgroup, at a block whose scores nobody wants: frees what came of it.
   __device__ void skip(const Params& p, const Visit& visit, int consumer, Place& at) {
     if (p.mask_in_boxes && visit.to(consumer) & ADDS) {
-      ptx::mbarrier_wait(&full[consumer][at.stage()], at.phase());
+      ptx::mbarrier_wait(&full[consumer][at.stage], at.phase);
       free(consumer, at);
     }
   }
@@ -111,18 +111,18 @@ struct AddedMask {
   template <int N>
   __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Place& at, Fragment f) {
     if (!p.mask_in_boxes) return add_from_memory(s, factor, p, tile, tile.first_row + consumer * ROWS, block * KEYS, f);
-    ptx::mbarrier_wait(&full[consumer][at.stage()], at.phase());
+    ptx::mbarrier_wait(&full[consumer][at.stage], at.phase);
     if (p.mask_type == 1 + int(OutType::bf16))
-      add_tile<__nv_bfloat16>(s, factor, tiles[consumer][at.stage()]);
+      add_tile<__nv_bfloat16>(s, factor, tiles[consumer][at.stage]);
     else
-      add_tile<__half>(s, factor, tiles[consumer][at.stage()]);
+      add_tile<__half>(s, factor, tiles[consumer][at.stage]);
     free(consumer, at);
   }
 
  private:
   __device__ void free(int consumer, Place& at) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[consumer][at.stage()]);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[consumer][at.stage]);
     at.advance();
   }
 };

@@ -10,14 +10,13 @@ namespace fp8attn {
 
 constexpr int ONES = 8;  // channels of ones behind V's
 
-// Issues P * V into a fresh accumulator, for the channels from `channel` on.
+// Issues P * V into a fresh accumulator, for so many channels: rows of KEYS bytes each.
 template <int CHANNELS>
-__device__ void start_values(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], const uint8_t* v, int channel) {
-  const uint64_t operand = ptx::wgmma_descriptor<KEYS>(ptx::shared_address(v + channel * KEYS));
+__device__ void start_values(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {
   ptx::wgmma_fence();
-  ptx::Wgmma<CHANNELS>::template run<false>(fresh, p[0], operand);
+  ptx::Wgmma<CHANNELS>::template run<false>(fresh, p[0], v);
 #pragma unroll
-  for (int step = 1; step < KEYS / 32; ++step) ptx::Wgmma<CHANNELS>::template run<true>(fresh, p[step], operand + 2 * step);
+  for (int step = 1; step < KEYS / 32; ++step) ptx::Wgmma<CHANNELS>::template run<true>(fresh, p[step], v + 2 * step);
   ptx::wgmma_commit();
 }
 

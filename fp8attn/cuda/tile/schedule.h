@@ -50,13 +50,13 @@ struct Schedule {
 // A place in the ring of shared-memory stages, which barriers go round in two phases.
 template <int STAGES>
 struct Ring {
-  int at = 0;
+  int stage = 0;
+  uint32_t phase = 0;
 
-  __device__ int stage() const { return at < STAGES ? at : at - STAGES; }
-
-  __device__ uint32_t phase() const { return at >= STAGES; }
-
-  __device__ Ring next() const { return {at == 2 * STAGES - 1 ? 0 : at + 1}; }
+  __device__ Ring next() const {
+    const bool last = stage == STAGES - 1;
+    return {last ? 0 : stage + 1, phase ^ last};
+  }
 
   __device__ void advance() { *this = next(); }
 };

@@ -19,9 +19,9 @@ constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by 
 
 // Of a product of a number of Q and one of K.
 template <bool INT8>
-constexpr float LARGEST_PRODUCT = INT8 ? 128.0f * 128.0f : E4M3_MAX * E4M3_MAX;
+constexpr int LARGEST_PRODUCT = INT8 ? 128 * 128 : 448 * 448;
 
-// A product of scales, kept where its product with any score of e4m3 is finite.
+// A product of scales, kept where its product with any sum of codes is finite, and isn't NaN where that is -inf.
 __device__ inline float score_factor(float product, bool either_sign) {
   return fmaxf(fminf(product, LARGEST_FACTOR), either_sign ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
 }
@@ -116,24 +116,33 @@ __device__ auto& row_sum(First& o, Second& o_second, int r) {
     return o[first - 4 + 2 * r];
 }
 
-template <int EXACT>
+// Sums of codes, over their factors, are LARGEST at most, or any if that is 0.
+template <int EXACT, int LARGEST>
 struct Softmax {
   float m[2] = {NOTHING, NOTHING};  // what P is relative to
-  bool low = false;                 // all of the warp's m are from 0 up and below FALL: each may fall to 0
 
-  // To be called before a step. Floats from 0 up compare as integers, and as unsigned ones below those that are negative.
-  __device__ void prepare(const float (&)[2]) { low = __all_sync(~0u, max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL)); }
+  // Whether the next step is an easy one: each of the warp's m may fall to 0, and its scores are calm. Floats from 0 up compare as integers, and as
+  // unsigned ones below those that are negative.
+  __device__ bool prepare(const float (&factor)[2]) const {
+    const bool low = max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL);
+    return __all_sync(~0u, low & (LARGEST == 0 || is_calm(factor)));
+  }
 
-  // From scores over `factor` to an operand `p` of P * V, and to what sums so far are to be multiplied with. Where a score may be
-  // above LARGEST_SCORE, `factor` must be 1 unless ANY_SCORE: a rounded maximum and unrounded products would differ by more than codes can take.
-  template <bool ANY_SCORE, int N>
-  __device__ void step(float (&s)[N], float (&factor)[2], uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
+  // From sums, which are scores over `factor`, to an operand `p` of P * V, and to what sums so far are to be multiplied with. Factors are no less than
+  // 1 / LARGEST_FACTOR where LARGEST isn't 0.
+  template <int N>
+  __device__ void step(float (&s)[N], float (&factor)[2], bool easy, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
     float m_new[2];
-    if (low) {
+    if (easy) {
       // an instruction takes two new integers, but one new float
 #pragma unroll
       for (int r = 0; r < 2; ++r) m_new[r] = __int_as_float(largest_bits<true>(s, r)) * factor[r];
     } else {
+      if (LARGEST > 0 && !__all_sync(~0u, is_calm(factor))) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) factor[r] = fminf(factor[r], LARGEST_FACTOR);
+        scale_by_row(factor, s);
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float largest = s[2 * r];
@@ -144,13 +153,17 @@ struct Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) alpha[r] = follow(m[r], m_new[r]);
-    if (ANY_SCORE && __any_sync(~0u, fmaxf(fabsf(m[0]), fabsf(m[1])) >= LARGEST_SCORE)) scale_by_row(factor, s);  // m is what comes of its largest, too
+    if (LARGEST == 0 && __any_sync(~0u, fmaxf(fabsf(m[0]), fabsf(m[1])) >= LARGEST_SCORE)) scale_by_row(factor, s);  // m is what comes of its largest, too
     const ExactRow exact[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
     const DirectRow direct[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
     write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
 
  protected:
+  // Whether scores are below LARGEST_SCORE. Else their sums are multiplied first: a rounded maximum and unrounded products would differ by more than
+  // codes can take.
+  __device__ static bool is_calm(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST; }
+
   // Of a thread's row r, compared as integers; OR_ZERO: 0 if all are negative.
   template <bool OR_ZERO, int N>
   __device__ static int largest_bits(const float (&s)[N], int r) {

@@ -46,15 +46,14 @@ __device__ void convert(const int32_t (&sums)[N], int start, float (&s)[N]) {
 }
 
 // BEGIN: where sums start, or 0: they may be negative, and are never steady.
-template <int EXACT, int BEGIN>
-struct SubnormalSoftmax : Softmax<EXACT> {
-  using Softmax<EXACT>::m;
-  bool steady;  // whether the next step is of sums
+template <int EXACT, int LARGEST, int BEGIN>
+struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
+  using Softmax<EXACT, LARGEST>::m;
 
-  // As of Softmax.
-  __device__ void prepare(const float (&factor)[2]) {
-    steady = BEGIN > 0 && __all_sync(~0u, max(factor[0], factor[1]) < STEADY_MOST && min(factor[0], factor[1]) >= STEADY_LEAST);
-    if (BEGIN == 0) Softmax<EXACT>::prepare(factor);
+  // Whether the next step is of sums; or as of Softmax, where none is.
+  __device__ bool prepare(const float (&factor)[2]) const {
+    if (BEGIN == 0) return Softmax<EXACT, LARGEST>::prepare(factor);
+    return __all_sync(~0u, max(factor[0], factor[1]) < STEADY_MOST & min(factor[0], factor[1]) >= STEADY_LEAST);
   }
 
   // As a step, from subnormals; those of hidden keys are -inf.
