@@ -289,7 +289,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   using S = Shape<C>;
   const Visible visible(p);
   const Fragment f = Fragment::mine();
-  const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read
+  const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read, or if all its threads have read facts of keys, each of them
   const bool by_key = C.general && p.k_group == 1;
   typename SharedStorage<C>::Added::Place added;
   auto& facts = shared.facts[consumer];
@@ -359,7 +359,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       easy = softmax.prepare(factor);
     };
     const auto free_keys = [&] {
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+      if (S::visits || elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
     };
     // of a stage's keys, before it is free; if nobody leaves out any it is the block before `after`
     const auto visit_of = [&](int stage, int after) -> Visit {
@@ -372,7 +372,6 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const auto hide_masked = [&](float (&s)[KEYS / 2], const Visit& visit) {
       if constexpr (S::visits) {
         if (visit.hides(consumer)) shared.side.keys[ring.stage].hide(s, p, consumer, visit.to(consumer) & SHOWS, f);
-        __syncwarp();
         free_keys();
       }
     };
@@ -477,8 +476,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       const Visit visit = visit_of(ring.stage, after + 1);
       after = visit.next;
       shared.added.skip(p, visit, consumer, added);
-      __syncwarp();
-      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+      if (S::visits || elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
       ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     }
@@ -532,7 +530,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.k_full[stage], Shape<C>::visits ? 1 + C.consumers + (p.k_group == 1 ? 32 : 0) : 1);
       ptx::mbarrier_init(&shared.v_full[stage], 1);
-      ptx::mbarrier_init(&shared.k_empty[stage], 4 * C.consumers);
+      ptx::mbarrier_init(&shared.k_empty[stage], (Shape<C>::visits ? 128 : 4) * C.consumers);
       ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
     }
     ptx::fence_barrier_init();
