@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        k = k * (1 + self.bias * (torch.arange(32, device=x.device) < 2))
+        k = k + self.bias * (torch.arange(32, device=x.device) < 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if twice:
             out = out + F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device))
@@ -72,8 +72,8 @@ def test_cheapest_recipe_within_the_tolerance(device: torch.device) -> None:
     for name, layer in found.layers.items():
         good = [recipe for recipe, error in zip(recipes, worst[name], strict=True) if error <= 0.07]
         assert layer.within == bool(good) and layer.recipe == (good[0] if good else recipes[worst[name].index(min(worst[name]))])
-    # the layers aren't alike: large channels need more than the small ones
-    assert worst["2"][0] > worst["0"][0]
+    # the layers aren't alike: one needs its keys' mean taken away
+    assert worst["2"][0] > 1.5 * worst["2"][1] and worst["0"][0] < 1.5 * worst["0"][1]
     strict = calibrate(calls, tolerance=1e-4, recipes=recipes[:1])
     assert not any(layer.within for layer in strict.layers.values())
     assert calibrate(calls, tolerance=10.0, recipes=recipes[:1]).recipe_for("2") == recipes[0]

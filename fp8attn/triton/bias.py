@@ -18,7 +18,7 @@ from ..call import HALVES
 from ..device import Device
 from ..recipe import BIAS_ALIGNMENT, Quantized
 from .launch import ceil_div, launch
-from .quantize import begin, load_tile, load_vector, power_of_2, unrotated
+from .quantize import begin, load_tile, load_vector, power_of_2, sum_lanes, unrotated
 from .tile import is_finite
 
 TILES = {64: (64, 64), 128: (32, 32), 256: (16, 16)}
@@ -53,7 +53,8 @@ def bias_kernel(
     mean = load_tile(means + pair * rows * DIM, row, DIM, rows, DIM, WIDTH, True, False)
     of_mean = tl.zeros([ROWS], tl.float32)
     if k_mean is not None:
-        of_mean = tl.sum(mean * load_vector(k_mean + pair * DIM, 1, 0.0, DIM, WIDTH)[None, :], 1)
+        # in an order of its own: tl.sum's follows the registers that the compiler chooses, by how k's rows lie
+        of_mean = sum_lanes(tl.trans(mean * load_vector(k_mean + pair * DIM, 1, 0.0, DIM, WIDTH)[None, :]))
     if PART > 0:
         mean = unrotated(mean, PART)
     mean_high = high(mean)
