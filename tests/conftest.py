@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import subprocess
@@ -176,12 +177,21 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     RECORD.write_text(json.dumps(recorded(before, facts, f"{PART}/{PARTS}", counts), indent=2) + "\n")
 
 
+def residues(part: str, modulus: int) -> set[int]:
+    """Which tests a part is of, by their number modulo a multiple of its denominator."""
+    first, step = (int(x) for x in part.split("/"))
+    return set(range(first - 1, modulus, step))
+
+
 def recorded(before: dict[str, Any], facts: dict[str, Any], part: str, counts: dict[str, int]) -> dict[str, Any]:
-    """A record with one more part: beside those of the record before if that is of the same facts and as many parts, and what they count together."""
-    of = part.split("/")[1]
-    parts = {name: one for name, one in before.get("parts", {}).items() if name.split("/")[1] == of}
-    if any(before.get(name) != fact for name, fact in facts.items()):
-        parts = {}
+    """A record with one more part: beside those of the record before that are of other tests, if they are of the same facts, and what they count
+    together."""
+    parts = {}
+    if all(before.get(name) == fact for name, fact in facts.items()):
+        for name, one in before.get("parts", {}).items():
+            modulus = math.lcm(*(int(x.split("/")[1]) for x in (name, part)))
+            if residues(name, modulus).isdisjoint(residues(part, modulus)):
+                parts[name] = one
     parts[part] = counts
     total = {name: sum(one[name] for one in parts.values()) for name in counts}
     return {**facts, "date": time.strftime("%Y-%m-%d", time.gmtime()), **total, "parts": dict(sorted(parts.items()))}
