@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -235,6 +236,19 @@ def sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Ge
     return q + common, k, v
 
 
+def recent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
+    """Four pairs of channels turn with the token's position, as rotary embeddings make them (arXiv:2104.09864), by a period of 512 tokens and of 4,
+    16 and 64 times as many: scores of a query are up to 12 higher with keys near it. Layers of language models look back so."""
+    q, k = q.clone(), k.clone()
+    for x, first in ((q, k.shape[2] - q.shape[2]), (k, 0)):
+        token = torch.arange(first, first + x.shape[2], device=x.device, dtype=torch.float64)
+        for pair in range(4):
+            angle = token * (2 * math.pi / (512 * 4**pair))
+            size = math.sqrt(3 * x.shape[3] ** 0.5)
+            x[..., 2 * pair], x[..., 2 * pair + 1] = size * angle.cos().float(), size * angle.sin().float()
+    return q, k, v
+
+
 def heavy_tails(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
     """Student's t with three degrees of freedom, over its standard deviation."""
 
@@ -265,6 +279,7 @@ DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tor
     "query-bias": query_bias,
     "both-biased": both_biased,
     "sinks": sinks,
+    "recent": recent,
     "heavy-tails": heavy_tails,
     "one-hot": one_hot,
     "constant": constant,

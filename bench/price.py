@@ -83,7 +83,9 @@ def plan_of(plan: fp8attn.Plan) -> str:
 
 
 def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]]:
-    """A recipe's runs by part, but the whole, which `answer` has."""
+    """A recipe's runs by part, but the whole, which `answer` has. One that keeps keys has no other."""
+    if recipe.keeps_keys:
+        return {}
     sets, options = problem.sets, problem.case.options | {"recipe": recipe, "out_dtype": torch.bfloat16}
     operands = [fp8attn.quantize(*tensors, recipe=recipe) for tensors in sets]
     return {

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 import fp8attn
-from fp8attn import Quantized, Recipe, reference
+from fp8attn import Quantized, Recipe, hybrid, reference
 from fp8attn.quantize import quantize, values_layout
 from fp8attn.recipe import SCALE_BLOCK, ComputeType
 
@@ -32,6 +32,8 @@ RECIPES = {
     "int8": fp8attn.PRECISE,
     "int8 rotated": ROTATED_INT8,
     "int8, Q smoothed": Recipe(qk="int8", smooth_q=True),
+    "recent 128": Recipe(recent=128),
+    "sinks 128, recent 256": Recipe(sinks=128, recent=256),
     "per tensor": PLAIN,
 }
 """Beside the default."""
@@ -63,6 +65,9 @@ def by_oracle(quantized: Callable[..., Operands], bits: int | None, exact: int |
 
 def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Problem) -> Attention:
     """The same on what quantization is by definition."""
+    if recipe.keeps_keys:
+        causal: reference.Causal = "top_left" if problem.case.causal else "none"
+        return lambda i: hybrid.modelled(*problem.sets[i % len(problem.sets)], recipe, causal=causal, exact=exact)[0].to(torch.bfloat16)
     return by_oracle(lambda q, k, v: cast(Operands, quantize(q, k, v, recipe)), bits, exact, problem, recipe.compute)
 
 

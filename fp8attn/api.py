@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from . import eager, ops, reference, rotation
+from . import eager, hybrid, ops, reference, rotation
 from .call import GROUPS, Call
 from .cuda import build, configs, early, short
 from .cuda.configs import HopperConfig
@@ -23,6 +23,8 @@ from .validate import (
     as_stored,
     check_bias,
     check_causal,
+    check_keeps_none,
+    check_kept,
     check_operand,
     check_options,
     check_recipe,
@@ -127,6 +129,7 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
         raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
     if query is None and key is None:
         raise ValueError("query, key and value are None; at least query, or key and value, must be tensors")
+    check_keeps_none(recipe)
     if query is not None and key is None and recipe.smooth_q:
         raise ValueError("key is None and recipe.smooth_q is True; key and value must be given, or query to sdpa as it is, beside quantized ones")
     if key is not None:
@@ -244,6 +247,7 @@ def _prepare(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
 ) -> _Prepared:
     causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
+    check_keeps_none(recipe)
     if out_dtype is None:
         out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_stored(query) else query.dtype
     query, key, value = _imported(query, key, value, q_scale, k_scale, v_scale)
@@ -348,6 +352,11 @@ def sdpa(
     check_recipe(recipe)
     check_operand("query", query, "rows")
     chosen = choose_backend(backend, query.device)
+    if recipe.keeps_keys:
+        causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
+        kept = check_kept(query, key, value, attn_mask, recipe)
+        if chosen != "reference":
+            return _with_half_keys(*kept, causal, scale, recipe, out_dtype or kept[0].dtype, return_lse, chosen)
     if chosen == "reference":
         return reference_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
@@ -356,9 +365,8 @@ def sdpa(
     plain = _plain(query, key, value, attn_mask, scale=scale, recipe=recipe, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if chosen != "triton" and plain is not None:
         causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
-        whole = {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
         q, k, v, softmax_scale, qk, _ = plain
-        out, lse, k_mean = whole(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse, attn_mask)
+        out, lse, k_mean = _from_half(chosen)(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse, attn_mask)
         if options is not None:
             eager.remember_from_half(q, k, v, attn_mask, options, softmax_scale, qk, causal, out)
         if not return_lse:
@@ -374,9 +382,8 @@ def sdpa(
         repeated = eager.repeat(*operands, attn_mask, options)
         if repeated is not None:
             return repeated
-    forward = {"triton": ops.library_ops.triton_forward, "cuda": ops.library_ops.cuda_forward, "auto": ops.library_ops.auto_forward}[chosen]
     arguments = _operator_arguments(prepared, return_lse)
-    out, lse = forward(*arguments)
+    out, lse = _forward(chosen)(*arguments)
     if options is not None and chosen != "triton":
         eager.remember(*operands, attn_mask, options, arguments, chosen == "auto", out)
     if not return_lse:
@@ -389,6 +396,36 @@ def sdpa(
             source = dequantize(prepared.query)
         lse = lse + reference.smoothing_shift(source, prepared.key.mean, prepared.softmax_scale)
     return out, lse
+
+
+def _forward(chosen: str):
+    """A backend's operator of attention to what is quantized."""
+    return {"triton": ops.library_ops.triton_forward, "cuda": ops.library_ops.cuda_forward, "auto": ops.library_ops.auto_forward}[chosen]
+
+
+def _from_half(chosen: str):
+    """The operator that quantizes, too."""
+    return {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
+
+
+def _with_half_keys(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: Causal, scale: float | None, recipe: Recipe, out_dtype: torch.dtype,
+    return_lse: bool, chosen: str,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`sdpa` by a recipe that keeps keys."""
+    others, softmax_scale = recipe.of_others, query.shape[3] ** -0.5 if scale is None else float(scale)
+
+    def to_others(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal) -> hybrid.Others:
+        if chosen != "triton" and _plain(q, k, v, recipe=others) is not None:
+            return _from_half(chosen)(q, k, v, softmax_scale, others.qk, causal, out_dtype, True)
+        q8, k8, v8 = _quantize(q, k, v, others)
+        assert q8 is not None and k8 is not None and v8 is not None
+        prepared = _Prepared(q8, k8, v8, None, causal, softmax_scale, out_dtype, others)
+        return *_forward(chosen)(*_operator_arguments(prepared, True)), prepared.key.mean
+
+    rotated = rotation.part_of(query.shape[3], recipe.rotate)
+    out, lse = hybrid.attend(query, key, value, causal, softmax_scale, recipe, out_dtype, return_lse, to_others, rotated)
+    return (out, lse) if return_lse else out
 
 
 def _plain(
@@ -480,6 +517,8 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen == "reference":
         missing = [x for x in (cuda_missing(device), triton_missing(device)) if x is not None]
         return Plan("reference", "attention", None, "float32", tuple(because + missing))
+    if kwargs.get("recipe", DEFAULT_RECIPE).keeps_keys:
+        return _explain_half_keys(query, key, value, *args, backend=backend, **kwargs)
     properties = device_of(device)
     plain = _plain(query, key, value, *args, **kwargs)
     if chosen != "triton" and plain is not None and ops.why_not_one_launch(*plain) is None:
@@ -508,3 +547,19 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
         because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
     kernel = "portable" if reason else "hopper"
     return Plan("triton", kernel, run.choose(call, properties), scores + compute, tuple(because + ([reason] if reason else [])))
+
+
+def _explain_half_keys(query: Operand, key: Operand, value: Operand, *args, recipe: Recipe, backend: Backend, **kwargs) -> Plan:
+    """`explain` for a recipe that keeps keys: of attention to the others."""
+    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    kwargs |= dict(zip(names, args, strict=False))
+    q, k, v = check_kept(query, key, value, kwargs.get("attn_mask"), recipe)
+    causal = check_causal(kwargs.pop("is_causal", False), kwargs.pop("causal_alignment", "top_left"))
+    kept = f"{recipe.sinks} first keys and {recipe.recent} last ones in half precision, by Triton"
+    rows, part_causal = next(hybrid.parts(q.shape[2], k.shape[2], causal))
+    keys, others_causal = hybrid.other_keys(q[:, :, rows].shape[2], k.shape[2], part_causal, recipe)
+    if keys.start >= keys.stop:
+        return Plan("triton", "half_keys", None, "half", (f"backend={backend!r} on {q.device}", kept, "there are no others"))
+    masked = {"is_causal": others_causal != "none", "causal_alignment": "bottom_right"}
+    others = explain(q[:, :, rows], k[:, :, keys], v[:, :, keys], backend=backend, recipe=recipe.of_others, **kwargs, **masked)
+    return replace(others, because=(*others.because, kept))

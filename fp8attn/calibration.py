@@ -23,10 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from . import reference
+from . import hybrid, reference
 from .api import quantize, sdpa
 from .quantize import dequantize
 from .recipe import PRECISE, QUERY_GROUP, SCALE_BLOCK, Quantized, Recipe
+from .validate import Operand, check_kept
 
 CANDIDATES = (
     Recipe(),
@@ -223,9 +224,13 @@ Operands = tuple[Quantized, Quantized, Quantized]
 
 def _answer(call: AttentionCall, operands: Operands, recipe: Recipe) -> torch.Tensor:
     """What fp8attn gives, float32: by its kernels, on a CPU by the oracle that models them."""
+    if recipe.keeps_keys and not call.query.is_cuda:
+        kept = check_kept(call.query, call.key, call.value, call.attn_mask, recipe)
+        return hybrid.modelled(*kept, recipe, causal=call.causal, softmax_scale=call.scale)[0]
     if call.query.is_cuda:
+        given: tuple[Operand, Operand, Operand] = (call.query, call.key, call.value) if recipe.keeps_keys else operands
         out = sdpa(
-            *operands, call.attn_mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
+            *given, call.attn_mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
             recipe=recipe, out_dtype=torch.float32,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
@@ -233,34 +238,42 @@ def _answer(call: AttentionCall, operands: Operands, recipe: Recipe) -> torch.Te
     return reference.pipeline(*operands, call.mask, block_n=SCALE_BLOCK, causal=call.causal, softmax_scale=call.scale, compute=recipe.compute)[0]
 
 
-def _probabilities(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """(B, Hq, len(rows), Sk), float32; of rows that see nothing, zeros. `bias`: Quantized's."""
+def _scores(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(B, Hq, len(rows), Sk), float32, without masks. `bias`: Quantized's."""
     scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
     k = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q[:, :, rows].float() @ k.transpose(-2, -1)
     if bias is not None:
         scores = scores + bias[:, :, rows // QUERY_GROUP, : k.shape[2]]
-    scores = scores * scale
+    return scores * scale
+
+
+def _probabilities(call: AttentionCall, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Of such scores; of rows that see nothing, zeros."""
     mask = None if call.mask is None else call.mask[:, :, rows]
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.float()
-    keys = torch.arange(k.shape[2], device=q.device)
-    hidden = reference.hidden_keys(mask, call.causal, rows, keys, q.shape[2], k.shape[2])
+    keys = torch.arange(call.key.shape[2], device=scores.device)
+    hidden = reference.hidden_keys(mask, call.causal, rows, keys, call.query.shape[2], call.key.shape[2])
     return scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(nan=0.0)
 
 
-def _attention_mass(call: AttentionCall, q: Quantized, k: Quantized) -> torch.Tensor:
+def _attention_mass(call: AttentionCall, q: Quantized, k: Quantized, recipe: Recipe) -> torch.Tensor:
     """HeadErrors.attention_mass, (B, Hq)."""
     length = call.query.shape[2]
     rows = torch.linspace(0, length - 1, min(length, MASS_ROWS), device=call.query.device).round().long()
-    exact = _probabilities(call, call.query, call.key, rows)
-    approximate = _probabilities(call, dequantize(replace(q, mean=None)), dequantize(k), rows, q.bias)
-    return (approximate - exact).abs().sum(-1).mean(-1) / 2
+    exact = _scores(call, call.query, call.key, rows)
+    approximate = _scores(call, dequantize(replace(q, mean=None)), dequantize(k), rows, q.bias)
+    if recipe.keeps_keys:
+        keys = torch.arange(call.key.shape[2], device=rows.device)
+        kept = reference.kept_keys(rows, keys, call.causal, length, len(keys), recipe.sinks, recipe.recent)
+        approximate = torch.where(kept, exact, approximate)
+    return (_probabilities(call, approximate, rows) - _probabilities(call, exact, rows)).abs().sum(-1).mean(-1) / 2
 
 
 def _errors(call: AttentionCall, recipe: Recipe, expected: torch.Tensor) -> HeadErrors:
     """Of one call; `expected` (B, Hq, Sq, Dv) is exact."""
-    operands = quantize(call.query, call.key, call.value, recipe=recipe)
+    operands = quantize(call.query, call.key, call.value, recipe=recipe.of_others)
     out = _answer(call, operands, recipe).double().flatten(2)
     exact = expected.double().flatten(2)
     error = out - exact
@@ -273,7 +286,7 @@ def _errors(call: AttentionCall, recipe: Recipe, expected: torch.Tensor) -> Head
     def heads(x: torch.Tensor) -> tuple[float, ...]:
         return tuple(x.nan_to_num(nan=math.inf).tolist())
 
-    mass = _attention_mass(call, operands[0], operands[1])
+    mass = _attention_mass(call, operands[0], operands[1], recipe)
     return HeadErrors(heads(l2.amax(0)), heads(l1.amax(0)), tuple(sqnr.amin(0).tolist()), tuple(cosine.amin(0).tolist()), heads(mass.amax(0)))
 
 
@@ -297,7 +310,7 @@ def calibrate(calls: Sequence[AttentionCall], *, tolerance: float = 0.06, recipe
         recipes: from the cheapest on.
 
     Raises:
-        ValueError: calls or recipes are empty, or the tolerance isn't positive.
+        ValueError: calls or recipes are empty, or the tolerance isn't positive; a recipe keeps keys and a call has a mask.
     """
     if not calls or not recipes:
         raise ValueError(f"{'recipes' if calls else 'calls'} is empty; there must be one at least")

@@ -22,10 +22,11 @@ from .cuda.build import BuildError
 from .device import Device, device_of
 from .layout import padded_length
 from .recipe import AT_ONCE, BIAS_ALIGNMENT, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe, Rotation
-from .reference import Causal
+from .reference import Causal, causal_offset
 from .triton import quantize as fused
 from .triton import run
 from .triton.bias import with_bias
+from .triton.half_keys import half_keys
 from .triton.tile import INTERPRETING
 from .validate import BackendUnavailable
 
@@ -273,6 +274,29 @@ for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by
         forward_by(_backend),
         _fake_forward,
     )
+
+
+def _half_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
+    rotated: int, sinks: int, recent: int, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    offset = causal_offset(causal, q.shape[2], k.shape[2])
+    with current(q.device):
+        return half_keys(
+            q, k, v, others, others_lse, k_mean, rotated, sinks, recent, softmax_scale, offset, out_dtype, return_lse, device_of(q.device)
+        )  # fmt: skip
+
+
+def _fake_half_keys(q, k, v, others, others_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse):
+    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
+
+
+register(
+    "half_keys(Tensor q, Tensor k, Tensor v, Tensor? others, Tensor? others_lse, Tensor? k_mean, int rotated, int sinks, int recent,"
+    " float softmax_scale, str causal, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
+    _half_keys,
+    _fake_half_keys,
+)
 
 
 def why_not_one_launch(

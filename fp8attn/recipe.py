@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -37,6 +37,9 @@ QUERY_GROUP = 64
 BIAS_ALIGNMENT = 4
 """Rows of what these means add to scores start at multiples of so many float32."""
 
+KEPT_KEYS = tuple(range(0, 1025, SCALE_BLOCK))
+"""How many keys of each end a recipe may keep in half precision."""
+
 ROW_ALIGNMENT = 16
 """Rows of quantized q and k start at multiples of this many bytes, which is what TMA asks for."""
 
@@ -64,6 +67,10 @@ class Recipe:
         qk: what Q and K are stored and multiplied as. `int8` has uniform steps: of a row like N(0, 1) a third of e4m3's rounding error, and exact
             products (SageAttention 2, arXiv:2411.10958). P and V stay e4m3.
         compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel, all but int8.
+        sinks, recent: the first keys, and of every query the last ones that it sees, so many of each, stay what they were and are attended to in
+            half precision, all others as above: for layers that look back a little way, or at sinks. Multiples of 128 up to 1024. Of keys, values
+            and queries that aren't quantized yet, without attn_mask (StreamingLLM's sinks and window, arXiv:2309.17453; KIVI's residual,
+            arXiv:2402.02750).
         two_level: accumulate P·V of every key block in a fresh accumulator that is added to the running float32 output
             outside the tensor core. `None` means: where the hardware's FP8 accumulators are shorter than float32.
 
@@ -83,6 +90,8 @@ class Recipe:
     qk: ProductType = "e4m3"
     compute: ComputeType = "e4m3"
     two_level: bool | None = None
+    sinks: int = 0
+    recent: int = 0
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple] = {
@@ -96,12 +105,24 @@ class Recipe:
             "qk": get_args(ProductType),
             "compute": get_args(ComputeType),
             "two_level": (None, False, True),
+            "sinks": KEPT_KEYS,
+            "recent": KEPT_KEYS,
         }
         for field in fields(self):
             value = getattr(self, field.name)
             # True == 1 and 16.0 == 16
             if not any((isinstance(a, str) or type(value) is type(a)) and value == a for a in allowed[field.name]):
                 raise ValueError(f"Recipe.{field.name} is {value!r}; it must be one of {allowed[field.name]}")
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether some keys stay in half precision."""
+        return self.sinks > 0 or self.recent > 0
+
+    @property
+    def of_others(self) -> Recipe:
+        """What becomes of all other keys."""
+        return replace(self, sinks=0, recent=0)
 
 
 DEFAULT_RECIPE = Recipe()

@@ -248,6 +248,33 @@ def pipeline(
     return out, lse
 
 
+def kept_keys(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_length: int, kv_length: int, sinks: int, recent: int) -> torch.Tensor:
+    """bool (len(rows), len(keys)): the keys of a row that Recipe(sinks=..., recent=...) keeps in half precision."""
+    last = (rows + causal_offset(causal, q_length, kv_length)).clamp(max=kv_length - 1).unsqueeze(-1)
+    return (keys <= last) & ((keys < sinks) | (keys > last - recent))
+
+
+def with_half_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, *,
+    sinks: int, recent: int, causal: Causal = "none", softmax_scale: float | None = None, dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of (B, H, S, D) tensors to the keys that a recipe keeps in half precision, exact, and to `others`, of which it is given.
+
+    Args:
+        others: (B, Hq, Sq, Dv), attention to all other keys; None where there are none.
+        others_lse: (B, Hq, Sq), its natural-log LSE, of scores of K as it was.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible keys.
+    """
+    rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    kept = kept_keys(rows, keys, causal, q.shape[2], k.shape[2], sinks, recent).expand(1, 1, -1, -1)
+    out, lse = attention(q, k, v, kept, softmax_scale=softmax_scale, dtype=dtype)
+    if others is None or others_lse is None:
+        return out, lse
+    return combine(torch.stack((out, others.to(dtype))), torch.stack((lse, others_lse.to(dtype))))
+
+
 def smoothing_shift(q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float) -> torch.Tensor:
     """What K's mean, (B, Hkv, D), adds to every score of a row of q, (B, Hq, Sq, D): float32 (B, Hq, Sq).
 

@@ -129,6 +129,32 @@ def check_recipe(recipe: Recipe) -> None:
         raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a fp8attn.Recipe")
 
 
+def _kept_by(recipe: Recipe) -> str:
+    return f"recipe keeps keys (sinks={recipe.sinks}, recent={recipe.recent})"
+
+
+def check_keeps_none(recipe: Recipe) -> None:
+    """For what is quantized as a whole."""
+    if recipe.keeps_keys:
+        raise ValueError(f"{_kept_by(recipe)}; it must keep none: such recipes are sdpa's, of query, key and value as they are")
+
+
+def check_kept(
+    query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands, if a recipe can keep some of their keys as they are."""
+    if attn_mask is not None:
+        raise ValueError(f"attn_mask is given and {_kept_by(recipe)}; it must be None")
+    kept: list[torch.Tensor] = []
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if isinstance(x, Quantized) or is_stored(x):
+            raise TypeError(f"{name} is quantized already and {_kept_by(recipe)}; it must be one of {FLOATS}")
+        if x.dtype != (kept or [x])[0].dtype:
+            raise TypeError(f"{name} is {x.dtype} and {_kept_by(recipe)}; it must be query's {kept[0].dtype}")
+        kept.append(x)
+    return kept[0], kept[1], kept[2]
+
+
 def check_causal(is_causal: bool, causal_alignment: str) -> Causal:
     if causal_alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"causal_alignment is {causal_alignment!r}; it must be 'top_left' (as in PyTorch) or 'bottom_right'")

@@ -22,6 +22,7 @@ from fp8attn.api import cuda_missing
 from fp8attn.quantize import dequantize, values_layout
 
 E4M3 = torch.float8_e4m3fn
+KEEPING = Recipe(recent=128)
 META = torch.device("meta")
 
 
@@ -41,6 +42,10 @@ def call(query=Q, key=K, value=V, attn_mask=None, **options) -> Callable[[], obj
 
 def full(**options) -> Callable[[], object]:
     return lambda: fp8attn.sdpa(Q, K, V, **({"enable_gqa": True} | options))
+
+
+def keeping(query=Q, **options) -> Callable[[], object]:
+    return lambda: fp8attn.sdpa(query, K, V, enable_gqa=True, recipe=KEEPING, **options)
 
 
 def cached(**options) -> Callable[[], object]:
@@ -128,6 +133,17 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"query.bias has strides .*; it must be contiguous",
     ),
     (call(query=smoothed(bias=BIAS.to(META)), key=K8, value=V8, **KV_SCALES), ValueError, "query.bias is on meta; it must be on query's device"),
+    (
+        keeping(attn_mask=torch.ones(6, 9, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask is given and recipe keeps keys \(sinks=0, recent=128\)",
+    ),
+    (keeping(query=quantized()), TypeError, "query is quantized already and recipe keeps keys"),
+    (keeping(query=Q8, q_scale=1.0), TypeError, "query is quantized already and recipe keeps keys"),
+    (keeping(query=Q.half()), TypeError, "key is torch.bfloat16 and recipe keeps keys .*; it must be query's torch.float16"),
+    (lambda: fp8attn.quantize(Q, recipe=KEEPING), ValueError, r"recipe keeps keys \(sinks=0, recent=128\); it must keep none"),
+    (lambda: Recipe(sinks=100), ValueError, r"Recipe.sinks is 100; it must be one of \(0, 128, 256"),
+    (lambda: Recipe(recent=2048), ValueError, "Recipe.recent is 2048; it must be one of"),
     (lambda: fp8attn.quantize(Q8), TypeError, "query is quantized already"),
     (lambda: fp8attn.quantize(None, K), ValueError, "value is None; key and value are quantized together"),
     (lambda: fp8attn.quantize(), ValueError, "query, key and value are None; at least"),

@@ -58,6 +58,7 @@ def compile_all(arch: int) -> list[dict]:
     from fp8attn.triton import quantize as fused
     from fp8attn.triton import run
     from fp8attn.triton.bias import with_bias
+    from fp8attn.triton.half_keys import half_keys
 
     device = ARCHITECTURES[arch]
     compiled: list[dict] = []
@@ -99,6 +100,9 @@ def compile_all(arch: int) -> list[dict]:
             if quantizes:
                 fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
                 fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
+            if mask == "full" and not others:
+                lse, mean = torch.zeros(1, 512, 64), torch.zeros(1, 1, dim)
+                half_keys(q, k, v, q[..., :value_dim], lse, mean, 16, 128, 128, 0.1, 200, q.dtype, True, device, warmup=True)
             if quantizes and not others:
                 fused.import_values(quantized[2].data, device, warmup=True)
                 for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
@@ -120,7 +124,7 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
     from fp8attn.device import SHARED_MEMORY
 
     names = {entry["kernel"] for entry in compiled}
-    assert {"forward_kernel", "import_values_kernel", *QUANTIZERS} <= names
+    assert {"forward_kernel", "import_values_kernel", "half_keys_kernel", *QUANTIZERS} <= names
     assert ("hopper_kernel" in names) == (arch == 90)
     for entry in compiled:
         assert entry["shared"] <= SHARED_MEMORY[arch], (entry["case"], entry["kernel"])
@@ -140,6 +144,6 @@ def test_compiles(arch: int, tmp_path: Path) -> None:
             assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
         if entry["kernel"] == "bias_kernel":
             assert ".tf32" in entry["ptx"] and " smoothed " in entry["case"]
-        if entry["kernel"] in QUANTIZERS:
+        if entry["kernel"] in (*QUANTIZERS, "half_keys_kernel"):
             # a dependent that doesn't wait reads what isn't there yet
             assert ("griddepcontrol.wait" in entry["ptx"]) == (arch >= 90)

@@ -29,7 +29,7 @@ FLOORS = (
     {"schedule"},
     {"triton", "cuda"},
     {"ops"},
-    {"eager"},
+    {"eager", "hybrid"},
     {"api"},
     {"info", "calibration"},
     {"__init__", "__main__"},

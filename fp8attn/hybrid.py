@@ -1,0 +1,95 @@
+"""Recipes that keep some keys in half precision: all others by FP8, those by another kernel, merged by their LSE.
+
+The keys that a row has left are a range of its own, from the first that isn't a sink up to some keys before the last that it sees: a causal mask
+aligned to the bottom right of a part of K and V. So every kernel of FP8 attention serves as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from . import ops, reference, rotation
+from .quantize import quantize
+from .recipe import SCALE_BLOCK, Recipe
+from .reference import Causal, causal_offset
+
+Others = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""FP8 attention to the other keys: out (B, Hq, Sq, Dv); LSE (B, Hq, Sq) of K without its mean; that mean (B, Hkv, D), rotated, or None."""
+
+
+def parts(q_length: int, kv_length: int, causal: Causal) -> Iterator[tuple[slice, Causal]]:
+    """Rows of queries of which the last sees the last key, or none sees less than all."""
+    if causal != "top_left" or q_length <= kv_length:
+        yield slice(0, q_length), causal
+    else:
+        yield slice(0, kv_length), causal
+        yield slice(kv_length, q_length), "none"
+
+
+def other_keys(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> tuple[slice, Causal]:
+    """The part of K, which may be empty, to which FP8 attends, and its mask."""
+    end = kv_length if causal == "none" else min(q_length + causal_offset(causal, q_length, kv_length), kv_length)
+    keys = slice(recipe.sinks, max(end - recipe.recent, recipe.sinks))
+    return keys, "none" if causal == "none" else "bottom_right"
+
+
+def modelled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, *, causal: Causal = "none", softmax_scale: float | None = None,
+    exact: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The oracle: `reference.pipeline` of the other keys as quantization is defined, `reference.with_half_keys`.
+
+    Args:
+        exact: see `reference.pipeline`.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), float32.
+    """
+    softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    found = []
+    for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
+        part = q[:, :, rows]
+        keys, others_causal = other_keys(part.shape[2], k.shape[2], part_causal, recipe)
+        others: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
+        if keys.start < keys.stop:
+            query, key, value = quantize(part, k[:, :, keys], v[:, :, keys], recipe.of_others)
+            assert query is not None and key is not None and value is not None
+            out, lse = reference.pipeline(
+                query, key, value, block_n=SCALE_BLOCK, causal=others_causal, softmax_scale=softmax_scale, compute=recipe.compute, exact=exact
+            )  # fmt: skip
+            if key.mean is not None:
+                lse = lse + reference.smoothing_shift(rotation.rotate_queries(part, key.rotated), key.mean, softmax_scale)
+            others = out, lse
+        found.append(
+            reference.with_half_keys(part, k, v, *others, sinks=recipe.sinks, recent=recipe.recent, causal=part_causal, softmax_scale=softmax_scale)
+        )
+    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], -1)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, softmax_scale: float, recipe: Recipe, out_dtype: torch.dtype, return_lse: bool,
+    to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others], rotated: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention by such a recipe.
+
+    Args:
+        to_others: FP8 attention by `recipe.of_others`, which rotates so many channels together.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+    """
+    found = []
+    for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
+        part = q[:, :, rows]
+        keys, others_causal = other_keys(part.shape[2], k.shape[2], part_causal, recipe)
+        others: Others | tuple[None, None, None] = (None, None, None)
+        if keys.start < keys.stop and part.numel() > 0:
+            others = to_others(part, k[:, :, keys], v[:, :, keys], others_causal)
+        found.append(
+            ops.library_ops.half_keys(part, k, v, *others, rotated, recipe.sinks, recipe.recent, softmax_scale, part_causal, out_dtype, return_lse)
+        )
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], -1)
