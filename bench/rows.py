@@ -34,6 +34,7 @@ RECIPES = {
     "int8, Q smoothed": Recipe(qk="int8", smooth_q=True),
     "recent 128": Recipe(recent=128),
     "sinks 128, recent 256": Recipe(sinks=128, recent=256),
+    "int8, recent 256": Recipe(qk="int8", recent=256),
     "per tensor": PLAIN,
 }
 """Beside the default."""

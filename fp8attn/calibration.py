@@ -34,11 +34,13 @@ CANDIDATES = (
     PRECISE,
     Recipe(rotate=256),
     Recipe(rotate=256, qk="int8"),
+    Recipe(qk="int8", recent=256),
     Recipe(k="token", rotate=256, qk="int8"),
     Recipe(compute="f16", k="token", rotate=256),
 )
 """Recipes from the cheapest on, from half to answer on an H100 (docs/accuracy.md, prices): rotation of more than 16 channels takes other quantizers,
-scales of single keys the kernels' general instances, half tensor cores half the rate and more."""
+keys in half precision another kernel, which is dear where attention is short, scales of single keys the kernels' general instances, half tensor
+cores half the rate and more."""
 
 MASS_ROWS = 128
 """Rows of queries, evenly spaced, that `attention_mass` looks at."""
@@ -272,7 +274,10 @@ def _attention_mass(call: AttentionCall, q: Quantized, k: Quantized, recipe: Rec
 
 
 def _errors(call: AttentionCall, recipe: Recipe, expected: torch.Tensor) -> HeadErrors:
-    """Of one call; `expected` (B, Hq, Sq, Dv) is exact."""
+    """Of one call; `expected` (B, Hq, Sq, Dv) is exact. A recipe that keeps keys doesn't take masks: the worst there are."""
+    if recipe.keeps_keys and call.attn_mask is not None:
+        worst = (math.inf,) * call.query.shape[1]
+        return HeadErrors(worst, worst, tuple(-x for x in worst), (-1.0,) * len(worst), (1.0,) * len(worst))
     operands = quantize(call.query, call.key, call.value, recipe=recipe.of_others)
     out = _answer(call, operands, recipe).double().flatten(2)
     exact = expected.double().flatten(2)
@@ -307,10 +312,10 @@ def calibrate(calls: Sequence[AttentionCall], *, tolerance: float = 0.06, recipe
     Args:
         calls: of one model, several of a layer if there are: `capture` makes them. Tensors (B, H, S, D) as `sdpa` takes them.
         tolerance: largest relative L2 error of a head's answers against exact attention in float32.
-        recipes: from the cheapest on.
+        recipes: from the cheapest on. Those that keep keys are tried on calls without a mask.
 
     Raises:
-        ValueError: calls or recipes are empty, or the tolerance isn't positive; a recipe keeps keys and a call has a mask.
+        ValueError: calls or recipes are empty, or the tolerance isn't positive.
     """
     if not calls or not recipes:
         raise ValueError(f"{'recipes' if calls else 'calls'} is empty; there must be one at least")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp8attn.calibration
+from bench.cases import recent
 from fp8attn import Recipe
 from fp8attn.calibration import AttentionCall, Calibration, calibrate, capture
 
@@ -111,6 +112,23 @@ def test_smoothed_queries_are_judged_by_what_is_attended_with(device: torch.devi
     plain, smooth = calibrate([AttentionCall("x", q, k, v)], recipes=(Recipe(), Recipe(smooth_q=True))).layers["x"].tried
     for field in ("relative_l2", "attention_mass"):
         assert all(0 < a < 0.6 * b for a, b in zip(getattr(smooth, field), getattr(plain, field), strict=True))
+
+
+def test_kept_keys_are_judged_as_they_are(device: torch.device) -> None:
+    """Of a layer that looks back; with a mask a recipe that keeps keys isn't a choice."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = recent(*(torch.randn(1, 2, 300, 64, generator=generator) for _ in range(3)), generator)
+    q, k, v = (x.to(device) for x in (q, k, v))
+    recipes = (Recipe(recent=128), Recipe())
+    found = calibrate([AttentionCall("x", q, k, v, is_causal=True)], recipes=recipes).layers["x"]
+    kept, plain = found.tried
+    for field in ("relative_l2", "relative_l1", "attention_mass"):
+        assert all(0 < a < 0.5 * b for a, b in zip(getattr(kept, field), getattr(plain, field), strict=True))
+    assert found.recipe == recipes[0]
+    mask = torch.ones(300, 300, dtype=torch.bool, device=device).tril()
+    masked = calibrate([AttentionCall("x", q, k, v, attn_mask=mask)], recipes=recipes).layers["x"]
+    assert masked.recipe == Recipe() and masked.tried[0].relative_l2 == (math.inf, math.inf)
+    assert masked.tried[1].relative_l2 == pytest.approx(plain.relative_l2, rel=0.05)
 
 
 def test_saved_and_loaded(device: torch.device, tmp_path: Path) -> None:
