@@ -110,6 +110,13 @@ def accuracy() -> str:
     return _by_input(records, {r["backend"]: r["backend"].removeprefix("fp8attn ") for r in records if r["relative_l2"] is not None})
 
 
+def recent() -> str:
+    """The same where queries look back a little way."""
+    records = [r for r in _lines("recent") if r["causal"] or r["head_dim"] == 128]
+    names = dict.fromkeys(r["backend"] for r in records if r["relative_l2"] is not None and not r["backend"].endswith("modelled"))
+    return _by_input(records, {name: name.removeprefix("fp8attn ") for name in names})
+
+
 def _by_input(records: Sequence[Record], columns: dict[str, str]) -> str:
     rows = []
     for key, by in _by_case(records, "distribution", "case").items():
@@ -207,13 +214,14 @@ ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "needle": if_measured("needle", needle),
     "model": if_measured("model", model),
     "price": if_measured("price", price),
+    "recent": recent,
 }
 DOCUMENTS = {README: TABLES, ACCURACY: ACCURACY_TABLES}
 
 
 def _filling(content: str) -> Callable[[re.Match[str]], str]:
     """What stands between a pair of markers, replaced."""
-    return lambda match: f"{match[1]}\n{content}\n{match[2]}"
+    return lambda match: f"{match[1]}\n{content}\n\n{match[2]}"
 
 
 def rendered(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
@@ -223,7 +231,7 @@ def rendered(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
         ValueError: one of `tables` has no place in it, or more than one.
     """
     for name, render in tables.items():
-        place = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        place = re.compile(rf"(<!-- table: {name} -->\n)(?:(?!<!--).)*(<!-- end -->)", re.DOTALL)  # no further than the next marker
         content = render()
         text, count = place.subn(_filling(content), text)
         if count != 1:

@@ -142,6 +142,10 @@ def test_the_readmes_tables_are_the_results() -> None:
     text = readme.README.read_text()
     changed = text.replace("| D128 full 16k | 1", "| D128 full 16k | 2")
     assert changed != text and readme.rendered(changed) == text
+    assert (
+        readme.rendered("<!-- table: a -->\n<!-- end -->\nb\n<!-- end -->", {"a": lambda: "c"})
+        == "<!-- table: a -->\n\nc\n\n<!-- end -->\nb\n<!-- end -->"
+    )
     with pytest.raises(ValueError, match="0 places for the table 'speed'"):
         readme.rendered(text.replace("<!-- table: speed -->", ""))
 
