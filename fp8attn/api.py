@@ -517,6 +517,7 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     if chosen == "reference":
         missing = [x for x in (cuda_missing(device), triton_missing(device)) if x is not None]
         return Plan("reference", "attention", None, "float32", tuple(because + missing))
+    check_recipe(kwargs.get("recipe", DEFAULT_RECIPE))
     if kwargs.get("recipe", DEFAULT_RECIPE).keeps_keys:
         return _explain_half_keys(query, key, value, *args, backend=backend, **kwargs)
     properties = device_of(device)
