@@ -423,8 +423,7 @@ def _with_half_keys(
         prepared = _Prepared(q8, k8, v8, None, causal, softmax_scale, out_dtype, others)
         return *_forward(chosen)(*_operator_arguments(prepared, True)), prepared.key.mean
 
-    rotated = rotation.part_of(query.shape[3], recipe.rotate)
-    out, lse = hybrid.attend(query, key, value, causal, softmax_scale, recipe, out_dtype, return_lse, to_others, rotated)
+    out, lse = hybrid.by_kernels(query, key, value, causal, softmax_scale, recipe, out_dtype, return_lse, to_others)
     return (out, lse) if return_lse else out
 
 

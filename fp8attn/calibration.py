@@ -226,9 +226,6 @@ Operands = tuple[Quantized, Quantized, Quantized]
 
 def _answer(call: AttentionCall, operands: Operands, recipe: Recipe) -> torch.Tensor:
     """What fp8attn gives, float32: by its kernels, on a CPU by the oracle that models them."""
-    if recipe.keeps_keys and not call.query.is_cuda:
-        kept = check_kept(call.query, call.key, call.value, call.attn_mask, recipe)
-        return hybrid.modelled(*kept, recipe, causal=call.causal, softmax_scale=call.scale)[0]
     if call.query.is_cuda:
         given: tuple[Operand, Operand, Operand] = (call.query, call.key, call.value) if recipe.keeps_keys else operands
         out = sdpa(
@@ -237,6 +234,9 @@ def _answer(call: AttentionCall, operands: Operands, recipe: Recipe) -> torch.Te
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+    if recipe.keeps_keys:
+        kept = check_kept(call.query, call.key, call.value, call.attn_mask, recipe)
+        return hybrid.modelled(*kept, recipe, causal=call.causal, softmax_scale=call.scale)[0]
     return reference.pipeline(*operands, call.mask, block_n=SCALE_BLOCK, causal=call.causal, softmax_scale=call.scale, compute=recipe.compute)[0]
 
 

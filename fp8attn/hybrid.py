@@ -35,6 +35,48 @@ def other_keys(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) ->
     return keys, "none" if causal == "none" else "bottom_right"
 
 
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, recipe: Recipe,
+    to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others],
+    to_kept: Callable[[torch.Tensor, Others | tuple[None, None, None], Causal], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention by such a recipe, part by part.
+
+    Args:
+        to_others: FP8 attention of queries to keys and values by `recipe.of_others`.
+        to_kept: attention of queries to the keys that are kept, merged with what that gave; None where there are no others.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), as `to_kept` gives them.
+    """
+    found = []
+    for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
+        part = q[:, :, rows]
+        keys, others_causal = other_keys(part.shape[2], k.shape[2], part_causal, recipe)
+        others: Others | tuple[None, None, None] = (None, None, None)
+        if keys.start < keys.stop and part.numel() > 0:
+            others = to_others(part, k[:, :, keys], v[:, :, keys], others_causal)
+        found.append(to_kept(part, others, part_causal))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], -1)
+
+
+def by_kernels(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, softmax_scale: float, recipe: Recipe, out_dtype: torch.dtype, return_lse: bool,
+    to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attend` with the kernel of kept keys. LSE is empty if not asked for."""
+    rotated = rotation.part_of(q.shape[3], recipe.rotate)
+
+    def to_kept(part: torch.Tensor, others: Others | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.library_ops.half_keys(
+            part, k, v, *others, rotated, recipe.sinks, recipe.recent, softmax_scale, part_causal, out_dtype, return_lse
+        )  # fmt: skip
+
+    return attend(q, k, v, causal, recipe, to_others, to_kept)
+
+
 def modelled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, *, causal: Causal = "none", softmax_scale: float | None = None,
     exact: int | None = None,
@@ -47,49 +89,23 @@ def modelled(
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), float32.
     """
-    softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    found = []
-    for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
-        part = q[:, :, rows]
-        keys, others_causal = other_keys(part.shape[2], k.shape[2], part_causal, recipe)
-        others: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
-        if keys.start < keys.stop:
-            query, key, value = quantize(part, k[:, :, keys], v[:, :, keys], recipe.of_others)
-            assert query is not None and key is not None and value is not None
-            out, lse = reference.pipeline(
-                query, key, value, block_n=SCALE_BLOCK, causal=others_causal, softmax_scale=softmax_scale, compute=recipe.compute, exact=exact
-            )  # fmt: skip
-            if key.mean is not None:
-                lse = lse + reference.smoothing_shift(rotation.rotate_queries(part, key.rotated), key.mean, softmax_scale)
-            others = out, lse
-        found.append(
-            reference.with_half_keys(part, k, v, *others, sinks=recipe.sinks, recent=recipe.recent, causal=part_causal, softmax_scale=softmax_scale)
-        )
-    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], -1)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
 
+    def to_others(part: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, others_causal: Causal) -> Others:
+        query, key, value = quantize(part, keys, values, recipe.of_others)
+        assert query is not None and key is not None and value is not None
+        out, lse = reference.pipeline(
+            query, key, value, block_n=SCALE_BLOCK, causal=others_causal, softmax_scale=scale, compute=recipe.compute, exact=exact
+        )  # fmt: skip
+        return out, lse, key.mean
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, softmax_scale: float, recipe: Recipe, out_dtype: torch.dtype, return_lse: bool,
-    to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others], rotated: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention by such a recipe.
+    def to_kept(part: torch.Tensor, others: Others | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, k_mean = others
+        if lse is not None and k_mean is not None:
+            source = rotation.rotate_queries(part, rotation.part_of(part.shape[3], recipe.rotate))
+            lse = lse + reference.smoothing_shift(source, k_mean, scale)
+        return reference.with_half_keys(
+            part, k, v, out, lse, sinks=recipe.sinks, recent=recipe.recent, causal=part_causal, softmax_scale=scale
+        )  # fmt: skip
 
-    Args:
-        to_others: FP8 attention by `recipe.of_others`, which rotates so many channels together.
-
-    Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
-    """
-    found = []
-    for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
-        part = q[:, :, rows]
-        keys, others_causal = other_keys(part.shape[2], k.shape[2], part_causal, recipe)
-        others: Others | tuple[None, None, None] = (None, None, None)
-        if keys.start < keys.stop and part.numel() > 0:
-            others = to_others(part, k[:, :, keys], v[:, :, keys], others_causal)
-        found.append(
-            ops.library_ops.half_keys(part, k, v, *others, rotated, recipe.sinks, recipe.recent, softmax_scale, part_causal, out_dtype, return_lse)
-        )
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], -1)
+    return attend(q, k, v, causal, recipe, to_others, to_kept)

@@ -476,7 +476,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       const Visit visit = visit_of(ring.stage, after + 1);
       after = visit.next;
       shared.added.skip(p, visit, consumer, added);
-      if (S::visits || elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+      free_keys();
       ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     }

@@ -99,12 +99,10 @@ def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Dev
     pairs, chunks, blocks = batch * heads, ceil_div(rows, at_once), ceil_div(length, keys)
     segments = min(blocks, ceil_div(PROGRAMS * device.sm_count, pairs * chunks))
     segment = ceil_div(blocks, segments) * keys
-    resources: dict = dict(num_warps=4 if width <= 64 else 8, enable_fp_fusion=False)
-    if device.has_dependent_launch:
-        resources["launch_pdl"] = True
     launch(
         bias_kernel, (ceil_div(length, segment), chunks, pairs),
         q.mean, k, k.stride(), k_quantized.mean, bias, heads, rows, length, pitch, segment,
-        dim, width, k_quantized.rotated, at_once, keys, device.has_dependent_launch, warmup=warmup, **resources,
+        dim, width, k_quantized.rotated, at_once, keys, device.has_dependent_launch,
+        warmup=warmup, dependent=device.has_dependent_launch, num_warps=4 if width <= 64 else 8, enable_fp_fusion=False,
     )  # fmt: skip
     return replace(q, bias=bias)

@@ -16,7 +16,7 @@ from .bias import high
 from .forward import load_rows
 from .launch import ceil_div, launch
 from .quantize import begin, load_vector, power_of_2, unrotated
-from .tile import LOG2E, is_finite
+from .tile import LOG2E, inverse, is_finite
 
 TILES = {256: (64, 32, 4, 3), 512: (64, 32, 4, 2), 1024: (32, 16, 8, 2)}
 """Rows of queries, keys at a time, warps and stages, by the bytes of a row, at most: as small that several programs share an SM."""
@@ -205,7 +205,7 @@ def half_keys_kernel(
         m = m_new
         l = l * alpha + weight
         acc = acc * alpha[:, None] + answer * weight[:, None]
-    value = acc * tl.where(l == 0, 0.0, 1.0 / l)[:, None]
+    value = acc * inverse(l)[:, None]
     out += batch * out_strides[0] + head * out_strides[1]
     tl.store(out + rows[:, None].to(tl.int64) * out_strides[2] + channels[None, :], value.to(out.dtype.element_ty), mask=inside)
     if lse is not None:
@@ -236,14 +236,12 @@ def half_keys(
     rows, keys, warps, stages = TILES[max(256, max(width, value_width) * q.element_size())]
     if device.arch // 10 in (10, 11):  # Triton 3.6 ends in an error (TritonNvidiaGPUOptimizeTMemLayouts) where sums are in tensor memory: of 64 rows
         rows = min(rows, 32)
-    resources: dict = dict(num_warps=warps, num_stages=stages)
-    if device.has_dependent_launch:
-        resources["launch_pdl"] = True
     launch(
         half_keys_kernel, (ceil_div(length, rows) * heads * batch,),
         q, k, v, others, others_lse, k_mean, out, lse if return_lse else None,
         q.stride(), k.stride(), v.stride(), (0, 0, 0, 0) if others is None else others.stride(), out.stride(),
         heads, k.shape[1], length, k.shape[2], causal_offset, softmax_scale, sinks, recent,
-        dim, value_dim, width, value_width, rotated, rows, keys, device.has_dependent_launch, warmup=warmup, **resources,
+        dim, value_dim, width, value_width, rotated, rows, keys, device.has_dependent_launch,
+        warmup=warmup, dependent=device.has_dependent_launch, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out.to(out_dtype), lse

@@ -47,14 +47,17 @@ def specialize(arguments: tuple, key: list) -> None:
             key.append(argument)  # None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = False, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = False, dependent: bool = False, **options: Any) -> None:
     """kernel[grid](*arguments, **options).
 
     Args:
         arguments: all of the kernel's, in order, constexprs included.
         warmup: compile only.
+        dependent: launch before the kernel before has ended, for which the kernel waits by itself (quantize.begin).
         options: Triton's, as num_warps.
     """
+    if dependent:
+        options["launch_pdl"] = True
     if INTERPRETING or warmup:
         kernel.run(*arguments, grid=grid, warmup=warmup, **options)
         return

@@ -758,13 +758,12 @@ def quantize(
     pairs = batch * kv_heads if k is not None else 0
     traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
     width = max(traits.widths)
-    resources = dict(warmup=warmup, num_warps=WARPS if width <= 128 else 16, maxnreg=65536 // (64 * WARPS) if width <= 128 else 128)
+    registers = 65536 // (64 * WARPS) if width <= 128 else 128
+    resources = dict(warmup=warmup, dependent=traits.dependent, num_warps=WARPS if width <= 128 else 16, maxnreg=registers)
     if traits.int8 or traits.part > 0 or v is not None or traits.smooth_q:
         # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. So are values, by what they are
         # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal, nor means of queries
         resources["enable_fp_fusion"] = False
-    if traits.dependent:
-        resources["launch_pdl"] = True
 
     row_type, largest_code = definition.row_type(recipe.qk), definition.largest_code(recipe.qk)
     q_data = q_scale = q_mean = None
