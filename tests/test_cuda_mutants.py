@@ -29,17 +29,18 @@ from fp8attn.device import device_of
 from fp8attn.quantize import quantize
 from fp8attn.reference import Causal
 
-STALE = ("tile/softmax.h", "m = largest;", "if (m == NOTHING) m = largest;")
+STALE = ("tile/softmax.h", "m = m_new;\n  return alpha;", "if (m == NOTHING) m = m_new;\n  return alpha;")
 
 MUTANTS = {
     "mask off by one": ("tile/mask.h", "min(row, q_length - 1) + causal_offset + 1)", "min(row, q_length - 1) + causal_offset + 2)"),
     "end of keys forgotten": ("tile/mask.h", "max(min(kv_length, min(row", "max(min(1 << 30, min(row"),
-    "missing rescale": ("tile/softmax.h", "alpha = ptx::exp2_approx(m - largest);", "alpha = 1.0f;"),
+    "missing rescale": ("tile/softmax.h", "alpha = ptx::exp2_approx(m - m_new);", "alpha = 1.0f;"),
     "stale maximum": STALE,
     "m never falls": ("tile/softmax.h", "* factor[r];", "* factor[r], m_new[r] = fmaxf(m_new[r], m[r]);"),
     "m falls below zero": ("tile/softmax.h", "__vimax3_s32(bits(0), bits(1), 0)", "max(bits(0), bits(1))"),
     "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
     "scale of another block": ("hopper.cuh", "scale_at(k_scale += (after - n) * scale_step)", "scale_at(k_scale)"),
+    "scale of the block before": ("hopper.cuh", "read(shared.k_scale[ring.stage].next)", "read(shared.k_scale[ring.stage].own)"),
     "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
@@ -133,7 +134,10 @@ INT8_MUTANTS = {
     "sums taken for scores": ("tile/subnormal_softmax.h", "s[i] = float(sums[i] - start);", "s[i] = float(sums[i]);"),
     "converted sums taken for subnormals": ("tile/subnormal_softmax.h", "s[i] = __int_as_float(sums[i]);", "s[i] = float(sums[i]);"),
     "sums that start at zero": ("hopper.cuh", "(shared.side.ones)[threadIdx.x] = ~0u;", "(shared.side.ones)[threadIdx.x] = 0;"),
-    "maxima of sums": ("tile/subnormal_softmax.h", "float(top - BEGIN) * factor[r]", "float(top) * factor[r]"),
+    "maxima of sums": ("tile/subnormal_softmax.h", "become(m[r], float(top - BEGIN) * factor[r])", "become(m[r], float(top) * factor[r])"),
+    "maxima of sums, not easy": ("tile/subnormal_softmax.h", "-INFINITE : float(top - BEGIN) * factor[r]", "-INFINITE : float(top) * factor[r]"),
+    "a largest sum below the start": ("tile/subnormal_softmax.h", "shfl_xor_sync(~0u, largest, 2), least)", "shfl_xor_sync(~0u, largest, 2), 0)"),
+    "a sum that isn't its row's": ("tile/subnormal_softmax.h", "peak[r] = __int_as_float(top);", "peak[r] = __int_as_float(top - 4096);"),
     "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
     "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
     "the key before": ("tile/poison.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),

@@ -25,10 +25,10 @@ TWO_SMS = dataclasses.replace(H100, sm_count=2)
 """So that a CTA has several tiles."""
 
 
-def of(scores: Scores, *shape: int, **changes) -> HopperConfig:
-    """The instance for these scores with these head dims, and consumers if they are named, too; with some fields of another value."""
-    able = (c for c in instances(scores, int8=False, half_q=False) if c.scores == scores)
-    return dataclasses.replace(next(c for c in able if (c.head_dim, c.value_dim, c.consumers)[: len(shape)] == shape), **changes)
+def of(scores: Scores, *shape: int, int8: bool = False, half_q: bool = False) -> HopperConfig:
+    """The instance for these scores with these head dims, and consumers if they are named, too."""
+    able = (c for c in instances(scores, int8=int8, half_q=half_q) if c.scores == scores)
+    return next(c for c in able if (c.head_dim, c.value_dim, c.consumers)[: len(shape)] == shape)
 
 
 CHECKED = {
@@ -46,7 +46,8 @@ CHECKED = {
     "added 128": of("added", 128, 128),
     "added 256": of("added", 256, 256),
 }
-CHECKED |= {f"int8 {name}": dataclasses.replace(CHECKED[name], int8=True) for name in ("64, overlap", "192", "general 64", "masked 64", "added 128")}
+WITH_INT8 = "64, four consumers", "64, overlap", "192", "general 64", "masked 64", "added 128"
+CHECKED |= {f"int8 {n}": of((c := CHECKED[n]).scores, c.head_dim, c.value_dim, c.consumers, int8=True) for n in WITH_INT8}
 
 HALF_Q = {
     "plain queries 64": of("plain", 64, 64, 4, half_q=True),
@@ -266,6 +267,20 @@ TIMING_MUTANTS = {
         "meanwhile();\n      ptx::wgmma_wait<PENDING>();",
         "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);\n      meanwhile();\n      ptx::wgmma_wait<PENDING>();\n"
         "      if (true) return promote(o, alpha, fresh);",
+    ),
+    "the next scale written after values are said to be there": (
+        "64, four consumers",
+        "hopper.cuh",
+        "if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;\n"
+        "      ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);",
+        "ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);\n"
+        "      if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;",
+    ),
+    "the next scale read where it may be another block's": (
+        "64, four consumers",
+        "hopper.cuh",
+        "add_values(none, [&] { k_scale = read(shared.k_scale[ring.stage].next); }, [&] { prepare(k_scale); });\n        start_next();",
+        "add_values(none, nothing, nothing);\n        start_next();\n        prepare(read(shared.k_scale[ring.stage].next));",
     ),
     "queries freed while scores are made": (
         "64, overlap",

@@ -136,7 +136,7 @@ def test_pieces_of_a_tile_come_together(emulated: ctypes.CDLL, shape: tuple[int,
 MUTANTS = {
     "their sums by their maxima": ("tail.h", "x.x * theirs_by[0]", "x.x"),
     "their sums of P by their maxima": ("softmax.h", "their_sum * theirs", "their_sum"),
-    "maxima grow": ("softmax.h", "m = m_new;", ";"),
+    "maxima grow": ("softmax.h", "m = m_new;\n  sum", "sum"),
     "all others'": ("tail.h", "tile * blocks / range", "tile * blocks / range + 1"),
     "the one before": ("tail.h", "int(blockIdx.x) - 1;", "int(blockIdx.x) - 2;"),
     "two pieces": ("tail.h", "number == 1 && first == last", "number == 1"),

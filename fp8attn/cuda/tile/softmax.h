@@ -39,13 +39,17 @@ __device__ inline void absorb(float& m, float& sum, float their_m, float their_s
   sum = fmaf(sum, mine, their_sum * theirs);
 }
 
-// m becomes the largest of what a row's four threads have. Returns by what sums so far are to be multiplied.
+// m becomes what it is told. Returns by what sums so far are to be multiplied.
+__device__ inline float become(float& m, float m_new) {
+  const float alpha = ptx::exp2_approx(m - m_new);
+  m = m_new;
+  return alpha;
+}
+
+// The same of the largest of what a row's four threads have.
 __device__ inline float follow(float& m, float largest) {
   largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-  const float alpha = ptx::exp2_approx(m - largest);
-  m = largest;
-  return alpha;
+  return become(m, fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)));
 }
 
 // 8 (y + 7) is the e4m3 code of 2^y at integers y >= -6, and up to 0.69 too high between them, where it takes 2^f for 1 + f. A half
@@ -123,10 +127,7 @@ struct Softmax {
 
   // Whether the next step is an easy one: each of the warp's m may fall to 0, and its scores are calm. Floats from 0 up compare as integers, and as
   // unsigned ones below those that are negative.
-  __device__ bool prepare(const float (&factor)[2]) const {
-    const bool low = max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL);
-    return __all_sync(~0u, low & (LARGEST == 0 || is_calm(factor)));
-  }
+  __device__ bool prepare(const float (&factor)[2]) const { return __all_sync(~0u, is_low() & (LARGEST == 0 || is_calm(factor))); }
 
   // From sums, which are scores over `factor`, to an operand `p` of P * V, and to what sums so far are to be multiplied with. Factors are no less than
   // 1 / LARGEST_FACTOR where LARGEST isn't 0.
@@ -160,6 +161,9 @@ struct Softmax {
   }
 
  protected:
+  // Whether each of the thread's m may fall to 0.
+  __device__ bool is_low() const { return max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL); }
+
   // Whether scores are below LARGEST_SCORE. Else their sums are multiplied first: a rounded maximum and unrounded products would differ by more than
   // codes can take.
   __device__ static bool is_calm(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST; }

@@ -13,15 +13,21 @@ template <int DIM>
 constexpr int START = (128 * 127 * DIM + START_STEP - 1) / START_STEP * START_STEP;
 static_assert(START<128> == START_STEP && START<256> == 2 * START_STEP && START<256> + 128 * 128 * 256 < 1 << 23);
 
-// Between these a factor times a power of two, and times START, is a float that a code wouldn't know from the number that it stands for.
-constexpr float STEADY_MOST = 0x1p-6f, STEADY_LEAST = 0x1p-24f;
+// From here on a factor's product with START is a float that a code wouldn't know from the number that it stands for.
+constexpr float STEADY = 0x1p-6f;
 
 // x that is normal, times 2^n, which need not be a float, if the product is normal, too.
 __device__ inline float times_power_of_2(float x, int n) { return __int_as_float(__float_as_int(x) + (n << 23)); }
 
-// Rows of subnormals; `m` is what START adds higher.
+// Rows of subnormals, relative to m, which is START times the factor more: `above`; or to another subnormal.
 struct SubnormalExactRow : ExactRow {
-  __device__ SubnormalExactRow(float factor, float m) : ExactRow(times_power_of_2(factor, 149 - 127), m) {}
+  __device__ SubnormalExactRow(float factor, float above) : ExactRow(times_power_of_2(factor, 149 - 127), above) {}
+
+  __device__ static SubnormalExactRow below(float peak, float factor) {
+    SubnormalExactRow row(factor, 0.0f);
+    row.shift = fmaf(peak * 0x1p127f, -row.scale, row.shift);
+    return row;
+  }
 
   __device__ float operator()(float s) const { return ExactRow::operator()(s * 0x1p127f); }
 
@@ -29,8 +35,20 @@ struct SubnormalExactRow : ExactRow {
 };
 
 struct SubnormalDirectRow : DirectRow {
-  __device__ SubnormalDirectRow(float factor, float m) : DirectRow(factor, m) { scale = times_power_of_2(factor, 149 + LOG_OF_CODES); }
+  __device__ SubnormalDirectRow(float factor, float above) : DirectRow(factor, above) { scale = times_power_of_2(factor, 149 + LOG_OF_CODES); }
+
+  __device__ static SubnormalDirectRow below(float peak, float factor) {
+    SubnormalDirectRow row(factor, 0.0f);
+    row.shift = fmaf(peak, -row.scale, row.shift);
+    return row;
+  }
 };
+
+// The largest of what a row's four threads have, or `least`.
+__device__ inline int largest_of_row(int largest, int least) {
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+  return __vimax3_s32(largest, __shfl_xor_sync(~0u, largest, 2), least);
+}
 
 template <int N>
 __device__ void subnormals_of(const int32_t (&sums)[N], float (&s)[N]) {
@@ -50,28 +68,45 @@ template <int EXACT, int LARGEST, int BEGIN>
 struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
   using Softmax<EXACT, LARGEST>::m;
 
-  // Whether the next step is of sums; or as of Softmax, where none is.
+  // Whether the next step is an easy one of sums: factors are steady, and each of the warp's m may fall to 0; or as of Softmax, where none is of sums.
   __device__ bool prepare(const float (&factor)[2]) const {
     if (BEGIN == 0) return Softmax<EXACT, LARGEST>::prepare(factor);
-    return __all_sync(~0u, max(factor[0], factor[1]) < STEADY_MOST & min(factor[0], factor[1]) >= STEADY_LEAST);
+    return __all_sync(~0u, this->is_low() & is_steady(factor));
   }
 
-  // As a step, from subnormals; those of hidden keys are -inf.
+  // Whether a step that isn't easy is of sums.
+  __device__ static bool takes_sums(const float (&factor)[2]) { return __all_sync(~0u, is_steady(factor)); }
+
+  // As a step, from subnormals; those of hidden keys are -inf, as an integer less than any sum, too.
   template <int N>
-  __device__ void step_of_sums(const float (&s)[N], const float (&factor)[2], uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
-    float m_new[2];
+  __device__ void step_of_sums(const float (&s)[N], const float (&factor)[2], bool easy, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
+    const auto write = [&](const SubnormalExactRow(&exact)[2], const SubnormalDirectRow(&direct)[2]) {
+      this->write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
+    };
+    if (easy) {  // codes are relative to a row's largest sum itself, and don't wait for the number that it is
+      float peak[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int top = this->template largest_bits<false>(s, r);  // -inf is less than any sum here, too
-      m_new[r] = fmaxf(top < 0 ? -INFINITE : float(top - BEGIN) * factor[r], lowest(m[r]));
+      for (int r = 0; r < 2; ++r) {
+        const int top = largest_of_row(this->template largest_bits<false>(s, r), BEGIN);
+        peak[r] = __int_as_float(top);
+        alpha[r] = become(m[r], float(top - BEGIN) * factor[r]);
+      }
+      write({SubnormalExactRow::below(peak[0], factor[0]), SubnormalExactRow::below(peak[1], factor[1])},
+            {SubnormalDirectRow::below(peak[0], factor[0]), SubnormalDirectRow::below(peak[1], factor[1])});
+    } else {
+      float above[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int top = this->template largest_bits<false>(s, r);
+        alpha[r] = follow(m[r], fmaxf(top < 0 ? -INFINITE : float(top - BEGIN) * factor[r], lowest(m[r])));
+        above[r] = fmaf(BEGIN, factor[r], m[r]);
+      }
+      write({{factor[0], above[0]}, {factor[1], above[1]}}, {{factor[0], above[0]}, {factor[1], above[1]}});
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) alpha[r] = follow(m[r], m_new[r]);
-    const float above[2] = {fmaf(BEGIN, factor[0], m[0]), fmaf(BEGIN, factor[1], m[1])};
-    const SubnormalExactRow exact[2] = {{factor[0], above[0]}, {factor[1], above[1]}};
-    const SubnormalDirectRow direct[2] = {{factor[0], above[0]}, {factor[1], above[1]}};
-    this->write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
+
+ private:
+  __device__ static bool is_steady(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < STEADY; }
 };
 
 }  // namespace fp8attn
