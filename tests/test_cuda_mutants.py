@@ -245,9 +245,9 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         q += torch.linspace(-2, 2, 150, device=device)[:, None]  # groups of queries have different means
     recipe = Recipe(qk="int8" if rung == INT8 else "e4m3", smooth_q=rung == GENERAL, k="token" if rung == GENERAL else "block")
     with_means = v + torch.linspace(-3, 3, 64, device=device)  # large ones, which are removed, but beside which other errors are small
-    # blocks of keys whose scores are all negative, after others of which some aren't
+    # blocks of keys whose scores are all negative, after others of which some aren't; no key there hides the answers of all
     common = q.nan_to_num(0.0).mean(2, keepdim=True).sign()
-    against = k + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * common
+    against = k.nan_to_num(posinf=0.0) + 0.4 * (torch.arange(700, device=device) // 128 % 2 * -2 + 1)[:, None] * common
     seen = []
     problems = [(q, k, v, "none"), (q, k, v, "bottom_right"), (q, k, with_means, "none"), (q + common, against, v, "none")]
     masks: list[torch.Tensor | None] = [None]
