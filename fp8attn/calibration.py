@@ -38,7 +38,7 @@ CANDIDATES = (
     Recipe(k="token", rotate=256, qk="int8"),
     Recipe(compute="f16", k="token", rotate=256),
 )
-"""Recipes from the cheapest on, from half to answer on an H100 (docs/accuracy.md, prices): rotation of more than 16 channels takes other quantizers,
+"""Recipes from the cheapest on, from half to answer on an H100 (docs/accuracy.md, prices): rotation of other than 64 channels takes other quantizers,
 keys in half precision another kernel, which is dear where attention is short, scales of single keys the kernels' general instances, half tensor
 cores half the rate and more."""
 

@@ -3,7 +3,7 @@
 Where float32 addition would depend on the order (the means), the order is part of the definition: see `lane_sum`.
 
 Non-finite input is neither laundered into a finite answer nor spread further than it must:
-- a scale is the largest finite magnitude over 256 (448 for values, 127 for int8), a mean is taken over the finite elements;
+- a scale is the largest finite magnitude over 256 (448 for values, 127 for int8), but for `fit`; a mean is taken over the finite elements;
 - a NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN; int8 has none: all of the row becomes INT8_NAN;
 - a key that isn't finite has no part in what means of queries add to scores: its own scores are NaN without it;
 - a token whose v has a NaN or ±inf gets NaN in all of its *k*, and zeros in v's place: exactly the rows that attend to the
@@ -64,6 +64,15 @@ FEEDBACK = 2.0**-3
 
 LARGEST_PUSH = 2.0**-5
 """At most this part of the token's own value: a quarter to half a step of e4m3."""
+
+FIT_DIM = 64
+"""Channels up to which scales of rows are fitted to their codes: the more there are, the less of a row's errors lies along it."""
+
+FIT_STEP = 2.0**5
+"""What products of halves are rounded to for it: the spacing of halves from 2^15 on, which are larger than any of these products."""
+
+FIT_NAN = 0x7FFF - 0x7A00
+"""Steps that a NaN counts for: what the bits of a half that is one are beyond those of 1.5 · 2^15."""
 
 ROUNDER = 1.5 * 2.0**23
 """x + ROUNDER · step - ROUNDER · step is float32 x rounded to a multiple of step."""
@@ -257,6 +266,36 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.flatten(2, 3)[:, :, :length]
 
 
+def fit_steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Products of halves, in FIT_STEP, rounded to nearest even; FIT_NAN for NaN."""
+    return (a.float() * b.float() / FIT_STEP).round().nan_to_num(nan=FIT_NAN)
+
+
+def is_fitted(granularity: Granularity, qk: ProductType, dim: int) -> bool:
+    """Whether scales of q or k are fitted to their codes."""
+    return granularity == "token" and qk == "e4m3" and dim <= FIT_DIM
+
+
+def fit(y: torch.Tensor, scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """What the scale of a row is multiplied by once its e4m3 codes are known, so that codes times scale have the least squared error:
+    1 + ⟨code, rest⟩ / ⟨code, code⟩, rest being what rounding left over.
+
+    What a row's errors have along the row multiplies all of its scores, and the larger these are, the less softmax forgives it. A scale makes up
+    for it. In half precision, in which rests are exact; products are rounded to FIT_STEP, of a code and an eighth of it for ⟨code, code⟩, so that
+    sums are those of integers, the same in any order.
+
+    Args:
+        y: float32 (…, D). scale: float32 (…), by which it was encoded to `data`, e4m3 (…, D).
+
+    Returns:
+        float32 (…), within 1 ± 1/8; of rows with a NaN, whose scores are NaN, any number.
+    """
+    code = data.half()
+    rest = (y * (1.0 / scale).unsqueeze(-1)).half() - code
+    product, square = fit_steps(code, rest).sum(-1), 8 * fit_steps(code, code / 8).sum(-1)
+    return torch.where(square > 0, (square + product) / square, 1.0)
+
+
 def encode_int8(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Round y / scale, 127 at most, to int8, to nearest even; NaN becomes INT8_NAN."""
     return torch.where(y.isnan(), INT8_NAN, (y * (1.0 / scale)).round()).to(torch.int8)
@@ -346,15 +385,18 @@ def _quantize_rows(
     y = centre(rotation.rotate(x, part), mean)
     largest = _largest(y, granularity)
     scale = scale_of(largest, largest_code(qk))
-    kept = torch.where(largest > 0, scale * factor, 1.0)
     hidden = y.isnan().any(-1) if qk == "int8" else torch.zeros_like(y[..., 0], dtype=torch.bool)
     if poisoned is not None:
         hidden = hidden | poisoned
-        if qk == "int8":
-            kept = marked(kept, hidden, granularity)
     y = y.masked_fill(hidden.unsqueeze(-1), torch.nan)
     data = empty_rows(x, row_type(qk))
     data.copy_((encode_int8 if qk == "int8" else encode)(y, row_scales(scale, granularity, length).unsqueeze(-1)))
+    kept = scale * factor
+    if is_fitted(granularity, qk, x.shape[-1]):
+        kept = (kept * fit(y, scale, data)).clamp(SMALLEST_SCALE, FLOAT_MAX)
+    kept = torch.where(largest > 0, kept, 1.0)
+    if poisoned is not None and qk == "int8":
+        kept = marked(kept, hidden, granularity)
     return Quantized(data, kept, granularity, "rows", length, mean, part)
 
 

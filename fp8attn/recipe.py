@@ -11,7 +11,7 @@ Granularity = Literal["tensor", "head", "block", "token", "channel"]
 ProductType = Literal["e4m3", "int8"]
 ComputeType = Literal["e4m3", "f16"]
 Layout = Literal["rows", "values"]
-Rotation = Literal[0, 16, 256]
+Rotation = Literal[0, 16, 64, 256]
 
 ROW_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "block", "token")
 VALUE_GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "channel")
@@ -62,8 +62,8 @@ class Recipe:
             rounding they would multiply. Takes a pass over Q, a product with K a 64th as large as Q·Kᵀ, which lies in memory (4 bytes for
             every 64 scores), and kernels that add masks.
         rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread over so many
-            channels, the largest power of two at most that divides the head dim (fp8attn.rotation): 16, 256 for all that can be, 0 for none.
-            Scores don't change, nor does the kernel's time; quantizers take 4 to 7 % longer for 16, a quarter to a third for 256.
+            channels, the largest power of two at most that divides the head dim (fp8attn.rotation): 16, 64, 256 for all that can be, 0 for none.
+            Scores don't change, nor does the kernel's time (docs/accuracy.md).
         qk: what Q and K are stored and multiplied as. `int8` has uniform steps: of a row like N(0, 1) a third of e4m3's rounding error, and exact
             products (SageAttention 2, arXiv:2411.10958). P and V stay e4m3.
         compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel, all but int8.
@@ -86,7 +86,7 @@ class Recipe:
     smooth_k: bool = True
     smooth_v: bool = True
     smooth_q: bool = False
-    rotate: Rotation = 16
+    rotate: Rotation = 64
     qk: ProductType = "e4m3"
     compute: ComputeType = "e4m3"
     two_level: bool | None = None

@@ -5,8 +5,8 @@ that a scale no longer serves an outlier at the cost of its neighbours (QuIP#, a
 arXiv:2407.08608, section 3.3). The signs are those of the Rudin-Shapiro sequence, anew in every part: its own Walsh spectrum is flat, so rows
 whose channels are all alike are spread as well as single channels are.
 
-Parts are of 2^k channels. A head dim of 2^k m, m odd, has parts of 2^k at most, or of 16: as many as a thread of the CUDA attention kernel or a
-quad of lanes of its quantizers has anyway, and most of what larger parts gain is gained by then (docs/accuracy.md).
+Parts are of 2^k channels. A head dim of 2^k m, m odd, has parts of 2^k at most, or of 64: as many as a quad of lanes of the CUDA attention kernel has
+of a row, or a CTA of the quantizer, and most of what larger parts gain is gained by then (docs/accuracy.md).
 
 Butterflies only add; to keep them finite wherever x is, both operands are divided by 2^k first, and Q's scales make up for it: the product of two
 transforms that aren't normalised is 2^k too large, of two so divided 2^k too small.

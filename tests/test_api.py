@@ -149,9 +149,9 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: fp8attn.quantize(), ValueError, "query, key and value are None; at least"),
     (lambda: fp8attn.import_kv(K, V, 1.0, 1.0), TypeError, "key is torch.bfloat16; it must be float8_e4m3fn, uint8 or int8"),
     (lambda: Recipe(k="channel"), ValueError, r"Recipe.k is 'channel'; it must be one of"),
-    (lambda: Recipe(rotate=True), ValueError, r"Recipe.rotate is True; it must be one of \(0, 16, 256\)"),
+    (lambda: Recipe(rotate=True), ValueError, r"Recipe.rotate is True; it must be one of \(0, 16, 64, 256\)"),
     (lambda: Recipe(rotate=False), ValueError, "Recipe.rotate is False; it must be one of"),
-    (lambda: Recipe(rotate=64), ValueError, "Recipe.rotate is 64; it must be one of"),
+    (lambda: Recipe(rotate=32), ValueError, "Recipe.rotate is 32; it must be one of"),
     (lambda: Recipe(smooth_k=1), ValueError, "Recipe.smooth_k is 1; it must be one of"),
 ]
 

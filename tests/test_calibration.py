@@ -137,7 +137,7 @@ def test_saved_and_loaded(device: torch.device, tmp_path: Path) -> None:
     calibration.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == calibration
     (tmp_path / "c.json").write_text((tmp_path / "c.json").read_text().replace('"rotate": 256', '"rotate": true'))
-    with pytest.raises(ValueError, match=r"Recipe.rotate is True; it must be one of \(0, 16, 256\)"):
+    with pytest.raises(ValueError, match=r"Recipe.rotate is True; it must be one of \(0, 16, 64, 256\)"):
         Calibration.load(tmp_path / "c.json")
 
 

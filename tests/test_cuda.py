@@ -497,12 +497,12 @@ STACK = {
     HopperConfig(256, 256, 2, 2, 232, False, 1, True, True, added=True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, False, True, masked=True): 48,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, masked=True): 64,
-    HopperConfig(256, 256, 2, 2, 224, False, 1, False, False, True, masked=True): 56,
-    HopperConfig(256, 256, 2, 2, 224, False, 1, False, True, True, masked=True): 72,
+    HopperConfig(256, 256, 2, 2, 224, False, 1, False, False, True, masked=True): 104,
+    HopperConfig(256, 256, 2, 2, 224, False, 1, False, True, True, masked=True): 120,
     HopperConfig(64, 64, 3, 4, 152, False, 1, True, False, True, added=True): 8,
     HopperConfig(64, 64, 3, 4, 152, False, 0, True, True, True, added=True): 8,
-    HopperConfig(256, 256, 2, 2, 232, False, 1, True, False, True, added=True): 48,
-    HopperConfig(256, 256, 2, 2, 232, False, 1, True, True, True, added=True): 64,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True, False, True, added=True): 72,
+    HopperConfig(256, 256, 2, 2, 232, False, 1, True, True, True, added=True): 96,
     HopperConfig(64, 64, 4, 4, 112, False, 1, False, masked=True): 48,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, masked=True): 64,
     HopperConfig(192, 192, 2, 3, 232, False, 1, False, masked=True): 8,
@@ -513,7 +513,8 @@ STACK = {
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True): 16,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True): 8,
-    HopperConfig(256, 256, 1, 2, 240, False, 1, False, True, True): 16,
+    HopperConfig(256, 256, 2, 2, 240, False, 1, False, False, True): 8,
+    HopperConfig(256, 256, 1, 2, 240, False, 1, False, False, True): 8,
 }
 """Bytes of it that an instance may have; the others have none."""
 

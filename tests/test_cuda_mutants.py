@@ -116,15 +116,17 @@ RUNG_MUTANTS = {
 SHORT = "short"
 
 SHORT_MUTANTS = {
-    "scale of another block": (SHORT, "short.cuh", "__shfl_sync(~0u, inverse, n)", "__shfl_sync(~0u, inverse, 0)"),
+    "scale of another block": (SHORT, "short.cuh", "&shared.k_largest[block], {", "&shared.k_largest[BLOCKS - 1 - block], {"),
+    "mean of another slice": (SHORT, "short.cuh", "&shared.key_mean[part.slice * QUADS + quad]", "&shared.key_mean[(3 - part.slice) * QUADS + quad]"),
+    "means not awaited": (SHORT, "short.cuh", "  ptx::mbarrier_wait(&shared.means_full, 0);\n", ""),
     "bytes of another token": (SHORT, "short.cuh", "upper ? 0x3276 : 0x5410", "upper ? 0x7632 : 0x1054"),
     "columns of another slice": (SHORT, "short.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
     "mean not added back": (SHORT, "short.cuh", "desk.facts.mean[c] = desk.shift[c] = mean;", "desk.facts.mean[c] = 0, desk.shift[c] = mean;"),
-    "a NaN unseen": (SHORT, "short.cuh", "hidden >> i & 1 ? NAN_CODES<false> : codes", "codes"),
-    "tokens that don't exist": (SHORT, "short.cuh", "if (i < keys.count) of_block", "of_block"),
+    "a NaN unseen": (SHORT, "short.cuh", "hidden >> key % LANES & 1 ? NAN_CODES<false> : codes", "codes"),
+    "tokens that don't exist": (SHORT, "short.cuh", "if (exists(pair, i % 2)) largest = fmaxf", "largest = fmaxf"),
     "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = largest", "scale[row(0)] = largest"),
     "queries not divided as keys are": (SHORT, "tile/quantize.h", "restores * PART", "restores"),
-    "signs of other channels": (SHORT, "tile/rotate.h", "matrix[0][i] = factors ^ (signs & 1) << 15", "matrix[0][i] = factors"),
+    "signs of other channels": (SHORT, "tile/rotate.h", "uint32_t(SIGNS >> from) ^ parity(to", "parity(to"),
 }
 """Of the kernel that quantizes, likewise."""
 

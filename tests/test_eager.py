@@ -358,7 +358,7 @@ ERRORS: dict[str, Callable[[Quantized, Quantized, Quantized], dict[str, Any]]] =
     "heads": lambda q, k, v: dict(zip(("key", "value"), operands(heads=2)[1:], strict=True)),
     "length": lambda q, k, v: dict(value=dataclasses.replace(v, length=299)),
     "layout": lambda q, k, v: dict(key=v),
-    "rotated": lambda q, k, v: dict(query=dataclasses.replace(q, rotated=64)),
+    "rotated": lambda q, k, v: dict(query=dataclasses.replace(q, rotated=16)),
     "batch": lambda q, k, v: dict(query=operands(batch=1)[0]),
     "no tensor": lambda q, k, v: dict(query=[1.0]),
     "another kind": lambda q, k, v: dict(key=torch.zeros(2, 4, 300, 64)),

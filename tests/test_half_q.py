@@ -9,7 +9,7 @@ from pathlib import Path
 import emulation
 import pytest
 import torch
-from closeness import on_grid
+from closeness import SHARE_OFF_GRID, assert_rows_alike, on_grid
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, cases
@@ -24,7 +24,7 @@ from fp8attn.cuda import run as cuda
 from fp8attn.cuda.configs import GROUPS, HALF_Q_DIMS, HALF_Q_INSTANCES, KEYS, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantize import quantize
-from fp8attn.recipe import AT_ONCE
+from fp8attn.recipe import AT_ONCE, ProductType
 
 H100 = ARCHITECTURES[90]
 EVERY = tuple(config for (_, _, half_q), group in GROUPS.items() if half_q for config in group)
@@ -83,13 +83,24 @@ INT8_MUTANTS = {
 }
 
 
+FIT_MUTANTS = {
+    "scales as they were": ("restores * PART * Fit::factor(sums)", "restores * PART"),
+    "another member's": ("sums = i == member() ? of_row", "sums = i == 0 ? of_row"),
+    "the lower half's steps alone": ("low + (int(both - low) >> 16)", "low"),
+    "a carry": ("int(both - low) >> 16", "int(both) >> 16"),
+    "squares in other steps": ("__float2half(0.125f)", "__float2half(0.25f)"),
+    "a lane's part": ("lane = lanes / 2; lane > 0; lane /= 2) found.x", "lane = lanes / 2; lane > 1; lane /= 2) found.x"),
+}
+"""Of fitted scales."""
+
+
 @pytest.mark.anywhere
 @emulation.emulates
-@pytest.mark.parametrize("name", INT8_MUTANTS)
-def test_the_emulation_sees_what_is_wrong_with_int8(name: str, tmp_path: Path) -> None:
-    mutant = emulation.compile_alone("queries.cpp", tmp_path, ("tile/quantize.h", *INT8_MUTANTS[name]))
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind, mutants in (("int8", INT8_MUTANTS), ("e4m3", FIT_MUTANTS)) for name in mutants])
+def test_the_emulation_sees_what_is_wrong(kind: ProductType, name: str, tmp_path: Path) -> None:
+    mutant = emulation.compile_alone("queries.cpp", tmp_path, ("tile/quantize.h", *(INT8_MUTANTS | FIT_MUTANTS)[name]))
     with pytest.raises(AssertionError, match="differ"):
-        assert_as_defined(mutant, rows_of("not finite", 128, torch.bfloat16), AT_ONCE["int8"])
+        assert_as_defined(mutant, rows_of("not finite", 128 if kind == "int8" else 64, torch.bfloat16), AT_ONCE[kind])
 
 
 def test_a_tile_that_does_not_exist_is_not_read(queries: ctypes.CDLL) -> None:
@@ -155,7 +166,22 @@ def test_has_the_bits_of_quantizing_first(case: Case, recipe: Recipe, device: to
     dim = {16: 64, 24: 64, 40: 64, 72: 128, 96: 128, 136: 256, 192: 256}.get(case.head_dim, case.head_dim)
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
     case = dataclasses.replace(case, head_dim=dim, value_dim=dim, dtype=dtype, recipe=recipe)
-    assert_bits_of_quantizing_first(*case.tensors(device), case.attn_mask(device), case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
+    q, k, v = case.tensors(device)
+    assert_bits_of_quantizing_first(on_grid(q), k, v, case.attn_mask(device), case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", sorted(HALF_Q_DIMS))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+def test_numbers_on_no_grid_are_rotated_as_a_tensor_core_adds(device: torch.device, recipe: Recipe, dtype: torch.dtype, dim: int) -> None:
+    """Then now and then a code of a row is the next one."""
+    q, k, v = (torch.randn(1, 4, 700, dim, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in range(3))
+    if configs.misfit(HALF_Q_INSTANCES[0], device_of(device)) is not None:
+        pytest.skip("needs sm_90")
+    call = call_of(*quantize(q, k, v, recipe), out_dtype=torch.float32, return_lse=True)
+    actual, expected = (cuda.forward(c, device_of(device)) for c in (dataclasses.replace(call, q=q, q_scale=None), call))
+    assert_rows_alike(actual[0], expected[0], SHARE_OFF_GRID)
 
 
 def some_blocks(rows: int, generator: torch.Generator, added: bool) -> torch.Tensor:
@@ -177,7 +203,7 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
     heads, rows = 8, (sm_count // 2 + 7) * config.tile_rows - 5
     dtype = HALVES[config.consumers % 2]
     q, k, v = (torch.randn(1, heads, n, config.head_dim, generator=generator).to(device, dtype) for n in (rows, keys, keys))
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    q = on_grid(q).transpose(1, 2).contiguous().transpose(1, 2)
     q[0, 1, 77, 5], q[0, 3, rows - 1, 0] = torch.nan, torch.inf
     if configs.misfit(config, device_of(device)) is not None:
         pytest.skip("needs sm_90")
@@ -200,7 +226,7 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
 @pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
 def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe, scores: configs.Scores) -> None:
     q, k, v = (torch.randn(1, 4, 700, 128, generator=torch.Generator().manual_seed(n)).to(device, torch.bfloat16) for n in range(3))
-    k = on_grid(k)
+    q, k = on_grid(q), on_grid(k)
     if configs.misfit(HALF_Q_INSTANCES[0], device_of(device)) is not None:
         pytest.skip("needs sm_90")
     mask = None if scores == "plain" else some_blocks(700, torch.Generator().manual_seed(3), scores == "added").to(device).repeat(1, 2)[:, :700]

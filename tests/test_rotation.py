@@ -27,7 +27,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dim", (8, 16, 24, 64, 72, 96, 128, 192, 256))
-@pytest.mark.parametrize("most", (16, 256))
+@pytest.mark.parametrize("most", (16, 64, 256))
 def test_matrix(most: int, dim: int) -> None:
     """Parts of 2^k; over sqrt(2^k) it is orthonormal, its elements ±1 over 2^k inside a part and 0 outside, every part like the first."""
     part = rotation.part_of(dim, most)
@@ -68,7 +68,7 @@ def test_largest_numbers_stay_finite() -> None:
     assert rotation.rotate(largest * signs, 256).isfinite().all()
 
 
-@pytest.mark.parametrize("rotate, part", ((0, 0), (16, 16), (256, 32)))
+@pytest.mark.parametrize("rotate, part", ((0, 0), (16, 16), (64, 32)))
 def test_scores_are_the_same(rotate: Rotation, part: int) -> None:
     """Of restored operands: K's share of 2^k is in Q's scales."""
     q, k, v = normal(1, 2, 60, 96)
@@ -81,7 +81,7 @@ def test_scores_are_the_same(rotate: Rotation, part: int) -> None:
 
 
 @pytest.mark.parametrize("dim", (64, 128))
-@pytest.mark.parametrize("rotate", (16, 256))
+@pytest.mark.parametrize("rotate", (16, 64, 256))
 def test_outliers_cost_less(rotate: Rotation, dim: int) -> None:
     """FlashAttention-3's outliers: N(0, 1) + N(0, 100) · Bernoulli(0.001). N(0, 1) itself loses nothing. Measured: 0.083 and 0.063 at D 64 and 128,
     rotated by 16 channels 0.056 and 0.055, by all 0.056 and 0.053."""
@@ -97,7 +97,7 @@ def test_outliers_cost_less(rotate: Rotation, dim: int) -> None:
     assert error_of(*tensors, rotated) < 1.02 * error_of(*tensors, PLAIN)
 
 
-@pytest.mark.parametrize("rotate", (0, 16, 256))
+@pytest.mark.parametrize("rotate", (0, 16, 64))
 def test_kernels_and_the_lse(device: torch.device, sdpa: Attention, rotate: Rotation) -> None:
     """Smoothing's shift of the LSE is in the rotated basis, too; a large mean shows it."""
     q, k, v = (x.to(device) for x in normal(1, 2, 70, 64))
@@ -112,7 +112,7 @@ def test_kernels_and_the_lse(device: torch.device, sdpa: Attention, rotate: Rota
 
 
 def test_both_or_neither(device: torch.device, sdpa: Attention) -> None:
-    q, k, v = (x.to(device) for x in normal(1, 1, 20, 64))
+    q, k, v = (x.to(device) for x in normal(1, 1, 20, 128))
     recipe = Recipe(rotate=256)
     rotated, plain, default = (quantize(q, k, v, x) for x in (recipe, PLAIN, Recipe()))
     for function in (sdpa, reference_sdpa):
@@ -120,11 +120,11 @@ def test_both_or_neither(device: torch.device, sdpa: Attention) -> None:
             function(rotated[0], *plain[1:])
         with pytest.raises(ValueError, match="key is rotated, query isn't"):
             function(plain[0], *rotated[1:])
-        with pytest.raises(ValueError, match="query is rotated by 16 channels, key by 64; both must be quantized with recipes of the same `rotate`"):
+        with pytest.raises(ValueError, match="query is rotated by 64 channels, key by 128; both must be quantized with recipes of the same `rotate`"):
             function(default[0], *rotated[1:])
-        with pytest.raises(ValueError, match="query is rotated by 64 channels, key by 16"):
+        with pytest.raises(ValueError, match="query is rotated by 128 channels, key by 64"):
             function(rotated[0], *default[1:])
-    with pytest.raises(ValueError, match="query is rotated by 16 channels, key by 64"):
+    with pytest.raises(ValueError, match="query is rotated by 64 channels, key by 128"):
         sdpa(q, *rotated[1:])
     with pytest.raises(ValueError, match="key is rotated, query isn't"):
         reference_sdpa(q, *rotated[1:])

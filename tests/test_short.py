@@ -36,10 +36,10 @@ H100 = ARCHITECTURES[90]
 def halves(
     q: tuple[int, ...], k: tuple[int, ...], device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, ...]:
-    """q, k and v of these shapes; rotated, k needs no rounding."""
+    """q, k and v of these shapes; rotated, q and k need no rounding."""
     generator = torch.Generator().manual_seed(sum(q) + sum(k))
     query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in (q, k, k))
-    return query, on_grid(key), value
+    return on_grid(query), on_grid(key), value
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_has_the_bits_of_two_launches(case: Case, device: torch.device) -> None:
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
     case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, recipe=Recipe())
     q, k, v = case.tensors(device)
-    assert_bits_of_two_launches(q, on_grid(k), v, case.causal, abs(case.scale or 0.125), case.out_dtype)
+    assert_bits_of_two_launches(on_grid(q), on_grid(k), v, case.causal, abs(case.scale or 0.125), case.out_dtype)
 
 
 @pytest.mark.gpu

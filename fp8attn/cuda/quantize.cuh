@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
 
   const Keys<T> keys;
   keys.load(shared.tile, k, p.k_strides[2], place.count);
-  float4 mean[PARTS];
+  float4 mean[QUARTERS];
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part) mean[part] = *reinterpret_cast<const float4*>(&shared.key_mean[part * PART + keys.column]);
+  for (int i = 0; i < QUARTERS; ++i) mean[i] = *reinterpret_cast<const float4*>(&shared.key_mean[i * QUARTER + keys.column]);
   find_largest<C, T>(shared, place, keys, mean);
   ptx::mbarrier_wait(&shared.largest_full, 0);
   const float inverse = finish_blocks<C>(p, shared, place);

@@ -1,8 +1,8 @@
 // The Hopper kernel of short sequences, sm_90a: quantization and attention in one launch, by clusters of CTAs that share a head's K and V.
 //
-// Every warpgroup of a cluster quantizes 16 channels of K or V of all keys, so that means and scales of channels are made in one place;
-// of K's scales, which are those of blocks of keys, a cluster exchanges the largest magnitudes. What is quantized goes into the shared memory of every
-// CTA of the cluster. Then each warpgroup quantizes 64 rows of Q and attends.
+// Every warpgroup of a cluster has 16 channels of K or V of all keys, so that means and scales of channels are made in one place. Those of V it
+// quantizes; of K everybody is told the means, and a warpgroup quantizes all channels, which are rotated together, of a block of keys. What is quantized
+// goes into the shared memory of every CTA of the cluster. Then each warpgroup attends, for 64 rows of Q that it has quantized before.
 #pragma once
 
 #include "config.h"
@@ -24,6 +24,7 @@ template <ShortConfig C>
 struct ShortShape {
   static constexpr int slices = C.head_dim / SLICE;  // of K, and of V
   static_assert(C.cluster * C.consumers == 2 * slices);
+  static_assert(slices == BLOCKS && C.head_dim == PART);  // there is a block of keys for each of those that have channels of K, and a part in a row
   static constexpr int panel = C.head_dim;          // bytes of a row of Q
   static constexpr int block_bytes = KEYS * SLICE;  // of a slice's codes of a block
   static constexpr int width = C.head_dim + ONES;
@@ -41,7 +42,7 @@ struct Desk {
   LaneStatistics<__half> lanes;  // or bfloat16
   alignas(16) float shift[SLICE], factor[SLICE];
   alignas(16) ValueFacts facts;
-  alignas(16) float largest[4][BLOCKS];  // of a warp
+  float largest[4];  // of a warp's keys
   float row_scale[ROWS];
   int row_end[ROWS];
 };
@@ -55,14 +56,15 @@ struct alignas(1024) ShortStorage {
   Desk desks[C.consumers];
   alignas(16) float channel_scale[C.head_dim], channel_mean[C.head_dim];
   alignas(16) uint32_t spoiled[S::slices][STEPS];
-  alignas(16) float k_largest[S::slices][BLOCKS];
-  uint64_t facts_full, k_full[BLOCKS], v_full[BLOCKS];
+  alignas(16) float4 key_mean[C.head_dim / 4];  // before it is rotated
+  uint4 k_largest[BLOCKS];                      // the first is a float
+  uint64_t facts_full, means_full, largest_full, k_full[BLOCKS], v_full[BLOCKS];
 };
 
-// Which slice a warpgroup quantizes, and which tiles it attends for.
+// Which slice of K or V a warpgroup has, and which block of K it quantizes; which tiles it attends for.
 template <ShortConfig C>
 struct Part {
-  int rank, warpgroup, pair, split, slice;
+  int rank, warpgroup, pair, split, slice;  // of keys the slice's number is that of their block, too
   bool of_keys;
 
   __device__ explicit Part(const Params& p) : rank(ptx::cluster_rank()), warpgroup(__shfl_sync(~0u, threadIdx.x / 128, 0)) {
@@ -76,29 +78,26 @@ struct Part {
 
   // Of the CTA's warpgroups, how many quantize keys.
   __device__ int keys_here() const { return min(max((ShortShape<C>::slices - rank + C.cluster - 1) / C.cluster, 0), C.consumers); }
+
+  // Whether one of them quantizes a block.
+  __device__ bool is_here(int block) const { return block % C.cluster == rank; }
 };
 
 // Sixteen bytes to a CTA of the cluster, to the same place.
-template <ShortConfig C>
-__device__ void tell(ShortStorage<C>& shared, int rank, void* to, uint4 x) {
-  ptx::store_async(ptx::address_in(rank, ptx::shared_address(to)), x, ptx::address_in(rank, ptx::shared_address(&shared.facts_full)));
+__device__ inline void tell(int rank, void* to, uint4 x, uint64_t* barrier) {
+  ptx::store_async(ptx::address_in(rank, ptx::shared_address(to)), x, ptx::address_in(rank, ptx::shared_address(barrier)));
 }
 
-// What lies here for the blocks of a slice is written to the same place in the other CTAs.
-template <ShortConfig C, typename At>
-__device__ void share_out(int rank, int blocks, uint64_t* full, At&& at) {
-  ptx::fence_proxy_async();
-  ptx::warpgroup_sync(1 + threadIdx.x / 128);
-  const int thread = threadIdx.x % 128, peer = thread % C.cluster, n = thread / C.cluster;
-  if (n >= blocks) return;
-  const uint32_t from = ptx::shared_address(at(n)), barrier = ptx::shared_address(&full[n]);
+// What lies here is written to the same place in another CTA, or is there.
+__device__ inline void hand_out(int rank, int peer, const void* data, int bytes, uint64_t* barrier) {
+  const uint32_t from = ptx::shared_address(data), full = ptx::shared_address(barrier);
   if (peer == rank)
-    ptx::mbarrier_arrive(&full[n]);
+    ptx::mbarrier_arrive(barrier);
   else
-    ptx::bulk_copy(ptx::address_in(peer, from), from, ShortShape<C>::block_bytes, ptx::address_in(peer, barrier));
+    ptx::bulk_copy(ptx::address_in(peer, from), from, bytes, ptx::address_in(peer, full));
 }
 
-// The lane of a thread of those that quantize keys: their codes are written one after another.
+// The lane of a thread of those that have channels of keys.
 __device__ inline int lane_of_keys() { return threadIdx.x % 128 / 4; }
 
 // Of those that quantize values: keys that lie together in V's order are those of one warp.
@@ -107,61 +106,127 @@ __device__ inline int lane_of_values() {
   return thread & 3 | (thread & 4) << 1 | (thread & 24) >> 1 & 4 | (thread & 16);
 }
 
-// Rotates a slice of K, the thread's channels of it, and takes its mean; everyone hears its largest magnitudes.
+// Everyone hears the mean of a slice of K.
 template <ShortConfig C, typename T>
-__device__ void measure_keys(const Params& p, ShortStorage<C>& shared, const Part<C>& part, Slice<T>& keys, float (&y)[STEPS][4]) {
+__device__ void measure_keys(const Params& p, ShortStorage<C>& shared, const Part<C>& part, Slice<T>& keys) {
   Desk& desk = shared.desks[part.warpgroup];
   auto& lanes = reinterpret_cast<LaneStatistics<T>&>(desk.lanes);
   const int thread = threadIdx.x % 128;
   keys.template statistics<false>(lanes);
-  keys.rotate(y);
   ptx::warpgroup_sync(1 + part.warpgroup);
   const auto found = Statistics::of<false>(lanes);
   if (thread % 8 == 0) desk.shift[found.channel()] = __fmul_rn(found.sum, p.inverse_length);
   ptx::warpgroup_sync(1 + part.warpgroup);
-  const float4 mean = removable(rotated(reinterpret_cast<const float4*>(desk.shift)[keys.quad]));
-  if (p.k_mean != nullptr && part.split == 0 && thread < QUADS)
-    reinterpret_cast<float4*>(p.k_mean + part.pair * C.head_dim + part.slice * SLICE)[keys.quad] = mean;
-  float largest[BLOCKS] = {};
+  const int quad = thread / C.cluster;
+  if (quad < QUADS) tell(thread % C.cluster, &shared.key_mean[part.slice * QUADS + quad], reinterpret_cast<const uint4*>(desk.shift)[quad], &shared.means_full);
+}
+
+// A block of K, of which a quad of lanes has four keys, one of its lanes four channels of every quarter.
+template <typename T>
+struct KeyBlock {
+  static constexpr int pairs = KEYS / 4 / 16;  // of keys, a thread's
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
+  int first, length;
+  uint2 raw[pairs][QUARTERS][2];
+
+  // Its number in the block.
+  __device__ int key(int pair, int i) const { return 32 * warp + 16 * pair + 8 * i + lane / 4; }
+
+  __device__ bool exists(int pair, int i) const { return first + key(pair, i) < length; }
+
+  // Zeros behind the end.
+  __device__ KeyBlock(const T* head, int64_t stride, int block, int its_length) : first(block * KEYS), length(its_length) {
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    centre(y[i], mean);
-    float& of_block = largest[i * LANES / KEYS];
-    if (i < keys.count) of_block = fmaxf(of_block, fmaxf(fmaxf(fabsf(y[i][0]), fabsf(y[i][1])), fmaxf(fabsf(y[i][2]), fabsf(y[i][3]))));
+    for (int pair = 0; pair < pairs; ++pair) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const T* at = head + (first + key(pair, i)) * stride + column;
+#pragma unroll
+        for (int quarter = 0; quarter < QUARTERS; ++quarter)
+          raw[pair][quarter][i] = exists(pair, i) ? *reinterpret_cast<const uint2*>(at + quarter * QUARTER) : uint2{};
+      }
+    }
   }
+
+  // Rotated and without their mean, the largest magnitude of keys that exist, of the warp. What isn't finite becomes NaN.
+  __device__ float rotate(float (&y)[pairs][QUARTERS][2][4], const float4 (&mean)[QUARTERS]) {
+    const KeyRotation<T, false> rotation(threadIdx.x);
+    float largest;
+#pragma unroll 1
+    for (;;) {
+      largest = 0.0f;
 #pragma unroll
-  for (int n = 0; n < BLOCKS; ++n) {
-    const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest[n]));
-    if (thread % 32 == n) desk.largest[thread / 32][n] = __uint_as_float(of_warp);
+      for (int pair = 0; pair < pairs; ++pair) {
+        rotation(y[pair], [&](uint32_t (&words)[4], int quarter) {
+          const uint2 upper = raw[pair][quarter][0], lower = raw[pair][quarter][1];
+          words[0] = upper.x, words[1] = lower.x, words[2] = upper.y, words[3] = lower.y;
+        });
+#pragma unroll
+        for (int i = 0; i < 2 * QUARTERS; ++i) {
+          float(&row)[4] = y[pair][i / 2][i % 2];
+          centre(row, mean[i / 2]);
+          const float of_row = fmaxf(fmaxf(fabsf(row[0]), fabsf(row[1])), fmaxf(fabsf(row[2]), fabsf(row[3])));  // NaN isn't larger than anything
+          if (exists(pair, i % 2)) largest = fmaxf(largest, of_row);
+        }
+      }
+      if (!__any_sync(~0u, largest == INFINITE)) break;
+#pragma unroll
+      for (int i = 0; i < 2 * pairs * QUARTERS; ++i) {
+        uint2& words = raw[i / (2 * QUARTERS)][i / 2 % QUARTERS][i % 2];
+        words = spoiled<T>(words);
+      }
+    }
+    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
   }
-  ptx::warpgroup_sync(1 + part.warpgroup);
-  if (thread < C.cluster) {
-    uint32_t of_slice[BLOCKS];
+};
+
+// K's mean, which every warp makes for itself: a thread's channels.
+template <ShortConfig C>
+__device__ void finish_means(const Params& p, ShortStorage<C>& shared, const Part<C>& part, float4 (&mean)[QUARTERS]) {
+  const int lane = threadIdx.x % 32;
+  const float4 own = removable(rotated(shared.key_mean[lane % (PART / 4)]));
+  if (p.k_mean != nullptr && part.split == 0 && part.slice == 0 && threadIdx.x % 128 < PART / 4) reinterpret_cast<float4*>(p.k_mean + part.pair * C.head_dim)[lane] = own;
 #pragma unroll
-    for (int n = 0; n < BLOCKS; ++n)
-      of_slice[n] = __float_as_uint(fmaxf(fmaxf(desk.largest[0][n], desk.largest[1][n]), fmaxf(desk.largest[2][n], desk.largest[3][n])));
-    tell(shared, thread, shared.k_largest[part.slice], {of_slice[0], of_slice[1], of_slice[2], of_slice[3]});
+  for (int i = 0; i < QUARTERS; ++i) {
+    const int from = i * QUADS + lane % 4;
+    mean[i] = {__shfl_sync(~0u, own.x, from), __shfl_sync(~0u, own.y, from), __shfl_sync(~0u, own.z, from), __shfl_sync(~0u, own.w, from)};
   }
 }
 
-// Codes of a slice of K without its mean. A lane has the inverse of the scale of the block of its number, modulo BLOCKS.
+// The block of K of the slice's number; everyone hears its largest magnitude.
 template <ShortConfig C, typename T>
-__device__ void quantize_keys(ShortStorage<C>& shared, const Part<C>& part, const Slice<T>& keys, const float (&y)[STEPS][4], float inverse, int blocks) {
+__device__ void quantize_keys(const Params& p, ShortStorage<C>& shared, const Part<C>& part, KeyBlock<T>& keys, int blocks) {
   using S = ShortShape<C>;
-  uint32_t hidden = 0, any = 0;
-  for (int i = threadIdx.x % 32; i < S::slices * STEPS; i += 32) any |= shared.spoiled[i / STEPS][i % STEPS];
-  if (__any_sync(~0u, any != 0)) {
-#pragma unroll 1
-    for (int i = 0; i < S::slices * STEPS; ++i) hidden |= (shared.spoiled[i / STEPS][i % STEPS] >> keys.lane & 1) << i % STEPS;
-  }
+  Desk& desk = shared.desks[part.warpgroup];
+  const int thread = threadIdx.x % 128, block = part.slice;
+  float4 mean[QUARTERS];
+  ptx::mbarrier_wait(&shared.means_full, 0);
+  finish_means(p, shared, part, mean);
+  float y[KeyBlock<T>::pairs][QUARTERS][2][4];
+  const float of_warp = keys.rotate(y, mean);
+  if (keys.lane == 0) desk.largest[keys.warp] = of_warp;
+  ptx::warpgroup_sync(1 + part.warpgroup);
+  const float largest = fmaxf(fmaxf(desk.largest[0], desk.largest[1]), fmaxf(desk.largest[2], desk.largest[3]));
+  if (thread < C.cluster) tell(thread, &shared.k_largest[block], {__float_as_uint(largest), 0, 0, 0}, &shared.largest_full);
+  const float factor = __fdiv_rn(1.0f, row_scale_of<false>(largest));
+  ptx::mbarrier_wait(&shared.facts_full, 0);
+  uint32_t hidden = 0;
+  for (int i = 0; i < S::slices; ++i) hidden |= shared.spoiled[i][block * (KEYS / LANES) + keys.warp];
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    const int n = i * LANES / KEYS, key = i * LANES % KEYS + keys.lane;
-    const float factor = __shfl_sync(~0u, inverse, n);
-    const uint32_t codes = codes_of<false>(y[i], factor);
-    *reinterpret_cast<uint32_t*>(&shared.k[n][part.slice][key * 16 + keys.quad * 4]) = hidden >> i & 1 ? NAN_CODES<false> : codes;
+  for (int pair = 0; pair < KeyBlock<T>::pairs; ++pair) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = keys.key(pair, i);
+#pragma unroll
+      for (int quarter = 0; quarter < QUARTERS; ++quarter) {
+        const uint32_t codes = codes_of<false>(y[pair][quarter][i], factor);
+        *reinterpret_cast<uint32_t*>(&shared.k[block][quarter][key * QUARTER + keys.column]) = hidden >> key % LANES & 1 ? NAN_CODES<false> : codes;
+      }
+    }
   }
-  share_out<C>(part.rank, blocks, shared.k_full, [&](int n) { return shared.k[n][part.slice]; });
+  ptx::fence_proxy_async();
+  ptx::warpgroup_sync(1 + part.warpgroup);
+  if (block < blocks && thread < C.cluster) hand_out(part.rank, thread, shared.k[block], sizeof(shared.k[block]), &shared.k_full[block]);
 }
 
 // A slice of V, and what everyone is to know of it.
@@ -191,7 +256,7 @@ __device__ void quantize_values(const Params& p, ShortStorage<C>& shared, const 
   const float4 mean = reinterpret_cast<const float4*>(desk.shift)[values.quad], factor = reinterpret_cast<const float4*>(desk.factor)[values.quad];
   if (const int i = thread / C.cluster; i < int(sizeof(ValueFacts) / 16)) {
     void* const to[] = {&shared.channel_scale[part.slice * SLICE], &shared.channel_mean[part.slice * SLICE], shared.spoiled[part.slice]};
-    tell(shared, thread % C.cluster, static_cast<uint4*>(i < 4 ? to[0] : i < 8 ? to[1] : to[2]) + i % 4, reinterpret_cast<const uint4*>(&desk.facts)[i]);
+    tell(thread % C.cluster, static_cast<uint4*>(i < 4 ? to[0] : i < 8 ? to[1] : to[2]) + i % 4, reinterpret_cast<const uint4*>(&desk.facts)[i], &shared.facts_full);
   }
 
   // four tokens' codes of four channels become four channels' codes of four tokens
@@ -205,7 +270,9 @@ __device__ void quantize_values(const Params& p, ShortStorage<C>& shared, const 
     const int n = i * LANES / KEYS, group = i * LANES % KEYS / 16 + values.lane / 16;
     *reinterpret_cast<uint32_t*>(&shared.v[n][row * KEYS + (group ^ row % 8) * 16 + slot]) = codes;
   }
-  share_out<C>(part.rank, blocks, shared.v_full, [&](int n) { return &shared.v[n][part.slice * S::block_bytes]; });
+  ptx::fence_proxy_async();
+  ptx::warpgroup_sync(1 + part.warpgroup);
+  if (const int n = thread / C.cluster; n < blocks) hand_out(part.rank, thread % C.cluster, &shared.v[n][part.slice * S::block_bytes], S::block_bytes, &shared.v_full[n]);
 }
 
 // Issues Q * K^T for a block of keys.
@@ -284,12 +351,16 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   if (thread < STEPS) desk.facts.spoiled[thread] = 0;
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.facts_full, 1);
-    ptx::mbarrier_expect(&shared.facts_full, S::slices * (sizeof(ValueFacts) + sizeof(shared.k_largest[0])));
-    const int keys_here = part.keys_here(), values_here = C.consumers - keys_here;
+    ptx::mbarrier_expect(&shared.facts_full, S::slices * sizeof(ValueFacts));
+    ptx::mbarrier_init(&shared.means_full, 1);
+    ptx::mbarrier_expect(&shared.means_full, sizeof(shared.key_mean));
+    ptx::mbarrier_init(&shared.largest_full, 1);
+    ptx::mbarrier_expect(&shared.largest_full, sizeof(shared.k_largest));
+    const int values_here = C.consumers - part.keys_here();
     for (int n = 0; n < BLOCKS; ++n) {
-      ptx::mbarrier_init(&shared.k_full[n], 1 + keys_here);
+      ptx::mbarrier_init(&shared.k_full[n], 1 + part.is_here(n));
       ptx::mbarrier_init(&shared.v_full[n], 1 + values_here);
-      ptx::mbarrier_expect(&shared.k_full[n], (S::slices - keys_here) * S::block_bytes);
+      ptx::mbarrier_expect(&shared.k_full[n], part.is_here(n) ? 0 : sizeof(shared.k[n]));
       ptx::mbarrier_expect(&shared.v_full[n], (S::slices - values_here) * S::block_bytes);
     }
     ptx::fence_barrier_init();
@@ -312,9 +383,11 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
     queries.load(q, p.q_strides[2], tile.first_row, p.q_length);
   }
 
-  float keys[STEPS][4];
+  const T* of_keys = reinterpret_cast<const T*>(p.k) + batch * p.k_strides[0] + kv_head * p.k_strides[1];
+  KeyBlock<T> keys(of_keys, p.k_strides[2], part.slice, part.of_keys ? p.kv_length : 0);
+
   if (part.of_keys)
-    measure_keys<C>(p, shared, part, slice, keys);
+    measure_keys<C>(p, shared, part, slice);
   else
     quantize_values<C>(p, shared, part, slice, blocks);
   if (attends) {
@@ -324,11 +397,10 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
     if (thread < ROWS) desk.row_end[thread] = visible.end(tile.first_row + thread);
     ptx::fence_proxy_async();
   }
+  if (part.of_keys) quantize_keys<C>(p, shared, part, keys, blocks);
   ptx::mbarrier_wait(&shared.facts_full, 0);
-  float largest = 0.0f;
-  for (int i = 0; i < S::slices; ++i) largest = fmaxf(largest, shared.k_largest[i][threadIdx.x % BLOCKS]);
-  const float k_scale = row_scale_of<false>(largest);
-  if (part.of_keys) quantize_keys<C>(shared, part, slice, keys, __fdiv_rn(1.0f, k_scale), blocks);
+  ptx::mbarrier_wait(&shared.largest_full, 0);
+  const float k_scale = row_scale_of<false>(__uint_as_float(shared.k_largest[threadIdx.x % BLOCKS].x));
 
   ptx::warpgroup_sync(1 + part.warpgroup);
   const Share share(p, visible, tile, 0);

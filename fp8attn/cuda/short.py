@@ -14,7 +14,7 @@ LONGEST = 512
 """Keys that it takes: all of a head's lie in a CTA's shared memory."""
 
 SLICE = 16
-"""Channels of K or V that a warpgroup quantizes."""
+"""Channels of K or V that a warpgroup has: K's mean, V's codes."""
 
 LANES = 32
 """Running sums of a mean."""
@@ -55,9 +55,9 @@ class ShortConfig:
         kv = LONGEST * (2 * self.head_dim + ONES)
         q = self.consumers * ROWS * self.head_dim
         values = 4 * (2 * SLICE + LONGEST // LANES)
-        desks = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 * BLOCKS + 8 * ROWS)
-        facts = 8 * self.head_dim + slices * (4 * LONGEST // LANES + 4 * BLOCKS)
-        return round_up(kv + q + desks + facts + 8 * (1 + 2 * BLOCKS), 1024)
+        desks = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 + 8 * ROWS)
+        facts = 12 * self.head_dim + slices * (4 * LONGEST // LANES) + 16 * BLOCKS
+        return round_up(kv + q + desks + facts + 8 * (3 + 2 * BLOCKS), 1024)
 
     @property
     def name(self) -> str:

@@ -26,8 +26,21 @@ from ..device import Device
 from ..layout import padded_length
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .feedback import feed_back
+from .fit import fitted_codes
 from .launch import ceil_div, launch
-from .tile import E4M3_LARGEST, INT8_MAX, INTERPRETING, ROUNDER, e4m3_code, int8_code, is_finite, key_of_slot, scale_of
+from .tile import (
+    E4M3_LARGEST,
+    FLOAT_MAX,
+    INT8_MAX,
+    INTERPRETING,
+    ROUNDER,
+    SMALLEST_SCALE,
+    e4m3_code,
+    int8_code,
+    is_finite,
+    key_of_slot,
+    scale_of,
+)
 
 STRIP: tl.constexpr = tl.constexpr(definition.STRIP)
 LANES: tl.constexpr = tl.constexpr(definition.LANES)
@@ -44,6 +57,7 @@ MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
+FIT_DIM: tl.constexpr = tl.constexpr(definition.FIT_DIM)
 MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
 GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
 RUN: tl.constexpr = tl.constexpr(definition.RUN)
@@ -86,6 +100,11 @@ class Traits:
     dependent: bool
 
     @property
+    def in_pieces(self) -> bool:
+        """Whether half of a block of q is quantized, then the other, in half the registers: rows have scales of their own."""
+        return self.widths[0] > 64 and self.q_group != SCALE_BLOCK and not self.smooth_q
+
+    @property
     def q_factor(self) -> float:
         """Of Q's scales: what rotating divided by."""
         return float(max(self.part, 1))
@@ -114,14 +133,14 @@ def butterfly(x, DISTANCE: tl.constexpr):
         return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (M, WIDTH))
     else:
         columns = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], x.shape)
-        partner = tl.gather(x, columns ^ DISTANCE, 1)
-        return tl.where(columns & DISTANCE == 0, x + partner, partner - x)
+        return tl.fma(x, tl.where(columns & DISTANCE == 0, 1.0, -1.0), tl.gather(x, columns ^ DISTANCE, 1))  # exact: one instruction
 
 
 @triton.jit
 def with_signs(x, PART: tl.constexpr):
     """Rows (M, WIDTH) over PART, channels with the signs of a rotation of PART together."""
-    return x * ((1 - 2 * sign_bit(tl.arange(0, x.shape[1]) % PART)).to(tl.float32) * (1.0 / PART))[None, :]
+    signs = (1 - 2 * sign_bit(tl.arange(0, x.shape[1]) % PART)).to(tl.float32) * (1.0 / PART)
+    return tl.fma(x, tl.broadcast_to(signs[None, :], x.shape), 0.0)  # no zero is negative: no sum of them will be, either
 
 
 @triton.jit
@@ -136,7 +155,7 @@ def transformed(x, PART: tl.constexpr):
 @triton.jit
 def rotated(x, PART: tl.constexpr):
     """rotation.rotate of rows (M, WIDTH), PART channels together."""
-    return transformed(with_signs(x, PART), PART) + 0.0
+    return transformed(with_signs(x, PART), PART) + 0.0  # of the least numbers of float32 with_signs leaves zeros of either sign
 
 
 @triton.jit
@@ -163,7 +182,7 @@ def load_tile(
     else:
         x = tl.load(pointers, eviction_policy=POLICY).to(tl.float32)
     if PART > 0:
-        x = rotated(x, PART)
+        x = rotated(x, PART) if base.dtype.element_ty == tl.float32 else transformed(with_signs(x, PART), PART)
     return x
 
 
@@ -221,14 +240,14 @@ def strip_statistics(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.c
         # an element that isn't finite leaves a sum that isn't
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, PART, True, True, 4)
+        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, PART, True, True, UNROLL if UNROLL < 4 else 4)
     return sum_lanes(total), tl.min(low, 0), tl.max(high, 0), careful
 
 
 @triton.jit
 def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     """Statistics of one strip of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care. sums and flag may be None."""
-    total, low, high, careful = strip_statistics(base, strip, stride, length, DIM, WIDTH, PART, 4)
+    total, low, high, careful = strip_statistics(base, strip, stride, length, DIM, WIDTH, PART, 4 if WIDTH <= 128 else 2)
     columns = tl.arange(0, WIDTH)
     tl.store(extremes + columns, low, mask=columns < DIM)
     tl.store(extremes + DIM + columns, high, mask=columns < DIM)
@@ -319,10 +338,7 @@ def store_rows(
     if GROUP == 1:
         largest = tl.max(magnitude, 1)
         scale = scale_of(largest, CODE)
-        kept = tl.where(largest > 0, scale * FACTOR, 1.0)
-        if C.int8 and IS_KEY and CAREFUL:
-            kept = tl.where(hidden, float("nan"), kept)
-        tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
+        kept = scale * FACTOR
         y *= tl.div_rn(1.0, scale)[:, None]
     elif GROUP == BLOCK:
         largest = tl.max(magnitude)
@@ -340,7 +356,19 @@ def store_rows(
     if CAREFUL:
         y = tl.where(hidden[:, None], float("nan"), y)
         inside &= (rows < length)[:, None]
-    tl.store(pointers, int8_code(y) if C.int8 else e4m3_code(y, C.native), mask=inside)
+    if C.int8:
+        codes = int8_code(y)
+    elif GROUP == 1 and DIM <= FIT_DIM:
+        codes, fit = fitted_codes(y, C.native)
+        kept = tl.minimum(tl.maximum(kept * fit, SMALLEST_SCALE), FLOAT_MAX)
+    else:
+        codes = e4m3_code(y, C.native)
+    tl.store(pointers, codes, mask=inside)
+    if GROUP == 1:
+        kept = tl.where(largest > 0, kept, 1.0)
+        if C.int8 and IS_KEY and CAREFUL:
+            kept = tl.where(hidden, float("nan"), kept)
+        tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
 
 
 @triton.jit
@@ -506,10 +534,13 @@ def write_queries(
             C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C, True,
         )  # fmt: skip
     else:
-        write_rows(
-            q, q_strides[2], 0.0, rows, rows < 0, (block + 1) * BLOCK <= length, q_scale, block, q_scale_strides[2], q_data, q_data_strides[2],
-            length, C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
-        )  # fmt: skip
+        PIECES: tl.constexpr = 2 if C.in_pieces else 1
+        for piece in tl.range(PIECES, loop_unroll_factor=1):
+            some = rows if PIECES == 1 else block * BLOCK + piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
+            write_rows(
+                q, q_strides[2], 0.0, some, some < 0, (block + 1) * BLOCK <= length, q_scale, block, q_scale_strides[2], q_data, q_data_strides[2],
+                length, C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
@@ -758,12 +789,14 @@ def quantize(
     pairs = batch * kv_heads if k is not None else 0
     traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
     width = max(traits.widths)
-    registers = 65536 // (64 * WARPS) if width <= 128 else 128
-    resources = dict(warmup=warmup, dependent=traits.dependent, num_warps=WARPS if width <= 128 else 16, maxnreg=registers)
+    resources = dict(warmup=warmup, dependent=traits.dependent, num_warps=WARPS if width <= 128 else 16, maxnreg=128)
     if traits.int8 or traits.part > 0 or v is not None or traits.smooth_q:
         # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. So are values, by what they are
         # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal, nor means of queries
         resources["enable_fp_fusion"] = False
+    # as many programs at a time as there are registers for, but for a few words
+    gathering = resources | dict(maxnreg=80 if width <= 128 else 64) if (width <= 64 and not traits.smooth_q) or traits.in_pieces else resources
+    writing = resources | dict(maxnreg=80) if width <= 64 else resources
 
     row_type, largest_code = definition.row_type(recipe.qk), definition.largest_code(recipe.qk)
     q_data = q_scale = q_mean = None
@@ -814,7 +847,7 @@ def quantize(
     launch(
         gather_kernel, (pairs * strips + k_items + q_items,),
         q, k, v, _strides(q), _strides(k), _strides(v), *queries, k_mean, k_extremes, v_sums, v_extremes, v_flags,
-        q_heads, kv_heads, pairs, q_length, kv_length, *sample, traits, **resources,
+        q_heads, kv_heads, pairs, q_length, kv_length, *sample, traits, **gathering,
     )  # fmt: skip
     if k is None or v is None:
         return q_quantized, None, None
@@ -841,7 +874,7 @@ def quantize(
     launch(
         write_kernel, (strips + blocks, pairs),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
-        _bytes(k_data), k_data.stride(), _words(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **resources,
+        _bytes(k_data), k_data.stride(), _words(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **writing,
     )  # fmt: skip
     return (
         q_quantized,

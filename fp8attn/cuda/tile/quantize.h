@@ -23,6 +23,7 @@ constexpr float FEEDBACK = 0x1p-3f;
 constexpr float LARGEST_PUSH = 0x1p-5f;
 constexpr float E4M3_LARGEST = 256.0f;
 constexpr float INT8_LARGEST = 127.0f;
+constexpr int FIT_DIM = 64;
 
 // Four codes of what isn't finite.
 template <bool INT8>
@@ -58,6 +59,54 @@ __device__ uint32_t codes_of(const float* y, float factor) {
     return ptx::e4m3x4(y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor);
   }
 }
+
+// Sums of quantize.fit_steps of products of halves, two to a word. Halves from 1.5 * 2^15 on are FIT_STEP apart: their bits, beyond BASE, count steps.
+struct FitSteps {
+  static constexpr uint32_t BASE = 0x7A00;
+  uint32_t bits = 0;  // of all sums
+  int words = 0;      // that is far fewer than would overflow 16 bits
+
+  __device__ void add(__half2 a, __half2 b) {
+    const __half2 sum = __hfma2(a, b, __half2half2(__ushort_as_half(BASE)));
+    bits += reinterpret_cast<const uint32_t&>(sum), ++words;
+  }
+
+  __device__ int total() const {
+    const uint32_t both = bits - words * (BASE << 16 | BASE);
+    const int low = int16_t(both);
+    return low + (int(both - low) >> 16);
+  }
+};
+
+// quantize.fit of a row: what codes and rests have in common, and codes with themselves.
+struct Fit {
+  FitSteps product, square;
+
+  // The codes of four numbers over their scale, of which `factor` is the inverse.
+  __device__ uint32_t codes(const float* y, float factor) {
+    const float z[] = {y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor};
+    const uint32_t codes = ptx::e4m3x4(z[0], z[1], z[2], z[3]);
+    uint32_t words[2];
+    ptx::halves_of_e4m3(codes, words[0], words[1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const __half2 code = reinterpret_cast<const __half2&>(words[i]);
+      product.add(code, __hsub2_rn(__floats2half2_rn(z[2 * i], z[2 * i + 1]), code));
+      square.add(code, __hmul2(code, __half2half2(__float2half(0.125f))));
+    }
+    return codes;
+  }
+
+  // Of what `lanes` lanes next to each other have of a row: product and square.
+  __device__ int2 sums(int lanes) const {
+    int2 found = {product.total(), square.total()};
+#pragma unroll
+    for (int lane = lanes / 2; lane > 0; lane /= 2) found.x += __shfl_xor_sync(~0u, found.x, lane), found.y += __shfl_xor_sync(~0u, found.y, lane);
+    return found;
+  }
+
+  __device__ static float factor(int2 sums) { return sums.y > 0 ? __fdiv_rn(8 * sums.y + sums.x, 8 * sums.y) : 1.0f; }
+};
 
 // No product is fused into a sum: it is rounded where the definition rounds it.
 __device__ inline float coarse(float mean, float low, float high) {
@@ -185,14 +234,6 @@ struct Slice {
     }
   }
 
-  // A slice of K, rotated: of each of the lane's tokens the thread's channels.
-  __device__ void rotate(float (&y)[STEPS][4]) const {
-    static_assert(SLICE == PART && STEPS % 2 == 0);
-    const Rotation<T> rotation(threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < STEPS; i += 2) rotation(y[i], y[i + 1], raw[i], raw[i + 1]);
-  }
-
   // Of V's i-th token.
   __device__ uint32_t codes(int i, float4 mean, float4 inverse) const {
     const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y);
@@ -201,13 +242,14 @@ struct Slice {
 };
 
 // ROWS rows of Q, of 16 bits a number, which a warpgroup rotates and quantizes, every row with a scale of its own. A team of threads shares a row: each
-// has a part.
+// has a quarter of a part.
 template <int DIM, bool INT8>
 struct Queries {
-  static constexpr int team = DIM / PART;
+  static constexpr int team = DIM / QUARTER;
   static constexpr int at_once = 128 / team;  // rows
   static constexpr int rounds = ROWS / at_once;
-  static_assert(rounds <= team);  // the scale of each row is made by one of the team
+  static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // whose rows are rotated by twos
+  static_assert(rounds <= team);                           // the scale of each row is made by one of the team
 
   int thread;
   uint4 raw[rounds][2];
@@ -220,7 +262,7 @@ struct Queries {
   __device__ void load(const uint16_t* head, int64_t stride, int first, int length) {
     thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread), "+l"(stride));  // or all addresses are made before a loop over tiles, and spilled
-    const uint16_t* at = head + int64_t(first + row(0)) * stride + PART * member();
+    const uint16_t* at = head + int64_t(first + row(0)) * stride + QUARTER * member();
 #pragma unroll
     for (int i = 0; i < rounds; ++i, at += at_once * stride) {
       const bool exists = unsigned(first + row(i)) < unsigned(length);
@@ -230,24 +272,25 @@ struct Queries {
   }
 
   // Whether a member's part of the thread's row of a round isn't finite: then nothing in the part is.
-  __device__ bool is_hidden(const float (&y)[PART]) const {
+  __device__ bool is_hidden(const float (&y)[QUARTER]) const {
     constexpr uint32_t members = (1u << team) - 1;
     return __ballot_sync(~0u, y[0] != y[0]) >> thread % 32 / team * team & members;
   }
 
-  // store(row, column, codes of a part); scales go to `scale`.
+  // store(row, column, codes of a quarter); scales go to `scale`.
   template <typename T, typename Store>
   __device__ void quantize(float (&scale)[ROWS], Store&& store) {
-    float y[rounds][PART], largest;  // magnitude of the member's row
+    const QueryRotation<T> rotation(thread);
+    float y[rounds][QUARTER], largest;  // magnitude of the member's row
 #pragma unroll 1
     for (;;) {
       float any = 0.0f;
 #pragma unroll
       for (int i = 0; i < rounds; ++i) {
-        rotate<T>(y[i], raw[i]);
+        if (i % 2 == 0) rotation(y[i], y[i + 1], raw[i], raw[i + 1]);
         float of_row = 0.0f;
 #pragma unroll
-        for (int c = 0; c < PART; ++c) of_row = fmaxf(of_row, fabsf(y[i][c]));  // NaN isn't larger than anything
+        for (int c = 0; c < QUARTER; ++c) of_row = fmaxf(of_row, fabsf(y[i][c]));  // NaN isn't larger than anything
 #pragma unroll
         for (int lane = team / 2; lane > 0; lane /= 2) of_row = fmaxf(of_row, __shfl_xor_sync(~0u, of_row, lane));
         largest = i == 0 || i == member() ? of_row : largest;
@@ -258,17 +301,26 @@ struct Queries {
       for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = spoiled<T>(raw[i / 2][i % 2]);
     }
     const float restores = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, restores);
-    // the definition divides both operands by PART, where it should their product
-    if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART : 1.0f;
+    int2 sums = {};  // of the member's row
 #pragma unroll
     for (int i = 0; i < rounds; ++i) {
       const float factor = __shfl_sync(~0u, inverse, i, team);
-      uint32_t codes[PART / 4];
+      uint32_t codes[QUARTER / 4];
+      if constexpr (INT8 || DIM > FIT_DIM) {
 #pragma unroll
-      for (int c = 0; c < PART; c += 4) codes[c / 4] = codes_of<INT8>(y[i] + c, factor);
+        for (int c = 0; c < QUARTER; c += 4) codes[c / 4] = codes_of<INT8>(y[i] + c, factor);
+      } else {
+        Fit fit;
+#pragma unroll
+        for (int c = 0; c < QUARTER; c += 4) codes[c / 4] = fit.codes(y[i] + c, factor);
+        const int2 of_row = fit.sums(team);
+        sums = i == member() ? of_row : sums;
+      }
       if (INT8 && is_hidden(y[i])) codes[0] = codes[1] = codes[2] = codes[3] = NAN_CODES<true>;  // it has no NaN: the whole row
-      store(row(i), PART * member(), uint4{codes[0], codes[1], codes[2], codes[3]});
+      store(row(i), QUARTER * member(), uint4{codes[0], codes[1], codes[2], codes[3]});
     }
+    // the definition divides both operands by PART, where it should their product
+    if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART * Fit::factor(sums) : 1.0f;
   }
 };
 

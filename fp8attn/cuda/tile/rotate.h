@@ -1,4 +1,4 @@
-// rotation.rotate of parts of 16 channels, as the default recipe has it: of rows on a warp's tensor core, of means as the definition adds.
+// rotation.rotate of parts of 64 channels, as the default recipe has it: of rows on a warp's tensor core, of means as the definition adds.
 #pragma once
 
 #include <type_traits>
@@ -8,59 +8,118 @@
 
 namespace fp8attn {
 
-constexpr int PART = 16;  // channels that are rotated together
+constexpr int PART = 64;  // channels that are rotated together
+constexpr int QUARTER = PART / 4;
+constexpr int QUARTERS = PART / QUARTER;
 
-constexpr uint32_t SIGNS = 0xB848;  // bits of the channels whose sign the definition turns
+constexpr uint64_t SIGNS = 0xB8B7B848'4748B848;  // bits of the channels whose sign the definition turns
 
-// A part's matrix, in a warp's registers. A quad of lanes has a row, lane c of it after the rotation channels 4c ... 4c + 3; before it the same, or, as
-// ldmatrix leaves rows (LOADED), 2c, 2c + 1, 8 + 2c and 9 + 2c. Products are exact; sums are those of the tensor core, which are the definition's where 24
-// bits hold them.
-template <typename T, bool LOADED = false>
-struct Rotation {
-  uint32_t matrix[2][2];  // of the operand's columns 4a and 4a + 1, then 4a + 2 and 4a + 3: two channels each
+// Bit by bit the parity of what two numbers below 64 have in common, of which the definition's matrix has the sign.
+__device__ constexpr uint32_t parity(uint32_t x) {
+  x ^= x >> 4, x ^= x >> 2;
+  return (x ^ x >> 1) & 1;
+}
 
-  __device__ explicit Rotation(uint32_t thread) {
-    constexpr uint32_t factors = std::is_same_v<T, __half> ? 0x2C002C00 : 0x3D803D80;  // 1 / PART
+// Of two channels' numbers, 1 / PART, in a word, the signs.
+template <typename T>
+__device__ uint32_t matrix_word(uint32_t signs) {
+  constexpr uint32_t factors = std::is_same_v<T, __half> ? 0x24002400 : 0x3C803C80;
+  return factors ^ (signs & 1) << 15 ^ (signs & 2) << 30;
+}
+
+template <typename T>
+__device__ void mma_halves(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const uint32_t b[] = {b0, b1};
+  if constexpr (std::is_same_v<T, __half>)
+    ptx::mma_f16(d, a, b);
+  else
+    ptx::mma_bf16(d, a, b);
+}
+
+// Rows of K of which a quad of lanes has a part, lane c of it after the rotation channels 4c ... 4c + 3 of every quarter; before it the same, or, as
+// ldmatrix leaves rows (LOADED), 2c, 2c + 1, 8 + 2c and 9 + 2c. The tensor core rotates quarters; the rest are sums and differences of theirs. Products
+// are exact; sums are those of the tensor core, which are the definition's where 24 bits hold them.
+template <typename T, bool LOADED>
+struct KeyRotation {
+  uint32_t matrix[2][2], odd[2][2];  // of the operand's columns 4a and 4a + 1, then 4a + 2 and 4a + 3: two channels each; and of odd quarters
+
+  __device__ explicit KeyRotation(uint32_t thread) {
     const uint32_t lane = thread % 4, column = thread % 32 / 4, to = column / 2 * 4 + column % 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t from = LOADED ? 8 * i + 2 * lane : 4 * lane + 2 * i;  // and the one behind it
-      uint32_t turned = to & from;
-      turned ^= turned >> 2, turned ^= turned >> 1;
-      const uint32_t signs = SIGNS >> from ^ ((turned & 1) * 3) ^ (column & 1) << 1;
-      matrix[0][i] = factors ^ (signs & 1) << 15 ^ (signs & 2) << 30;
+      matrix[0][i] = matrix_word<T>(uint32_t(SIGNS >> from) ^ parity(to & from) * 3 ^ (column & 1) << 1);
       matrix[1][i] = from & 2 ? matrix[0][i] ^ 0x80008000 : matrix[0][i];
-    }
-  }
-
-  // Two rows, each in two words, one after the other; four channels of each.
-  __device__ void operator()(float (&y)[4], float (&z)[4], const uint32_t (&rows)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sums[4] = {};
-      if constexpr (std::is_same_v<T, __half>)
-        ptx::mma_f16(sums, rows, matrix[i]);
-      else
-        ptx::mma_bf16(sums, rows, matrix[i]);
-      y[2 * i] = sums[0], y[2 * i + 1] = sums[1], z[2 * i] = sums[2], z[2 * i + 1] = sums[3];
+      for (int a = 0; a < 2; ++a) odd[a][i] = from & 8 ? matrix[a][i] ^ 0x80008000 : matrix[a][i];
     }
   }
 
-  __device__ void operator()(float (&y)[4], float (&z)[4], uint2 upper, uint2 lower) const {
-    const uint32_t rows[] = {upper.x, lower.x, upper.y, lower.y};
-    (*this)(y, z, rows);
+  // Of two rows; load(words, quarter) gives those of the first, of the second, and so again.
+  template <typename Load>
+  __device__ void operator()(float (&y)[QUARTERS][2][4], Load&& load) const {
+#pragma unroll
+    for (int quarter = 0; quarter < QUARTERS; ++quarter) {
+      uint32_t words[4];
+      load(words, quarter);
+#pragma unroll
+      for (int a = 0; a < 2; ++a) {
+        float sums[4] = {};
+        mma_halves<T>(sums, words, quarter % 2 ? odd[a][0] : matrix[a][0], quarter % 2 ? odd[a][1] : matrix[a][1]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[quarter][i / 2][2 * a + i % 2] = sums[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float &a = y[0][i / 4][i % 4], &b = y[1][i / 4][i % 4], &c = y[2][i / 4][i % 4], &d = y[3][i / 4][i % 4];
+      const float sums[] = {a + b, a - b, c - d, c + d};  // all signs of the last quarter are turned
+      a = sums[0] + sums[2], b = sums[1] + sums[3], c = sums[0] - sums[2], d = sums[1] - sums[3];
+    }
   }
 };
 
-// A quad's part, as the definition rounds it, by a warp.
+// Rows of Q of which a quad of lanes has a part, each a quarter: by the tensor core alone, as above.
+template <typename T>
+struct QueryRotation {
+  uint32_t matrix[QUARTER / 2];  // for each word of a lane's quarter, of the operand's first columns
+
+  // Of the operand's columns 2c and 2c + 1 become, of the j-th product, lane c's channels 2j and 2j + 1.
+  __device__ explicit QueryRotation(uint32_t thread) {
+    const uint32_t lane = thread % 4, column = thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < QUARTER / 2; ++i) {
+      const uint32_t from = QUARTER * lane + 2 * i;
+      matrix[i] = matrix_word<T>(uint32_t(SIGNS >> from) ^ parity(lane & column / 2) * 3 ^ (column & 1) << 1);
+    }
+  }
+
+  // Two rows, of which the quad's lanes have the words.
+  __device__ void operator()(float (&y)[QUARTER], float (&z)[QUARTER], const uint4 (&upper)[2], const uint4 (&lower)[2]) const {
+    const uint32_t above[] = {upper[0].x, upper[0].y, upper[0].z, upper[0].w, upper[1].x, upper[1].y, upper[1].z, upper[1].w};
+    const uint32_t below[] = {lower[0].x, lower[0].y, lower[0].z, lower[0].w, lower[1].x, lower[1].y, lower[1].z, lower[1].w};
+#pragma unroll
+    for (int j = 0; j < QUARTER / 2; ++j) {
+      float sums[4] = {};
+#pragma unroll
+      for (int i = 0; i < QUARTER / 2; i += 2) {
+        const uint32_t rows[] = {above[i], below[i], above[i + 1], below[i + 1]};
+        mma_halves<T>(sums, rows, parity(i & j) ? matrix[i] ^ 0x80008000 : matrix[i], parity((i + 1) & j) ? matrix[i + 1] ^ 0x80008000 : matrix[i + 1]);
+      }
+      y[2 * j] = sums[0], y[2 * j + 1] = sums[1], z[2 * j] = sums[2], z[2 * j + 1] = sums[3];
+    }
+  }
+};
+
+// A part that 16 lanes have, four channels each, as the definition rounds it, by a warp.
 __device__ inline float4 rotated(float4 x) {
-  const uint32_t lane = threadIdx.x % 4;
-  const auto scaled = [&](float value, uint32_t i) { return __fmul_rn(value, SIGNS >> 4 * lane >> i & 1 ? -1.0f / PART : 1.0f / PART); };
+  const uint32_t lane = threadIdx.x % (PART / 4);
+  const auto scaled = [&](float value, uint32_t i) { return __fmul_rn(value, SIGNS >> (4 * lane + i) & 1 ? -1.0f / PART : 1.0f / PART); };
   const float a = scaled(x.x, 0), b = scaled(x.y, 1), c = scaled(x.z, 2), d = scaled(x.w, 3);
   const float sums[] = {__fadd_rn(a, b), __fadd_rn(c, d)}, differences[] = {__fsub_rn(a, b), __fsub_rn(c, d)};
   float y[] = {sums[0] + sums[1], differences[0] + differences[1], sums[0] - sums[1], differences[0] - differences[1]};
 #pragma unroll
-  for (int distance = 1; distance < 4; distance *= 2) {
+  for (int distance = 1; distance < PART / 4; distance *= 2) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float other = __shfl_xor_sync(~0u, y[i], distance);
@@ -68,28 +127,6 @@ __device__ inline float4 rotated(float4 x) {
     }
   }
   return {y[0] + 0.0f, y[1] + 0.0f, y[2] + 0.0f, y[3] + 0.0f};
-}
-
-// A thread's part, of 16 bits a number, as the definition rounds it: products of such numbers are exact.
-template <typename T>
-__device__ void rotate(float (&y)[PART], const uint4 (&words)[2]) {
-  const uint32_t pairs[] = {words[0].x, words[0].y, words[0].z, words[0].w, words[1].x, words[1].y, words[1].z, words[1].w};
-#pragma unroll
-  for (int i = 0; i < PART; i += 2) {
-    const float2 x = Pair<T>::floats(pairs[i / 2]);
-    const float low = SIGNS >> i & 1 ? -1.0f / PART : 1.0f / PART, high = SIGNS >> (i + 1) & 1 ? -1.0f / PART : 1.0f / PART;
-    const float first = fmaf(x.x, low, 0.0f);  // and no zero is negative
-    y[i] = fmaf(x.y, high, first), y[i + 1] = fmaf(x.y, -high, first);
-  }
-#pragma unroll
-  for (int distance = 2; distance < PART; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < PART; ++i) {
-      if (i & distance) continue;
-      const float low = y[i], high = y[i + distance];
-      y[i] = low + high, y[i + distance] = low - high;
-    }
-  }
 }
 
 }  // namespace fp8attn

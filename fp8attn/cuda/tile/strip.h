@@ -14,13 +14,12 @@ constexpr int CHUNKS = CHANNELS / 8;     // of 16 bytes
 constexpr int WORDS = CHANNELS / 2;      // of two channels
 constexpr int WARPS = CHUNKS;            // in writing V each has a chunk of its own
 constexpr int THREADS = LANES * CHUNKS;  // in measuring it each has a chunk of the tokens of a lane
-constexpr int PARTS = CHANNELS / PART;
 constexpr int BLOCKS = STRIP / KEYS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
 constexpr int GROUP = 16;               // keys that V's order permutes among themselves
 constexpr int RUN = BLOCKS * GROUP;     // and whose errors cancel
 constexpr int MOST_SLICES = 256 / CHANNELS;
-static_assert(THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
+static_assert(CHANNELS == PART && THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
 using StripTile = uint32_t[STRIP][WORDS];
 

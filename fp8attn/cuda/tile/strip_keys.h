@@ -67,12 +67,12 @@ __device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared,
   if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
 }
 
-// What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every part.
+// What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every quarter.
 template <typename T>
 struct Keys {
   static constexpr int distance = 8;           // of a quad's rows
   static constexpr int at_once = 32 / CHUNKS;  // rows of which a warp copies chunks
-  const Rotation<T, true> rotation = Rotation<T, true>(threadIdx.x);
+  const KeyRotation<T, true> rotation = KeyRotation<T, true>(threadIdx.x);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
 
   // The i-th of block n.
@@ -122,12 +122,11 @@ struct Keys {
     __syncwarp();
   }
 
-  // A part of both rows of block n, rotated and without its mean.
-  __device__ void rotated(float (&y)[2][4], StripTile& tile, int n, int part, float4 mean) const {
-    uint32_t rows[4];
-    ptx::ldmatrix(rows, &chunk_of(tile, n * KEYS + warp * 16 + lane % 16, 2 * part + lane / 16));
-    rotation(y[0], y[1], rows);
-    centre(y[0], mean), centre(y[1], mean);
+  // Both rows of block n, rotated and without their mean.
+  __device__ void rotated(float (&y)[QUARTERS][2][4], StripTile& tile, int n, const float4 (&mean)[QUARTERS]) const {
+    rotation(y, [&](uint32_t (&words)[4], int quarter) { ptx::ldmatrix(words, &chunk_of(tile, n * KEYS + warp * 16 + lane % 16, 2 * quarter + lane / 16)); });
+#pragma unroll
+    for (int i = 0; i < QUARTERS; ++i) centre(y[i][0], mean[i]), centre(y[i][1], mean[i]);
   }
 };
 
@@ -139,7 +138,7 @@ __device__ int bytes_of_largest(const QuantizeStorage<C>& shared, const Place& p
 
 // Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
-__device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS]) {
+__device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[QUARTERS]) {
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
     keys.wait_for(shared.tile, n, place.count);
@@ -147,15 +146,14 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
     bool hidden[2];
     for (bool again = true; again;) {
       largest = 0.0f;
-      hidden[0] = hidden[1] = false;
+      float y[QUARTERS][2][4];
+      keys.rotated(y, shared.tile, n, mean);
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        float y[2][4];
-        keys.rotated(y, shared.tile, n, part, mean[part]);
+      for (int i = 0; i < QUARTERS; ++i) {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[c / 4][c % 4]));  // NaN isn't larger than anything
-        hidden[0] |= y[0][0] != y[0][0], hidden[1] |= y[1][0] != y[1][0];  // a part has none or nothing else
+        for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[i][c / 4][c % 4]));  // NaN isn't larger than anything
       }
+      hidden[0] = y[0][0][0] != y[0][0][0], hidden[1] = y[0][1][0] != y[0][1][0];  // a part has none or nothing else
       again = __any_sync(~0u, largest == INFINITE);
       if (again) keys.spoil(shared.tile, n);
     }
@@ -199,10 +197,10 @@ __device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>
 
 // K's codes; `inverse` is a thread's of finish_blocks. CAREFUL: some tokens are hidden, or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
-__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[PARTS], float inverse) {
+__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[QUARTERS], float inverse) {
   const int odd = keys.lane % 2;
   uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS;
-  to += (place.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * PART + keys.column / 8 * 8;
+  to += (place.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * QUARTER + keys.column / 8 * 8;
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n, to += KEYS * p.k_data_strides[2]) {
     const float factor = __shfl_sync(~0u, inverse, n);
@@ -211,22 +209,20 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
       for (int slice = 0; slice < place.slices; ++slice) hidden |= reinterpret_cast<const uint32_t*>(&shared.hidden[slice][n])[keys.warp / 2];
       hidden >>= keys.token(0, 0) % LANES;
     }
+    float y[QUARTERS][2][4];
+    keys.rotated(y, shared.tile, n, mean);
 #pragma unroll
-    for (int part = 0; part < PARTS; part += 2) {
-      uint32_t codes[2][2];  // of either part, of either row
+    for (int quarter = 0; quarter < QUARTERS; quarter += 2) {
+      uint32_t codes[2][2];  // of either quarter, of either row
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float y[2][4];
-        keys.rotated(y, shared.tile, n, part + j, mean[part + j]);
-        codes[j][0] = codes_of<C.int8>(y[0], factor), codes[j][1] = codes_of<C.int8>(y[1], factor);
-      }
-      // of two lanes the first gets eight channels of the first part, the second of the second
+      for (int j = 0; j < 4; ++j) codes[j / 2][j % 2] = codes_of<C.int8>(y[quarter + j / 2][j % 2], factor);
+      // of two lanes the first gets eight channels of the first quarter, the second of the second
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);
         uint2 words = odd ? uint2{got, kept} : uint2{kept, got};
         if (CAREFUL && hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES<C.int8>, NAN_CODES<C.int8>};
-        if (!CAREFUL || keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + part * PART) = words;
+        if (!CAREFUL || keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + quarter * QUARTER) = words;
       }
     }
   }
