@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from .compiling import compile_first
 from .errors import Errors
 from .gates import Gates
 from .machine import machine
-from .peers import Peer, Problem, answer
+from .peers import Answer, Peer, Problem, answer
 from .plot import legend_below, load_pyplot, origin, save
 from .readme import RESULTS, Record
 from .rows import chosen
@@ -59,13 +61,20 @@ def workloads(gpu: bool) -> list[Workload]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One row's errors on a case, or why there are none."""
+    """One row's errors on a case, or why there are none.
+
+    Attributes:
+        errors: means over `seeds` draws of the inputs.
+        standard_error: of the mean of relative_l2, None of one draw.
+    """
 
     case: Case
     distribution: str
     row: str
     errors: Errors | None
     refused: str | None
+    seeds: int = 1
+    standard_error: float | None = None
 
     def record(self) -> Record:
         """One flat JSON object, errors to five digits."""
@@ -74,17 +83,30 @@ class Result:
         if self.errors is not None:
             # cosines lie next to one
             errors = {name: float(f"{x:.5g}") if name != "cosine" else round(x, 8) for name, x in dataclasses.asdict(self.errors).items()}
-        return {"case": self.case.name, **case, "backend": self.row, "distribution": self.distribution, **errors, "refused": self.refused}
+        standard_error = None if self.standard_error is None else float(f"{self.standard_error:.3g}")
+        draws = {"seeds": self.seeds, "standard_error": standard_error}
+        return {"case": self.case.name, **case, "backend": self.row, "distribution": self.distribution, **errors, **draws, "refused": self.refused}
 
 
-def measure(case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, device: torch.device) -> list[Result]:
-    problem = Problem.of(case, distribution, device, rotate=False)
-    expected = problem.expected(torch.float64)
+def measure(case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, device: torch.device, seeds: int = 1) -> list[Result]:
+    """Every row's errors; those of `seeds` draws of the inputs, the first of which is everyone's, are averaged. Who refuses one has none."""
+    given: dict[str, list[Answer]] = {row.name: [] for row in rows}
+    for seed in range(cases.SEED, cases.SEED + seeds):
+        problem = Problem.of(case, distribution, device, rotate=False, seed=seed)
+        expected = problem.expected(torch.float64)
+        for row in rows:
+            given[row.name].append(dataclasses.replace(answer(row, problem, expected, gates.bad), attention=None))  # which would keep its inputs
     results = []
-    for row in rows:
-        given = answer(row, problem, expected, gates.bad)
-        if not given.unavailable:
-            results.append(Result(case, distribution, row.name, given.errors, given.refused))
+    for name, answers in given.items():
+        if any(one.unavailable for one in answers):
+            continue
+        refused = next((one.refused for one in answers if one.refused is not None), None)
+        known = [one.errors for one in answers if one.errors is not None]
+        if len(known) < seeds:
+            results.append(Result(case, distribution, name, None, refused, seeds))
+            continue
+        standard_error = statistics.stdev(errors.relative_l2 for errors in known) / math.sqrt(seeds) if seeds > 1 else None
+        results.append(Result(case, distribution, name, Errors.mean(known), refused, seeds, standard_error))
     return results
 
 
@@ -98,7 +120,10 @@ def table(results: Sequence[Result], gpu: bool) -> Table:
         if new:
             made.add_section()
         e = result.errors
-        cells = ("–",) * 5 if e is None else (f"{e.rmse:.2e}", f"{e.relative_l2:.4f}", f"{e.cosine:.6f}", f"{e.sqnr_db:.1f}", f"{e.max_abs:.2e}")
+        about = "" if result.standard_error is None else f" ± {result.standard_error:.4f}"
+        cells = (
+            ("–",) * 5 if e is None else (f"{e.rmse:.2e}", f"{e.relative_l2:.4f}{about}", f"{e.cosine:.6f}", f"{e.sqnr_db:.1f}", f"{e.max_abs:.2e}")
+        )
         names = (result.distribution, result.case.name) if new else ("", "")
         made.add_row(*names, result.row, *cells, style="bold" if result.row.startswith("fp8attn") else None)
     return made
@@ -152,6 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
     parser.add_argument("--distribution", action="append", choices=cases.DISTRIBUTIONS, help="repeatable; default: all")
     parser.add_argument("--peer", action="append", metavar="SUBSTRING", help="only rows with this in their names; repeatable")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="means over so many draws of the inputs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
     parser.add_argument("--draw", type=Path, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE.name} beside it")
 
@@ -163,6 +189,8 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
             draw([json.loads(line) for line in arguments.draw.read_text().splitlines()], arguments.draw.with_name(PICTURE.name))
             return 0
         rows = chosen(arguments.peer)
+        if arguments.seeds < 1:
+            raise ValueError(f"--seeds is {arguments.seeds}; it must be 1 or more")
     except (OSError, ValueError) as error:
         print(f"accuracy: {error}", file=sys.stderr)
         return 2
@@ -177,7 +205,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         task = bar.add_task("", total=len(wanted))
         for case, distribution in wanted:
             bar.update(task, description=f"{distribution}, {case.name}")
-            found = measure(case, distribution, rows, gates, device)
+            found = measure(case, distribution, rows, gates, device, arguments.seeds)
             report.append(arguments.json, (report.json_line("accuracy", result.record(), about) for result in found))
             results += found
             bar.advance(task)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +71,12 @@ class Errors:
             # from lengths alone: float32 products of long answers would lose the digits that it is about
             cosine=(size**2 + signal**2 - noise**2) / (2 * size * signal) if size and signal else 0.0,
         )
+
+    @classmethod
+    def mean(cls, several: Sequence[Errors]) -> Errors:
+        """Of several answers: means, the largest of all for max_abs."""
+        means = {name: statistics.fmean(getattr(errors, name) for errors in several) for name in cls.__dataclass_fields__}
+        return cls(**means | {"max_abs": max(errors.max_abs for errors in several)})
 
     @property
     def finite(self) -> bool:

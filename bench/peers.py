@@ -19,7 +19,7 @@ from fp8attn.cuda import run as cuda
 from fp8attn.device import device_of
 from fp8attn.triton import run
 
-from .cases import Case, Tensors, inputs
+from .cases import SEED, Case, Tensors, inputs
 from .errors import Bad, Errors
 from .timing import input_sets
 
@@ -55,12 +55,12 @@ class Problem:
     sets: tuple[Tensors, ...]
 
     @classmethod
-    def of(cls, case: Case, distribution: str, device: torch.device, *, rotate: bool) -> Problem:
+    def of(cls, case: Case, distribution: str, device: torch.device, *, rotate: bool, seed: int = SEED) -> Problem:
         """
         Args:
             rotate: whether calls that are timed should walk over as many copies as keep them out of L2.
         """
-        first = inputs(case, distribution, device)
+        first = inputs(case, distribution, device, seed)
         copies = input_sets(sum(x.nbytes for x in first), device) if rotate else 1
         rest: list[Tensors] = [(first[0].clone(), first[1].clone(), first[2].clone()) for _ in range(copies - 1)]
         return cls(case, distribution, device, (first, *rest))

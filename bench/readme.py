@@ -110,6 +110,17 @@ def accuracy() -> str:
     return _by_input(records, {r["backend"]: r["backend"].removeprefix("fp8attn ") for r in records if r["relative_l2"] is not None})
 
 
+def draws() -> str:
+    """Means over many draws of the inputs, ± their standard errors."""
+    records = _lines("draws")
+    columns = {name: COLUMNS[name] for name in COLUMNS if any(r["backend"] == name for r in records)}
+    rows = []
+    for key, by in _by_case(records, "distribution", "case", "seeds").items():
+        found = (by.get(name, {}) for name in columns)
+        rows.append([*map(str, key), *("–" if not x.get("relative_l2") else f"{x['relative_l2']:.4f} ± {x['standard_error']:.4f}" for x in found)])
+    return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', 'draws', *columns.values()), rows, 2)}"
+
+
 def recent() -> str:
     """The same where queries look back a little way."""
     records = [r for r in _lines("recent") if r["causal"] or r["head_dim"] == 128]
@@ -215,6 +226,7 @@ ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "model": if_measured("model", model),
     "price": if_measured("price", price),
     "recent": recent,
+    "draws": if_measured("draws", draws),
 }
 DOCUMENTS = {README: TABLES, ACCURACY: ACCURACY_TABLES}
 

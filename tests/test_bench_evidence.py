@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from bench import __main__ as command
 from bench import accuracy, cases, model, needle, rows
 from bench.errors import Bad, Errors
 from bench.gates import Gates
-from bench.peers import END_TO_END, Peer, Problem
+from bench.peers import END_TO_END, Attention, Peer, Problem
 from fp8attn import PRECISE, Recipe, quantize, reference, reference_sdpa
 from fp8attn.cuda import configs
 
@@ -265,6 +266,32 @@ def test_the_model_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkey
     assert "step 0" not in capsys.readouterr().err, "it was trained again"
     assert command.main([*words, "--context", "1000000"]) == 2
     assert "there must be more than 1000000" in capsys.readouterr().err
+
+
+def test_means_over_draws() -> None:
+    """Of what single ones have; who refuses one of them has none."""
+    case, gates = accuracy.by_length(128, 8), Gates.load()
+
+    def refuses(problem: Problem) -> Attention:
+        if not torch.equal(problem.sets[0][0], cases.inputs(case, "normal", CPU)[0]):
+            raise ValueError("only the first")
+        return lambda i: F.scaled_dot_product_attention(*problem.sets[i])
+
+    peers = [
+        Peer("rounded", (END_TO_END,), lambda problem: lambda i: F.scaled_dot_product_attention(*problem.sets[i])),
+        Peer("refuses", (END_TO_END,), refuses),
+    ]
+    single = []
+    for seed in range(cases.SEED, cases.SEED + 3):
+        problem = Problem.of(case, "normal", CPU, rotate=False, seed=seed)
+        single.append(Errors.of(F.scaled_dot_product_attention(*problem.sets[0]), problem.expected(torch.float64), gates.bad))
+    found, none = accuracy.measure(case, "normal", peers, gates, CPU, 3)
+    relative = [errors.relative_l2 for errors in single]
+    assert found.errors is not None and found.errors.relative_l2 == pytest.approx(statistics.fmean(relative)) and len(set(relative)) == 3
+    assert found.errors.max_abs == max(errors.max_abs for errors in single)
+    assert found.standard_error == pytest.approx(statistics.stdev(relative) / math.sqrt(3)) and found.record()["seeds"] == 3
+    assert none.errors is None and none.refused == "ValueError: only the first" and none.record()["relative_l2"] is None
+    assert command.main(["accuracy", "--seeds", "0"]) == 2
 
 
 def test_gates_are_asked_for_bad_elements() -> None:
