@@ -71,9 +71,6 @@ FIT_DIM = 64
 FIT_STEP = 2.0**5
 """What products of halves are rounded to for it: the spacing of halves from 2^15 on, which are larger than any of these products."""
 
-FIT_NAN = 0x7FFF - 0x7A00
-"""Steps that a NaN counts for: what the bits of a half that is one are beyond those of 1.5 · 2^15."""
-
 ROUNDER = 1.5 * 2.0**23
 """x + ROUNDER · step - ROUNDER · step is float32 x rounded to a multiple of step."""
 
@@ -267,8 +264,8 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def fit_steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products of halves, in FIT_STEP, rounded to nearest even; FIT_NAN for NaN."""
-    return (a.float() * b.float() / FIT_STEP).round().nan_to_num(nan=FIT_NAN)
+    """Products of halves, in FIT_STEP, rounded to nearest even."""
+    return (a.float() * b.float() / FIT_STEP).round()
 
 
 def is_fitted(granularity: Granularity, qk: ProductType, dim: int) -> bool:
@@ -288,7 +285,7 @@ def fit(y: torch.Tensor, scale: torch.Tensor, data: torch.Tensor) -> torch.Tenso
         y: float32 (…, D). scale: float32 (…), by which it was encoded to `data`, e4m3 (…, D).
 
     Returns:
-        float32 (…), within 1 ± 1/8; of rows with a NaN, whose scores are NaN, any number.
+        float32 (…), within 1 ± 1/8; 1 of rows with a NaN.
     """
     code = data.half()
     rest = (y * (1.0 / scale).unsqueeze(-1)).half() - code
@@ -391,10 +388,9 @@ def _quantize_rows(
     y = y.masked_fill(hidden.unsqueeze(-1), torch.nan)
     data = empty_rows(x, row_type(qk))
     data.copy_((encode_int8 if qk == "int8" else encode)(y, row_scales(scale, granularity, length).unsqueeze(-1)))
-    kept = scale * factor
+    kept = torch.where(largest > 0, scale * factor, 1.0)
     if is_fitted(granularity, qk, x.shape[-1]):
         kept = (kept * fit(y, scale, data)).clamp(SMALLEST_SCALE, FLOAT_MAX)
-    kept = torch.where(largest > 0, kept, 1.0)
     if poisoned is not None and qk == "int8":
         kept = marked(kept, hidden, granularity)
     return Quantized(data, kept, granularity, "rows", length, mean, part)

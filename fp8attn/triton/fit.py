@@ -9,11 +9,10 @@ from .. import quantize as definition
 from .tile import ROUNDER, e4m3_code, half_of_code
 
 FIT_STEP: tl.constexpr = tl.constexpr(definition.FIT_STEP)
-FIT_NAN: tl.constexpr = tl.constexpr(definition.FIT_NAN)
-BASE: tl.constexpr = tl.constexpr(0x7A00)  # of bits of halves from 1.5 * 2^15 on, which are FIT_STEP apart
+BASES: tl.constexpr = tl.constexpr(0x7A007A00)  # two of bits of halves from 1.5 * 2^15 on, which are FIT_STEP apart
 
 PTX: tl.constexpr = tl.constexpr("""{
-    .reg .b32 low, high, first, second, eighth, base;
+    .reg .b32 low, high, first, second, square, eighth, base;
     .reg .b16 codes, more;
     mov.b32 base, 0x7A007A00;
     mov.b32 eighth, 0x30003000;
@@ -26,38 +25,46 @@ PTX: tl.constexpr = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 second, more;
     sub.rn.f16x2 low, low, first;
     sub.rn.f16x2 high, high, second;
-    fma.rn.f16x2 $1, first, low, base;
-    fma.rn.f16x2 $2, second, high, base;
-    mul.rn.f16x2 low, first, eighth;
-    mul.rn.f16x2 high, second, eighth;
-    fma.rn.f16x2 $3, first, low, base;
-    fma.rn.f16x2 $4, second, high, base;
+    fma.rn.f16x2 low, first, low, base;
+    fma.rn.f16x2 high, second, high, base;
+    mul.rn.f16x2 square, first, eighth;
+    fma.rn.f16x2 first, first, square, base;
+    mul.rn.f16x2 square, second, eighth;
+    fma.rn.f16x2 second, second, square, base;
+    prmt.b32 $1, low, first, 0x5410;
+    prmt.b32 $2, low, first, 0x7632;
+    prmt.b32 $3, high, second, 0x5410;
+    prmt.b32 $4, high, second, 0x7632;
 }""")
-"""Of four numbers $5 to $8 the codes $0, and bits of halves, BASE and a number's steps: of its products $1 and $2, of its squares $3 and $4."""
+"""Of four numbers $5 to $8 the codes $0, and two halves' bits for each, those of 1.5 * 2^15 and steps: of its product and of its square, $1 to $4."""
 
 
 @triton.jit
 def fit_steps(a, b):
-    """quantize.fit_steps of halves, int32."""
+    """quantize.fit_steps of halves, int32; 0 for NaN."""
     steps = (a.to(tl.float32) * b.to(tl.float32) * (1 / FIT_STEP) + ROUNDER) - ROUNDER
-    return tl.where(steps == steps, steps, FIT_NAN).to(tl.int32)
+    return tl.where(steps == steps, steps, 0.0).to(tl.int32)
 
 
 @triton.jit
-def fitted_codes(y, NATIVE: tl.constexpr):
+def fitted_codes(y, NATIVE: tl.constexpr, CAREFUL: tl.constexpr):
     """The e4m3 bytes of float32 rows y (M, N) over their scales, as e4m3_code has them, and what the scales (M,) are to be multiplied by.
 
-    NATIVE: the architecture converts by itself; by PTX, as feedback.feed_back does and for the same reasons.
+    NATIVE: the architecture converts by itself; by PTX, as feedback.feed_back does and for the same reasons. CAREFUL: y may be NaN.
     """
     if NATIVE:
-        types: tl.constexpr = (tl.uint8, tl.int16, tl.int16)
-        codes, products, squares = tl.inline_asm_elementwise(PTX, "=r,=r,=r,=r,=r,r,r,r,r", [y], dtype=types, is_pure=True, pack=4)
-        product = tl.sum(products.to(tl.int32), 1) - BASE * y.shape[1]
-        square = tl.sum(squares.to(tl.int32), 1) - BASE * y.shape[1]
+        types: tl.constexpr = (tl.uint8, tl.int32)
+        codes, steps = tl.inline_asm_elementwise(PTX, "=r,=r,=r,=r,=r,r,r,r,r", [y], dtype=types, is_pure=True, pack=4)
+        both = tl.sum(steps - BASES, 1)
+        product = (both << 16) >> 16  # |product| < 2^15, and so is the square
+        square = (both - product) >> 16
     else:
         codes = e4m3_code(y, False)
         code = half_of_code(codes)
         product = tl.sum(fit_steps(code, y.to(tl.float16) - code), 1)
         square = tl.sum(fit_steps(code, code * 0.125), 1)
     square *= 8
-    return codes, tl.where(square > 0, tl.div_rn((square + product).to(tl.float32), square.to(tl.float32)), 1.0)
+    fit = tl.where(square > 0, tl.div_rn((square + product).to(tl.float32), square.to(tl.float32)), 1.0)
+    if CAREFUL:
+        fit = tl.where(tl.max(tl.where(y == y, 0, 1), 1) > 0, 1.0, fit)
+    return codes, fit

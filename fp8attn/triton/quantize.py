@@ -100,9 +100,11 @@ class Traits:
     dependent: bool
 
     @property
-    def in_pieces(self) -> bool:
-        """Whether half of a block of q is quantized, then the other, in half the registers: rows have scales of their own."""
-        return self.widths[0] > 64 and self.q_group != SCALE_BLOCK and not self.smooth_q
+    def pieces(self) -> int:
+        """Of a block of q that are quantized one after another, in as many times fewer registers: rows have scales of their own."""
+        if self.q_group == SCALE_BLOCK or self.smooth_q or self.widths[0] < 64:
+            return 1
+        return 2 if self.widths[0] <= 128 else 4
 
     @property
     def q_factor(self) -> float:
@@ -330,6 +332,7 @@ def store_rows(
     FACTOR: of the scales that are stored, but of zeros. CAREFUL: y may be NaN, `hidden` rows (M,) become NaN, rows may not exist.
     """
     CODE: tl.constexpr = INT8_MAX if C.int8 else E4M3_LARGEST
+    FITTED: tl.constexpr = GROUP == 1 and not C.int8 and DIM <= FIT_DIM
     magnitude = tl.abs(y)
     if CAREFUL:
         magnitude = tl.where(y == y, magnitude, 0.0)
@@ -338,7 +341,11 @@ def store_rows(
     if GROUP == 1:
         largest = tl.max(magnitude, 1)
         scale = scale_of(largest, CODE)
-        kept = scale * FACTOR
+        kept = tl.where(largest > 0, scale * FACTOR, 1.0)
+        if C.int8 and IS_KEY and CAREFUL:
+            kept = tl.where(hidden, float("nan"), kept)
+        if not FITTED:
+            tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
         y *= tl.div_rn(1.0, scale)[:, None]
     elif GROUP == BLOCK:
         largest = tl.max(magnitude)
@@ -356,19 +363,13 @@ def store_rows(
     if CAREFUL:
         y = tl.where(hidden[:, None], float("nan"), y)
         inside &= (rows < length)[:, None]
-    if C.int8:
-        codes = int8_code(y)
-    elif GROUP == 1 and DIM <= FIT_DIM:
-        codes, fit = fitted_codes(y, C.native)
-        kept = tl.minimum(tl.maximum(kept * fit, SMALLEST_SCALE), FLOAT_MAX)
-    else:
-        codes = e4m3_code(y, C.native)
-    tl.store(pointers, codes, mask=inside)
-    if GROUP == 1:
-        kept = tl.where(largest > 0, kept, 1.0)
-        if C.int8 and IS_KEY and CAREFUL:
-            kept = tl.where(hidden, float("nan"), kept)
+    if FITTED:
+        codes, fit = fitted_codes(y, C.native, CAREFUL)
+        kept = tl.minimum(tl.maximum(kept * fit, SMALLEST_SCALE), FLOAT_MAX)  # of zeros 1, as it was
         tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
+        tl.store(pointers, codes, mask=inside)
+    else:
+        tl.store(pointers, int8_code(y) if C.int8 else e4m3_code(y, C.native), mask=inside)
 
 
 @triton.jit
@@ -534,7 +535,7 @@ def write_queries(
             C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C, True,
         )  # fmt: skip
     else:
-        PIECES: tl.constexpr = 2 if C.in_pieces else 1
+        PIECES: tl.constexpr = C.pieces
         for piece in tl.range(PIECES, loop_unroll_factor=1):
             some = rows if PIECES == 1 else block * BLOCK + piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
             write_rows(
@@ -795,7 +796,7 @@ def quantize(
         # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal, nor means of queries
         resources["enable_fp_fusion"] = False
     # as many programs at a time as there are registers for, but for a few words
-    gathering = resources | dict(maxnreg=80 if width <= 128 else 64) if (width <= 64 and not traits.smooth_q) or traits.in_pieces else resources
+    gathering = resources | dict(maxnreg=80 if width <= 128 else 64) if (width <= 64 and not traits.smooth_q) or traits.pieces > 1 else resources
     writing = resources | dict(maxnreg=80) if width <= 64 else resources
 
     row_type, largest_code = definition.row_type(recipe.qk), definition.largest_code(recipe.qk)

@@ -105,7 +105,11 @@ struct Fit {
     return found;
   }
 
-  __device__ static float factor(int2 sums) { return sums.y > 0 ? __fdiv_rn(8 * sums.y + sums.x, 8 * sums.y) : 1.0f; }
+  // Zeros have no squares; NaN, of which a row that is rotated as one has none or nothing else, more than any other row.
+  __device__ static float factor(int2 sums) {
+    constexpr int largest = FIT_DIM * (256 * 256 / 8 / 32);
+    return unsigned(sums.y - 1) < unsigned(largest) ? __fdiv_rn(8 * sums.y + sums.x, 8 * sums.y) : 1.0f;
+  }
 };
 
 // No product is fused into a sum: it is rounded where the definition rounds it.
