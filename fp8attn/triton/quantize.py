@@ -795,8 +795,10 @@ def quantize(
         # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. So are values, by what they are
         # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal, nor means of queries
         resources["enable_fp_fusion"] = False
-    # as many programs at a time as there are registers for, but for a few words
-    gathering = resources | dict(maxnreg=80 if width <= 128 else 64) if (width <= 64 and not traits.smooth_q) or traits.pieces > 1 else resources
+    gathering = resources
+    if (width <= 64 and not traits.smooth_q) or traits.pieces > 1:
+        # as many programs at a time as there are registers for, but for a few words
+        gathering = resources | dict(num_warps=WARPS, maxnreg=80 if width <= 128 else 128)
     writing = resources | dict(maxnreg=80) if width <= 64 else resources
 
     row_type, largest_code = definition.row_type(recipe.qk), definition.largest_code(recipe.qk)
