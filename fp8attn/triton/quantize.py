@@ -102,9 +102,9 @@ class Traits:
     @property
     def pieces(self) -> int:
         """Of a block of q that are quantized one after another, in as many times fewer registers: rows have scales of their own."""
-        if self.q_group == SCALE_BLOCK or self.smooth_q or self.widths[0] < 64:
+        if self.q_group == SCALE_BLOCK or self.smooth_q:
             return 1
-        return 2 if self.widths[0] <= 128 else 4
+        return max(self.widths[0] // 64, 1)
 
     @property
     def q_factor(self) -> float:
