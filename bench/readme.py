@@ -95,13 +95,7 @@ COLUMNS = {
     "Sage2 end to end": "Sage2",
     "SDPA cuDNN": "SDPA cuDNN bf16",
 }
-"""Rows of `accuracy` that are columns of the README's table, if they were measured."""
-
-
-def errors() -> str:
-    """Relative L2 by distribution and length: cases without a mask and not the shortest."""
-    records = [r for r in _lines("accuracy") if not r["causal"] and r["head_dim"] <= 128 and r["kv_length"] >= 1024]
-    return _by_input(records, {name: column for name, column in COLUMNS.items() if any(r["backend"] == name for r in records)})
+"""Rows of `accuracy` that are columns of means over draws, if they were measured."""
 
 
 def accuracy() -> str:
@@ -117,7 +111,7 @@ def draws() -> str:
     rows = []
     for key, by in _by_case(records, "distribution", "case", "seeds").items():
         found = (by.get(name, {}) for name in columns)
-        rows.append([*map(str, key), *("–" if not x.get("relative_l2") else f"{x['relative_l2']:.4f} ± {x['standard_error']:.4f}" for x in found)])
+        rows.append([*map(str, key), *("–" if x.get("relative_l2") is None else f"{x['relative_l2']:.4f} ± {x['standard_error']:.4f}" for x in found)])
     return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', 'draws', *columns.values()), rows, 2)}"
 
 
@@ -219,14 +213,13 @@ def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     return lambda: table() if (RESULTS / f"{name}.jsonl").exists() else missing
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "errors": errors, "masks": if_measured("masks", masks), "ladder": ladder}
+TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "draws": draws, "masks": if_measured("masks", masks), "ladder": ladder}
 ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "needle": if_measured("needle", needle),
     "model": if_measured("model", model),
     "price": if_measured("price", price),
     "recent": recent,
-    "draws": if_measured("draws", draws),
 }
 DOCUMENTS = {README: TABLES, ACCURACY: ACCURACY_TABLES}
 

@@ -49,7 +49,8 @@ class Recipe:
     """Every numeric choice of the pipeline.
 
     Attributes:
-        q: granularity of Q's scales, one of `tensor | head | block | token`.
+        q: granularity of Q's scales, one of `tensor | head | block | token`. A single row's, `token`, of e4m3 and up to 64 channels, is fitted to the
+            row's codes for the least squared error (fp8attn.quantize.fit), and so is K's.
         k: granularity of K's scales, one of `tensor | head | block | token`. All but `token` cost the kernel nothing.
         v: granularity of V's scales, one of `tensor | head | channel`. V is rounded so that errors of neighbouring keys cancel
             (fp8attn.quantize.encode_values), whatever the recipe.
