@@ -110,8 +110,9 @@ def draws() -> str:
     columns = {name: COLUMNS[name] for name in COLUMNS if any(r["backend"] == name for r in records)}
     rows = []
     for key, by in _by_case(records, "distribution", "case", "seeds").items():
-        found = (by.get(name, {}) for name in columns)
-        rows.append([*map(str, key), *("–" if x.get("relative_l2") is None else f"{x['relative_l2']:.4f} ± {x['standard_error']:.4f}" for x in found)])
+        found = [by.get(name, {}) for name in columns]
+        cells = ("–" if x.get("relative_l2") is None else f"{x['relative_l2']:.4f} ± {x['standard_error']:.4f}" for x in found)
+        rows.append([*map(str, key), *cells])
     return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', 'draws', *columns.values()), rows, 2)}"
 
 
