@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,8 @@ class Price:
     Attributes:
         plan: the backend, the kernel and, if it is one, that the instance is a general one.
         timings: by part.
-        against_default: by part, this one's median over the default recipe's; more than 1 costs more.
+        against_default: by part, this one's time over the default recipe's, and its standard error: of rounds of these two alone, because among many
+            it matters beside whom one is; more than 1 costs more.
         against_bfloat16: PyTorch's median over this whole one's; more than 1 is faster.
         refused: why there are no timings, or None.
     """
@@ -55,7 +58,7 @@ class Price:
     plan: str | None = None
     errors: Errors | None = None
     timings: dict[str, Timing] = dataclasses.field(default_factory=dict)
-    against_default: dict[str, float] = dataclasses.field(default_factory=dict)
+    against_default: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     against_bfloat16: float | None = None
     refused: str | None = None
 
@@ -70,7 +73,8 @@ class Price:
             "recipe": self.recipe,
             "plan": self.plan,
             **{f"{part}_us": self.us(part) for part in PARTS},
-            **{f"{part}_against_default": self.against_default.get(part) for part in PARTS},
+            **{f"{part}_against_default": self.against_default.get(part, (None, None))[0] for part in PARTS},
+            **{f"{part}_standard_error": self.against_default.get(part, (None, None))[1] for part in PARTS},
             "against_bfloat16": self.against_bfloat16,
             "relative_l2": None if self.errors is None else self.errors.relative_l2,
             "refused": self.refused,
@@ -111,33 +115,58 @@ def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol
     peers = {peer.name: answer(peer, problem, expected, bad) for peer in FLASH_AND_CUDNN}
     runs |= {name: given.attention for name, given in peers.items() if given.attention is not None}
     timed = {name: found.timing for name, found in time_all(runs, len(problem.sets), protocol, device).items()}
+    ratios = {name: by_twos(runs, name, len(problem.sets), protocol, device) for name in runs if name in timed and ": " in name}
     fastest = min((name for name in peers if name in timed), key=lambda name: timed[name].p50_us, default=None)
     if fastest is not None:
         prices.append(Price(case, BFLOAT16, fastest, peers[fastest].errors))
         timed[f"{BFLOAT16}: whole"] = timed[fastest]
-    return compared(prices, timed)
+    return compared(prices, timed, {name: ratio for name, ratio in ratios.items() if ratio is not None})
 
 
-def compared(prices: Iterable[Price], timed: dict[str, Timing]) -> list[Price]:
-    """With timings, by "recipe: part", and what they are over the default's and PyTorch's."""
+def by_twos(runs: Mapping[str, Attention], name: str, sets: int, protocol: Protocol, device: torch.device) -> tuple[float, float] | None:
+    """A recipe's part over the default's, and its standard error, from rounds that these two have alone; of the default's, beside itself, what is
+    noise. None where the default has no such part, or there is no memory."""
+    default = f"{DEFAULT}: {name.rpartition(': ')[2]}"
+    if default not in runs:
+        return None
+    found = time_all({"default": runs[default], "this": runs[name]}, sets, protocol, device)
+    if len(found) < 2:
+        return None
+    return over(found["this"].timing, found["default"].timing)
+
+
+def over(this: Timing, default: Timing) -> tuple[float, float]:
+    """The mean of rounds' ratios and its standard error, 0 of one round."""
+    ratios = [a / b for a, b in zip(this.round_us, default.round_us, strict=True)]
+    return statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+
+
+def compared(prices: Iterable[Price], timed: dict[str, Timing], ratios: Mapping[str, tuple[float, float]]) -> list[Price]:
+    """With timings and what they are over the default's, both by "recipe: part", and what a whole is over PyTorch's."""
     found = []
     bfloat16 = timed.get(f"{BFLOAT16}: whole")
     for price in prices:
         timings = {part: timed[f"{price.recipe}: {part}"] for part in PARTS if f"{price.recipe}: {part}" in timed}
-        over = {part: timing.p50_us / timed[f"{DEFAULT}: {part}"].p50_us for part, timing in timings.items() if f"{DEFAULT}: {part}" in timed}
+        against = {part: ratios[f"{price.recipe}: {part}"] for part in timings if f"{price.recipe}: {part}" in ratios}
         faster = bfloat16.p50_us / timings["whole"].p50_us if bfloat16 is not None and "whole" in timings else None
-        found.append(dataclasses.replace(price, timings=timings, against_default=over, against_bfloat16=faster))
+        found.append(dataclasses.replace(price, timings=timings, against_default=against, against_bfloat16=faster))
     return found
 
 
 def table(prices: Sequence[Price]) -> Table:
     """A row for each recipe."""
     headers = ("kernel µs", "× default", "quantize µs", "× default", "from bf16 µs", "× default", "× bfloat16", "relative L2", "runs")
-    made = report.table_of(f"Prices, {prices[0].case.name}", ("recipe",), headers, "Medians of one interleaved run; × default: more costs more.")
+    made = report.table_of(
+        f"Prices, {prices[0].case.name}",
+        ("recipe",),
+        headers,
+        "Medians of one interleaved run; × default: of rounds of these two alone, more costs more.",
+    )
     for price in prices:
         cells = []
         for part in ("kernel", "quantize", "whole"):
-            cells += [report.number_of(price.us(part), ".1f"), report.number_of(price.against_default.get(part), ".2f")]
+            ratio = price.against_default.get(part)
+            cells += [report.number_of(price.us(part), ".1f"), "–" if ratio is None else f"{ratio[0]:.3f} ± {ratio[1]:.3f}"]
         error = None if price.errors is None else price.errors.relative_l2
         cells += [report.number_of(price.against_bfloat16, ".2f"), report.number_of(error, ".4f"), price.refused or price.plan or ""]
         made.add_row(price.recipe, *cells)

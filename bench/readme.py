@@ -166,7 +166,12 @@ def price() -> str:
     records = _lines("price")
     forms = {f"{part}_{key}": form for part in ("kernel", "quantize", "whole") for key, form in (("us", ".0f"), ("against_default", ".2f"))}
     forms |= {"against_bfloat16": ".2f", "relative_l2": ".4f"}
-    rows = [[r["case"], r["recipe"], r["refused"] or r["plan"], *(number_of(r[key], form) for key, form in forms.items())] for r in records]
+
+    def cell(record: Record, key: str, form: str) -> str:
+        error = record.get(key.replace("against_default", "standard_error")) if "against_default" in key else None
+        return number_of(record[key], form) + ("" if error is None else f" ± {error:.2f}")
+
+    rows = [[r["case"], r["recipe"], r["refused"] or r["plan"], *(cell(r, key, form) for key, form in forms.items())] for r in records]
     parts = ("kernel, µs", "× default", "quantizing, µs", "× default", "from bf16, µs", "× default")
     return f"{_machine(records)}:\n\n{markdown_table(('case', 'recipe', 'runs', *parts, '× as fast as bf16', 'relative L2'), rows, 3)}"
 
