@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from . import cases, report
 from .adapters import here
 from .cases import Case, Workload
 from .compiling import compile_first
-from .errors import Errors
+from .errors import Errors, standard_error
 from .gates import Gates
 from .machine import machine
 from .peers import Answer, Peer, Problem, answer
@@ -83,8 +81,7 @@ class Result:
         if self.errors is not None:
             # cosines lie next to one
             errors = {name: float(f"{x:.5g}") if name != "cosine" else round(x, 8) for name, x in dataclasses.asdict(self.errors).items()}
-        standard_error = None if self.standard_error is None else float(f"{self.standard_error:.3g}")
-        draws = {"seeds": self.seeds, "standard_error": standard_error}
+        draws = {"seeds": self.seeds, "standard_error": None if self.standard_error is None else float(f"{self.standard_error:.3g}")}
         return {"case": self.case.name, **case, "backend": self.row, "distribution": self.distribution, **errors, **draws, "refused": self.refused}
 
 
@@ -102,11 +99,9 @@ def measure(case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, d
             continue
         refused = next((one.refused for one in answers if one.refused is not None), None)
         known = [one.errors for one in answers if one.errors is not None]
-        if len(known) < seeds:
-            results.append(Result(case, distribution, name, None, refused, seeds))
-            continue
-        standard_error = statistics.stdev(errors.relative_l2 for errors in known) / math.sqrt(seeds) if seeds > 1 else None
-        results.append(Result(case, distribution, name, Errors.mean(known), refused, seeds, standard_error))
+        errors = Errors.mean(known) if len(known) == seeds else None
+        spread = standard_error([one.relative_l2 for one in known]) if errors is not None and seeds > 1 else None
+        results.append(Result(case, distribution, name, errors, refused, seeds, spread))
     return results
 
 

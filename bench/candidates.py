@@ -28,6 +28,7 @@ from fp8attn.device import device_of
 from fp8attn.triton import run as triton
 
 from .cases import Case, inputs
+from .compare import round_ratios
 from .errors import Errors
 from .gates import Gates
 from .machine import ROOT
@@ -284,8 +285,7 @@ def main() -> None:
     times = {config: timed[str(number)].timing for number, config in enumerate(runs)}
     for config, timing in times.items():
         if anchor in times:
-            # round by round: the clock moves from one to the next
-            ratios = (us / of_anchor for us, of_anchor in zip(timing.round_us, times[anchor].round_us, strict=True))
+            ratios = round_ratios(timing.round_us, times[anchor].round_us)
             end(config, "timed", None, timing.p50_us, statistics.median(ratios))
         else:
             end(config, "timed", "the shipped config failed", timing.p50_us)

@@ -54,6 +54,11 @@ def uncertainty(rounds: Sequence[float]) -> float:
     return float(3 * 1.25 * (upper - lower) / 1.35 / math.sqrt(len(rounds)) / median)
 
 
+def round_ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
+    """Of two that took turns, of every round the one's time over the other's: the card's clock, which moves from round to round, cancels."""
+    return [a / b for a, b in zip(these, those, strict=True)]
+
+
 def change(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
     """Two rows of runs of their own: the ratio of their medians, and as noise what both runs' rounds say, or in files without
     rounds p90 over p50."""
@@ -65,8 +70,8 @@ def change(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
 
 
 def paired(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
-    """Two rows that took turns: every round has a ratio of its own, in which the card's clock cancels. Their median, and its uncertainty."""
-    ratios = [a / b for a, b in zip(old["round_us"], new["round_us"], strict=True)]
+    """Two rows that took turns: the median of their rounds' ratios, and its uncertainty."""
+    ratios = round_ratios(old["round_us"], new["round_us"])
     return Change(*key, old["p50_us"], new["p50_us"], statistics.median(ratios), max(uncertainty(ratios), LEAST_NOISE))
 
 

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 import torch
 
 
+def standard_error(numbers: Sequence[float]) -> float:
+    """Of the mean of two numbers or more."""
+    return statistics.stdev(numbers) / math.sqrt(len(numbers))
+
+
 @dataclass(frozen=True)
 class Bad:
     """Which elements are bad: |error| > rtol · |expected| + atol_rms · rms(expected), or not a number.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,8 @@ from fp8attn import Recipe
 
 from . import report
 from .cases import HIDDEN, TOKENS, Case, square
-from .errors import Bad, Errors
+from .compare import round_ratios
+from .errors import Bad, Errors, standard_error
 from .gates import Gates
 from .machine import machine
 from .peers import END_TO_END, Attention, Peer, Problem, answer
@@ -115,7 +115,7 @@ def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol
     peers = {peer.name: answer(peer, problem, expected, bad) for peer in FLASH_AND_CUDNN}
     runs |= {name: given.attention for name, given in peers.items() if given.attention is not None}
     timed = {name: found.timing for name, found in time_all(runs, len(problem.sets), protocol, device).items()}
-    ratios = {name: by_twos(runs, name, len(problem.sets), protocol, device) for name in runs if name in timed and ": " in name}
+    ratios = {name: by_twos(runs, name, len(problem.sets), protocol, device) for name in timed}
     fastest = min((name for name in peers if name in timed), key=lambda name: timed[name].p50_us, default=None)
     if fastest is not None:
         prices.append(Price(case, BFLOAT16, fastest, peers[fastest].errors))
@@ -137,8 +137,8 @@ def by_twos(runs: Mapping[str, Attention], name: str, sets: int, protocol: Proto
 
 def over(this: Timing, default: Timing) -> tuple[float, float]:
     """The mean of rounds' ratios and its standard error, 0 of one round."""
-    ratios = [a / b for a, b in zip(this.round_us, default.round_us, strict=True)]
-    return statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+    ratios = round_ratios(this.round_us, default.round_us)
+    return statistics.fmean(ratios), standard_error(ratios) if len(ratios) > 1 else 0.0
 
 
 def compared(prices: Iterable[Price], timed: dict[str, Timing], ratios: Mapping[str, tuple[float, float]]) -> list[Price]:

@@ -382,17 +382,17 @@ def _quantize_rows(
     y = centre(rotation.rotate(x, part), mean)
     largest = _largest(y, granularity)
     scale = scale_of(largest, largest_code(qk))
+    kept = torch.where(largest > 0, scale * factor, 1.0)
     hidden = y.isnan().any(-1) if qk == "int8" else torch.zeros_like(y[..., 0], dtype=torch.bool)
     if poisoned is not None:
         hidden = hidden | poisoned
+        if qk == "int8":
+            kept = marked(kept, hidden, granularity)
     y = y.masked_fill(hidden.unsqueeze(-1), torch.nan)
     data = empty_rows(x, row_type(qk))
     data.copy_((encode_int8 if qk == "int8" else encode)(y, row_scales(scale, granularity, length).unsqueeze(-1)))
-    kept = torch.where(largest > 0, scale * factor, 1.0)
     if is_fitted(granularity, qk, x.shape[-1]):
         kept = (kept * fit(y, scale, data)).clamp(SMALLEST_SCALE, FLOAT_MAX)
-    if poisoned is not None and qk == "int8":
-        kept = marked(kept, hidden, granularity)
     return Quantized(data, kept, granularity, "rows", length, mean, part)
 
 

@@ -260,7 +260,7 @@ def is_fitted(quantized: Quantized) -> bool:
 def fitting(y: torch.Tensor, quantized: Quantized, largest: torch.Tensor) -> torch.Tensor:
     """What scales of rows are multiplied by, in whole steps counted in float64."""
     codes = quantized.data.double()
-    z = (y * (1.0 / unfitted(dataclasses.replace(quantized, rotated=0), largest, False)).unsqueeze(-1)).half().double()
+    z = (y * (1.0 / unfitted(quantized, largest, False)).unsqueeze(-1)).half().double()
     products, squares = ((x / 32).round().sum(-1) for x in (codes * (z - codes), codes * codes / 8))
     return torch.where(squares > 0, ((8 * squares + products) / (8 * squares)).float(), 1.0)
 

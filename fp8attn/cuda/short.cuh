@@ -15,6 +15,7 @@
 #include "tile/attend.h"
 #include "tile/output.h"
 #include "tile/quantize.h"
+#include "tile/tell.h"
 
 namespace fp8attn {
 
@@ -82,11 +83,6 @@ struct Part {
   // Whether one of them quantizes a block.
   __device__ bool is_here(int block) const { return block % C.cluster == rank; }
 };
-
-// Sixteen bytes to a CTA of the cluster, to the same place.
-__device__ inline void tell(int rank, void* to, uint4 x, uint64_t* barrier) {
-  ptx::store_async(ptx::address_in(rank, ptx::shared_address(to)), x, ptx::address_in(rank, ptx::shared_address(barrier)));
-}
 
 // What lies here is written to the same place in another CTA, or is there.
 __device__ inline void hand_out(int rank, int peer, const void* data, int bytes, uint64_t* barrier) {

@@ -11,14 +11,14 @@ from .tile import ROUNDER, e4m3_code, half_of_code
 FIT_STEP: tl.constexpr = tl.constexpr(definition.FIT_STEP)
 BASES: tl.constexpr = tl.constexpr(0x7A007A00)  # two of bits of halves from 1.5 * 2^15 on, which are FIT_STEP apart
 
-PTX: tl.constexpr = tl.constexpr("""{
+PTX: tl.constexpr = tl.constexpr(f"""{{
     .reg .b32 low, high, first, second, square, eighth, base;
     .reg .b16 codes, more;
-    mov.b32 base, 0x7A007A00;
+    mov.b32 base, {BASES.value};
     mov.b32 eighth, 0x30003000;
     cvt.rn.satfinite.e4m3x2.f32 codes, $6, $5;
     cvt.rn.satfinite.e4m3x2.f32 more, $8, $7;
-    mov.b32 $0, {codes, more};
+    mov.b32 $0, {{codes, more}};
     cvt.rn.f16x2.f32 low, $6, $5;
     cvt.rn.f16x2.f32 high, $8, $7;
     cvt.rn.f16x2.e4m3x2 first, codes;
@@ -35,7 +35,7 @@ PTX: tl.constexpr = tl.constexpr("""{
     prmt.b32 $2, low, first, 0x7632;
     prmt.b32 $3, high, second, 0x5410;
     prmt.b32 $4, high, second, 0x7632;
-}""")
+}}""")
 """Of four numbers $5 to $8 the codes $0, and two halves' bits for each, those of 1.5 * 2^15 and steps: of its product and of its square, $1 to $4."""
 
 

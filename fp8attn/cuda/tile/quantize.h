@@ -24,6 +24,7 @@ constexpr float LARGEST_PUSH = 0x1p-5f;
 constexpr float E4M3_LARGEST = 256.0f;
 constexpr float INT8_LARGEST = 127.0f;
 constexpr int FIT_DIM = 64;
+constexpr float FIT_STEP = 0x1p5f;
 
 // Four codes of what isn't finite.
 template <bool INT8>
@@ -82,19 +83,16 @@ struct FitSteps {
 struct Fit {
   FitSteps product, square;
 
-  // The codes of four numbers over their scale, of which `factor` is the inverse.
-  __device__ uint32_t codes(const float* y, float factor) {
-    const float z[] = {y[0] * factor, y[1] * factor, y[2] * factor, y[3] * factor};
-    const uint32_t codes = ptx::e4m3x4(z[0], z[1], z[2], z[3]);
+  // Four numbers over their scale, of which `factor` is the inverse, and their codes.
+  __device__ void add(const float* y, float factor, uint32_t codes) {
     uint32_t words[2];
     ptx::halves_of_e4m3(codes, words[0], words[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const __half2 code = reinterpret_cast<const __half2&>(words[i]);
-      product.add(code, __hsub2_rn(__floats2half2_rn(z[2 * i], z[2 * i + 1]), code));
+      product.add(code, __hsub2_rn(__floats2half2_rn(y[2 * i] * factor, y[2 * i + 1] * factor), code));
       square.add(code, __hmul2(code, __half2half2(__float2half(0.125f))));
     }
-    return codes;
   }
 
   // Of what `lanes` lanes next to each other have of a row: product and square.
@@ -107,7 +105,7 @@ struct Fit {
 
   // Zeros have no squares; NaN, of which a row that is rotated as one has none or nothing else, more than any other row.
   __device__ static float factor(int2 sums) {
-    constexpr int largest = FIT_DIM * (256 * 256 / 8 / 32);
+    constexpr int largest = FIT_DIM * int(E4M3_LARGEST * E4M3_LARGEST / 8 / FIT_STEP);
     return unsigned(sums.y - 1) < unsigned(largest) ? __fdiv_rn(8 * sums.y + sums.x, 8 * sums.y) : 1.0f;
   }
 };
@@ -254,6 +252,7 @@ struct Queries {
   static constexpr int rounds = ROWS / at_once;
   static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // whose rows are rotated by twos
   static_assert(rounds <= team);                           // the scale of each row is made by one of the team
+  static constexpr bool fitted = !INT8 && DIM <= FIT_DIM;
 
   int thread;
   uint4 raw[rounds][2];
@@ -310,13 +309,13 @@ struct Queries {
     for (int i = 0; i < rounds; ++i) {
       const float factor = __shfl_sync(~0u, inverse, i, team);
       uint32_t codes[QUARTER / 4];
-      if constexpr (INT8 || DIM > FIT_DIM) {
+      Fit fit;
 #pragma unroll
-        for (int c = 0; c < QUARTER; c += 4) codes[c / 4] = codes_of<INT8>(y[i] + c, factor);
-      } else {
-        Fit fit;
-#pragma unroll
-        for (int c = 0; c < QUARTER; c += 4) codes[c / 4] = fit.codes(y[i] + c, factor);
+      for (int c = 0; c < QUARTER; c += 4) {
+        codes[c / 4] = codes_of<INT8>(y[i] + c, factor);
+        if constexpr (fitted) fit.add(y[i] + c, factor, codes[c / 4]);
+      }
+      if constexpr (fitted) {
         const int2 of_row = fit.sums(team);
         sums = i == member() ? of_row : sums;
       }

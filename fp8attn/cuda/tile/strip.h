@@ -3,9 +3,9 @@
 
 #include "../config.h"
 #include "../params.h"
-#include "../ptx/cluster.h"
 #include "../ptx/cp_async.h"
 #include "quantize.h"
+#include "tell.h"
 
 namespace fp8attn {
 
@@ -100,11 +100,6 @@ __device__ inline void wait_for_block(int n) {
     default:
       return ptx::cp_async_wait_but<0>();
   }
-}
-
-// Sixteen bytes to a CTA of the cluster, to the same place.
-__device__ inline void tell(int rank, void* to, uint4 x, uint64_t* barrier) {
-  ptx::store_async(ptx::address_in(rank, ptx::shared_address(to)), x, ptx::address_in(rank, ptx::shared_address(barrier)));
 }
 
 // To all slices of the strip who is hidden.
