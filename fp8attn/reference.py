@@ -185,7 +185,7 @@ def pipeline(
 
     Args:
         q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact: below 2^24. A smoothed q has its `bias`.
-        exact: of every four groups of 16 keys, the first ones whose exponentials are exact; the others' e4m3 codes are those of
+        exact: of every eight groups of 16 keys, those, as far apart as can be, whose exponentials are exact; the others' e4m3 codes are those of
             `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
         accumulator_bits: P·V of all key blocks is one chain in a tensor core's accumulator of so many mantissa bits, and P relative to the row's
             largest score so far, as FlashAttention-3's FP8 kernel has both (`chained`). None: in float32, and `lowest`.
@@ -233,7 +233,7 @@ def pipeline(
         p = torch.exp2(y)
         rounded = p.to(probability).float()
         if exact is not None:
-            rounded = torch.where(keys // 16 % 4 < exact, rounded, direct_code(y))
+            rounded = torch.where(keys // 16 * exact % 8 < exact, rounded, direct_code(y))
             p = rounded
         l = l * alpha + p.sum(-1, keepdim=True)
         if accumulator_bits is not None:

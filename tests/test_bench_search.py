@@ -115,7 +115,7 @@ def test_children_lie_in_the_space_and_what_ships_in_one(backend: str) -> None:
 
 def test_numerics_are_not_searched() -> None:
     (one,) = space.spaces("cuda", a_call(), H100)
-    assert {config.exact for config in one.everything()} == {1} and "exact" in one.fixed and "general" in one.fixed
+    assert {config.exact for config in one.everything()} == {2} and "exact" in one.fixed and "general" in one.fixed
 
 
 def test_a_crash_costs_the_one_that_was_at_work(monkeypatch: pytest.MonkeyPatch) -> None:

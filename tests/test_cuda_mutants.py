@@ -136,7 +136,7 @@ INT8_MUTANTS = {
     "sums taken for scores": ("tile/subnormal_softmax.h", "s[i] = float(sums[i] - start);", "s[i] = float(sums[i]);"),
     "converted sums taken for subnormals": ("tile/subnormal_softmax.h", "s[i] = __int_as_float(sums[i]);", "s[i] = float(sums[i]);"),
     "sums that start at zero": ("hopper.cuh", "(shared.side.ones)[threadIdx.x] = ~0u;", "(shared.side.ones)[threadIdx.x] = 0;"),
-    "maxima of sums": ("tile/subnormal_softmax.h", "become(m[r], float(top - BEGIN) * factor[r])", "become(m[r], float(top) * factor[r])"),
+    "maxima of sums": ("tile/subnormal_softmax.h", "__fmul_rn(float(top - BEGIN), factor[r])", "__fmul_rn(float(top), factor[r])"),
     "maxima of sums, not easy": ("tile/subnormal_softmax.h", "-INFINITE : float(top - BEGIN) * factor[r]", "-INFINITE : float(top) * factor[r]"),
     "a largest sum below the start": ("tile/subnormal_softmax.h", "shfl_xor_sync(~0u, largest, 2), least)", "shfl_xor_sync(~0u, largest, 2), 0)"),
     "a sum that isn't its row's": ("tile/subnormal_softmax.h", "peak[r] = __int_as_float(top);", "peak[r] = __int_as_float(top - 4096);"),

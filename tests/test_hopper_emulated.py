@@ -131,7 +131,7 @@ def assert_nan_is_told(emulated: Emulated, config: HopperConfig) -> None:
     assert torch.equal(out[0, 0].isnan().all(-1), sees)
 
 
-@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 general 64", "int8 masked 64"))
+@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 192", "int8 general 64", "int8 masked 64"))
 def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
     assert_nan_is_told(emulated, CHECKED[name])
 
@@ -266,9 +266,9 @@ TIMING_MUTANTS = {
     "values freed while they are multiplied": (
         "64, overlap",
         "hopper.cuh",
-        "meanwhile();\n      ptx::wgmma_wait<PENDING>();",
-        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);\n      meanwhile();\n      ptx::wgmma_wait<PENDING>();\n"
-        "      if (true) return promote(o, alpha, fresh);",
+        "meanwhile();\n        ptx::wgmma_wait<PENDING>();",
+        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);\n        meanwhile();\n        ptx::wgmma_wait<PENDING>();\n"
+        "        if (true) return promote(o, alpha, fresh);",
     ),
     "the next scale written after values are said to be there": (
         "64, four consumers",
@@ -321,11 +321,19 @@ TIMING_MUTANTS = {
 }
 """Of an instance: file, what stands there, what it is broken into."""
 
+WIDE_MUTANTS = {
+    "parts added while they are made": ("int8 192", "tile/attend.h", "wgmma_wait<I == last ? 0 : 1>", "wgmma_wait<I == last ? 0 : 2>"),
+    "values of the part before": ("int8 192", "tile/attend.h", "(I + 2) * VALUE_PART, KEYS", "(I + 1) * VALUE_PART, KEYS"),
+    "sums of the part before": ("int8 192", "tile/attend.h", "promote<I * VALUE_PART / 2>", "promote<(I > 0 ? I - 1 : I) * VALUE_PART / 2>"),
+    "the last keys taken for all of a block": ("int8 192", "hopper.cuh", "!marked && visit.block < share.whole)", "!marked)"),
+}
+"""The same of int8 with more than 128 channels, whose products with V come in parts and whose ordinary blocks have a way of their own."""
+
 
 @emulation.emulates
-@pytest.mark.parametrize("name", TIMING_MUTANTS)
+@pytest.mark.parametrize("name", TIMING_MUTANTS | WIDE_MUTANTS)
 def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str, tmp_path: Path) -> None:
-    kind, *mutation = TIMING_MUTANTS[name]
+    kind, *mutation = (TIMING_MUTANTS | WIDE_MUTANTS)[name]
     config = (CHECKED | HALF_Q)[kind]
     mutant = broken(tmp_path, config, *mutation)
 

@@ -10,7 +10,7 @@ struct HopperConfig {
   int stages;     // of K and V in shared memory
   int registers;  // of a consumer's thread
   bool overlap;   // next block's scores are issued behind this block's P * V
-  int exact;      // of every four groups of 16 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
+  int exact;      // of every eight groups of 16 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
   bool general;   // boolean masks, means of queries, scales per key, negative softmax scales; without, none of them
   bool int8;      // Q and K are int8, not e4m3
   bool half_q;    // Q is bfloat16 or half, and becomes e4m3 or int8 here, every row with a scale of its own

@@ -23,6 +23,9 @@ KEYS = 128
 ONES = 8
 """Channels of ones behind V's: the tensor core sums P's rows through them."""
 
+VALUE_PART = 64
+"""Channels of V that P is multiplied with at a time where there are more than 128 and one such product is added while the next is in the making."""
+
 OUTPUT_BYTES = 128
 """Of a row of the output in shared memory; there are two where there are more than 64 channels."""
 
@@ -46,7 +49,7 @@ class HopperConfig:
         stages: of K and V in shared memory.
         registers: of a consumer's thread.
         overlap: whether the next block's scores are issued behind this block's P·V.
-        exact: of every four groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
+        exact: of every eight groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
             others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
         general: boolean masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
         int8: Q and K are int8, not e4m3.
@@ -72,6 +75,15 @@ class HopperConfig:
     def tile_rows(self) -> int:
         """Query rows of a tile."""
         return self.consumers * ROWS
+
+    @property
+    def value_widths(self) -> tuple[int, ...]:
+        """Channels of one product of P with V and its ones: of all, or of each of its parts."""
+        if self.value_dim <= 128:
+            return (self.value_dim + ONES,)
+        if self.int8 and not self.visits:
+            return (VALUE_PART, VALUE_PART + ONES)
+        return (128, self.value_dim - 128 + ONES)
 
     @property
     def shares_tail(self) -> bool:
@@ -179,36 +191,36 @@ def fits(config: HopperConfig, device: Device) -> bool:
 
 
 SPEEDS = {
-    HopperConfig(64, 64, 4, 4, 112, False, 1, False): 1.0,
-    HopperConfig(64, 64, 2, 4, 240, True, 1, False): 0.87,
-    HopperConfig(64, 64, 1, 4, 240, True, 1, False): 0.65,
-    HopperConfig(96, 96, 3, 4, 160, False, 1, False): 1.0,
-    HopperConfig(96, 96, 2, 4, 240, True, 1, False): 0.93,
-    HopperConfig(128, 128, 3, 4, 160, False, 1, False): 1.0,
-    HopperConfig(128, 128, 2, 4, 240, True, 1, False): 0.93,
-    HopperConfig(128, 128, 1, 4, 240, False, 1, False): 0.5,
-    HopperConfig(192, 128, 2, 3, 240, True, 1, False): 1.0,
-    HopperConfig(192, 192, 2, 3, 240, False, 1, False): 1.0,
-    HopperConfig(256, 256, 2, 2, 240, False, 1, False): 1.0,
-    HopperConfig(256, 256, 1, 2, 240, False, 1, False): 0.6,
-    HopperConfig(64, 64, 3, 4, 152, False, 1, True): 1.0,
-    HopperConfig(96, 96, 3, 4, 152, False, 1, True): 1.0,
-    HopperConfig(128, 128, 2, 4, 224, False, 1, True): 1.0,
-    HopperConfig(192, 128, 2, 3, 224, False, 1, True): 1.0,
-    HopperConfig(192, 192, 2, 3, 232, False, 1, True): 1.0,
-    HopperConfig(256, 256, 2, 2, 232, False, 1, True): 1.0,
-    HopperConfig(64, 64, 4, 4, 112, False, 1, False, False, False, True): 1.0,
-    HopperConfig(96, 96, 3, 4, 152, False, 1, False, False, False, True): 1.0,
-    HopperConfig(128, 128, 2, 4, 224, False, 1, False, False, False, True): 1.0,
-    HopperConfig(192, 128, 2, 3, 224, False, 1, False, False, False, True): 1.0,
-    HopperConfig(192, 192, 2, 3, 232, False, 1, False, False, False, True): 1.0,
-    HopperConfig(256, 256, 2, 2, 224, False, 1, False, False, False, True): 1.0,
-    HopperConfig(64, 64, 3, 4, 152, False, 1, True, False, False, False, True): 1.0,
-    HopperConfig(96, 96, 2, 4, 224, False, 1, True, False, False, False, True): 1.0,
-    HopperConfig(128, 128, 2, 3, 224, False, 1, True, False, False, False, True): 1.0,
-    HopperConfig(192, 128, 2, 3, 224, False, 1, True, False, False, False, True): 1.0,
-    HopperConfig(192, 192, 2, 3, 232, False, 1, True, False, False, False, True): 1.0,
-    HopperConfig(256, 256, 2, 2, 232, False, 1, True, False, False, False, True): 1.0,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False): 1.0,
+    HopperConfig(64, 64, 2, 4, 240, True, 2, False): 0.87,
+    HopperConfig(64, 64, 1, 4, 240, True, 2, False): 0.65,
+    HopperConfig(96, 96, 3, 4, 160, False, 2, False): 1.0,
+    HopperConfig(96, 96, 2, 4, 240, True, 2, False): 0.93,
+    HopperConfig(128, 128, 3, 4, 160, False, 2, False): 1.0,
+    HopperConfig(128, 128, 2, 4, 240, True, 2, False): 0.93,
+    HopperConfig(128, 128, 1, 4, 240, False, 2, False): 0.5,
+    HopperConfig(192, 128, 2, 3, 240, True, 2, False): 1.0,
+    HopperConfig(192, 192, 2, 3, 240, False, 2, False): 1.0,
+    HopperConfig(256, 256, 2, 2, 240, False, 2, False): 1.0,
+    HopperConfig(256, 256, 1, 2, 240, False, 2, False): 0.6,
+    HopperConfig(64, 64, 3, 4, 152, False, 2, True): 1.0,
+    HopperConfig(96, 96, 3, 4, 152, False, 2, True): 1.0,
+    HopperConfig(128, 128, 2, 4, 224, False, 2, True): 1.0,
+    HopperConfig(192, 128, 2, 3, 224, False, 2, True): 1.0,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, True): 1.0,
+    HopperConfig(256, 256, 2, 2, 232, False, 2, True): 1.0,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, False, True): 1.0,
+    HopperConfig(96, 96, 3, 4, 152, False, 2, False, False, False, True): 1.0,
+    HopperConfig(128, 128, 2, 4, 224, False, 2, False, False, False, True): 1.0,
+    HopperConfig(192, 128, 2, 3, 224, False, 2, False, False, False, True): 1.0,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, False, False, False, True): 1.0,
+    HopperConfig(256, 256, 2, 2, 224, False, 2, False, False, False, True): 1.0,
+    HopperConfig(64, 64, 3, 4, 152, False, 2, True, False, False, False, True): 1.0,
+    HopperConfig(96, 96, 2, 4, 224, False, 2, True, False, False, False, True): 1.0,
+    HopperConfig(128, 128, 2, 3, 224, False, 2, True, False, False, False, True): 1.0,
+    HopperConfig(192, 128, 2, 3, 224, False, 2, True, False, False, False, True): 1.0,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, True, False, False, False, True): 1.0,
+    HopperConfig(256, 256, 2, 2, 232, False, 2, True, False, False, False, True): 1.0,
 }
 """What is compiled, and how fast each is beside the fastest of its head dims where there are plenty of tiles (H100, 16k tokens)."""
 
@@ -216,8 +228,13 @@ INSTANCES = tuple(config for config in SPEEDS if not config.masked and not confi
 
 
 def _with_int8(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
-    """At head dim 64, where sums' start leaves the fewest issue slots, all codes are direct: 3 to 7 % faster, errors 2 % larger."""
-    return tuple(replace(config, int8=True, exact=0 if config.head_dim == 64 else config.exact) for config in configs)
+    """Sums' start leaves fewer issue slots, and the fewest at head dim 64, where all codes are direct: 3 to 7 % faster, errors 2 % larger. Up to 128
+    half as many are exact as of e4m3: 2 to 4 % faster, errors 1 % larger."""
+
+    def exact(config: HopperConfig) -> int:
+        return 0 if config.head_dim == 64 else config.exact // 2 if config.head_dim <= 128 else config.exact
+
+    return tuple(replace(config, int8=True, exact=exact(config)) for config in configs)
 
 
 INT8_INSTANCES = _with_int8(INSTANCES)

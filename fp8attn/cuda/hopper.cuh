@@ -43,6 +43,12 @@ struct Shape {
   // P * V goes in two parts where one fresh accumulator would be too large
   static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;
   static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
+  // Or in more parts, one of which is added while the next is in the making: what int8's softmax takes longer at two consumers of so many channels is
+  // made up for; e4m3's is level, and with three consumers of 128 channels 4 to 7 % slower.
+  static constexpr bool adds_in_parts = C.int8 && second > 0 && !C.general && !C.masked;
+  // Whether blocks out of the ordinary have a way of their own, so that all others meet one branch: 1 to 3 % of int8's time at 128 channels, which has
+  // more of them than e4m3; nothing at 64, and e4m3 is 2 to 4 % slower for it.
+  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !C.general && !C.masked;
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr bool visits = C.general || C.masked;  // those blocks alone in which a mask shows something
   // Whether a block's softmax is prepared behind its scores' wgmma, all but the first of which ptxas issues after that; or else before, while sums are
@@ -408,11 +414,17 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       if constexpr (!S::visits) free_keys();
       if constexpr (C.int8) {
         float s[KEYS / 2];
-        if (S::start > 0 && (easy || softmax.takes_sums(factor)) && !(C.masked && marked)) {
+        if (S::branches_once && easy && !marked && visit.block < share.whole) {
+          subnormals_of(scores, s);
+          softmax.step_of_sums(s, factor, true, probabilities, alpha);
+          return;
+        }
+        const bool is_easy = easy && !S::branches_once;
+        if (S::start > 0 && (is_easy || softmax.takes_sums(factor)) && !(C.masked && marked)) {
           subnormals_of(scores, s);
           hide_masked(s, visit);
           if (visit.block >= share.whole) hide(s, facts.row_end, visit.block * KEYS, f);
-          softmax.step_of_sums(s, factor, easy, probabilities, alpha);
+          softmax.step_of_sums(s, factor, is_easy, probabilities, alpha);
         } else {
           convert(scores, S::start, s);
           make_probabilities(s, visit, S::start == 0 && easy);
@@ -426,19 +438,24 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const auto add_values = [&]<int PENDING>(std::integral_constant<int, PENDING>, auto&& meanwhile, auto&& then) {
       ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       const uint64_t v = ptx::operand_of(first_values, ring.stage, sizeof(shared.v[0]));
-      float fresh[S::first / 2];
-      start_values<S::first>(fresh, probabilities, v);
-      meanwhile();
-      ptx::wgmma_wait<PENDING>();
-      ptx::wgmma_touch(fresh);
-      then();
-      promote(o, alpha, fresh);
-      if constexpr (S::second > 0) {
-        float fresh_second[S::second / 2];
-        start_values<S::second>(fresh_second, probabilities, ptx::operand_of(v, S::first, KEYS));
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_touch(fresh_second);
-        promote(o_second, alpha, fresh_second);
+      if constexpr (S::adds_in_parts) {
+        static_assert(S::prepares_late && !C.overlap);  // there is nothing to do meanwhile
+        add_in_parts(o, o_second, alpha, probabilities, v);
+      } else {
+        float fresh[S::first / 2];
+        start_values<S::first>(fresh, probabilities, v);
+        meanwhile();
+        ptx::wgmma_wait<PENDING>();
+        ptx::wgmma_touch(fresh);
+        then();
+        promote(o, alpha, fresh);
+        if constexpr (S::second > 0) {
+          float fresh_second[S::second / 2];
+          start_values<S::second>(fresh_second, probabilities, ptx::operand_of(v, S::first, KEYS));
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_touch(fresh_second);
+          promote(o_second, alpha, fresh_second);
+        }
       }
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     };

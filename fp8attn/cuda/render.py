@@ -136,7 +136,7 @@ def widths(configs: Sequence[Config]) -> list[int]:
         if isinstance(c, ShortConfig):
             found |= {KEYS, c.head_dim + ONES}
         elif isinstance(c, HopperConfig):
-            found |= {KEYS, c.value_dim + ONES} if c.value_dim <= 128 else {KEYS, 128, c.value_dim - 128 + ONES}
+            found |= {KEYS, *c.value_widths}
     return sorted(found)
 
 

@@ -28,6 +28,48 @@ __device__ void promote(float (&o)[N], const float (&alpha)[2], const float (&fr
   for (int i = 0; i < N; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], fresh[i]);
 }
 
+// The same from element FROM on of an output that lies in two arrays.
+template <int FROM, int FIRST, int SECOND, int N>
+__device__ void promote(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const float (&fresh)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float& to = FROM + i < FIRST ? o[(FROM + i) % FIRST] : o_second[(FROM + i - FIRST) % SECOND];
+    to = fmaf(to, alpha[i / 2 % 2], fresh[i]);
+  }
+}
+
+constexpr int VALUE_PART = 64;  // channels of a part of P * V; the last has the ones, too
+
+// P * V in parts, two of them in the making: part I into `fresh`, the next into `next`. Adds them and those behind them to the output. Each width has
+// accumulators of its own: for a product into some of another's registers ptxas makes all of them wait for each other (C7511).
+template <int I, int FIRST, int SECOND, int N, int M>
+__device__ void add_parts(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const uint32_t (&p)[KEYS / 32][4], uint64_t v,
+                          float (&fresh)[N], float (&next)[M]) {
+  constexpr int CHANNELS = 2 * (FIRST + SECOND), last = CHANNELS / VALUE_PART - 1;
+  ptx::wgmma_wait<I == last ? 0 : 1>();
+  ptx::wgmma_touch(fresh);
+  promote<I * VALUE_PART / 2>(o, o_second, alpha, fresh);
+  const uint64_t after = ptx::operand_of(v, (I + 2) * VALUE_PART, KEYS);
+  if constexpr (I + 2 < last) {
+    start_values<VALUE_PART>(fresh, p, after);
+    add_parts<I + 1>(o, o_second, alpha, p, v, next, fresh);
+  } else if constexpr (I + 2 == last) {
+    float widest[(CHANNELS - last * VALUE_PART) / 2];
+    start_values<CHANNELS - last * VALUE_PART>(widest, p, after);
+    add_parts<I + 1>(o, o_second, alpha, p, v, next, widest);
+  } else if constexpr (I + 1 == last) {
+    add_parts<I + 1>(o, o_second, alpha, p, v, next, next);
+  }
+}
+
+template <int FIRST, int SECOND>
+__device__ void add_in_parts(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {
+  float fresh[VALUE_PART / 2], next[VALUE_PART / 2];
+  start_values<VALUE_PART>(fresh, p, v);
+  start_values<VALUE_PART>(next, p, ptx::operand_of(v, VALUE_PART, KEYS));
+  add_parts<0>(o, o_second, alpha, p, v, fresh, next);
+}
+
 // A warpgroup's share of a tile.
 struct Share {
   const Tile& tile;  // in shared memory and read there again: registers are scarce between

@@ -181,7 +181,8 @@ struct Softmax {
     return max(a, b);
   }
 
-  // Codes of the groups T of 16 keys into operand registers of P * V: with the key order of quantized V a group's scores of a thread
+  // Codes of the groups T of 16 keys into operand registers of P * V, EXACT of eight exact, as far apart as can be: with the key order of quantized V a
+  // group's scores of a thread
   // are the bytes of one.
   template <typename Exact, typename Direct, int N, int... T>
   __device__ static void write_codes(const Exact (&exact)[2], const Direct (&direct)[2], const float (&s)[N], uint32_t (&p)[N / 16][4],
@@ -191,7 +192,7 @@ struct Softmax {
       for (int r = 0; r < 2; ++r)
         p[t / 2][t % 2 * 2 + r] = rows[r].codes(s[8 * t + 2 * r], s[8 * t + 2 * r + 1], s[8 * t + 4 + 2 * r], s[8 * t + 5 + 2 * r]);
     };
-    ((T % 4 < EXACT ? write(T, exact) : write(T, direct)), ...);
+    ((T * EXACT % 8 < EXACT ? write(T, exact) : write(T, direct)), ...);
   }
 };
 

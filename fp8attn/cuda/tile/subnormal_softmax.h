@@ -89,7 +89,7 @@ struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
       for (int r = 0; r < 2; ++r) {
         const int top = largest_of_row(this->template largest_bits<false>(s, r), BEGIN);
         peak[r] = __int_as_float(top);
-        alpha[r] = become(m[r], float(top - BEGIN) * factor[r]);
+        alpha[r] = become(m[r], __fmul_rn(float(top - BEGIN), factor[r]));  // not fused with a difference: in every instance the same
       }
       write({SubnormalExactRow::below(peak[0], factor[0]), SubnormalExactRow::below(peak[1], factor[1])},
             {SubnormalDirectRow::below(peak[0], factor[0]), SubnormalDirectRow::below(peak[1], factor[1])});
