@@ -147,6 +147,25 @@ REGISTER_FILE = 65_536
 """32-bit registers of one SM."""
 
 
+def portable_shared_memory(config: PortableConfig, call: Call, device: Device) -> int:
+    """Bytes of shared memory that the compiler takes for a portable kernel at most."""
+    element = 1 if call.compute == "e4m3" and device.has_fp8_units else 2
+    head_dim, value_dim = sum(head_parts(call)), sum(value_parts(call))
+    tile = config.block_m * config.block_n
+    mask = 0 if call.attn_mask is None else call.attn_mask.element_size()
+    # of a key block in flight; numbers of single keys are float32
+    codes = config.block_n * (head_dim + value_dim)
+    loads = codes + tile * mask + 4 * config.block_n * ((call.k_group == 1) + (call.bias is not None)) + 16
+    queries = config.block_m * head_dim * element
+    # P changes its layout, and so do scores that a mask or int8's marks are brought to
+    layouts = tile * (4 if mask or call.int8 else 2)
+    # from sm_90 on there may be two of Q, and warpgroups multiply what is in shared memory and keep it there until they have
+    newer = device.arch >= 90
+    kept = newer * (queries + (config.num_warps % 4 == 0) * codes * element)
+    loop = loads * max(config.num_stages - 1, 1) + queries + layouts + kept
+    return max(loop, 4 * config.block_m * max(value_parts(call)))  # or the output, which is stored when the loop is over
+
+
 def misfit(config: Config, call: Call, device: Device) -> str | None:
     """Why `config` can't run `call` on `device`, or None if it can."""
     head_dim, value_dim = sum(head_parts(call)), sum(value_parts(call))
@@ -168,9 +187,7 @@ def misfit(config: Config, call: Call, device: Device) -> str | None:
         available = config.registers - 32
     else:
         rows, warps = config.block_m, config.num_warps
-        element = 1 if call.compute == "e4m3" and device.has_fp8_units else 2
-        staged = config.block_n * (head_dim + value_dim)
-        shared_memory = staged * max(config.num_stages - 1, 1) + rows * head_dim * element + (staged * element if element == 2 else 0)
+        shared_memory = portable_shared_memory(config, call, device)
         if call.bias is not None and rows > QUERY_GROUP:
             return f"tiles of {rows} rows: a tile of smoothed queries has one mean, which {QUERY_GROUP} have"
         if rows < 16 * warps:
