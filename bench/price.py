@@ -173,9 +173,14 @@ def table(prices: Sequence[Price]) -> Table:
     return made
 
 
+def is_meant(name: str, words: str) -> bool:
+    """Whether a recipe is asked for by its name, or by a part of it that is no recipe's whole name."""
+    return name == words or (words not in RECIPES and words in name)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
-    parser.add_argument("--recipe", action="append", metavar="SUBSTRING", help="only recipes with this in their names, and the default; repeatable")
+    parser.add_argument("--recipe", action="append", metavar="SUBSTRING", help="only the recipe of this name, or those with this in theirs, and the default; repeatable")
     parser.add_argument("--rounds", type=int, default=5, help="turns that every part gets (default: %(default)s)")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
@@ -187,7 +192,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         return 2
     gates, about = Gates.load(), machine(device)
     wanted = arguments.recipe or [""]
-    recipes = {DEFAULT: Recipe()} | {name: recipe for name, recipe in RECIPES.items() if any(part in name for part in wanted)}
+    recipes = {DEFAULT: Recipe()} | {name: recipe for name, recipe in RECIPES.items() if any(is_meant(name, part) for part in wanted)}
     chosen = [case for case in CASES if arguments.case in case.name]
     if not chosen or (arguments.recipe and len(recipes) == 1):
         print(f"price: no case has {arguments.case!r} in its name, or no recipe one of {wanted}; there are {', '.join(RECIPES)}", file=sys.stderr)
