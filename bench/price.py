@@ -180,7 +180,12 @@ def is_meant(name: str, words: str) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
-    parser.add_argument("--recipe", action="append", metavar="SUBSTRING", help="only the recipe of this name, or those with this in theirs, and the default; repeatable")
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        metavar="SUBSTRING",
+        help="only the recipe of this name, or those with this in theirs, and the default; repeatable",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns that every part gets (default: %(default)s)")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")

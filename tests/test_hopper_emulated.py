@@ -47,7 +47,7 @@ CHECKED = {
     "added 128": of("added", 128, 128),
     "added 256": of("added", 256, 256),
 }
-WITH_INT8 = "64, four consumers", "64, overlap", "192", "general 64", "masked 64", "added 128"
+WITH_INT8 = "64, four consumers", "64, overlap", "96", "128, overlap", "192", "general 64", "masked 64", "added 128"
 CHECKED |= {f"int8 {n}": of((c := CHECKED[n]).scores, c.head_dim, c.value_dim, c.consumers, int8=True) for n in WITH_INT8}
 
 HALF_Q = {

@@ -17,13 +17,14 @@ from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs, run, tail
-from fp8attn.cuda.configs import HALF_Q_INSTANCES, INSTANCES, KEYS, ROWS, HopperConfig
+from fp8attn.cuda.configs import GROUPS, INSTANCES, KEYS, ROWS, HopperConfig
 from fp8attn.cuda.oracle import oracle, parts_of_tail
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantize import quantize
+from fp8attn.recipe import ProductType
 
 H100 = ARCHITECTURES[90]
-SHARING = tuple(config for config in INSTANCES + HALF_Q_INSTANCES if config.shares_tail)
+SHARING = tuple(config for group in GROUPS.values() for config in group if config.shares_tail)
 ONE = next(config for config in SHARING if config.consumers == 1)
 
 
@@ -184,7 +185,7 @@ def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, head
     )
     q[0, 0, 7, 3], k[0, heads - 1, keys // 2, 0] = torch.nan, torch.inf
     q = q.bfloat16()
-    operands = quantize(q, k, v, Recipe())
+    operands = quantize(q, k, v, Recipe(qk="int8" if config.int8 else "e4m3"))
     # P of products of 256 flip nearly as often as float32 outputs allow
     dtype = torch.bfloat16 if config.head_dim > 128 else (torch.bfloat16, torch.float16, torch.float32)[config.consumers % 3]
     call = call_of(*operands, return_lse=True, out_dtype=dtype)
@@ -199,12 +200,13 @@ def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, head
 
 
 @pytest.mark.gpu
-def test_long_calls_share_by_themselves(device: torch.device) -> None:
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+def test_long_calls_share_by_themselves(device: torch.device, qk: ProductType) -> None:
     properties = device_of(device)
     if configs.misfit(INSTANCES[0], properties) is not None:
         pytest.skip("needs sm_90")
     q, k, v = (torch.randn(1, 3, n, 128, generator=torch.Generator().manual_seed(n)).to(device) for n in (400, 9000, 9000))
-    operands = quantize(q, k, v, Recipe())
+    operands = quantize(q, k, v, Recipe(qk=qk))
     call = call_of(*operands, return_lse=True)
     config = configs.choose(call, properties)
     sharing = run.sharers_of(call, config, properties)

@@ -87,8 +87,9 @@ class HopperConfig:
 
     @property
     def shares_tail(self) -> bool:
-        """Whether CTAs may share tiles. Where registers are scarcest it would spill."""
-        return not (self.visits or self.int8) and self.consumers < 4
+        """Whether CTAs may share tiles. Where registers are scarcest it would spill, and tiles of more than 128 channels gain nothing that pays for
+        int8's spills."""
+        return not self.visits and self.consumers < 4 and not (self.int8 and self.value_dim > 128)
 
     @property
     def visits(self) -> bool:
@@ -133,11 +134,12 @@ class HopperConfig:
         shown = self.stages * (16 * ROWS * self.consumers + 16) if self.visits else 0
         key_facts = self.stages * 4 * KEYS * (1 + self.consumers) if self.general else 0
         added = self.added_slots * self.consumers * 2 * ROWS * KEYS + (1024 if self.added_slots else 0)
+        pieces = 0 if self.visits else 4 * 32
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * self.consumers * (2 * self.value_dim + 2 * ROWS) + 8 * self.stages
         tiles, barriers = 32 * 4, 8 * (2 * self.consumers + 4 * self.stages)
         # swizzled boxes start at multiples of 1024
-        return q + kv + round_up(128 + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)
+        return q + kv + round_up(128 + pieces + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)
 
     def does(self, call: Call) -> bool:
         """Whether it has all that is done to a call's scores."""

@@ -62,13 +62,17 @@ struct Shape {
   static_assert(!start_by_product || start == START_STEP);
   static constexpr int largest = C.general ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
-  // whether CTAs may share tiles; where registers are scarcest it would spill
-  static constexpr bool shares_tail = !visits && !C.int8 && C.consumers < 4;
+  // whether CTAs may share tiles; where registers are scarcest it would spill, and tiles of more than 128 channels gain nothing that pays for int8's spills
+  static constexpr bool shares_tail = !visits && C.consumers < 4 && !(C.int8 && second > 0);
   static constexpr int handed_over = shares_tail ? C.consumers * sizeof(HandedOver<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
 };
 
 struct Ones {
   alignas(16) uint8_t ones[128];  // all bits of them
+};
+
+struct OnesAndPieces : Ones {
+  Pieces pieces;
 };
 
 template <class Facts, int STAGES>
@@ -89,10 +93,9 @@ struct alignas(1024) SharedStorage {
   uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
-  union {  // not last: compute-sanitizer takes the product of ones, which reads 128 bytes again and again, for one of as many as a product can have
-    Pieces pieces;
-    std::conditional_t<Shape<C>::visits, OnesAndKeys<std::conditional_t<C.general, KeyFacts<C.consumers>, ShownKeys<C.consumers>>, C.stages>, Ones> side;
-  };
+  // not last: compute-sanitizer takes the product of ones, which reads 128 bytes again and again, for one of as many as a product can have
+  std::conditional_t<Shape<C>::visits, OnesAndKeys<std::conditional_t<C.general, KeyFacts<C.consumers>, ShownKeys<C.consumers>>, C.stages>, OnesAndPieces>
+      side;
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileFacts<C.value_dim> facts[C.consumers];
@@ -124,7 +127,7 @@ template <HopperConfig C>
 __device__ void write_next_piece(SharedStorage<C>& shared, const Schedule& schedule, int round) {
   Piece& next = shared.tiles[(round + 1) % TILES];
   if constexpr (Shape<C>::shares_tail)
-    shared.pieces.write_next(next, schedule, round);
+    shared.side.pieces.write_next(next, schedule, round);
   else
     static_cast<Tile&>(next) = schedule.at(round < 0 ? blockIdx.x : schedule.after(round));
 }
@@ -548,7 +551,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
       *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
   if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.side.ones)[threadIdx.x] = ~0u;
   if (threadIdx.x == 0) {
-    if constexpr (Shape<C>::shares_tail) shared.pieces.find(schedule);
+    if constexpr (Shape<C>::shares_tail) shared.side.pieces.find(schedule);
     write_next_piece<C>(shared, schedule, -1);
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_init(&shared.q_full[c], 1);
