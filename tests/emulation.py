@@ -152,7 +152,19 @@ def copy_sources(folder: Path) -> None:
 
 def compile_file(name: str, folder: Path) -> ctypes.CDLL:
     """The library of one file beside copied sources."""
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}", f"-isystem{cuda_headers()}", "-include", str(folder / "cta.h")]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-fno-omit-frame-pointer",
+        "-w",
+        "-shared",
+        "-fPIC",
+        f"-I{folder}",
+        f"-isystem{cuda_headers()}",
+        "-include",
+        str(folder / "cta.h"),
+    ]
     done = subprocess.run([*command, str(folder / name), "-o", str(folder / "kernel.so")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(folder / "kernel.so"))

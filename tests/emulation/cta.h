@@ -122,6 +122,9 @@ void together(void* argument, void (*f)(void** arguments));
 // Whether the other 31 lanes have been here before; nobody waits.
 bool is_last_of_warp();
 
+// A warpgroup's four warps come here the same way, each for the n-th time, or the run fails: PTX's `.sync.aligned` of a warpgroup.
+void meet_in_warpgroup();
+
 }  // namespace cta
 
 #define threadIdx (cta::Index{cta::current->index})

@@ -53,6 +53,11 @@ void enter() {
   leave();
 }
 
+// Of every warpgroup, the ways by which its warps came to meet_in_warpgroup; of every warp, how often it did.
+std::vector<std::vector<size_t>> ways;
+std::vector<size_t> met;
+bool went_another_way;
+
 bool warp_rests;
 
 std::vector<Deed> in_flight, of_the_grid_before;
@@ -97,7 +102,9 @@ bool run_cluster(long patience) {
   waits.assign(count, {});
   std::fill_n(&barriers[0][0], 16 * 16, Meeting{});
   whole_cluster = {};
-  left_something = false;
+  left_something = went_another_way = false;
+  ways.assign((count + 127) / 128, {});
+  met.assign((count + 31) / 32, 0);
   in_flight.clear();
   std::vector<int> order;
   for (int i = 0; i < count; ++i) {
@@ -135,7 +142,7 @@ bool run_cluster(long patience) {
       }
     }
   }
-  return patience > 0 && !left_something && in_flight.empty();
+  return patience > 0 && !left_something && !went_another_way && in_flight.empty();
 }
 
 // CTAs of `size` threads, cluster after cluster of them. Returns whether all came to an end, each within `patience` rounds.
@@ -198,6 +205,24 @@ void together(void* argument, void (*f)(void**)) {
   f(meeting.arguments);
   meeting.arrived = 0;
   ++meeting.round;
+}
+
+// Return addresses of all that is called, by the chain of frames: x86-64 and AArch64 with -fno-omit-frame-pointer.
+size_t way_here() {
+  const char* const stack = stacks.get() + STACK * number();
+  size_t hash = 0;
+  for (auto frame = static_cast<void**>(__builtin_frame_address(0)); reinterpret_cast<char*>(frame) >= stack && reinterpret_cast<char*>(frame) < stack + STACK;
+       frame = static_cast<void**>(frame[0]))
+    hash = hash * 31 + reinterpret_cast<size_t>(frame[1]);
+  return hash;
+}
+
+void meet_in_warpgroup() {
+  if (current->index % 32 != 0) return;
+  std::vector<size_t>& warpgroup = ways[number() / 128];
+  const size_t turn = met[number() / 32]++, way = way_here();
+  if (turn == warpgroup.size()) warpgroup.push_back(way);
+  went_another_way |= warpgroup[turn] != way;
 }
 
 bool is_last_of_warp() { return ++warps[number() / 32].passed % 32 == 0; }

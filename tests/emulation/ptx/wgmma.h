@@ -8,6 +8,7 @@
 namespace fp8attn::ptx {
 
 inline void start_product(cta::Product&& product) {
+  cta::meet_in_warpgroup();
   auto& products = cta::current->products;
   bool written = false;
   products.for_all([&](const cta::Product& other) { written |= other.d == product.d; });
