@@ -143,7 +143,7 @@ INT8_MUTANTS = {
     "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
     "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
     "the key before": ("tile/poison.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),
-    "queries that aren't finite forgotten": ("tile/poison.h", "code == INT8_NAN", "false"),
+    "queries that aren't finite forgotten": ("hopper.cuh", "r), poisoned[r]);", "r), false);"),
 }
 """Of the Hopper kernel on int8."""
 

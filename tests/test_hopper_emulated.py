@@ -99,6 +99,10 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
     if config.int8 and config.scores == "plain":  # scores too large to stay sums
         q, k, v = tensors_of(config, (1, 1, 100), (1, 1, 300))
         check(emulated, config, (100 * q, k, v), device=TWO_SMS, exact=True)
+    if config.scores == "plain":  # a warp whose steps are never easy, beside others whose are
+        q, k, v = tensors_of(config, (1, 1, 100), (1, 1, 700))
+        q[0, 0, 20, 3] = torch.nan
+        check(emulated, config, (q, k, v), device=TWO_SMS, exact=True)
     if config.shares_tail:
         held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), sharers=2)
         held((1, 3, 40), (1, 3, 700), sharers=5)
@@ -252,8 +256,14 @@ TIMING_MUTANTS = {
     "values not waited for": (
         "64, overlap",
         "hopper.cuh",
-        "ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);\n      const uint64_t v",
-        "const uint64_t v",
+        "if constexpr (!S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);",
+        "",
+    ),
+    "values not waited for behind scores": (
+        "64, four consumers",
+        "hopper.cuh",
+        "if constexpr (S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);",
+        "",
     ),
     "scores read while they are made": ("64, overlap", "hopper.cuh", "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);", ""),
     "keys freed while scores are made": (
@@ -262,7 +272,18 @@ TIMING_MUTANTS = {
         "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::visits) free_keys();",
         "if constexpr (!S::visits) free_keys();\n      ptx::wgmma_wait<0>();",
     ),
-    "outputs read while they are made": ("64, overlap", "hopper.cuh", "ptx::wgmma_wait<PENDING>();", "ptx::wgmma_wait<PENDING + 1>();"),
+    "outputs read while they are made": (
+        "64, overlap",
+        "hopper.cuh",
+        "ptx::wgmma_wait<PENDING>();\n        ptx::wgmma_touch(fresh);\n        then();\n        promote(o, alpha, fresh);",
+        "then();\n        promote(o, alpha, fresh);\n        ptx::wgmma_wait<PENDING>();",
+    ),
+    "products of a warp on a way of its own": (
+        "64, overlap",
+        "hopper.cuh",
+        "add_values(one, start_next, nothing);",
+        "if (threadIdx.x / 32 % 4 == 2) add_values(one, start_next, nothing);\n        else add_values(one, start_next, nothing);",
+    ),
     "values freed while they are multiplied": (
         "64, overlap",
         "hopper.cuh",
@@ -285,10 +306,10 @@ TIMING_MUTANTS = {
         "add_values(none, nothing, nothing);\n        start_next();\n        prepare(read(shared.k_scale[ring.stage].next));",
     ),
     "queries freed while scores are made": (
-        "64, overlap",
+        "64, four consumers",
         "hopper.cuh",
-        "attend(after);\n    if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);",
-        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    attend(after);",
+        "attend(after);\n    bool poisoned",
+        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    attend(after);\n    const bool elected = false;\n    bool poisoned",
     ),
     "rows of the next tile too early": ("64, overlap", "hopper.cuh", "ptx::warpgroup_sync(1 + consumer);  // channels' are", "// channels' are"),
     "an output stored before it is written": (

@@ -46,11 +46,17 @@ struct Shape {
   // Or in more parts, one of which is added while the next is in the making: what int8's softmax takes longer at two consumers of so many channels is
   // made up for; e4m3's is level, and with three consumers of 128 channels 4 to 7 % slower.
   static constexpr bool adds_in_parts = C.int8 && second > 0 && !C.general && !C.masked;
-  // Whether blocks out of the ordinary have a way of their own, so that all others meet one branch: 1 to 3 % of int8's time at 128 channels, which has
-  // more of them than e4m3; nothing at 64, and e4m3 is 2 to 4 % slower for it.
-  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !C.general && !C.masked;
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr bool visits = C.general || C.masked;  // those blocks alone in which a mask shows something
+  // Whether blocks out of the ordinary have a way of their own, so that all others meet one branch: 1 to 3 % of int8's time at 128 channels, which has
+  // more of them than e4m3; nothing at 64, and e4m3 is 2 to 4 % slower for it.
+  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !visits;
+  // Whether values are waited for behind scores' wgmma, in whose shadow nobody sees it, and not once P is there: 1 to 3 %, of int8 up to 6 with few
+  // consumers; with overlap e4m3 is up to 7 % slower for it, in two parts 2 %, and int8 above 128 channels up to 5 %.
+  static constexpr bool values_first = !visits && (C.int8 ? C.head_dim <= 128 : !C.overlap && second == 0);
+  // Whether Q's descriptors are made of one that stays, which ptxas else makes again for every block of int8: 2 % at 64 channels, with values first. For
+  // e4m3's it has room, and with masks it would spill.
+  static constexpr bool has_first_panel = C.int8 && C.head_dim <= 128 && !visits;
   // Whether a block's softmax is prepared behind its scores' wgmma, all but the first of which ptxas issues after that; or else before, while sums are
   // added, with a scale that has come with the values of the block before: 1 to 2 % faster, but 2 % slower in two parts.
   static constexpr bool prepares_late = C.overlap || second > 0 || visits;
@@ -245,9 +251,11 @@ __device__ void bring_key_facts(const Params& p, SharedStorage<C>& shared) {
 // Where the copy engine brings codes of Q.
 struct NoQueries {};
 
-// Issues Q * K^T for the keys of one stage; `first_keys` are those of the first, `ones` what sums' start is a product of.
+// Issues Q * K^T for the keys of one stage; `first_panel`, if there is one, is the first of Q, `first_keys` are those of the first stage, `ones` what sums'
+// start is a product of.
 template <HopperConfig C>
-__device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage, uint64_t first_keys, uint64_t ones) {
+__device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage, uint64_t first_panel,
+                             uint64_t first_keys, uint64_t ones) {
   using S = Shape<C>;
   if constexpr (S::start > 0 && !S::start_by_product) {
 #pragma unroll
@@ -257,14 +265,15 @@ __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStor
   if constexpr (S::start_by_product) S::StartProduct::template run<false>(s, ones, ones);
 #pragma unroll
   for (int i = 0; i < S::panels; ++i) {
-    const uint64_t q = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][i]));
+    const uint64_t q = S::has_first_panel ? ptx::operand_of(first_panel, i, sizeof(shared.q[0][0]))
+                                          : ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][i]));
     const uint64_t k = ptx::operand_of(ptx::operand_of(first_keys, stage, sizeof(shared.k[0])), i, sizeof(shared.k[0][0]));
 #pragma unroll
     for (int step = 0; step < S::panel / 32; ++step) {
       if (S::start == 0 && i == 0 && step == 0)
         S::ScoreProduct::template run<false>(s, q, k);
       else
-        S::ScoreProduct::template run<true>(s, q + 2 * step, ptx::operand_of(k, step, 32));
+        S::ScoreProduct::template run<true>(s, S::has_first_panel ? ptx::operand_of(q, step, 32) : q + 2 * step, ptx::operand_of(k, step, 32));
     }
   }
   ptx::wgmma_commit();
@@ -282,13 +291,12 @@ __device__ void poison_sums(const Params& p, const Share& share, int n, const in
 }
 
 // Normalises a share's output and stores it, and its LSE. Sums of P stand behind the last channel.
-template <bool INT8, int FIRST, int SECOND, int BOXES, typename Facts>
+template <int FIRST, int SECOND, int BOXES, typename Facts>
 __device__ void store_tile(const Params& p, const Share& share, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                            const Facts& facts, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Facts::channels;
-  float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
-  if constexpr (INT8) poison_rows(p, share.tile, share.first_row(), f, l);
+  const float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
   const StagedOutput<Facts, BOXES> output(p, share.tile, share.first_row(), facts, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
@@ -311,6 +319,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   const uint64_t first_keys = __shfl_sync(~0u, ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0][0])), 0);
   const uint64_t first_values = __shfl_sync(~0u, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])), 0);
   const uint64_t ones = S::start_by_product ? __shfl_sync(~0u, ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.side.ones)), 0) : 0;
+  const uint64_t first_panel = S::has_first_panel ? __shfl_sync(~0u, ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][0])), 0) : 0;
   typename S::Score scores[KEYS / 2];
   float alpha[2];
   uint32_t probabilities[KEYS / 32][4];
@@ -412,6 +421,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     // scores of the ring's block, the last before `after`, become probabilities
     const auto attend = [&](int after) {
       const Visit visit = visit_of(ring.stage, after);
+      if constexpr (S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
       if constexpr (!S::visits) free_keys();
@@ -439,7 +449,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     };
     // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it, `then` comes before it is added
     const auto add_values = [&]<int PENDING>(std::integral_constant<int, PENDING>, auto&& meanwhile, auto&& then) {
-      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      if constexpr (!S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       const uint64_t v = ptx::operand_of(first_values, ring.stage, sizeof(shared.v[0]));
       if constexpr (S::adds_in_parts) {
         static_assert(S::prepares_late && !C.overlap);  // there is nothing to do meanwhile
@@ -471,16 +481,17 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if constexpr (!C.half_q) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     wait_for_keys(ring);
     int after = visit_of(ring.stage, begin_of<C>(piece) + 1).next;  // the block after the ring's
-    start_scores<C>(scores, shared, consumer, ring.stage, first_keys, ones);
+    start_scores<C>(scores, shared, consumer, ring.stage, first_panel, first_keys, ones);
     if constexpr (C.half_q) load_channels(piece);  // not before the producer has seen that they are there
     ptx::cp_async_wait_but<1>();
     ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
     prepare(read(shared.k_scale[ring.stage].own));
+    // One place for all blocks: warps whose blocks are ordinary and those whose aren't must issue the same wgmma.
     while (after < share.seen) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
         wait_for_keys(next);
-        start_scores<C>(scores, shared, consumer, next.stage, first_keys, ones);
+        start_scores<C>(scores, shared, consumer, next.stage, first_panel, first_keys, ones);
         if constexpr (S::prepares_late) prepare(read(shared.k_scale[next.stage].own));
       };
       attend(after);
@@ -498,6 +509,12 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       after = visit_of(ring.stage, after + 1).next;
     }
     attend(after);
+    bool poisoned[2] = {};  // rows of Q
+    if constexpr (C.int8) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) poisoned[r] = shared.q[consumer][0][ptx::swizzled<S::panel>(f.row + 8 * r, 0)] == INT8_NAN;
+      __syncwarp();
+    }
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, nothing, nothing);
     ring.advance();
@@ -519,9 +536,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         take_over(p, piece.first_other, consumer, C.consumers, softmax.m, o, o_second);
     }
 
-    if constexpr (C.half_q && C.int8) {  // before the next tile's codes take the place of this one's
+    if constexpr (C.int8) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) poison_row(row_sum(o, o_second, r), shared.q[consumer][0][ptx::swizzled<S::panel>(f.row + 8 * r, 0)]);
+      for (int r = 0; r < 2; ++r) poison_row(row_sum(o, o_second, r), poisoned[r]);
     }
     const Tile& next_tile = shared.tiles[(round + 1) % TILES];
     HalfQueries queries;
@@ -529,7 +546,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows' and with Q
     load_rows(next_tile);
-    if (!S::shares_tail || piece.complete()) store_tile<C.int8 && !C.half_q>(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
+    if (!S::shares_tail || piece.complete()) store_tile(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // and with channels'
     if constexpr (!C.half_q) load_channels(next_tile);

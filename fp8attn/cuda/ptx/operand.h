@@ -22,8 +22,8 @@ __device__ inline uint64_t operand_of(uint64_t first, uint32_t number, uint32_t 
 // Where such an operand has a byte of a row.
 template <int ROW_BYTES>
 __device__ inline int swizzled(int row, int column) {
-  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64);
-  const int swizzle = ROW_BYTES == 128 ? row % 8 : row / 2 % 4;
+  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64 || ROW_BYTES == 32);
+  const int swizzle = ROW_BYTES == 128 ? row % 8 : ROW_BYTES == 64 ? row / 2 % 4 : row / 4 % 2;
   return row * ROW_BYTES + (column / 16 ^ swizzle) * 16 + column % 16;
 }
 

@@ -35,9 +35,9 @@ __device__ void poison_keys(const Params& p, const Tile& tile, int start, float 
   }
 }
 
-// NaN instead of a row's sum of P, if the row is of int8 that isn't finite, and sees a key. `code`: its first.
-__device__ inline void poison_row(float& sum, uint8_t code) {
-  if (sum != 0.0f && code == INT8_NAN) sum = NAN;
+// NaN instead of a row's sum of P, if the row isn't finite, and sees a key.
+__device__ inline void poison_row(float& sum, bool poisoned) {
+  if (sum != 0.0f && poisoned) sum = NAN;
 }
 
 // The same of a thread's rows.
@@ -46,7 +46,7 @@ __device__ inline void poison_rows(const Params& p, const Tile& tile, int first_
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
-    poison_row(l[r], q[row * p.q_strides[2]]);
+    poison_row(l[r], q[row * p.q_strides[2]] == INT8_NAN);
   }
 }
 
