@@ -93,10 +93,9 @@ def compile_all(arch: int) -> list[dict]:
         many = torch.zeros(1, 1, fused.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
         call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
         with architecture(arch):
-            chosen = run.choose(call, device)
-            # beside Hopper's kernel, to which the widest calls and those with a mask are the most: there it takes as long to compile
-            beside = arch != 90 or mask == "bool" or dim == 256
-            for config in dict.fromkeys((chosen, configs.portable_config(call, device)) if beside else (chosen,)):
+            # Hopper has a kernel of its own, beside which the portable one doubles the time: there for what takes most shared memory
+            portable = () if arch == 90 and mask != "bool" and dim != 256 else (configs.portable_config(call, device),)
+            for config in dict.fromkeys((run.choose(call, device), *portable)):
                 case = f"D {dim} Dv {value_dim} {computes} {mask} {config}"
                 run.forward(call, device, config, warmup=True)
                 if isinstance(config, configs.PortableConfig):

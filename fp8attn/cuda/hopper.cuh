@@ -56,7 +56,7 @@ struct Shape {
   static constexpr bool values_first = !visits && (C.int8 ? C.head_dim <= 128 : !C.overlap && second == 0);
   // Whether Q's descriptors are made of one that stays, which ptxas else makes again for every block of int8: 2 % at 64 channels, with values first. For
   // e4m3's it has room, and with masks it would spill.
-  static constexpr bool has_first_panel = C.int8 && C.head_dim <= 128 && !visits;
+  static constexpr bool has_first_panel = C.int8 && values_first;
   // Whether a block's softmax is prepared behind its scores' wgmma, all but the first of which ptxas issues after that; or else before, while sums are
   // added, with a scale that has come with the values of the block before: 1 to 2 % faster, but 2 % slower in two parts.
   static constexpr bool prepares_late = C.overlap || second > 0 || visits;
@@ -509,7 +509,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       after = visit_of(ring.stage, after + 1).next;
     }
     attend(after);
-    bool poisoned[2] = {};  // rows of Q
+    bool poisoned[2] = {};  // rows of Q, while it is there
     if constexpr (C.int8) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) poisoned[r] = shared.q[consumer][0][ptx::swizzled<S::panel>(f.row + 8 * r, 0)] == INT8_NAN;

@@ -23,7 +23,7 @@ __device__ inline uint64_t operand_of(uint64_t first, uint32_t number, uint32_t 
 template <int ROW_BYTES>
 __device__ inline int swizzled(int row, int column) {
   static_assert(ROW_BYTES == 128 || ROW_BYTES == 64 || ROW_BYTES == 32);
-  const int swizzle = ROW_BYTES == 128 ? row % 8 : ROW_BYTES == 64 ? row / 2 % 4 : row / 4 % 2;
+  const int swizzle = row / (128 / ROW_BYTES) % (ROW_BYTES / 16);  // by 128 bytes, as many of them as a row has chunks
   return row * ROW_BYTES + (column / 16 ^ swizzle) * 16 + column % 16;
 }
 
