@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -161,9 +162,9 @@ def model() -> str:
     return f"{_machine(records)}; {about}:\n\n{markdown_table(head, rows, 1)}"
 
 
-def price() -> str:
+def price(results: str = "price") -> str:
     """What each recipe costs: of each case the kernel, quantizing and all of it from bfloat16."""
-    records = _lines("price")
+    records = _lines(results)
     forms = {f"{part}_{key}": form for part in ("kernel", "quantize", "whole") for key, form in (("us", ".0f"), ("against_default", ".2f"))}
     forms |= {"against_bfloat16": ".2f", "relative_l2": ".4f"}
 
@@ -225,6 +226,7 @@ ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "needle": if_measured("needle", needle),
     "model": if_measured("model", model),
     "price": if_measured("price", price),
+    "price_int8": functools.partial(price, "price_int8"),
     "recent": recent,
 }
 DOCUMENTS = {README: TABLES, ACCURACY: ACCURACY_TABLES}
