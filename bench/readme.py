@@ -39,6 +39,16 @@ def _machine(records: Sequence[Record]) -> str:
     )
 
 
+def _machines(records: Sequence[Record], what: Callable[[Record], str]) -> str:
+    """The same where some of them are of a later commit: of `what` each of those is."""
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(record["commit"], []).append(record)
+    assert all(record["gpu"] == records[0]["gpu"] for record in records), "results of more than one GPU"
+    first, *later = sorted(runs.values(), key=lambda run: min(record["date"] for record in run))
+    return "; ".join([_machine(first), *(f"{', '.join(dict.fromkeys(map(what, run)))}: commit {run[0]['commit'][:7]}" for run in later)])
+
+
 def _by_case(records: Sequence[Record], *keys: str) -> dict[tuple, dict[str, Record]]:
     """Records by case, and of each by backend, in the order of the file."""
     found: dict[tuple, dict[str, Record]] = {}
@@ -106,7 +116,7 @@ def accuracy() -> str:
 
 
 def draws() -> str:
-    """Means over many draws of the inputs, ± their standard errors."""
+    """Means over many draws of the inputs, ± their standard errors; some columns may be of a later run."""
     records = _lines("draws")
     columns = {name: COLUMNS[name] for name in COLUMNS if any(r["backend"] == name for r in records)}
     rows = []
@@ -114,7 +124,8 @@ def draws() -> str:
         found = [by.get(name, {}) for name in columns]
         cells = ("–" if x.get("relative_l2") is None else f"{x['relative_l2']:.4f} ± {x['standard_error']:.4f}" for x in found)
         rows.append([*map(str, key), *cells])
-    return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', 'draws', *columns.values()), rows, 2)}"
+    head = ("inputs", "keys", "draws", *columns.values())
+    return f"{_machines(records, lambda record: COLUMNS[record['backend']])}:\n\n{markdown_table(head, rows, 2)}"
 
 
 def recent() -> str:
@@ -198,12 +209,6 @@ def ladder() -> str:
 def masks() -> str:
     """Attention with every kind of mask, beside who else takes one; some kinds may be of a later run."""
     records = _lines("masks")
-    runs: dict[str, list[Record]] = {}
-    for record in records:
-        runs.setdefault(record["commit"], []).append(record)
-    first, *later = runs.values()
-    machine = "; ".join([_machine(first), *(f"{', '.join(dict.fromkeys(r['mask'] for r in run))}: commit {run[0]['commit'][:7]}" for run in later)])
-    assert all(record["gpu"] == first[0]["gpu"] for record in records), "results of more than one GPU"
     names = ("fp8attn cuda", "fp8attn cuda end to end", "FlexAttention", "SDPA cuDNN", "SDPA efficient")
     rows = []
     for (case, mask), by in _by_case(records, "case", "mask").items():
@@ -211,7 +216,7 @@ def masks() -> str:
         times = [number_of(by[name]["p50_us"], ".0f") for name in names]
         rows.append([case, mask, f"{own['blocks']:.0%}", times[0], number_of(own["against_without"], ".2f"), *times[1:], f"{own['relative_l2']:.4f}"])
     head = ("case", "mask", "blocks", "CUDA, µs", "× no mask", "end to end, µs", "FlexAttention, µs", "cuDNN, µs", "efficient, µs", "relative L2")
-    return f"{machine}:\n\n{markdown_table(head, rows, 2)}"
+    return f"{_machines(records, lambda record: record['mask'])}:\n\n{markdown_table(head, rows, 2)}"
 
 
 def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
