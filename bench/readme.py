@@ -40,7 +40,7 @@ def _machine(records: Sequence[Record]) -> str:
 
 
 def _machines(records: Sequence[Record], what: Callable[[Record], str]) -> str:
-    """The same where some of them are of a later commit: of `what` each of those is."""
+    """On what they were measured, where some are of later commits; of those, `what` they are of."""
     runs: dict[str, list[Record]] = {}
     for record in records:
         runs.setdefault(record["commit"], []).append(record)
