@@ -39,6 +39,9 @@ BFLOAT16 = "bfloat16"
 PARTS = ("quantize", "kernel", "whole")
 """Of a call: q, k and v quantized; attention to them; both, by one call, which may quantize on its way."""
 
+SETTLE = 600.0
+"""Milliseconds before two are compared to a percent: the default beside itself was off by up to 2 % where it came first on a card that had idled."""
+
 
 @dataclass(frozen=True)
 class Price:
@@ -188,6 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns that every part gets (default: %(default)s)")
     parser.add_argument("--milliseconds", type=float, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)")
+    parser.add_argument("--settle", type=float, default=SETTLE, help="milliseconds of turns that don't count before the first (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
 
 
@@ -202,7 +206,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     if not chosen or (arguments.recipe and len(recipes) == 1):
         print(f"price: no case has {arguments.case!r} in its name, or no recipe one of {wanted}; there are {', '.join(RECIPES)}", file=sys.stderr)
         return 2
-    protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
+    protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds, settle=arguments.settle)
     with report.progress() as bar:
         task = bar.add_task("", total=len(chosen))
         for case in chosen:

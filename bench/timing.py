@@ -49,6 +49,8 @@ class Protocol:
         rounds: turns that each gets.
         milliseconds: of a turn on a GPU.
         lead_in: milliseconds of the same work before a turn, untimed: a power-capped card's clock follows what it did just before.
+        settle: milliseconds of everyone's turns before the first round, uncounted: a card that was idle starts at a higher clock, which falls while
+            the first turns last, for some more than for others.
     """
 
     rounds: int = 5
@@ -56,6 +58,7 @@ class Protocol:
     lead_in: float = 25.0
     cache: Cache = "rotate"
     launch: Launch = "graph"
+    settle: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,8 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
     for name, run in runs.items():
         with contextlib.suppress(torch.OutOfMemoryError):
             turns[name] = turns_of(run, sets, protocol, device)
+    if device.type == "cuda":
+        settled(list(turns.values()), protocol.settle)
     samples: dict[str, list[list[float]]] = {name: [] for name in turns}
     readings: dict[str, list[dict[str, float | None]]] = {name: [] for name in turns}
     for i in range(protocol.rounds):
@@ -287,6 +292,14 @@ class Turns:
     take: Callable[[Callable[[], object] | None], list[float]]
     calls: int
     method: str
+
+
+def settled(turns: Sequence[Turns], milliseconds: float) -> None:
+    """Whole rounds that nobody counts, until so long has passed."""
+    start = time.perf_counter()
+    while turns and (time.perf_counter() - start) * 1e3 < milliseconds:
+        for one in turns:
+            one.take(None)
 
 
 def turns_of(run: Run, sets: int, protocol: Protocol, device: torch.device) -> Turns:

@@ -372,6 +372,27 @@ def test_sanitize_without_a_gpu_says_so(device: torch.device, capsys: pytest.Cap
     assert "sanitize: needs an NVIDIA GPU" in capsys.readouterr().err
 
 
+def test_a_card_settles_by_whole_rounds_that_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, taken = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: seconds[0])
+
+    def turns(name: str) -> timing.Turns:
+        def take(busy: object) -> list[float]:
+            assert busy is None, "sensors are read in turns that count"
+            seconds[0] += 0.002
+            taken.append(name)
+            return [1.0]
+
+        return timing.Turns(take, 1, "fake")
+
+    both = [turns("a"), turns("b")]
+    timing.settled(both, 0.0)
+    assert taken == []
+    timing.settled(both, 9.0)  # rounds take 4 ms
+    assert taken == ["a", "b"] * 3
+    timing.settled([], 1.0)
+
+
 @pytest.mark.parametrize("count", range(16))
 def test_turns(count: int) -> None:
     """Everyone has one a round; of three or more nobody two in a row; of two the rounds go back and forth."""
