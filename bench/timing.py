@@ -7,7 +7,7 @@ import dataclasses
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -272,8 +272,7 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
     for name, run in runs.items():
         with contextlib.suppress(torch.OutOfMemoryError):
             turns[name] = turns_of(run, sets, protocol, device)
-    if device.type == "cuda":
-        settled(list(turns.values()), protocol.settle)
+    settled(turns.values(), protocol.settle)
     samples: dict[str, list[list[float]]] = {name: [] for name in turns}
     readings: dict[str, list[dict[str, float | None]]] = {name: [] for name in turns}
     for i in range(protocol.rounds):
@@ -294,7 +293,7 @@ class Turns:
     method: str
 
 
-def settled(turns: Sequence[Turns], milliseconds: float) -> None:
+def settled(turns: Collection[Turns], milliseconds: float) -> None:
     """Whole rounds that nobody counts, until so long has passed."""
     start = time.perf_counter()
     while turns and (time.perf_counter() - start) * 1e3 < milliseconds:
