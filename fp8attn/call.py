@@ -12,12 +12,14 @@ from .reference import Causal, causal_offset
 GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
 """Rows of q or k under one scale; 0 means all of a head's."""
 
+GRANULARITIES: dict[int, Granularity] = {0: "head", SCALE_BLOCK: "block", 1: "token"}
+"""The granularity of so many rows, scales being (B, H, n)."""
 
 HALVES = (torch.bfloat16, torch.float16)
 """What kernels quantize on their way."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 

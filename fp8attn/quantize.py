@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from . import rotation
+from .ambient import product
 from .layout import padded_length, slots
 from .recipe import (
     BIAS_ALIGNMENT,
@@ -157,8 +158,7 @@ def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         means: float32 (B, Hq, G, D). keys: float32 (B, Hkv, Sk, D), in the means' basis.
 
     Returns:
-        float32 (B, Hq, G, Sk rounded up): zero for keys that aren't finite, and behind the last. Torch's own float32 products, which are TF32's
-        if its user allows them.
+        float32 (B, Hq, G, Sk rounded up): zero for keys that aren't finite, and behind the last.
     """
     batch, heads, groups, dim = means.shape
     kv_heads, length = keys.shape[1:3]
@@ -172,7 +172,7 @@ def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     rows, products = means.reshape(batch, kv_heads, -1, dim), bias.view(batch, kv_heads, -1, pitch)
     for b in range(batch):
         for h in range(kv_heads):
-            torch.mm(rows[b, h], keys[b, h].T, out=products[b, h, :, :length])
+            products[b, h, :, :length] = product(rows[b, h], keys[b, h].T)
     return bias.nan_to_num_(nan=0.0).clamp_(-LARGEST_BIAS, LARGEST_BIAS)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -75,7 +76,7 @@ class Recipe:
         two_level: accumulate P·V of every key block in a fresh accumulator that is added to the running float32 output
             outside the tensor core. `None` means: where the hardware's FP8 accumulators are shorter than float32.
 
-    The default is the most accurate recipe that costs the kernel nothing.
+    The default is the most accurate recipe that costs the kernel nothing. `text` has the fields in order, as an operator takes them.
 
     Raises:
         ValueError: a field isn't one of the values above.
@@ -93,6 +94,7 @@ class Recipe:
     two_level: bool | None = None
     sinks: int = 0
     recent: int = 0
+    text: ClassVar[str]
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple] = {
@@ -114,6 +116,22 @@ class Recipe:
             # True == 1 and 16.0 == 16
             if not any((isinstance(a, str) or type(value) is type(a)) and value == a for a in allowed[field.name]):
                 raise ValueError(f"Recipe.{field.name} is {value!r}; it must be one of {allowed[field.name]}")
+        # made here, because torch.compile may make a field's number a symbol
+        object.__setattr__(self, "text", " ".join(str(getattr(self, field.name)) for field in fields(self)))
+
+    @staticmethod
+    @functools.cache
+    def of_text(text: str) -> Recipe:
+        """The recipe that has this `text`.
+
+        Raises:
+            ValueError: none has.
+        """
+        words: dict[str, Any] = {"True": True, "False": False, "None": None}
+        values: list[Any] = [words[word] if word in words else int(word) if word.isdecimal() else word for word in text.split()]
+        if len(values) != len(fields(Recipe)):
+            raise ValueError(f"recipe is {text!r}; it must be the text of a Recipe")
+        return Recipe(**dict(zip((field.name for field in fields(Recipe)), values, strict=True)))
 
     @property
     def keeps_keys(self) -> bool:
@@ -141,7 +159,7 @@ AT_ONCE: dict[ProductType, Recipe] = {recipe.qk: recipe for recipe in (DEFAULT_R
 """Recipes that kernels quantize with as they attend, or right before."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """An e4m3 or int8 tensor with the scales that restore it.
 

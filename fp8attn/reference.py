@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from .ambient import product
 from .quantize import numbers, of_every_query, row_scales, rows_layout
 from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
 
@@ -25,6 +26,10 @@ FALL = 64.0
 
 LARGEST_FACTOR = 2.0**100
 """Scale factors of the scores are kept inside 2^±100, where their products with any dot product of e4m3 or int8 are finite."""
+
+LOWEST_SCORE = -torch.finfo(torch.float32).max
+"""The least that an additive mask adds to a score in base 2: only -inf hides a key. torch.finfo(dtype).min times log2 e is beyond float32, so every
+finite number below -2.3587e38 adds this. A score is rounded off next to it: a row with no higher score weighs all its keys alike, as PyTorch does."""
 
 CHUNK_ELEMENTS = 1 << 25
 """Scores held at a time by the exact oracle."""
@@ -97,14 +102,14 @@ def attention(
         rows = torch.arange(start, min(start + chunk, q_length), device=q.device)
         part = slice(start, start + len(rows))
         mask = _cut(attn_mask, part, slice(None))
-        scores = (q[:, :, part] @ k.transpose(-2, -1)) * softmax_scale
+        scores = product(q[:, :, part], k.transpose(-2, -1)) * softmax_scale
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask.to(dtype)
         scores = scores.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
         largest = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(-1, keepdim=True)
         p = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
         total = p.sum(-1, keepdim=True)
-        out[:, :, part] = (p @ v) / total.masked_fill(total == 0, 1.0)
+        out[:, :, part] = product(p, v) / total.masked_fill(total == 0, 1.0)
         lse[:, :, part] = (largest + total.log()).squeeze(-1)
     return out, lse
 
@@ -120,7 +125,7 @@ def lowest(m: torch.Tensor) -> torch.Tensor:
     Args:
         m: of the last block, in base 2; -inf: no key is visible so far.
     """
-    return torch.where(m.abs() >= FALL, m, torch.where(m >= 0, 0.0, -FALL))
+    return torch.where(m.abs() >= FALL, m, torch.where(m >= 0, torch.zeros_like(m), -FALL))
 
 
 CODE_ROUND = 0.458
@@ -162,7 +167,7 @@ def half_summed(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """P·V of a block (…, M, N) and (…, N, Dv) by a tensor core that sums in half precision, rounding to nearest after every 32 keys."""
     total = p.new_zeros(*p.shape[:-1], v.shape[-1], dtype=torch.float16)
     for keys in zip(p.split(TENSOR_CORE_TERMS, -1), v.split(TENSOR_CORE_TERMS, -2), strict=True):
-        total = (total.float() + torch.matmul(*keys)).half()
+        total = (total.float() + product(*keys)).half()
     return total.float()
 
 
@@ -218,18 +223,18 @@ def pipeline(
         mask = _cut(attn_mask, slice(None), part)
         factor = row_factor.unsqueeze(-1) * key_scale[..., part].unsqueeze(-2)
         smallest = 1 / LARGEST_FACTOR if softmax_scale > 0 else -LARGEST_FACTOR
-        x = (q_rows @ k_rows[:, :, part].transpose(-2, -1)) * factor.clamp(smallest, LARGEST_FACTOR)
+        x = product(q_rows, k_rows[:, :, part].transpose(-2, -1)) * factor.clamp(smallest, LARGEST_FACTOR)
         if q.bias is not None:
             x = x + of_every_query(q.bias[..., part], q_length) * (softmax_scale * LOG2E)
         if mask is not None and mask.dtype != torch.bool:
-            x = x + mask.float() * LOG2E
+            x = x + (mask.float() * LOG2E).clamp(min=LOWEST_SCORE)
         keys = torch.arange(part.start, part.stop, device=rows.device)
         x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
         largest = torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
         m_new = torch.maximum(m if accumulator_bits is not None else lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
         alpha = torch.exp2(m - reference)
-        y = x - (reference - p_offset)
+        y = (x - reference) + p_offset  # in this order: next to a score of 2^24 and more the offset would be rounded off
         p = torch.exp2(y)
         rounded = p.to(probability).float()
         if exact is not None:
@@ -239,7 +244,7 @@ def pipeline(
         if accumulator_bits is not None:
             acc = chained(acc * alpha, rounded, v_rows[:, :, part], accumulator_bits)
         else:
-            acc = acc * alpha + (half_summed(rounded, v_rows[:, :, part]) if half_sums else rounded @ v_rows[:, :, part])
+            acc = acc * alpha + (half_summed(rounded, v_rows[:, :, part]) if half_sums else product(rounded, v_rows[:, :, part]))
         m = m_new
     out = acc / l.masked_fill(l == 0, 1.0) * _per_query_head(v.scale.expand(batch, v.shape[1], -1), heads).unsqueeze(-2)
     if v.mean is not None:

@@ -14,7 +14,14 @@ transforms that aren't normalised is 2^k too large, of two so divided 2^k too sm
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
+
+from .recipe import Rotation
+
+NAMED: tuple[Rotation, ...] = get_args(Rotation)
+"""What `Recipe.rotate` may be."""
 
 
 def part_of(dim: int, most: int) -> int:
@@ -23,6 +30,11 @@ def part_of(dim: int, most: int) -> int:
     while part > 1 and dim % part:  # a number also where torch.compile knows none for `dim`
         part //= 2
     return part
+
+
+def named(dim: int, part: int) -> Rotation:
+    """Of a recipe's rotations, one that rotates `part` channels of `dim` together."""
+    return next(most for most in NAMED if part_of(dim, most) == part)
 
 
 def sign_bit(channel):
@@ -41,7 +53,7 @@ def rotate(x: torch.Tensor, part: int) -> torch.Tensor:
     if part == 0:
         return x.float()
     channels = torch.arange(x.shape[-1], device=x.device)
-    y = x.float() * ((1 - 2 * sign_bit(channels % part)) * (1.0 / part))
+    y = x.float() * ((1 - 2 * sign_bit(channels % part)).float() * (1.0 / part))
     distance = 1
     while distance < part:
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)

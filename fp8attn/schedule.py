@@ -1,14 +1,54 @@
-"""In which order tiles of queries are worked on: what both backends' persistent kernels are told."""
+"""In which order tiles of queries are worked on: what both backends' persistent kernels are told. And how much of a call a kernel can count."""
 
 from __future__ import annotations
 
+import torch
+
 from .call import Call
+
+MOST_TOKENS = 1 << 30
+"""A sequence must have fewer. Kernels count tokens in 32 bits, and add the lengths of two sequences."""
+
+LEAST_ROWS = 16
+"""Tokens of the smallest tile."""
+
+MOST_TILES = 1 << 29
+"""Tiles of LEAST_ROWS tokens; all heads of an argument together must have fewer. The largest grid has four times as many programs, all in x, where
+2^31 - 1 is the limit. In y and z it is 65,535: no number that the user chooses goes there."""
+
+MOST_CHANNELS = 1 << 31
+"""All heads of values that TMA loads must have fewer together: they are one dimension of its boxes, whose coordinates have 32 bits."""
 
 L2_BYTES = 8 << 20
 """Of keys and values that surely stay in L2 while they are worked on."""
 
 SHARERS = 5
 """Teams that work on one head at a time: they read its keys at about the same time, so that L2 has them for all but the first."""
+
+
+def why_not_counted(name: str, x: torch.Tensor) -> str | None:
+    """Why kernels can't count the tokens of x (B, H, S, D), or its tiles, or None if they can."""
+    batch, heads, length, _ = x.shape
+    if length >= MOST_TOKENS:
+        return f"{name} has {length} tokens; kernels take fewer than {MOST_TOKENS}"
+    tiles = batch * heads * -(-length // LEAST_ROWS)
+    if tiles >= MOST_TILES:
+        return f"{name} has {tiles} tiles of {LEAST_ROWS} tokens in {batch} x {heads} heads; kernels take fewer than {MOST_TILES}"
+    return None
+
+
+def why_not_counted_in(call: Call) -> str | None:
+    """Why kernels can't count a call's tokens or tiles, or None if they can."""
+    return why_not_counted("query", call.q) or why_not_counted("key", call.k)
+
+
+def why_not_in_boxes(call: Call) -> str | None:
+    """Why TMA can't count a call's tokens, tiles or channels, or None if it can."""
+    channels = call.batch * call.kv_heads * call.value_dim
+    reason = why_not_counted_in(call)
+    if reason is None and channels >= MOST_CHANNELS:
+        return f"value has {channels} channels in {call.batch} x {call.kv_heads} heads; TMA takes fewer than {MOST_CHANNELS}"
+    return reason
 
 
 def heads_side_by_side(call: Call, teams: int) -> int:

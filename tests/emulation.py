@@ -80,7 +80,7 @@ class Params(ctypes.Structure):
         ("mask_in_boxes", ctypes.c_bool),
         ("key_splits", ctypes.c_int),
         ("parts", ctypes.c_void_p),
-        ("part_lse", ctypes.c_void_p),
+        ("part_rows", ctypes.c_void_p),
         ("half", ctypes.c_bool),
         ("v_strides", ctypes.c_int64 * 3),
         ("k_mean", ctypes.c_void_p),
@@ -256,11 +256,11 @@ def params_from_half(launcher, ctas, splits, softmax_scale, causal_offset, q, k,
 
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
-    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_lse, ready=None, ready_ctas=0,
+    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_rows, ready=None, ready_ctas=0,
 ) -> Params:  # fmt: skip
     """What binding.cpp's forward makes of its arguments, or forward_when_ready."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
-    tensors |= dict(bias=bias, parts=parts, part_lse=part_lse, ready=ready)
+    tensors |= dict(bias=bias, parts=parts, part_rows=part_rows, ready=ready)
     p = _params_of(tensors, softmax_scale, causal_offset)
     p.v_pitch = v.size(3)
     p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = kv_length, v.size(2), q_group, k_group, heads_side_by_side

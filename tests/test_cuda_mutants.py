@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
+from emulated import ROW_KINDS, low_mask
 from emulation import mutate
 
 from fp8attn import Recipe
@@ -196,6 +197,17 @@ ADDED_MUTANTS = {
     "what is added isn't seen": ("read_mask.cuh", "adds |= exists && visible && value != 0.0f", "adds |= false"),
     "the next key's from memory": ("tile/added_mask.h", "mask_value(two.of[i])", "mask_value(two.of[0])"),
     "any others from memory": ("tile/added_mask.h", "key < row.keys ? row.at[key * apart]", "key < row.keys ? row.at[0]"),
+    "the lowest numbers hide": ("read_mask.cuh", "visible = value != -INFINITE", "visible = value * LOG2E != -INFINITE"),
+    "the lowest numbers overflow": (
+        "tile/softmax.h",
+        "ptx::max_nan(__fmul_rn(s[i], factor[i / 2 % 2]), LOWEST_SCORE)",
+        "__fmul_rn(s[i], factor[i / 2 % 2])",
+    ),
+    "an offset lost next to low numbers": (
+        "tile/softmax.h",
+        "any_large(m)) make_relative(factor, m, origin, s);",
+        "any_large(m)) scale_by_row(factor, s);",
+    ),
 }
 """Of the Hopper kernel's instances for masks that are added."""
 
@@ -264,6 +276,7 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         )
         mask = mask.masked_fill(torch.rand(150, 704, generator=generator).to(device) < 0.2, -torch.inf)
         masks = [mask.to(torch.bfloat16)[:, :700], mask[:, :700], torch.nn.functional.pad(mask.to(torch.bfloat16), (1, 0))[:, 1:701]]
+        masks += [low_mask(ROW_KINDS, 150, 704, dtype, 1).to(device)[:, :700] for dtype in (torch.bfloat16, torch.float32)]
     if rung == INT8:
         # too large to stay sums; of a block whose scale is largest, and so what sums start at, no key is looked at
         away = torch.where(torch.arange(700, device=device) // 128 == 1, -20.0, 0.0)[:, None] * common

@@ -11,7 +11,7 @@ import emulation
 import pytest
 import torch
 from closeness import on_grid
-from emulated import H100, Emulated, check, in_another_process, normal, quantized
+from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_mask, normal, quantized
 from test_cuda_mutants import ADDED, EVERY, GENERAL, INT8, MASKED, READY_MUTANTS
 
 from fp8attn import Recipe
@@ -117,6 +117,8 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
         held((1, 2, 300), (1, 1, 704), attn_mask=added(300, 704, torch.bfloat16))  # which boxes can be had of
         held((1, 2, 150), (1, 1, 300), attn_mask=added(150, 301, torch.float16)[:, 1:])
         held((1, 1, 150), (1, 1, 300), attn_mask=added(150, 300, torch.float32), recipe=Recipe(smooth_q=True))
+        for dtype in (torch.bfloat16, torch.float32):
+            held((1, 1, 150), (1, 1, 304), attn_mask=low_mask(ROW_KINDS, 150, 304, dtype, 1))
 
 
 @pytest.mark.parametrize("config", CHECKED.values(), ids=CHECKED)

@@ -1,26 +1,33 @@
-"""What the Hopper kernel knows of a mask before it runs, which blocks of keys it shows to which queries, and its bits; and attention with it."""
+"""What the Hopper kernel knows of a mask before it runs, which blocks of keys it shows to which queries, and its bits; and attention with it.
+And that finite numbers of a mask are scores, however low they are."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import emulation
 import pytest
 import torch
-from closeness import E4M3_STEP, assert_matches_pipeline
+from closeness import E4M3_STEP, assert_matches_pipeline, relative
+from conftest import Attention
+from emulated import ROW_KINDS, low_mask, lse_of_scores, normal, quantized
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cuda import QUANTIZED, oracle
 
-from fp8attn import Recipe
+import fp8attn
+from fp8attn import Recipe, reference
 from fp8attn.api import call_of
 from fp8attn.cuda import configs, run
 from fp8attn.cuda.configs import KEYS, HopperConfig
 from fp8attn.device import device_of
 from fp8attn.quantize import quantize
 from fp8attn.recipe import ProductType
+from fp8attn.triton import run as triton_run
+from fp8attn.triton.configs import PortableConfig
 
 NOTHING, SHOWS, HIDES, ADDS = 0, 1, 2, 4
 
@@ -59,9 +66,8 @@ def drawn_mask(kind: str, batch: int, heads: int, q_length: int, kv_length: int,
         return added.masked_fill(~shown, -torch.inf).to(torch.bfloat16 if dtype == torch.bool else dtype)
     if dtype == torch.bool:
         return shown
-    # of float16 the least number times log2 e is none that hides
-    hides = -torch.inf if dtype == torch.float16 or seed % 2 else torch.finfo(dtype).min
-    return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, hides)
+    # the lowest number hides nothing: beside others it only weighs nothing
+    return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, -torch.inf if seed % 2 else torch.finfo(dtype).min)
 
 
 KINDS = ("random", "documents", "keys", "rows", "padding", "nothing", "numbers", "numbers everywhere")
@@ -73,7 +79,7 @@ def defined(mask: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]
     batches, heads, rows, kv_length = mask.shape
     blocks = -(-kv_length // KEYS)
     groups = -(-rows // group)
-    added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float() * torch.tensor(1.4426950408889634)
+    added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float()
     tiles = torch.full((batches, heads, groups * group, blocks * KEYS), torch.nan)  # of what doesn't exist
     tiles[:, :, :rows, :kv_length] = added
     tiles = tiles.unflatten(3, (blocks, KEYS)).unflatten(2, (groups, group)).transpose(3, 4)
@@ -211,7 +217,100 @@ def test_attention_with_masks(config: HopperConfig, q_length: int, kv_length: in
         out, lse = run.forward(call, device_of(device), config)
         expected, expected_lse = oracle(given, call, config)
         assert out.isfinite().all()
-        assert_matches_pipeline(out, expected, False, expected_lse)
+        assert_matches_pipeline(out, expected, False, lse_of_scores(expected_lse))
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
         different = sum((run.forward(call, device_of(device), config)[0] != out).sum() for _ in range(20))
         assert int(different) == 0
+
+
+LOWEST_LSE = reference.LOWEST_SCORE / reference.LOG2E
+"""Of a row that sees the lowest numbers only. Where the mask isn't multiplied by log2 e the LSE is lower."""
+
+low_masks = functools.partial(
+    st.builds,
+    low_mask,
+    kinds=st.lists(st.sampled_from(ROW_KINDS), min_size=1, max_size=7),
+    dtype=st.sampled_from(DTYPES[1:]),
+    seed=st.integers(0, 99),
+)
+
+
+def low_problem(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of two heads for a mask (Sq, Sk)."""
+    return normal((1, 2, mask.shape[0], 64), (1, 2, mask.shape[1], 64))
+
+
+@given(mask=low_masks(rows=st.integers(1, 30), keys=st.integers(1, 200)))
+def test_low_numbers_are_the_scores_that_pytorch_makes_of_them(mask: torch.Tensor) -> None:
+    q, k, v = low_problem(mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.float())
+    out, lse = reference.attention(q, k, v, mask)
+    sees = (mask > -torch.inf).any(-1)
+    torch.testing.assert_close(out[:, :, sees], expected[:, :, sees], rtol=0, atol=2e-5)
+    assert (out[:, :, ~sees] == 0).all()
+    assert torch.equal(lse.isfinite(), sees.expand(1, 2, -1))
+
+
+@given(mask=low_masks(rows=st.integers(1, 30), keys=st.integers(1, 200)), block_n=st.sampled_from((32, 64, 128)))
+def test_the_pipeline_takes_low_numbers_for_scores(mask: torch.Tensor, block_n: int) -> None:
+    """Each row is as close to the exact one as FP8 allows, as many keys as it sees; its LSE no less than the lowest score."""
+    q, k, v = low_problem(mask)
+    out, lse = reference.pipeline(*quantized(q, k, v, Recipe(smooth_k=False)), mask, block_n=block_n)
+    expected, expected_lse = reference.attention(q, k, v, mask)
+    for row in range(mask.shape[0]):
+        assert relative(out[:, :, row], expected[:, :, row]) <= 0.15
+    torch.testing.assert_close(lse, torch.where(expected_lse.isfinite(), expected_lse.clamp(min=LOWEST_LSE), expected_lse), rtol=1e-6, atol=0.3)
+
+
+@given(
+    mask=low_masks(rows=st.just(20), keys=st.sampled_from((1, 64, 150))),
+    compute=st.sampled_from(("e4m3", "f16")),
+    qk=st.sampled_from(("e4m3", "int8")),
+)
+def test_triton_takes_low_numbers_for_scores(mask: torch.Tensor, compute: str, qk: ProductType, device: torch.device) -> None:
+    recipe = Recipe(compute=compute, qk=qk)
+    operands = quantized(*(x.to(device) for x in low_problem(mask)), recipe)
+    call = call_of(*operands, recipe=recipe, attn_mask=mask.to(device), return_lse=True, out_dtype=torch.float32)
+    out, lse = triton_run.forward(call, device_of(device), PortableConfig(32, 32, 2, 1))
+    expected, expected_lse = reference.pipeline(*operands, call.attn_mask, block_n=32, compute=compute)
+    emulated = device_of(device).emulated
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6 if emulated else 1e-3, atol=1e-4 if emulated else E4M3_STEP)
+    if emulated or mask.dtype != torch.float16:
+        assert_matches_pipeline(out, expected, emulated, lse_of_scores(expected_lse))
+    else:  # next to float16's low numbers scores are rounded, but differ
+        assert relative(out, expected) <= 0.03
+
+
+@pytest.mark.parametrize("number", (-1e6, -3e7, -9.3e7, -1e8, -1.8e8, -1e9, -1e12, -1e30))
+def test_triton_next_to_any_low_number(number: float, device: torch.device) -> None:
+    """Scores are rounded next to a number that P's offset of 8 may be rounded off from, or up to 16. P's sums are those of the P that V is multiplied
+    with: rows of ones stay ones."""
+    mask = number * torch.linspace(1, 1.02, 20, device=device)[:, None].repeat(1, 150)
+    q, k, v = (x.to(device) for x in low_problem(mask))
+    v[..., 0] = 1
+    operands = quantized(q, k, v, Recipe(smooth_v=False))
+    call = call_of(*operands, attn_mask=mask, return_lse=True, out_dtype=torch.float32)
+    out, _ = triton_run.forward(call, device_of(device), PortableConfig(32, 32, 2, 1))
+    torch.testing.assert_close(out[..., 0], torch.ones_like(out[..., 0]), rtol=0, atol=0.05)
+    if device_of(device).emulated or number <= -1e9:  # a tensor core's sum in another order may go to the next multiple of what a score is rounded to
+        expected, _ = reference.pipeline(*operands, call.attn_mask, block_n=32)
+        # where scores are multiples of 16, those one step below the largest weigh 2^-16, too little for P of 1
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-6 + 150 * 2.0**-16 * (9e7 < -number < 2e8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_every_backend_takes_low_numbers_for_scores(sdpa: Attention, device: torch.device, dtype: torch.dtype) -> None:
+    """Real kernels: of several head dims, from plain tensors and quantized ones, masks that boxes can be had of and others."""
+    for dim, q_length, kv_length in ((64, 200, 1000), (128, 100, 704), (256, 20, 300), (80, 70, 333)):
+        generator = torch.Generator(device).manual_seed(dim)
+        q, k, v = (torch.randn(2, 3, n, dim, device=device, dtype=dtype, generator=generator) for n in (q_length, kv_length, kv_length))
+        v += 1
+        for mask_dtype in (dtype, torch.float32):
+            mask = low_mask(ROW_KINDS, q_length, kv_length, mask_dtype, 1).to(device)
+            exact, _ = reference.attention(q, k, v, mask)
+            for operands in ((q, k, v), fp8attn.quantize(q, k, v)):
+                out = sdpa(*operands, attn_mask=mask, out_dtype=torch.float32)
+                for row, kind in enumerate(ROW_KINDS):
+                    error = relative(out[:, :, row :: len(ROW_KINDS)], exact[:, :, row :: len(ROW_KINDS)])
+                    assert error <= 0.08, f"{kind}: {error:.3f}"

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from closeness import assert_matches_pipeline
 from conftest import GPU
+from emulated import ROW_KINDS, low_mask, normal
 
 import fp8attn
 from fp8attn import reference
@@ -31,6 +32,20 @@ def mask_off_by_one(x, rows, start, columns, q_length, kv_length, causal_offset,
 @triton.jit
 def forgets_the_end(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
     return tl.where(columns > rows + causal_offset - start, -float("inf"), x)
+
+
+@triton.jit
+def lets_the_lowest_overflow(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
+    limit = tl.minimum(rows + causal_offset, kv_length - 1) - start
+    if mask is not None:
+        pointers = mask + rows * mask_strides[2] + (start + columns) * mask_strides[3]
+        x += tl.load(pointers, mask=(rows < q_length) & (start + columns < kv_length), other=0).to(tl.float32) * tile.LOG2E
+    return tl.where(columns > limit, -float("inf"), x)
+
+
+@triton.jit
+def always_offset(m, FOLDED: tl.constexpr):
+    return m - tile.P_OFFSET
 
 
 @triton.jit
@@ -152,8 +167,19 @@ def check() -> None:
     assert_matches_pipeline(out, reference.pipeline(*quantized, falling, block_n=32)[0], emulated=True)
 
 
+def check_low_masks() -> None:
+    """Numbers from where on P's offset is rounded, to the lowest."""
+    q, k, v = normal((1, 1, 70, 64), (1, 1, 150, 64))
+    quantized = fp8attn.quantize(q, k, v)
+    for mask in (low_mask(ROW_KINDS, 70, 150, torch.float32, 1), torch.linspace(-1e8, -1.1e8, 70)[:, None].repeat(1, 150)):
+        call = call_of(*quantized, attn_mask=mask, out_dtype=torch.float32)
+        out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
+        assert_matches_pipeline(out, reference.pipeline(*quantized, mask, block_n=32)[0], emulated=True)
+
+
 def test_the_kernel_itself_passes() -> None:
     check()
+    check_low_masks()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -162,6 +188,17 @@ def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, attribute, mutant)
     with pytest.raises(AssertionError):
         check()
+
+
+LOW_MUTANTS = {"the lowest overflow": (forward, "hide", lets_the_lowest_overflow), "a rounded offset": (tile, "origin_of", always_offset)}
+"""Of what becomes of scores next to a mask's low numbers."""
+
+
+@pytest.mark.parametrize("name", LOW_MUTANTS)
+def test_mutant_next_to_low_numbers_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*LOW_MUTANTS[name])
+    with pytest.raises(AssertionError):
+        check_low_masks()
 
 
 QUANTIZER_MUTANTS = {"nothing is owed": owes_nothing, "the last token's alone": owes_the_last_token_only, "paid the wrong way": pays_the_wrong_way}

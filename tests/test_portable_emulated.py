@@ -9,7 +9,7 @@ import emulation
 import pytest
 import torch
 from closeness import assert_matches_pipeline
-from emulated import H100, Emulated, check, in_another_process, normal, quantized
+from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_mask, normal, quantized
 
 from fp8attn import Recipe
 from fp8attn.api import call_of
@@ -52,6 +52,64 @@ def test_matches_the_pipeline(emulated: Emulated, config: PortableConfig) -> Non
         # groups of queries with means of their own, the last one short; keys that rows of the bias are rounded up from
         check(emulated, config, normal((1, 2, 150, dim), (1, 1, 201, dim)), recipe=Recipe(smooth_q=True))
         check(emulated, config, normal((1, 1, 40, dim), (1, 1, 200, dim)), attn_mask=mask, recipe=Recipe(smooth_q=True, rotate=256), scale=-0.1)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNFUSED_FAST = dataclasses.replace(RUNGS["3 wmma-pv"], fast_exp=True)
+TAKE_MASKS = {
+    **{name: CONFIGS[name] for name in ("1 wmma-qk", "3 wmma-pv", "general", "int8 general")},
+    "unfused, fast exp": UNFUSED_FAST,
+    "0 scalar, fast exp": dataclasses.replace(RUNGS["0 scalar"], fast_exp=True),
+    "half P": dataclasses.replace(GENERAL, e4m3_p=False),
+    "half sums": dataclasses.replace(HALF_SUMS, general=True),
+}
+
+
+def assert_low_numbers_are_scores(emulated: Emulated, config: PortableConfig) -> None:
+    recipe = Recipe(compute="e4m3" if config.e4m3_p else "f16")
+    tensors = normal((1, 2, 40, config.head_dim), (1, 1, 200, config.head_dim))
+    for dtype in DTYPES:
+        check(emulated, config, tensors, exact=True, recipe=recipe, attn_mask=low_mask(ROW_KINDS, 40, 200, dtype, 1))
+    # 1e8 times log2 e is where the sum of a score and P's offset may be rounded up
+    check(emulated, config, tensors, exact=True, recipe=recipe, attn_mask=torch.linspace(-1.8e8, -9e7, 40)[:, None].repeat(1, 200))
+
+
+@pytest.mark.parametrize("config", TAKE_MASKS.values(), ids=TAKE_MASKS)
+def test_low_numbers_of_masks_are_scores(emulated: Emulated, config: PortableConfig) -> None:
+    assert_low_numbers_are_scores(emulated, config)
+
+
+LOW_MUTANTS = {
+    "the lowest overflow": ("tile/mask.h", "ptx::max_nan(more, LOWEST_SCORE)", "more"),
+    "a lost offset": ("tile/online_softmax.h", "if (ANY_SIZE && any_large(m)) make_relative(factor, m, origin, s);", ""),
+}
+
+
+@emulation.emulates
+@pytest.mark.parametrize("name", LOW_MUTANTS)
+def test_the_emulation_sees_low_numbers_lost(name: str, tmp_path: Path) -> None:
+    emulation.copy_sources(tmp_path)
+    file, right, wrong = LOW_MUTANTS[name]
+    emulation.mutate(tmp_path / file, right, wrong)
+    mutant = Emulated(lambda: tmp_path)
+    mutant.library(GENERAL)
+    with pytest.raises(AssertionError):
+        assert_low_numbers_are_scores(mutant, GENERAL)
+
+
+def test_rows_of_low_numbers_shared_by_ctas(emulated: Emulated) -> None:
+    """An LSE of such a row doesn't tell of how many keys it is: each range of keys counts as often as it has any."""
+    q, k, v = normal((1, 1, 20, 64), (1, 1, 700, 64))
+    mask = low_mask(("lowest", "low", "numbers"), 20, 700, torch.float32, 2)
+    mask[0, 650:] = -torch.inf
+    operands = quantized(q, k, v, Recipe())
+    call = call_of(*operands, attn_mask=mask, out_dtype=torch.float32, return_lse=True)
+    (alone, lse), (shared, shared_lse) = (emulated(call, GENERAL, sharers) for sharers in (1, 3))
+    low = lse < -1e4
+    assert low.sum() == 14
+    torch.testing.assert_close(shared[low], alone[low], rtol=0, atol=2e-6)
+    torch.testing.assert_close(shared, alone, rtol=0, atol=0.02)  # P of other rows are rounded next to other maxima
+    torch.testing.assert_close(shared_lse, lse, rtol=1e-5, atol=5e-3)
 
 
 @pytest.mark.parametrize("keys, splits", ((32, 1), (64, 1), (64, 2), (128, 1), (128, 2)))

@@ -134,7 +134,7 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
 
 void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
             const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
-            const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_lse,
+            const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_rows,
             const int* ready = nullptr, int ready_ctas = 0) {
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
@@ -157,7 +157,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   p.counter = counter ? counter->mutable_data_ptr<int>() : nullptr;
   p.key_splits = parts ? parts->size(0) : 1;
   p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
-  p.part_lse = part_lse ? part_lse->mutable_data_ptr<float>() : nullptr;
+  p.part_rows = part_rows ? part_rows->mutable_data_ptr<float>() : nullptr;
   if (l.rows > 0 && parts) {  // of the tiles that CTAs share
     p.tail_ctas = parts->size(0);
     std::swap(p.counter, p.handed_over);
@@ -188,9 +188,9 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
              int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale,
              const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
-             const std::optional<Tensor>& part_lse) {
+             const std::optional<Tensor>& part_rows) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, q_scale, k, k_scale, v,
-         v_scale, v_mean, attn_mask, bias, out, lse, counter, parts, part_lse);
+         v_scale, v_mean, attn_mask, bias, out, lse, counter, parts, part_rows);
 }
 
 // The same of plain queries, as soon as each head's K and V are there: `ready` is what `quantize` is given, by `cluster` CTAs a head; of `counter`, 0, whoever is
@@ -440,7 +440,7 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
-         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_lse) -> ()");
+         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
   m.impl("forward_when_ready", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_when_ready)));

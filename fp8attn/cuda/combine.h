@@ -15,7 +15,6 @@ inline Params parts_of(const Params& p) {
   part.out_strides[2] = p.value_dim;
   part.out_strides[1] = p.q_length * part.out_strides[2];
   part.out_strides[0] = p.q_heads * part.out_strides[1];
-  part.lse = p.part_lse;
   return part;
 }
 

@@ -12,6 +12,7 @@ import torch
 from ..call import HALVES, Call, why_not_tma
 from ..device import Device
 from ..recipe import ProductType
+from ..schedule import why_not_counted, why_not_in_boxes
 from . import tail
 
 ROWS = 64
@@ -329,7 +330,7 @@ def why_not(call: Call, device: Device) -> str | None:
         return f"the CUDA kernel multiplies e4m3, the recipe computes in {call.compute}"
     if call.two_level is False:
         return "the CUDA kernel accumulates in two levels, the recipe says two_level=False"
-    reason = why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
+    reason = why_not_in_boxes(call) or why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
     if reason is not None:
         return reason
     return _lacking(kind(call), device)
@@ -349,7 +350,11 @@ def why_not_quantize(
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
-    return why_not_tma(q, "query") or _lacking((scores_of_mask(attn_mask), qk == "int8", True, q.shape[3], value_dim), device)
+    return (
+        why_not_counted("query", q)
+        or why_not_tma(q, "query")
+        or _lacking((scores_of_mask(attn_mask), qk == "int8", True, q.shape[3], value_dim), device)
+    )
 
 
 @functools.cache

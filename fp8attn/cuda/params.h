@@ -50,7 +50,7 @@ struct Params {
 
   int key_splits;   // CTAs that share a tile, each with a range of its keys; of the portable kernel
   float* parts;     // (key_splits, B, Hq, Sq, Dv), contiguous: their outputs; or null
-  float* part_lse;  // (key_splits, B, Hq, Sq), contiguous; or null
+  float* part_rows;  // (2, key_splits, B, Hq, Sq), contiguous: their rows' maxima and sums of exponentials relative to them, in base 2; or null
 
   bool half;  // what is quantized here, or bfloat16
 

@@ -44,7 +44,7 @@ __device__ uint32_t read_block(const Params& p, const T* mask, int rows, int key
       uint32_t shown[4];  // of lanes' n-th keys
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float value = added(mask_value(values[i].of[n]));
+        const float value = mask_value(values[i].of[n]);
         const bool exists = first + i < rows && (!CAREFUL || n < exist), visible = value != -INFINITE;
         shows |= exists && visible, hides |= exists && !visible, adds |= exists && visible && value != 0.0f;
         shown[n] = __ballot_sync(~0u, exists && visible);

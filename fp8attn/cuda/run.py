@@ -81,7 +81,7 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         config = choose(call, device)
     elif isinstance(config, HopperConfig) and not config.does(call):
         raise ValueError(f"config is {config.name}, made for {config.scores!r} scores; the call's are {configs.scores_of(call)!r}")
-    to, parts, part_lse = out, None, None
+    to, parts, part_rows = out, None, None
     if isinstance(config, PortableConfig):
         heads, call = call.q_heads, portable.packed(call)
         if call.q_heads < heads:
@@ -92,7 +92,7 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
             raise ValueError(f"sharers is {sharers}; it must be 1: {config.name} shares no tiles, or the call is causal")
     elif sharers > 1:
         parts = torch.empty(sharers, *to.shape, dtype=torch.float32, device=out.device)
-        part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=out.device)
+        part_rows = torch.empty(2, *parts.shape[:-1], dtype=torch.float32, device=out.device)
     library = library_of(config, device)
     arguments, scratch = launch_of(call, device, config, library, sharers)
     counter = out.new_zeros(scratch.words, dtype=torch.int32) if scratch.words else None
@@ -100,7 +100,7 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         parts = torch.empty(scratch.sharers, scratch.floats, dtype=torch.float32, device=out.device)
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
-        to, lse if call.return_lse else None, counter, parts, part_lse,
+        to, lse if call.return_lse else None, counter, parts, part_rows,
     )  # fmt: skip
     return out, lse
 

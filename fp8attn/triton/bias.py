@@ -45,12 +45,15 @@ def bias_kernel(
     means, k, k_strides, k_mean, bias, heads, rows, length, pitch, segment,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: segments of keys x ROWS means x (B · Hkv). means: (B · Hkv, rows, DIM), contiguous: of all heads that share one of k. bias: (B · Hkv,
-    rows, pitch). segment: keys of a program, whole blocks of KEYS."""
+    """Grid: (ROWS means x (B · Hkv)) x segments of keys. means: (B · Hkv, rows, DIM), contiguous: of all heads that share one of k.
+    bias: (B · Hkv, rows, pitch). segment: keys of a program, whole blocks of KEYS."""
     begin(DEPENDENT)
-    pair = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    mean = load_tile(means + pair * rows * DIM, row, DIM, rows, DIM, WIDTH, True, False)
+    chunks = tl.cdiv(rows, ROWS)
+    pair = (tl.program_id(0) // chunks).to(tl.int64)
+    first_row = (tl.program_id(0) - tl.program_id(0) // chunks * chunks) * ROWS
+    left = rows - first_row
+    row = tl.arange(0, ROWS)
+    mean = load_tile(means + (pair * rows + first_row) * DIM, row, DIM, left, DIM, WIDTH, True, False)
     of_mean = tl.zeros([ROWS], tl.float32)
     if k_mean is not None:
         # in an order of its own: tl.sum's follows the registers that the compiler chooses, by how k's rows lie
@@ -60,8 +63,8 @@ def bias_kernel(
     mean_high = high(mean)
     mean_low = mean - mean_high
     k += pair // heads * k_strides[0] + pair % heads * k_strides[1]
-    at = bias + (pair * rows + row[:, None]) * pitch
-    first = tl.program_id(0) * segment
+    at = bias + (pair * rows + first_row + row[:, None]) * pitch
+    first = tl.program_id(1) * segment
     for start in range(first, tl.minimum(first + segment, pitch), KEYS):
         keys = start + tl.arange(0, KEYS)
         x = load_tile(k, keys, k_strides[2], length, DIM, WIDTH, True, False)
@@ -78,7 +81,7 @@ def bias_kernel(
         sums -= of_mean[:, None]
         sums = tl.where((sums == sums) & (finite & (keys < length))[None, :], sums, 0.0)
         sums = tl.minimum(tl.maximum(sums, -LARGEST_BIAS), LARGEST_BIAS)
-        tl.store(at + keys[None, :], sums, mask=(row < rows)[:, None] & (keys < pitch)[None, :])
+        tl.store(at + keys[None, :], sums, mask=(row < left)[:, None] & (keys < pitch)[None, :])
 
 
 def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Device, *, warmup: bool = False) -> Quantized:
@@ -100,7 +103,7 @@ def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Dev
     segments = min(blocks, ceil_div(PROGRAMS * device.sm_count, pairs * chunks))
     segment = ceil_div(blocks, segments) * keys
     launch(
-        bias_kernel, (ceil_div(length, segment), chunks, pairs),
+        bias_kernel, (chunks * pairs, ceil_div(length, segment)),  # few segments: PROGRAMS for every SM at most
         q.mean, k, k.stride(), k_quantized.mean, bias, heads, rows, length, pitch, segment,
         dim, width, k_quantized.rotated, at_once, keys, device.has_dependent_launch,
         warmup=warmup, dependent=device.has_dependent_launch, num_warps=4 if width <= 64 else 8, enable_fp_fusion=False,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
+from ..schedule import why_not_counted_in
 from .configs import PortableConfig, Traits
 from .launch import launch
 from .tile import (
@@ -78,7 +79,7 @@ def attend(
     if C.int8:
         x = x.to(tl.float32)
     if C.k_group == 1:
-        x *= tl.load(k_scale + keys * k_scale_stride, mask=keys < kv_length, other=1.0)[None, :]
+        x *= tl.load(k_scale + keys.to(tl.int64) * k_scale_stride, mask=keys < kv_length, other=1.0)[None, :]
         factor = score_factor(row_factor, 1.0, C.positive)
     else:
         index = start // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
@@ -170,7 +171,7 @@ def forward_kernel(
         q1 = load_rows(q, rows, q_strides[2], q_length, C.d0, C.d1, C.head_dim, True)
     q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
     index = rows * 0 if C.q_group == 0 else rows // C.q_group
-    row_scale = tl.load(q_scale + index * q_scale_strides[2], mask=rows < q_length, other=1.0)
+    row_scale = tl.load(q_scale + index.to(tl.int64) * q_scale_strides[2], mask=rows < q_length, other=1.0)
     q0 = operand(q0, C.half)
     q1 = operand(q1, C.half)
     row_factor = row_scale * (softmax_scale * LOG2E)
@@ -234,7 +235,13 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+
+    Raises:
+        ValueError: the call has more tokens or tiles than kernels can count.
     """
+    reason = why_not_counted_in(call)
+    if reason is not None:
+        raise ValueError(reason)
     # the interpreter truncates where it should round to bfloat16
     out = empty_output(call.q, call.value_dim, torch.float32 if device.emulated else call.out_dtype)
     lse = empty_lse(call.q, call.return_lse)

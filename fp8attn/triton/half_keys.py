@@ -14,7 +14,7 @@ from ..call import empty_lse, empty_output
 from ..device import Device
 from .bias import high
 from .forward import load_rows
-from .launch import ceil_div, launch
+from .launch import ceil_div, check_counted, launch
 from .quantize import begin, load_vector, power_of_2, unrotated
 from .tile import LOG2E, inverse, is_finite
 
@@ -223,6 +223,8 @@ def half_keys(
         k_mean: what K lost before it was quantized, in the channels that it was `rotated` to, which `others_lse` knows nothing of; or None.
         warmup: compile only.
     """
+    check_counted("query", q)
+    check_counted("key", k)
     batch, heads, length, dim = q.shape
     value_dim = v.shape[3]
     # the interpreter truncates where it should round to bfloat16

@@ -230,7 +230,7 @@ def attend(
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout(C)))
     if C.k_group == 1:
         column = n * BLOCK_N + columns
-        key_scale = gl.load(k_scale + column * k_scale_stride, mask=column < kv_length, other=1.0)
+        key_scale = gl.load(k_scale + column.to(gl.int64) * k_scale_stride, mask=column < kv_length, other=1.0)
     else:
         index = n * BLOCK_N // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
         block_scale = gl.load(k_scale + index * k_scale_stride)
@@ -339,7 +339,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             rows = first + gl.arange(0, 64, layout=R)
 
             index = rows * 0 if C.q_group == 0 else rows // C.q_group
-            pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + index * q_scale_strides[2]
+            pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + index.to(gl.int64) * q_scale_strides[2]
             row_scale = gl.load(pointers, mask=rows < q_length, other=1.0)
             mbarrier.wait(q_full.index(ME), turn & 1)
             row_factor = row_scale * (softmax_scale * LOG2E)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from ..schedule import why_not_counted
 from .tile import INTERPRETING
 
 _compiled: dict[tuple, Any] = {}
@@ -19,6 +20,13 @@ _compiled: dict[tuple, Any] = {}
 def ceil_div(a: int, b: int) -> int:
     """triton.cdiv, which takes 3 µs on the host, because kernels may call it, too."""
     return -(-a // b)
+
+
+def check_counted(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError if kernels can't count the tokens of x (B, H, S, D), or its tiles."""
+    reason = why_not_counted(name, x)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def specialize(arguments: tuple, key: list) -> None:

@@ -27,7 +27,7 @@ from ..layout import padded_length
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .feedback import feed_back
 from .fit import fitted_codes
-from .launch import ceil_div, launch
+from .launch import ceil_div, check_counted, launch
 from .tile import (
     E4M3_LARGEST,
     FLOAT_MAX,
@@ -620,16 +620,19 @@ def write_kernel(
     k, v, k_strides, v_strides, k_mean, v_mean, k_scale, v_scale, k_scale_strides, v_scale_strides, k_data, k_data_strides, v_data,
     v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
-    """Quantize k and v. Grid: strips of v, which take longest, and blocks of k, x (B · Hkv)."""
+    """Quantize k and v. Grid: (strips of v, which take longest, and blocks of k) x (B · Hkv), in one dimension."""
     begin(C.dependent)
     strips = tl.cdiv(length, STRIP)
-    # backwards: the heads that were read last are still in L2
-    pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    items = strips + tl.cdiv(length, BLOCK)
+    # heads backwards: those that were read last are still in L2
+    from_last = tl.num_programs(0) - 1 - tl.program_id(0)
+    pair = (from_last // items).to(tl.int64)
+    item = items - 1 - from_last % items
     batch = pair // heads
     head = pair % heads
     v += batch * v_strides[0] + head * v_strides[1]
-    if tl.program_id(0) < strips:
-        strip = tl.program_id(0)
+    if item < strips:
+        strip = item
         v_data += pair * C.v_dim * (padded // 4)
         v_shift = 0.0
         if C.smooth_v:
@@ -640,7 +643,7 @@ def write_kernel(
         else:
             write_values(v, v_strides[2], v_shift, scale, v_data, strip, length, padded, C.v_dim, C.widths[2], C.native, True)
     else:
-        block = tl.program_id(0) - strips
+        block = item - strips
         careful = tl.load(v_flags + pair * strips + block * BLOCK // STRIP)
         k += batch * k_strides[0] + head * k_strides[1]
         k_scale += batch * k_scale_strides[0] + head * k_scale_strides[1]
@@ -729,10 +732,12 @@ def short_kernel(
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def import_values_kernel(v, v_strides, v_data, hidden, heads, length, padded, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """quantize.import_values on bytes: v_data (B, H, D, S_padded), hidden (B, H, S) bytes. Grid: blocks x (B · H)."""
-    pair = tl.program_id(1).to(tl.int64)
+    """quantize.import_values on bytes: v_data (B, H, D, S_padded), hidden (B, H, S) bytes. Grid: blocks x (B · H), in one dimension."""
+    blocks = tl.cdiv(length, BLOCK)
+    program = tl.program_id(0)
+    pair = (program // blocks).to(tl.int64)
     v += pair // heads * v_strides[0] + pair % heads * v_strides[1]
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slots = program % blocks * BLOCK + tl.arange(0, BLOCK)
     rows = key_of_slot(slots)
     columns = tl.arange(0, WIDTH)
     pointers = v + rows[:, None].to(tl.int64) * v_strides[2] + columns[None, :]
@@ -779,6 +784,9 @@ def quantize(
         return definition.quantize(q, k, v, recipe)
     like = q if q is not None else k
     assert like is not None
+    for name, x in (("query", q), ("key", k)):
+        if x is not None:
+            check_counted(name, x)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return like.new_empty(shape, dtype=dtype)
@@ -846,9 +854,9 @@ def quantize(
         v_sums = new(pairs, strips, v_dim)
         v_extremes = new(pairs, strips, 2, v_dim)
         v_flags = new(pairs, strips, dtype=torch.int32)
-    k_items = (pairs * strips if traits.k_extremes else 0) + (pairs if traits.smooth_k else 0)
+    kv_items = pairs * strips * (2 if traits.k_extremes else 1) + (pairs if traits.smooth_k else 0)
     launch(
-        gather_kernel, (pairs * strips + k_items + q_items,),
+        gather_kernel, (kv_items + q_items,),
         q, k, v, _strides(q), _strides(k), _strides(v), *queries, k_mean, k_extremes, v_sums, v_extremes, v_flags,
         q_heads, kv_heads, pairs, q_length, kv_length, *sample, traits, **gathering,
     )  # fmt: skip
@@ -875,7 +883,7 @@ def quantize(
     k_data = definition.empty_rows(k, row_type)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
     launch(
-        write_kernel, (strips + blocks, pairs),
+        write_kernel, (pairs * (strips + blocks),),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
         _bytes(k_data), k_data.stride(), _words(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **writing,
     )  # fmt: skip
@@ -914,10 +922,11 @@ def import_values(v: torch.Tensor, device: Device, *, warmup: bool = False) -> t
     batch, heads, length, dim = v.shape
     if v.numel() == 0:
         return definition.import_values(v)
+    check_counted("value", v)
     data = torch.empty(batch, heads, dim, padded_length(length), dtype=E4M3, device=v.device)
     hidden = torch.empty(batch, heads, length, dtype=torch.bool, device=v.device)
     launch(
-        import_values_kernel, (ceil_div(length, SCALE_BLOCK), batch * heads),
+        import_values_kernel, (batch * heads * ceil_div(length, SCALE_BLOCK),),
         v.view(torch.uint8), v.stride(), data.view(torch.uint8), hidden.view(torch.uint8), heads, length, data.shape[3],
         dim, power_of_2(dim), warmup=warmup, num_warps=8,
     )  # fmt: skip

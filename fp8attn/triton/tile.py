@@ -19,6 +19,8 @@ E4M3_NAN: tl.constexpr = tl.constexpr(recipe.E4M3_NAN)
 INT8_MAX: tl.constexpr = tl.constexpr(recipe.INT8_MAX)
 INT8_NAN: tl.constexpr = tl.constexpr(recipe.INT8_NAN)
 FALL: tl.constexpr = tl.constexpr(reference.FALL)
+LOWEST_SCORE: tl.constexpr = tl.constexpr(reference.LOWEST_SCORE)
+FAR: tl.constexpr = tl.constexpr(2.0**27)  # float32 numbers of this size are 16 apart: m - P_OFFSET would be rounded to m or to m - 16
 ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
 FLOAT_MAX: tl.constexpr = tl.constexpr(definition.FLOAT_MAX)
 EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
@@ -52,6 +54,17 @@ def power_of_two(x, EXP2: tl.constexpr):
 
 
 @triton.jit
+def origin_of(m, FOLDED: tl.constexpr):
+    """What is subtracted from scores in the exponent of P: m - P_OFFSET, or m where float32 can't hold that and scores are unfolded.
+
+    In the second case P is at most 1. Scores are multiples of 16 there, so that the next smaller P is at most 2^-16.
+    """
+    if FOLDED:
+        return m - P_OFFSET
+    return m - tl.where(tl.abs(m) < FAR, P_OFFSET, 0.0)
+
+
+@triton.jit
 def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
     """One key block of online softmax in base 2, whose P are relative to its own largest scores: reference.lowest.
 
@@ -75,8 +88,8 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP
         largest = largest * factor
     below = 0.0 if POSITIVE else tl.where(m >= 0, 0.0, -FALL)
     m_new = tl.maximum(tl.where(tl.abs(m) >= FALL, m, below), largest)
-    shift = m_new - P_OFFSET
-    alpha = tl.exp2((m - P_OFFSET) - shift)  # not m - m_new: with three teams of consumers ptxas would spill
+    shift = origin_of(m_new, FOLDED)
+    alpha = tl.exp2(origin_of(m, FOLDED) - shift)  # not m - m_new: with three teams of consumers ptxas would spill
     shift = shift[:, None]
     if FOLDED:
         p = power_of_two(x * factor[:, None] - shift, EXP2)
@@ -91,7 +104,8 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP
 def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
     """Scores (M, N) with the mask added and -inf where `rows` (M, 1) don't see the keys start + `columns` (1, N).
 
-    mask: pointer to the (Sq, Sk) matrix of the tile's head, or None; float masks hide with -inf, boolean ones with 0.
+    mask: pointer to the (Sq, Sk) matrix of the tile's head, or None; float masks hide with -inf, boolean ones with 0. A finite number
+        adds at least LOWEST_SCORE.
     BY_ARITHMETIC: without predicates, of which M x N would be computed early, ahead of the scores, and spill. Takes a minimum
         that drops NaN, as the hardware's does and NumPy's, in the interpreter, does not.
     """
@@ -110,7 +124,11 @@ def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask
         if value.dtype.is_floating():
             value = value.to(tl.float32)
             hidden |= value == -float("inf")
-            x += value * LOG2E
+            more = value * LOG2E
+            if mask.dtype.element_ty != tl.float16:  # whose least number times log2 e is far from overflowing
+                # the maximum also keeps the product from being fused with the sum: equal numbers must add the same to all scores
+                more = tl.maximum(more, LOWEST_SCORE, propagate_nan=tl.PropagateNan.ALL)
+            x += more
         else:
             hidden |= value == 0
         return tl.where(hidden, -float("inf"), x)

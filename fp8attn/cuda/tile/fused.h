@@ -40,11 +40,12 @@ struct Fused {
   static constexpr int row_warps = C.warps / C.splits;
   static constexpr int keys = C.keys / C.splits;  // of a block, the warp's
   static constexpr int steps = keys / 32;
+  static constexpr int offset = largest_p(C.half_sums, keys);  // binary logarithm of it
 
   int first;      // of the warp's rows in the tile
   int first_key;  // of its keys in a block
   int q_lane, k_lane, v_lane;  // where a lane's first operands lie in tiles
-  OnlineSoftmax<C.fast_exp, largest_p(C.half_sums, keys)> softmax[tiles];
+  OnlineSoftmax<C.fast_exp, offset> softmax[tiles];
   float o[tiles][C.value_dim / 2] = {};
 
   template <typename Storage>
@@ -97,13 +98,13 @@ struct Fused {
         if (p.mask != nullptr) add_mask(s[t], p, tile.batch, tile.head, tile.first_row, start + first_key, f);
       }
       if (!whole) hide(s[t], shared.facts.row_end, start + first_key, f);
-      softmax[t].advance(s[t], factor[t], alpha[t]);
+      softmax[t].template advance<C.general>(s[t], factor[t], alpha[t]);
     }
     // without branches from here on, so that exponentials find their place between products
     values(s, factor, alpha, v);
   }
 
-  // Normalises and stores the output and its LSE, `tile` being their place: that of a part, if there are several.
+  // Normalises and stores the output and what is told of its rows, `tile` being their place: that of a part, if there are several.
   template <typename Storage>
   __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
     if constexpr (C.splits > 1) {
@@ -117,11 +118,11 @@ struct Fused {
       if constexpr (C.int8) poison_rows(p, shared.source.tile, tile.first_row, f, softmax[t].l);
       const Output output(p, tile, tile.first_row, f, softmax[t].l);
       output.store<0, C.value_dim>(o[t], shared.facts);
-      if (p.lse == nullptr || f.column != 0) continue;
+      if (f.column != 0) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile.first_row + f.row + 8 * r;
-        if (row < p.q_length) p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = softmax[t].lse(r);
+        if (row < p.q_length) store_row<offset>(p, tile, row, softmax[t].m[r], softmax[t].l[r]);
       }
     }
   }

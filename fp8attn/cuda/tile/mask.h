@@ -4,7 +4,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "../params.h"
+#include "../ptx/max.h"
 
 namespace fp8attn {
 
@@ -89,17 +92,25 @@ __device__ float biased(float score, const Params& p, const Place& tile, int row
   return fmaf(bias_row(p, tile.batch, tile.head, row)[key], p.score_scale, score);
 }
 
+// The least that a finite number of a mask adds to a score in base 2: reference.LOWEST_SCORE.
+constexpr float LOWEST_SCORE = -3.4028234664e38f;
+
 // What an element of a mask adds to a score over log2 e; -inf hides.
 __device__ inline float mask_value(uint8_t visible) { return visible ? 0.0f : -INFINITE; }
 __device__ inline float mask_value(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float mask_value(__half x) { return __half2float(x); }
 __device__ inline float mask_value(float x) { return x; }
 
-// What a mask's value adds to a score in base 2. bfloat16's least number becomes -inf.
-__device__ inline float added(float value) { return value * LOG2E; }
+// A score in base 2 with an element of a mask; one that is hidden becomes -inf even if it was NaN.
+__device__ inline float with_mask(float score, uint8_t visible) { return visible ? score : -INFINITE; }
 
-// A score with a mask's value added; one that is hidden becomes -inf even if it was NaN.
-__device__ inline float with_mask(float score, float value) { return added(value) == -INFINITE ? -INFINITE : score + added(value); }
+// The product is rounded before it is added: equal numbers must add the same to all scores, even where these are rounded off next to it.
+template <typename T>
+__device__ float with_mask(float score, T x) {
+  constexpr bool may_overflow = !std::is_same_v<T, __half>;
+  const float value = mask_value(x), more = __fmul_rn(value, LOG2E);
+  return value == -INFINITE ? -INFINITE : score + (may_overflow ? ptx::max_nan(more, LOWEST_SCORE) : more);
+}
 
 // What `f` returns of a number of the mask's type, which isn't bool.
 template <typename F>
@@ -124,7 +135,7 @@ __device__ auto with_mask_type(const Params& p, F&& f) {
 template <typename Place>
 __device__ float masked(float score, const Params& p, const Place& tile, int row, int key) {
   const int64_t index = tile.batch * p.mask_strides[0] + tile.head * p.mask_strides[1] + row * p.mask_strides[2] + key * p.mask_strides[3];
-  return with_mask_type(p, [&]<typename T>(T) { return with_mask(score, mask_value(static_cast<const T*>(p.mask)[index])); });
+  return with_mask_type(p, [&]<typename T>(T) { return with_mask(score, static_cast<const T*>(p.mask)[index]); });
 }
 
 template <typename T>
@@ -165,7 +176,7 @@ __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head,
       for (int j = 0; j < N / 4; ++j) {
         const Two<T> two = row.pair(8 * j);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) s[4 * j + 2 * r + i] = with_mask(s[4 * j + 2 * r + i], mask_value(two.of[i]));
+        for (int i = 0; i < 2; ++i) s[4 * j + 2 * r + i] = with_mask(s[4 * j + 2 * r + i], two.of[i]);
       }
       continue;
     }
@@ -173,10 +184,9 @@ __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head,
     for (int j = 0; j < N / 4; ++j, row.at += 8 * row.step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (8 * j + i < row.keys) {
-          float& score = s[4 * j + 2 * r + i];
-          score = with_mask(score, mask_value(row.at[i * row.step]));
-        }
+        // a choice, not a branch, so that loads don't wait for one another
+        const T shown = T(std::is_same_v<T, uint8_t> ? 1.0f : 0.0f), x = 8 * j + i < row.keys ? row.at[i * row.step] : shown;
+        s[4 * j + 2 * r + i] = with_mask(s[4 * j + 2 * r + i], x);
       }
     }
   }

@@ -22,10 +22,12 @@ template <bool FAST, int OFFSET = int(P_OFFSET)>
 struct OnlineSoftmax {
   float m[2] = {NOTHING, NOTHING};  // what P is relative to
   float l[2] = {};                  // sums of P over the columns of this lane
+  float origin[2];                  // what is subtracted from this block's scores in the exponent: m, or 0 if m is already subtracted
 
-  // Moves m on to the maxima of scores over `factor`; `alpha` is what sums so far are to be multiplied with.
-  template <int N>
-  __device__ void advance(const float (&s)[N], const float (&factor)[2], float (&alpha)[2]) {
+  // Moves m on to the maxima of scores over `factor`; `alpha` is what sums so far are to be multiplied with. ANY_SIZE: factors are 1, and scores may be
+  // large.
+  template <bool ANY_SIZE, int N>
+  __device__ void advance(float (&s)[N], float (&factor)[2], float (&alpha)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = s[2 * r];
@@ -33,7 +35,9 @@ struct OnlineSoftmax {
       for (int j = 0; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
       alpha[r] = follow(m[r], fmaxf(__fmul_rn(largest, factor[r]), lowest(m[r])));
       l[r] *= alpha[r];
+      origin[r] = m[r];
     }
+    if (ANY_SIZE && any_large(m)) make_relative(factor, m, origin, s);
   }
 
   // Of the scores over `factor` of 16 keys, eight floats, the P.
@@ -42,7 +46,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2; ++r) {
       float* x = s + 2 * r;
 #pragma unroll
-      for (int i : {0, 1, 4, 5}) x[i] = probability<FAST>(x[i], factor[r], m[r], OFFSET);
+      for (int i : {0, 1, 4, 5}) x[i] = probability<FAST>(x[i], factor[r], origin[r], OFFSET);
       l[r] += x[0] + x[1] + (x[4] + x[5]);
     }
   }
@@ -55,8 +59,6 @@ struct OnlineSoftmax {
       l[r] += __shfl_xor_sync(~0u, l[r], 2);
     }
   }
-
-  __device__ float lse(int r) const { return (m[r] - OFFSET + log2f(l[r])) / LOG2E; }
 };
 
 }  // namespace fp8attn

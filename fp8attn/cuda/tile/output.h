@@ -38,6 +38,18 @@ __device__ inline void store_element(const Params& p, int64_t index, float value
   }
 }
 
+// What is told of a row beside its output, P having been relative to m and 2^OFFSET at most: its LSE, or of a part m and the sum of exponentials.
+template <int OFFSET>
+__device__ void store_row(const Params& p, const Tile& place, int row, float m, float l) {
+  const int64_t index = (int64_t(place.batch) * p.q_heads + place.head) * p.q_length + row;
+  if (p.part_rows == nullptr) {
+    if (p.lse != nullptr) p.lse[index] = (m - OFFSET + log2f(l)) / LOG2E;
+  } else {
+    p.part_rows[index] = m;
+    p.part_rows[int64_t(p.key_splits) * p.batches * p.q_heads * p.q_length + index] = l * (1.0f / (1 << OFFSET));
+  }
+}
+
 // Where a thread's two rows of the output go, and by what they are multiplied on the way.
 struct Output {
   const Params& p;

@@ -110,6 +110,20 @@ __device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
   factor[0] = factor[1] = 1.0f;
 }
 
+// Whether a row of the warp has an m so large that float32 rounds off P's offset next to it, or that a score whose product isn't rounded differs from m.
+__device__ inline bool any_large(const float (&m)[2]) { return __any_sync(~0u, fmaxf(fabsf(m[0]), fabsf(m[1])) >= LARGEST_SCORE); }
+
+// Multiplies scores by the factors of their rows and subtracts m, the largest product. A score that overflows because a mask added a low finite number
+// counts as LOWEST_SCORE; a hidden one stays -inf. Factors become 1, and `origin`, what is still to be subtracted, 0.
+template <int N>
+__device__ void make_relative(float (&factor)[2], const float (&m)[2], float (&origin)[2], float (&s)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (s[i] != -INFINITE) s[i] = ptx::max_nan(__fmul_rn(s[i], factor[i / 2 % 2]), LOWEST_SCORE) - m[i / 2 % 2];
+  factor[0] = factor[1] = 1.0f;
+  origin[0] = origin[1] = 0.0f;
+}
+
 // Of a thread's row r the sum of P, which stands in the last channels, of ones: those of the second part, where there are two.
 template <typename First, typename Second>
 __device__ auto& row_sum(First& o, Second& o_second, int r) {
@@ -154,9 +168,10 @@ struct Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) alpha[r] = follow(m[r], m_new[r]);
-    if (LARGEST == 0 && __any_sync(~0u, fmaxf(fabsf(m[0]), fabsf(m[1])) >= LARGEST_SCORE)) scale_by_row(factor, s);  // m is what comes of its largest, too
-    const ExactRow exact[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
-    const DirectRow direct[2] = {{factor[0], m[0]}, {factor[1], m[1]}};
+    float origin[2] = {m[0], m[1]};
+    if (LARGEST == 0 && any_large(m)) make_relative(factor, m, origin, s);
+    const ExactRow exact[2] = {{factor[0], origin[0]}, {factor[1], origin[1]}};
+    const DirectRow direct[2] = {{factor[0], origin[0]}, {factor[1], origin[1]}};
     write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
 

@@ -118,8 +118,7 @@ struct Unfused {
         const float value = l == 0.0f ? 0.0f : fmaf(sum(r, c) / l, shared.facts.channel_scale[x], shared.facts.channel_mean[x]);
         store_element(p, index + x, value);
       }
-      if (p.lse != nullptr && lane() == 0)
-        p.lse[(int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row] = (shared.m[first + r] - P_OFFSET + log2f(l)) / LOG2E;
+      if (lane() == 0) store_row<int(P_OFFSET)>(p, tile, row, shared.m[first + r], l);
     }
   }
 
@@ -212,7 +211,7 @@ struct Unfused {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        x[j + i] = probability<C.fast_exp>(x[j + i], 1.0f, m_new);
+        x[j + i] = probability<C.fast_exp>(__fsub_rn(x[j + i], m_new), 1.0f, 0.0f);
         sum += x[j + i];
       }
 #pragma unroll
@@ -262,7 +261,7 @@ struct Unfused {
       const float m_old = shared.m[row], m_new = fmaxf(largest, lowest(m_old)), alpha = ptx::exp2_approx(m_old - m_new);
 #pragma unroll
       for (int j = 0; j < keys; ++j) {
-        x[j] = probability<C.fast_exp>(x[j], 1.0f, m_new);
+        x[j] = probability<C.fast_exp>(__fsub_rn(x[j], m_new), 1.0f, 0.0f);
         sum += x[j];
         uint32_t half, unused;
         if constexpr (C.e4m3_p)
