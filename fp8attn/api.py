@@ -1,39 +1,71 @@
-"""The public functions: validate once, quantize, choose a backend, call its operator."""
+"""The public functions: check once, quantize, choose a backend, call its operator."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
+from torch.compiler import is_compiling
 
-from . import eager, hybrid, ops, reference, rotation
-from .call import GROUPS, Call
+from . import eager, hybrid, ops, rotation
+from .ambient import autocast_dtype
+from .call import GROUPS, Call, empty_lse, empty_output
 from .cuda import build, configs, early, short
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
-from .quantize import dequantize
-from .recipe import AT_ONCE, DEFAULT_RECIPE, E4M3, PRECISE, ProductType, Quantized, Recipe
+from .recipe import AT_ONCE, DEFAULT_RECIPE, PRECISE, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import run
 from .validate import (
+    FLOATS,
+    Arguments,
+    Backend,
     BackendUnavailable,
+    Checked,
     Operand,
-    as_stored,
-    check_bias,
-    check_causal,
-    check_keeps_none,
-    check_kept,
-    check_operand,
-    check_options,
-    check_recipe,
-    check_shapes,
-    is_stored,
-    named_scale,
+    Scale,
+    Stored,
+    check,
+    check_backend,
+    check_floats,
+    check_import,
+    check_launch,
+    check_quantize,
 )
 
-Backend = Literal["auto", "triton", "cuda", "reference"]
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class ReferenceOptions(TypedDict, total=False):
+        """Keyword arguments of `reference_sdpa` and `sdpa`."""
+
+        causal_alignment: str
+        q_scale: Scale | None
+        k_scale: Scale | None
+        v_scale: Scale | None
+        out_dtype: torch.dtype | None
+
+    class Options(ReferenceOptions, total=False):
+        """Keyword arguments of `sdpa`."""
+
+        recipe: Recipe
+        backend: Backend
+
+    class PreciseOptions(ReferenceOptions, total=False):
+        """Keyword arguments of `reference_sdpa`."""
+
+        dtype: torch.dtype
+
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -41,9 +73,9 @@ class Plan:
     """What a call would run.
 
     Attributes:
-        backend: `triton`, `cuda` or `reference`.
+        backend: `triton`, `cuda`, `reference` or `modelled`.
         kernel: the kernel's name.
-        config: its config, or None for the reference.
+        config: its config, or None for plain torch.
         compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`; `int8 and …` where Q·Kᵀ is of int8.
         because: why these and not the others, one reason a line.
     """
@@ -80,17 +112,14 @@ def choose_backend(backend: Backend, device: torch.device) -> str:
         BackendUnavailable: `backend` can't run here.
         ValueError: there is no such backend.
     """
+    check_backend(backend)
     if backend == "auto":
         return "auto" if device.type == "cuda" else "reference"
-    if backend == "reference":
-        return backend
-    if backend == "cuda":
-        if device.type != "cuda":
-            raise BackendUnavailable(cuda_missing(device))
-        return backend
-    if backend != "triton":
-        raise ValueError(f"backend is {backend!r}; it must be 'auto', 'triton', 'cuda' or 'reference'")
-    missing = triton_missing(device)
+    missing = None
+    if backend == "cuda" and device.type != "cuda":
+        missing = cuda_missing(device)
+    elif backend == "triton":
+        missing = triton_missing(device)
     if missing is not None:
         raise BackendUnavailable(missing)
     return backend
@@ -109,7 +138,7 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None.
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise; or None, both.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise, of query's dtype; or None, both. Hq is a multiple of Hkv.
         recipe: granularities, smoothing, rotation, what query and key are stored as. With `smooth_q`, query is quantized together with the keys
             that it attends to.
 
@@ -118,33 +147,19 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
 
     Raises:
         TypeError, ValueError: an argument isn't as above.
+        RuntimeError: an argument requires grad, or has a tangent.
     """
-    check_recipe(recipe)
-    for name, x, layout in (("query", query, "rows"), ("key", key, "rows"), ("value", value, "values")):
-        if x is not None:
-            check_operand(name, x, layout)
-            if isinstance(x, Quantized) or is_stored(x):
-                raise TypeError(f"{name} is quantized already; it must be float16, bfloat16 or float32")
-    if (key is None) != (value is None):
-        raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
-    if query is None and key is None:
-        raise ValueError("query, key and value are None; at least query, or key and value, must be tensors")
-    check_keeps_none(recipe)
-    if query is not None and key is None and recipe.smooth_q:
-        raise ValueError("key is None and recipe.smooth_q is True; key and value must be given, or query to sdpa as it is, beside quantized ones")
-    if key is not None:
-        check_shapes(key, key, value, False)
-        if query is not None and recipe.smooth_q:
-            check_shapes(query, key, value, True)
+    check_quantize(query, key, value, recipe)
     results = tuple(x for x in _quantize(query, key, value, recipe) if x is not None)
     return results[0] if len(results) == 1 else results
 
 
 def _quantize(
-    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe
+    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe, modelled: bool = False
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """The operator, its results as `Quantized`; None for what isn't given."""
-    tensors = ops.library_ops.quantize(
+    """The operator, its results as `Quantized`; None for what isn't given. `modelled`: by plain torch, on any device."""
+    operator = ops.library_ops.modelled_quantize if modelled else ops.library_ops.quantize
+    tensors = operator(
         query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
     )  # fmt: skip
     q = k = v = None
@@ -158,7 +173,7 @@ def _quantize(
     return q, k, v
 
 
-def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor | float, v_scale: torch.Tensor | float) -> tuple[Quantized, Quantized]:
+def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: Scale, v_scale: Scale) -> tuple[Quantized, Quantized]:
     """Keys and values that are quantized already, an FP8 cache say, as `Quantized`: do it once where they are used often.
 
     Keys are taken as they are; values are copied into the layout of quantized V. Keys get one scale per token, because
@@ -166,104 +181,62 @@ def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: torch.Tensor | fl
 
     Args:
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn or uint8 holding e4m3, unit last stride; key perhaps int8 from -127 to 127.
-        k_scale: float, or float32 with one element, (B, Hkv), (B, Hkv, Sk) or (B, Hkv, ceil(Sk / 128)).
-        v_scale: float, or float32 with one element, (B, Hkv) or (B, Hkv, Dv).
+        k_scale: a number, or float32 with one element, (B, Hkv), (B, Hkv, Sk) or (B, Hkv, ceil(Sk / 128)).
+        v_scale: a number, or float32 with one element, (B, Hkv) or (B, Hkv, Dv).
 
     Raises:
         TypeError, ValueError: an argument isn't as above.
+        RuntimeError: an argument requires grad, or has a tangent.
     """
-    check_operand("key", key, "rows")
-    check_operand("value", value, "values")
-    check_shapes(key, key, value, False)
-    if not is_stored(key):
-        raise TypeError(f"key is {key.dtype}; it must be float8_e4m3fn, uint8 or int8")
-    k_restores, k_granularity = named_scale("k", key, k_scale, for_values=False)
-    v_restores, v_granularity = named_scale("v", value, v_scale, for_values=True)
-    data = as_stored(key)
-    token_scale, values = ops.library_ops.import_kv(data, k_restores, k_granularity, value.view(E4M3))
+    return _import(*check_import(key, value, k_scale, v_scale))
+
+
+def _import(key: Stored, value: Stored) -> tuple[Quantized, Quantized]:
+    token_scale, values = ops.library_ops.import_kv(key.data, key.scale, key.granularity, value.data)
     length = key.shape[2]
-    return (
-        Quantized(data, token_scale, "token", "rows", length),
-        Quantized(values, v_restores, v_granularity, "values", length),
-    )
+    return Quantized(key.data, token_scale, "token", "rows", length), Quantized(values, value.scale, value.granularity, "values", length)
 
 
-@dataclass(frozen=True)
+def _imported(checked: Checked) -> tuple[Operand, Operand, Operand]:
+    """The operands, what the user quantized as `Quantized`."""
+    query, key, value = checked.query, checked.key, checked.value
+    if isinstance(key, Stored) and isinstance(value, Stored):
+        key, value = _import(key, value)
+    assert not isinstance(query, Stored) and not isinstance(key, Stored) and not isinstance(value, Stored)
+    return query, key, value
+
+
+@dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A validated call, its operands quantized."""
+    """A checked call, its operands quantized."""
 
     query: Quantized
     key: Quantized
     value: Quantized
-    attn_mask: torch.Tensor | None
-    causal: Causal
-    softmax_scale: float
-    out_dtype: torch.dtype
+    checked: Checked
     recipe: Recipe
 
 
-def _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype) -> Causal:
-    check_operand("query", query, "rows")
-    check_operand("key", key, "rows")
-    check_operand("value", value, "values")
-    check_shapes(query, key, value, enable_gqa)
-    causal = check_causal(is_causal, causal_alignment)
-    check_options(query, key, value, dropout_p, attn_mask, causal, scale)
-    if out_dtype not in (None, torch.float16, torch.bfloat16, torch.float32):
-        raise TypeError(f"out_dtype is {out_dtype}; it must be float16, bfloat16 or float32")
-    # the last query sees all keys, so that CTAs may share them
-    return "none" if causal == "bottom_right" and query.shape[2] == 1 else causal
-
-
-def _imported(query: Operand, key: Operand, value: Operand, q_scale, k_scale, v_scale) -> tuple[Operand, Operand, Operand]:
-    """What the user quantized as Quantized; anything else as it is."""
-    for name, x, restores in (("q", query, q_scale), ("k", key, k_scale), ("v", value, v_scale)):
-        if restores is not None and not is_stored(x):
-            raise ValueError(f"{name}_scale is given, but its tensor isn't float8_e4m3fn, uint8 or int8; it must be None")
-    if is_stored(query):
-        restores, granularity = named_scale("q", query, q_scale, for_values=False)
-        query = Quantized(as_stored(query), restores, granularity, "rows", query.shape[2])
-    if is_stored(key) and is_stored(value):
-        key, value = import_kv(key, value, k_scale, v_scale)
-    return query, key, value
-
-
-def _check_pair(query: Operand, key: Operand) -> None:
-    """That query and key were quantized alike."""
-    types = tuple(x.data.dtype for x in (query, key) if isinstance(x, Quantized))
-    if len(types) == 2 and types[0] != types[1]:
-        raise TypeError(f"query is stored as {types[0]}, key as {types[1]}; both must be quantized with recipes of the same `qk`")
-    in_query, in_key = (x.rotated if isinstance(x, Quantized) else 0 for x in (query, key))
-    if in_query != in_key:
-        how = f"query is rotated by {in_query} channels, key by {in_key}"
-        if in_query == 0 or in_key == 0:
-            how = "query is rotated, key isn't" if in_query else "key is rotated, query isn't"
-        raise ValueError(f"{how}; both must be quantized with recipes of the same `rotate`")
-    if isinstance(query, Quantized):
-        check_bias(query, key.shape[2])
-
-
-def _prepare(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
-) -> _Prepared:
-    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
-    check_keeps_none(recipe)
-    if out_dtype is None:
-        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_stored(query) else query.dtype
-    query, key, value = _imported(query, key, value, q_scale, k_scale, v_scale)
-    floats = tuple(x if isinstance(x, torch.Tensor) else None for x in (query, key, value))
+def _prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> _Prepared:
+    query, key, value = _imported(checked)
+    floats = [x if isinstance(x, torch.Tensor) else None for x in (query, key, value)]
     if any(x is not None for x in floats):
-        # beside what isn't rotated, as what the user quantized, nothing can be
-        beside = any(isinstance(x, Quantized) and x.rotated == 0 for x in (query, key))
-        q, k, v = _quantize(floats[0], floats[1], floats[2], replace(recipe, rotate=0) if beside else recipe)
+        recipe_beside = _beside([x for x in (query, key) if isinstance(x, Quantized)], recipe)
+        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe_beside, chosen == "modelled")
         query, key, value = q or query, k or key, v or value
-    _check_pair(query, key)
+    assert isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)
     if query.mean is not None and query.bias is None:
         query = replace(query, bias=ops.library_ops.score_bias(query.mean, key.data, key.scale, key.granularity))
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*query.shape[:3], key.length)
-    softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    return _Prepared(query, key, value, attn_mask, causal, softmax_scale, out_dtype, recipe)
+    return _Prepared(query, key, value, checked, recipe)
+
+
+def _beside(quantized: list[Quantized], recipe: Recipe) -> Recipe:
+    """The recipe for an operand whose partner in Q·Kᵀ is quantized already: stored and rotated as that is."""
+    for x in quantized:
+        like: ProductType = "int8" if x.data.dtype == torch.int8 else "e4m3"
+        if rotation.part_of(x.shape[3], recipe.rotate) != x.rotated or recipe.qk != like:
+            recipe = replace(recipe, qk=like, rotate=rotation.named(x.shape[3], x.rotated))
+    return recipe
 
 
 def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
@@ -272,24 +245,48 @@ def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
     kv_heads = p.key.shape[1]
     return (
         p.query.data,
-        p.query.scale.expand(batch, q_heads, -1),
+        _of_every_head(p.query, batch, q_heads, 1),
         GROUPS[p.query.granularity],
         p.key.data,
-        p.key.scale.expand(batch, kv_heads, -1),
+        _of_every_head(p.key, batch, kv_heads, 1),
         GROUPS[p.key.granularity],
         p.value.data,
-        p.value.scale.expand(batch, kv_heads, p.value.shape[3]),
+        _of_every_head(p.value, batch, kv_heads, p.value.shape[3]),
         p.value.mean,
-        p.attn_mask,
+        p.checked.attn_mask,
         p.query.bias,
         p.key.length,
-        p.softmax_scale,
-        p.causal,
+        p.checked.softmax_scale,
+        p.checked.causal,
         p.recipe.compute,
         p.recipe.two_level,
-        p.out_dtype,
+        p.checked.out_dtype,
         return_lse,
     )
+
+
+def _of_every_head(x: Quantized, batch: int, heads: int, n: int) -> torch.Tensor:
+    """A scale as (B, H, …), of `tensor` and `head` (B, H, n)."""
+    return x.scale.expand(batch, heads, n) if x.granularity in ("tensor", "head") else x.scale
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def sdpa(
+        query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[False] = ..., **options: Unpack[Options],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def sdpa(
+        query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True], **options: Unpack[Options],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    @overload
+    def sdpa(
+        query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: bool, **options: Unpack[Options],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def sdpa(
@@ -304,9 +301,9 @@ def sdpa(
     *,
     causal_alignment: str = "top_left",
     recipe: Recipe = DEFAULT_RECIPE,
-    q_scale: torch.Tensor | float | None = None,
-    k_scale: torch.Tensor | float | None = None,
-    v_scale: torch.Tensor | float | None = None,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
@@ -314,93 +311,176 @@ def sdpa(
     """Scaled dot-product attention in FP8; means what torch.nn.functional.scaled_dot_product_attention means.
 
     Args:
-        query: (B, Hq, Sq, D). float16, bfloat16 or float32 with unit last stride; or e4m3 (float8_e4m3fn, or uint8 holding
-            it), or int8 from -127 to 127, with `q_scale`; or `Quantized`. D is a multiple of 8 from 16 to 256.
-        key: (B, Hkv, Sk, D), likewise.
-        value: (B, Hkv, Sk, Dv), of key's kind, but e4m3 where that is int8. Dv is a multiple of 8 from 16 to 256.
-        attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend; float: added to the scaled scores.
+        query: (B, Hq, Sq, D). float16, bfloat16 or float32 with unit last stride; or e4m3 (float8_e4m3fn, or uint8 holding it) or int8 from -127 to
+            127 with its scale; or a `Quantized`. D is a multiple of 8 from 16 to 256.
+        key: (B, Hkv, Sk, D), likewise; of query's dtype if both are floating point.
+        value: (B, Hkv, Sk, Dv), of key's kind, but e4m3 where that is int8. Dv is a multiple of 8 from 16 to 256. Batch sizes and numbers of heads
+            that are 1 are broadcast, without a copy.
+        attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend; float: added to the scaled scores, -inf hides a key, every finite number
+            is a score (a row of finfo.min only is the mean of the values). Or a torch.nn.attention.bias.CausalBias, which means `is_causal`.
         dropout_p: must be 0.
         is_causal: row i sees keys j <= i, or j <= i + Sk - Sq if `causal_alignment` is `bottom_right`.
         scale: multiplies Q·Kᵀ; 1 / sqrt(D) by default.
         enable_gqa: every key/value head serves Hq / Hkv query heads.
         causal_alignment: `top_left`, as in PyTorch, or `bottom_right`.
-        recipe: numeric choices; for operands that are quantized already only compute type and accumulation count. Beside one that isn't
-            rotated the others aren't either.
-        q_scale, k_scale, v_scale: what restores such operands: x ≈ x_fp8.float() * x_scale. A float, or float32 with one
+        recipe: numeric choices; for operands that are quantized already only compute type and accumulation count. A query whose keys are quantized
+            already is stored and rotated as they are, and the other way round.
+        q_scale, k_scale, v_scale: what restores such operands: x ≈ x_fp8.float() * x_scale. A number, or float32 with one
             element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
-        out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized.
+        out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized. Under autocast floating-point operands are
+            cast as for F.scaled_dot_product_attention, and the default is autocast's dtype.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
-        backend: `auto`, `triton`, `cuda` or `reference`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
-            for other calls on a GPU, and the exact reference for CPU tensors. `auto` and `cuda` quantize and attend in one launch where
-            fp8attn.cuda.short says so, and elsewhere quantize query where they attend, if the recipe is the default or `PRECISE`: the bits are
-            the same.
+        backend: `auto`, `triton`, `cuda`, `reference` or `modelled`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
+            for other calls on a GPU, and the exact reference for CPU tensors, which knows no recipe. `modelled` has the numerics of the kernels in
+            plain torch, on any device. `auto` and `cuda` quantize and attend in one launch where fp8attn.cuda.short says so, and elsewhere quantize
+            query where they attend, if the recipe is the default or `PRECISE`: the bits are the same.
 
     Returns:
         out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
 
     Raises:
         TypeError, ValueError: an argument isn't as above.
-        RuntimeError: an argument requires grad.
+        RuntimeError: an argument requires grad, or has a tangent.
         BackendUnavailable: the backend can't run here.
     """
+    device = getattr(query, "device", None)
+    if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
+        query, key, value = (_cast(x, dtype) for x in (query, key, value))
+        out_dtype = out_dtype or dtype
     options = None
-    if not return_lse and _is_at_once(recipe):
+    if not return_lse and not is_compiling() and _is_at_once(recipe):
         options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
         repeated = eager.repeat(query, key, value, attn_mask, options)
         if repeated is not None:
             return repeated
-    check_recipe(recipe)
-    check_operand("query", query, "rows")
-    chosen = choose_backend(backend, query.device)
-    if recipe.keeps_keys:
-        causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
-        kept = check_kept(query, key, value, attn_mask, recipe)
-        if chosen != "reference":
-            return _with_half_keys(*kept, causal, scale, recipe, out_dtype or kept[0].dtype, return_lse, chosen)
-    if chosen == "reference":
-        return reference_sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            causal_alignment=causal_alignment, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
-        )  # fmt: skip
-    plain = _plain(query, key, value, attn_mask, scale=scale, recipe=recipe, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    if chosen != "triton" and plain is not None:
-        causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
-        q, k, v, softmax_scale, qk, _ = plain
-        out, lse, k_mean = _from_half(chosen)(q, k, v, softmax_scale, qk, causal, out_dtype or q.dtype, return_lse, attn_mask)
-        if options is not None:
-            eager.remember_from_half(q, k, v, attn_mask, options, softmax_scale, qk, causal, out)
-        if not return_lse:
-            return out
-        source = rotation.rotate_queries(q, rotation.part_of(q.shape[3], recipe.rotate))
-        return out, lse + reference.smoothing_shift(source, k_mean, softmax_scale)
-    prepared = _prepare(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
+    return _attend(
+        Arguments(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, recipe=recipe, q_scale=q_scale,
+            k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
+        ),
+        options,
     )  # fmt: skip
+
+
+def _cast(x: Operand, dtype: torch.dtype) -> Operand:
+    """A floating-point operand as autocast passes it on."""
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in FLOATS else x
+
+
+def _attend(a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`sdpa` of a call that isn't like one before; `options` are eager.repeat's, None of calls that aren't kept."""
+    checked = check(a)
+    chosen = choose_backend(a.backend, checked.device)
+    if chosen == "reference":
+        if a.backend == "auto":
+            _say_once_that_it_is_exact()
+        return _by_reference(checked, a.return_lse, torch.float32)
+    if is_compiling() and all(isinstance(x, torch.Tensor) for x in (checked.query, checked.key, checked.value)):
+        return _traced(checked, a.recipe, a.return_lse, chosen)
+    return _run(checked, chosen, a, options)
+
+
+def _traced(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call as one operator: how it is run depends on lengths, which a graph doesn't know."""
+    out, lse = getattr(ops.library_ops, f"{chosen}_sdpa")(
+        checked.query, checked.key, checked.value, checked.attn_mask, checked.softmax_scale, checked.causal, recipe.text, checked.out_dtype,
+        return_lse, scale=checked.scale,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _whole(
+    chosen: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, softmax_scale: float, causal: Causal,
+    recipe: str, out_dtype: torch.dtype, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The operator's implementation."""
+    check_floats(q, k, v, attn_mask)
+    check_launch(softmax_scale, causal, out_dtype)
+    a = Arguments(q, k, v, attn_mask, recipe=Recipe.of_text(recipe), return_lse=return_lse)
+    result = _run(Checked(q, k, v, attn_mask, causal, softmax_scale, out_dtype), chosen, a, None)
+    return result if isinstance(result, tuple) else (result, empty_lse(q, False))
+
+
+def _fake_whole(q, k, v, attn_mask, softmax_scale, causal, recipe, out_dtype, return_lse):
+    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
+
+
+for _name in ("auto", "triton", "cuda", "modelled"):
+    ops.register(
+        f"{_name}_sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float softmax_scale, str causal, str recipe, ScalarType out_dtype,"
+        " bool return_lse) -> (Tensor, Tensor)",
+        functools.partial(_whole, _name),
+        _fake_whole,
+    )
+
+
+def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`sdpa` of a checked call by kernels, or their model."""
+    if a.recipe.keeps_keys:
+        return _with_half_keys(checked, a.recipe, a.return_lse, chosen)
+    if options is not None and not (checked.query is a.query and checked.key is a.key and checked.value is a.value):
+        options = None  # expanded, or quantized by the user: not what the next call comes with
+    plain = _plain(checked, a.recipe) if chosen in ("auto", "cuda") else None
+    if plain is not None:
+        out, lse, k_mean = _from_half(chosen)(
+            *plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask, scale=checked.scale
+        )  # fmt: skip
+        if options is not None:
+            eager.remember_from_half(*plain, a.attn_mask, options, checked.softmax_scale, a.recipe.qk, checked.causal, out)
+        if not a.return_lse:
+            return out
+        return out, _unsmoothed(checked, lse, plain[0], k_mean, rotation.part_of(plain[0].shape[3], a.recipe.rotate))
+    prepared = _prepare(checked, a.recipe, chosen)
     operands = prepared.query, prepared.key, prepared.value
-    if options is not None and not (operands[0] is query and operands[1] is key and operands[2] is value):
-        options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, prepared.out_dtype, dropout_p, None, None, None)
-        repeated = eager.repeat(*operands, attn_mask, options)
+    if options is not None and not (operands[0] is a.query and operands[1] is a.key and operands[2] is a.value):
+        options = (
+            a.recipe.qk, a.backend, a.is_causal, a.scale, a.enable_gqa, a.causal_alignment, checked.out_dtype, a.dropout_p, None, None, None
+        )  # fmt: skip
+        repeated = eager.repeat(*operands, a.attn_mask, options)
         if repeated is not None:
             return repeated
-    arguments = _operator_arguments(prepared, return_lse)
-    out, lse = _forward(chosen)(*arguments)
-    if options is not None and chosen != "triton":
-        eager.remember(*operands, attn_mask, options, arguments, chosen == "auto", out)
-    if not return_lse:
+    arguments = _operator_arguments(prepared, a.return_lse)
+    out, lse = _forward(chosen)(*arguments, scale=checked.scale)
+    if options is not None and chosen in ("auto", "cuda"):
+        eager.remember(*operands, a.attn_mask, options, arguments, chosen == "auto", out)
+    if not a.return_lse:
         return out
-    if prepared.key.mean is not None:
-        # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-        if isinstance(query, torch.Tensor) and not is_stored(query):
-            source = rotation.rotate_queries(query, prepared.query.rotated)
-        else:
-            source = dequantize(prepared.query)
-        lse = lse + reference.smoothing_shift(source, prepared.key.mean, prepared.softmax_scale)
-    return out, lse
+    if prepared.key.mean is None:
+        return out, lse
+    # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
+    if isinstance(checked.query, torch.Tensor):
+        return out, _unsmoothed(checked, lse, checked.query, prepared.key.mean, prepared.query.rotated)
+    return out, _unsmoothed(checked, lse, _dequantized(prepared.query), prepared.key.mean, 0)
+
+
+def _unsmoothed(checked: Checked, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, rotated: int) -> torch.Tensor:
+    """The LSE of K as it was, of that of K without its mean."""
+    return ops.library_ops.unsmoothed_lse(lse, q, k_mean, checked.softmax_scale, rotated, scale=checked.scale)
+
+
+def _dequantized(x: Quantized) -> torch.Tensor:
+    """float32 (B, H, S, D), as fp8attn.quantize.dequantize."""
+    return ops.library_ops.dequantize(x.data, x.scale, x.granularity, x.layout, x.length, x.mean)
+
+
+_said: set[str] = set()
+"""What is said once in a process."""
+
+
+def _say_once_that_it_is_exact() -> None:
+    if is_compiling() or "exact" in _said:
+        return
+    _said.add("exact")
+    warnings.warn(
+        "fp8attn.sdpa computes attention of CPU tensors exactly, in float32, whatever the recipe; backend='modelled' computes it as FP8 kernels do,"
+        " backend='reference' is exact without this warning",
+        stacklevel=4,
+    )
 
 
 def _forward(chosen: str):
     """A backend's operator of attention to what is quantized."""
-    return {"triton": ops.library_ops.triton_forward, "cuda": ops.library_ops.cuda_forward, "auto": ops.library_ops.auto_forward}[chosen]
+    return getattr(ops.library_ops, f"{chosen}_forward")
 
 
 def _from_half(chosen: str):
@@ -408,60 +488,91 @@ def _from_half(chosen: str):
     return {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
 
 
-def _with_half_keys(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: Causal, scale: float | None, recipe: Recipe, out_dtype: torch.dtype,
-    return_lse: bool, chosen: str,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sdpa` by a recipe that keeps keys."""
-    others, softmax_scale = recipe.of_others, query.shape[3] ** -0.5 if scale is None else float(scale)
+    others = recipe.of_others
 
     def to_others(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal) -> hybrid.Others:
-        if chosen != "triton" and _plain(q, k, v, recipe=others) is not None:
-            return _from_half(chosen)(q, k, v, softmax_scale, others.qk, causal, out_dtype, True)
-        q8, k8, v8 = _quantize(q, k, v, others)
-        assert q8 is not None and k8 is not None and v8 is not None
-        prepared = _Prepared(q8, k8, v8, None, causal, softmax_scale, out_dtype, others)
-        return *_forward(chosen)(*_operator_arguments(prepared, True)), prepared.key.mean
+        part = replace(checked, query=q, key=k, value=v, causal=causal)
+        plain = _plain(part, others) if chosen in ("auto", "cuda") else None
+        if plain is not None:
+            return _from_half(chosen)(*plain, part.softmax_scale, others.qk, causal, part.out_dtype, True, scale=part.scale)
+        prepared = _prepare(part, others, chosen)
+        return *_forward(chosen)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
 
-    out, lse = hybrid.by_kernels(query, key, value, causal, softmax_scale, recipe, out_dtype, return_lse, to_others)
+    to_kept = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
+    out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_others, to_kept)
     return (out, lse) if return_lse else out
 
 
-def _plain(
-    query: Operand, key: Operand, value: Operand, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-    causal_alignment="top_left", recipe=DEFAULT_RECIPE, q_scale=None, k_scale=None, v_scale=None, out_dtype=None, return_lse=False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, ProductType, torch.Tensor | None] | None:  # fmt: skip
-    """q, k, v, softmax scale, recipe.qk and attn_mask of a call to `sdpa` of which the attention kernel may quantize something, by what torch.compile
-    knows; or None."""
-    if not _is_at_once(recipe) or any(x is not None for x in (q_scale, k_scale, v_scale)):
-        return None
+def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """q, k and v of a call of which the attention kernel may quantize something, by what torch.compile knows; or None."""
+    query, key, value = checked.query, checked.key, checked.value
     if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
         return None
-    if not query.dim() == key.dim() == value.dim() == 4:
+    if not _is_at_once(recipe):
         return None
-    if not ((attn_mask is None and short.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
+    if not ((checked.attn_mask is None and short.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
         return None
-    return query, key, value, query.shape[3] ** -0.5 if scale is None else float(scale), recipe.qk, attn_mask
+    return query, key, value
 
 
 def _is_at_once(recipe: object) -> bool:
-    """Whether it's of recipe.AT_ONCE. Every call asks, and fields take a microsecond to compare."""
+    """Whether it's of recipe.AT_ONCE. Every call asks, and fields take a microsecond to compare. Not for torch.compile, which doesn't guard which
+    object of several recipes that it knows an argument is."""
     return recipe is DEFAULT_RECIPE or recipe is PRECISE or (type(recipe) is Recipe and recipe == AT_ONCE[recipe.qk])
 
 
-def triton_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
-    """`sdpa` by the Triton kernels."""
-    return sdpa(query, key, value, *args, **kwargs, backend="triton")
+def _by(backend: Backend, function: Function) -> Callable[[Callable[..., Any]], Function]:
+    """Makes a function that is documented, and typed as sdpa is, sdpa by one backend."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "backend"]
+
+    def made(documented: Callable[..., Any]) -> Function:
+        @functools.wraps(documented)
+        def attention(*args, **kwargs):
+            if "backend" in kwargs:
+                raise TypeError(f"backend is {kwargs['backend']!r}; it must not be given: {documented.__name__} has one")
+            return function(*args, **kwargs, backend=backend)
+
+        attention.__signature__ = inspect.signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
+        return attention  # type: ignore[return-value]
+
+    return made
 
 
-def cuda_sdpa(query: Operand, key: Operand, value: Operand, *args, **kwargs):
-    """`sdpa` by the CUDA kernels, which are compiled on first use: the Hopper kernel where it takes the call, else the portable one, sm_80 and later.
+@_by("triton", sdpa)
+def triton_sdpa() -> None:
+    """`sdpa` by the Triton kernels, with its arguments but `backend`."""
+
+
+@_by("cuda", sdpa)
+def cuda_sdpa() -> None:
+    """`sdpa` by the CUDA kernels, with its arguments but `backend`: the Hopper kernel where it takes the call, else the portable
+    one, of sm_80 and later. They are compiled on first use.
 
     Raises:
         BackendUnavailable: they don't do what the call asks for, or can't run here.
         BuildError: they don't compile here.
     """
-    return sdpa(query, key, value, *args, **kwargs, backend="cuda")
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def reference_sdpa(
+        query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[False] = ..., **options: Unpack[PreciseOptions],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def reference_sdpa(
+        query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True], **options: Unpack[PreciseOptions],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    @overload
+    def reference_sdpa(
+        query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+        scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: bool, **options: Unpack[PreciseOptions],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def reference_sdpa(
@@ -475,63 +586,106 @@ def reference_sdpa(
     enable_gqa: bool = False,
     *,
     causal_alignment: str = "top_left",
-    q_scale: torch.Tensor | float | None = None,
-    k_scale: torch.Tensor | float | None = None,
-    v_scale: torch.Tensor | float | None = None,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention in plain torch, on any device: the oracle, and what `sdpa` runs on CPU tensors.
 
-    Args and errors as in `sdpa`; quantized operands are restored first.
+    Args and errors as in `sdpa`; quantized operands are restored first. Autocast changes nothing.
         dtype: what is computed in, float32 or float64.
     """
-    causal = _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, out_dtype)
-    if out_dtype is None:
-        out_dtype = torch.bfloat16 if isinstance(query, Quantized) or is_stored(query) else query.dtype
-    operands = _imported(query, key, value, q_scale, k_scale, v_scale)
-    _check_pair(operands[0], operands[1])
-    q, k, v = (dequantize(x) if isinstance(x, Quantized) else x for x in operands)
-    out, lse = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=scale, dtype=dtype)
-    return (out.to(out_dtype), lse.float()) if return_lse else out.to(out_dtype)
-
-
-def call_of(
-    query: Operand, key: Operand, value: Operand, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-    causal_alignment="top_left", recipe=DEFAULT_RECIPE, q_scale=None, k_scale=None, v_scale=None, out_dtype=None, return_lse=False,
-) -> Call:  # fmt: skip
-    """What the backends get when `sdpa` is called with these arguments: for benchmarks and tests that call them directly."""
-    prepared = _prepare(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, recipe, q_scale, k_scale, v_scale, out_dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"dtype is {dtype}; it must be float32 or float64")
+    a = Arguments(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
     )  # fmt: skip
-    return Call(*_operator_arguments(prepared, return_lse))
+    return _by_reference(check(a), return_lse, dtype)
 
 
-def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backend = "auto", **kwargs) -> Plan:
-    """What `sdpa` with these arguments would run, and why. Quantizes, but doesn't attend."""
-    device = query.device
+def _by_reference(checked: Checked, return_lse: bool, dtype: torch.dtype) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = _restored(checked)
+    out, lse = ops.library_ops.reference_forward(
+        q, k, v, checked.attn_mask, checked.softmax_scale, checked.causal, dtype, checked.out_dtype, scale=checked.scale
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands in floating point, all three of one dtype. Where one of query and key is rotated, so is the other."""
+    query, key, value = _imported(checked)
+    if isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):
+        return query, key, value
+    rotated = max(x.rotated for x in (query, key) if isinstance(x, Quantized)) if isinstance(query, Quantized) or isinstance(key, Quantized) else 0
+    q, k, v = (_dequantized(x) if isinstance(x, Quantized) else x.float() for x in (query, key, value))
+    if rotated and isinstance(query, torch.Tensor):
+        q = ops.library_ops.rotate(query, rotated, float(rotated))
+    if rotated and isinstance(key, torch.Tensor):
+        k = ops.library_ops.rotate(key, rotated, 1.0)
+    return q, k, v
+
+
+def call_of(*args, **kwargs) -> Call:
+    """What the backends get when `sdpa` is called with these arguments: for benchmarks and tests that call them directly."""
+    a = Arguments(*args, **kwargs)
+    return Call(*_operator_arguments(_prepare(check(a), a.recipe), a.return_lse))
+
+
+def _takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., Result]], Callable[P, Result]]:
+    """Makes a function of `Arguments` one that takes the arguments apart."""
+
+    def made(function: Callable[..., Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def taking(*args: P.args, **kwargs: P.kwargs) -> Result:
+            bound = signature.bind(*args, **kwargs)  # whose errors name the argument
+            return function(arguments(*bound.args, **bound.kwargs))
+
+        signature = inspect.signature(arguments)
+        taking.__signature__ = signature.replace(return_annotation=inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
+        return taking
+
+    return made
+
+
+@_takes(Arguments)
+def explain(a: Arguments) -> Plan:
+    """What `sdpa` with these arguments would run, and why. Quantizes, but doesn't attend.
+
+    Raises:
+        As `sdpa`.
+    """
+    return _explained(check(a), a.recipe, a.backend)
+
+
+def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
+    device = checked.device
     chosen = choose_backend(backend, device)
     because = [f"backend={backend!r} on {device}"]
     if chosen == "reference":
         missing = [x for x in (cuda_missing(device), triton_missing(device)) if x is not None]
-        return Plan("reference", "attention", None, "float32", tuple(because + missing))
-    check_recipe(kwargs.get("recipe", DEFAULT_RECIPE))
-    if kwargs.get("recipe", DEFAULT_RECIPE).keeps_keys:
-        return _explain_half_keys(query, key, value, *args, backend=backend, **kwargs)
+        return Plan("reference", "attention", None, "float32", (*because, *missing, "exact, whatever the recipe"))
+    if chosen == "modelled":
+        return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
+    if recipe.keeps_keys:
+        return _explain_half_keys(checked, recipe, backend)
     properties = device_of(device)
-    plain = _plain(query, key, value, *args, **kwargs)
-    if chosen != "triton" and plain is not None and ops.why_not_one_launch(*plain) is None:
-        return Plan("cuda", "short", short.choose(plain[0]), "e4m3", (*because, "quantized and attended in one launch"))
-    call = call_of(query, key, value, *args, **kwargs)
-    if chosen != "triton" and plain is not None and ops.why_not_half_q(*plain) is None:
-        call = replace(call, q=plain[0], q_scale=None)
+    plain = _plain(checked, recipe) if chosen != "triton" else None
+    half: tuple[Any, ...] | None = None if plain is None else (*plain, checked.softmax_scale, recipe.qk, checked.attn_mask)
+    if half is not None and ops.why_not_one_launch(*half) is None:
+        return Plan("cuda", "short", short.choose(half[0]), "e4m3", (*because, "quantized and attended in one launch"))
+    call = Call(*_operator_arguments(_prepare(checked, recipe), False))
+    if half is not None and ops.why_not_half_q(*half) is None:
+        call = replace(call, q=half[0], q_scale=None)
         because.append("query is quantized where it attends")
     scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")
         if isinstance(planned, HopperConfig):
-            if plain is not None and ops.why_not_two_launches(*plain) is None and early.begins_early(call, planned, properties):
+            if half is not None and ops.why_not_two_launches(*half) is None and early.begins_early(call, planned, properties):
                 because.append("attention begins with heads whose key and value are quantized")
             return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
         if isinstance(planned, PortableConfig):
@@ -549,17 +703,15 @@ def explain(query: Operand, key: Operand, value: Operand, *args, backend: Backen
     return Plan("triton", kernel, run.choose(call, properties), scores + compute, tuple(because + ([reason] if reason else [])))
 
 
-def _explain_half_keys(query: Operand, key: Operand, value: Operand, *args, recipe: Recipe, backend: Backend, **kwargs) -> Plan:
+def _explain_half_keys(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
     """`explain` for a recipe that keeps keys: of attention to the others."""
-    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    kwargs |= dict(zip(names, args, strict=False))
-    q, k, v = check_kept(query, key, value, kwargs.get("attn_mask"), recipe)
-    causal = check_causal(kwargs.pop("is_causal", False), kwargs.pop("causal_alignment", "top_left"))
+    q, k, v = checked.query, checked.key, checked.value
+    assert isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     kept = f"{recipe.sinks} first keys and {recipe.recent} last ones in half precision, by Triton"
-    rows, part_causal = next(hybrid.parts(q.shape[2], k.shape[2], causal))
+    rows, part_causal = next(hybrid.parts(q.shape[2], k.shape[2], checked.causal))
     keys, others_causal = hybrid.other_keys(q[:, :, rows].shape[2], k.shape[2], part_causal, recipe)
     if keys.start >= keys.stop:
         return Plan("triton", "half_keys", None, "half", (f"backend={backend!r} on {q.device}", kept, "there are no others"))
-    masked = {"is_causal": others_causal != "none", "causal_alignment": "bottom_right"}
-    others = explain(q[:, :, rows], k[:, :, keys], v[:, :, keys], backend=backend, recipe=recipe.of_others, **kwargs, **masked)
+    part = replace(checked, query=q[:, :, rows], key=k[:, :, keys], value=v[:, :, keys], causal=others_causal)
+    others = _explained(part, recipe.of_others, backend)
     return replace(others, because=(*others.because, kept))

@@ -2,7 +2,7 @@
 
 What a call launches follows from its options and from its tensors' dtypes, shapes, strides, devices and alignment. By those the binding keeps what
 was launched: a call that it finds costs one operator. A call that raises isn't kept. What torch.compile, modes, transforms and tracers see goes by
-the operators of fp8attn.ops, always, and so do subclasses of torch.Tensor.
+the operators of fp8attn.ops, always.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
@@ -50,7 +51,7 @@ def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor
     """What a call is kept by, and its tensors, a mask behind the others; None of calls that aren't plain torch."""
     if is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
         return None
-    if peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None
     masks = () if attn_mask is None else (attn_mask,)
     if masks and type(attn_mask) is not torch.Tensor:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from . import ops, reference, rotation
+from . import reference, rotation
 from .quantize import quantize
 from .recipe import SCALE_BLOCK, Recipe
 from .reference import Causal, causal_offset
+from .validate import Checked
 
 Others = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """FP8 attention to the other keys: out (B, Hq, Sq, Dv); LSE (B, Hq, Sq) of K without its mean; that mean (B, Hkv, D), rotated, or None."""
@@ -63,18 +64,24 @@ def attend(
 
 
 def by_kernels(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, softmax_scale: float, recipe: Recipe, out_dtype: torch.dtype, return_lse: bool,
+    checked: Checked,
+    recipe: Recipe,
+    return_lse: bool,
     to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attend` with the kernel of kept keys. LSE is empty if not asked for."""
+    half_keys: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` with an operator for kept keys: half_keys, or modelled_half_keys. LSE is empty if not asked for."""
+    q, k, v = checked.query, checked.key, checked.value
+    assert isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     rotated = rotation.part_of(q.shape[3], recipe.rotate)
 
     def to_kept(part: torch.Tensor, others: Others | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.library_ops.half_keys(
-            part, k, v, *others, rotated, recipe.sinks, recipe.recent, softmax_scale, part_causal, out_dtype, return_lse
+        return half_keys(
+            part, k, v, *others, rotated, recipe.sinks, recipe.recent, checked.softmax_scale, part_causal, checked.out_dtype, return_lse,
+            scale=checked.scale,
         )  # fmt: skip
 
-    return attend(q, k, v, causal, recipe, to_others, to_kept)
+    return attend(q, k, v, checked.causal, recipe, to_others, to_kept)
 
 
 def modelled(

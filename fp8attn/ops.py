@@ -1,27 +1,46 @@
 """Every operator of the library: schema, implementation, fake implementation.
 
-Operators take validated arguments; fp8attn.api validates. Tensors that don't exist are passed as None and returned empty,
-because an operator can't return None.
+fp8attn.api checks a user's arguments, in the user's words. An operator checks again what its kernels rely on, because anybody can call it: no
+arguments make a kernel read or write outside of its tensors. Tensors that don't exist are passed as None and returned empty, because an operator
+can't return None.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from . import quantize as definition
-from .call import Call, empty_key_mean, empty_lse, empty_output
+from . import reference, rotation, validate
+from .ambient import shielded
+from .call import GRANULARITIES, Call, empty_key_mean, empty_lse, empty_output
 from .cuda import build, configs, early, short
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda
 from .cuda.build import BuildError
 from .device import Device, device_of
 from .layout import padded_length
-from .recipe import AT_ONCE, BIAS_ALIGNMENT, E4M3, QUERY_GROUP, ComputeType, Granularity, ProductType, Quantized, Recipe, Rotation
+from .recipe import (
+    AT_ONCE,
+    BIAS_ALIGNMENT,
+    E4M3,
+    QUERY_GROUP,
+    SCALE_BLOCK,
+    ComputeType,
+    Granularity,
+    Layout,
+    ProductType,
+    Quantized,
+    Recipe,
+    Rotation,
+)
 from .reference import Causal, causal_offset
 from .triton import quantize as fused
 from .triton import run
@@ -39,12 +58,39 @@ Forward = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
 """Attention's output and LSE."""
 
 
-def register(schema: str, implementation, fake) -> None:
-    """Define fp8attn::<name> for CPU and CUDA tensors."""
+def _with_scale(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator's implementation that takes `scale` behind its own arguments."""
+    names = list(inspect.signature(implementation).parameters)
+    position = names.index("softmax_scale")
+
+    def run(*arguments, scale: torch.Tensor | None = None):
+        if len(arguments) > len(names):
+            arguments, scale = arguments[:-1], arguments[-1]
+        if scale is None:
+            return implementation(*arguments)
+        return implementation(*arguments[:position], float(scale), *arguments[position + 1 :])
+
+    return run
+
+
+def _without_scale(fake: Callable[..., Any]) -> Callable[..., Any]:
+    count = len(inspect.signature(fake).parameters)
+    return lambda *arguments, scale=None, **options: fake(*arguments[:count], **options)
+
+
+def register(schema: str, implementation, fake, keys: Sequence[str] = ("CPU", "CUDA")) -> None:
+    """Define fp8attn::<name> for CPU and CUDA tensors, or those of other dispatch keys.
+
+    A number in a schema is part of a compiled graph. So that one graph serves all softmax scales, operators that have one take it as a tensor, too:
+    `scale`, float64 on the CPU, goes before `softmax_scale`.
+    """
     name = schema.split("(", 1)[0]
+    if "float softmax_scale" in schema:
+        schema = schema.replace(") -> ", ", Tensor? scale=None) -> ")
+        implementation, fake = _with_scale(implementation), _without_scale(fake)
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        library.impl(name, implementation, key)
+    for key in keys:
+        library.impl(name, shielded(implementation), key)
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=library)
 
 
@@ -112,11 +158,14 @@ def _quantize(
     smooth_q: bool,
     rotate: Rotation,
     qk: ProductType,
+    by: Callable[..., tuple[Quantized | None, Quantized | None, Quantized | None]] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     recipe = _recipe(q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, smooth_q, rotate, qk)
+    # without keys, means of queries are quantized apart from what they add to scores
+    validate.check_quantize(q, k, v, recipe if k is not None else replace(recipe, smooth_q=False))
     like = k if q is None else q
     assert like is not None
-    results = quantized(q, k, v, recipe)
+    results = (by or quantized)(q, k, v, recipe)
     none = like.new_empty(0, dtype=torch.float32)
     tensors: list[torch.Tensor] = []
     for x in results:
@@ -161,15 +210,17 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
     )
 
 
-register(
-    "quantize(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v,"
-    " bool smooth_q, int rotate, str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _quantize,
-    _fake_quantize,
-)
+for _name, _quantizer in (("quantize", _quantize), ("modelled_quantize", functools.partial(_quantize, by=definition.quantize))):
+    register(
+        f"{_name}(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v,"
+        " bool smooth_q, int rotate, str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _quantizer,
+        _fake_quantize,
+    )
 
 
 def _score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity) -> torch.Tensor:
+    validate.check_score_bias(q_mean, k_data, k_scale, k_granularity)
     return definition.score_bias(q_mean, definition.dequantize(Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])))
 
 
@@ -181,6 +232,7 @@ register("score_bias(Tensor q_mean, Tensor k_data, Tensor k_scale, str k_granula
 
 
 def _import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    validate.check_import_operands(k_data, k_scale, k_granularity, v)
     if has_kernels(v.device):
         with current(v.device):
             data, tokens = fused.import_values(v, device_of(v.device))
@@ -228,6 +280,27 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return _by_triton(call)
 
 
+def _by_model(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the pipeline's oracle, in plain torch: what the kernels compute, but for float32's order of summation."""
+    out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)
+    q, k, v = quantized_of(call)
+    found = reference.pipeline(
+        q, k, v, call.attn_mask, block_n=SCALE_BLOCK, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute
+    )  # fmt: skip
+    out.copy_(found[0])
+    if call.return_lse:
+        lse.copy_(found[1])
+    return out, lse
+
+
+def quantized_of(call: Call) -> tuple[Quantized, Quantized, Quantized]:
+    """q, k and v of a call as `Quantized`, without what the kernels aren't told."""
+    assert call.q_scale is not None
+    q = Quantized(call.q, call.q_scale, GRANULARITIES[call.q_group], "rows", call.q_length, None, 0, call.bias)
+    k = Quantized(call.k, call.k_scale, GRANULARITIES[call.k_group], "rows", call.kv_length)
+    return q, k, Quantized(call.v, call.v_scale, "channel", "values", call.kv_length, call.v_mean)
+
+
 def forward_by(backend: Forward):
     """A forward operator's implementation: Call's fields in order."""
 
@@ -255,6 +328,7 @@ def forward_by(backend: Forward):
             q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, bias,
             kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse,
         )  # fmt: skip
+        validate.check_call(call)
         with current(q.device):
             return backend(call)
 
@@ -266,7 +340,7 @@ def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, 
     return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
 
 
-for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by_whichever)):
+for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by_whichever), ("modelled", _by_model)):
     register(
         f"{_name}_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
         " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, Tensor? bias, SymInt kv_length, float softmax_scale, str causal,"
@@ -280,6 +354,8 @@ def _half_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
     rotated: int, sinks: int, recent: int, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    validate.check_half_keys(q, k, v, others, others_lse, k_mean)
+    validate.check_launch(softmax_scale, causal, out_dtype)
     offset = causal_offset(causal, q.shape[2], k.shape[2])
     with current(q.device):
         return half_keys(
@@ -287,16 +363,104 @@ def _half_keys(
         )  # fmt: skip
 
 
+def _half_keys_modelled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
+    rotated: int, sinks: int, recent: int, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    validate.check_half_keys(q, k, v, others, others_lse, k_mean)
+    validate.check_launch(softmax_scale, causal, out_dtype)
+    if others_lse is not None and k_mean is not None:
+        others_lse = others_lse + reference.smoothing_shift(rotation.rotate_queries(q, rotated), k_mean, softmax_scale)
+    found, found_lse = reference.with_half_keys(
+        q, k, v, others, others_lse, sinks=sinks, recent=recent, causal=causal, softmax_scale=softmax_scale
+    )  # fmt: skip
+    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
+    out.copy_(found)
+    if return_lse:
+        lse.copy_(found_lse)
+    return out, lse
+
+
 def _fake_half_keys(q, k, v, others, others_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
+for _name, _kept in (("half_keys", _half_keys), ("modelled_half_keys", _half_keys_modelled)):
+    register(
+        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor? others, Tensor? others_lse, Tensor? k_mean, int rotated, int sinks, int recent,"
+        " float softmax_scale, str causal, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
+        _kept,
+        _fake_half_keys,
+    )
+
+
+def _reference_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, softmax_scale: float, causal: Causal, dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    validate.check_floats(q, k, v, attn_mask)
+    validate.check_launch(softmax_scale, causal, out_dtype)
+    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, True)
+    found = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=softmax_scale, dtype=dtype)
+    return out.copy_(found[0]), lse.copy_(found[1])
+
+
+def _fake_reference_forward(q, k, v, attn_mask, softmax_scale, causal, dtype, out_dtype):
+    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, True)
+
+
 register(
-    "half_keys(Tensor q, Tensor k, Tensor v, Tensor? others, Tensor? others_lse, Tensor? k_mean, int rotated, int sinks, int recent,"
-    " float softmax_scale, str causal, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
-    _half_keys,
-    _fake_half_keys,
+    "reference_forward(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float softmax_scale, str causal, ScalarType dtype, ScalarType out_dtype)"
+    " -> (Tensor, Tensor)",
+    _reference_forward,
+    _fake_reference_forward,
+    ("CompositeExplicitAutograd",),  # of any device
 )
+
+
+def _dequantize(
+    data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, layout: Layout, length: int, mean: torch.Tensor | None
+) -> torch.Tensor:
+    x = Quantized(data, scale, granularity, layout, length, mean)
+    validate.check_quantized("x", x, layout)
+    return definition.dequantize(x)
+
+
+def _fake_dequantize(data, scale, granularity, layout, length, mean):
+    return torch.empty(Quantized(data, scale, granularity, layout, length).shape, dtype=torch.float32, device=data.device)
+
+
+register(
+    "dequantize(Tensor data, Tensor scale, str granularity, str layout, SymInt length, Tensor? mean) -> Tensor",
+    _dequantize,
+    _fake_dequantize,
+    ("CompositeExplicitAutograd",),
+)
+
+
+def _rotate(x: torch.Tensor, part: int, factor: float) -> torch.Tensor:
+    if part and (part < 0 or part & (part - 1) or x.shape[-1] % part):
+        raise ValueError(f"part is {part}; it must be 0 or a power of two that divides x's last size, {x.shape[-1]}")
+    return rotation.rotate(x, part) * factor
+
+
+def _fake_rotate(x, part, factor):
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+
+register("rotate(Tensor x, int part, float factor) -> Tensor", _rotate, _fake_rotate, ("CompositeExplicitAutograd",))
+
+
+def _unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int) -> torch.Tensor:
+    validate.check_unsmoothed_lse(lse, q, k_mean)
+    return lse + reference.smoothing_shift(rotation.rotate_queries(q, rotated), k_mean, softmax_scale)
+
+
+def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):
+    return torch.empty_like(lse)
+
+
+register("unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, float softmax_scale, int rotated) -> Tensor", _unsmoothed_lse, _fake_unsmoothed_lse)
 
 
 def why_not_one_launch(
@@ -346,6 +510,10 @@ def from_half_by(backend: Forward, required: bool):
             assert key.mean is not None
             return *by(call), key.mean if return_lse else empty_key_mean(k, False)
 
+        validate.check_floats(q, k, v, attn_mask)
+        validate.check_launch(softmax_scale, causal, out_dtype)
+        if qk not in AT_ONCE:
+            raise ValueError(f"qk is {qk!r}; it must be one of {tuple(AT_ONCE)}")
         device = device_of(q.device)
         with current(q.device):
             try:

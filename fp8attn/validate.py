@@ -1,27 +1,132 @@
-"""Every check of the arguments, once. An error names the argument, what it was and what it must be."""
+"""Every check of the arguments, once. An error names the argument, what it was and what it must be.
+
+`check` is for attention, `check_quantize` and `check_import` are for quantization; `check_call` and the other checks of operators hold what kernels
+rely on, whoever calls the operator.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TypeGuard
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Real
+from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_compiling
 
-from .recipe import BIAS_ALIGNMENT, E4M3, QUERY_GROUP, SCALE_BLOCK, Granularity, Quantized, Recipe
+from . import rotation
+from .call import Call
+from .layout import padded_length
+from .quantize import scale_shape
+from .recipe import (
+    BIAS_ALIGNMENT,
+    DEFAULT_RECIPE,
+    E4M3,
+    QUERY_GROUP,
+    ROW_GRANULARITIES,
+    SCALE_BLOCK,
+    VALUE_GRANULARITIES,
+    Granularity,
+    Layout,
+    Quantized,
+    Recipe,
+)
 from .reference import Causal
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 E4M3_BYTES = (E4M3, torch.uint8)
 MIN_DIM, MAX_DIM, DIM_STEP = 16, 256, 8
 
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+"""Tensors of other types may hold their elements elsewhere, or stand for others than they hold."""
+
+Backend = Literal["auto", "triton", "cuda", "reference", "modelled"]
+BACKENDS: tuple[Backend, ...] = ("auto", "triton", "cuda", "reference", "modelled")
+CAUSAL: tuple[Causal, ...] = ("none", "top_left", "bottom_right")
+
 Operand = torch.Tensor | Quantized
+Scale = torch.Tensor | float
 
 
 class BackendUnavailable(RuntimeError):
     """The chosen backend can't run here; the message says why and what to do."""
 
 
-def is_stored(x: Operand) -> TypeGuard[torch.Tensor]:
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arguments of `fp8attn.sdpa`, in its order and with its defaults."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    _: KW_ONLY
+    causal_alignment: str = "top_left"
+    recipe: Recipe = DEFAULT_RECIPE
+    q_scale: Scale | None = None
+    k_scale: Scale | None = None
+    v_scale: Scale | None = None
+    out_dtype: torch.dtype | None = None
+    return_lse: bool = False
+    backend: Backend = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """What the user quantized.
+
+    Attributes:
+        data: (B, H, S, D), e4m3 or int8.
+        scale: float32, in the shape that `Quantized.scale` has for `granularity`.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    granularity: Granularity
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, H, S, D)."""
+        return self.data.shape
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """A call that passed every check, in the one form that all backends take.
+
+    Attributes:
+        query, key, value: of one batch size, and key and value of one number of heads; sizes of 1 are expanded, without a copy.
+        attn_mask: (B, Hq, Sq, Sk), bool or float, expanded; or None.
+        causal: the causal mask; `none` where it would hide no key.
+        softmax_scale: what multiplies Q·Kᵀ, unless there is `scale`.
+        out_dtype: the output's.
+        scale: what multiplies Q·Kᵀ if torch.compile doesn't know it, a float64 on the CPU; else None.
+    """
+
+    query: torch.Tensor | Quantized | Stored
+    key: torch.Tensor | Quantized | Stored
+    value: torch.Tensor | Quantized | Stored
+    attn_mask: torch.Tensor | None
+    causal: Causal
+    softmax_scale: float
+    out_dtype: torch.dtype
+    scale: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """That of all tensors."""
+        return self.query.data.device if isinstance(self.query, Stored) else self.query.device
+
+
+def is_stored(x: object) -> TypeGuard[torch.Tensor]:
     """Whether x is quantized by the user: e4m3, as such or as bytes, or int8."""
     return isinstance(x, torch.Tensor) and (x.dtype in E4M3_BYTES or x.dtype == torch.int8)
 
@@ -31,148 +136,416 @@ def as_stored(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.int8 else x.view(E4M3)
 
 
-def check_operand(name: str, x: Operand, layout: str) -> None:
+def check(a: Arguments) -> Checked:
+    """All arguments of attention but `backend`, which depends on the machine.
+
+    Raises:
+        TypeError, ValueError: an argument isn't as fp8attn.sdpa's docstring says.
+        RuntimeError: an argument requires grad, or has a tangent.
+    """
+    check_recipe(a.recipe)
+    check_operand("query", a.query, "rows")
+    check_operand("key", a.key, "rows")
+    check_operand("value", a.value, "values")
+    _check_kinds(a)
+    batch, heads, kv_heads = _broadcast_sizes(a.query.shape, a.key.shape, a.value.shape, a.enable_gqa)
+    attn_mask, causal = _check_masks(a, (batch, heads, a.query.shape[2], a.key.shape[2]))
+    _check_options(a)
+    check_no_gradients(a)
+    if a.recipe.keeps_keys:
+        _check_kept(a)
+    query = expanded("query", _with_scale("q", a.query, a.q_scale, for_values=False), batch, heads)
+    if isinstance(query, Stored):  # unlike keys and values, queries are taken as they are
+        query = Quantized(query.data, query.scale, query.granularity, "rows", query.shape[2])
+    key = expanded("key", _with_scale("k", a.key, a.k_scale, for_values=False), batch, kv_heads)
+    value = expanded("value", _with_scale("v", a.value, a.v_scale, for_values=True), batch, kv_heads)
+    _check_pair(query, key)
+    is_float = isinstance(a.query, torch.Tensor) and a.query.dtype in FLOATS
+    default_dtype = a.query.dtype if is_float and isinstance(a.query, torch.Tensor) else torch.bfloat16
+    softmax_scale, scale = a.query.shape[3] ** -0.5, None
+    if a.scale is not None and is_compiling() and not _is_known(a.scale):
+        scale = torch.ones((), dtype=torch.float64, device="cpu") * a.scale
+    elif a.scale is not None:
+        softmax_scale = float(a.scale)
+    return Checked(query, key, value, attn_mask, causal, softmax_scale, a.out_dtype or default_dtype, scale)
+
+
+def _is_known(number: float) -> bool:
+    """Whether torch.compile knows a number."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
+
+    return has_static_value(number)
+
+
+def check_quantize(query: object, key: object, value: object, recipe: Recipe) -> None:
+    """The arguments of fp8attn.quantize.
+
+    Raises:
+        TypeError, ValueError: as there.
+        RuntimeError: an argument requires grad, or has a tangent.
+    """
+    check_recipe(recipe)
+    floats: dict[str, torch.Tensor] = {}
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_operand(name, x, "values" if name == "value" else "rows")
+        if not isinstance(x, torch.Tensor) or is_stored(x):
+            raise TypeError(f"{name} is quantized already; it must be float16, bfloat16 or float32")
+        floats[name] = x
+    if (key is None) != (value is None):
+        raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
+    if not floats:
+        raise ValueError("query, key and value are None; at least query, or key and value, must be tensors")
+    if recipe.keeps_keys:
+        raise ValueError(f"{_kept_by(recipe)}; it must keep none: such recipes are sdpa's, of query, key and value as they are")
+    if "key" not in floats and recipe.smooth_q:
+        raise ValueError("key is None and recipe.smooth_q is True; key and value must be given, or query to sdpa as it is, beside quantized ones")
+    _check_alike(floats)
+    if "key" in floats:
+        for name in ("query", "value"):
+            if name in floats and floats[name].shape[0] != floats["key"].shape[0]:
+                raise ValueError(f"{name} has batch {floats[name].shape[0]}; it must be key's, {floats['key'].shape[0]}")
+        k, v = floats["key"].shape, floats["value"].shape
+        if v[1] != k[1]:
+            raise ValueError(f"value has {v[1]} heads; it must have as many as key, {k[1]}")
+        _broadcast_sizes(floats["query"].shape if "query" in floats else k, k, v, True)
+        if "query" in floats and k[1] != 0 and floats["query"].shape[1] % k[1]:
+            raise ValueError(f"query has {floats['query'].shape[1]} heads; it must be a multiple of key's {k[1]}")
+    for name, x in floats.items():
+        _check_no_gradient(name, x)
+
+
+def check_import(key: object, value: object, k_scale: object, v_scale: object) -> tuple[Stored, Stored]:
+    """The arguments of fp8attn.import_kv, key and value with their scales.
+
+    Raises:
+        TypeError, ValueError: as there.
+        RuntimeError: an argument requires grad, or has a tangent.
+    """
+    check_operand("key", key, "rows")
+    check_operand("value", value, "values")
+    for name, x in (("key", key), ("value", value)):
+        if not is_stored(x):
+            what = x.dtype if isinstance(x, torch.Tensor) else "Quantized"
+            raise TypeError(f"{name} is {what}; it must be float8_e4m3fn{', uint8 or int8' if name == 'key' else ' or uint8'}")
+    assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    _check_alike({"key": key, "value": value})
+    for i, what in enumerate(("batch", "heads")):
+        if key.shape[i] != value.shape[i]:
+            raise ValueError(f"value has {what} {value.shape[i]}; it must be key's, {key.shape[i]}")
+    _broadcast_sizes(key.shape, key.shape, value.shape, True)
+    for name, x in (("key", key), ("value", value), ("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_no_gradient(name, x)
+    stored_key, stored_value = _with_scale("k", key, k_scale, for_values=False), _with_scale("v", value, v_scale, for_values=True)
+    assert isinstance(stored_key, Stored) and isinstance(stored_value, Stored)
+    return stored_key, stored_value
+
+
+def check_recipe(recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a fp8attn.Recipe")
+
+
+def check_backend(backend: object) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {BACKENDS}")
+
+
+def check_plain(name: str, x: torch.Tensor) -> None:
+    """That a tensor's elements are where its address and strides say."""
+    if type(x) not in PLAIN_TYPES:
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, a subclass of torch.Tensor; it must be a torch.Tensor:"
+            " pass what it stands for (DTensor.to_local(), a nested tensor padded, else .as_subclass(torch.Tensor) of what has elements of its own)"
+        )
+    if x.is_nested:
+        raise TypeError(f"{name} is a nested tensor; it must be a torch.Tensor: pad it, and hide the padding by attn_mask")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has the layout {x.layout}; it must be torch.strided: call .to_dense()")
+
+
+def check_operand(name: str, x: object, layout: Layout) -> None:
     """q, k or v by itself: type, rank, dtype, strides, head dim."""
     if isinstance(x, Quantized):
-        if x.layout != layout:
-            raise ValueError(f"{name} is Quantized in the layout {x.layout!r}; it must be {layout!r}")
+        check_quantized(name, x, layout)
     elif not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor or a fp8attn.Quantized")
-    elif x.dim() != 4:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, heads, length, head_dim)")
-    elif x.dtype not in FLOATS and (not is_stored(x) or (x.dtype == torch.int8 and layout == "values")):
-        stored = f"e4m3 as {E4M3_BYTES}{'' if layout == 'values' else ' or int8'}"
-        raise TypeError(f"{name} is {x.dtype}; it must be one of {FLOATS}, or {stored} with its scale")
-    elif x.shape[3] > 1 and x.stride(3) != 1:
-        raise ValueError(f"{name} has strides {x.stride()}; the last must be 1. Nothing is copied silently: call .contiguous()")
+    else:
+        check_plain(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, heads, length, head_dim)")
+        if x.dtype not in FLOATS and (not is_stored(x) or (x.dtype == torch.int8 and layout == "values")):
+            stored = f"e4m3 as {E4M3_BYTES}{'' if layout == 'values' else ' or int8'}"
+            raise TypeError(f"{name} is {x.dtype}; it must be one of {FLOATS}, or {stored} with its scale")
+        if x.shape[3] > 1 and x.stride(3) != 1:
+            raise ValueError(f"{name} has strides {x.stride()}; the last must be 1. Nothing is copied silently: call .contiguous()")
     dim = x.shape[3]
     if not MIN_DIM <= dim <= MAX_DIM or dim % DIM_STEP:
         raise ValueError(f"{name} has head_dim {dim}; it must be a multiple of {DIM_STEP} from {MIN_DIM} to {MAX_DIM}")
 
 
-def check_shapes(query: Operand, key: Operand, value: Operand, enable_gqa: bool) -> None:
-    """q, k and v against each other: devices, batch, heads, lengths, dims, dtypes."""
-    q, k, v = query.shape, key.shape, value.shape
-    for name, x in (("key", key), ("value", value)):
-        if x.device != query.device:
-            raise ValueError(f"{name} is on {x.device}; it must be on query's device, {query.device}")
-        if x.shape[0] != q[0]:
-            raise ValueError(f"{name} has batch {x.shape[0]}; it must be query's, {q[0]}")
-    if v[1] != k[1]:
-        raise ValueError(f"value has {v[1]} heads; it must have as many as key, {k[1]}")
+def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
+    """That the tensors of a `Quantized` have the types, shapes and device that its attributes say."""
+    if x.layout != layout:
+        raise ValueError(f"{name} is Quantized in the layout {x.layout!r}; it must be {layout!r}")
+    dtypes = (E4M3, torch.int8) if layout == "rows" else (E4M3,)
+    granularities = ROW_GRANULARITIES if layout == "rows" else VALUE_GRANULARITIES
+    _check_tensor(f"{name}.data", x.data, dtypes, None, None)
+    if x.data.dim() != 4:
+        raise ValueError(f"{name}.data has shape {tuple(x.data.shape)}; it must have 4 dimensions")
+    if x.data.shape[3] > 1 and x.data.stride(3) != 1:
+        raise ValueError(f"{name}.data has strides {x.data.stride()}; the last must be 1")
+    if x.granularity not in granularities:
+        raise ValueError(f"{name}.granularity is {x.granularity!r}; it must be one of {granularities}")
+    stored, wanted = (x.data.shape[2], x.length) if layout == "rows" else (x.data.shape[3], padded_length(x.length))
+    if stored != wanted:
+        raise ValueError(f"{name}.length is {x.length} and {name}.data has shape {tuple(x.data.shape)}; it must hold {wanted} tokens")
+    batch, heads, length, dim = x.shape
+    _check_tensor(f"{name}.scale", x.scale, (torch.float32,), scale_shape(x.granularity, batch, heads, length, dim), x.device)
+    if x.mean is not None and (layout == "values" or x.mean.dim() != 4):
+        _check_tensor(f"{name}.mean", x.mean, (torch.float32,), (batch, heads, dim), x.device)
+    for part, tensor in (("data", x.data), ("mean", x.mean)):
+        if layout == "values" and tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name}.{part} has strides {tensor.stride()}; it must be contiguous")
+    rotations = {rotation.part_of(dim, most) for most in rotation.NAMED}
+    if x.rotated not in rotations:
+        raise ValueError(f"{name}.rotated is {x.rotated}; with head_dim {dim} it must be one of {sorted(rotations)}")
+
+
+def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None, device: torch.device | None) -> None:
+    """A tensor that isn't an operand; `shape` and `device` are what they must be, if that matters."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+    check_plain(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} is {x.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {tuple(shape)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} is on {x.device}; it must be on {device}")
+
+
+def _check_kinds(a: Arguments) -> None:
+    """Devices and dtypes of q, k and v against each other, and that only what the user quantized has a scale."""
+    for name, x in (("key", a.key), ("value", a.value)):
+        if x.device != a.query.device:
+            raise ValueError(f"{name} is on {x.device}; it must be on query's device, {a.query.device}")
+    for name, x, restores in (("q", a.query, a.q_scale), ("k", a.key, a.k_scale), ("v", a.value, a.v_scale)):
+        if restores is not None and not is_stored(x):
+            raise ValueError(f"{name}_scale is given, but its tensor isn't float8_e4m3fn, uint8 or int8; it must be None")
+    if is_stored(a.key) != is_stored(a.value) or isinstance(a.key, Quantized) != isinstance(a.value, Quantized):
+        kinds = [x.data.dtype if isinstance(x, Quantized) else x.dtype for x in (a.key, a.value)]
+        raise TypeError(f"key is {kinds[0]} and value {kinds[1]}; both must be float, both quantized with scales, or both Quantized")
+    operands = {"query": a.query, "key": a.key, "value": a.value}
+    _check_alike({name: x for name, x in operands.items() if isinstance(x, torch.Tensor) and not is_stored(x)})
+
+
+def _check_alike(floats: dict[str, torch.Tensor]) -> None:
+    """Device and dtype of tensors that are quantized together, by name."""
+    names = list(floats)
+    for first, name in ((names[0], name) for name in names[1:]):
+        if floats[name].device != floats[first].device:
+            raise ValueError(f"{name} is on {floats[name].device}; it must be on {first}'s device, {floats[first].device}")
+        if floats[name].dtype != floats[first].dtype and not is_stored(floats[name]):
+            raise TypeError(f"{name} is {floats[name].dtype}; it must be {first}'s {floats[first].dtype}")
+
+
+def _broadcast_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> tuple[int, int, int]:
+    """Batch, query heads and key/value heads of a call; sizes of 1 fit any other, as in F.scaled_dot_product_attention."""
+    batches = {"query": q[0], "key": k[0], "value": v[0]}
+    like, batch = next(((name, size) for name, size in batches.items() if size != 1), ("query", 1))
+    for name, size in batches.items():
+        if size not in (1, batch):
+            raise ValueError(f"{name} has batch {size}; it must be {like}'s, {batch}, or 1")
+    kv_heads = k[1] if k[1] != 1 else v[1]
+    if v[1] not in (1, kv_heads):
+        raise ValueError(f"value has {v[1]} heads; it must have as many as key, {k[1]}, or 1")
     if v[2] != k[2]:
         raise ValueError(f"value has length {v[2]}; it must be key's, {k[2]}")
     if k[3] != q[3]:
         raise ValueError(f"key has head_dim {k[3]}; it must be query's, {q[3]}")
-    if q[1] != k[1]:
-        if not enable_gqa:
-            raise ValueError(f"query has {q[1]} heads and key {k[1]}; they must be equal unless enable_gqa=True")
-        if k[1] == 0 or q[1] % k[1]:
-            raise ValueError(f"query has {q[1]} heads; with enable_gqa it must be a multiple of key's {k[1]}")
-    if is_stored(key) != is_stored(value) or isinstance(key, Quantized) != isinstance(value, Quantized):
-        kinds = [x.data.dtype if isinstance(x, Quantized) else x.dtype for x in (key, value)]
-        raise TypeError(f"key is {kinds[0]} and value {kinds[1]}; both must be float, both quantized with scales, or both Quantized")
+    if q[1] == kv_heads or kv_heads == 1:
+        return batch, q[1], kv_heads
+    if q[1] == 1:
+        return batch, kv_heads, kv_heads
+    if not enable_gqa:
+        raise ValueError(f"query has {q[1]} heads and key {kv_heads}; they must be equal, or one of them 1, unless enable_gqa=True")
+    if kv_heads == 0 or q[1] % kv_heads:
+        raise ValueError(f"query has {q[1]} heads; with enable_gqa it must be a multiple of key's {kv_heads}")
+    return batch, q[1], kv_heads
 
 
-def check_options(
-    query: Operand, key: Operand, value: Operand, dropout_p: float, attn_mask: torch.Tensor | None, causal: Causal, scale: float | None
-) -> None:
-    """Everything that isn't a shape of q, k, v."""
-    if dropout_p != 0:
-        raise ValueError(f"dropout_p is {dropout_p}; it must be 0: fp8attn is for inference")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be a finite number")
-    if torch.is_grad_enabled():
-        for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                raise RuntimeError(f"{name} requires grad; fp8attn has no backward: call it under torch.no_grad(), or detach {name}")
-    if attn_mask is None:
-        return
-    if causal != "none":
+def expanded(name: str, x: torch.Tensor | Quantized | Stored, batch: int, heads: int) -> torch.Tensor | Quantized | Stored:
+    """x with so many batch entries and heads, sizes of 1 expanded; x itself if it has them. What is `Quantized` isn't: kernels read it as it lies."""
+    if x.shape[0] == batch and x.shape[1] == heads:
+        return x
+
+    def expand(t: torch.Tensor) -> torch.Tensor:
+        return t.expand(batch, heads, *t.shape[2:])
+
+    if isinstance(x, torch.Tensor):
+        return expand(x)
+    if isinstance(x, Quantized):
+        raise ValueError(f"{name} is Quantized with batch {x.shape[0]} and {x.shape[1]} heads; it must have {batch} and {heads}: expand it before")
+    return replace(x, data=expand(x.data), scale=x.scale if x.granularity == "tensor" else expand(x.scale))
+
+
+def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.Tensor | None, Causal]:
+    """attn_mask, expanded to `full`, and the causal mask."""
+    for name, flag in (("is_causal", a.is_causal), ("enable_gqa", a.enable_gqa), ("return_lse", a.return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is a {type(flag).__name__}; it must be a bool")
+    if a.causal_alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"causal_alignment is {a.causal_alignment!r}; it must be 'top_left' (as in PyTorch) or 'bottom_right'")
+    causal: Causal = "none"
+    if a.is_causal:
+        causal = "top_left" if a.causal_alignment == "top_left" else "bottom_right"
+    attn_mask: Any = a.attn_mask
+    if attn_mask is not None and a.is_causal:
         raise ValueError("attn_mask is given and is_causal is True; only one of them can be: fold the causal mask into attn_mask")
+    if attn_mask is not None and is_causal_bias(attn_mask):
+        lengths = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+        if lengths != full[2:]:
+            raise ValueError(f"attn_mask is a CausalBias of lengths {lengths}; it must be of (Sq, Sk) = {full[2:]}")
+        causal = "top_left" if attn_mask.variant.name == "UPPER_LEFT" else "bottom_right"
+        attn_mask = None
+    if attn_mask is not None:
+        attn_mask = _checked_mask(attn_mask, a.query.device, full)
+    # the last query sees all keys, so that CTAs may share them
+    return attn_mask, "none" if causal == "bottom_right" and full[2] == 1 else causal
+
+
+def is_causal_bias(x: Any) -> bool:
+    """Whether x is a torch.nn.attention.bias.CausalBias. By its name: to import it takes two seconds."""
+    return type(x).__name__ == "CausalBias" and type(x).__module__ == "torch.nn.attention.bias"
+
+
+def _checked_mask(attn_mask: object, device: torch.device, full: tuple[int, int, int, int]) -> torch.Tensor:
+    """attn_mask, expanded to (B, Hq, Sq, Sk)."""
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a torch.Tensor or None")
+    check_plain("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
         raise TypeError(f"attn_mask is {attn_mask.dtype}; it must be bool (True: attend) or one of {FLOATS} (added to the scores)")
-    if attn_mask.device != query.device:
-        raise ValueError(f"attn_mask is on {attn_mask.device}; it must be on query's device, {query.device}")
-    full = (*query.shape[:3], key.shape[2])
+    if attn_mask.device != device:
+        raise ValueError(f"attn_mask is on {attn_mask.device}; it must be on query's device, {device}")
     padded = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, full, strict=False)):
         raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}; it must broadcast to (batch, heads, Sq, Sk) = {full}")
+    return attn_mask.expand(full)
 
 
-def check_bias(query: Quantized, kv_length: int) -> None:
-    """That means of queries, and what they add to the scores of keys, are of these queries and as many keys."""
-    if query.bias is None:
-        return
-    batch, heads, length, dim = query.shape
-    groups = -(-length // QUERY_GROUP)
-    if query.mean is None or tuple(query.mean.shape) != (batch, heads, groups, dim):
-        shape = None if query.mean is None else tuple(query.mean.shape)
-        raise ValueError(f"query has a bias and a mean of shape {shape}; it must be {(batch, heads, groups, dim)}")
-    wanted = (batch, heads, groups, -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT)
-    if tuple(query.bias.shape) != wanted:
-        raise ValueError(
-            f"query.bias has shape {tuple(query.bias.shape)}; it must be {wanted}: a smoothed query attends to the keys that it was quantized with"
-        )
-    if query.bias.dtype != torch.float32:
-        raise TypeError(f"query.bias is {query.bias.dtype}; it must be float32")
-    if query.bias.device != query.device:
-        raise ValueError(f"query.bias is on {query.bias.device}; it must be on query's device, {query.device}")
-    if not query.bias.is_contiguous():
-        raise ValueError(f"query.bias has strides {query.bias.stride()}; it must be contiguous")
+def _check_options(a: Arguments) -> None:
+    """dropout_p, scale and out_dtype."""
+    if not isinstance(a.dropout_p, Real) or a.dropout_p != 0:
+        raise ValueError(f"dropout_p is {a.dropout_p}; it must be 0: fp8attn is for inference")
+    if a.scale is not None:
+        check_scale("scale", a.scale)
+    if a.out_dtype is not None and a.out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype is {a.out_dtype}; it must be float16, bfloat16 or float32")
 
 
-def check_recipe(recipe: Recipe) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a fp8attn.Recipe")
+def check_scale(name: str, scale: object) -> None:
+    """A finite number. One that torch.compile traces may have another value in the next call: then the operator alone checks it."""
+    if not isinstance(scale, (Real, torch.SymFloat)) or isinstance(scale, bool):
+        raise TypeError(f"{name} is a {type(scale).__name__}; it must be a number")
+    if not is_compiling() and not math.isfinite(scale):
+        raise ValueError(f"{name} is {scale}; it must be a finite number")
+
+
+def check_no_gradients(a: Arguments) -> None:
+    """That nobody expects derivatives, which fp8attn doesn't compute."""
+    for name in ("query", "key", "value", "attn_mask", "q_scale", "k_scale", "v_scale"):
+        _check_no_gradient(name, getattr(a, name))
+
+
+def _tensors_of(name: str, x: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """An argument's tensors, by name."""
+    if isinstance(x, torch.Tensor):
+        yield name, x
+    elif isinstance(x, Quantized):
+        for field in ("data", "scale", "mean", "bias"):
+            part = getattr(x, field)
+            if part is not None:
+                yield f"{name}.{field}", part
+
+
+def _check_no_gradient(name: str, x: object) -> None:
+    for part, tensor in _tensors_of(name, x):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise RuntimeError(f"{part} requires grad; fp8attn has no backward: call it under torch.no_grad(), or detach {part}")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(f"{part} has a tangent; fp8attn has no forward-mode derivative: detach {part}")
 
 
 def _kept_by(recipe: Recipe) -> str:
     return f"recipe keeps keys (sinks={recipe.sinks}, recent={recipe.recent})"
 
 
-def check_keeps_none(recipe: Recipe) -> None:
-    """For what is quantized as a whole."""
-    if recipe.keeps_keys:
-        raise ValueError(f"{_kept_by(recipe)}; it must keep none: such recipes are sdpa's, of query, key and value as they are")
-
-
-def check_kept(
-    query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, recipe: Recipe
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operands, if a recipe can keep some of their keys as they are."""
-    if attn_mask is not None:
-        raise ValueError(f"attn_mask is given and {_kept_by(recipe)}; it must be None")
-    kept: list[torch.Tensor] = []
-    for name, x in (("query", query), ("key", key), ("value", value)):
+def _check_kept(a: Arguments) -> None:
+    """That a recipe can keep some of the keys as they are."""
+    if a.attn_mask is not None and not is_causal_bias(a.attn_mask):
+        raise ValueError(f"attn_mask is given and {_kept_by(a.recipe)}; it must be None")
+    for name, x in (("query", a.query), ("key", a.key), ("value", a.value)):
         if isinstance(x, Quantized) or is_stored(x):
-            raise TypeError(f"{name} is quantized already and {_kept_by(recipe)}; it must be one of {FLOATS}")
-        if x.dtype != (kept or [x])[0].dtype:
-            raise TypeError(f"{name} is {x.dtype} and {_kept_by(recipe)}; it must be query's {kept[0].dtype}")
-        kept.append(x)
-    return kept[0], kept[1], kept[2]
+            raise TypeError(f"{name} is quantized already and {_kept_by(a.recipe)}; it must be one of {FLOATS}")
 
 
-def check_causal(is_causal: bool, causal_alignment: str) -> Causal:
-    if causal_alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"causal_alignment is {causal_alignment!r}; it must be 'top_left' (as in PyTorch) or 'bottom_right'")
-    if not is_causal:
-        return "none"
-    return "top_left" if causal_alignment == "top_left" else "bottom_right"
+def _check_pair(query: torch.Tensor | Quantized | Stored, key: torch.Tensor | Quantized | Stored) -> None:
+    """That query and key were quantized alike."""
+    types = tuple(x.data.dtype for x in (query, key) if not isinstance(x, torch.Tensor))
+    if len(types) == 2 and types[0] != types[1]:
+        raise TypeError(f"query is stored as {types[0]}, key as {types[1]}; both must be quantized with recipes of the same `qk`")
+    if not isinstance(query, torch.Tensor) and not isinstance(key, torch.Tensor):
+        in_query, in_key = (x.rotated if isinstance(x, Quantized) else 0 for x in (query, key))
+        if in_query != in_key:
+            how = f"query is rotated by {in_query} channels, key by {in_key}"
+            if in_query == 0 or in_key == 0:
+                how = "query is rotated, key isn't" if in_query else "key is rotated, query isn't"
+            raise ValueError(f"{how}; both must be quantized with recipes of the same `rotate`")
+    if isinstance(query, Quantized):
+        _check_smoothed(query, key.shape[2])
 
 
-def named_scale(name: str, x: torch.Tensor, scale: torch.Tensor | float | None, for_values: bool) -> tuple[torch.Tensor, Granularity]:
+def _check_smoothed(query: Quantized, kv_length: int) -> None:
+    """That means of queries, and what they add to the scores of keys, are of these queries and as many keys."""
+    batch, heads, length, dim = query.shape
+    groups = -(-length // QUERY_GROUP)
+    if query.mean is not None:
+        _check_tensor("query.mean", query.mean, (torch.float32,), (batch, heads, groups, dim), query.device)
+    if query.bias is None:
+        return
+    if query.mean is None:
+        raise ValueError(f"query.bias is given and query.mean is None; it must have the shape {(batch, heads, groups, dim)}")
+    wanted = (batch, heads, groups, -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT)
+    if tuple(query.bias.shape) != wanted:
+        raise ValueError(
+            f"query.bias has shape {tuple(query.bias.shape)}; it must be {wanted}: a smoothed query attends to the keys that it was quantized with"
+        )
+    _check_tensor("query.bias", query.bias, (torch.float32,), wanted, query.device)
+    if not query.bias.is_contiguous():
+        raise ValueError(f"query.bias has strides {query.bias.stride()}; it must be contiguous")
+
+
+def _with_scale(name: str, x: Operand, scale: object, for_values: bool) -> torch.Tensor | Quantized | Stored:
+    """x, with its scale if the user quantized it."""
+    if not is_stored(x):
+        return x
+    return Stored(as_stored(x), *named_scale(name, x, scale, for_values))
+
+
+def named_scale(name: str, x: torch.Tensor, scale: object, for_values: bool) -> tuple[torch.Tensor, Granularity]:
     """The scale of what the user quantized, in the shape that `Quantized` has it, and what it covers."""
     batch, heads, length, dim = x.shape
     if scale is None:
         raise ValueError(f"{name} is {x.dtype} and {name}_scale is None; it must be the float32 multiplier that restores {name}")
-    if isinstance(scale, (int, float)):
-        scale = torch.full((1, 1, 1), float(scale), dtype=torch.float32, device=x.device)
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        what = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
-        raise TypeError(f"{name}_scale is {what}; it must be a float or a float32 tensor")
+    if not isinstance(scale, torch.Tensor):
+        if not isinstance(scale, (Real, torch.SymFloat)) or isinstance(scale, bool):
+            raise TypeError(f"{name}_scale is a {type(scale).__name__}; it must be a number or a float32 tensor")
+        number: Any = scale if isinstance(scale, torch.SymFloat) else float(scale)
+        scale = torch.full((1, 1, 1), number, dtype=torch.float32, device=x.device)
+    _check_tensor(f"{name}_scale", scale, (torch.float32,), None, None)
     if scale.device != x.device:
         raise ValueError(f"{name}_scale is on {scale.device}; it must be on {name}'s device, {x.device}")
     blocks = -(-length // SCALE_BLOCK)
@@ -188,3 +561,147 @@ def named_scale(name: str, x: torch.Tensor, scale: torch.Tensor | float | None, 
             return (scale.unsqueeze(-1) if scale.dim() == 2 else scale), granularity
     wanted = ", ".join(f"{shape} ({granularity})" for shape, granularity in shapes)
     raise ValueError(f"{name}_scale has shape {tuple(scale.shape)}; it must have one element (tensor), or shape {wanted}")
+
+
+def check_call(c: Call) -> None:
+    """What the kernels rely on in a call, whoever called the operator.
+
+    Raises:
+        TypeError, ValueError: a field isn't as `Call` says.
+    """
+    check_rows("q", c.q, (E4M3, torch.int8))
+    check_rows("k", c.k, (c.q.dtype,))
+    check_rows("v", c.v, (E4M3,))
+    batch, heads, q_length, dim = c.q.shape
+    kv_heads, kv_length, value_dim, device = c.k.shape[1], c.k.shape[2], c.v.shape[2], c.q.device
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
+    if c.kv_length != kv_length:
+        raise ValueError(f"kv_length is {c.kv_length}; it must be k's, {kv_length}")
+    _check_tensor("k", c.k, (c.q.dtype,), (batch, kv_heads, kv_length, dim), device)
+    _check_tensor("v", c.v, (E4M3,), (batch, kv_heads, value_dim, padded_length(kv_length)), device)
+    check_dims(dim, value_dim)
+    floats = (torch.float32,)
+    assert c.q_scale is not None
+    _check_tensor("q_scale", c.q_scale, floats, (batch, heads, _scales("q_group", c.q_group, q_length)), device)
+    _check_tensor("k_scale", c.k_scale, floats, (batch, kv_heads, _scales("k_group", c.k_group, kv_length)), device)
+    _check_tensor("v_scale", c.v_scale, floats, (batch, kv_heads, value_dim), device)
+    if c.v_mean is not None:
+        _check_tensor("v_mean", c.v_mean, floats, (batch, kv_heads, value_dim), device)
+    for name, x in (("v", c.v), ("v_mean", c.v_mean)):
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
+    if c.attn_mask is not None:
+        _check_tensor("attn_mask", c.attn_mask, (torch.bool, *FLOATS), (batch, heads, q_length, kv_length), device)
+    if c.bias is not None:
+        wanted = (batch, heads, -(-q_length // QUERY_GROUP), -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT)
+        _check_tensor("bias", c.bias, floats, wanted, device)
+        if not c.bias.is_contiguous():
+            raise ValueError(f"bias has strides {c.bias.stride()}; it must be contiguous")
+    check_launch(c.softmax_scale, c.causal, c.out_dtype)
+    if c.attn_mask is not None and c.causal != "none":
+        raise ValueError(f"attn_mask is given and causal is {c.causal!r}; it must be 'none'")
+
+
+def check_dims(*dims: int) -> None:
+    """Head dims of an operator's operands."""
+    for dim in dims:
+        if not MIN_DIM <= dim <= MAX_DIM or dim % DIM_STEP:
+            raise ValueError(f"head_dim is {dim}; it must be a multiple of {DIM_STEP} from {MIN_DIM} to {MAX_DIM}")
+
+
+def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype) -> None:
+    """What operators of attention are told beside tensors."""
+    check_scale("softmax_scale", softmax_scale)
+    if causal not in CAUSAL:
+        raise ValueError(f"causal is {causal!r}; it must be one of {CAUSAL}")
+    if out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {FLOATS}")
+
+
+def _scales(name: str, group: int, length: int) -> int:
+    """How many scales a head's rows have."""
+    if group not in (0, 1, SCALE_BLOCK):
+        raise ValueError(f"{name} is {group}; it must be 0 (a head's rows), 1 or {SCALE_BLOCK}")
+    return 1 if group == 0 else -(-length // group)
+
+
+def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """An operator's operand: (B, H, S, D) with a unit last stride."""
+    _check_tensor(name, x, dtypes, None, None)
+    if x.dim() != 4:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions")
+    if x.shape[3] > 1 and x.stride(3) != 1:
+        raise ValueError(f"{name} has strides {x.stride()}; the last must be 1")
+
+
+def check_floats(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None) -> None:
+    """Operands of operators that take them as they are: `check`'s rules, nothing expanded."""
+    check_rows("q", q, FLOATS)
+    check_rows("k", k, (q.dtype,))
+    check_rows("v", v, (q.dtype,))
+    batch, heads, q_length, dim = q.shape
+    kv_heads, kv_length, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
+    _check_tensor("k", k, (q.dtype,), (batch, kv_heads, kv_length, dim), q.device)
+    _check_tensor("v", v, (q.dtype,), (batch, kv_heads, kv_length, value_dim), q.device)
+    check_dims(dim, value_dim)
+    if attn_mask is not None:
+        _check_tensor("attn_mask", attn_mask, (torch.bool, *FLOATS), (batch, heads, q_length, kv_length), q.device)
+
+
+def check_score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity) -> None:
+    """Arguments of the operator of this name."""
+    check_rows("k_data", k_data, (E4M3, torch.int8))
+    batch, kv_heads, length, dim = k_data.shape
+    check_quantized("k", Quantized(k_data, k_scale, k_granularity, "rows", length), "rows")
+    _check_tensor("q_mean", q_mean, (torch.float32,), None, k_data.device)
+    if q_mean.dim() != 4 or q_mean.shape[0] != batch or q_mean.shape[3] != dim or (kv_heads and q_mean.shape[1] % kv_heads):
+        raise ValueError(f"q_mean has shape {tuple(q_mean.shape)}; it must be ({batch}, a multiple of {kv_heads}, groups of queries, {dim})")
+
+
+def check_import_operands(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> None:
+    """Arguments of the operator import_kv."""
+    check_rows("k_data", k_data, (E4M3, torch.int8))
+    check_rows("v", v, (E4M3,))
+    batch, heads, length, _ = k_data.shape
+    check_quantized("k", Quantized(k_data, k_scale, k_granularity, "rows", length), "rows")
+    _check_tensor("v", v, (E4M3,), (batch, heads, length, v.shape[3]), k_data.device)
+
+
+def check_half_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None
+) -> None:
+    """Tensors of the operator half_keys."""
+    check_floats(q, k, v, None)
+    if (others is None) != (others_lse is None):
+        raise ValueError(f"{'others' if others is None else 'others_lse'} is None; others and others_lse go together")
+    if others is not None and others_lse is not None:
+        check_rows("others", others, FLOATS)
+        _check_tensor("others", others, FLOATS, (*q.shape[:3], v.shape[3]), q.device)
+        _check_lse("others_lse", others_lse, q)
+    if k_mean is not None:
+        _check_key_mean(k_mean, k)
+
+
+def _check_lse(name: str, lse: torch.Tensor, q: torch.Tensor) -> None:
+    _check_tensor(name, lse, (torch.float32,), tuple(q.shape[:3]), q.device)
+    if not lse.is_contiguous():
+        raise ValueError(f"{name} has strides {lse.stride()}; it must be contiguous")
+
+
+def _check_key_mean(k_mean: torch.Tensor, k: torch.Tensor) -> None:
+    _check_tensor("k_mean", k_mean, (torch.float32,), (*k.shape[:2], k.shape[3]), k.device)
+    if not k_mean.is_contiguous():
+        raise ValueError(f"k_mean has strides {k_mean.stride()}; it must be contiguous")
+
+
+def check_unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor) -> None:
+    """Tensors of the operator unsmoothed_lse."""
+    check_rows("q", q, FLOATS)
+    _check_tensor("lse", lse, (torch.float32,), tuple(q.shape[:3]), q.device)
+    _check_tensor("k_mean", k_mean, (torch.float32,), None, q.device)
+    batch, heads, _, dim = q.shape
+    if k_mean.dim() != 3 or k_mean.shape[0] != batch or k_mean.shape[2] != dim or k_mean.shape[1] == 0 or heads % k_mean.shape[1]:
+        raise ValueError(f"k_mean has shape {tuple(k_mean.shape)}; it must be ({batch}, a divisor of {heads}, {dim})")

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import GPU
+from test_operators import OPERATOR_ERRORS
+from torch.nn.attention.bias import causal_lower_right
 
 import fp8attn
 from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
@@ -56,6 +58,9 @@ def quantized(layout: str = "rows") -> Quantized:
     return Quantized(K8, torch.ones(1, 1, 1), "tensor", layout, 9)
 
 
+Q_16 = Quantized(Q8, torch.ones(1, 1, 1), "tensor", "rows", 6, rotated=16)
+K_TENSOR = quantized()
+V_TENSOR = Quantized(values_layout(V8), torch.ones(1, 1, 1), "tensor", "values", 9)
 SMOOTH_Q = Recipe(smooth_q=True)
 KV_SCALES = {"k_scale": 1.0, "v_scale": 1.0}
 BIAS = torch.zeros(2, 4, 1, 12)
@@ -71,6 +76,25 @@ def needs_grad(x: torch.Tensor) -> torch.Tensor:
     return x.clone().requires_grad_()
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+def with_tangent(name: str) -> object:
+    arguments = {"query": Q.float(), "key": K.float(), "value": V.float()}
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return fp8attn.sdpa(**(arguments | {name: x}), enable_gqa=True)
+
+    return torch.func.jvp(attention, (arguments[name],), (arguments[name],))
+
+
+def replaced(name: str, **fields) -> Callable[[], object]:
+    """A call of quantized operands, fields of one replaced."""
+    operands = {"query": dataclasses.replace(Q_16, rotated=0), "key": K_TENSOR, "value": V_TENSOR}
+    return call(**(operands | {name: dataclasses.replace(operands[name], **fields)}))
+
+
 ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (call(query=[1.0]), TypeError, "query is a list; it must be a torch.Tensor"),
     (call(key=K[0]), ValueError, r"key has shape \(2, 9, 32\); it must be \(batch, heads, length, head_dim\)"),
@@ -80,11 +104,12 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (call(value=bf16(2, 2, 9, 264)), ValueError, "value has head_dim 264; it must be"),
     (call(query=quantized("values")), ValueError, "query is Quantized in the layout 'values'; it must be 'rows'"),
     (call(key=K.to(META)), ValueError, "key is on meta; it must be on query's device, cpu"),
-    (call(key=K[:1]), ValueError, "key has batch 1; it must be query's, 2"),
+    (call(key=bf16(3, 2, 9, 32)), ValueError, "key has batch 3; it must be query's, 2, or 1"),
+    (call(query=Q[:1], value=bf16(3, 2, 9, 16)), ValueError, "value has batch 3; it must be key's, 2, or 1"),
     (call(value=bf16(2, 4, 9, 16)), ValueError, "value has 4 heads; it must have as many as key, 2"),
     (call(value=V[:, :, :8]), ValueError, "value has length 8; it must be key's, 9"),
     (call(key=bf16(2, 2, 9, 64)), ValueError, "key has head_dim 64; it must be query's, 32"),
-    (call(enable_gqa=False), ValueError, "query has 4 heads and key 2; they must be equal unless enable_gqa=True"),
+    (call(enable_gqa=False), ValueError, "query has 4 heads and key 2; they must be equal, or one of them 1, unless enable_gqa=True"),
     (call(query=bf16(2, 3, 6, 32)), ValueError, "query has 3 heads; with enable_gqa it must be a multiple of key's 2"),
     (call(value=V8.view(torch.int8)), TypeError, r"value is torch.int8; it must be one of .*, or e4m3 as \(.*uint8\) with its scale"),
     (
@@ -97,6 +122,40 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "query is stored as torch.int8, key as torch.float8_e4m3fn; both must be quantized with recipes of the same `qk`",
     ),
     (call(key=K8, k_scale=1.0), TypeError, "key is torch.float8_e4m3fn and value torch.bfloat16; both must be"),
+    (call(key=K.half()), TypeError, "key is torch.float16; it must be query's torch.bfloat16"),
+    (call(value=V.float()), TypeError, "value is torch.float32; it must be query's torch.bfloat16"),
+    (call(query=Q.as_subclass(Subclass)), TypeError, "query is a Subclass, a subclass of torch.Tensor; it must be a torch.Tensor"),
+    (call(attn_mask=torch.ones(6, 9).as_subclass(Subclass)), TypeError, "attn_mask is a Subclass, a subclass of torch.Tensor"),
+    (call(query=torch.nested.nested_tensor([torch.randn(4, 6, 32)] * 2)), TypeError, "query is a nested tensor; it must be a torch.Tensor"),
+    (call(key=K.to_sparse()), TypeError, "key has the layout torch.sparse_coo; it must be torch.strided"),
+    (call(attn_mask=causal_lower_right(6, 8)), ValueError, r"attn_mask is a CausalBias of lengths \(6, 8\); it must be of \(Sq, Sk\) = \(6, 9\)"),
+    (call(attn_mask=causal_lower_right(6, 9), is_causal=True), ValueError, "attn_mask is given and is_causal is True"),
+    (lambda: with_tangent("query"), RuntimeError, "query has a tangent; fp8attn has no forward-mode derivative"),
+    (lambda: with_tangent("value"), RuntimeError, "value has a tangent"),
+    (cached(k_scale=needs_grad(torch.ones(1))), RuntimeError, "k_scale requires grad"),
+    (replaced("key", scale=needs_grad(torch.ones(1, 1, 1))), RuntimeError, "key.scale requires grad"),
+    (replaced("query", data=Q8[0]), ValueError, r"query.data has shape \(4, 6, 32\); it must have 4 dimensions"),
+    (replaced("query", data=Q8.transpose(2, 3)), ValueError, "query.data has strides .*; the last must be 1"),
+    (replaced("query", data=Q), TypeError, "query.data is torch.bfloat16; it must be torch.float8_e4m3fn or torch.int8"),
+    (replaced("key", scale=1.0), TypeError, "key.scale is a float; it must be a torch.Tensor"),
+    (replaced("key", scale=torch.ones(2, 2, 9)), ValueError, r"key.scale has shape \(2, 2, 9\); it must be \(1, 1, 1\)"),
+    (replaced("key", granularity="channel"), ValueError, "key.granularity is 'channel'; it must be one of"),
+    (replaced("key", length=8), ValueError, r"key.length is 8 and key.data has shape \(2, 2, 9, 32\); it must hold 8 tokens"),
+    (replaced("value", length=200), ValueError, r"value.length is 200 and value.data has shape \(2, 2, 16, 128\); it must hold 256 tokens"),
+    (replaced("value", mean=torch.zeros(2, 2, 32)), ValueError, r"value.mean has shape \(2, 2, 32\); it must be \(2, 2, 16\)"),
+    (
+        replaced("value", data=V_TENSOR.data.transpose(0, 1).contiguous().transpose(0, 1)),
+        ValueError,
+        "value.data has strides .*; it must be contiguous",
+    ),
+    (
+        lambda: fp8attn.reference_sdpa(dataclasses.replace(Q_16, rotated=0, data=Q8[:1]), K_TENSOR, V_TENSOR, enable_gqa=True),
+        ValueError,
+        "query is Quantized with batch 1 and 4 heads; it must have 2 and 4: expand it before",
+    ),
+    (replaced("query", rotated=8), ValueError, r"query.rotated is 8; with head_dim 32 it must be one of \[0, 16, 32\]"),
+    (lambda: fp8attn.triton_sdpa(Q, K, V, backend="cuda"), TypeError, "backend is 'cuda'; it must not be given: triton_sdpa has one"),
+    (lambda: fp8attn.reference_sdpa(Q, K, V, enable_gqa=True, dtype=torch.float16), TypeError, "dtype is torch.float16; it must be float32"),
     (call(dropout_p=0.1), ValueError, "dropout_p is 0.1; it must be 0"),
     (call(scale=float("nan")), ValueError, "scale is nan; it must be a finite number"),
     (call(query=needs_grad(Q)), RuntimeError, "query requires grad; fp8attn has no backward"),
@@ -112,27 +171,36 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (full(out_dtype=torch.int8, backend="reference"), TypeError, "out_dtype is torch.int8; it must be"),
     (full(backend="metal"), ValueError, "backend is 'metal'; it must be"),
     (full(backend="cuda"), BackendUnavailable, "cuda: tensors are on cpu; move them to a GPU"),
-    (call(query=dataclasses.replace(quantized(), data=Q8, rotated=16)), ValueError, "query is rotated, key isn't; both must be quantized"),
+    (call(Q_16, K_TENSOR, V_TENSOR), ValueError, "query is rotated, key isn't; both must be quantized"),
+    (call(Q_16, dataclasses.replace(K_TENSOR, rotated=32), V_TENSOR), ValueError, "query is rotated by 16 channels, key by 32; both must"),
+    (call(Q, K8, V8, **KV_SCALES, q_scale=1.0), ValueError, "q_scale is given, but its tensor isn't"),
     (call(q_scale=1.0), ValueError, "q_scale is given, but its tensor isn't float8_e4m3fn, uint8 or int8; it must be None"),
     (cached(k_scale=None), ValueError, "k is torch.float8_e4m3fn and k_scale is None; it must be"),
-    (cached(q_scale=torch.ones(1).double()), TypeError, "q_scale is torch.float64; it must be a float or a float32 tensor"),
-    (cached(q_scale="1"), TypeError, "q_scale is str; it must be"),
+    (cached(q_scale=torch.ones(1).double()), TypeError, "q_scale is torch.float64; it must be torch.float32"),
+    (cached(q_scale="1"), TypeError, "q_scale is a str; it must be a number or a float32 tensor"),
+    (cached(q_scale=True), TypeError, "q_scale is a bool; it must be a number or a float32 tensor"),
+    (call(scale="1"), TypeError, "scale is a str; it must be a number"),
+    (call(is_causal=1), TypeError, "is_causal is a int; it must be a bool"),
     (cached(v_scale=torch.ones(1, device=META)), ValueError, "v_scale is on meta; it must be on v's device, cpu"),
     (cached(v_scale=torch.ones(2, 2, 9)), ValueError, r"v_scale has shape \(2, 2, 9\); it must have one element"),
     (lambda: fp8attn.quantize(Q, recipe=SMOOTH_Q), ValueError, "key is None and recipe.smooth_q is True; key and value must be given"),
-    (call(query=smoothed(mean=None), key=K8, value=V8, **KV_SCALES), ValueError, "query has a bias and a mean of shape None"),
+    (
+        call(query=smoothed(mean=None), key=K8, value=V8, **KV_SCALES),
+        ValueError,
+        r"query.bias is given and query.mean is None; it must have the shape \(2, 4, 1, 32\)",
+    ),
     (
         call(query=smoothed(), key=K8[:, :, :3], value=V8[:, :, :3], **KV_SCALES),
         ValueError,
         r"query.bias has shape \(2, 4, 1, 12\); .* \(2, 4, 1, 4\)",
     ),
-    (call(query=smoothed(bias=BIAS.half()), key=K8, value=V8, **KV_SCALES), TypeError, "query.bias is torch.float16; it must be float32"),
+    (call(query=smoothed(bias=BIAS.half()), key=K8, value=V8, **KV_SCALES), TypeError, "query.bias is torch.float16; it must be torch.float32"),
     (
         call(query=smoothed(bias=torch.zeros(2, 4, 1, 24)[..., ::2]), key=K8, value=V8, **KV_SCALES),
         ValueError,
         r"query.bias has strides .*; it must be contiguous",
     ),
-    (call(query=smoothed(bias=BIAS.to(META)), key=K8, value=V8, **KV_SCALES), ValueError, "query.bias is on meta; it must be on query's device"),
+    (call(query=smoothed(bias=BIAS.to(META)), key=K8, value=V8, **KV_SCALES), ValueError, "query.bias is on meta; it must be on cpu"),
     (
         keeping(attn_mask=torch.ones(6, 9, dtype=torch.bool)),
         ValueError,
@@ -140,12 +208,26 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     ),
     (keeping(query=quantized()), TypeError, "query is quantized already and recipe keeps keys"),
     (keeping(query=Q8, q_scale=1.0), TypeError, "query is quantized already and recipe keeps keys"),
-    (keeping(query=Q.half()), TypeError, "key is torch.bfloat16 and recipe keeps keys .*; it must be query's torch.float16"),
+    (keeping(query=Q.half()), TypeError, "key is torch.bfloat16; it must be query's torch.float16"),
     (lambda: fp8attn.quantize(Q, recipe=KEEPING), ValueError, r"recipe keeps keys \(sinks=0, recent=128\); it must keep none"),
     (lambda: Recipe(sinks=100), ValueError, r"Recipe.sinks is 100; it must be one of \(0, 128, 256"),
     (lambda: Recipe(recent=2048), ValueError, "Recipe.recent is 2048; it must be one of"),
     (lambda: fp8attn.quantize(Q8), TypeError, "query is quantized already"),
     (lambda: fp8attn.quantize(None, K), ValueError, "value is None; key and value are quantized together"),
+    (lambda: fp8attn.quantize(Q, K, V, recipe="fast"), TypeError, "recipe is a str; it must be a fp8attn.Recipe"),
+    (lambda: fp8attn.quantize(Q[:1], K, V), ValueError, "query has batch 1; it must be key's, 2"),
+    (lambda: fp8attn.quantize(Q, K, V[:1]), ValueError, "value has batch 1; it must be key's, 2"),
+    (lambda: fp8attn.quantize(Q, K, V[:, :1]), ValueError, "value has 1 heads; it must have as many as key, 2"),
+    (lambda: fp8attn.quantize(bf16(2, 3, 6, 32), K, V), ValueError, "query has 3 heads; with enable_gqa it must be a multiple of key's 2"),
+    (lambda: fp8attn.quantize(Q[:, :1], K, V), ValueError, "query has 1 heads; it must be a multiple of key's 2"),
+    (lambda: fp8attn.quantize(bf16(2, 4, 6, 64), K, V), ValueError, "key has head_dim 32; it must be query's, 64"),
+    (lambda: fp8attn.quantize(Q, K, V.half()), TypeError, "value is torch.float16; it must be query's torch.bfloat16"),
+    (lambda: fp8attn.quantize(Q, K.to(META), V), ValueError, "key is on meta; it must be on query's device, cpu"),
+    (lambda: fp8attn.quantize(None, needs_grad(K), V), RuntimeError, "key requires grad"),
+    (lambda: fp8attn.import_kv(K8, V8[:1], 1.0, 1.0), ValueError, "value has batch 1; it must be key's, 2"),
+    (lambda: fp8attn.import_kv(K8, V8[:, :1], 1.0, 1.0), ValueError, "value has heads 1; it must be key's, 2"),
+    (lambda: fp8attn.import_kv(K8, V8[:, :, :3], 1.0, 1.0), ValueError, "value has length 3; it must be key's, 9"),
+    (lambda: fp8attn.import_kv(K8, V8, needs_grad(torch.ones(1)), 1.0), RuntimeError, "k_scale requires grad"),
     (lambda: fp8attn.quantize(), ValueError, "query, key and value are None; at least"),
     (lambda: fp8attn.import_kv(K, V, 1.0, 1.0), TypeError, "key is torch.bfloat16; it must be float8_e4m3fn, uint8 or int8"),
     (lambda: Recipe(k="channel"), ValueError, r"Recipe.k is 'channel'; it must be one of"),
@@ -164,9 +246,9 @@ def test_errors_say_what_was_and_what_must_be(sample: tuple[Callable[[], object]
 
 
 def test_every_error_is_tested() -> None:
-    """Every `raise` of the checks is reached by one of the samples."""
+    """Every `raise` of the checks is reached by one of the samples, of a public function's or an operator's errors."""
     reached = set()
-    for action, kind, _ in ERRORS:
+    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS]:
         try:
             action()
         except kind as error:

@@ -12,6 +12,7 @@ from typing import Any
 import emulation
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, cases
@@ -315,12 +316,30 @@ class Subclass(torch.Tensor):
 
 
 @pytest.mark.parametrize("name", ("data", "scale", "mean"))
-def test_subclasses_see_the_operators_of_the_library(name: str, repeats: Repeats) -> None:
+def test_subclasses_are_refused(name: str, repeats: Repeats) -> None:
+    """After a call that differs in nothing else."""
     q, k, v = operands()
     kept(q, k, v)
     odd = dataclasses.replace(v, **{name: getattr(v, name).as_subclass(Subclass)})
-    fp8attn.cuda_sdpa(q, k, odd)
+    with pytest.raises(TypeError, match=f"value.{name} is a Subclass, a subclass of torch.Tensor"):
+        fp8attn.cuda_sdpa(q, k, odd)
     assert not any(repeats.hits)
+
+
+def test_a_tangent_is_refused(repeats: Repeats) -> None:
+    """Of forward-mode AD, inside and outside of torch.func."""
+    q, k, v = (torch.randn(1, 2, 70, 64).bfloat16() for _ in range(3))
+    call = kept(q, k, v)
+    call()
+    assert repeats.last()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="key has a tangent"):
+        fp8attn.cuda_sdpa(q, forward_ad.make_dual(k, k), v)
+    with forward_ad.dual_level():
+        call()
+    with pytest.raises(RuntimeError, match="query has a tangent"):
+        torch.func.jvp(lambda q: fp8attn.cuda_sdpa(q, k, v), (q,), (q,))
+    call()
+    assert repeats.last()
 
 
 @pytest.mark.parametrize("plain", (False, True))
@@ -335,7 +354,8 @@ def test_what_requires_grad(plain: bool, repeats: Repeats) -> None:
             call()
     else:
         q.scale.requires_grad_()
-        call()
+        with pytest.raises(RuntimeError, match=r"query.scale requires grad"):
+            call()
     assert not repeats.last()
     with torch.no_grad():
         call()
@@ -359,7 +379,7 @@ ERRORS: dict[str, Callable[[Quantized, Quantized, Quantized], dict[str, Any]]] =
     "length": lambda q, k, v: dict(value=dataclasses.replace(v, length=299)),
     "layout": lambda q, k, v: dict(key=v),
     "rotated": lambda q, k, v: dict(query=dataclasses.replace(q, rotated=16)),
-    "batch": lambda q, k, v: dict(query=operands(batch=1)[0]),
+    "batch": lambda q, k, v: dict(query=operands(batch=3)[0]),
     "no tensor": lambda q, k, v: dict(query=[1.0]),
     "another kind": lambda q, k, v: dict(key=torch.zeros(2, 4, 300, 64)),
     "int8": lambda q, k, v: dict(query=dataclasses.replace(q, data=q.data.view(torch.int8))),

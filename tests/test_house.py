@@ -21,11 +21,12 @@ from fp8attn.triton import configs, tune
 
 ROOT = Path(fp8attn.__file__).resolve().parent
 FLOORS = (
-    {"recipe", "device"},
+    {"recipe", "device", "ambient"},
     {"layout", "rotation"},
     {"quantize"},
     {"reference"},
-    {"call", "validate"},
+    {"call"},
+    {"validate"},
     {"schedule"},
     {"triton", "cuda"},
     {"ops"},

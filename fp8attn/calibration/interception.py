@@ -1,0 +1,295 @@
+"""Calls of scaled dot-product attention that a model's modules make, handed to a handler together with the module's name.
+
+While a model is intercepted, each of its modules has an instance attribute `forward` that calls the module's own forward. It keeps a stack, one per
+thread, of the modules that are in their forward. The outermost module also enters a TorchFunctionMode, which receives the calls of attention.
+
+Reasons for this design:
+- Function modes belong to a thread, so every thread that runs the model must enter one.
+- try/finally restores the stack after every exception. Forward hooks don't run after all of them.
+- torch.compile guards on an instance attribute `forward`, so it compiles the model again. It doesn't guard on hooks.
+- Nothing outside of the model changes. A patched F.scaled_dot_product_attention would reach other models and break torch's CausalBias.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..recipe import DEFAULT_RECIPE
+from ..validate import Arguments
+from .names import layer_names, name_in
+
+INTERCEPTED = dict.fromkeys(
+    (
+        F.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+        # it calls attention where no function mode is active
+        F.multi_head_attention_forward,
+    )
+)
+"""The functions that the function mode doesn't just call."""
+
+UNFLATTEN = torch.Tensor.unflatten
+"""torch.compile can't trace this method inside a function mode; it can trace torch.unflatten."""
+
+RETURNS_WEIGHTS = "nn.MultiheadAttention computes attention itself if need_weights is True; pass need_weights=False"
+NOT_COMPILED = "fp8attn.capture records calls outside of graphs; for capture, compile the model without fullgraph=True"
+
+
+class Handler(Protocol):
+    """What happens to the calls."""
+
+    def attention(self, layer: str, arguments: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the result of a call. `original` makes the call as the model made it."""
+
+    def unseen(self, layer: str, reason: str) -> None:
+        """Take note that a layer computed attention without a call."""
+
+
+class Invocation:
+    """One run of a module's forward.
+
+    Attributes:
+        layer: the module's name.
+        calls: the number of calls of attention so far.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.calls = 0
+
+    def next_call(self) -> str:
+        """The name of the next call: `layer`, then `layer#1`, `layer#2` and so on."""
+        name = self.layer if self.calls == 0 else f"{self.layer}#{self.calls}"
+        self.calls += 1
+        return name
+
+
+class _Stack(threading.local):
+    """The running forwards of a thread, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.running: list[Invocation] = []
+
+
+class Interception:
+    """One context in which a model is intercepted.
+
+    Attributes:
+        traceable: whether torch.compile may trace the handler. If not, the model runs eagerly.
+        run: runs the forward of a module, for torch.compile to trace or to skip.
+        ran: whether a module of the model ran its forward.
+    """
+
+    def __init__(self, handler: Handler, *, traceable: bool) -> None:
+        self.handler = handler
+        self.traceable = traceable
+        self.ran = False
+        self.stack = _Stack()
+        self.mode = _Mode(self)
+        # torch.compiler.disable imports torch._dynamo, which takes seconds
+        self._handle = handler.attention if traceable else torch.compiler.disable(handler.attention, reason=NOT_COMPILED)
+        self.run = _run if traceable else torch.compiler.disable(_run, reason=NOT_COMPILED)
+        self._multi_head = _with_globals(
+            F.multi_head_attention_forward,
+            scaled_dot_product_attention=lambda *args, **kwargs: self.call(F.scaled_dot_product_attention, args, kwargs),
+            has_torch_function=lambda _: False,
+        )
+
+    def call(self, function: Callable[..., torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A call of attention."""
+        running = self.stack.running
+        if not running:
+            return function(*args, **kwargs)
+        # torch.compile can't trace the default of `recipe`, an object
+        arguments = Arguments(*args, **kwargs, recipe=DEFAULT_RECIPE)
+        return self._handle(running[-1].next_call(), arguments, lambda: function(*args, **kwargs))
+
+    def call_multi_head(self, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A call of F.multi_head_attention_forward."""
+        running = self.stack.running
+        before = running[-1].calls if running else 0
+        result = self._multi_head(*args, **kwargs)
+        if running and running[-1].calls == before:
+            self.handler.unseen(running[-1].layer, RETURNS_WEIGHTS)
+        return result
+
+
+def _with_globals(function: Callable, **changed: object) -> Callable:
+    """A copy of a function for which some of its global names mean something else."""
+    names = {**function.__globals__, **changed}
+    del names["__name__"]  # torch.compile looks up globals in the module of this name, where they aren't changed
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class _Mode(TorchFunctionMode):
+    """Receives the calls of torch's functions. Several threads enter the same instance."""
+
+    def __init__(self, interception: Interception) -> None:
+        super().__init__()
+        self.interception = interception
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        # all functions and attributes of tensors come here
+        if func not in INTERCEPTED:
+            if func is UNFLATTEN and torch.compiler.is_compiling():
+                func = torch.unflatten
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is not F.multi_head_attention_forward:
+            return self.interception.call(func, args, kwargs)
+        if all(kind in (torch.Tensor, nn.Parameter) for kind in types):
+            return self.interception.call_multi_head(args, kwargs)
+        return func(*args, **kwargs)
+
+
+Link = tuple[Interception, tuple[str, ...]]
+"""A context that intercepts a module, and the module's names in it."""
+
+
+class _Forward:
+    """The attribute `forward` of an intercepted module.
+
+    Attributes:
+        module: the module.
+        links: the contexts, the outermost one first. A tuple, which other threads may read while it is replaced.
+        before: the attribute that the module had before, or None.
+        during: the attribute that it has now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.links: tuple[Link, ...] = ()
+        self.before = module.__dict__.get("forward")
+        inner = type(module).forward if self.before is None else self.before
+
+        # without inner.__dict__: by its attributes torch.compile would find inner, and skip this function
+        @functools.wraps(inner, updated=())
+        def forward(*args, **kwargs):
+            links = self.links
+            run = _run
+            for interception, _ in links:
+                if not interception.traceable:
+                    run = interception.run
+            return run(links, inner, args, kwargs)
+
+        # copy.deepcopy binds a method to the copy of the module
+        self.during = types.MethodType(forward, module) if self.before is None else forward
+
+
+def _run(links: tuple[Link, ...], inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a module's own forward in its contexts. The mode of the innermost context is entered last, so it receives calls first."""
+    if not links:
+        return inner(*args, **kwargs)
+    interception, names = links[0]
+    running = interception.stack.running
+    if running:
+        running.append(Invocation(name_in(running[-1].layer, names)))
+        try:
+            return _run(links[1:], inner, args, kwargs)
+        finally:
+            running.pop()
+    interception.ran = True
+    running.append(Invocation(names[0]))
+    try:
+        with interception.mode:
+            return _run(links[1:], inner, args, kwargs)
+    finally:
+        running.pop()
+
+
+_lock = threading.RLock()
+_forwards: weakref.WeakKeyDictionary[nn.Module, _Forward] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def intercepted(model: nn.Module, handler: Handler, *, traceable: bool) -> Iterator[Interception]:
+    """Inside, calls of attention by a model's modules, in any thread, go to the handler.
+
+    Raises:
+        TypeError: `model` isn't a module.
+        ValueError: `model` is or contains a DataParallel.
+    """
+    names = layer_names(model)
+    interception = Interception(handler, traceable=traceable)
+    forwards: list[_Forward] = []
+    with _no_fast_path(names):
+        try:
+            for module, of_module in names.items():
+                forwards.append(_link(module, (interception, of_module)))
+            yield interception
+        finally:
+            for forward in forwards:
+                _unlink(forward, interception)
+
+
+def _link(module: nn.Module, link: Link) -> _Forward:
+    with _lock:
+        forward = _forwards.get(module)
+        # other code may have wrapped ours; then the wrapper is wrapped again
+        if forward is None or module.__dict__.get("forward") is not forward.during:
+            forward = _forwards[module] = _Forward(module)
+            module.__dict__["forward"] = forward.during
+        forward.links = (*forward.links, link)
+    return forward
+
+
+def _unlink(forward: _Forward, interception: Interception) -> None:
+    """Remove a context. A forward without contexts only calls the module's own; so it may stay where other code wrapped it."""
+    with _lock:
+        forward.links = tuple(link for link in forward.links if link[0] is not interception)
+        module = forward.module()
+        if module is None or forward.links or module.__dict__.get("forward") is not forward.during:
+            return
+        _forwards.pop(module, None)
+        del module.__dict__["forward"]
+        if forward.before is not None:
+            module.__dict__["forward"] = forward.before
+
+
+@dataclass
+class _FastPath:
+    """torch's switch for the fast path of nn.TransformerEncoderLayer: how many contexts need it to be off, and what it was before the first."""
+
+    contexts: int = 0
+    before: bool = True
+
+
+_fast_path = _FastPath()
+
+
+@contextlib.contextmanager
+def _no_fast_path(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch off the fast path, which calls no attention. torch.compile takes it even inside a function mode.
+
+    The switch belongs to the process, so the fast path is off for other models, too. It is touched only if one of the modules has a fast path.
+    """
+    if not any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in modules):
+        yield
+        return
+    with _lock:
+        if _fast_path.contexts == 0:
+            _fast_path.before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _fast_path.contexts += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _fast_path.contexts -= 1
+            if _fast_path.contexts == 0:
+                torch.backends.mha.set_fastpath_enabled(_fast_path.before)
