@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +15,14 @@ from typing import get_args
 
 import torch
 
+from fp8attn.cuda.build import BuildError
+from fp8attn.triton.tile import INTERPRETING
+
 from . import (
     accuracy,
     adapters,
     cases,
+    command_line,
     commits,
     compare,
     document,
@@ -32,17 +39,17 @@ from . import (
     sanitize,
     search,
 )
+from .command_line import Parser, UsageError, at_least, chosen, input_file, more_than_zero, output_file, output_folder, replacing
 from .compare import Comparison
 from .compiling import compile_all
-from .gates import Gates, all_green, compiles, judge
-from .machine import machine
-from .peers import OWN, Peer
-from .run import Result, side_by_side
+from .gates import Gates, Verdict, all_green, compiles, judge
+from .machine import PROGRAM, machine
+from .peers import OWN, device_here
+from .run import Result, effort, side_by_side
 from .timing import Cache, Launch, Protocol
 from .worker import Worker
 
 DEFAULT = "run"
-
 
 MODULES: dict[str, ModuleType] = {
     "accuracy": accuracy,
@@ -63,42 +70,52 @@ LARGEST_COMPILED = 1 << 30
 """Bytes of a case that is run once to compile it, beside others: larger ones use the same kernels as smaller ones."""
 
 
+PROTOCOL = ("rounds", "milliseconds", "lead_in", "cache", "launch")
+"""Options that are fields of the protocol, whose defaults they have."""
+
+
 def protocol_of(arguments: argparse.Namespace) -> Protocol:
-    return Protocol(arguments.rounds, arguments.milliseconds, arguments.lead_in, arguments.cache, arguments.launch)
+    given = {name: getattr(arguments, name) for name in PROTOCOL}
+    return dataclasses.replace(Protocol(), **{name: value for name, value in given.items() if value is not None})
+
+
+def markdown_file(text: str) -> Path | str:
+    """The type of an option that names a file, or by - standard output."""
+    return text if text == "-" else output_file(text)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line; without a command it is `run`."""
-    top = argparse.ArgumentParser(prog="python -m bench", description=f"Benchmarks of fp8attn. Without a command: {DEFAULT}.")
+    top = Parser(prog=PROGRAM, description=f"Benchmarks of fp8attn. Without a command: {DEFAULT}.")
     commands = top.add_subparsers(dest="command", required=True)
 
-    filtered = argparse.ArgumentParser(add_help=False)
-    filtered.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
-    recorded = argparse.ArgumentParser(add_help=False)
-    recorded.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
-    timed = argparse.ArgumentParser(add_help=False)
-    timed.add_argument("--rounds", type=int, default=5, help="turns that every peer gets (default: %(default)s)")
-    timed.add_argument("--milliseconds", type=float, default=25.0, help="length of a turn on a GPU (default: %(default)s)")
+    filtered, recorded, timed, peered = (Parser(add_help=False) for _ in range(4))
+    command_line.add_case(filtered)
+    command_line.add_json(recorded)
+    command_line.add_peer(peered, "peer")
+    default = Protocol()
+    timed.add_argument("--rounds", type=at_least(1), metavar="N", help=f"turns that every peer gets (default: {default.rounds})")
+    timed.add_argument("--milliseconds", type=more_than_zero, metavar="MS", help=f"length of a turn on a GPU (default: {default.milliseconds})")
     timed.add_argument(
-        "--lead-in", type=float, default=25.0, metavar="MILLISECONDS",
-        help="of the same work before a turn, untimed, so that the clock is the peer's own (default: %(default)s)",
+        "--lead-in", type=at_least(0, float), metavar="MS",
+        help=f"of the same work before a turn, untimed, so that the clock is the peer's own (default: {default.lead_in})",
     )  # fmt: skip
     timed.add_argument(
-        "--cache", choices=get_args(Cache), default="rotate",
-        help="what calls find in L2: other inputs' bytes (rotate), nothing (cold: a sample is one call), their own (warm); default: %(default)s",
+        "--cache", choices=get_args(Cache),
+        help=f"what calls find in L2: other inputs' bytes (rotate), nothing (cold: a sample is one call), their own (warm); default: {default.cache}",
     )  # fmt: skip
     timed.add_argument(
-        "--launch", choices=get_args(Launch), default="graph", help="CUDA graphs, or one by one with the CPU's time counted (default: %(default)s)"
+        "--launch", choices=get_args(Launch), help=f"CUDA graphs, or one by one with the CPU's time counted (default: {default.launch})"
     )
-    peered = argparse.ArgumentParser(add_help=False)
-    peered.add_argument("--peer", action="append", metavar="SUBSTRING", help="only peers with this in their names; repeatable")
 
     side_by_side = commands.add_parser(
         "run", parents=[filtered, peered, timed, recorded], help="speed and errors, side by side with whoever is installed"
     )
     side_by_side.add_argument("--suite", action="append", choices=cases.NAMES, help="repeatable; default: seeds and prefill, tiny without a GPU")
-    side_by_side.add_argument("--distribution", default="normal", choices=cases.DISTRIBUTIONS, help="of the inputs (default: %(default)s)")
-    side_by_side.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown tables, to standard output without FILE")
+    side_by_side.add_argument("--distribution", choices=cases.DISTRIBUTIONS, help="of the inputs; default: normal, the suite accuracy has its own")
+    side_by_side.add_argument(
+        "--markdown", nargs="?", const="-", type=markdown_file, metavar="FILE", help="write Markdown tables, to standard output without FILE"
+    )
     commands.add_parser("peers", help="who can be compared on this machine, and what the others need")
     commands.add_parser("quantize", parents=[filtered, timed, recorded], help="the quantizer's bandwidth")
     comparing = commands.add_parser(
@@ -108,53 +125,60 @@ def parser() -> argparse.ArgumentParser:
     comparing.add_argument("after", metavar="AFTER", help="likewise")
     comparing.add_argument("--commits", action="store_true", help="measure two commits now, in turns: a process each, on the one GPU")
     comparing.add_argument("--suite", action="append", choices=cases.NAMES, help="of --commits; repeatable; default: prefill, tiny without a GPU")
-    comparing.add_argument("--to", type=Path, metavar="FOLDER", help="of --commits: keep before.jsonl and after.jsonl there")
-    comparing.add_argument("--backend", default="", metavar="SUBSTRING", help="only backends with this in their names; of --commits: of fp8attn's")
-    comparing.add_argument("--require", type=float, metavar="RATIO", help="fail unless every row is this many times as fast as before")
-    comparing.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    comparing.add_argument("--to", type=output_folder, metavar="FOLDER", help="of --commits: write before.jsonl and after.jsonl there")
+    comparing.add_argument("--backend", metavar="SUBSTRING", help="only backends with this in their names; of --commits: of fp8attn's")
+    comparing.add_argument("--require", type=more_than_zero, metavar="RATIO", help="fail unless every row is this many times as fast as before")
+    comparing.add_argument("--markdown", type=output_file, metavar="FILE", help="write the table as Markdown")
     for name, module in MODULES.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=f"{module.HELP}."))
-    commands.add_parser("readme", help="fill the tables of README.md and docs/accuracy.md from bench/results")
+    commands.add_parser("readme", help="fill the tables of README.md and docs/ from bench/results, in a checkout")
     return top
 
 
-def peers_of(arguments: argparse.Namespace) -> tuple[Peer, ...]:
-    """Those asked for that are here; what the others need is printed."""
-    return adapters.here(adapters.chosen(arguments.peer))
+def workloads_of(arguments: argparse.Namespace, default: Sequence[str], gpu: bool) -> list[cases.Workload]:
+    """What the suites that were asked for have of the cases that were.
+
+    Raises:
+        UsageError: nothing; or inputs were asked for of the suite that has its own.
+    """
+    names = arguments.suite or default
+    distribution = getattr(arguments, "distribution", None)
+    if distribution is not None and set(names) == {"accuracy"}:
+        raise UsageError(f"--distribution is {distribution}; the suite accuracy has inputs of its own, and there is no other suite")
+    found = cases.workloads(names, distribution or "normal", gpu)
+    return chosen(arguments.case, found, "--case", f"case of the suites {', '.join(names)}", lambda work: work[0].name)
 
 
 def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int:
-    gpu = device.type == "cuda"
-    console, gates = report.console(), Gates.load()
-    names = arguments.suite or (["seeds", "prefill"] if gpu else ["tiny"])
-    chosen = [work for work in cases.workloads(names, arguments.distribution, gpu) if arguments.case in work[0].name]
-    peers = peers_of(arguments)
-    gated, own = cases.suite("seeds", gpu), [peer for peer in peers if peer.own] or OWN
-    verdicts = []
-    with report.progress() as bar:
+    gpu, gates, protocol = device.type == "cuda", Gates.load(), protocol_of(arguments)
+    works = workloads_of(arguments, ["seeds", "prefill"] if gpu else ["tiny"], gpu)
+    peers = adapters.here(adapters.chosen(arguments.peer))
+    gated, own = cases.suite("seeds", gpu), [peer for peer in peers if peer.own] or adapters.present(OWN)[0]
+    if not gpu:
+        print(f"run: no NVIDIA GPU: Triton's interpreter, {len(works)} small cases; times will mean nothing for speed", file=sys.stderr, flush=True)
+    about = machine(device) | {"cache": protocol.cache, "launch": protocol.launch, "lead_in_ms": protocol.lead_in}
+    verdicts: list[Verdict] = []
+    results: list[Result] = []
+    with report.progress("run") as bar:
         if gpu:
-            everything = (*gated, *(case for case, _ in chosen if case.least_bytes <= LARGEST_COMPILED))
+            everything = (*gated, *(case for case, _ in works if case.least_bytes <= LARGEST_COMPILED))
             verdicts += [compiles(*done) for done in compile_all(everything, [*own, *(peer for peer in peers if not peer.own)], bar)]
         if all(verdict.green for verdict in verdicts):
-            task = bar.add_task("gates", total=len(gated))
+            gating = sum(peer.effort(case, gpu) for case in gated for peer in own)
+            efforts = [sum(sum(effort(case, peer, protocol, gpu)) for peer in peers) for case, _ in works]
+            task = bar.add_task("gates", total=gating + sum(efforts), seconds=gating + sum(efforts))
             for case in gated:
-                verdicts += judge(case, gates, device, own)
-                bar.advance(task)
+                verdicts += judge(case, gates, device, own, bar.ticks(task, f"gates, {case.name}, "))
+            for i, (case, distribution) in enumerate(works if all_green(verdicts) else ()):
+                bar.update(task, completed=gating + sum(efforts[:i]))
+                found = side_by_side(case, distribution, peers, protocol, gates, device, bar.ticks(task, f"{case.name}, "))
+                report.append(arguments.json, (report.json_line("run", result.record(), about) for result in found))
+                results += found
+    console = report.console()
     console.print(report.gate_table([verdict for verdict in verdicts if verdict.errors or not verdict.green], gates))
     if not all_green(verdicts):
-        console.print("[red]A gate is red: no speed is reported.[/]")
+        report.say("A gate is red: no speed is reported.", "red")
         return 1
-    about, protocol = machine(device), protocol_of(arguments)
-    results: list[Result] = []
-    with report.progress() as bar:
-        task = bar.add_task("", total=len(chosen))
-        for case, distribution in chosen:
-            bar.update(task, description=case.name)
-            found = side_by_side(case, distribution, peers, protocol, gates, device)
-            record_protocol = {"cache": protocol.cache, "launch": protocol.launch, "lead_in_ms": protocol.lead_in}
-            report.append(arguments.json, (report.json_line("run", result.record() | record_protocol, about) for result in found))
-            results += found
-            bar.advance(task)
     for table in report.speed_tables(results, gpu):
         console.print(table)
     if arguments.markdown:
@@ -162,10 +186,10 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
         if arguments.markdown == "-":
             print(text)
         else:
-            Path(arguments.markdown).write_text(text)
+            arguments.markdown.write_text(text)
     reds = [result for result in results if result.broken]
     for result in reds:
-        console.print(f"[red]red, no speed: {result.case.name}, {result.distribution}, {result.backend}: {', '.join(result.broken)}[/]")
+        report.say(f"red, no speed: {result.case.name}, {result.distribution}, {result.backend}: {', '.join(result.broken)}", "red")
     return 1 if reds else 0
 
 
@@ -175,14 +199,14 @@ def run_peers(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def run_quantize(arguments: argparse.Namespace, device: torch.device) -> int:
-    gpu, about = device.type == "cuda", machine(device)
-    chosen = [case for case in quantize.cases(gpu) if arguments.case in case.name]
+    gpu, protocol = device.type == "cuda", protocol_of(arguments)
+    works, about = chosen(arguments.case, quantize.cases(gpu), "--case"), machine(device)
     results: list[quantize.Result] = []
-    with report.progress() as bar:
-        task = bar.add_task("", total=len(chosen))
-        for case in chosen:
+    with report.progress("quantize") as bar:
+        task = bar.add_task(f"cases: {len(works)}", total=len(works))
+        for case in works:
             bar.update(task, description=case.name)
-            results.append(quantize.measure(case, protocol_of(arguments), device))
+            results.append(quantize.measure(case, protocol, device))
             report.append(arguments.json, [report.json_line("quantize", results[-1].record(), about)])
             bar.advance(task)
     report.console().print(report.quantize_table(results, gpu))
@@ -192,21 +216,21 @@ def run_quantize(arguments: argparse.Namespace, device: torch.device) -> int:
 def compared_commits(arguments: argparse.Namespace, device: torch.device) -> tuple[Comparison, list[str]]:
     """Two commits' changes, and what is red."""
     gpu, gates, protocol = device.type == "cuda", Gates.load(), protocol_of(arguments)
-    names = arguments.suite or (["prefill"] if gpu else ["tiny"])
-    chosen = [work for work in cases.workloads(names, "normal", gpu) if arguments.case in work[0].name]
-    peers = [peer for peer in OWN if arguments.backend in peer.name]
     revisions = [commits.resolved(revision) for revision in (arguments.before, arguments.after)]
+    works = workloads_of(arguments, ["prefill"] if gpu else ["tiny"], gpu)
+    peers = adapters.here(chosen(arguments.backend, OWN, "--backend", "backend of fp8attn's"))
     changes, reds = [], []
     with contextlib.ExitStack() as stack:
+        files: list[Path | None] = [None, None]
+        if arguments.to is not None:
+            arguments.to.mkdir(parents=True, exist_ok=True)
+            files = [stack.enter_context(replacing(arguments.to / f"{name}.jsonl")) for name in ("before", "after")]
+        bar = stack.enter_context(report.progress("compare"))
+        task = bar.add_task("starting a process for each commit", total=len(works) * len(peers))
         trees = [stack.enter_context(commits.tree_of(revision)) for revision in revisions]
         workers = [stack.enter_context(Worker(tree, name)) for tree, name in zip(trees, (arguments.before, arguments.after), strict=True)]
         abouts = [machine(device) | {"commit": revision} for revision in revisions]
-        files = [None, None] if arguments.to is None else [arguments.to / f"{name}.jsonl" for name in ("before", "after")]
-        if arguments.to is not None:
-            arguments.to.mkdir(parents=True, exist_ok=True)
-        bar = stack.enter_context(report.progress())
-        task = bar.add_task("taking turns", total=None)
-        for pair in commits.interleaved(workers[0], workers[1], chosen, peers, protocol, gates):
+        for pair in commits.interleaved(workers[0], workers[1], works, peers, protocol, gates, bar.ticks(task)):
             records = [pair.before.record(), pair.after.record()]
             for file, record, about in zip(files, records, abouts, strict=True):
                 report.append(file, [report.json_line("run", record, about)])
@@ -215,32 +239,47 @@ def compared_commits(arguments: argparse.Namespace, device: torch.device) -> tup
                     reds.append(f"{name}: {result.case.name}, {result.backend}: {', '.join(result.broken)}")
             if pair.before.timing and pair.after.timing:
                 changes.append(compare.paired((pair.before.case.name, pair.before.backend, pair.before.distribution), *records))
-            bar.advance(task)
     return Comparison(tuple(changes), (), ()), reds
+
+
+OF_COMMITS = ("suite", "to", *PROTOCOL)
+"""Options of `compare` that say how commits are measured."""
+
+
+def compared_files(arguments: argparse.Namespace) -> Comparison:
+    """Two results files' changes.
+
+    Raises:
+        UsageError: an option is of --commits; there is no such file; or a filter matches nothing.
+    """
+    given = [name for name in OF_COMMITS if getattr(arguments, name) is not None]
+    if given:
+        option, value = given[0].replace("_", "-"), getattr(arguments, given[0])
+        raise UsageError(f"--{option} is {value}; it says how --commits measures, and results files are measured already")
+    try:
+        before, after = input_file(arguments.before), input_file(arguments.after)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{error}; git revisions are compared with --commits") from error
+    return compare.compare(before, after, arguments.backend, arguments.case)
 
 
 def run_compare(arguments: argparse.Namespace, device: torch.device) -> int:
     reds: list[str] = []
-    try:
-        if arguments.commits:
-            found, reds = compared_commits(arguments, device)
-        else:
-            found = compare.compare(Path(arguments.before), Path(arguments.after), arguments.backend)
-    except (OSError, ValueError) as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
-    console = report.console()
-    console.print(report.compare_table(found))
+    if arguments.commits:
+        found, reds = compared_commits(arguments, device)
+    else:
+        found = compared_files(arguments)
+    report.console().print(report.compare_table(found))
     for name, keys in (("before", found.only_before), ("after", found.only_after)):
         if keys:
-            console.print(f"only {name}: {'; '.join(' / '.join(part for part in key if part) for key in keys)}")
+            report.say(f"only {name}: {'; '.join(' / '.join(part for part in key if part) for key in keys)}")
     if arguments.markdown is not None:
         arguments.markdown.write_text(compare.markdown(found))
     short = [] if arguments.require is None else compare.short_of(found, arguments.require)
     for change in short:
-        console.print(f"short of × {arguments.require}: {change.case}, {change.backend}: × {change.ratio:.3f}")
+        report.say(f"short of × {arguments.require}: {change.case}, {change.backend}: × {change.ratio:.3f}")
     for line in reds:
-        console.print(f"[red]red, not compared: {line}[/]")
+        report.say(f"red, not compared: {line}", "red")
     return 1 if short or reds or (arguments.require is not None and not found.changes) else 0
 
 
@@ -259,21 +298,39 @@ RUN = {
 }
 
 
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """
+    Raises:
+        UsageError: there is no such command or option, or an argument isn't what it must be.
+    """
+    if words and not words[0].startswith("-") and words[0] not in RUN:
+        raise UsageError(f"there is no command {words[0]!r}; there are {', '.join(RUN)}")
+    arguments = parser().parse_args(words if words and words[0] in (*RUN, "-h", "--help") else [DEFAULT, *words])
+    beyond = [name for name in getattr(arguments, "suite", None) or () if name in cases.NEEDS_GPU and not torch.cuda.is_available()]
+    if beyond:
+        raise UsageError(f"--suite {beyond[0]} needs an NVIDIA GPU; the interpreter would take hours")
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0; 1 if a gate is red or a row short of what was required; 2 if what was asked for can't be done here."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] not in (*RUN, "-h", "--help"):
-        words.insert(0, DEFAULT)
-    command_line = parser()
-    arguments = command_line.parse_args(words)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    beyond = [name for name in getattr(arguments, "suite", None) or () if name in cases.NEEDS_GPU and device.type != "cuda"]
-    if beyond:
-        command_line.error(f"--suite {beyond[0]} needs an NVIDIA GPU; the interpreter would take hours")
-    if getattr(arguments, "json", None) is not None:
-        arguments.json.unlink(missing_ok=True)
-    return RUN[arguments.command](arguments, device)
+    command = words[0] if words and words[0] in RUN else DEFAULT
+    try:
+        arguments = parsed(words)
+        if INTERPRETING:  # it computes with NumPy what the hardware computes silently
+            warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+        with replacing(getattr(arguments, "json", None)) as file:
+            arguments.json = file
+            return RUN[command](arguments, device_here())
+    except (UsageError, BuildError) as error:
+        print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available() and not INTERPRETING:
+        # fp8attn.bench is imported after fp8attn, whose kernels are decorated by then
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main())

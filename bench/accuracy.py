@@ -5,25 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from . import cases, report
+from . import cases, command_line, report
 from .adapters import here
 from .cases import Case, Workload
+from .command_line import UsageError, at_least, input_file
 from .compiling import compile_first
 from .errors import Errors, standard_error
 from .gates import Gates
-from .machine import machine
+from .machine import PROGRAM, machine
 from .peers import Answer, Peer, Problem, answer
-from .plot import legend_below, load_pyplot, origin, save
+from .plot import STYLES, legend_below, load_pyplot, origin, save
+from .progress import Tick, no_tick
 from .readme import RESULTS, Record
 from .rows import chosen
+from .sheet import Sheet
 
 HELP = "errors against float64 attention by distribution, length, head dim and mask: every recipe, and others' FP8 kernels"
 
@@ -85,14 +86,28 @@ class Result:
         return {"case": self.case.name, **case, "backend": self.row, "distribution": self.distribution, **errors, **draws, "refused": self.refused}
 
 
-def measure(case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, device: torch.device, seeds: int = 1) -> list[Result]:
-    """Every row's errors; those of `seeds` draws of the inputs, the first of which is everyone's, are averaged. Who refuses one has none."""
+def effort(case: Case, rows: Sequence[Peer], gpu: bool, seeds: int) -> float:
+    """About how many seconds all rows of a case take."""
+    return seeds * sum(row.effort(case, gpu) for row in rows)
+
+
+def measure(
+    case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, device: torch.device, seeds: int = 1, tick: Tick = no_tick
+) -> list[Result]:
+    """Every row's errors; those of `seeds` draws of the inputs, the first of which is everyone's, are averaged. Who refuses one has none.
+
+    Args:
+        tick: told of every answer; in all they count as `effort`.
+    """
     given: dict[str, list[Answer]] = {row.name: [] for row in rows}
     for seed in range(cases.SEED, cases.SEED + seeds):
+        tick("the exact answer", 0.0)
         problem = Problem.of(case, distribution, device, rotate=False, seed=seed)
         expected = problem.expected(torch.float64)
         for row in rows:
+            tick(row.name, 0.0)
             given[row.name].append(dataclasses.replace(answer(row, problem, expected, gates.bad), attention=None))  # which would keep its inputs
+            tick(row.name, row.effort(case, device.type == "cuda"))
     results = []
     for name, answers in given.items():
         if any(one.unavailable for one in answers):
@@ -105,104 +120,100 @@ def measure(case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, d
     return results
 
 
-def table(results: Sequence[Result], gpu: bool) -> Table:
+def table(results: Sequence[Result], gpu: bool) -> Sheet:
     """All errors of every row."""
     where = "" if gpu else " Without a GPU recipes' rows are the pipeline's oracle, and lengths end where a CPU's patience does."
+    if any(result.standard_error is not None for result in results):
+        where = f" ±: standard error of the mean over draws.{where}"
     headers = ("RMSE", "relative L2", "cosine", "SQNR dB", "worst element")
-    made = report.table_of("Errors against float64", ("inputs", "case", "row"), headers, f"–: refused, --json keeps the reason.{where}")
+    made = report.table_of("Errors against float64", ("inputs, case, row",), headers, f"–: refused, --json keeps the reason.{where}")
     for i, result in enumerate(results):
-        new = i == 0 or (result.case, result.distribution) != (results[i - 1].case, results[i - 1].distribution)
-        if new:
-            made.add_section()
+        if i == 0 or (result.case, result.distribution) != (results[i - 1].case, results[i - 1].distribution):
+            made.add_group(f"{result.distribution}, {result.case.name}")
         e = result.errors
         about = "" if result.standard_error is None else f" ± {result.standard_error:.4f}"
         cells = (
             ("–",) * 5 if e is None else (f"{e.rmse:.2e}", f"{e.relative_l2:.4f}{about}", f"{e.cosine:.6f}", f"{e.sqnr_db:.1f}", f"{e.max_abs:.2e}")
         )
-        names = (result.distribution, result.case.name) if new else ("", "")
-        made.add_row(*names, result.row, *cells, style="bold" if result.row.startswith("fp8attn") else None)
+        made.add_row(result.row, *cells, style="bold" if result.row.startswith("fp8attn") else None)
     return made
 
 
-DRAWN = {
-    "fp8attn cuda end to end": ("#D55E00", "o", "-"),
-    "fp8attn triton end to end": ("#0072B2", "s", "-"),
-    "fp8attn rotated": ("#E69F00", "v", "-"),
-    "fp8attn not rotated": ("#E69F00", "X", "--"),
-    "fp8attn V not smoothed": ("#F0E442", "<", "-"),
-    "fp8attn f16": ("#56B4E9", ">", "-"),
-    "cuDNN e4m3": ("#000000", "P", "-"),
-    "e4m3 one level": ("#009E73", "D", "-"),
-    "FA3 e4m3, modelled": ("#009E73", "d", ":"),
-    "FA3 e4m3 two-level": ("#CC79A7", "X", ":"),
-    "SDPA flash": ("#999999", "^", "--"),
-}
-"""Rows in the picture: colour, marker, line."""
+DRAWN = (
+    "fp8attn cuda end to end", "fp8attn triton end to end", "fp8attn rotated", "fp8attn not rotated", "fp8attn V not smoothed", "fp8attn f16",
+    "cuDNN e4m3", "e4m3 one level", "FA3 e4m3, modelled", "FA3 e4m3 two-level", "SDPA flash",
+)  # fmt: skip
+"""Rows in the picture."""
 
 
-def draw(records: Sequence[Record], to: Path) -> None:
-    """Relative L2 error over the number of keys, a panel for each distribution; the format is `to`'s suffix.
+def figure_of(records: Sequence[Record]) -> Any:
+    """Relative L2 error over the number of keys, a panel for each distribution.
 
     Raises:
-        ValueError: there is nothing to draw.
+        UsageError: there is nothing to draw.
     """
     there = [r for r in records if r["case"].endswith("keys D128") and r["distribution"] in BY_LENGTH and r["relative_l2"]]
     names = list(dict.fromkeys(r["distribution"] for r in there))
     if not names:
-        raise ValueError("no errors by length")
-    figure, axes = load_pyplot().subplots(1, len(names), figsize=(4 * len(names), 3.8), sharey=True, squeeze=False)
+        raise UsageError("no errors by length")
+    figure, axes = load_pyplot().subplots(1, len(names), figsize=(4 * len(names), 5.2), sharey=True, squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
-        for row, (colour, marker, line) in DRAWN.items():
+        for row in DRAWN:
             mine = sorted((r["kv_length"], r["relative_l2"]) for r in there if (r["backend"], r["distribution"]) == (row, name))
             if mine:
-                axis.plot(*zip(*mine, strict=True), color=colour, marker=marker, linestyle=line, label=row)
+                axis.plot(*zip(*mine, strict=True), **STYLES[row].of_line, label=row)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_title(name, fontsize=11)
         axis.set_xlabel("keys")
         axis.grid(alpha=0.3, which="both")
     axes[0][0].set_ylabel("relative L2 error")
-    legend_below(figure, axes[0][0], 5)
+    legend_below(figure, axes[0], 4)
     figure.suptitle(f"{origin(there)}, head dim 128", fontsize=11)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
-    save(figure, to)
+    return figure
+
+
+def records_of(source: Path) -> list[Record]:
+    """
+    Raises:
+        UsageError: the file isn't of this command.
+    """
+    try:
+        records = [json.loads(line) for line in source.read_text().splitlines()]
+        for record in records:
+            record["case"], record["distribution"], record["relative_l2"], record["kv_length"]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{source} isn't a results file of {PROGRAM} accuracy: {error!r}") from error
+    return records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    command_line.add_case(parser)
     parser.add_argument("--distribution", action="append", choices=cases.DISTRIBUTIONS, help="repeatable; default: all")
-    parser.add_argument("--peer", action="append", metavar="SUBSTRING", help="only rows with this in their names; repeatable")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="means over so many draws of the inputs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
-    parser.add_argument("--draw", type=Path, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE.name} beside it")
+    command_line.add_peer(parser)
+    parser.add_argument("--seeds", type=at_least(1), default=1, metavar="N", help="means over so many draws of the inputs")
+    command_line.add_json(parser)
+    parser.add_argument("--draw", type=input_file, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE.name} beside it")
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    gpu, gates, about = device.type == "cuda", Gates.load(), machine(device)
-    try:
-        if arguments.draw is not None:
-            draw([json.loads(line) for line in arguments.draw.read_text().splitlines()], arguments.draw.with_name(PICTURE.name))
-            return 0
-        rows = chosen(arguments.peer)
-        if arguments.seeds < 1:
-            raise ValueError(f"--seeds is {arguments.seeds}; it must be 1 or more")
-    except (OSError, ValueError) as error:
-        print(f"accuracy: {error}", file=sys.stderr)
-        return 2
-    rows = here(rows)
-    wanted = [
-        (case, name) for case, name in workloads(gpu) if arguments.case in case.name and name in (arguments.distribution or cases.DISTRIBUTIONS)
-    ]
+    if arguments.draw is not None:
+        save(figure_of(records_of(arguments.draw)), command_line.sibling(arguments.draw, PICTURE.name))
+        return 0
+    gpu, gates = device.type == "cuda", Gates.load()
+    wanted = [work for work in workloads(gpu) if work[1] in (arguments.distribution or cases.DISTRIBUTIONS)]
+    wanted = command_line.chosen(arguments.case, wanted, "--case", name=lambda work: work[0].name)
+    rows, about = here(chosen(arguments.peer)), machine(device)
     results: list[Result] = []
-    with report.progress() as bar:
+    efforts = [effort(case, rows, gpu, arguments.seeds) for case, _ in wanted]
+    with report.progress("accuracy") as bar:
         if gpu:
             compile_first((case for case, _ in wanted), rows, bar)
-        task = bar.add_task("", total=len(wanted))
-        for case, distribution in wanted:
-            bar.update(task, description=f"{distribution}, {case.name}")
-            found = measure(case, distribution, rows, gates, device, arguments.seeds)
+        task = bar.add_task(f"cases: {len(wanted)}, rows: {len(rows)}", total=sum(efforts), seconds=sum(efforts))
+        for i, (case, distribution) in enumerate(wanted):
+            bar.update(task, completed=sum(efforts[:i]))
+            found = measure(case, distribution, rows, gates, device, arguments.seeds, bar.ticks(task, f"{distribution}, {case.name}, "))
             report.append(arguments.json, (report.json_line("accuracy", result.record(), about) for result in found))
             results += found
-            bar.advance(task)
     report.console().print(table(results, gpu))
     return 0

@@ -17,19 +17,20 @@ import torch
 
 from fp8attn.recipe import E4M3, E4M3_MAX
 
+from . import command_line
 from .cases import Tensors
-from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem
+from .command_line import UsageError
+from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem, needs_gpu
 
 WORKSPACE_BYTES = 256 << 20
 
 
 def lacking(module: str, how: str) -> Callable[[], str | None]:
-    """What to do if a module can't be imported."""
+    """What is missing of a GPU and a module, and how to get that."""
 
     def needs() -> str | None:
-        if not torch.cuda.is_available():
-            return f"an NVIDIA GPU, and {how}"
-        return None if importlib.util.find_spec(module.split(".")[0]) else how
+        there = importlib.util.find_spec(module.split(".")[0]) is not None
+        return ", and ".join(part for part in (needs_gpu(), None if there else how) if part is not None) or None
 
     return needs
 
@@ -285,16 +286,12 @@ def _transformer_engine(problem: Problem) -> Attention:
     return attention
 
 
-def _flex_needs() -> str | None:
-    return None if torch.cuda.is_available() else "an NVIDIA GPU"
-
-
 _FLASH3 = lacking("flash_attn_interface", "FlashAttention-3: its repository's folder hopper, installed from source; module flash_attn_interface")
 _SAGE = lacking("sageattention", "SageAttention 2, installed from source; module sageattention")
 _FLASHINFER = lacking("flashinfer", "pip install flashinfer-python")
 
 OTHERS = (
-    Peer("FlexAttention", (KERNEL, END_TO_END), _flex, jit=True, needs=_flex_needs),
+    Peer("FlexAttention", (KERNEL, END_TO_END), _flex, jit=True, needs=needs_gpu),
     Peer("cuDNN e4m3", (KERNEL,), _cudnn, needs=lacking("cudnn", "pip install nvidia-cudnn-frontend"), restored=_in_v_scales),
     Peer("FA3 bf16", (KERNEL, END_TO_END), functools.partial(_flash3, False), needs=_FLASH3),
     Peer("FA3 e4m3", (KERNEL,), functools.partial(_flash3, True), needs=_FLASH3),
@@ -320,23 +317,29 @@ def chosen(substrings: Sequence[str] | None, among: Sequence[Peer] = PEERS, kind
         kind: what an error calls them.
 
     Raises:
-        ValueError: nobody's name has one of them.
+        UsageError: nobody's name has one of them.
     """
-    for one in substrings or ():
-        if not any(one.lower() in peer.name.lower() for peer in among):
-            raise ValueError(f"no {kind} has {one!r} in its name; there are {', '.join(peer.name for peer in among)}")
-    return tuple(peer for peer in among if not substrings or any(one.lower() in peer.name.lower() for one in substrings))
+    return tuple(command_line.chosen(substrings, among, "--peer", kind))
 
 
-def present(peers: tuple[Peer, ...]) -> tuple[tuple[Peer, ...], dict[str, str]]:
+def present(peers: Sequence[Peer]) -> tuple[tuple[Peer, ...], dict[str, str]]:
     """Those that this machine has, and what the others need, by name."""
     needs = {peer.name: peer.needs() for peer in peers}
     return tuple(peer for peer in peers if needs[peer.name] is None), {name: need for name, need in needs.items() if need is not None}
 
 
-def here(peers: tuple[Peer, ...]) -> tuple[Peer, ...]:
-    """Those that this machine has; what the others need is printed."""
+def here(peers: Sequence[Peer]) -> tuple[Peer, ...]:
+    """Those that this machine has; what the others need is printed to standard error.
+
+    Raises:
+        UsageError: it has none of them.
+    """
     found, needs = present(peers)
+    if not found:
+        raise UsageError("; ".join(f"{name} isn't here: it needs {need}" for name, need in needs.items()))
+    by_need: dict[str, list[str]] = {}
     for name, need in needs.items():
-        print(f"{name} isn't here: it needs {need}", file=sys.stderr)
+        by_need.setdefault(need, []).append(name)
+    for need, names in by_need.items():
+        print(f"not here: {', '.join(names)}: {'it needs' if len(names) == 1 else 'they need'} {need}", file=sys.stderr, flush=True)
     return found

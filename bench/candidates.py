@@ -31,7 +31,7 @@ from .cases import Case, inputs
 from .compare import round_ratios
 from .errors import Errors
 from .gates import Gates
-from .machine import ROOT
+from .machine import module, module_folder
 from .peers import Problem
 from .space import Config, CudaConfig, from_json, to_json
 from .timing import Protocol, time_all
@@ -97,7 +97,12 @@ class Measured:
         results: dict[Config, Result] = {}
         at_work: Config | None = None
         with subprocess.Popen(
-            [sys.executable, "-m", "bench.candidates"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, *module("candidates")],
+            cwd=module_folder(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as process:
             assert process.stdin is not None and process.stderr is not None
             process.stdin.write(json.dumps(request))

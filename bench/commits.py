@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from .cases import Case, Workload
+from .command_line import UsageError, checkout
 from .errors import Errors
 from .gates import Gates
 from .machine import ROOT, typical
 from .peers import Answer, Peer
+from .progress import Tick, no_tick
 from .run import Result, red
 from .timing import Protocol, Timing
 from .worker import Worker
@@ -26,14 +28,15 @@ def resolved(revision: str) -> str:
     """The commit that a revision names.
 
     Raises:
-        ValueError: git knows no such commit, or there is no git.
+        UsageError: git knows no such commit, there is no git, or no repository.
     """
+    checkout("compare --commits")
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"], cwd=ROOT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"{revision!r} is no commit of the repository at {ROOT}") from error
+        raise UsageError(f"{revision!r} is no commit of the repository at {ROOT}") from error
     return done.stdout.strip()
 
 
@@ -59,14 +62,20 @@ class Pair:
         return bool(self.before.broken or self.after.broken)
 
 
-def interleaved(before: Worker, after: Worker, chosen: Sequence[Workload], peers: Sequence[Peer], protocol: Protocol, gates: Gates) -> Iterator[Pair]:
+def interleaved(
+    before: Worker, after: Worker, chosen: Sequence[Workload], peers: Sequence[Peer], protocol: Protocol, gates: Gates, tick: Tick = no_tick
+) -> Iterator[Pair]:
     """Every case and peer that both have: a turn each, in the order A B, B A, A B, …
+
+    Args:
+        tick: told of every case and peer, which count as 1.
 
     Raises:
         ValueError: a process ended.
     """
     for case, distribution in chosen:
         for peer in peers:
+            tick(f"{case.name}, {peer.name}", 0.0)
             asked = {
                 "case": dataclasses.asdict(case),
                 "distribution": distribution,
@@ -84,6 +93,7 @@ def interleaved(before: Worker, after: Worker, chosen: Sequence[Workload], peers
                 results = [_timed(result, one, mine) for result, one, mine in zip(results, given, turns, strict=True)]
             for worker in (before, after):
                 worker.ask(do="release")
+            tick(f"{case.name}, {peer.name}", 1.0)
             if not all(result.unavailable for result in results):
                 yield Pair(*results)
 

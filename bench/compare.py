@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from .command_line import UsageError, chosen
+from .machine import PROGRAM
+
 LEAST_NOISE = 0.02
 """Of two that took turns: less is never called a change."""
 
@@ -94,7 +97,7 @@ def timed(path: Path) -> dict[Key, dict[str, Any]]:
     """The timed rows of a results file.
 
     Raises:
-        ValueError: a line isn't a result, or two lines are of the same row.
+        UsageError: a line isn't a timed result, or two lines are of the same row.
     """
     rows: dict[Key, dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -102,10 +105,12 @@ def timed(path: Path) -> dict[Key, dict[str, Any]]:
             record = json.loads(line)
             key = (record["case"], record.get("backend", record["benchmark"]), record.get("distribution", ""))
             median = record["p50_us"]
+            if median is not None and not record.get("round_us") and "p90_us" not in record:
+                raise KeyError("p90_us")
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}, isn't a result of python -m bench: {error!r}") from error
+            raise UsageError(f"{path}, line {number}, isn't a result of {PROGRAM}: {error!r}") from error
         if key in rows:
-            raise ValueError(f"{path}, line {number}: {' / '.join(key)} stands there twice")
+            raise UsageError(f"{path}, line {number}: {' / '.join(key)} stands there twice")
         if median is not None:
             rows[key] = record
     return rows
@@ -116,13 +121,23 @@ def spread(record: dict[str, Any]) -> float:
     return record["p90_us"] / record["p50_us"] - 1
 
 
-def compare(before: Path, after: Path, substring: str = "") -> Comparison:
+def compare(before: Path, after: Path, backend: str | None = None, case: str | None = None) -> Comparison:
     """Rows of `after` against those of `before`.
 
     Args:
-        substring: of the names of the backends that count.
+        backend, case: substrings of the names of those that count.
+
+    Raises:
+        UsageError: a file isn't of timed results, or has nothing of what was asked for.
     """
-    old, new = ({key: row for key, row in timed(path).items() if substring in key[1]} for path in (before, after))
+    files = [timed(path) for path in (before, after)]
+    keys = list(dict.fromkeys(key for file in files for key in file))
+    if not keys:
+        raise UsageError(f"there is no timed row in {before}, nor in {after}")
+    keys = chosen(backend, keys, "--backend", "backend", lambda key: key[1])
+    keys = chosen(case, keys, "--case", "case", lambda key: key[0])
+    wanted = set(keys)
+    old, new = ({key: row for key, row in file.items() if key in wanted} for file in files)
     changes = tuple(change(key, old[key], new[key]) for key in new if key in old)
     return Comparison(changes, tuple(key for key in old if key not in new), tuple(key for key in new if key not in old))
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
-from rich.progress import Progress
 
 import fp8attn
 
@@ -17,6 +16,7 @@ from . import adapters, rows
 from .cases import Case
 from .machine import keep_triton_cache
 from .peers import Peer, Problem
+from .progress import Progress
 
 
 def compile_one(case: Case, name: str) -> str | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import plot
+from . import plot, report
+from .command_line import UsageError, input_file, matplotlib_lacks, output_folder
+from .machine import PROGRAM
 from .peers import END_TO_END, KERNEL
+from .progress import Tick, no_tick
 from .readme import markdown_table
 from .report import number_of
 
@@ -56,41 +58,56 @@ def markdown(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def write(source: Path, folder: Path) -> list[Path]:
-    """report.md and what pictures there is something for.
+def markdown_of(source: Path) -> str:
+    """The tables of a results file.
 
     Raises:
-        ValueError: the file isn't a results file of `run`.
+        UsageError: the file isn't a results file of `run`.
     """
     try:
-        records = [json.loads(line) for line in source.read_text().splitlines()]
-        text = markdown(records)
-    except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{source} isn't a results file of python -m bench run: {error!r}") from error
+        return markdown([json.loads(line) for line in source.read_text().splitlines()])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError) as error:
+        raise UsageError(f"{source} isn't a results file of {PROGRAM} run: {error!r}") from error
+
+
+def write(source: Path, folder: Path, tick: Tick = no_tick) -> list[Path]:
+    """report.md and what pictures there is something for.
+
+    Args:
+        tick: told of every kind of picture, which counts as 1.
+
+    Raises:
+        UsageError: the file isn't a results file of `run`.
+    """
+    text = markdown_of(source)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for kind in plot.KINDS:
+        tick(f"{kind}.svg and {kind}.png", 0.0)
         try:
             for suffix in ("svg", "png"):
                 plot.draw(folder / f"{kind}.{suffix}", source, kind)
                 written.append(folder / f"{kind}.{suffix}")
-        except ValueError:
-            continue  # nothing of this kind was measured
-        text += f"\n![{kind}]({kind}.svg)\n"
+            text += f"\n![{kind}]({kind}.svg)\n"
+        except UsageError:
+            pass  # nothing of this kind was measured
+        tick(kind, 1.0)
     (folder / "report.md").write_text(text)
     return [folder / "report.md", *written]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("source", type=input_file, metavar="FILE.jsonl")
+    parser.add_argument("--to", type=output_folder, required=True, metavar="FOLDER")
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    try:
-        for path in write(arguments.source, arguments.to):
-            print(path)
-    except (OSError, ValueError) as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
+    lacking = matplotlib_lacks()
+    if lacking is not None:
+        raise UsageError(lacking)
+    with report.progress("report") as bar:
+        task = bar.add_task("pictures", total=len(plot.KINDS))
+        written = write(arguments.source, arguments.to, bar.ticks(task))
+    for path in written:
+        print(path)
     return 0

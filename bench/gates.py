@@ -21,6 +21,7 @@ import torch
 from .cases import Case
 from .errors import Bad, Errors
 from .peers import OWN, Peer, Problem, answer
+from .progress import Tick, no_tick
 
 FILE = Path(__file__).with_name("gates.json")
 
@@ -76,13 +77,19 @@ def compiles(case: Case, wrong: str | None) -> Verdict:
     return Verdict(case, "compiler", None, () if wrong is None else (wrong,))
 
 
-def judge(case: Case, gates: Gates, device: torch.device, peers: Sequence[Peer] = OWN) -> list[Verdict]:
-    """A verdict on each of these of fp8attn's own rows that this machine can have."""
+def judge(case: Case, gates: Gates, device: torch.device, peers: Sequence[Peer] = OWN, tick: Tick = no_tick) -> list[Verdict]:
+    """A verdict on each of these of fp8attn's own rows that this machine can have.
+
+    Args:
+        tick: told of every answer, which counts as the peer's `effort`.
+    """
     problem = Problem.of(case, "normal", device, rotate=False)
     expected = problem.expected()
     verdicts = []
     for peer in peers:
+        tick(peer.name, 0.0)
         given = answer(peer, problem, expected, gates.bad)
+        tick(peer.name, peer.effort(case, device.type == "cuda"))
         if given.unavailable:
             continue
         broken = () if given.errors is None else gates.broken(given.errors)

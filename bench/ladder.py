@@ -6,14 +6,12 @@ import argparse
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 import fp8attn
 from fp8attn import Recipe
@@ -24,14 +22,17 @@ from fp8attn.cuda import run as cuda
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import Device, device_of
 
-from . import profile, report
+from . import command_line, profile, report
 from .cases import Case, square
+from .command_line import NO_GPU, UsageError, at_least, input_file, more_than_zero, picture_file
 from .errors import Bad, Errors
 from .gates import Gates
-from .machine import machine
+from .machine import PROGRAM, machine, module
 from .peers import PYTORCH, Attention, Problem, answer, poison
-from .plot import load_pyplot, origin, save
+from .plot import BLUE, legend_below, load_pyplot, origin, save
+from .progress import Tick, no_tick
 from .readme import RESULTS
+from .sheet import Sheet
 from .timing import Protocol, Timing, tflops, time_all
 
 HELP = "what each feature of the portable CUDA kernel is worth"
@@ -39,6 +40,7 @@ HELP = "what each feature of the portable CUDA kernel is worth"
 CASES = (square("B2 H8 S512 D64", 2, 8, 512, 64), square("B1 H16 S4096 D128", 1, 16, 4096, 128))
 
 PICTURE = RESULTS / "ladder.png"
+LIGHT = "#BBBBBB"
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,11 @@ def configs(device: Device) -> tuple[PortableConfig, ...]:
     return tuple(config for config in dict.fromkeys(everything) if portable.fits(config, device))
 
 
-def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> list[Result]:
+def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> list[Result]:
     """Every rung of a case in order, then the Hopper kernel where it runs, then PyTorch's backends.
+
+    Args:
+        tick: told of every turn, which counts as 1.
 
     Raises:
         BuildError: the kernels can't be compiled here.
@@ -145,7 +150,7 @@ def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device) -> l
         if given.attention is not None:
             runs[peer.name] = given.attention
         results.append(Result(case, peer.name, None, given.errors, refused=given.refused))
-    timed = time_all(runs, len(problem.sets), protocol, device)
+    timed = time_all(runs, len(problem.sets), protocol, device, tick)
     return _compared(results, {name: found.timing for name, found in timed.items()})
 
 
@@ -179,8 +184,8 @@ def with_conflicts(results: Sequence[Result], counters: Sequence[profile.Counter
     return found
 
 
-def draw(records: list[dict[str, Any]], to: Path) -> None:
-    """TFLOP/s of every rung and peer, a panel for each case; the format is `to`'s suffix.
+def figure_of(records: Sequence[dict[str, Any]]) -> Any:
+    """TFLOP/s of every rung and peer, a panel for each case.
 
     Raises:
         ValueError: nothing was timed.
@@ -189,42 +194,45 @@ def draw(records: list[dict[str, Any]], to: Path) -> None:
     names = list(dict.fromkeys(record["case"] for record in timed))
     if not names:
         raise ValueError("no rung was timed")
-    figure, axes = load_pyplot().subplots(1, len(names), figsize=(7 * len(names), 6), squeeze=False)
+    figure, axes = load_pyplot().subplots(1, len(names), figsize=(7 * len(names), 6.3), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         rows = [record for record in timed if record["case"] == name]
-        colours = ["#0072B2" if row["config"] is not None else "#999999" for row in rows]
-        bars = axis.barh([row["rung"] for row in rows], [row["tflops"] for row in rows], color=colours)
-        axis.bar_label(bars, [f"{row['tflops']:.0f}  ({row['p50_us']:.1f} µs)" for row in rows], padding=3, fontsize=8)
+        for label, colour, is_rung in (("rungs of the portable kernel", BLUE, True), ("other kernels", LIGHT, False)):
+            mine = [(i, row) for i, row in enumerate(rows) if (row["config"] is not None) == is_rung]
+            bars = axis.barh([i for i, _ in mine], [row["tflops"] for _, row in mine], color=colour, label=label)
+            axis.bar_label(bars, [f"{row['tflops']:.0f}  ({row['p50_us']:.1f} µs)" for _, row in mine], padding=3, fontsize=8)
+        axis.set_yticks(range(len(rows)), [row["rung"] for row in rows])
         axis.invert_yaxis()
         axis.margins(x=0.25)
         axis.set_title(name, fontsize=11)
         axis.set_xlabel("TFLOP/s, kernel alone")
+    legend_below(figure, axes[0], 2)
     figure.suptitle(origin(timed), fontsize=11)
-    figure.tight_layout()
-    save(figure, to)
+    return figure
 
 
-def table(results: Sequence[Result]) -> Table:
+def draw(records: Sequence[dict[str, Any]], to: Path) -> None:
+    """The picture; the format is `to`'s suffix.
+
+    Raises:
+        ValueError: nothing was timed.
+    """
+    save(figure_of(records), to)
+
+
+def table(results: Sequence[Result]) -> Sheet:
     """Rungs in order, then peers."""
     headers = (
-        "p50 µs",
-        "p90",
-        "samples",
-        "× previous",
-        "× rung 0",
-        "TFLOP/s",
-        "conflicts, %",
-        "registers",
-        "shared bytes",
-        "spills",
-        "relative L2",
+        "p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "conflicts, %", "registers", "shared bytes", "spills", "relative L2",
         "max error",
-    )
-    rows = report.table_of(f"The ladder, {results[0].case.name}", ("rung",), headers, "Medians of one interleaved run; –: a peer, or refused.")
+    )  # fmt: skip
+    caption = "Medians of one interleaved run; –: a peer, or refused."
+    optional = ("samples", "p90", "max error", "shared bytes", "spills", "registers")
+    rows = report.table_of(f"The ladder, {results[0].case.name}", ("rung",), headers, caption, optional=optional)
     for r in results:
         if r.config is None and (r is results[0] or results[results.index(r) - 1].config is not None):
             rows.add_section()
-        times = ("–", "–", "–") if r.timing is None else (f"{r.timing.p50_us:.1f}", f"{r.timing.p90_us:.1f}", str(r.timing.samples))
+        times = ("–", "–", "–") if r.timing is None else (report.us_of(r.timing.p50_us), report.us_of(r.timing.p90_us), str(r.timing.samples))
         speeds = (report.number_of(r.against_previous, ".2f"), report.number_of(r.against_first, ".2f"), report.number_of(r.tflops, ".0f"))
         shared = None if r.config is None else r.config.shared_bytes
         numbers = (*(report.number_of(n, "d") for n in (r.resources.get("registers"), shared, r.resources.get("spill_stores"))),)
@@ -237,42 +245,66 @@ def table(results: Sequence[Result]) -> Table:
 def lacking(device: torch.device) -> str | None:
     """Why the ladder can't be measured here, or None."""
     if device.type != "cuda":
-        return "needs an NVIDIA GPU, and torch sees none"
+        return NO_GPU
     return fp8attn.api.cuda_missing(device)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that every rung gets (default: %(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=130.0, help="length of a turn (default: %(default)s, 100 samples of the slowest rung)")
+    command_line.add_case(parser)
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every rung gets (default: %(default)s)")
+    parser.add_argument(
+        "--milliseconds", type=more_than_zero, default=130.0, help="length of a turn (default: %(default)s, 100 samples of the slowest rung)"
+    )
     parser.add_argument(
         "--profile", action="store_true", help="count conflicts of shared memory's banks under Nsight Compute, in a process of its own"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw a bar chart; the README's is {PICTURE.name}")
+    command_line.add_json(parser)
+    parser.add_argument("--picture", type=picture_file, metavar="FILE", help=f"draw a bar chart; the README's is {PICTURE.name}")
+    parser.add_argument("--draw", type=input_file, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE.name} beside it")
+
+
+def records_of(source: Path) -> list[dict[str, Any]]:
+    """
+    Raises:
+        UsageError: the file isn't of this command.
+    """
+    try:
+        records = [json.loads(line) for line in source.read_text().splitlines()]
+        for record in records:
+            record["rung"], record["config"], record["tflops"]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{source} isn't a results file of {PROGRAM} ladder: {error!r}") from error
+    return records
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    if arguments.draw is not None:
+        draw(records_of(arguments.draw), command_line.sibling(arguments.draw, PICTURE.name))
+        return 0
+    works = command_line.chosen(arguments.case, CASES, "--case")
     reason = lacking(device)
     if reason is not None:
-        print(f"ladder: {reason}", file=sys.stderr)
-        return 2
+        raise UsageError(reason)
+    if arguments.profile:
+        profile.ncu()
     gates, about = Gates.load(), machine(device)
     protocol = Protocol(arguments.rounds, arguments.milliseconds)
-    records = []
-    with report.progress() as bar:
-        chosen = [case for case in CASES if arguments.case in case.name]
-        task = bar.add_task("", total=len(chosen))
-        for case in chosen:
-            bar.update(task, description=case.name)
-            results = measure(case, gates.bad, protocol, device)
+    records, tables = [], []
+    with report.progress("ladder") as bar:
+        turns = {case: protocol.rounds * (len(rungs(case.head_dim)) + 1 + len(PYTORCH)) for case in works}
+        task = bar.add_task("compiling every rung", total=sum(turns.values()))
+        for i, case in enumerate(works):
+            bar.update(task, completed=sum(turns[one] for one in works[:i]))
+            results = measure(case, gates.bad, protocol, device, bar.ticks(task, f"{case.name}, "))
             if arguments.profile:
-                words = ["-m", "bench.launched", json.dumps(dataclasses.asdict(case))]
-                results = with_conflicts(results, profile.parse(profile.measure(words, "none", None)))
+                bar.update(task, description=f"{case.name}, under Nsight Compute")
+                counted = profile.measure([*module("launched"), json.dumps(dataclasses.asdict(case))], "none", None)
+                results = with_conflicts(results, profile.parse(counted))
             report.append(arguments.json, (report.json_line("ladder", result.record(), about) for result in results))
             records += [result.record() | about for result in results]
-            report.console().print(table(results))
-            bar.advance(task)
+            tables.append(table(results))
+    for made in tables:
+        report.console().print(made)
     if arguments.picture is not None:
         draw(records, arguments.picture)
     return 0

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 import triton
 
-ROOT = Path(__file__).resolve().parent.parent
+import fp8attn
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+"""Of the repository, in a checkout: of nothing in an installed package."""
+
+IS_CHECKOUT = (ROOT / "pyproject.toml").is_file() and (ROOT / "fp8attn").is_dir()
+
+PACKAGE = __name__.rpartition(".")[0]
+"""`bench` in a checkout, `fp8attn.bench` where fp8attn is installed."""
+
+PROGRAM = f"python -m {PACKAGE}"
 
 READINGS = {
     "sm_clock_mhz": "clocks.current.sm",
@@ -23,6 +34,16 @@ READINGS = {
     "temperature_c": "temperature.gpu",
 }
 """What is recorded of a GPU at work, and nvidia-smi's names for it."""
+
+
+def module(name: str) -> list[str]:
+    """The words after `python` that run a module of this package, in the working directory `module_folder`."""
+    return ["-m", f"{PACKAGE}.{name}"]
+
+
+def module_folder() -> Path | None:
+    """Where Python finds this package by its name; None where it is installed and found everywhere."""
+    return ROOT if PACKAGE == "bench" else None
 
 
 def keep_triton_cache() -> None:
@@ -49,9 +70,12 @@ def _nvidia_smi(device: torch.device, *fields: str) -> list[str] | None:
 
 
 def commit() -> str:
-    """HEAD, and whether the tree differs from it; FP8ATTN_COMMIT, if set, for a tree that was copied without its history."""
+    """HEAD, and whether the tree differs from it; FP8ATTN_COMMIT, if set, for a tree that was copied without its history; unknown of an installed
+    package, which may lie inside another repository."""
     if "FP8ATTN_COMMIT" in os.environ:
         return os.environ["FP8ATTN_COMMIT"]
+    if not IS_CHECKOUT:
+        return "unknown"
     head, changed = _output("git", "rev-parse", "HEAD"), _output("git", "status", "--porcelain")
     if head is None or changed is None:
         return "unknown"
@@ -70,6 +94,7 @@ def machine(device: torch.device) -> dict[str, str | int | None]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
+        "fp8attn": fp8attn.__version__,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 
 from fp8attn.cuda.configs import KEYS, ROWS
 
-from . import report
+from . import adapters, command_line, report
 from .cases import HIDDEN, TOKENS, Case, square
+from .command_line import NO_GPU, UsageError, at_least, more_than_zero
 from .errors import Bad, Errors
 from .gates import Gates
 from .machine import machine
-from .peers import KERNEL, OWN, PYTORCH, Attention, Peer, Problem, answer
+from .peers import KERNEL, OWN, PYTORCH, Attention, Peer, Problem, answer, needs_gpu
+from .progress import Tick, no_tick
+from .sheet import Sheet
 from .timing import Protocol, Timing, time_all
 
 HELP = "what masks cost, by kind: over the default without one, and beside PyTorch"
@@ -122,7 +123,7 @@ def _flex(problem: Problem) -> Attention:
 ROWS_OF_TABLE = (
     *(peer for peer in OWN if peer.name in ("fp8attn cuda", "fp8attn triton", "fp8attn cuda end to end")),
     *(peer for peer in PYTORCH if peer.name in ("SDPA cuDNN", "SDPA efficient")),
-    Peer("FlexAttention", (KERNEL,), _flex, jit=True),
+    Peer("FlexAttention", (KERNEL,), _flex, jit=True, needs=needs_gpu),
 )
 
 
@@ -177,8 +178,12 @@ class Result:
         }
 
 
-def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Protocol, device: torch.device) -> list[Result]:
-    """Every row with a mask, and our default without, from one interleaved run."""
+def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> list[Result]:
+    """Every row with a mask, and our default without, from one interleaved run.
+
+    Args:
+        tick: told of every turn, which counts as 1.
+    """
     mask = MASKS[name](case, device)
     fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(Case)}
     plain = Problem.of(case, "normal", device, rotate=True)
@@ -187,7 +192,7 @@ def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Pro
     given = {row.name: answer(row, problem, expected, bad) for row in rows}
     runs = {row: one.attention for row, one in given.items() if one.attention is not None}
     without = OWN[0].prepare(plain)
-    timed = {row: found.timing for row, found in time_all(runs | {WITHOUT: without}, len(plain.sets), protocol, device).items()}
+    timed = {row: found.timing for row, found in time_all(runs | {WITHOUT: without}, len(plain.sets), protocol, device, tick).items()}
     shares = shares_shown(case, mask)
     results = [Result(case, name, WITHOUT, *shares, timing=timed[WITHOUT], against_without=1.0)]
     for row, one in given.items():
@@ -198,7 +203,7 @@ def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Pro
     return results
 
 
-def table(results: Sequence[Result]) -> Table:
+def table(results: Sequence[Result]) -> Sheet:
     """A row for each kind of mask, a column for each row of the results: microseconds."""
     names = list(dict.fromkeys(result.row for result in results))
     headers = ("pairs", "blocks", *names, "cuda × no mask", "relative L2")
@@ -207,7 +212,7 @@ def table(results: Sequence[Result]) -> Table:
         by = {result.row: result for result in results if result.mask == kind}
         first, own = by[WITHOUT], by.get("fp8attn cuda")
         cells = [f"{first.pairs:.0%}", f"{first.blocks:.0%}"]
-        cells += [report.number_of(by[name].us, ".1f") for name in names]
+        cells += [report.us_of(by[name].us) for name in names]
         cells.append(report.number_of(None if own is None else own.against_without, ".2f"))
         cells.append(report.number_of(None if own is None or own.errors is None else own.errors.relative_l2, ".4f"))
         made.add_row(kind, *cells)
@@ -215,34 +220,36 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
-    parser.add_argument("--mask", default="", metavar="SUBSTRING", help="only masks with this in their names")
-    parser.add_argument("--peer", action="append", metavar="SUBSTRING", help="only rows with this in their names; repeatable")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that every row gets (default: %(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+    command_line.add_case(parser)
+    parser.add_argument("--mask", metavar="SUBSTRING", help="only masks with this in their names")
+    command_line.add_peer(parser)
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
+    parser.add_argument(
+        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
+    )
+    command_line.add_json(parser)
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    works = command_line.chosen(arguments.case, CASES, "--case")
+    kinds = command_line.chosen(arguments.mask, list(MASKS), "--mask", "mask", str)
+    rows = adapters.chosen(arguments.peer, ROWS_OF_TABLE, "row")
     if device.type != "cuda":
-        print("masks: needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
-        return 2
+        raise UsageError(NO_GPU)
+    rows, lacking = adapters.here(rows), OWN[0].needs()
+    if lacking is not None:
+        raise UsageError(f"{OWN[0].name}, which masks are compared with, needs {lacking}")
     gates, about = Gates.load(), machine(device)
-    rows = [row for row in ROWS_OF_TABLE if any(part in row.name for part in arguments.peer or [""])]
-    chosen = [(case, name) for case in CASES for name in MASKS if arguments.case in case.name and arguments.mask in name]
-    if not chosen or not rows:
-        print(f"masks: no case has {arguments.case!r}, no mask {arguments.mask!r} or no row {arguments.peer} in its name", file=sys.stderr)
-        return 2
     protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
     results: list[Result] = []
-    with report.progress() as bar:
-        task = bar.add_task("", total=len(chosen))
-        for case, name in chosen:
-            bar.update(task, description=f"{case.name}, {name}")
-            found = measure(case, name, rows, gates.bad, protocol, device)
+    with report.progress("masks") as bar:
+        turns = protocol.rounds * (len(rows) + 1)
+        task = bar.add_task(f"cases: {len(works)}, masks: {len(kinds)}", total=turns * len(works) * len(kinds))
+        for i, (case, name) in enumerate(itertools.product(works, kinds)):
+            bar.update(task, completed=i * turns, description=f"{case.name}, {name}")
+            found = measure(case, name, rows, gates.bad, protocol, device, bar.ticks(task, f"{case.name}, {name}, "))
             report.append(arguments.json, (report.json_line("masks", result.record(), about) for result in found))
             results += found
-            bar.advance(task)
-    for case in dict.fromkeys(case for case, _ in chosen):
+    for case in works:
         report.console().print(table([result for result in results if result.case == case]))
     return 0

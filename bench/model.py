@@ -17,19 +17,21 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import nn
 
 import fp8attn
 from fp8attn.cuda.build import cache_folder
 
-from . import report
+from . import command_line, report
 from .adapters import here
 from .cases import SEED, Case
+from .command_line import UsageError, at_least, more_than_zero
 from .machine import machine
 from .peers import Peer, Problem
+from .progress import Tick, no_tick
 from .readme import Record
 from .rows import BASELINE, chosen
+from .sheet import Sheet
 
 HELP = "perplexity of a small transformer, trained here on real text: attention in bfloat16 beside every recipe, and others' FP8 kernels"
 
@@ -125,17 +127,23 @@ def corpus(limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     return train, held_out
 
 
-def train(size: Size, text: torch.Tensor, device: torch.device, seconds: float, log: Callable[[str], None]) -> Transformer:
-    """Trained in bfloat16 for `size.steps` steps, or as long as `seconds` last: the learning rate falls to zero by the nearer end."""
+def train(size: Size, text: torch.Tensor, device: torch.device, seconds: float, log: Callable[[str], None], tick: Tick = no_tick) -> Transformer:
+    """Trained in bfloat16 for `size.steps` steps, or as long as `seconds` last: the learning rate falls to zero by the nearer end.
+
+    Args:
+        tick: told of every step; in all they count as 1.
+    """
     torch.manual_seed(SEED)
     model = Transformer(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     text = text.to(device)
     generator = torch.Generator(device).manual_seed(SEED)
     offsets = torch.arange(size.context + 1, device=device)
-    began = time.monotonic()
+    began, told = time.monotonic(), 0.0
     for step in range(size.steps):
         gone = max(step / size.steps, (time.monotonic() - began) / seconds)
+        tick(f"step {step} of {size.steps} at most", gone - told)
+        told = gone
         if gone >= 1:
             log(f"{seconds:.0f} s are over after {step} steps")
             break
@@ -154,7 +162,7 @@ def train(size: Size, text: torch.Tensor, device: torch.device, seconds: float, 
     return model.eval().requires_grad_(False)
 
 
-def trained(size: Size, text: torch.Tensor, device: torch.device, seconds: float, log: Callable[[str], None]) -> Transformer:
+def trained(size: Size, text: torch.Tensor, device: torch.device, seconds: float, log: Callable[[str], None], tick: Tick = no_tick) -> Transformer:
     """`train`'s model, from the cache folder if it was trained before: of the same size, on the same bytes, for as long."""
     key = repr((asdict(size), seconds, device.type, torch.__version__)).encode()
     path = cache_folder() / f"model-{hashlib.sha256(key + text.numpy().tobytes()).hexdigest()[:16]}.pt"
@@ -162,7 +170,7 @@ def trained(size: Size, text: torch.Tensor, device: torch.device, seconds: float
     if path.exists():
         model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
         return model.eval().requires_grad_(False)
-    model = train(size, text, device, seconds, log)
+    model = train(size, text, device, seconds, log, tick)
     torch.save(model.state_dict(), path)
     return model
 
@@ -230,11 +238,17 @@ class Result:
         return {"backend": self.row, **{name: getattr(self, name) for name in names}}
 
 
-def evaluate(model: Transformer, windows: torch.Tensor, rows: Sequence[Peer], batch: int) -> Iterator[Result]:
-    """The baseline first, whatever the rows; a row that raises is refused."""
+def evaluate(model: Transformer, windows: torch.Tensor, rows: Sequence[Peer], batch: int, tick: Tick = no_tick) -> Iterator[Result]:
+    """The baseline first, whatever the rows; a row that raises is refused.
+
+    Args:
+        tick: told of every row, which counts as 1, and the baseline as another.
+    """
+    tick("bfloat16", 0.0)
     baseline = predictions(model, windows, in_bfloat16, batch)
     yield Result.of("bfloat16", baseline, baseline)
     for row in rows:
+        tick(row.name, 1.0)
         try:
             yield Result.of(row.name, predictions(model, windows, attend_with(row), batch), baseline)
         except fp8attn.BackendUnavailable:
@@ -243,7 +257,7 @@ def evaluate(model: Transformer, windows: torch.Tensor, rows: Sequence[Peer], ba
             yield Result(row.name, None, None, None, None, f"{type(error).__name__}: {error}")
 
 
-def table(results: Sequence[Result], title: str) -> Table:
+def table(results: Sequence[Result], title: str) -> Sheet:
     caption = "gap: of perplexity, to bfloat16's; ±: its standard error. same byte: how often the likeliest next byte is the same."
     made = report.table_of(title, ("attention",), ("perplexity", "gap", "±", "same byte"), caption)
     for r in results:
@@ -254,35 +268,39 @@ def table(results: Sequence[Result], title: str) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default in asdict(Size()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=100.0, help="of training, at most (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=48, help="of held-out text, each a context long (default: %(default)s)")
-    parser.add_argument("--text", type=int, metavar="BYTES", help="use no more of the text than this")
-    parser.add_argument("--peer", action="append", metavar="SUBSTRING", help="only rows with this in their names; repeatable")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+        kind = at_least(1) if isinstance(default, int) else more_than_zero
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="default: %(default)s")
+    parser.add_argument("--seconds", type=more_than_zero, default=100.0, help="of training, at most (default: %(default)s)")
+    parser.add_argument("--windows", type=at_least(1), default=48, help="of held-out text, each a context long (default: %(default)s)")
+    parser.add_argument("--text", type=at_least(1), metavar="BYTES", help="use no more of the text than this")
+    command_line.add_peer(parser)
+    command_line.add_json(parser)
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
     size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
-    try:
-        rows = chosen(arguments.peer)
-        text, held_out = corpus(arguments.text)
-        count = min(arguments.windows, (len(held_out) - 1) // size.context)
-        if count < 1 or len(text) < size.context + 2:
-            raise ValueError(f"{len(text)} bytes to train on and {len(held_out)} held out; there must be more than {size.context} of each")
-    except (OSError, ValueError) as error:
-        print(f"model: {error}", file=sys.stderr)
-        return 2
+    if size.head_dim % 2:
+        raise UsageError(f"--head-dim is {size.head_dim}; it must be even, for rotary positions")
+    rows = chosen(arguments.peer)
+    text, held_out = corpus(arguments.text)
+    count = min(arguments.windows, (len(held_out) - 1) // size.context)
+    if count < 1 or len(text) < size.context + 2:
+        raise UsageError(f"{len(text)} bytes to train on and {len(held_out)} held out; there must be more than {size.context} of each")
     rows = here(rows)
-    model = trained(size, text, device, arguments.seconds, lambda line: print(line, file=sys.stderr, flush=True))
-    starts = torch.linspace(0, len(held_out) - size.context - 1, count).long().unsqueeze(-1)
-    windows = held_out[starts + torch.arange(size.context + 1)].long().to(device)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    about = asdict(size) | {"parameters": parameters, "trained_on": len(text), "windows": count} | machine(device)
+    rows = tuple(row for row in rows if row.name != BASELINE)
     results: list[Result] = []
-    for result in evaluate(model, windows, [row for row in rows if row.name != BASELINE], size.batch):
-        report.append(arguments.json, [report.json_line("model", result.record(), about)])
-        results.append(result)
+    with report.progress("model") as bar:
+        task = bar.add_task("training, unless it was trained before", total=1.0, seconds=arguments.seconds)
+        model = trained(size, text, device, arguments.seconds, lambda line: print(line, file=sys.stderr, flush=True), bar.ticks(task, "training, "))
+        starts = torch.linspace(0, len(held_out) - size.context - 1, count).long().unsqueeze(-1)
+        windows = held_out[starts + torch.arange(size.context + 1)].long().to(device)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        about = asdict(size) | {"parameters": parameters, "trained_on": len(text), "windows": count} | machine(device)
+        bar.update(task, completed=1.0)
+        task = bar.add_task(f"perplexity, rows: {len(rows) + 1}", total=len(rows) + 1)
+        for result in evaluate(model, windows, rows, size.batch, bar.ticks(task)):
+            report.append(arguments.json, [report.json_line("model", result.record(), about)])
+            results.append(result)
     heads = f"{size.layers} layers of {size.heads} heads, D {size.head_dim}, context {size.context}"
     report.console().print(table(results, f"{parameters / 1e6:.1f} M parameters, {heads}; {count * size.context} held-out bytes"))
     return 0

@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from rich.table import Table
 
-from . import report
+from . import command_line, report
 from .adapters import here
 from .cases import SEED, Case
+from .command_line import UsageError, at_least
 from .compiling import compile_first
 from .errors import Errors
 from .gates import Gates
 from .machine import machine
 from .peers import Peer, Problem, answer
+from .progress import Tick, no_tick
 from .readme import Record
 from .rows import chosen
+from .sheet import Sheet
 
 HELP = "retrieval of one key among up to 512k by a constructed attention head: every recipe, and others' FP8 kernels"
 
@@ -108,60 +108,69 @@ class Result:
         return record | {"backend": self.row, "relative_l2": None if self.errors is None else self.errors.relative_l2}
 
 
-def measure(hay: Haystack, rows: Sequence[Peer], gates: Gates) -> list[Result]:
+def measure(hay: Haystack, rows: Sequence[Peer], gates: Gates, tick: Tick = no_tick) -> list[Result]:
+    """What every row finds.
+
+    Args:
+        tick: told of every row, which counts as its `effort`.
+    """
     problem, expected, results = hay.problem, hay.problem.expected(), []
     about = (problem.case.kv_length, hay.share)
     results.append(Result(*about, "exact, float32", hay.words.numel(), hay.found(expected), Errors.of(expected, expected, gates.bad), None))
     for row in rows:
+        tick(row.name, 0.0)
         given = answer(row, problem, expected, gates.bad)
+        tick(row.name, row.effort(problem.case, problem.device.type == "cuda"))
         if not given.unavailable:
             found = None if given.attention is None else hay.found(row.restored(problem, given.attention(0)))
             results.append(Result(*about, row.name, hay.words.numel(), found, given.errors, given.refused))
     return results
 
 
-def table(results: Sequence[Result]) -> Table:
+def table(results: Sequence[Result]) -> Sheet:
     """Needles found, by length; a row of the table for each share and each of the benchmark's rows."""
     lengths = list(dict.fromkeys(result.keys for result in results))
-    made = report.table_of(
-        "Needles found", ("share", "row"), [f"{keys} keys" for keys in lengths], f"Of {results[0].trials}; guessing finds 1 in {WORDS}."
-    )
+    caption = f"Of {results[0].trials}; guessing finds 1 in {WORDS}."
+    made = report.table_of("Needles found", ("share, row",), [f"{keys} keys" for keys in lengths], caption)
     for share in dict.fromkeys(result.share for result in results):
-        made.add_section()
+        made.add_group(f"share 1/{1 / share:.0f}")
         mine = [result for result in results if result.share == share]
-        for i, row in enumerate(dict.fromkeys(result.row for result in mine)):
+        for row in dict.fromkeys(result.row for result in mine):
             cells = {result.keys: report.number_of(result.found, ".1%") for result in mine if result.row == row}
-            name = f"1/{1 / share:.0f}" if i == 0 else ""
-            made.add_row(name, row, *(cells.get(keys, "–") for keys in lengths), style="bold" if row.startswith("fp8attn") else None)
+            made.add_row(row, *(cells.get(keys, "–") for keys in lengths), style="bold" if row.startswith("fp8attn") else None)
     return made
 
 
+QUERIES, QUERIES_ON_CPU = 256, 32
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keys", type=int, action="append", help=f"repeatable; default: {LENGTHS}, without a GPU {LENGTHS_ON_CPU}")
-    parser.add_argument("--peer", action="append", metavar="SUBSTRING", help="only rows with this in their names; repeatable")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+    words = f"repeatable, {QUERIES} or more, without a GPU {QUERIES_ON_CPU}; default: {LENGTHS}, without a GPU {LENGTHS_ON_CPU}"
+    parser.add_argument("--keys", type=at_least(QUERIES_ON_CPU), action="append", help=words)
+    command_line.add_peer(parser)
+    command_line.add_json(parser)
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    gpu, gates, about = device.type == "cuda", Gates.load(), machine(device)
-    try:
-        rows = chosen(arguments.peer)
-    except ValueError as error:
-        print(f"needle: {error}", file=sys.stderr)
-        return 2
-    rows = here(rows)
+    gpu, gates = device.type == "cuda", Gates.load()
+    queries = QUERIES if gpu else QUERIES_ON_CPU
+    lengths = arguments.keys or (LENGTHS if gpu else LENGTHS_ON_CPU)
+    if min(lengths) < queries:
+        raise UsageError(f"--keys is {min(lengths)}; it must be {queries} or more, the number of queries, each of which has a needle of its own")
+    rows, about = here(chosen(arguments.peer)), machine(device)
     results: list[Result] = []
-    wanted = [case_of(keys) if gpu else case_of(keys, heads=1, queries=32) for keys in arguments.keys or (LENGTHS if gpu else LENGTHS_ON_CPU)]
-    with report.progress() as bar:
+    wanted = [case_of(keys, queries=queries) if gpu else case_of(keys, heads=1, queries=queries) for keys in dict.fromkeys(lengths)]
+    with report.progress("needle") as bar:
         if gpu:
             compile_first(wanted, rows, bar)
-        task = bar.add_task("", total=len(wanted) * len(SHARES))
-        for case in wanted:
-            for share in SHARES:
-                bar.update(task, description=f"{case.kv_length} keys, share 1/{1 / share:.0f}")
-                found = measure(haystack(case, share, device), rows, gates)
-                report.append(arguments.json, (report.json_line("needle", result.record(), about) for result in found))
-                results += found
-                bar.advance(task)
+        efforts = [(case, share, sum(row.effort(case, gpu) for row in rows)) for case in wanted for share in SHARES]
+        total = sum(one for *_, one in efforts)
+        task = bar.add_task(f"haystacks: {len(efforts)}, rows: {len(rows)}", total=total, seconds=total)
+        for i, (case, share, _) in enumerate(efforts):
+            about_it = f"{case.kv_length} keys, share 1/{1 / share:.0f}"
+            bar.update(task, completed=sum(one for *_, one in efforts[:i]), description=about_it)
+            found = measure(haystack(case, share, device), rows, gates, bar.ticks(task, f"{about_it}, "))
+            report.append(arguments.json, (report.json_line("needle", result.record(), about) for result in found))
+            results += found
     report.console().print(table(results))
     return 0

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
-from fp8attn.api import call_of
+from fp8attn.api import call_of, cuda_missing, triton_missing
 from fp8attn.cuda import run as cuda
 from fp8attn.device import device_of
 from fp8attn.triton import run
@@ -43,6 +43,35 @@ def as_it_is(problem: Problem, out: torch.Tensor) -> torch.Tensor:
 
 def needs_nothing() -> str | None:
     return None
+
+
+def device_here() -> torch.device:
+    """The GPU that everything runs on, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def needs_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "an NVIDIA GPU"
+
+
+def needs_cuda_kernels() -> str | None:
+    lacking = needs_gpu() or cuda_missing(device_here())
+    return None if lacking is None else lacking.removeprefix("cuda: ")
+
+
+def needs_triton() -> str | None:
+    lacking = triton_missing(device_here())
+    return None if lacking is None else lacking.removeprefix("triton: ")
+
+
+def needs_cudnn() -> str | None:
+    return needs_gpu() or (None if torch.backends.cudnn.is_available() else "a build of torch with cuDNN")
+
+
+def needs_flash() -> str | None:
+    """PyTorch has it for CPUs, too."""
+    there = not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
+    return None if there else "a build of torch with flash attention"
 
 
 @dataclass(frozen=True)
@@ -107,6 +136,15 @@ class Peer:
     def compiles(self) -> bool:
         return self.own or self.jit
 
+    def effort(self, case: Case, gpu: bool) -> float:
+        """About how many seconds an answer takes, for estimates of what is left. On a CPU Triton's kernels are interpreted."""
+        if gpu:
+            return 0.3
+        elements = case.q_heads * case.q_length * case.head_dim + case.kv_heads * case.kv_length * (case.head_dim + case.value_dim)
+        if self.own and "triton" in self.name:
+            return 0.3 + 1e-5 * case.batch * (elements * (END_TO_END in self.stages) + case.scores / case.batch)
+        return 0.02 + 2e-6 * case.batch * elements
+
 
 def _triton(problem: Problem) -> Attention:
     calls = [call_of(*tensors, **problem.case.options) for tensors in problem.sets]
@@ -141,23 +179,26 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
 
 ROTATED_INT8 = fp8attn.Recipe(rotate=256, qk="int8")
 
+CUDA_RECIPES = {"": fp8attn.Recipe(), " rotated": fp8attn.Recipe(rotate=256), " int8": fp8attn.PRECISE, " int8 rotated": ROTATED_INT8}
+"""Whole calls by CUDA's kernels, by what their names say of the recipe."""
+
 OWN = (
-    Peer("fp8attn cuda", (KERNEL,), functools.partial(_cuda, fp8attn.Recipe()), own=True),
-    Peer("fp8attn cuda int8", (KERNEL,), functools.partial(_cuda, fp8attn.PRECISE), own=True),
-    Peer("fp8attn cuda end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe()), own=True),
-    Peer("fp8attn cuda rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.Recipe(rotate=256)), own=True),
-    Peer("fp8attn cuda int8 end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", fp8attn.PRECISE), own=True),
-    Peer("fp8attn cuda int8 rotated end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", ROTATED_INT8), own=True),
-    Peer("fp8attn triton", (KERNEL,), _triton, own=True),
-    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True),
+    Peer("fp8attn cuda", (KERNEL,), functools.partial(_cuda, fp8attn.Recipe()), own=True, needs=needs_cuda_kernels),
+    Peer("fp8attn cuda int8", (KERNEL,), functools.partial(_cuda, fp8attn.PRECISE), own=True, needs=needs_cuda_kernels),
+    *(
+        Peer(f"fp8attn cuda{name} end to end", (END_TO_END,), functools.partial(_end_to_end, "cuda", recipe), own=True, needs=needs_cuda_kernels)
+        for name, recipe in CUDA_RECIPES.items()
+    ),
+    Peer("fp8attn triton", (KERNEL,), _triton, own=True, needs=needs_triton),
+    Peer("fp8attn triton end to end", (END_TO_END,), functools.partial(_end_to_end, "triton", fp8attn.Recipe()), own=True, needs=needs_triton),
 )
 PYTORCH = tuple(
-    Peer(f"SDPA {name}", (KERNEL, END_TO_END), functools.partial(_pytorch, backend))
-    for name, backend in (
-        ("flash", SDPBackend.FLASH_ATTENTION),
-        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
-        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
-        ("math", SDPBackend.MATH),
+    Peer(f"SDPA {name}", (KERNEL, END_TO_END), functools.partial(_pytorch, backend), needs=needs)
+    for name, backend, needs in (
+        ("flash", SDPBackend.FLASH_ATTENTION, needs_flash),
+        ("cuDNN", SDPBackend.CUDNN_ATTENTION, needs_cudnn),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION, needs_gpu),
+        ("math", SDPBackend.MATH, needs_nothing),
     )
 )
 

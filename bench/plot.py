@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ import torch
 
 from fp8attn.device import ARCHITECTURES, CEILINGS
 
+from . import report
 from .cases import HIDDEN, TOKENS, Case
+from .command_line import UsageError, checkout, input_file, matplotlib_lacks, picture_file, sibling
+from .machine import PROGRAM
 from .peers import KERNEL
 from .readme import RESULTS
 
@@ -22,31 +25,77 @@ HELP = "speed over length, error against speed, or a roofline, from a results fi
 SOURCE = RESULTS / "side_by_side.jsonl"
 PICTURE = RESULTS / "speed.svg"
 
+DIMS = (64, 128, 256)
+
 Record = dict[str, Any]
 
+
+@dataclass(frozen=True)
+class Style:
+    """How a row is drawn, the same in every picture."""
+
+    colour: str
+    marker: str
+    line: Any = "-"
+    open: bool = False
+
+    @property
+    def of_points(self) -> dict[str, Any]:
+        """matplotlib's arguments for markers alone."""
+        face = "none" if self.open else self.colour
+        return {"color": self.colour, "marker": self.marker, "markerfacecolor": face, "markeredgecolor": self.colour, "linestyle": ""}
+
+    @property
+    def of_line(self) -> dict[str, Any]:
+        """matplotlib's arguments for a line with markers."""
+        return self.of_points | {"linestyle": self.line, "linewidth": 1.4, "markersize": 6}
+
+
+DASHED, DOTTED, DASH_DOTTED, LONG = "--", ":", "-.", (0, (8, 2))
+
+# of Okabe and Ito's palette, and darker ones for white paper: told apart by the colour-blind, but for wine and grey
+VERMILLION, ORANGE, BLUE, SKY, GREEN, PINK = "#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7"
+BLACK, GREY, BROWN, INDIGO, WINE = "#000000", "#666666", "#7F4A00", "#332288", "#882255"
+
 STYLES = {
-    # colours of Okabe and Ito, told apart by the colour-blind; markers and lines for print, dashed for bfloat16
-    "fp8attn cuda": ("#D55E00", "o", "-"),
-    "fp8attn cuda int8": ("#D55E00", "h", ":"),
-    "fp8attn triton": ("#0072B2", "s", "-"),
-    "cuDNN e4m3": ("#000000", "P", "-"),
-    "FA3 e4m3": ("#009E73", "D", "-"),
-    "FA3 e4m3 two-level": ("#009E73", "s", ":"),
-    "Sage2": ("#CC79A7", "X", "-"),
-    "FlashInfer e4m3": ("#56B4E9", "*", "-"),
-    "SDPA cuDNN": ("#000000", "^", "--"),
-    "FA3 bf16": ("#009E73", "d", "--"),
-    "SDPA flash": ("#E69F00", "v", "--"),
-    "FlexAttention": ("#CC79A7", "<", "--"),
-    "FlashInfer bf16": ("#56B4E9", ">", "--"),
+    # kernels
+    "fp8attn cuda": Style(VERMILLION, "o"),
+    "fp8attn cuda int8": Style(ORANGE, "h", DASHED, open=True),
+    "fp8attn triton": Style(BLUE, "s"),
+    "cuDNN e4m3": Style(BLACK, "P"),
+    "FA3 e4m3": Style(GREEN, "D"),
+    "FA3 e4m3 two-level": Style(PINK, "X", DOTTED),
+    "Sage2": Style(BROWN, "p", LONG),
+    "FlashInfer e4m3": Style(SKY, "*"),
+    "SDPA cuDNN": Style(BLACK, "^", DASHED, open=True),
+    "FA3 bf16": Style(GREEN, "d", DASH_DOTTED, open=True),
+    "SDPA flash": Style(GREY, "v", DASHED, open=True),
+    "FlexAttention": Style(WINE, "<", DASH_DOTTED, open=True),
+    "FlashInfer bf16": Style(SKY, ">", DASHED, open=True),
+    # rows of errors
+    "fp8attn cuda end to end": Style(VERMILLION, "o"),
+    "fp8attn triton end to end": Style(BLUE, "s", DOTTED, open=True),
+    "fp8attn rotated": Style(ORANGE, "h", DASHED),
+    "fp8attn not rotated": Style(BROWN, "p", DASH_DOTTED),
+    "fp8attn V not smoothed": Style(WINE, "<", DOTTED, open=True),
+    "fp8attn f16": Style(SKY, ">", DASH_DOTTED, open=True),
+    "e4m3 one level": Style(GREEN, "D"),
+    "FA3 e4m3, modelled": Style(INDIGO, "x", LONG),
 }
-"""Kernels that are drawn, in this order: colour, marker, line."""
+"""Rows that are drawn, in this order. Those of one picture that share a colour have another marker and another line."""
 
 
 def records_of(source: Path) -> list[Record]:
-    """A results file's lines that were timed."""
-    lines = [json.loads(line) for line in source.read_text().splitlines()]
-    return [line for line in lines if line.get("tflops") is not None and KERNEL in line.get("stages", ())]
+    """A results file's lines that were timed.
+
+    Raises:
+        UsageError: it isn't a results file.
+    """
+    try:
+        lines = [json.loads(line) for line in source.read_text().splitlines()]
+        return [line for line in lines if line.get("tflops") is not None and KERNEL in line.get("stages", ())]
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise UsageError(f"{source} isn't a results file of {PROGRAM} run: {error!r}") from error
 
 
 def drawn(records: Sequence[Record]) -> list[str]:
@@ -81,7 +130,14 @@ def origin(records: Sequence[Record]) -> str:
 
 
 def load_pyplot() -> Any:
-    """matplotlib's pyplot, without a display."""
+    """matplotlib's pyplot, without a display.
+
+    Raises:
+        UsageError: it isn't installed.
+    """
+    lacking = matplotlib_lacks()
+    if lacking is not None:
+        raise UsageError(lacking)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,15 +148,22 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def legend_below(figure: Any, axis: Any, columns: int) -> None:
-    """What one axis shows, below all of them."""
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), columns), frameon=False)
+def legend_below(figure: Any, axes: Sequence[Any], columns: int) -> None:
+    """What any of these axes show, below all of them, in as many columns as fit. The figure's layout is constrained, which leaves room for it."""
+    shown: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+    for count in range(min(len(shown), columns), 0, -1):
+        legend = figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=count, handlelength=3.5)
+        if legend.get_window_extent(figure.canvas.get_renderer()).width < figure.bbox.width:
+            return
+        if count > 1:
+            legend.remove()
 
 
 def save(figure: Any, to: Path) -> None:
     """Write a figure, and let it go; the format is `to`'s suffix."""
-    to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=110, metadata={"Date": None} if to.suffix == ".svg" else None)
     load_pyplot().close(figure)
 
@@ -111,18 +174,18 @@ def speed(records: Sequence[Record]) -> Any:
     Raises:
         ValueError: there is no row to draw.
     """
-    backends = drawn(records)
-    dims = [dim for dim in (64, 128, 256) if any(series(records, name, dim, False)[0] for name in backends)]
+    backends = [name for name in drawn(records) if any(series(records, name, dim, causal)[0] for dim in DIMS for causal in (False, True))]
+    dims = [dim for dim in DIMS if any(series(records, name, dim, False)[0] for name in backends)]
     if not dims:
         raise ValueError(f"no row of {TOKENS // 1024}k tokens and hidden size {HIDDEN}")
     pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(2, len(dims), figsize=(4 * len(dims), 6), sharex=True, sharey=True, squeeze=False)
+    size = (4 * len(dims), 6.6)
+    figure, axes = pyplot.subplots(2, len(dims), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
     for row, causal in enumerate((False, True)):
         for column, dim in enumerate(dims):
             axis = axes[row][column]
             for name in backends:
-                colour, marker, line = STYLES[name]
-                axis.plot(*series(records, name, dim, causal), color=colour, marker=marker, linestyle=line, label=name)
+                axis.plot(*series(records, name, dim, causal), **STYLES[name].of_line, label=name)
             axis.set_xscale("log", base=2)
             axis.set_xticks([1024, 2048, 4096, 16384], ["1k", "2k", "4k", "16k"])
             axis.set_title(f"head dim {dim}, {'causal' if causal else 'full'}", fontsize=11)
@@ -131,9 +194,8 @@ def speed(records: Sequence[Record]) -> Any:
     axes[0][0].set_ylim(bottom=0)
     for axis in axes[1]:
         axis.set_xlabel("queries and keys")
-    legend_below(figure, axes[0][0], 6)
+    legend_below(figure, axes.flat, min(2 * len(dims), 5))
     figure.suptitle(f"{origin(records)}, 16k tokens, hidden 2048", fontsize=11)
-    figure.tight_layout(rect=(0, 0.05 + 0.03 * (len(backends) > 6), 1, 1))
     return figure
 
 
@@ -148,24 +210,20 @@ def error(records: Sequence[Record]) -> Any:
     if not longest:
         raise ValueError("no timed square case without a mask on N(0,1) inputs")
     pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, len(longest), figsize=(4 * len(longest), 3.8), sharey=True, squeeze=False)
+    figure, axes = pyplot.subplots(1, len(longest), figsize=(4 * len(longest), 4.2), sharey=True, squeeze=False, layout="constrained")
     for axis, (dim, length) in zip(axes[0], longest.items(), strict=True):
         rows = [r for r in square if (r["head_dim"], r["q_length"]) == (dim, length)]
-        for name in drawn(records):
+        for name in drawn(rows):
             mine = [r for r in rows if r["backend"] == name]
-            colour, marker, line = STYLES[name]
-            face = colour if line == "-" else "none"
-            x, y = [r["tflops"] for r in mine], [r["relative_l2"] for r in mine]
-            axis.plot(x, y, color=colour, marker=marker, markerfacecolor=face, markersize=9, linestyle="", label=name)
+            axis.plot([r["tflops"] for r in mine], [r["relative_l2"] for r in mine], **STYLES[name].of_points, markersize=9, label=name)
         axis.set_yscale("log")
         axis.set_xlim(left=0)
         axis.set_title(f"{rows[0]['case']}", fontsize=11)
         axis.set_xlabel("TFLOP/s, kernel alone")
         axis.grid(alpha=0.3, which="both")
     axes[0][0].set_ylabel("relative L2 error")
-    legend_below(figure, axes[0][0], 6)
+    legend_below(figure, axes[0], 2 * len(longest))
     figure.suptitle(f"{origin(records)}: lower right is better", fontsize=11)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
     return figure
 
 
@@ -185,60 +243,68 @@ def roofline(records: Sequence[Record]) -> Any:
     per_second = ceilings.clock_hz * device.sm_count / 1e12
     tensor, bandwidth = ceilings.tensor_flop_per_clk * per_second, ceilings.dram_bytes_per_s / 1e12
     pyplot = load_pyplot()
-    figure, axis = pyplot.subplots(figsize=(7.5, 4.5))
+    figure, axis = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
     intensity = [1.0, tensor / bandwidth, 1e5]
+    above: dict[str, Any] = {"xytext": (0, 5), "textcoords": "offset points", "fontsize": 9}
     axis.plot(intensity, [bandwidth, tensor, tensor], color="black", linewidth=1.5)
-    axis.annotate(f"e4m3 tensor cores, {tensor:.0f} TFLOP/s sustained", (1e5, tensor * 1.06), ha="right", fontsize=9)
-    axis.annotate(f"device memory, {bandwidth:.1f} TB/s", (4, 1.2 * bandwidth), fontsize=9)
+    axis.annotate(f"e4m3 tensor cores, {tensor:.0f} TFLOP/s sustained", (1e5, tensor), ha="right", **above)
+    axis.annotate(f"device memory, {bandwidth:.1f} TB/s", (4, bandwidth), va="bottom", fontsize=9)
     for dim in sorted({r["head_dim"] for r in records}):
         exact = 4 * dim * ceilings.exact_exponentials_per_clk * per_second
         if exact < tensor:
-            axis.axhline(exact, color="gray", linestyle=":", linewidth=1)
-            axis.annotate(f"exact exponentials, D {dim}: {exact:.0f}", (1.5, exact * 1.05), fontsize=9, color="gray")
+            axis.axhline(exact, color=GREY, linestyle=":", linewidth=1)
+            axis.annotate(f"exact exponentials, D {dim}: {exact:.0f}", (1.5, exact), color=GREY, **above)
     for name in [name for name in drawn(records) if name in ("fp8attn cuda", "fp8attn triton", "cuDNN e4m3", "FA3 e4m3", "SDPA cuDNN")]:
-        colour, marker, line = STYLES[name]
         cases = [(case_of(r), r["tflops"]) for r in records if r["backend"] == name]
         x, y = [case.flops / case.least_bytes for case, _ in cases], [tflops for _, tflops in cases]
-        face = colour if line == "-" else "none"
-        axis.plot(x, y, color=colour, marker=marker, markerfacecolor=face, markersize=5, linestyle="", label=name)
+        axis.plot(x, y, **STYLES[name].of_points, markersize=5, label=name)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_ylim(1, 3 * tensor)
     axis.set_xlabel("FLOP a byte that must move")
     axis.set_ylabel("TFLOP/s, kernel alone")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right", frameon=False, fontsize=9)
+    legend_below(figure, [axis], 5)
     figure.suptitle(origin(records), fontsize=11)
-    figure.tight_layout()
     return figure
 
 
 KINDS: dict[str, Callable[[Sequence[Record]], Any]] = {"speed": speed, "error": error, "roofline": roofline}
 
 
+def figure_of(source: Path, kind: str) -> Any:
+    """
+    Raises:
+        UsageError: the file has nothing of the kind.
+    """
+    try:
+        return KINDS[kind](records_of(source))
+    except UsageError:
+        raise
+    except (ValueError, KeyError, TypeError) as why:
+        raise UsageError(f"{source}: {why if isinstance(why, ValueError) else repr(why)}") from why
+
+
 def draw(to: Path, source: Path = SOURCE, kind: str = "speed") -> None:
     """One picture; the format is `to`'s suffix, .png or .svg.
 
     Raises:
-        ValueError: the file has nothing of the kind.
+        UsageError: the file has nothing of the kind.
     """
-    try:
-        figure = KINDS[kind](records_of(source))
-    except ValueError as why:
-        raise ValueError(f"{source}: {why}") from why
-    save(figure, to)
+    save(figure_of(source, kind), to)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", choices=KINDS, default="speed", help="default: %(default)s")
-    parser.add_argument("--source", type=Path, default=SOURCE, metavar="FILE.jsonl", help="default: %(default)s")
-    parser.add_argument("--to", type=Path, metavar="FILE", help=f".svg or .png; default: {PICTURE}, or the kind's name beside it")
+    parser.add_argument("--source", type=input_file, metavar="FILE.jsonl", help=f"default, in a checkout: bench/results/{SOURCE.name}")
+    parser.add_argument("--to", type=picture_file, metavar="FILE", help=".svg or .png; default, in a checkout: bench/results/, the kind's name")
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    try:
-        draw(arguments.to or PICTURE.with_name(f"{arguments.kind}.svg"), arguments.source, arguments.kind)
-    except (OSError, ValueError) as error:
-        print(f"plot: {error}", file=sys.stderr)
-        return 2
+    if arguments.source is None or arguments.to is None:
+        checkout("plot without --source and --to")
+    to = arguments.to or sibling(PICTURE, f"{arguments.kind}.svg")
+    with report.progress("plot") as bar:
+        bar.add_task(f"{arguments.kind}, to {to}", total=None)
+        draw(to, arguments.source or SOURCE, arguments.kind)
     return 0

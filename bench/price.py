@@ -6,41 +6,52 @@ import argparse
 import dataclasses
 import functools
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 
 import fp8attn
 from fp8attn import Recipe
 
-from . import report
+from . import command_line, report
 from .cases import HIDDEN, TOKENS, Case, square
+from .command_line import NO_GPU, UsageError, at_least, more_than_zero
 from .compare import round_ratios
 from .errors import Bad, Errors, standard_error
 from .gates import Gates
 from .machine import machine
 from .peers import END_TO_END, Attention, Peer, Problem, answer
+from .progress import Tick, no_tick
 from .rows import FLASH_AND_CUDNN, RECIPES, by_recipe
+from .sheet import Sheet
+from .summary import BFLOAT16, DEFAULT, SUMMARY, sentence, summaries
 from .timing import Protocol, Timing, time_all
 
 HELP = "what each recipe costs: quantizing, attention alone, and both from bfloat16"
 
+SHAPES = ((64, 4096, False), (64, 16384, True), (128, 4096, False), (128, 4096, True), (128, 16384, True), (256, 4096, False))
+"""Head dims, lengths and whether they are causal."""
+
 CASES = tuple(
     square(f"D{dim} {'causal' if causal else 'full'} {length // 1024}k", TOKENS // length, HIDDEN // dim, length, dim, causal=causal)
-    for dim, length, causal in ((64, 4096, False), (128, 4096, False), (128, 4096, True), (128, 16384, True), (256, 4096, False))
+    for dim, length, causal in SHAPES
 )
-DEFAULT = "default"
-BFLOAT16 = "bfloat16"
 PARTS = ("quantize", "kernel", "whole")
 """Of a call: q, k and v quantized; attention to them; both, by one call, which may quantize on its way."""
 
 SETTLE = 600.0
 """Milliseconds before two are compared to a percent: a card that idled 0.1 s while they were captured is 8 % faster for up to 100 ms."""
+
+
+class Ratio(NamedTuple):
+    """A part's time over the default's, of rounds that these two have alone; and both's SM clock then, MHz, None if nobody could read it."""
+
+    mean: float
+    standard_error: float
+    clock_mhz: float | None = None
+    default_clock_mhz: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +61,8 @@ class Price:
     Attributes:
         plan: the backend, the kernel and, if it is one, that the instance is a general one.
         timings: by part.
-        against_default: by part, this one's time over the default recipe's, and its standard error: of rounds of these two alone, because among many
-            it matters beside whom one is; more than 1 costs more.
+        against_default: by part, this one's time over the default recipe's: of rounds of these two alone, because among many it matters beside whom
+            one is; more than 1 costs more.
         against_bfloat16: PyTorch's median over this whole one's; more than 1 is faster.
         refused: why there are no timings, or None.
     """
@@ -61,13 +72,18 @@ class Price:
     plan: str | None = None
     errors: Errors | None = None
     timings: dict[str, Timing] = dataclasses.field(default_factory=dict)
-    against_default: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    against_default: dict[str, Ratio] = dataclasses.field(default_factory=dict)
     against_bfloat16: float | None = None
     refused: str | None = None
 
     def us(self, part: str) -> float | None:
         """The part's median."""
         return self.timings[part].p50_us if part in self.timings else None
+
+    def ratio_record(self, part: str) -> dict[str, float | None]:
+        ratio = self.against_default.get(part)
+        names = ("against_default", "standard_error", "clock_mhz", "default_clock_mhz")
+        return dict.fromkeys(names) if ratio is None else dict(zip(names, ratio, strict=True))
 
     def record(self) -> dict[str, Any]:
         """One flat JSON object; fields that don't apply are null."""
@@ -76,8 +92,7 @@ class Price:
             "recipe": self.recipe,
             "plan": self.plan,
             **{f"{part}_us": self.us(part) for part in PARTS},
-            **{f"{part}_against_default": self.against_default.get(part, (None, None))[0] for part in PARTS},
-            **{f"{part}_standard_error": self.against_default.get(part, (None, None))[1] for part in PARTS},
+            **{f"{part}_{name}": value for part in PARTS for name, value in self.ratio_record(part).items()},
             "against_bfloat16": self.against_bfloat16,
             "relative_l2": None if self.errors is None else self.errors.relative_l2,
             "refused": self.refused,
@@ -101,13 +116,30 @@ def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]
     }
 
 
-def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol, device: torch.device) -> list[Price]:
-    """Every recipe of a case, then PyTorch in bfloat16, from one interleaved run."""
+def names_of(recipes: Mapping[str, Recipe]) -> list[str]:
+    """What `measure` times of recipes, by "recipe: part"."""
+    return [f"{name}: {part}" for name, recipe in recipes.items() for part in (("whole",) if recipe.keeps_keys else PARTS)]
+
+
+def effort(recipes: Mapping[str, Recipe], protocol: Protocol) -> float:
+    """About how many seconds a case takes."""
+    names = names_of(recipes)
+    beside = protocol.settle / 1e3 + 2 * protocol.rounds * protocol.turn_seconds
+    return len(names) * beside + (len(names) + len(FLASH_AND_CUDNN)) * protocol.rounds * protocol.turn_seconds
+
+
+def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> list[Price]:
+    """Every recipe of a case, then PyTorch in bfloat16, from one interleaved run.
+
+    Args:
+        tick: told of every turn; in all they count as `effort`.
+    """
     problem = Problem.of(case, "normal", device, rotate=True)
     expected = problem.expected()
     runs: dict[str, Attention] = {}
     prices: list[Price] = []
     for name, recipe in recipes.items():
+        tick(f"{name}, its answer", 0.0)
         given = answer(Peer(name, (END_TO_END,), functools.partial(by_recipe, recipe), own=True), problem, expected, bad)
         if given.attention is None:
             prices.append(Price(case, name, errors=given.errors, refused=given.refused))
@@ -117,25 +149,36 @@ def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol
         runs |= {f"{name}: {part}": run for part, run in (parts_of(problem, recipe) | {"whole": given.attention}).items()}
     peers = {peer.name: answer(peer, problem, expected, bad) for peer in FLASH_AND_CUDNN}
     runs |= {name: given.attention for name, given in peers.items() if given.attention is not None}
-    timed = {name: found.timing for name, found in time_all(runs, len(problem.sets), protocol, device).items()}
-    ratios = {name: by_twos(runs, name, len(problem.sets), protocol, device) for name in timed}
+
+    def turns(doing: str, done: float) -> None:
+        tick(doing, done * protocol.turn_seconds)
+
+    timed = {name: found.timing for name, found in time_all(runs, len(problem.sets), protocol, device, turns).items()}
+    ratios = {}
+    for name in timed:
+        tick(f"{name}, beside the default's", 0.0)
+        ratio = by_twos(runs, name, len(problem.sets), protocol, device)
+        if ratio is not None:
+            ratios[name] = ratio
+            tick(name, protocol.settle / 1e3 + 2 * protocol.rounds * protocol.turn_seconds)
     fastest = min((name for name in peers if name in timed), key=lambda name: timed[name].p50_us, default=None)
     if fastest is not None:
         prices.append(Price(case, BFLOAT16, fastest, peers[fastest].errors))
         timed[f"{BFLOAT16}: whole"] = timed[fastest]
-    return compared(prices, timed, {name: ratio for name, ratio in ratios.items() if ratio is not None})
+    return compared(prices, timed, ratios)
 
 
-def by_twos(runs: Mapping[str, Attention], name: str, sets: int, protocol: Protocol, device: torch.device) -> tuple[float, float] | None:
-    """A recipe's part over the default's, and its standard error, from rounds that these two have alone; of the default's, beside itself, what is
-    noise. None where the default has no such part, or there is no memory."""
+def by_twos(runs: Mapping[str, Attention], name: str, sets: int, protocol: Protocol, device: torch.device) -> Ratio | None:
+    """A recipe's part over the default's, from rounds that these two have alone; of the default's, beside itself, what is noise. None where the
+    default has no such part, or there is no memory."""
     default = f"{DEFAULT}: {name.rpartition(': ')[2]}"
     if default not in runs:
         return None
     found = time_all({"default": runs[default], "this": runs[name]}, sets, protocol, device)
     if len(found) < 2:
         return None
-    return over(found["this"].timing, found["default"].timing)
+    clocks = [found[side].readings.get("sm_clock_mhz") for side in ("this", "default")]
+    return Ratio(*over(found["this"].timing, found["default"].timing), *clocks)
 
 
 def over(this: Timing, default: Timing) -> tuple[float, float]:
@@ -144,7 +187,7 @@ def over(this: Timing, default: Timing) -> tuple[float, float]:
     return statistics.fmean(ratios), standard_error(ratios) if len(ratios) > 1 else 0.0
 
 
-def compared(prices: Iterable[Price], timed: dict[str, Timing], ratios: Mapping[str, tuple[float, float]]) -> list[Price]:
+def compared(prices: Iterable[Price], timed: dict[str, Timing], ratios: Mapping[str, Ratio]) -> list[Price]:
     """With timings and what they are over the default's, both by "recipe: part", and what a whole is over PyTorch's."""
     found = []
     bfloat16 = timed.get(f"{BFLOAT16}: whole")
@@ -156,20 +199,23 @@ def compared(prices: Iterable[Price], timed: dict[str, Timing], ratios: Mapping[
     return found
 
 
-def table(prices: Sequence[Price]) -> Table:
+def table(prices: Sequence[Price]) -> Sheet:
     """A row for each recipe."""
-    headers = ("kernel µs", "× default", "quantize µs", "× default", "from bf16 µs", "× default", "× bfloat16", "relative L2", "runs")
+    shown = {"kernel": "kernel", "quantize": "quantize", "whole": "from bf16"}
+    headers = (*(f"{name} {what}" for name in shown.values() for what in ("µs", "× default")), "× bfloat16", "relative L2")
     made = report.table_of(
         f"Prices, {prices[0].case.name}",
         ("recipe",),
         headers,
         "Medians of one interleaved run; × default: of rounds of these two alone, more costs more.",
+        optional=("relative L2", "quantize µs", "quantize × default", "kernel µs", "from bf16 µs"),
+        words=("runs",),
     )
     for price in prices:
         cells = []
-        for part in ("kernel", "quantize", "whole"):
+        for part in shown:
             ratio = price.against_default.get(part)
-            cells += [report.number_of(price.us(part), ".1f"), "–" if ratio is None else f"{ratio[0]:.3f} ± {ratio[1]:.3f}"]
+            cells += [report.us_of(price.us(part)), "–" if ratio is None else f"{ratio.mean:.3f} ± {ratio.standard_error:.3f}"]
         error = None if price.errors is None else price.errors.relative_l2
         cells += [report.number_of(price.against_bfloat16, ".2f"), report.number_of(error, ".4f"), price.refused or price.plan or ""]
         made.add_row(price.recipe, *cells)
@@ -182,37 +228,55 @@ def is_meant(name: str, words: str) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
+    command_line.add_case(parser)
     parser.add_argument(
         "--recipe",
         action="append",
         metavar="SUBSTRING",
         help="only the recipe of this name, or those with this in theirs, and the default; repeatable",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns that every part gets (default: %(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)")
-    parser.add_argument("--settle", type=float, default=SETTLE, help="milliseconds of turns that don't count before the first (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every part gets (default: %(default)s)")
+    parser.add_argument(
+        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--settle", type=at_least(0, float), default=SETTLE, help="milliseconds of turns that don't count before the first (default: %(default)s)"
+    )
+    command_line.add_json(parser)
+
+
+def chosen_recipes(wanted: Sequence[str] | None) -> dict[str, Recipe]:
+    """The default and those that are meant.
+
+    Raises:
+        UsageError: one of the words means no recipe.
+    """
+    for words in wanted or ():
+        if not any(is_meant(name, words) for name in RECIPES):
+            raise UsageError(f"no recipe has {words!r} in its name (--recipe); there are {', '.join(RECIPES)}")
+    meant = {name: recipe for name, recipe in RECIPES.items() if wanted is None or any(is_meant(name, words) for words in wanted)}
+    return {DEFAULT: Recipe()} | meant
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    works, recipes = command_line.chosen(arguments.case, CASES, "--case"), chosen_recipes(arguments.recipe)
     if device.type != "cuda":
-        print("price: needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
-        return 2
-    gates, about = Gates.load(), machine(device)
-    wanted = arguments.recipe or [""]
-    recipes = {DEFAULT: Recipe()} | {name: recipe for name, recipe in RECIPES.items() if any(is_meant(name, part) for part in wanted)}
-    chosen = [case for case in CASES if arguments.case in case.name]
-    if not chosen or (arguments.recipe and len(recipes) == 1):
-        print(f"price: no case has {arguments.case!r} in its name, or no recipe one of {wanted}; there are {', '.join(RECIPES)}", file=sys.stderr)
-        return 2
+        raise UsageError(NO_GPU)
+    gates = Gates.load()
     protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds, settle=arguments.settle)
-    with report.progress() as bar:
-        task = bar.add_task("", total=len(chosen))
-        for case in chosen:
-            bar.update(task, description=case.name)
-            prices = measure(case, recipes, gates.bad, protocol, device)
-            report.append(arguments.json, (report.json_line("price", price.record(), about) for price in prices))
-            report.console().print(table(prices))
-            bar.advance(task)
+    how = {"rounds": protocol.rounds, "milliseconds": protocol.milliseconds, "lead_in_ms": protocol.lead_in, "settle_ms": protocol.settle}
+    about: dict[str, Any] = machine(device) | how
+    measured: list[list[Price]] = []
+    with report.progress("price") as bar:
+        one = effort(recipes, protocol)
+        task = bar.add_task(f"cases: {len(works)}, recipes: {len(recipes)}", total=one * len(works), seconds=one * len(works))
+        for i, case in enumerate(works):
+            bar.update(task, completed=i * one, description=case.name)
+            measured.append(measure(case, recipes, gates.bad, protocol, device, bar.ticks(task, f"{case.name}, ")))
+            report.append(arguments.json, (report.json_line("price", price.record(), about) for price in measured[-1]))
+    for prices in measured:
+        report.console().print(table(prices))
+    for summary in summaries([price.record() for prices in measured for price in prices]):
+        report.say(sentence(summary))
+        report.append(arguments.json, [report.json_line(SUMMARY, summary, about)])
     return 0

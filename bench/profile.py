@@ -15,13 +15,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from rich.table import Table
 
-from . import adapters, cases, report
-from .machine import ROOT
+from . import adapters, cases, command_line, report
+from .command_line import UsageError, input_file, output_file
+from .machine import PROGRAM, module, module_folder
+from .sheet import Sheet
 
 HELP = "one case's kernels under Nsight Compute, and what bounds them"
 
@@ -147,15 +147,15 @@ def parse(text: str) -> list[Counters]:
     """Every kernel in the CSV that `ncu --csv --page raw` prints: a line of names, one of units, one a kernel.
 
     Raises:
-        ValueError: it isn't that, or a counter is missing.
+        UsageError: it isn't that, or a counter is missing.
     """
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     if len(rows) < 3 or "Kernel Name" not in rows[0]:
-        raise ValueError("no kernel in it: it isn't what ncu --csv --page raw prints, or nothing was profiled")
+        raise UsageError("no kernel in it: it isn't what ncu --csv --page raw prints, or nothing was profiled")
     names, units = rows[0], dict(zip(rows[0], rows[1], strict=True))
     missing = [metric for metric in (*METRICS.values(), WAVEFRONTS, CONFLICTS) if metric not in units]
     if missing:
-        raise ValueError(f"no counter {missing[0]} in it; this version of ncu, or this GPU, calls it differently")
+        raise UsageError(f"no counter {missing[0]} in it; this version of ncu, or this GPU, calls it differently")
     found = []
     for row in rows[2:]:
         cells = dict(zip(names, row, strict=True))
@@ -177,7 +177,19 @@ def parse(text: str) -> list[Counters]:
 
 def target(case: cases.Case, peer: str, distribution: str) -> list[str]:
     """The profiled call."""
-    return ["-m", "bench.profiled", json.dumps({"case": asdict(case), "peer": peer, "distribution": distribution})]
+    return [*module("profiled"), json.dumps({"case": asdict(case), "peer": peer, "distribution": distribution})]
+
+
+def ncu() -> str:
+    """The path of Nsight Compute.
+
+    Raises:
+        UsageError: it isn't here.
+    """
+    found = shutil.which("ncu")
+    if found is None:
+        raise UsageError("ncu isn't here; install Nsight Compute, which comes with the CUDA toolkit, and put it on the PATH")
+    return found
 
 
 def command(ncu: str, profiled: Sequence[str], clock_control: str, nvtx: str | None) -> list[str]:
@@ -192,15 +204,12 @@ def measure(profiled: Sequence[str], clock_control: str, nvtx: str | None) -> st
     """ncu's CSV.
 
     Raises:
-        ValueError: ncu isn't here, or failed.
+        UsageError: ncu isn't here, or failed.
     """
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        raise ValueError("ncu isn't here; install Nsight Compute, which comes with the CUDA toolkit, and put it on the PATH")
-    done = subprocess.run(command(ncu, profiled, clock_control, nvtx), cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command(ncu(), profiled, clock_control, nvtx), cwd=module_folder(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         hint = "; try --clock-control none" if clock_control != "none" else ""
-        raise ValueError(f"ncu failed{hint}: {(done.stderr + done.stdout)[-1500:].strip()}")
+        raise UsageError(f"ncu failed{hint}: {(done.stderr + done.stdout)[-1500:].strip()}")
     return done.stdout
 
 
@@ -212,13 +221,10 @@ def short(kernel: str) -> str:
 PERCENT = ("tensor", "xu", "fma", "alu", "issue", "shared", "conflicts", "dram", "l2", "l2_hits", "occupancy")
 
 
-def table(found: Sequence[Counters], title: str) -> Table:
+def table(found: Sequence[Counters], title: str) -> Sheet:
     """A column for each kernel."""
-    made = Table(title=title, title_style="bold", title_justify="left", caption="Percent of the unit's peak. Stalls: cycles per instruction issued.")
-    made.caption_justify = "left"
-    made.add_column("")
-    for c in found:
-        made.add_column(short(c.kernel), justify="right")
+    headers = [short(c.kernel) for c in found]
+    made = report.table_of(title, ("",), headers, "Percent of the unit's peak. Stalls: cycles per instruction issued.")
     made.add_row("µs under the profiler", *(f"{c.microseconds:.1f}" for c in found))
     made.add_row("SM clock, GHz", *(f"{c.sm_clock_ghz:.2f}" for c in found))
     for name in PERCENT:
@@ -227,7 +233,7 @@ def table(found: Sequence[Counters], title: str) -> Table:
         made.add_row(name.replace("_", " "), *(f"{getattr(c, name):.0f}" for c in found))
     for i in range(3):
         made.add_row(f"stall {i + 1}", *(f"{c.stalls[i][0]} {c.stalls[i][1]:.2f}" if len(c.stalls) > i else "–" for c in found))
-    made.add_row("verdict", *(f"[bold]{judge(c).name}[/]" for c in found))
+    made.add_row("verdict", *(judge(c).name for c in found), style="bold")
     return made
 
 
@@ -237,47 +243,70 @@ def record(c: Counters) -> dict[str, object]:
     return asdict(c) | {"stalls": dict(c.stalls), "verdict": verdict.name, "rule": verdict.rule}
 
 
+DEFAULTS = tuple(f"D{dim} full 4k" for dim in (64, 128, 256))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [case.name for suite in cases.SUITES.values() for case in suite]
-    parser.add_argument("--case", action="append", metavar="NAME", help="repeatable; default: D64, D128 and D256 full 4k")
-    parser.add_argument("--peer", default="fp8attn cuda", metavar="NAME", help="whose kernels (default: %(default)s); `bench peers` lists them")
-    parser.add_argument("--distribution", default="normal", choices=cases.DISTRIBUTIONS)
-    parser.add_argument("--clock-control", default="none", choices=("none", "base"), help="base needs rights that virtual machines lack")
+    parser.add_argument("--case", action="append", metavar="NAME", help=f"repeatable; default: {', '.join(DEFAULTS)}")
+    parser.add_argument("--peer", metavar="NAME", help=f"whose kernels (default: fp8attn cuda); `{PROGRAM} peers` lists them")
+    parser.add_argument("--distribution", choices=cases.DISTRIBUTIONS, help="of the inputs (default: normal)")
+    parser.add_argument("--clock-control", choices=("none", "base"), help="default: none; base needs rights that virtual machines lack")
     parser.add_argument("--nvtx", choices=("quantize", "forward"), help="only kernels of this range of an end-to-end call")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE.csv", help="judge what ncu --csv --page raw printed, don't measure")
-    parser.add_argument("--raw", type=Path, metavar="FILE.csv", help="keep ncu's CSV")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
-    parser.epilog = f"Cases: {', '.join(names)}."
+    parser.add_argument("--from", dest="source", type=input_file, metavar="FILE.csv", help="judge what ncu --csv --page raw printed, don't measure")
+    parser.add_argument("--raw", type=output_file, metavar="FILE.csv", help="keep ncu's CSV")
+    command_line.add_json(parser)
+    parser.epilog = f"Cases: {', '.join(by_name())}."
+
+
+def by_name() -> dict[str, cases.Case]:
+    """Every suite's cases."""
+    return {case.name: case for suite in cases.SUITES.values() for case in suite}
+
+
+OF_MEASURING = ("case", "peer", "distribution", "clock_control", "nvtx", "raw")
+
+
+def texts_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """ncu's CSV by case, or the one file's.
+
+    Raises:
+        UsageError: what was asked for isn't there, or ncu isn't, or it failed.
+    """
+    if arguments.source is not None:
+        given = [name for name in OF_MEASURING if getattr(arguments, name) is not None]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} says how to measure; with --from nothing is")
+        return {str(arguments.source): arguments.source.read_text(errors="replace")}
+    everything, peer = by_name(), arguments.peer or "fp8attn cuda"
+    wanted = list(dict.fromkeys(arguments.case or DEFAULTS))
+    for name in wanted:
+        if name not in everything:
+            raise UsageError(f"no case is named {name!r}; there are {', '.join(everything)}")
+    if peer not in {one.name for one in adapters.PEERS}:
+        raise UsageError(f"no peer is named {peer!r}; there are {', '.join(one.name for one in adapters.PEERS)}")
+    ncu()
+    adapters.here([one for one in adapters.PEERS if one.name == peer])
+    texts = {}
+    with report.progress("profile") as bar:
+        task = bar.add_task(f"cases: {len(wanted)}", total=len(wanted))
+        for name in wanted:
+            bar.update(task, description=f"{name}, {peer}, under Nsight Compute")
+            profiled = target(everything[name], peer, arguments.distribution or "normal")
+            texts[name] = measure(profiled, arguments.clock_control or "none", arguments.nvtx)
+            bar.advance(task)
+    return texts
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    console = report.console()
-    by_name = {case.name: case for suite in cases.SUITES.values() for case in suite}
-    try:
-        if arguments.source is not None:
-            texts = {str(arguments.source): arguments.source.read_text()}
-        else:
-            wanted = arguments.case or [f"D{dim} full 4k" for dim in (64, 128, 256)]
-            unknown = [name for name in wanted if name not in by_name]
-            if unknown:
-                raise ValueError(f"no case is named {unknown[0]!r}; --help lists them")
-            if arguments.peer not in {peer.name for peer in adapters.PEERS}:
-                raise ValueError(f"no peer is named {arguments.peer!r}; there are {', '.join(peer.name for peer in adapters.PEERS)}")
-            texts = {
-                name: measure(target(by_name[name], arguments.peer, arguments.distribution), arguments.clock_control, arguments.nvtx)
-                for name in wanted
-            }
-        found = {name: parse(text) for name, text in texts.items()}
-    except (OSError, ValueError) as error:
-        print(f"profile: {error}", file=sys.stderr)
-        return 2
+    texts = texts_of(arguments)
+    found = {name: parse(text) for name, text in texts.items()}
     if arguments.raw is not None:
         arguments.raw.write_text("\n".join(texts.values()))
     for name, kernels in found.items():
-        console.print(table(kernels, name))
+        report.console().print(table(kernels, name))
         for c in kernels:
             verdict = judge(c)
-            console.print(f"{short(c.kernel)}: [bold]{verdict.name}[/]: {verdict.rule}")
-        about = {"case": name, "peer": None if arguments.source else arguments.peer}
+            report.say(f"{short(c.kernel)}: {verdict.name}: {verdict.rule}")
+        about = {"case": name, "peer": None if arguments.source else arguments.peer or "fp8attn cuda"}
         report.append(arguments.json, (report.json_line("profile", record(c), about) for c in kernels))
     return 0

@@ -41,10 +41,10 @@ class Ranged:
         operator = getattr(self._library, name)
         label = "forward" if name.endswith("_forward") else name
 
-        def ranged(*args: Any) -> Any:
+        def ranged(*args: Any, **options: Any) -> Any:
             torch.cuda.nvtx.range_push(label)
             try:
-                return operator(*args)
+                return operator(*args, **options)
             finally:
                 torch.cuda.nvtx.range_pop()
 

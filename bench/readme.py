@@ -6,10 +6,13 @@ import functools
 import json
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from .command_line import UsageError, checkout
 from .machine import ROOT
 from .report import number_of
+from .summary import SUMMARY, SUMMED, summaries
 
 README = ROOT / "README.md"
 ACCURACY = ROOT / "docs" / "accuracy.md"
@@ -19,7 +22,15 @@ Record = dict[str, Any]
 
 
 def _lines(name: str) -> list[Record]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    """
+    Raises:
+        UsageError: the results file isn't there, or isn't one.
+    """
+    path = RESULTS / f"{name}.jsonl"
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path.name} can't be read: {error}") from error
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
@@ -31,7 +42,8 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: in
 def _machine(records: Sequence[Record]) -> str:
     """On what all of them were measured: one line."""
     first = records[0]
-    assert all(record["commit"] == first["commit"] and record["gpu"] == first["gpu"] for record in records), "results of more than one run"
+    if any(record[key] != first[key] for record in records for key in ("commit", "gpu")):
+        raise UsageError("these are results of more than one commit or GPU, which have no table together")
     cudnn = f"{first['cudnn'] // 10000}.{first['cudnn'] // 100 % 100}"
     return (
         f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, cuDNN {cudnn}, Triton {first['triton']},"
@@ -44,7 +56,8 @@ def _machines(records: Sequence[Record], what: Callable[[Record], str]) -> str:
     runs: dict[str, list[Record]] = {}
     for record in records:
         runs.setdefault(record["commit"], []).append(record)
-    assert all(record["gpu"] == records[0]["gpu"] for record in records), "results of more than one GPU"
+    if any(record["gpu"] != records[0]["gpu"] for record in records):
+        raise UsageError("these are results of more than one GPU, which have no table together")
     first, *later = sorted(runs.values(), key=lambda run: min(record["date"] for record in run))
     return "; ".join([_machine(first), *(f"{', '.join(dict.fromkeys(map(what, run)))}: commit {run[0]['commit'][:7]}" for run in later)])
 
@@ -173,9 +186,14 @@ def model() -> str:
     return f"{_machine(records)}; {about}:\n\n{markdown_table(head, rows, 1)}"
 
 
+def _prices(results: str) -> list[Record]:
+    """Lines of recipes and cases, without summaries."""
+    return [record for record in _lines(results) if record.get("benchmark", "price") == "price"]
+
+
 def price(results: str = "price") -> str:
     """What each recipe costs: of each case the kernel, quantizing and all of it from bfloat16."""
-    records = _lines(results)
+    records = _prices(results)
     forms = {f"{part}_{key}": form for part in ("kernel", "quantize", "whole") for key, form in (("us", ".0f"), ("against_default", ".2f"))}
     forms |= {"against_bfloat16": ".2f", "relative_l2": ".4f"}
 
@@ -186,6 +204,55 @@ def price(results: str = "price") -> str:
     rows = [[r["case"], r["recipe"], r["refused"] or r["plan"], *(cell(r, key, form) for key, form in forms.items())] for r in records]
     parts = ("kernel, µs", "× default", "quantizing, µs", "× default", "from bf16, µs", "× default")
     return f"{_machine(records)}:\n\n{markdown_table(('case', 'recipe', 'runs', *parts, '× as fast as bf16', 'relative L2'), rows, 3)}"
+
+
+def span(numbers: Sequence[float], form: str = ".2f") -> str:
+    """The least and the largest of some numbers."""
+    least, most = (format(x, form) for x in (min(numbers), max(numbers)))
+    return least if least == most else f"{least} to {most}"
+
+
+def recipe_price(recipe: str, name: str, results: str) -> str:
+    """What one recipe costs over the default, by one run: a sentence and a table.
+
+    Args:
+        name: what the sentence calls the recipe; results: of the file of the run.
+
+    Raises:
+        UsageError: the run hasn't measured the recipe, or what it says in short isn't what it measured.
+    """
+    records = _prices(results)
+    summary = next((one for one in summaries(records) if one["recipe"] == recipe), None)
+    if summary is None or not summary["kernel"] or not summary["whole"]:
+        raise UsageError(f"{results}.jsonl doesn't have the price of {recipe!r}; python -m bench price --recipe {recipe} measures it")
+    for line in _lines(results):
+        if line.get("benchmark") == SUMMARY and line["recipe"] == recipe and any(line[key] != value for key, value in summary.items()):
+            raise UsageError(f"{results}.jsonl: the summary of {recipe!r} isn't of the lines above it")
+    dims = {record["case"]: record["head_dim"] for record in records}
+
+    def by_dim(part: str) -> str:
+        found: dict[str, list[str]] = {}
+        for dim in dict.fromkeys(dims.values()):
+            ratios = [mean for case, (mean, _) in summary[part].items() if dims[case] == dim]
+            if ratios:
+                found.setdefault(span(ratios), []).append(f"D {dim}")
+        return ", ".join(f"{ratio} at {' and '.join(names)}" for ratio, names in found.items())
+
+    noise = [mean for part in SUMMED for mean, _ in summary[f"{part}_noise"].values()]
+    faster = summary["against_bfloat16"]
+    text = (
+        f"The time of {name} over the default's: the kernel alone {by_dim('kernel')}; from bfloat16, quantization included, {by_dim('whole')}."
+        f" From bfloat16 it is {span(list(faster.values()))} times as fast as PyTorch's fastest backend in bfloat16."
+        f" Each ratio is the mean over rounds in which the two take turns, ± its standard error; the default beside itself: {span(noise)}."
+        f" {_machine(records)}:"
+    )
+    rows = []
+    for case in dims:
+        if case in summary["kernel"] or case in summary["whole"]:
+            ratios = (summary[part].get(case) for part in SUMMED)
+            rows.append([case, *("–" if x is None else f"{x[0]:.3f} ± {x[1]:.3f}" for x in ratios), number_of(faster.get(case), ".2f")])
+    head = ("case", "kernel, × default", "from bf16, × default", "from bf16, × as fast as bf16")
+    return f"{text}\n\n{markdown_table(head, rows, 1)}"
 
 
 def ladder() -> str:
@@ -225,7 +292,16 @@ def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     return lambda: table() if (RESULTS / f"{name}.jsonl").exists() else missing
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed, "beside": beside, "draws": draws, "masks": if_measured("masks", masks), "ladder": ladder}
+int8_price = functools.partial(recipe_price, "int8", '`Recipe(qk="int8")`', "price_int8")
+
+TABLES: dict[str, Callable[[], str]] = {
+    "int8_price": int8_price,
+    "speed": speed,
+    "beside": beside,
+    "draws": draws,
+    "masks": if_measured("masks", masks),
+    "ladder": ladder,
+}
 ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "needle": if_measured("needle", needle),
@@ -234,7 +310,11 @@ ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "price_int8": functools.partial(price, "price_int8"),
     "recent": recent,
 }
-DOCUMENTS = {README: TABLES, ACCURACY: ACCURACY_TABLES}
+DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {README: TABLES, ACCURACY: ACCURACY_TABLES}
+DOCUMENTS |= {path: {} for path in sorted(ACCURACY.parent.glob("*.md")) if path not in DOCUMENTS}
+"""Of each document the tables that it must have; it may have others."""
+
+MARKER = re.compile(r"^<!-- table: (.*) -->$", re.MULTILINE)
 
 
 def _filling(content: str) -> Callable[[re.Match[str]], str]:
@@ -245,19 +325,36 @@ def _filling(content: str) -> Callable[[re.Match[str]], str]:
 def rendered(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     """A document with every `<!-- table: name -->` … `<!-- end -->` filled from the results.
 
+    Args:
+        tables: that it must have.
+
     Raises:
-        ValueError: one of `tables` has no place in it, or more than one.
+        UsageError: one of them has no place in it; a table has more than one; or there is no such table.
     """
-    for name, render in tables.items():
-        place = re.compile(rf"(<!-- table: {name} -->\n)(?:(?!<!--).)*(<!-- end -->)", re.DOTALL)  # no further than the next marker
-        content = render()
-        text, count = place.subn(_filling(content), text)
-        if count != 1:
-            raise ValueError(f"the document has {count} places for the table {name!r}; it must have one, <!-- table: {name} --> … <!-- end -->")
+    every = {**TABLES, **ACCURACY_TABLES, **tables}
+    for name in dict.fromkeys((*tables, *MARKER.findall(text))):
+        if name not in every:
+            raise UsageError(f"the document has a place for the table {name!r}; there are {', '.join(every)}")
+        place = re.compile(rf"(<!-- table: {re.escape(name)} -->\n)(?:(?!<!--).)*(<!-- end -->)", re.DOTALL)  # no further than the next marker
+        if len(place.findall(text)) != 1:
+            count = len(place.findall(text))
+            raise UsageError(f"the document has {count} places for the table {name!r}; it must have one, <!-- table: {name} --> … <!-- end -->")
+        text = place.sub(_filling(every[name]()), text)
     return text
 
 
 def write() -> None:
-    """Fill all documents."""
+    """Fill all documents, or none.
+
+    Raises:
+        UsageError: there are no documents here, or one can't be filled.
+    """
+    checkout("readme")
+    found = {}
     for path, tables in DOCUMENTS.items():
-        path.write_text(rendered(path.read_text(), tables))
+        try:
+            found[path] = rendered(path.read_text(), tables)
+        except UsageError as error:
+            raise UsageError(f"{path.relative_to(ROOT)}: {error}") from error
+    for path, text in found.items():
+        path.write_text(text)

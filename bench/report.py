@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
 from . import quantize
 from .compare import Comparison, summary
 from .errors import Errors
 from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
+from .progress import Progress
 from .run import Result
-
-WIDTH = 176
-"""Columns of a table where no terminal says how many it has."""
+from .sheet import Sheet
 
 INTERPRETED = (
-    "Times are of Triton's interpreter on a CPU and mean nothing for speed: neither the microseconds nor what is computed from them. "
-    "Errors do mean what they say."
+    "Times are of Triton's interpreter on a CPU and mean nothing for speed; what is computed from them isn't shown. Errors do mean what they say."
 )
 TIMED = (
     "Medians and percentiles of one interleaved run; a sample is the mean of the calls in one CUDA graph. "
@@ -38,28 +34,43 @@ ERROR_HEADERS = ("max error", "mean error", "relative L2", "bad", "SQNR dB")
 
 
 def console() -> Console:
-    """Standard output, wide enough for the tables where it isn't a terminal."""
-    found = Console()
-    return found if found.is_terminal else Console(width=WIDTH)
+    """Standard output: as wide as the terminal; elsewhere as COLUMNS says, or 80 columns."""
+    return Console()
 
 
-def progress() -> Progress:
-    """A bar on standard error, gone when done."""
-    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+def progress(command: str) -> Progress:
+    """Of a command, by its name."""
+    return Progress(command)
 
 
-def table_of(title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None) -> Table:
-    table = Table(title=title, title_style="bold", title_justify="left", caption=caption, caption_justify="left")
-    for header in left:
-        table.add_column(header, no_wrap=True)
-    for header in right:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
+def say(line: str, style: str | None = None) -> None:
+    """A line to standard output as it is, which no width breaks where there is no terminal."""
+    console().print(Text(line, style=style or ""), soft_wrap=True)
+
+
+def table_of(
+    title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None, *, optional: Sequence[str] = (), words: Sequence[str] = ()
+) -> Sheet:
+    """A table's frame.
+
+    Args:
+        left: headers of words before the numbers; right: of numbers; words: of words after them.
+        optional: of `right`, what may be left out where there is no room, the least important first.
+    """
+    made = Sheet(title, caption, optional)
+    for headers, justify in ((left, "left"), (right, "right"), (words, "left")):
+        for header in headers:
+            made.add_column(header, justify="right" if justify == "right" else "left")
+    return made
 
 
 def number_of(x: float | None, form: str) -> str:
     return "–" if x is None else format(x, form)
+
+
+def us_of(x: float | None) -> str:
+    """Microseconds; tenths where they could mean anything."""
+    return number_of(x, ".1f" if x is None or x < 1e5 else ".0f")
 
 
 def _error_cells(errors: Errors | None) -> tuple[str, ...]:
@@ -68,14 +79,16 @@ def _error_cells(errors: Errors | None) -> tuple[str, ...]:
     return (f"{errors.max_abs:.4f}", f"{errors.mean_abs:.5f}", f"{errors.relative_l2:.4f}", f"{errors.bad_share:.3%}", f"{errors.sqnr_db:.1f}")
 
 
-def gate_table(verdicts: Sequence[Verdict], gates: Gates) -> Table:
+def gate_table(verdicts: Sequence[Verdict], gates: Gates) -> Sheet:
     """Each verdict with its errors, and what is broken."""
     limits = ", ".join(f"{name} ≤ {limit:g}" for name, limit in gates.limits.items())
     bad = f"bad: |error| > {gates.bad.rtol:g}·|expected| + {gates.bad.atol_rms:g}·rms(expected)"
-    table = table_of("Gates", ("case", "backend"), (*ERROR_HEADERS, "verdict"), f"Limits: {limits}; {bad}")
-    for verdict in verdicts:
-        color, text = ("green", "green") if verdict.green else ("red", "red: " + ", ".join(verdict.broken))
-        table.add_row(verdict.case.name, verdict.backend, *_error_cells(verdict.errors), f"[{color}]{text}[/]")
+    table = table_of("Gates", ("case, backend",), ERROR_HEADERS, f"Limits: {limits}; {bad}", words=("verdict",))
+    for case in dict.fromkeys(verdict.case for verdict in verdicts):
+        table.add_group(case.name)
+        for verdict in (one for one in verdicts if one.case == case):
+            said = Text("green", "green") if verdict.green else Text("red: " + ", ".join(verdict.broken), "red")
+            table.add_row(verdict.backend, *_error_cells(verdict.errors), said)
     return table
 
 
@@ -87,57 +100,58 @@ def _by_case(results: Iterable[Result]) -> list[list[Result]]:
     return list(groups.values())
 
 
-def speed_tables(results: Sequence[Result], gpu: bool) -> list[Table]:
+SPEED_HEADERS = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", "of limit")
+
+
+def speed_tables(results: Sequence[Result], gpu: bool) -> list[Sheet]:
     """One table for kernels alone and one from bfloat16 on; PyTorch's backends, which take bfloat16, stand in both."""
     tables = []
     for stage in (KERNEL, END_TO_END):
-        headers = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", "of limit", *ERROR_HEADERS)
-        table = table_of(stage.capitalize(), ("case", "backend"), headers, TIMED if gpu else INTERPRETED)
+        headers = SPEED_HEADERS if gpu else SPEED_HEADERS[:1]
+        optional = ("SQNR dB", "mean error", "p99", "bad", "max error", "p90")
+        table = table_of(stage.capitalize(), ("case, backend",), (*headers, *ERROR_HEADERS), TIMED if gpu else INTERPRETED, optional=optional)
         for group in _by_case(results):
-            table.add_section()
-            for i, result in enumerate(r for r in group if stage in r.stages):
+            there = [result for result in group if stage in result.stages]
+            if there:
+                first = there[0]
+                table.add_group(first.case.name + ("" if first.distribution == "normal" else f", {first.distribution}"))
+            for result in there:
                 timing = result.timing
-                times = ("–",) * 3 if timing is None else tuple(f"{x:.1f}" for x in (timing.p50_us, timing.p90_us, timing.p99_us))
-                speeds = (
-                    number_of(result.tflops, ".0f" if gpu else ".4f"),
-                    number_of(result.against_sdpa, ".2f" if gpu else ".4f"),
-                    number_of(result.share_of_limit, ".0%"),
-                )
+                times = ("–",) * 3 if timing is None else tuple(us_of(x) for x in (timing.p50_us, timing.p90_us, timing.p99_us))
+                speeds = (number_of(result.tflops, ".0f"), number_of(result.against_sdpa, ".2f"), number_of(result.share_of_limit, ".0%"))
                 own = "bold" if result.backend.startswith("fp8attn") else None
-                inputs = "" if result.distribution == "normal" else f", {result.distribution}"
-                name = result.case.name + inputs if i == 0 else ""
-                table.add_row(name, result.backend, *times, *speeds, *_error_cells(result.errors), style=own)
+                table.add_row(result.backend, *(*times, *speeds)[: len(headers)], *_error_cells(result.errors), style=own)
         tables.append(table)
     return tables
 
 
-def peer_table(needs: dict[str, str | None]) -> Table:
+def peer_table(needs: dict[str, str | None]) -> Sheet:
     """Who can be compared here, and what the others need."""
     table = table_of("Peers", ("peer", "here", "needs"), ())
     for name, need in needs.items():
-        table.add_row(name, "yes" if need is None else "no", "" if need is None else escape(need), style=None if need is None else "dim")
+        table.add_row(name, "yes" if need is None else "no", need or "", style=None if need is None else "dim")
     return table
 
 
-def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Table:
+def quantize_table(results: Sequence[quantize.Result], gpu: bool) -> Sheet:
     """Microseconds and bandwidth of the quantizer."""
     caption = "Bytes: q and k read once, v twice, results written once. Copy: bytes read and written by torch's copy_ in the same run."
-    headers = ("p50 µs", "p90", "p99", "MB", "GB/s", "copy GB/s", "of copy")
-    table = table_of("Quantizing q, k and v", ("case",), headers, caption if gpu else INTERPRETED)
+    headers = ("p50 µs", "p90", "p99", "MB", "GB/s", "copy GB/s", "of copy") if gpu else ("p50 µs", "p90", "p99", "MB")
+    table = table_of("Quantizing q, k and v", ("case",), headers, caption if gpu else INTERPRETED, optional=("p99", "p90"))
     for r in results:
-        times = (f"{x:.1f}" for x in (r.timing.p50_us, r.timing.p90_us, r.timing.p99_us))
-        form = ".0f" if gpu else ".3f"
-        speeds = (f"{r.traffic / 1e6:.1f}", f"{r.gb_per_s:{form}}", f"{r.copy_gb_per_s:{form}}", f"{r.gb_per_s / r.copy_gb_per_s:.0%}")
-        table.add_row(r.case.name, *times, *speeds)
+        times = (us_of(x) for x in (r.timing.p50_us, r.timing.p90_us, r.timing.p99_us))
+        speeds = (f"{r.traffic / 1e6:.1f}", f"{r.gb_per_s:.0f}", f"{r.copy_gb_per_s:.0f}", f"{r.gb_per_s / r.copy_gb_per_s:.0%}")
+        table.add_row(r.case.name, *(*times, *speeds)[: len(headers)])
     return table
 
 
-def compare_table(comparison: Comparison) -> Table:
+def compare_table(comparison: Comparison) -> Sheet:
     """Two runs, row by row."""
-    table = table_of("Before and after", ("case", "backend"), ("before µs", "after µs", "×", "noise", ""), summary(comparison))
+    headers = ("before µs", "after µs", "×", "noise")
+    table = table_of("Before and after", ("case", "backend"), headers, summary(comparison), words=("verdict",))
     style = {"faster": "green", "slower": "red", "no change": None}
     for c in comparison.changes:
-        cells = (f"{c.before_us:.1f}", f"{c.after_us:.1f}", f"{c.ratio:.3f}", f"±{c.noise * 100:.1f} %", c.verdict)
+        cells = (us_of(c.before_us), us_of(c.after_us), f"{c.ratio:.3f}", f"±{c.noise * 100:.1f} %", c.verdict)
         table.add_row(c.case, c.backend, *cells, style=style[c.verdict])
     return table
 

@@ -16,7 +16,7 @@ from fp8attn.recipe import SCALE_BLOCK, ComputeType
 
 from . import adapters
 from .adapters import OTHERS, per_tensor
-from .peers import END_TO_END, KERNEL, OWN, PYTORCH, ROTATED_INT8, Attention, Peer, Problem
+from .peers import END_TO_END, KERNEL, OWN, PYTORCH, ROTATED_INT8, Attention, Peer, Problem, needs_gpu
 
 PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False, rotate=0)
 """A scale for each tensor and nothing removed or rotated: what FP8 attention is given by who only casts."""
@@ -97,7 +97,8 @@ def one_level(problem: Problem) -> Attention:
 
 
 def _needs_short_accumulators() -> str | None:
-    return None if torch.cuda.is_available() else "an NVIDIA GPU: the interpreter's accumulators are float32"
+    lacking = needs_gpu()
+    return None if lacking is None else f"{lacking}: the interpreter's accumulators are float32"
 
 
 ROWS = (
@@ -118,6 +119,6 @@ def chosen(substrings: Sequence[str] | None) -> tuple[Peer, ...]:
     """Rows with one of these in their names, all without any.
 
     Raises:
-        ValueError: no row's name has one of them.
+        UsageError: no row's name has one of them.
     """
     return adapters.chosen(substrings, ROWS, "row")

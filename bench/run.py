@@ -16,6 +16,7 @@ from .errors import Bad, Errors
 from .gates import Gates
 from .limits import Limit, limit_of
 from .peers import PYTORCH, Answer, Peer, Problem, answer
+from .progress import Tick, no_tick
 from .timing import Protocol, Timing, tflops, time_all
 
 
@@ -79,13 +80,29 @@ class Result:
         }
 
 
-def side_by_side(case: Case, distribution: str, peers: Sequence[Peer], protocol: Protocol, gates: Gates, device: torch.device) -> list[Result]:
-    """A result for every peer, in the peers' order."""
+def effort(case: Case, peer: Peer, protocol: Protocol, gpu: bool) -> tuple[float, float]:
+    """About how many seconds a peer's answer takes, and its turns."""
+    once = peer.effort(case, gpu)
+    return once, protocol.rounds * protocol.turn_seconds if gpu else (1 + protocol.rounds) * once
+
+
+def side_by_side(
+    case: Case, distribution: str, peers: Sequence[Peer], protocol: Protocol, gates: Gates, device: torch.device, tick: Tick = no_tick
+) -> list[Result]:
+    """A result for every peer, in the peers' order.
+
+    Args:
+        tick: told of every answer and turn; in all they count as the peers' `effort`.
+    """
+    gpu = device.type == "cuda"
     problem = Problem.of(case, distribution, device, rotate=protocol.cache == "rotate")
-    answers = ask_all(problem, peers, gates.bad)
+    answers = ask_all(problem, peers, gates.bad, tick)
     broken = {peer.name: red(peer, answers[peer.name], distribution, gates) for peer in peers}
     runs = {name: given.attention for name, given in answers.items() if given.attention is not None and not broken[name]}
-    timed = time_all(runs, len(problem.sets), protocol, device)
+    turn_effort = {peer.name: effort(case, peer, protocol, gpu)[1] / protocol.rounds for peer in peers}
+    for name in turn_effort.keys() - runs.keys():
+        tick(name, turn_effort[name] * protocol.rounds)
+    timed = time_all(runs, len(problem.sets), protocol, device, lambda doing, turns: tick(doing, turns * turn_effort[doing] if turns else 0.0))
     fastest = min((timed[peer.name].timing.p50_us for peer in PYTORCH if peer.name in timed), default=None)
     limit = limit_of(case, device_of(device))
     results = []
@@ -115,7 +132,13 @@ def red(peer: Peer, given: Answer, distribution: str, gates: Gates) -> tuple[str
     return gates.broken(given.errors, scale_free=True) if distribution == "normal" else ()
 
 
-def ask_all(problem: Problem, peers: Sequence[Peer], bad: Bad) -> dict[str, Answer]:
+def ask_all(problem: Problem, peers: Sequence[Peer], bad: Bad, tick: Tick = no_tick) -> dict[str, Answer]:
     """Every peer's answer, by its name."""
+    tick("the exact answer", 0.0)
     expected = problem.expected()
-    return {peer.name: answer(peer, problem, expected, bad) for peer in peers}
+    answers = {}
+    for peer in peers:
+        tick(f"{peer.name}, its answer", 0.0)
+        answers[peer.name] = answer(peer, problem, expected, bad)
+        tick(peer.name, peer.effort(problem.case, problem.device.type == "cuda"))
+    return answers

@@ -9,14 +9,15 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from rich.table import Table
 
-from . import launched, report
+from . import command_line, launched, report
+from .command_line import UsageError, more_than_zero
 from .ladder import lacking
-from .machine import ROOT, machine
+from .machine import machine, module, module_folder
+from .sheet import Sheet
 
 HELP = "compute-sanitizer over a case of every shape class"
 
@@ -44,7 +45,7 @@ SHOWN = 8
 
 
 def command(sanitizer: str, tool: str) -> list[str]:
-    return [sanitizer, "--tool", tool, "--print-limit", str(PRINTED), "--error-exitcode", str(FOUND), sys.executable, "-m", "bench.launched"]
+    return [sanitizer, "--tool", tool, "--print-limit", str(PRINTED), "--error-exitcode", str(FOUND), sys.executable, *module("launched")]
 
 
 def judged(code: int, output: str) -> tuple[int | None, str]:
@@ -74,7 +75,9 @@ def watched(sanitizer: str, tool: str, seconds: float) -> tuple[int | None, str,
     # torch's cache would hide who reads or writes beside a tensor
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(command(sanitizer, tool), cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=seconds)
+        done = subprocess.run(
+            command(sanitizer, tool), cwd=module_folder(), env=environment, capture_output=True, text=True, check=False, timeout=seconds
+        )
     except subprocess.TimeoutExpired as late:
         output = "".join(part.decode(errors="replace") for part in (late.stdout, late.stderr) if isinstance(part, bytes))
         return None, f"not done after {seconds:.0f} s; {len(SHAPES_DONE.findall(output))} of {len(launched.SHAPES)} shapes were", output
@@ -82,10 +85,20 @@ def watched(sanitizer: str, tool: str, seconds: float) -> tuple[int | None, str,
     return *judged(done.returncode, output), output
 
 
+def table(judgements: Sequence[tuple[str, int | None, str, Counter[str]]]) -> Sheet:
+    """Of each tool its name, findings and last words, and its commonest kinds of findings below."""
+    made = report.table_of("compute-sanitizer", ("tool",), ("findings",), "–: the tool didn't come to an end.", words=("its words",))
+    for tool, findings, words, counted in judgements:
+        made.add_row(tool, report.number_of(findings, "d"), words)
+        for kind, times in counted.most_common(SHOWN):
+            made.add_row("", str(times), kind)
+    return made
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; default: all")
-    parser.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="of one tool (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines")
+    parser.add_argument("--timeout", type=more_than_zero, default=1200.0, metavar="SECONDS", help="of one tool (default: %(default)s)")
+    command_line.add_json(parser)
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
@@ -94,17 +107,17 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     if reason is None and sanitizer is None:
         reason = "compute-sanitizer isn't here; it comes with the CUDA toolkit; put it on the PATH"
     if reason is not None or sanitizer is None:
-        print(f"sanitize: {reason}", file=sys.stderr)
-        return 2
-    launched.loaded(device)  # compilers aren't to be watched
-    rows = Table("tool", "findings", "its words")
-    about, clean = machine(device), True
-    for tool in arguments.tool or TOOLS:
-        findings, words, output = watched(sanitizer, tool, arguments.timeout)
-        clean &= findings == 0
-        rows.add_row(tool, "–" if findings is None else str(findings), words)
-        for kind, times in kinds(output).most_common(SHOWN):
-            rows.add_row("", str(times), kind)
-        report.append(arguments.json, [report.json_line("sanitize", {"tool": tool, "findings": findings, "words": words}, about)])
-    report.console().print(rows)
-    return 0 if clean else 1
+        raise UsageError(reason)
+    tools, about = list(dict.fromkeys(arguments.tool or TOOLS)), machine(device)
+    judgements = []
+    with report.progress("sanitize") as bar:
+        task = bar.add_task("compiling all instances", total=len(tools))
+        launched.loaded(device)  # compilers aren't to be watched
+        for tool in tools:
+            bar.update(task, description=f"{tool}, {arguments.timeout:.0f} s at most")
+            findings, words, output = watched(sanitizer, tool, arguments.timeout)
+            judgements.append((tool, findings, words, kinds(output)))
+            report.append(arguments.json, [report.json_line("sanitize", {"tool": tool, "findings": findings, "words": words}, about)])
+            bar.advance(task)
+    report.console().print(table(judgements))
+    return 0 if all(findings == 0 for _, findings, *_ in judgements) else 1

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
 import fp8attn
 from fp8attn.api import call_of
@@ -32,9 +31,12 @@ from fp8attn.device import Device, device_of
 from fp8attn.triton import tune
 from fp8attn.triton.configs import HopperConfig, PortableConfig
 
-from . import cases, report
+from . import cases, command_line, report
 from .candidates import FINALS, PROTOCOL, Gate, Measured
 from .cases import Case
+from .command_line import UsageError, at_least
+from .machine import PROGRAM
+from .sheet import Sheet
 from .space import BACKENDS, Config, CudaConfig, Space, from_json, misfit, shipped, spaces, to_json, why_not
 from .timing import Protocol
 
@@ -269,83 +271,118 @@ def write_cuda(found: Sequence[CudaSpeeds], tables: dict[type, tuple[Path, str]]
             path.write_text(with_speeds(path.read_text(), table, name))
 
 
-def table_of(title: str, elite: Sequence[Outcome], flops: int) -> Table:
-    made = Table(title=title, title_style="bold", title_justify="left")
-    for header in ("config", "µs", "TFLOP/s", "× shipped"):
-        made.add_column(header, justify="left" if header == "config" else "right")
+def table_of(title: str, elite: Sequence[Outcome], flops: int) -> Sheet:
+    made = report.table_of(title, ("config",), ("µs", "TFLOP/s", "× shipped"))
     for one in elite:
         assert one.us is not None and one.ratio is not None
-        made.add_row(str(one.config), f"{one.us:.1f}", f"{flops / one.us / 1e6:.0f}", f"{1 / one.ratio:.3f}")
+        made.add_row(str(one.config), report.us_of(one.us), f"{flops / one.us / 1e6:.0f}", f"{1 / one.ratio:.3f}")
     return made
+
+
+FINAL_SHARE = 0.1
+"""Of a search's time, about what the finals take at its end."""
+
+
+def journal_file(text: str) -> Path:
+    """The type of an option that names a journal: a file that can be written and, if it is there, was written by a search."""
+    path = command_line.output_file(text)
+    if path.is_file():
+        try:
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                from_json(entry["config"]), entry["gate"], entry["reason"], entry["us"], entry["ratio"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r} isn't a journal of {PROGRAM} search: {error!r}") from error
+    return path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="repeatable; default: both, without a GPU triton")
-    parser.add_argument("--case", default="", metavar="SUBSTRING", help="only cases with this in their names")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for each case and backend (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=BATCH, help="candidates of a generation (default: %(default)s)")
-    parser.add_argument("--journal", type=Path, metavar="FILE.jsonl", help="of everything tried; a search goes on where it ends")
+    command_line.add_case(parser)
+    parser.add_argument("--minutes", type=at_least(0, float), default=10.0, help="for each case and backend (default: %(default)s)")
+    parser.add_argument("--batch", type=at_least(1), default=BATCH, help="candidates of a generation (default: %(default)s)")
+    parser.add_argument("--journal", type=journal_file, metavar="FILE.jsonl", help="of everything tried, appended to; a search goes on where it ends")
     parser.add_argument("--seed", type=int, default=0, help="of the dice (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="put the elite's best into the shipped tables")
+    parser.add_argument("--write", action="store_true", help="put the elite's best into the shipped tables, in a checkout")
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    console, gpu = report.console(), device.type == "cuda"
-    if arguments.write and not gpu:
-        print("search: --write needs a GPU: the interpreter's times mean nothing", file=sys.stderr)
-        return 2
-    properties = device_of(device)
-    chosen = [case for case in (CASES if gpu else cases.TINY) if arguments.case in case.name]
-    triton: dict[str, HopperConfig | PortableConfig] = {}
-    cuda: dict[tuple[int, int], list[list[Outcome]]] = {}
-    for backend in arguments.backend or (BACKENDS if gpu else ("triton",)):
-        for case in chosen:
+    gpu, properties = device.type == "cuda", device_of(device)
+    if arguments.write:
+        command_line.checkout("search --write")
+        if not gpu:
+            raise UsageError("--write needs a GPU: the interpreter's times mean nothing")
+    works = command_line.chosen(arguments.case, CASES if gpu else cases.TINY, "--case")
+    jobs: list[tuple[str, Case, Call]] = []
+    for backend in dict.fromkeys(arguments.backend or (BACKENDS if gpu else ("triton",))):
+        for case in works:
             call = call_of(*cases.inputs(case, "normal", device), **case.options)
             reason = why_not(backend, call, properties)
-            if reason is not None:
-                print(f"search: {backend}, {case.name}: {reason}", file=sys.stderr)
-                continue
+            if reason is None:
+                jobs.append((backend, case, call))
+            else:
+                print(f"search: {backend}, {case.name}: {reason}", file=sys.stderr, flush=True)
+    if not jobs:
+        raise UsageError("no backend that was asked for runs a case that was")
+    triton: dict[str, HopperConfig | PortableConfig] = {}
+    cuda: dict[tuple[int, int], list[list[Outcome]]] = {}
+    tables = []
+    with report.progress("search") as bar:
+        task = bar.add_task(f"searches: {len(jobs)}", total=len(jobs), seconds=60 * arguments.minutes * len(jobs) / (1 - FINAL_SHARE))
+        for i, (backend, case, call) in enumerate(jobs):
             journal = Journal(arguments.journal, {"case": case.name, "backend": backend, "gpu": properties.name, "sources": fingerprint()})
-            elite = one_search(arguments, backend, case, call, properties, journal)
-            console.print(table_of(f"{backend}, {case.name}: the best of {len(journal.outcomes)} candidates", elite, case.flops))
+
+            def show(doing: str, done: float, i: int = i) -> None:
+                bar.update(task, completed=i + done, description=doing)
+
+            elite = one_search(arguments, backend, case, call, properties, journal, show)
+            tables.append(table_of(f"{backend}, {case.name}: the best of {len(journal.outcomes)} candidates", elite, case.flops))
             if elite and backend == "triton":
                 assert isinstance(elite[0].config, (HopperConfig, PortableConfig))
                 triton[tune.kind(call)] = elite[0].config
             elif elite:
                 cuda.setdefault((case.head_dim, case.value_dim), []).append(list(journal.outcomes.values()))
+    for made in tables:
+        report.console().print(made)
     if not triton and not cuda:
-        print("search: nothing was found", file=sys.stderr)
-        return 2
+        raise UsageError("nothing was found")
     if arguments.write:
         if triton:
             write_triton(triton, properties.name)
         if cuda:
             write_cuda([speeds_from(outcomes) for outcomes in cuda.values()])
-        console.print(f"written: {', '.join((*sorted(triton), *(f'cuda d{dim}' for dim, _ in sorted(cuda))))}")
+        report.say(f"written: {', '.join((*sorted(triton), *(f'cuda d{dim}' for dim, _ in sorted(cuda))))}")
     return 0
 
 
-def one_search(arguments: argparse.Namespace, backend: str, case: Case, call: Call, device: Device, journal: Journal) -> list[Outcome]:
-    """The elite of one case and backend; at the end longer turns with the shipped config alone decide."""
+def one_search(
+    arguments: argparse.Namespace, backend: str, case: Case, call: Call, device: Device, journal: Journal, show: Callable[[str, float], None]
+) -> list[Outcome]:
+    """The elite of one case and backend; at the end longer turns with the shipped config alone decide.
+
+    Args:
+        show: told what is at work and which share of all is done, about.
+    """
     seeds = shipped(backend, call, device)
+    began, seconds = time.monotonic(), 60 * arguments.minutes
 
     def evaluate(configs: Sequence[Config], protocol: Protocol = PROTOCOL) -> Iterable[Outcome]:
         return [Outcome(config, *result) for config, result in Measured(case, backend, seeds[0], protocol)(configs)]
 
-    with report.progress() as bar:
-        task = bar.add_task(f"{backend}, {case.name}", total=None)
+    def progress(elite: list[Outcome], tried: int) -> None:
+        best = f", best × {1 / elite[0].score:.3f}" if elite else ""
+        share = min((time.monotonic() - began) / seconds, 1.0) if seconds else 1.0
+        show(f"{backend}, {case.name}: {tried} candidates{best}", (1 - FINAL_SHARE) * share)
 
-        def show(elite: list[Outcome], tried: int) -> None:
-            best = f", × {1 / elite[0].score:.3f}" if elite else ""
-            bar.update(task, completed=tried, description=f"{backend}, {case.name}{best}")
-
-        dice = random.Random(arguments.seed)
-        deadline = time.monotonic() + 60 * arguments.minutes
-        elite = search(
-            spaces(backend, call, device), seeds, lambda config: misfit(config, call, device), evaluate, journal, deadline,
-            dice=dice, batch=arguments.batch, progress=show,
-        )  # fmt: skip
+    show(f"{backend}, {case.name}: what ships", 0.0)
+    elite = search(
+        spaces(backend, call, device), seeds, lambda config: misfit(config, call, device), evaluate, journal, began + seconds,
+        dice=random.Random(arguments.seed), batch=arguments.batch, progress=progress,
+    )  # fmt: skip
     finalists = list(dict.fromkeys([seeds[0], *(one.config for one in elite)]))
     # by twos: among many it would matter beside whom one is
-    again = elite_of((outcome for config in finalists for outcome in evaluate([config], FINALS)), len(finalists))
-    return again or elite
+    again: list[Outcome] = []
+    for i, config in enumerate(finalists):
+        show(f"{backend}, {case.name}: finals, {i + 1} of {len(finalists)}", 1 - FINAL_SHARE * (1 - i / len(finalists)))
+        again += evaluate([config], FINALS)
+    return elite_of(again, len(finalists)) or elite

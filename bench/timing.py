@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .machine import Sensors, typical
+from .progress import Tick, no_tick
 
 Run = Callable[[int], object]
 """One call on the input set of this number, modulo the number of sets."""
@@ -59,6 +60,11 @@ class Protocol:
     cache: Cache = "rotate"
     launch: Launch = "graph"
     settle: float = 0.0
+
+    @property
+    def turn_seconds(self) -> float:
+        """Of one turn on a GPU, at least."""
+        return (self.milliseconds + self.lead_in) / 1e3
 
 
 @dataclass(frozen=True)
@@ -256,13 +262,14 @@ def in_turn(names: Sequence[str], index: int) -> list[str]:
     return order
 
 
-def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: torch.device) -> dict[str, Timed]:
+def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> dict[str, Timed]:
     """Everyone's timing, from rounds in which each takes its turn, so that a clock that falls or rises falls or rises for all.
 
     On a CPU, where kernels are interpreted, a turn is one call.
 
     Args:
         sets: number of input sets that calls walk over.
+        tick: told of every turn; a turn counts as 1.
 
     Returns:
         by name; without those who ran out of memory, of which captured calls keep theirs.
@@ -270,6 +277,7 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
     sensors = Sensors(device)
     turns = {}
     for name, run in runs.items():
+        tick(f"{name}, made ready", 0.0)
         with contextlib.suppress(torch.OutOfMemoryError):
             turns[name] = turns_of(run, sets, protocol, device)
     settled(turns.values(), protocol.settle)
@@ -278,9 +286,11 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
     for i in range(protocol.rounds):
         last = i == protocol.rounds - 1
         for name in in_turn(list(turns), i):
+            tick(f"{name}, round {i + 1} of {protocol.rounds}", 0.0)
             # a slow reading once at the end of a peer's turns, a quick one in each
             read = (lambda name=name: readings[name].append(sensors.read())) if sensors.quick or last else None
             samples[name].append(turns[name].take(read))
+            tick(name, 1.0)
     return {name: Timed(Timing.of(samples[name], one.calls, one.method), typical(readings[name])) for name, one in turns.items()}
 
 

@@ -142,7 +142,8 @@ def test_the_accuracy_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     words = ["accuracy", "--case", "512 keys D128", "--distribution", "one-sign", "--distribution", "sinks"]
     assert command.main([*words, "--json", str(out), "--peer", "SDPA flash", "--peer", "fp8attn", "--peer", "modelled"]) == 0
     printed = capsys.readouterr()
-    assert "the pipeline's oracle" in printed.out and "modelled" in printed.out
+    assert "the pipeline's oracle" in " ".join(printed.out.split()) and "modelled" in printed.out
+    assert "accuracy: cases: 2, rows: " in printed.err
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     by = {(line["distribution"], line["backend"]): line for line in lines}
     assert len(by) == len(lines) and {name for name, _ in by} == {"one-sign", "sinks"}
