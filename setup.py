@@ -1,4 +1,7 @@
-"""`FP8ATTN_PREBUILD=1 pip install --no-build-isolation .` compiles the CUDA kernels into the wheel; without, they are compiled on first use."""
+"""Which packages there are, and compiling ahead.
+
+`FP8ATTN_PREBUILD=1 pip install --no-build-isolation .` compiles the CUDA kernels into the wheel; without, they are compiled on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,36 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
+from setuptools.errors import SetupError
 
-ALL = "80,89,90"
-WANTED = os.environ.get("FP8ATTN_PREBUILD", "0")
-ARCHITECTURES = [] if WANTED in ("", "0") else [int(word) for word in (ALL if WANTED == "1" else WANTED).split(",")]
+ROOT = Path(__file__).resolve().parent
+
+ALL = (80, 89, 90)
+"""Architectures that FP8ATTN_PREBUILD=1 stands for."""
+
+
+def wanted_architectures(text: str) -> list[int]:
+    """Architectures that the kernels are compiled for.
+
+    Args:
+        text: FP8ATTN_PREBUILD.
+
+    Raises:
+        SetupError: it isn't one of its values.
+    """
+    if text in ("", "0"):
+        return []
+    if text == "1":
+        return list(ALL)
+    words = text.split(",")
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise SetupError(f"FP8ATTN_PREBUILD is {text!r}; it must be 0, 1, or architectures with commas between them, such as 80,90")
+    return [int(word) for word in words]
+
+
+ARCHITECTURES = wanted_architectures(os.environ.get("FP8ATTN_PREBUILD", "0"))
 
 
 class BuildWithKernels(build_py):
@@ -21,9 +48,15 @@ class BuildWithKernels(build_py):
         super().run()
         if not ARCHITECTURES:
             return
-        sys.path.insert(0, str(Path(__file__).parent))
-        from fp8attn.cuda import build
-
+        sys.path.insert(0, str(ROOT))
+        try:
+            from fp8attn import device
+            from fp8attn.cuda import build
+        except ImportError as error:
+            raise SetupError(f"FP8ATTN_PREBUILD needs torch and Triton where the wheel is built ({error}); use pip's --no-build-isolation") from error
+        unknown = [arch for arch in ARCHITECTURES if arch not in device.ARCHITECTURES]
+        if unknown:
+            raise SetupError(f"FP8ATTN_PREBUILD names {unknown[0]}; it must name some of {', '.join(map(str, device.ARCHITECTURES))}")
         for arch in ARCHITECTURES:
             build.prebuild(Path(self.build_lib) / "fp8attn" / "cuda" / "prebuilt", arch)
 
@@ -35,4 +68,13 @@ class Platform(Distribution):
         return bool(ARCHITECTURES)
 
 
-setup(cmdclass={"build_py": BuildWithKernels}, distclass=Platform)
+setup(
+    packages=[
+        *find_packages(str(ROOT), include=["fp8attn", "fp8attn.*"]),
+        "fp8attn.bench",
+        *(f"fp8attn.bench.{name}" for name in find_packages(str(ROOT / "bench"))),
+    ],
+    package_dir={"fp8attn.bench": "bench"},
+    cmdclass={"build_py": BuildWithKernels},
+    distclass=Platform,
+)

@@ -2,15 +2,156 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
-from .api import cuda_missing, triton_missing
-from .cuda import build
+from .api import Backend, cuda_missing, sdpa, triton_missing
+from .cuda import build, configs, portable
 from .device import Device, device_of
+from .ops import has_kernels
 from .triton import run
+
+LONGEST = 2000
+"""Characters of a line: a compiler's words can be many pages."""
+
+
+@triton.jit
+def _sum_kernel(x, count, out):
+    """The sum of `count` numbers: a loop whose length is loaded, as those of the attention kernels are."""
+    total = 0.0
+    for i in range(tl.load(count)):
+        total += tl.load(x + i)
+    tl.store(out, total)
+
+
+def _check_sum(kernel: Any, device: torch.device) -> None:
+    """Run `_sum_kernel`, compiled or interpreted.
+
+    Raises:
+        Exception: Triton's, if it can't run it.
+        RuntimeError: the sum is wrong.
+    """
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float32, device=device)
+    count, out = torch.tensor([3], dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.float32, device=device)
+    kernel[(1,)](x, count, out)
+    if out.item() != 6.0:
+        raise RuntimeError(f"a kernel that adds 1, 2 and 3 gave {out.item()}")
+
+
+def _check_attention(backend: Backend) -> None:
+    """Attend on the CPU to 16 keys of the same score, whose values are 0 to 15.
+
+    Raises:
+        Exception: the backend's, if it can't.
+        RuntimeError: the answer isn't their mean.
+    """
+    with torch.autocast("cpu", enabled=False):
+        q = torch.zeros(1, 1, 16, 16, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
+        v = torch.arange(16, dtype=torch.float32, device="cpu").view(1, 1, 16, 1).expand(1, 1, 16, 16).to(torch.float8_e4m3fn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter divides by zero aloud
+            out = sdpa(q, q, v.contiguous(), q_scale=1.0, k_scale=1.0, v_scale=1.0, backend=backend)
+    if not (out == 7.5).all():
+        raise RuntimeError(f"the mean of 0 to 15 came out as {out.flatten()[0].item()}")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _interpreter_fault(check: Callable[[], None]) -> str | None:
+    """Why a check that runs in Triton's interpreter fails and what to do, or None if it passes."""
+    try:
+        check()
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Triton wraps it
+            cause = cause.__cause__
+        said = f"Triton's interpreter fails: {type(cause).__name__}: {cause}"
+    else:
+        return None
+    try:
+        numpy = importlib.metadata.version("numpy")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{said}; it needs NumPy, which isn't here: pip install 'numpy<2.4'"
+    if _release(numpy) >= (2, 4) and _release(triton.__version__) < (3, 7):
+        return f"{said}; Triton {triton.__version__} needs NumPy below 2.4, this is {numpy}: pip install 'numpy<2.4', or Triton 3.7 or newer"
+    return f"{said}; Triton is {triton.__version__}, NumPy {numpy}"
+
+
+def _triton_backend(device: torch.device) -> str:
+    """Whether it runs a kernel: on a GPU a tiny one, which shows that Triton can compile; in the interpreter attention itself."""
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return "not tried while a CUDA graph is being captured"
+        _check_sum(_sum_kernel, device)
+        return "works"
+    if has_kernels(device):
+        return _interpreter_fault(lambda: _check_attention("triton")) or "works, in Triton's interpreter"
+
+    def interpreted() -> None:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        _check_sum(InterpretedFunction(_sum_kernel.fn), device)
+
+    fault = _interpreter_fault(interpreted)
+    return f"{triton_missing(device)}{'' if fault is None else f'; but {fault}'}"
+
+
+def _cuda_backend(device: torch.device) -> str:
+    """Whether its kernels load, if they are compiled already; else whether anything is known that would stop them from being compiled."""
+    lacking = cuda_missing(device)
+    if lacking is not None:
+        return lacking
+    properties = device_of(device)
+    instances = configs.INSTANCES if properties.arch // 10 == 9 else portable.group(portable.DIMS[1], properties)
+    try:
+        parts: tuple[build.Part, ...] = build.Kernels(instances, properties.arch), build.Binding()
+        if all(build.built_folder(part) is not None for part in parts):
+            build.load(instances, properties.arch)
+            return "works, compiled already"
+        obstacle = build.obstacle()
+    except build.BuildError as error:
+        obstacle = str(error)
+    return f"works, is compiled on first use, in {build.cache_folder()}" if obstacle is None else f"cuda: {obstacle}"
+
+
+def _reference_backend() -> str:
+    _check_attention("reference")
+    return "works"
+
+
+def _cuda_version() -> str:
+    if torch.version.cuda is not None:
+        return torch.version.cuda
+    return "none: this is a ROCm build of torch" if torch.version.hip is not None else "none: this is a CPU build of torch"
+
+
+def _no_gpu() -> str:
+    """That there is none, and why torch can't use one."""
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return f"none that torch can use: {error}"
+    return "none that torch can use"
+
+
+def _gpu(device: Device) -> str:
+    units = "FP8 tensor cores" if device.has_fp8_units else "no FP8 tensor cores: FP8 storage, half compute"
+    return f"{device.name}, sm_{device.arch}, {device.sm_count} SMs, {units}"
+
+
+def _hopper_kernel(device: Device) -> str:
+    return "needs sm_90" if device.arch // 10 != 9 else run.hopper_missing or "works, is compiled on first use"
 
 
 def _cuda_kernels(device: Device) -> str:
@@ -21,27 +162,41 @@ def _cuda_kernels(device: Device) -> str:
     return f"{'short, hopper, and for what they refuse ' if device.arch // 10 == 9 else ''}portable, which multiplies {operands}"
 
 
+def _line(tell: Callable[[], str]) -> str:
+    """What a function says, on one line; if it raises, what. A machine that is asked for a diagnosis may have any fault."""
+    try:
+        text = tell()
+    except Exception as error:
+        text = f"fails: {type(error).__name__}: {error}"
+    words = " ".join(text.split())
+    return words if len(words) <= LONGEST else f"{words[:LONGEST]} … ({len(words) - LONGEST} more characters)"
+
+
 def info() -> dict[str, str]:
-    """Versions, GPUs and backends, each as one line of text; a backend's line starts with `works` or says what is missing."""
+    """Versions, GPUs and backends, each as one line of text; a backend's line starts with `works` or says what is missing or fails.
+
+    A backend is tried before it is said to work: a tiny kernel is run by Triton, on the GPU or in the interpreter, and compiled CUDA kernels are
+    loaded. CUDA kernels that aren't compiled yet are not compiled for it. It never raises.
+    """
     lines = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "cuda": torch.version.cuda or "none: this is a CPU build of torch",
+        "cuda": _line(_cuda_version),
     }
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
     for index in gpus:
-        device = device_of(torch.device("cuda", index))
-        units = "FP8 tensor cores" if device.has_fp8_units else "no FP8 tensor cores: FP8 storage, half compute"
-        lines[f"gpu {index}"] = f"{device.name}, sm_{device.arch}, {device.sm_count} SMs, {units}"
-        hopper = "needs sm_90" if device.arch // 10 != 9 else run.hopper_missing or "works"
-        lines[f"triton hopper kernel, gpu {index}"] = hopper
-        lines[f"cuda kernels, gpu {index}"] = _cuda_kernels(device)
+
+        def of_gpu(tell: Callable[[Device], str], index: int = index) -> str:
+            return _line(lambda: tell(device_of(torch.device("cuda", index))))
+
+        lines[f"gpu {index}"] = of_gpu(_gpu)
+        lines[f"triton hopper kernel, gpu {index}"] = of_gpu(_hopper_kernel)
+        lines[f"cuda kernels, gpu {index}"] = of_gpu(_cuda_kernels)
     if not gpus:
-        lines["gpu"] = "none that torch can use"
-    missing = triton_missing(torch.device("cuda" if gpus else "cpu"))
-    lines["backend triton"] = missing or ("works" if gpus else "works, in Triton's interpreter")
-    lacking = cuda_missing(torch.device("cuda" if gpus else "cpu"))
-    lines["backend cuda"] = lacking or f"works, {'compiled already' if build.built() else 'is compiled on first use'}"
-    lines["backend reference"] = "works"
+        lines["gpu"] = _line(_no_gpu)
+    device = torch.device("cuda" if gpus else "cpu")
+    lines["backend triton"] = _line(lambda: _triton_backend(device))
+    lines["backend cuda"] = _line(lambda: _cuda_backend(device))
+    lines["backend reference"] = _line(_reference_backend)
     return lines

@@ -6,6 +6,14 @@ instead where it is of these sources and, the binding, of this torch.
 
 Kernels are compiled by nvcc alone to libraries that know no torch; what ptxas says of them goes into build_meta.json. The binding, one for all
 of them, is handed the address of what it launches.
+
+Environment variables (an empty value counts as not set):
+    FP8ATTN_CACHE: folder of the builds; default: `fp8attn` in XDG_CACHE_HOME or in ~/.cache.
+    CUDA_HOME, PYTORCH_NVCC, CXX: the toolkit, nvcc and the C++ compiler. The last two are commands of one word or several, `ccache g++`.
+    MAX_JOBS: number of compilers that run at the same time; default: one per CPU.
+    FP8ATTN_COMPILE_TIMEOUT: seconds after which a compiler, or another process that compiles the same library, is given up; default: 3600.
+
+Whatever stops a build, or the loading of what was built, is raised as a BuildError: attention then goes on in Triton.
 """
 
 from __future__ import annotations
@@ -15,10 +23,13 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -29,6 +40,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,31 +87,160 @@ class Library:
 
 
 def cuda_home() -> str | None:
-    """Where the CUDA toolkit is, as torch finds it."""
-    from torch.utils import cpp_extension
+    """Where the CUDA toolkit is, as torch finds it.
 
-    return cpp_extension.CUDA_HOME
+    Raises:
+        BuildError: torch can't look for it.
+    """
+    home = _cpp_extension().CUDA_HOME
+    return os.path.abspath(home) if home else None
+
+
+def _cpp_extension() -> ModuleType:
+    """torch.utils.cpp_extension, which imports setuptools and looks for the toolkit.
+
+    Raises:
+        BuildError: it can't be imported.
+    """
+    try:
+        return importlib.import_module("torch.utils.cpp_extension")
+    except Exception as error:
+        raise BuildError(f"torch.utils.cpp_extension can't be imported: {error}; it must be importable, which takes setuptools") from error
 
 
 @functools.cache
 def missing() -> str | None:
-    """What a compilation lacks on this machine and what to do, or None if it lacks nothing."""
+    """What a compilation lacks on this machine and what to do, or None if it lacks nothing. It runs no compiler; `obstacle` does."""
     if torch.version.cuda is None:
         return "torch is a CPU build; install one with CUDA"
-    home = cuda_home()
-    if home is None or not (Path(home) / "bin" / "nvcc").exists():
-        return "nvcc isn't here; install the CUDA toolkit 12.8 or newer and set CUDA_HOME"
-    if shutil.which(cxx()) is None:
-        return f"the C++ compiler {cxx()!r} isn't here; install g++ or set CXX"
+    try:
+        host, home, device_compiler = cxx()[0], cuda_home(), nvcc()[0]
+    except BuildError as error:
+        return str(error)
+    if shutil.which(host) is None:
+        return f"the C++ compiler {host!r} isn't here; install g++ or set CXX{_given('CXX')} to the command of a C++ compiler"
+    folder = "CUDA_PATH" if _given("CUDA_PATH") and not _given("CUDA_HOME") else "CUDA_HOME"
+    cure = f"install the CUDA toolkit 12.8 or newer and set {folder}{_given(folder)} to its folder"
+    if home is None:
+        return f"nvcc isn't here; {cure}"
+    if shutil.which(device_compiler) is None:
+        named = f"PYTORCH_NVCC{_given('PYTORCH_NVCC')} must be the command of an nvcc" if _given("PYTORCH_NVCC") else cure
+        return f"nvcc isn't here: {device_compiler} is no program; {named}"
     return None
 
 
+def _given(name: str) -> str:
+    """What an environment variable is, for a message that has just named it; nothing if it isn't set."""
+    return f", which is {os.environ[name]!r}," if os.environ.get(name) else ""
+
+
+def _command(name: str, default: str) -> list[str]:
+    """Words of the command in an environment variable, or of the default.
+
+    Raises:
+        BuildError: a shell couldn't split it, either.
+    """
+    text = os.environ.get(name, "")
+    try:
+        program, *options = shlex.split(text) or [default]
+    except ValueError as error:
+        raise BuildError(f"{name} is {text!r}: {error}; it must be a command, such as g++ or 'ccache g++'") from error
+    # it is run in another folder
+    return [os.path.abspath(program) if os.sep in program else program, *options]
+
+
+def cxx() -> list[str]:
+    """The C++ compiler's command; it may not be there.
+
+    Raises:
+        BuildError: CXX isn't a command.
+    """
+    return _command("CXX", "c++")
+
+
+def nvcc() -> list[str]:
+    """Its command; it may not be there.
+
+    Raises:
+        BuildError: PYTORCH_NVCC isn't a command, or torch can't look for the toolkit.
+    """
+    return _command("PYTORCH_NVCC", f"{cuda_home() or ''}/bin/nvcc")
+
+
+def jobs() -> int:
+    """How many compilers run at the same time.
+
+    Raises:
+        BuildError: MAX_JOBS isn't a number of them.
+    """
+    text = os.environ.get("MAX_JOBS", "")
+    if not text:
+        return os.cpu_count() or 1
+    if re.fullmatch(r"0*[1-9][0-9]{0,8}", text) is None:
+        raise BuildError(f"MAX_JOBS is {text!r}; it must be a positive integer, the number of compilers that run at the same time")
+    return int(text)
+
+
+def timeout() -> float:
+    """Seconds after which a compiler, or another process that compiles, is given up.
+
+    Raises:
+        BuildError: FP8ATTN_COMPILE_TIMEOUT isn't a number of seconds.
+    """
+    text = os.environ.get("FP8ATTN_COMPILE_TIMEOUT", "")
+    if not text:
+        return 3600.0
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text) is None or float(text) == 0:
+        raise BuildError(f"FP8ATTN_COMPILE_TIMEOUT is {text!r}; it must be a positive number of seconds")
+    return float(text)
+
+
+def _run(command: Sequence[str], folder: Path | None, seconds: float) -> subprocess.CompletedProcess[str]:
+    """A program, run to its end: what it said, in any encoding, and its exit code.
+
+    Raises:
+        OSError: it can't be started.
+        subprocess.TimeoutExpired: it was killed, because it took longer than that.
+    """
+    return subprocess.run(
+        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=seconds
+    )
+
+
+VERSION_SECONDS = 60.0
+"""A program that hasn't said its version by then won't."""
+
+
 def version_of(*command: str) -> str:
-    """What a program says of its version, nothing if it isn't there."""
+    """What a program says of its version, nothing if it isn't there.
+
+    Raises:
+        BuildError: it is there and doesn't run.
+    """
     if shutil.which(command[0]) is None:
         return ""
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    asked = shlex.join([*command, "--version"])
+    try:
+        done = _run([*command, "--version"], None, VERSION_SECONDS)
+    except OSError as error:
+        raise BuildError(f"`{asked}` can't be run: {error}; it must be a compiler that runs here") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"`{asked}` said nothing for {VERSION_SECONDS:.0f} s; it must be a compiler that runs here") from error
+    if done.returncode != 0:
+        raise BuildError(f"`{asked}` {_ending(done)}; it must be a compiler that runs here")
     return done.stdout
+
+
+def _ending(done: subprocess.CompletedProcess[str]) -> str:
+    """How a program failed, and its words."""
+    said = (done.stderr + done.stdout).strip() or "no output"
+    if done.returncode >= 0:
+        return f"failed with exit code {done.returncode}: {said}"
+    try:
+        name = signal.Signals(-done.returncode).name
+    except ValueError:
+        name = f"signal {-done.returncode}"
+    return f"was killed by {name}: {said}"
 
 
 def source_files() -> list[Path]:
@@ -107,42 +248,85 @@ def source_files() -> list[Path]:
     return sorted(p for p in SOURCES.rglob("*") if p.suffix in (".h", ".cuh", ".cpp"))
 
 
-def cxx() -> str:
-    """The C++ compiler; it may not be there."""
-    return os.environ.get("CXX", "c++")
-
-
-def nvcc() -> str:
-    """Its path; it may not be there."""
-    return str(Path(cuda_home() or "") / "bin" / "nvcc")
-
-
 def _hash(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0\0".join(parts).encode()).hexdigest()[:16]
 
 
-def cache_folder() -> Path:
-    """Where builds lie: FP8ATTN_CACHE, or fp8attn in the user's cache folder.
+def _cache_place() -> tuple[str, Path]:
+    """Which environment variable says where builds lie, and the folder, which may not be there.
 
     Raises:
-        BuildError: others can write to it, and so could make this process load what they like.
+        BuildError: none says it, and the user has no home.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8attn"
-    folder = Path(os.environ.get("FP8ATTN_CACHE") or default)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
+    name, inside = "FP8ATTN_CACHE", ""
+    if not os.environ.get(name):
+        name, inside = "XDG_CACHE_HOME", "fp8attn"
+    text = os.environ.get(name)
+    try:
+        if text:
+            return name, (Path(text).expanduser() / inside).absolute()
+        return "HOME", (Path.home() / ".cache" / "fp8attn").absolute()
+    except (RuntimeError, OSError) as error:  # no home, or a current folder that was deleted
+        named = f"{name} is {text!r}" if text else "HOME isn't set, and the user has no other home"
+        raise BuildError(f"there is no cache folder: {named} ({error}); FP8ATTN_CACHE must be the absolute path of a folder of your own") from error
+
+
+def cache_folder() -> Path:
+    """Where builds lie, made if it isn't there: FP8ATTN_CACHE, or fp8attn in the user's cache folder. A `~` at its beginning is the user's home.
+
+    Raises:
+        BuildError: it can't be made or read; or others can write to it, and so could make this process load what they like.
+    """
+    name, folder = _cache_place()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise _unusable(folder, error) from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
-            f"the cache folder {folder} is another user's or others can write to it; set FP8ATTN_CACHE to a folder of your own, mode 0700"
+            f"the cache folder {folder} (from {name}) is another user's or others can write to it: user {status.st_uid},"
+            f" mode {stat.S_IMODE(status.st_mode):04o}, this process's user is {os.getuid()}; set FP8ATTN_CACHE to a folder of your own, mode 0700"
         )
     return folder
 
 
+def _unusable(folder: Path, error: OSError) -> BuildError:
+    """The cache folder, or something in it, can't be made, read or written."""
+    return BuildError(
+        f"the cache folder {folder} (from {_cache_place()[0]}) can't be used: {error}; set FP8ATTN_CACHE to a folder of your own, mode 0700,"
+        " on a file system that can be written to and has free space"
+    )
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Inside, no other process holds the lock of this name."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Inside, no other process holds the lock of this name.
+
+    Raises:
+        BuildError: it can't be had.
+    """
+    limit = timeout()
+    deadline = time.monotonic() + limit
+    try:
+        file = open(path, "w")  # noqa: SIM115 - it is closed below
+    except OSError as error:
+        raise _unusable(path.parent, error) from error
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise BuildError(
+                        f"another process has held {path} for {limit:g} s; end it, or set FP8ATTN_COMPILE_TIMEOUT to more seconds"
+                    ) from error
+                time.sleep(0.05)
+            except OSError as error:
+                raise BuildError(
+                    f"{path} can't be locked: {error.strerror or error}; set FP8ATTN_CACHE to a folder on a file system that has locks"
+                ) from error
         yield
 
 
@@ -163,11 +347,13 @@ def commit() -> str | None:
     """Of the checkout that the sources lie in, or None if they lie in none."""
     if shutil.which("git") is None:
         return None
-    command = ["git", "-C", str(SOURCES), "ls-files", "--error-unmatch", Path(__file__).name]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        return None  # somebody else's checkout, around site-packages
-    done = subprocess.run(["git", "-C", str(SOURCES), "describe", "--always", "--abbrev=40", "--dirty"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+    try:
+        tracked = _run(["git", "-C", str(SOURCES), "ls-files", "--error-unmatch", Path(__file__).name], None, VERSION_SECONDS)
+        if tracked.returncode != 0:
+            return None  # somebody else's checkout, around site-packages
+        return _run(["git", "-C", str(SOURCES), "describe", "--always", "--abbrev=40", "--dirty"], None, VERSION_SECONDS).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):  # a library is of use without it
+        return None
 
 
 def compile_by(command: Sequence[str], folder: Path) -> str:
@@ -176,14 +362,19 @@ def compile_by(command: Sequence[str], folder: Path) -> str:
     Raises:
         BuildError: with its words.
     """
+    limit = timeout()
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        done = _run(command, folder, limit)
     except OSError as error:
-        raise BuildError(f"the CUDA kernels don't compile here: {error}") from error
-    said = done.stderr + done.stdout
+        raise BuildError(f"the CUDA kernels don't compile here: {command[0]}: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(
+            f"the CUDA kernels don't compile here: {command[0]} wasn't done after {limit:g} s; it must be, or FP8ATTN_COMPILE_TIMEOUT must be larger"
+        ) from error
     if done.returncode != 0:
-        raise BuildError(f"the CUDA kernels don't compile here: {said.strip()}")
-    return said
+        memory = "; if it ran out of memory, set MAX_JOBS to fewer compilers at the same time" if done.returncode == -signal.SIGKILL else ""
+        raise BuildError(f"the CUDA kernels don't compile here: {command[0]} {_ending(done)}{memory}")
+    return done.stderr + done.stdout
 
 
 def link_flags() -> list[str]:
@@ -216,7 +407,7 @@ class Kernels:
 
     def compilers(self) -> list[str]:
         """Versions of those that make it."""
-        return [version_of(nvcc()), version_of(cxx())]
+        return [version_of(*nvcc()), version_of(*cxx())]
 
     def compile_into(self, folder: Path) -> dict[str, Any]:
         """The library, in an empty folder; what build_meta.json says of it alone.
@@ -229,7 +420,7 @@ class Kernels:
             (folder / name).write_text(text)
         units = [name.removesuffix(".cu") for name in rendered if name.endswith(".cu")]
         reports = compile_kernels(folder, units, self.arch)
-        compile_by([cxx(), *(f"{name}.o" for name in units), *link_flags(), "-o", f"{self.name}.so"], folder)
+        compile_by([*cxx(), *(f"{name}.o" for name in units), *link_flags(), "-o", f"{self.name}.so"], folder)
         return self.facts(reports)
 
     def facts(self, reports: dict[str, str]) -> dict[str, Any]:
@@ -238,7 +429,7 @@ class Kernels:
             "arch": self.arch,
             "instances": {c.name: dict(zip(c.__dataclass_fields__, astuple(c), strict=True)) for c in self.instances},
             "cuda_flags": cuda_flags(self.arch),
-            "nvcc": version_of(nvcc()).strip().splitlines()[-1:],
+            "nvcc": version_of(*nvcc()).strip().splitlines()[-1:],
             "resources": {c.name: resources(reports.get(c.name, "")) | {"shared_bytes": c.shared_bytes} for c in self.instances},
         }
 
@@ -256,7 +447,7 @@ class Binding:
 
     def compilers(self) -> list[str]:
         """Versions of those that make it."""
-        return [version_of(cxx())]
+        return [version_of(*cxx())]
 
     def compile_into(self, folder: Path) -> dict[str, Any]:
         """As of `Kernels`."""
@@ -269,13 +460,12 @@ Part = Kernels | Binding
 
 def binding_command(source: Path) -> list[str]:
     """How a file is compiled that knows torch."""
-    from torch.utils import cpp_extension
-
+    cpp_extension = _cpp_extension()
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     # not -isystem, which breaks the compiler where the toolkit lies in /usr
     includes = ["-I", str(SOURCES), *(x for path in cpp_extension.include_paths() for x in ("-isystem", path)), "-I", f"{cuda_home()}/include"]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
-    return [cxx(), *CXX_FLAGS, abi, "-fPIC", *includes, str(source), *libraries]
+    return [*cxx(), *CXX_FLAGS, abi, "-fPIC", *includes, str(source), *libraries]
 
 
 def _texts(paths: Sequence[Path]) -> list[str]:
@@ -293,14 +483,25 @@ def compile_kernels(folder: Path, names: Sequence[str], arch: int) -> dict[str, 
     Raises:
         BuildError: with nvcc's words.
     """
-    host = ["-ccbin", os.environ["CXX"]] if "CXX" in os.environ else []
-    options = [*cuda_flags(arch), *host, "-Xcompiler=-fPIC", "-Xptxas=-v", "-I", str(SOURCES), "-I", str(folder)]
+    options = [*cuda_flags(arch), *_host_compiler(folder), "-Xcompiler=-fPIC", "-Xptxas=-v", "-I", str(SOURCES), "-I", str(folder)]
 
     def compile_one(name: str) -> str:
-        return compile_by([nvcc(), *options, "-c", f"{name}.cu", "-o", f"{name}.o"], folder)
+        return compile_by([*nvcc(), *options, "-c", f"{name}.cu", "-o", f"{name}.o"], folder)
 
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(jobs()) as pool:
         return dict(zip(names, pool.map(compile_one, names), strict=True))
+
+
+def _host_compiler(folder: Path) -> list[str]:
+    """nvcc's options for the C++ compiler in CXX. nvcc takes one program: of several words a script in `folder` makes one."""
+    if not os.environ.get("CXX"):
+        return []
+    if len(cxx()) == 1:
+        return ["-ccbin", cxx()[0]]
+    script = folder / "host-compiler"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(cxx())} "$@"\n')
+    script.chmod(0o700)
+    return ["-ccbin", str(script)]
 
 
 def write_meta(folder: Path, part: Part, seconds: float, facts: dict[str, Any]) -> None:
@@ -308,10 +509,11 @@ def write_meta(folder: Path, part: Part, seconds: float, facts: dict[str, Any]) 
     meta = facts | {
         "commit": commit(),
         "content": part.content(),
+        "library_bytes": (folder / f"{part.name}.so").stat().st_size,
         "cxx_flags": CXX_FLAGS,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cxx": version_of(cxx()).strip().splitlines()[:1],
+        "cxx": version_of(*cxx()).strip().splitlines()[:1],
         "python": sys.version.split()[0],
         "seconds": round(seconds, 1),
     }
@@ -325,8 +527,12 @@ def make_in(folder: Path, part: Part) -> None:
         BuildError: with the compiler's words.
     """
     started = time.time()
-    print(f"fp8attn: compiling {part.announcement}, once …", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it: standard error is closed
+        print(f"fp8attn: compiling {part.announcement}, once …", file=sys.stderr, flush=True)
     facts = part.compile_into(folder)
+    library = folder / f"{part.name}.so"
+    if not library.exists():
+        raise BuildError(f"the CUDA kernels don't compile here: {shlex.join(cxx())} ended without an error, and made no {library}")
     write_meta(folder, part, time.time() - started, facts)
 
 
@@ -362,34 +568,86 @@ def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] 
                 shutil.copy(Path(staging) / name, into / name)
 
 
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """build_meta.json of a library, or None if there is none.
+
+    Raises:
+        BuildError: it can't be read, or isn't whole.
+    """
+    path = folder / "build_meta.json"
+    try:
+        meta = json.loads(path.read_text()) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{path} can't be read: {error}; {_cure(folder)}") from error
+    if meta is not None and not (isinstance(meta, dict) and isinstance(meta.get("content"), str)):
+        raise BuildError(f"{path} is no record of a build: it has no 'content'; {_cure(folder)}")
+    return meta
+
+
+def _cure(folder: Path) -> str:
+    """What to do with a library that isn't whole."""
+    return "install fp8attn again" if folder.parent == PREBUILT else f"delete {folder}: then it is compiled again"
+
+
+def _check_whole(folder: Path, part: Part) -> None:
+    """
+    Raises:
+        BuildError: the library isn't what was compiled. To load half of one could kill the process.
+    """
+    path, expected = folder / f"{part.name}.so", (read_meta(folder) or {}).get("library_bytes")
+    if expected is None:  # a build by an earlier version
+        return
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise BuildError(f"{path} can't be read: {error.strerror or error}; {_cure(folder)}") from error
+    if size != expected:
+        raise BuildError(f"{path} has {size} bytes; it must have {expected}; {_cure(folder)}")
+
+
 def prebuilt(part: Part, brought: Path | None = None) -> Path | None:
     """The folder of a library among those `brought`, with the package if nothing else is said, or None if it isn't among them, or of other sources
-    or another torch."""
+    or another torch.
+
+    Raises:
+        BuildError: it is among them and its record can't be read.
+    """
     folder = (PREBUILT if brought is None else brought) / part.name
-    meta = folder / "build_meta.json"
-    if not meta.exists() or json.loads(meta.read_text())["content"] != part.content():
-        return None
-    return folder
+    meta = read_meta(folder)
+    return folder if meta is not None and meta["content"] == part.content() else None
 
 
 def build(part: Part) -> Path:
     """The folder of a whole library, made if it is neither there nor came with the package.
 
     Raises:
-        BuildError: it can't be made.
+        BuildError: it can't be made, or isn't whole.
     """
-    brought = prebuilt(part)
-    if brought is not None:
-        return brought
-    lacking = missing()
-    if lacking is not None:
-        raise BuildError(lacking)
-    folder = cache_folder()
-    wanted = folder / fingerprint(part)
+    folder = prebuilt(part)
+    if folder is None:
+        lacking = missing()
+        if lacking is not None:
+            raise BuildError(lacking)
+        cache, name = cache_folder(), fingerprint(part)
+        try:
+            folder = _built_in(cache / name, part)
+        except OSError as error:
+            raise _unusable(cache, error) from error
+    _check_whole(folder, part)
+    return folder
+
+
+def _built_in(wanted: Path, part: Part) -> Path:
+    """A library's folder in the cache, made if it isn't there.
+
+    Raises:
+        BuildError: it can't be made.
+        OSError: the cache can't be written to.
+    """
     if not wanted.exists():
-        with locked(folder / f"{wanted.name}.lock"):
+        with locked(wanted.with_name(f"{wanted.name}.lock")):
             if not wanted.exists():
-                staging = Path(tempfile.mkdtemp(prefix=f"{wanted.name}.", dir=folder))
+                staging = Path(tempfile.mkdtemp(prefix=f"{wanted.name}.", dir=wanted.parent))
                 try:
                     make_in(staging, part)
                     staging.rename(wanted)
@@ -397,6 +655,33 @@ def build(part: Part) -> Path:
                     shutil.rmtree(staging, ignore_errors=True)
                     raise
     return wanted
+
+
+def obstacle() -> str | None:
+    """Why a library can't be compiled here and what to do, as far as can be told without compiling one, or None.
+
+    Beyond `missing`: whether the compilers run, what environment variables hold, and whether the cache folder can be written to and locked.
+    """
+    lacking = missing()
+    if lacking is not None:
+        return lacking
+    try:
+        jobs()
+        timeout()
+        for command in (nvcc(), cxx()):
+            if not version_of(*command):
+                return f"{shlex.join(command)} isn't a compiler that runs here: `--version` says nothing"
+        folder = cache_folder()
+        try:
+            with tempfile.NamedTemporaryFile(prefix="probe.", dir=folder) as file:
+                file.write(bytes(4096))
+                file.flush()
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+    except BuildError as error:
+        return str(error)
+    return None
 
 
 _libraries: dict[Kernels, Library] = {}
@@ -426,8 +711,9 @@ def _remembered(part: Part) -> Iterator[None]:
         raise BuildError(_failures[part])
     try:
         yield
-    except (BuildError, OSError) as error:
-        _failures[part] = str(error) if isinstance(error, BuildError) else f"{part.announcement} can't be loaded here: {error}"
+    except Exception as error:  # whatever it is, Triton can go on
+        said = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        _failures[part] = str(error) if isinstance(error, BuildError) else f"{part.announcement} can't be loaded here: {said}"
         raise BuildError(_failures[part]) from error
 
 
@@ -441,13 +727,12 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
     with _loading:
         if kernels not in _libraries:
             # compiled at the same time
-            with ThreadPoolExecutor(1) as pool:
+            with _remembered(kernels), ThreadPoolExecutor(1) as pool:
                 binding = pool.submit(load_binding)
-                with _remembered(kernels):
-                    library = ctypes.CDLL(str(build(kernels) / f"{kernels.name}.so"))
+                library = ctypes.CDLL(str(build(kernels) / f"{kernels.name}.so"))
                 operators = binding.result()
-            launchers = {c: ctypes.cast(library[f"launch_{c.name}"], ctypes.c_void_p).value or 0 for c in kernels.instances}
-            _libraries[kernels] = Library(operators, launchers)
+                launchers = {c: ctypes.cast(library[f"launch_{c.name}"], ctypes.c_void_p).value or 0 for c in kernels.instances}
+                _libraries[kernels] = Library(operators, launchers)
             for config in kernels.instances:
                 _having.setdefault((config, arch), _libraries[kernels])
     return _libraries[kernels]
@@ -465,20 +750,31 @@ def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
 
 def unavailable(config: Config | None = None, arch: int = 90) -> str | None:
     """Why an instance can't be had, as far as is known without compiling, or None; without one, why none can."""
-    for part, words in _failures.items():
+    for part, words in list(_failures.items()):  # other threads add to them
         if isinstance(part, Binding) or (not _libraries if config is None else part.arch == arch and config in part.instances):
             return words
     lacking = missing()
-    return None if lacking is None or PREBUILT.exists() else lacking
+    return None if lacking is None or os.path.exists(PREBUILT) else lacking
 
 
 def built(instances: tuple[Config, ...] | None = None, arch: int = 90) -> dict[str, Any] | None:
-    """build_meta.json of the build that would be loaded now, or None if there is none; of the Hopper kernel's instances unless others are given."""
-    wanted = Kernels(INSTANCES if instances is None else instances, arch)
-    folder = prebuilt(wanted)
-    if folder is None:
-        if missing() is not None:
-            return None
-        folder = cache_folder() / fingerprint(wanted)
-    meta = folder / "build_meta.json"
-    return json.loads(meta.read_text()) if meta.exists() else None
+    """build_meta.json of the build that would be loaded now, or None if there is none; of the Hopper kernel's instances unless others are given.
+
+    Raises:
+        BuildError: that can't be told: the record can't be read, the cache folder can't be used, or a compiler doesn't run.
+    """
+    folder = built_folder(Kernels(INSTANCES if instances is None else instances, arch))
+    return None if folder is None else read_meta(folder)
+
+
+def built_folder(part: Part) -> Path | None:
+    """The folder of a library that is compiled already and would be loaded now, or None if there is none.
+
+    Raises:
+        BuildError: that can't be told, as of `built`.
+    """
+    folder = prebuilt(part)
+    if folder is not None or missing() is not None:
+        return folder
+    folder = cache_folder() / fingerprint(part)
+    return folder if os.path.exists(folder) else None
