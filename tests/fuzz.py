@@ -194,7 +194,7 @@ def _change_tensor(r: random.Random, call: Drawn) -> None:
         "list": lambda: [1.0],
         "grad": lambda: x.detach().float().requires_grad_() if name.endswith("scale") else x.detach().clone().requires_grad_(),
         "sparse": lambda: x.float().to_sparse(),
-        "rank": lambda: x[None, None] if x.dim() >= 3 else x.expand(1, 1, 1, 1, *x.shape),
+        "rank": lambda: x[None, None] if x.dim() >= 3 else x.expand(1, 1, 1, 1, 1, *x.shape),
         "strides": lambda: x.repeat_interleave(2, -1)[..., ::2],
     }
     kind = r.choice(list(kinds))

@@ -322,6 +322,7 @@ def test_a_library_needs_no_git(machine: Machine) -> None:
     machine.patch.setattr(build, "VERSION_SECONDS", 0.5)
     assert build.commit() is None
     (machine.folder / "bin" / "git").write_bytes(b"\0")
+    machine.patch.setenv("PATH", str(machine.folder / "bin"))  # where there is another, that is run
     assert build.commit() is None
 
 

@@ -165,7 +165,7 @@ def test_every_backend_takes_every_call(name: str, device: torch.device) -> None
         assert fp8attn.explain(**arguments, backend=backend).because
 
 
-SIZES = [((2, 4), keys) for keys in ((2, 4), (1, 4), (2, 1), (3, 4), (2, 2), (0, 4))] + [((1, 4), (2, 4)), ((2, 1), (2, 4))]
+SIZES = [((2, 4), keys) for keys in ((2, 4), (1, 4), (2, 1), (3, 4), (2, 2))] + [((1, 4), (2, 4)), ((2, 1), (2, 4))]
 
 
 @pytest.mark.parametrize("gqa", (False, True))
