@@ -330,9 +330,10 @@ def expected(call: Drawn) -> tuple[torch.Tensor, torch.Tensor, float]:
         seen = torch.ones(q_length, kv_length, dtype=torch.bool, device=q.device).tril(offset)
         mask = torch.zeros(q_length, kv_length, dtype=torch.float64, device=q.device).masked_fill(~seen, -torch.inf)
     scale = float(a["scale"]) if a.get("scale") is not None else q.shape[3] ** -0.5
-    if a.get("enable_gqa") and k.shape[1] not in (0, 1) and q.shape[1] % k.shape[1] == 0:
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        v = v if v.shape[1] == 1 else v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    if a.get("enable_gqa"):
+        heads = torch.broadcast_shapes((k.shape[1],), (v.shape[1],))[0]
+        if heads > 1 and q.shape[1] % heads == 0:
+            k, v = (x.expand(-1, heads, -1, -1).repeat_interleave(q.shape[1] // heads, 1) for x in (k, v))
     batch = torch.broadcast_shapes((q.shape[0],), (k.shape[0],), (v.shape[0],))[0]
     q = q.expand(batch, *q.shape[1:])  # torch broadcasts a mask to q, not to k
     F.scaled_dot_product_attention(q, k, v, mask, scale=scale)  # whether torch takes it
