@@ -23,7 +23,6 @@ from .recipe import AT_ONCE, DEFAULT_RECIPE, PRECISE, ProductType, Quantized, Re
 from .reference import Causal
 from .triton import run
 from .validate import (
-    FLOATS,
     Arguments,
     Backend,
     BackendUnavailable,
@@ -31,6 +30,7 @@ from .validate import (
     Operand,
     Scale,
     Stored,
+    cast,
     check,
     check_backend,
     check_floats,
@@ -345,7 +345,7 @@ def sdpa(
     """
     device = getattr(query, "device", None)
     if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
-        query, key, value = (_cast(x, dtype) for x in (query, key, value))
+        query, key, value = (cast(x, dtype) for x in (query, key, value))
         out_dtype = out_dtype or dtype
     options = None
     if not return_lse and not is_compiling() and _is_at_once(recipe):
@@ -362,11 +362,6 @@ def sdpa(
     )  # fmt: skip
 
 
-def _cast(x: Operand, dtype: torch.dtype) -> Operand:
-    """A floating-point operand as autocast passes it on."""
-    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in FLOATS else x
-
-
 def _attend(a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sdpa` of a call that isn't like one before; `options` are eager.repeat's, None of calls that aren't kept."""
     checked = check(a)
@@ -375,7 +370,7 @@ def _attend(a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.T
         if a.backend == "auto":
             _say_once_that_it_is_exact()
         return _by_reference(checked, a.return_lse, torch.float32)
-    if is_compiling() and all(isinstance(x, torch.Tensor) for x in (checked.query, checked.key, checked.value)):
+    if is_compiling() and checked.is_float:
         return _traced(checked, a.recipe, a.return_lse, chosen)
     return _run(checked, chosen, a, options)
 
@@ -383,7 +378,7 @@ def _attend(a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.T
 def _traced(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A call as one operator: how it is run depends on lengths, which a graph doesn't know."""
     out, lse = getattr(ops.library_ops, f"{chosen}_sdpa")(
-        checked.query, checked.key, checked.value, checked.attn_mask, checked.softmax_scale, checked.causal, recipe.text, checked.out_dtype,
+        *checked.floats, checked.attn_mask, checked.softmax_scale, checked.causal, recipe.text, checked.out_dtype,
         return_lse, scale=checked.scale,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -485,7 +480,7 @@ def _forward(chosen: str):
 
 def _from_half(chosen: str):
     """The operator that quantizes, too."""
-    return {"cuda": ops.library_ops.cuda_forward_from_half, "auto": ops.library_ops.auto_forward_from_half}[chosen]
+    return getattr(ops.library_ops, f"{chosen}_forward_from_half")
 
 
 def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -507,11 +502,9 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
 
 def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """q, k and v of a call of which the attention kernel may quantize something, by what torch.compile knows; or None."""
-    query, key, value = checked.query, checked.key, checked.value
-    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
+    if not checked.is_float or not _is_at_once(recipe):
         return None
-    if not _is_at_once(recipe):
-        return None
+    query, key, value = checked.floats
     if not ((checked.attn_mask is None and short.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
         return None
     return query, key, value
@@ -617,10 +610,10 @@ def _by_reference(checked: Checked, return_lse: bool, dtype: torch.dtype) -> tor
 
 def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands in floating point, all three of one dtype. Where one of query and key is rotated, so is the other."""
+    if checked.is_float:
+        return checked.floats
     query, key, value = _imported(checked)
-    if isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):
-        return query, key, value
-    rotated = max(x.rotated for x in (query, key) if isinstance(x, Quantized)) if isinstance(query, Quantized) or isinstance(key, Quantized) else 0
+    rotated = max((x.rotated for x in (query, key) if isinstance(x, Quantized)), default=0)
     q, k, v = (_dequantized(x) if isinstance(x, Quantized) else x.float() for x in (query, key, value))
     if rotated and isinstance(query, torch.Tensor):
         q = ops.library_ops.rotate(query, rotated, float(rotated))
@@ -705,8 +698,7 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
 
 def _explain_half_keys(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
     """`explain` for a recipe that keeps keys: of attention to the others."""
-    q, k, v = checked.query, checked.key, checked.value
-    assert isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    q, k, v = checked.floats
     kept = f"{recipe.sinks} first keys and {recipe.recent} last ones in half precision, by Triton"
     rows, part_causal = next(hybrid.parts(q.shape[2], k.shape[2], checked.causal))
     keys, others_causal = hybrid.other_keys(q[:, :, rows].shape[2], k.shape[2], part_causal, recipe)

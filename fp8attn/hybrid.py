@@ -71,8 +71,7 @@ def by_kernels(
     half_keys: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` with an operator for kept keys: half_keys, or modelled_half_keys. LSE is empty if not asked for."""
-    q, k, v = checked.query, checked.key, checked.value
-    assert isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    q, k, v = checked.floats
     rotated = rotation.part_of(q.shape[3], recipe.rotate)
 
     def to_kept(part: torch.Tensor, others: Others | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +108,7 @@ def modelled(
     def to_kept(part: torch.Tensor, others: Others | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, k_mean = others
         if lse is not None and k_mean is not None:
-            source = rotation.rotate_queries(part, rotation.part_of(part.shape[3], recipe.rotate))
-            lse = lse + reference.smoothing_shift(source, k_mean, scale)
+            lse = reference.unsmoothed_lse(lse, part, k_mean, scale, rotation.part_of(part.shape[3], recipe.rotate))
         return reference.with_half_keys(
             part, k, v, out, lse, sinks=recipe.sinks, recent=recipe.recent, causal=part_causal, softmax_scale=scale
         )  # fmt: skip

@@ -29,7 +29,6 @@ from .device import Device, device_of
 from .layout import padded_length
 from .recipe import (
     AT_ONCE,
-    BIAS_ALIGNMENT,
     E4M3,
     QUERY_GROUP,
     SCALE_BLOCK,
@@ -176,7 +175,7 @@ def _quantize(
 
 def _bias_shape(means: Sequence[int], kv_length: int) -> tuple[int, int, int, int]:
     """Of Quantized.bias, by the shape of the means."""
-    return means[0], means[1], means[2], -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    return means[0], means[1], means[2], definition.bias_pitch(kv_length)
 
 
 def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, smooth_q, rotate, qk) -> tuple[torch.Tensor, ...]:
@@ -280,17 +279,21 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return _by_triton(call)
 
 
+def _laid_out(
+    q: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor], out_dtype: torch.dtype, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE that plain torch computed, in the dtypes and strides in which kernels give them."""
+    out, lse = empty_output(q, found[0].shape[3], out_dtype), empty_lse(q, return_lse)
+    return out.copy_(found[0]), lse.copy_(found[1]) if return_lse else lse
+
+
 def _by_model(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By the pipeline's oracle, in plain torch: what the kernels compute, but for float32's order of summation."""
-    out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)
     q, k, v = quantized_of(call)
     found = reference.pipeline(
         q, k, v, call.attn_mask, block_n=SCALE_BLOCK, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute
     )  # fmt: skip
-    out.copy_(found[0])
-    if call.return_lse:
-        lse.copy_(found[1])
-    return out, lse
+    return _laid_out(call.q, found, call.out_dtype, call.return_lse)
 
 
 def quantized_of(call: Call) -> tuple[Quantized, Quantized, Quantized]:
@@ -370,15 +373,11 @@ def _half_keys_modelled(
     validate.check_half_keys(q, k, v, others, others_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
     if others_lse is not None and k_mean is not None:
-        others_lse = others_lse + reference.smoothing_shift(rotation.rotate_queries(q, rotated), k_mean, softmax_scale)
-    found, found_lse = reference.with_half_keys(
+        others_lse = reference.unsmoothed_lse(others_lse, q, k_mean, softmax_scale, rotated)
+    found = reference.with_half_keys(
         q, k, v, others, others_lse, sinks=sinks, recent=recent, causal=causal, softmax_scale=softmax_scale
     )  # fmt: skip
-    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
-    out.copy_(found)
-    if return_lse:
-        lse.copy_(found_lse)
-    return out, lse
+    return _laid_out(q, found, out_dtype, return_lse)
 
 
 def _fake_half_keys(q, k, v, others, others_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse):
@@ -400,9 +399,8 @@ def _reference_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     validate.check_floats(q, k, v, attn_mask)
     validate.check_launch(softmax_scale, causal, out_dtype)
-    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, True)
     found = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=softmax_scale, dtype=dtype)
-    return out.copy_(found[0]), lse.copy_(found[1])
+    return _laid_out(q, found, out_dtype, True)
 
 
 def _fake_reference_forward(q, k, v, attn_mask, softmax_scale, causal, dtype, out_dtype):
@@ -453,7 +451,7 @@ register("rotate(Tensor x, int part, float factor) -> Tensor", _rotate, _fake_ro
 
 def _unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int) -> torch.Tensor:
     validate.check_unsmoothed_lse(lse, q, k_mean)
-    return lse + reference.smoothing_shift(rotation.rotate_queries(q, rotated), k_mean, softmax_scale)
+    return reference.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated)
 
 
 def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):

@@ -151,6 +151,11 @@ def query_means(q: torch.Tensor) -> torch.Tensor:
     return removable(lane_sum(padded.unflatten(2, (groups, QUERY_GROUP))) * (1.0 / counts.float()).unsqueeze(-1))
 
 
+def bias_pitch(kv_length: int) -> int:
+    """The length of a row of Quantized.bias: kv_length rounded up."""
+    return -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+
+
 def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """What means of queries add to scores, over the softmax scale.
 
@@ -162,7 +167,7 @@ def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """
     batch, heads, groups, dim = means.shape
     kv_heads, length = keys.shape[1:3]
-    pitch = -(-length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    pitch = bias_pitch(length)
     bias = means.new_empty(batch, heads, groups, pitch)
     bias[..., length:] = 0.0
     if bias.numel() == 0:

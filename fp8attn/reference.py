@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from . import rotation
 from .ambient import product
 from .quantize import numbers, of_every_query, row_scales, rows_layout
 from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
@@ -287,6 +288,16 @@ def smoothing_shift(q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float)
     """
     mean = _per_query_head(k_mean, q.shape[1]).unsqueeze(-2)
     return softmax_scale * (q.float() * mean).sum(-1)
+
+
+def unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int) -> torch.Tensor:
+    """The LSE of scores of K as it was.
+
+    Args:
+        lse: float32 (B, Hq, Sq), of scores of K without its mean.
+        q: (B, Hq, Sq, D), not rotated. k_mean: float32 (B, Hkv, D), `rotated` as Quantized.rotated says.
+    """
+    return lse + smoothing_shift(rotation.rotate_queries(q, rotated), k_mean, softmax_scale)
 
 
 def combine(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""In which order tiles of queries are worked on: what both backends' persistent kernels are told. And how much of a call a kernel can count."""
+"""The order of tiles of queries in the persistent kernels of both backends, and the largest sizes that kernels can count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARERS = 5
 """Teams that work on one head at a time: they read its keys at about the same time, so that L2 has them for all but the first."""
 
 
-def why_not_counted(name: str, x: torch.Tensor) -> str | None:
+def unsupported_size(name: str, x: torch.Tensor) -> str | None:
     """Why kernels can't count the tokens of x (B, H, S, D), or its tiles, or None if they can."""
     batch, heads, length, _ = x.shape
     if length >= MOST_TOKENS:
@@ -37,15 +37,15 @@ def why_not_counted(name: str, x: torch.Tensor) -> str | None:
     return None
 
 
-def why_not_counted_in(call: Call) -> str | None:
+def unsupported_sizes(call: Call) -> str | None:
     """Why kernels can't count a call's tokens or tiles, or None if they can."""
-    return why_not_counted("query", call.q) or why_not_counted("key", call.k)
+    return unsupported_size("query", call.q) or unsupported_size("key", call.k)
 
 
-def why_not_in_boxes(call: Call) -> str | None:
+def unsupported_boxes(call: Call) -> str | None:
     """Why TMA can't count a call's tokens, tiles or channels, or None if it can."""
     channels = call.batch * call.kv_heads * call.value_dim
-    reason = why_not_counted_in(call)
+    reason = unsupported_sizes(call)
     if reason is None and channels >= MOST_CHANNELS:
         return f"value has {channels} channels in {call.batch} x {call.kv_heads} heads; TMA takes fewer than {MOST_CHANNELS}"
     return reason

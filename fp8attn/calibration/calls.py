@@ -8,12 +8,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
 
 import torch
 
 from ..ambient import autocast_dtype
-from ..validate import FLOATS, Arguments, Checked, check
+from ..validate import Arguments, Checked, cast, check, is_causal_bias
 from .interception import intercepted
 from .reasons import Reasons, calls, likely_causes
 from .selection import Place, Selection
@@ -249,23 +248,14 @@ def capture(
         )
 
 
-def is_causal_bias(mask: object) -> TypeGuard[Any]:
-    """Whether a mask is a torch.nn.attention.bias.CausalBias. Importing its module would import torch._dynamo, which takes seconds."""
-    kind = type(mask)
-    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
-
-
 def as_cast(a: Arguments) -> Arguments:
     """The arguments with the dtypes that F.scaled_dot_product_attention computes with: autocast casts them."""
     dtype = autocast_dtype(a.query.device) if isinstance(a.query, torch.Tensor) else None
     if dtype is None:
         return a
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, torch.Tensor) and not is_causal_bias(x) and x.dtype in FLOATS else x
-
+    query, key, value, attn_mask = (cast(x, dtype) for x in (a.query, a.key, a.value, a.attn_mask))
     return Arguments(
-        cast(a.query), cast(a.key), cast(a.value), cast(a.attn_mask), a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=a.recipe
+        query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=a.recipe
     )  # fmt: skip
 
 

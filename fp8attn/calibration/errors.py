@@ -83,21 +83,15 @@ def errors_of(call: AttentionCall, recipes: Sequence[Recipe]) -> list[HeadErrors
     """
     checked = call.checked()
     with torch.no_grad():
-        out, _ = reference.attention(*_tensors(checked), checked.attn_mask, causal=checked.causal, softmax_scale=checked.softmax_scale)
+        out, _ = reference.attention(*checked.floats, checked.attn_mask, causal=checked.causal, softmax_scale=checked.softmax_scale)
         exact = out.double().flatten(2)
         return [None if recipe.keeps_keys and checked.attn_mask is not None else _errors(checked, recipe, exact) for recipe in recipes]
-
-
-def _tensors(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key, value = checked.query, checked.key, checked.value
-    assert isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
-    return query, key, value
 
 
 def _errors(checked: Checked, recipe: Recipe, exact: torch.Tensor) -> HeadErrors:
     """The errors on one call, whose exact answer is given as (B, Hq, Sq · Dv)."""
     on_gpu = checked.device.type == "cuda"
-    quantized = quantize(*_tensors(checked), recipe=recipe.of_others) if on_gpu else _defined(checked, recipe)
+    quantized = quantize(*checked.floats, recipe=recipe.of_others) if on_gpu else _defined(checked, recipe)
     out = _by_kernels(checked, quantized, recipe) if on_gpu else _by_oracle(checked, quantized, recipe)
     out = out.double().flatten(2)
     error = out - exact
@@ -115,13 +109,13 @@ def _errors(checked: Checked, recipe: Recipe, exact: torch.Tensor) -> HeadErrors
 
 def _defined(checked: Checked, recipe: Recipe) -> Operands:
     """The operands, quantized by the definition: the same bytes as by the kernels."""
-    q, k, v = definition(*_tensors(checked), recipe.of_others)
+    q, k, v = definition(*checked.floats, recipe.of_others)
     assert q is not None and k is not None and v is not None
     return q, k, v
 
 
 def _by_kernels(checked: Checked, quantized: Operands, recipe: Recipe) -> torch.Tensor:
-    query, key, value = _tensors(checked) if recipe.keeps_keys else quantized
+    query, key, value = checked.floats if recipe.keeps_keys else quantized
     return sdpa(
         query, key, value, checked.attn_mask, is_causal=checked.causal != "none", scale=checked.softmax_scale, enable_gqa=True,
         causal_alignment="top_left" if checked.causal == "none" else checked.causal, recipe=recipe, out_dtype=torch.float32,
@@ -131,7 +125,7 @@ def _by_kernels(checked: Checked, quantized: Operands, recipe: Recipe) -> torch.
 def _by_oracle(checked: Checked, quantized: Operands, recipe: Recipe) -> torch.Tensor:
     causal, scale = checked.causal, checked.softmax_scale
     if recipe.keeps_keys:
-        return hybrid.modelled(*_tensors(checked), recipe, causal=causal, softmax_scale=scale)[0]
+        return hybrid.modelled(*checked.floats, recipe, causal=causal, softmax_scale=scale)[0]
     return reference.pipeline(
         *quantized, checked.attn_mask, block_n=SCALE_BLOCK, causal=causal, softmax_scale=scale, compute=recipe.compute
     )[0]  # fmt: skip
@@ -145,7 +139,7 @@ def _worst_entry(x: torch.Tensor, choose: Callable[..., float], worst: float) ->
 
 def _attention_mass(checked: Checked, q: Quantized, k: Quantized, recipe: Recipe) -> torch.Tensor:
     """HeadErrors.attention_mass, (B, Hq)."""
-    query, key, _ = _tensors(checked)
+    query, key, _ = checked.floats
     length, kv_length = query.shape[2], key.shape[2]
     rows = torch.linspace(0, length - 1, min(length, MASS_ROWS), device=query.device, dtype=torch.float64).round().long()
     exact = _scores(checked, query, key, rows)

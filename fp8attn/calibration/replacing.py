@@ -14,8 +14,8 @@ import torch
 
 from ..api import sdpa
 from ..recipe import Recipe
-from ..validate import Arguments, Backend, check, check_backend
-from .calls import as_cast, is_causal_bias
+from ..validate import Arguments, Backend, check, check_backend, is_causal_bias
+from .calls import as_cast
 from .choice import LayerChoice
 from .interception import intercepted
 from .names import layer_names, shown, unwrapped

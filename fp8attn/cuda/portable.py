@@ -13,7 +13,7 @@ from ..call import Call
 from ..device import Device
 from ..recipe import E4M3_MAX, SCALE_BLOCK
 from ..reference import P_OFFSET
-from ..schedule import why_not_counted_in
+from ..schedule import unsupported_sizes
 from .configs import REGISTER_FILE, round_up, scores_of
 
 Operands = Literal["shared", "registers", "native"]
@@ -319,7 +319,7 @@ def why_not(call: Call, device: Device) -> str | None:
         return "quantized values aren't contiguous from a multiple of 16 bytes on"
     if not serving(call, device):
         return f"no instance of head dim {padded_dim(call)} fits {device.name}"
-    return why_not_counted_in(call)
+    return unsupported_sizes(call)
 
 
 MOST_KEY_SPLITS = 64

@@ -16,7 +16,7 @@ from ..layout import padded_length
 from ..quantize import LANES, STRIP
 from ..recipe import AT_ONCE, E4M3, SCALE_BLOCK, ProductType, Quantized, Recipe
 from ..rotation import part_of
-from ..schedule import why_not_counted
+from ..schedule import unsupported_size
 from .configs import round_up, why_not_hopper, why_not_in_shared_memory
 
 CHANNELS = 64
@@ -116,7 +116,7 @@ def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) ->
     if k.shape[2] <= STRIP and ctas < device.sm_count:
         return f"there are {k.shape[2]} keys, {ctas} CTAs' work; of up to {STRIP} it takes no less than {device.sm_count}"
     for name, x in (("key", k), ("value", v)):
-        reason = why_not_counted(name, x) or why_not_tma(x, name)
+        reason = unsupported_size(name, x) or why_not_tma(x, name)
         if reason is not None:
             return reason
     return misfit(choose(k, recipe.qk), device)

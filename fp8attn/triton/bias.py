@@ -16,7 +16,7 @@ import triton.language as tl
 from .. import quantize as definition
 from ..call import HALVES
 from ..device import Device
-from ..recipe import BIAS_ALIGNMENT, Quantized
+from ..recipe import Quantized
 from .launch import ceil_div, launch
 from .quantize import begin, load_tile, load_vector, power_of_2, sum_lanes, unrotated
 from .tile import is_finite
@@ -95,7 +95,7 @@ def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Dev
         return definition.with_bias(q, k, k_quantized)
     batch, q_heads, groups, dim = q.mean.shape
     heads, length = k.shape[1:3]
-    pitch = ceil_div(length, BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    pitch = definition.bias_pitch(length)
     bias = q.mean.new_empty(batch, q_heads, groups, pitch)
     rows, width = q_heads // heads * groups, power_of_2(dim)
     at_once, keys = (HALVES_ON_HOPPER if device.arch // 10 == 9 and k.dtype in HALVES else TILES)[max(width, 64)]

@@ -8,7 +8,7 @@ from itertools import product
 from ..call import Call, why_not_tma
 from ..device import Device
 from ..recipe import QUERY_GROUP, SCALE_BLOCK
-from ..schedule import why_not_in_boxes
+from ..schedule import unsupported_boxes
 from . import exp2
 
 ROWS = 64
@@ -226,7 +226,7 @@ def why_not_hopper(call: Call) -> str | None:
         return f"the Hopper kernel multiplies e4m3, the recipe computes in {call.compute}"
     if call.kv_length == 0:
         return "the Hopper kernel needs at least one key"
-    return why_not_in_boxes(call) or why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
+    return unsupported_boxes(call) or why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
 
 
 HOPPER_REGISTERS = {1: 240, 2: 240, 3: 160}

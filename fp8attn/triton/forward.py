@@ -8,9 +8,8 @@ import triton.language as tl
 
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
-from ..schedule import why_not_counted_in
 from .configs import PortableConfig, Traits
-from .launch import launch
+from .launch import check_counted, launch
 from .tile import (
     LOG2E,
     NOTHING,
@@ -239,9 +238,8 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
     Raises:
         ValueError: the call has more tokens or tiles than kernels can count.
     """
-    reason = why_not_counted_in(call)
-    if reason is not None:
-        raise ValueError(reason)
+    check_counted("query", call.q)
+    check_counted("key", call.k)
     # the interpreter truncates where it should round to bfloat16
     out = empty_output(call.q, call.value_dim, torch.float32 if device.emulated else call.out_dtype)
     lse = empty_lse(call.q, call.return_lse)

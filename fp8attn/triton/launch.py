@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from ..schedule import why_not_counted
+from ..schedule import unsupported_size
 from .tile import INTERPRETING
 
 _compiled: dict[tuple, Any] = {}
@@ -24,7 +24,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def check_counted(name: str, x: torch.Tensor) -> None:
     """Raise ValueError if kernels can't count the tokens of x (B, H, S, D), or its tiles."""
-    reason = why_not_counted(name, x)
+    reason = unsupported_size(name, x)
     if reason is not None:
         raise ValueError(reason)
 

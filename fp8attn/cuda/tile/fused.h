@@ -104,7 +104,7 @@ struct Fused {
     values(s, factor, alpha, v);
   }
 
-  // Normalises and stores the output and what is told of its rows, `tile` being their place: that of a part, if there are several.
+  // Normalises and stores the output, and the LSE or the partial sums of its rows, `tile` being their place: that of a part, if there are several.
   template <typename Storage>
   __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
     if constexpr (C.splits > 1) {

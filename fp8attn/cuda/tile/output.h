@@ -38,7 +38,7 @@ __device__ inline void store_element(const Params& p, int64_t index, float value
   }
 }
 
-// What is told of a row beside its output, P having been relative to m and 2^OFFSET at most: its LSE, or of a part m and the sum of exponentials.
+// Stores the LSE of a row, or of a part of its keys m and the sum of exponentials. P was relative to m and 2^OFFSET at most.
 template <int OFFSET>
 __device__ void store_row(const Params& p, const Tile& place, int row, float m, float l) {
   const int64_t index = (int64_t(place.batch) * p.q_heads + place.head) * p.q_length + row;
