@@ -21,9 +21,8 @@ from torch.compiler import is_compiling
 from . import rotation
 from .call import Call
 from .layout import padded_length
-from .quantize import scale_shape
+from .quantize import bias_pitch, scale_shape
 from .recipe import (
-    BIAS_ALIGNMENT,
     DEFAULT_RECIPE,
     E4M3,
     QUERY_GROUP,
@@ -121,9 +120,26 @@ class Checked:
     scale: torch.Tensor | None = None
 
     @property
+    def is_float(self) -> bool:
+        """Whether none of query, key and value is quantized."""
+        return all(isinstance(x, torch.Tensor) for x in (self.query, self.key, self.value))
+
+    @property
+    def floats(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """query, key and value of a call that `is_float`."""
+        query, key, value = self.query, self.key, self.value
+        assert isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+        return query, key, value
+
+    @property
     def device(self) -> torch.device:
         """That of all tensors."""
         return self.query.data.device if isinstance(self.query, Stored) else self.query.device
+
+
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    """An argument as autocast passes it on: a floating-point tensor in `dtype`, anything else as it is."""
+    return x.to(dtype) if isinstance(x, torch.Tensor) and not is_causal_bias(x) and x.dtype in FLOATS else x
 
 
 def is_stored(x: object) -> TypeGuard[torch.Tensor]:
@@ -160,8 +176,7 @@ def check(a: Arguments) -> Checked:
     key = expanded("key", _with_scale("k", a.key, a.k_scale, for_values=False), batch, kv_heads)
     value = expanded("value", _with_scale("v", a.value, a.v_scale, for_values=True), batch, kv_heads)
     _check_pair(query, key)
-    is_float = isinstance(a.query, torch.Tensor) and a.query.dtype in FLOATS
-    default_dtype = a.query.dtype if is_float and isinstance(a.query, torch.Tensor) else torch.bfloat16
+    default_dtype = query.dtype if isinstance(query, torch.Tensor) else torch.bfloat16
     softmax_scale, scale = a.query.shape[3] ** -0.5, None
     if a.scale is not None and is_compiling() and not _is_known(a.scale):
         scale = torch.ones((), dtype=torch.float64, device="cpu") * a.scale
@@ -280,9 +295,12 @@ def check_operand(name: str, x: object, layout: Layout) -> None:
             raise TypeError(f"{name} is {x.dtype}; it must be one of {FLOATS}, or {stored} with its scale")
         if x.shape[3] > 1 and x.stride(3) != 1:
             raise ValueError(f"{name} has strides {x.stride()}; the last must be 1. Nothing is copied silently: call .contiguous()")
-    dim = x.shape[3]
+    _check_dim(f"{name} has head_dim", x.shape[3])
+
+
+def _check_dim(what: str, dim: int) -> None:
     if not MIN_DIM <= dim <= MAX_DIM or dim % DIM_STEP:
-        raise ValueError(f"{name} has head_dim {dim}; it must be a multiple of {DIM_STEP} from {MIN_DIM} to {MAX_DIM}")
+        raise ValueError(f"{what} {dim}; it must be a multiple of {DIM_STEP} from {MIN_DIM} to {MAX_DIM}")
 
 
 def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
@@ -291,11 +309,7 @@ def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
         raise ValueError(f"{name} is Quantized in the layout {x.layout!r}; it must be {layout!r}")
     dtypes = (E4M3, torch.int8) if layout == "rows" else (E4M3,)
     granularities = ROW_GRANULARITIES if layout == "rows" else VALUE_GRANULARITIES
-    _check_tensor(f"{name}.data", x.data, dtypes, None, None)
-    if x.data.dim() != 4:
-        raise ValueError(f"{name}.data has shape {tuple(x.data.shape)}; it must have 4 dimensions")
-    if x.data.shape[3] > 1 and x.data.stride(3) != 1:
-        raise ValueError(f"{name}.data has strides {x.data.stride()}; the last must be 1")
+    check_rows(f"{name}.data", x.data, dtypes)
     if x.granularity not in granularities:
         raise ValueError(f"{name}.granularity is {x.granularity!r}; it must be one of {granularities}")
     stored, wanted = (x.data.shape[2], x.length) if layout == "rows" else (x.data.shape[3], padded_length(x.length))
@@ -305,9 +319,9 @@ def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
     _check_tensor(f"{name}.scale", x.scale, (torch.float32,), scale_shape(x.granularity, batch, heads, length, dim), x.device)
     if x.mean is not None and (layout == "values" or x.mean.dim() != 4):
         _check_tensor(f"{name}.mean", x.mean, (torch.float32,), (batch, heads, dim), x.device)
-    for part, tensor in (("data", x.data), ("mean", x.mean)):
-        if layout == "values" and tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name}.{part} has strides {tensor.stride()}; it must be contiguous")
+    if layout == "values":
+        _check_contiguous(f"{name}.data", x.data)
+        _check_contiguous(f"{name}.mean", x.mean)
     rotations = {rotation.part_of(dim, most) for most in rotation.NAMED}
     if x.rotated not in rotations:
         raise ValueError(f"{name}.rotated is {x.rotated}; with head_dim {dim} it must be one of {sorted(rotations)}")
@@ -324,6 +338,11 @@ def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], shape: 
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {tuple(shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} is on {x.device}; it must be on {device}")
+
+
+def _check_contiguous(name: str, x: torch.Tensor | None) -> None:
+    if x is not None and not x.is_contiguous():
+        raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
 
 
 def _check_kinds(a: Arguments) -> None:
@@ -416,8 +435,8 @@ def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.T
     return attn_mask, "none" if causal == "bottom_right" and full[2] == 1 else causal
 
 
-def is_causal_bias(x: Any) -> bool:
-    """Whether x is a torch.nn.attention.bias.CausalBias. By its name: to import it takes two seconds."""
+def is_causal_bias(x: object) -> TypeGuard[Any]:
+    """Whether x is a torch.nn.attention.bias.CausalBias. By its name: importing its module imports torch._dynamo, which takes two seconds."""
     return type(x).__name__ == "CausalBias" and type(x).__module__ == "torch.nn.attention.bias"
 
 
@@ -518,14 +537,13 @@ def _check_smoothed(query: Quantized, kv_length: int) -> None:
         return
     if query.mean is None:
         raise ValueError(f"query.bias is given and query.mean is None; it must have the shape {(batch, heads, groups, dim)}")
-    wanted = (batch, heads, groups, -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT)
+    wanted = (batch, heads, groups, bias_pitch(kv_length))
     if tuple(query.bias.shape) != wanted:
         raise ValueError(
             f"query.bias has shape {tuple(query.bias.shape)}; it must be {wanted}: a smoothed query attends to the keys that it was quantized with"
         )
     _check_tensor("query.bias", query.bias, (torch.float32,), wanted, query.device)
-    if not query.bias.is_contiguous():
-        raise ValueError(f"query.bias has strides {query.bias.stride()}; it must be contiguous")
+    _check_contiguous("query.bias", query.bias)
 
 
 def _with_scale(name: str, x: Operand, scale: object, for_values: bool) -> torch.Tensor | Quantized | Stored:
@@ -574,8 +592,7 @@ def check_call(c: Call) -> None:
     check_rows("v", c.v, (E4M3,))
     batch, heads, q_length, dim = c.q.shape
     kv_heads, kv_length, value_dim, device = c.k.shape[1], c.k.shape[2], c.v.shape[2], c.q.device
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
+    _check_groups(heads, kv_heads)
     if c.kv_length != kv_length:
         raise ValueError(f"kv_length is {c.kv_length}; it must be k's, {kv_length}")
     _check_tensor("k", c.k, (c.q.dtype,), (batch, kv_heads, kv_length, dim), device)
@@ -588,30 +605,31 @@ def check_call(c: Call) -> None:
     _check_tensor("v_scale", c.v_scale, floats, (batch, kv_heads, value_dim), device)
     if c.v_mean is not None:
         _check_tensor("v_mean", c.v_mean, floats, (batch, kv_heads, value_dim), device)
-    for name, x in (("v", c.v), ("v_mean", c.v_mean)):
-        if x is not None and not x.is_contiguous():
-            raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
+    _check_contiguous("v", c.v)
+    _check_contiguous("v_mean", c.v_mean)
     if c.attn_mask is not None:
         _check_tensor("attn_mask", c.attn_mask, (torch.bool, *FLOATS), (batch, heads, q_length, kv_length), device)
     if c.bias is not None:
-        wanted = (batch, heads, -(-q_length // QUERY_GROUP), -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT)
-        _check_tensor("bias", c.bias, floats, wanted, device)
-        if not c.bias.is_contiguous():
-            raise ValueError(f"bias has strides {c.bias.stride()}; it must be contiguous")
+        _check_tensor("bias", c.bias, floats, (batch, heads, -(-q_length // QUERY_GROUP), bias_pitch(kv_length)), device)
+        _check_contiguous("bias", c.bias)
     check_launch(c.softmax_scale, c.causal, c.out_dtype)
     if c.attn_mask is not None and c.causal != "none":
         raise ValueError(f"attn_mask is given and causal is {c.causal!r}; it must be 'none'")
 
 
+def _check_groups(heads: int, kv_heads: int) -> None:
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
+
+
 def check_dims(*dims: int) -> None:
     """Head dims of an operator's operands."""
     for dim in dims:
-        if not MIN_DIM <= dim <= MAX_DIM or dim % DIM_STEP:
-            raise ValueError(f"head_dim is {dim}; it must be a multiple of {DIM_STEP} from {MIN_DIM} to {MAX_DIM}")
+        _check_dim("head_dim is", dim)
 
 
 def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype) -> None:
-    """What operators of attention are told beside tensors."""
+    """Numbers and options of operators of attention."""
     check_scale("softmax_scale", softmax_scale)
     if causal not in CAUSAL:
         raise ValueError(f"causal is {causal!r}; it must be one of {CAUSAL}")
@@ -631,7 +649,7 @@ def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
     _check_tensor(name, x, dtypes, None, None)
     if x.dim() != 4:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions")
-    if x.shape[3] > 1 and x.stride(3) != 1:
+    if x.numel() and x.shape[3] > 1 and x.stride(3) != 1:  # PyTorch calls any empty tensor contiguous
         raise ValueError(f"{name} has strides {x.stride()}; the last must be 1")
 
 
@@ -642,8 +660,7 @@ def check_floats(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: t
     check_rows("v", v, (q.dtype,))
     batch, heads, q_length, dim = q.shape
     kv_heads, kv_length, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
+    _check_groups(heads, kv_heads)
     _check_tensor("k", k, (q.dtype,), (batch, kv_heads, kv_length, dim), q.device)
     _check_tensor("v", v, (q.dtype,), (batch, kv_heads, kv_length, value_dim), q.device)
     check_dims(dim, value_dim)
@@ -680,21 +697,11 @@ def check_half_keys(
     if others is not None and others_lse is not None:
         check_rows("others", others, FLOATS)
         _check_tensor("others", others, FLOATS, (*q.shape[:3], v.shape[3]), q.device)
-        _check_lse("others_lse", others_lse, q)
+        _check_tensor("others_lse", others_lse, (torch.float32,), tuple(q.shape[:3]), q.device)
+        _check_contiguous("others_lse", others_lse)
     if k_mean is not None:
-        _check_key_mean(k_mean, k)
-
-
-def _check_lse(name: str, lse: torch.Tensor, q: torch.Tensor) -> None:
-    _check_tensor(name, lse, (torch.float32,), tuple(q.shape[:3]), q.device)
-    if not lse.is_contiguous():
-        raise ValueError(f"{name} has strides {lse.stride()}; it must be contiguous")
-
-
-def _check_key_mean(k_mean: torch.Tensor, k: torch.Tensor) -> None:
-    _check_tensor("k_mean", k_mean, (torch.float32,), (*k.shape[:2], k.shape[3]), k.device)
-    if not k_mean.is_contiguous():
-        raise ValueError(f"k_mean has strides {k_mean.stride()}; it must be contiguous")
+        _check_tensor("k_mean", k_mean, (torch.float32,), (*k.shape[:2], k.shape[3]), k.device)
+        _check_contiguous("k_mean", k_mean)
 
 
 def check_unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor) -> None:

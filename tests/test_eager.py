@@ -420,23 +420,17 @@ def test_tensors_elsewhere_are_another_call(repeats: Repeats) -> None:
     alike(call)
 
 
-def test_options_that_may_change_are_not_kept(repeats: Repeats) -> None:
+@pytest.mark.parametrize("options", (dict(scale=torch.tensor(0.125)), dict(is_causal=[1]), dict(is_causal=torch.ones(1))))
+def test_options_of_other_types_are_refused_every_time(repeats: Repeats, options: dict) -> None:
+    """Also when the same call without them is kept."""
     q, k, v = operands()
-    scale = torch.tensor(0.125)
+    call = kept(q, k, v)
     for _ in range(4):
-        fp8attn.cuda_sdpa(q, k, v, scale=scale)
-    assert not any(repeats.hits)
-    call = kept(q, k, v, scale=0.125)
-    _, params = launched()
-    scale += 0.125
-    fp8attn.cuda_sdpa(q, k, v, scale=scale)
-    assert launched()[1] != params and not repeats.last()
+        with pytest.raises(TypeError, match=f"{next(iter(options))} is a"):
+            fp8attn.cuda_sdpa(q, k, v, **options)
+        assert not repeats.last()
     call()
-    assert launched()[1] == params and repeats.last()
-    for unhashable in ([1], torch.ones(1)):
-        for _ in range(4):
-            fp8attn.cuda_sdpa(q, k, v, is_causal=unhashable)
-            assert not repeats.last()
+    assert repeats.last()
 
 
 def test_other_options_are_other_calls() -> None:

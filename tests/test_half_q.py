@@ -127,6 +127,14 @@ def test_refusals_say_why(shape: tuple[int, ...], dtype: torch.dtype, value_dim:
     assert found is None if reason is None else reason in (found or "")
 
 
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+def test_no_mask_is_added_at_head_dim_256(qk: ProductType) -> None:
+    """Its instance would spill; such a query is quantized before."""
+    q, mask = torch.zeros(1, 2, 64, 256, dtype=torch.bfloat16), torch.zeros(1, 2, 64, 64)
+    assert "no instance as large for such a query and mask" in (configs.why_not_quantize(q, 256, 0.1, qk, H100, mask) or "")
+    assert configs.why_not_quantize(q, 256, 0.1, qk, H100, mask > 0) is None
+
+
 def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
     shifted = torch.zeros(1, 2, 64, 68, dtype=torch.bfloat16)[..., 4:]
     assert "query doesn't start at a multiple of 16 bytes" in (configs.why_not_quantize(shifted, 64, 0.1, "int8", H100) or "")
@@ -167,7 +175,11 @@ def test_has_the_bits_of_quantizing_first(case: Case, recipe: Recipe, device: to
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
     case = dataclasses.replace(case, head_dim=dim, value_dim=dim, dtype=dtype, recipe=recipe)
     q, k, v = case.tensors(device)
-    assert_bits_of_quantizing_first(on_grid(q), k, v, case.attn_mask(device), case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
+    mask = case.attn_mask(device)
+    if dim == 256 and configs.scores_of_mask(mask) == "added":
+        assert "no instance as large for such a query and mask" in (configs.why_not_quantize(q, dim, 0.125, recipe.qk, H100, mask) or "")
+        return
+    assert_bits_of_quantizing_first(on_grid(q), k, v, mask, case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
 
 
 @pytest.mark.gpu

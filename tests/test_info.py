@@ -229,3 +229,10 @@ def test_on_a_broken_machine_every_line_is_printed(encoding: str) -> None:
     assert [re.split(r"  +", line)[0] for line in lines] == [*names, *BACKENDS]
     sign = "×" if encoding == "utf-8" else r"\xd7"
     assert all(line.endswith(f"fails: OSError: [Errno 5] Input/output error {sign}") for line in lines[3:])
+
+
+def test_interpreting_without_numpy_says_what_to_install() -> None:
+    """At import: kernels are decorated then, and Triton's own error names no cure."""
+    script = "import sys; sys.modules['numpy'] = None; import fp8attn"
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "NumPy isn't installed" in done.stderr.splitlines()[-1] and "fp8attn[interpreter]" in done.stderr

@@ -124,14 +124,19 @@ def test_both_or_neither(device: torch.device, sdpa: Attention) -> None:
             function(default[0], *rotated[1:])
         with pytest.raises(ValueError, match="query is rotated by 128 channels, key by 64"):
             function(rotated[0], *default[1:])
-    with pytest.raises(ValueError, match="query is rotated by 64 channels, key by 128"):
-        sdpa(q, *rotated[1:])
-    with pytest.raises(ValueError, match="key is rotated, query isn't"):
-        reference_sdpa(q, *rotated[1:])
-    sdpa(q, *rotated[1:], recipe=recipe)
     exact = reference_sdpa(q, k, v)
     for operands in (rotated, default):
         assert error(reference_sdpa(*operands, out_dtype=q.dtype), exact) < 0.06
+
+
+def test_a_float_is_rotated_as_what_it_meets_is(device: torch.device, sdpa: Attention) -> None:
+    """Whatever the recipe of the call says: here 64 channels, in the key 128."""
+    q, k, v = (x.to(device) for x in normal(1, 1, 20, 128))
+    recipe = Recipe(rotate=256)
+    rotated = quantize(q, k, v, recipe)
+    assert torch.equal(sdpa(q, *rotated[1:]), sdpa(*rotated, out_dtype=q.dtype))
+    assert torch.equal(sdpa(rotated[0], k, v, out_dtype=q.dtype), sdpa(*rotated, out_dtype=q.dtype))
+    assert error(reference_sdpa(q, *rotated[1:]), reference_sdpa(q, k, v)) < 0.06
 
 
 def test_parts_of_one_size_go_together(device: torch.device, sdpa: Attention) -> None:

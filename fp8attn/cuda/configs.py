@@ -12,7 +12,7 @@ import torch
 from ..call import HALVES, Call, why_not_tma
 from ..device import Device
 from ..recipe import ProductType
-from ..schedule import why_not_counted, why_not_in_boxes
+from ..schedule import unsupported_boxes, unsupported_size
 from . import tail
 
 ROWS = 64
@@ -279,8 +279,8 @@ GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
     ("masked", True, True): _with_half_q(INT8_MASKED_INSTANCES),
     ("added", False, False): ADDED_INSTANCES,
     ("added", True, False): INT8_ADDED_INSTANCES,
-    ("added", False, True): _with_half_q(ADDED_INSTANCES),
-    ("added", True, True): _with_half_q(INT8_ADDED_INSTANCES),
+    ("added", False, True): _with_half_q(ADDED_INSTANCES[:-1]),  # that of head dim 256 would spill in its loop
+    ("added", True, True): _with_half_q(INT8_ADDED_INSTANCES[:-1]),
 }
 
 HALF_Q_DIMS = frozenset(config.head_dim for config in HALF_Q_INSTANCES)
@@ -330,7 +330,7 @@ def why_not(call: Call, device: Device) -> str | None:
         return f"the CUDA kernel multiplies e4m3, the recipe computes in {call.compute}"
     if call.two_level is False:
         return "the CUDA kernel accumulates in two levels, the recipe says two_level=False"
-    reason = why_not_in_boxes(call) or why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
+    reason = unsupported_boxes(call) or why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
     if reason is not None:
         return reason
     return _lacking(kind(call), device)
@@ -351,7 +351,7 @@ def why_not_quantize(
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
     return (
-        why_not_counted("query", q)
+        unsupported_size("query", q)
         or why_not_tma(q, "query")
         or _lacking((scores_of_mask(attn_mask), qk == "int8", True, q.shape[3], value_dim), device)
     )
@@ -361,7 +361,7 @@ def why_not_quantize(
 def _lacking(of: Kind, device: Device) -> str | None:
     able = _serving(of)
     if not able:
-        return f"head dims are {of[-2]} and {of[-1]}; the CUDA kernel has none as large"
+        return f"head dims are {of[-2]} and {of[-1]}; the CUDA kernel has no instance as large for such a query and mask"
     return misfit(able[0], device)
 
 
