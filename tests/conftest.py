@@ -28,16 +28,17 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything is decorated
 
-import emulation  # noqa: E402
 import pytest  # noqa: E402
 import triton  # noqa: E402
-from emulated import Emulated  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
+import emulation  # noqa: E402
 import fp8attn  # noqa: E402
 from bench.machine import commit, keep_triton_cache  # noqa: E402
+from emulated import Emulated  # noqa: E402
 from fp8attn import Recipe, eager  # noqa: E402
 from fp8attn.api import cuda_missing  # noqa: E402
+from fp8attn.cuda import build  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
@@ -89,6 +90,15 @@ def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
         if missing is not None:
             pytest.skip(missing)
     return Attention(request.param)
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> str:
+    """The CUDA compiler."""
+    path = Path(build.cuda_home() or "/usr/local/cuda") / "bin" / "nvcc"
+    if not path.exists():
+        pytest.skip("nvcc isn't here")
+    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,489 @@
+"""The CUDA quantizer of K and V: the definition's bytes, on a CPU too; which calls it takes; its budget."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GPU
+from hypothesis import given
+from hypothesis import strategies as st
+
+import emulation
+import fp8attn
+from closeness import assert_alike, on_grid
+from compiling import compiled, numbers
+from emulated import in_another_process
+from fp8attn import Quantized, Recipe, ops
+from fp8attn.call import HALVES
+from fp8attn.cuda import build, quantize, run
+from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.configs import REGISTER_FILE
+from fp8attn.cuda.quantize import QuantizeConfig
+from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
+from fp8attn.layout import padded_length
+from fp8attn.quantize import STRIP, quantize_kv, sample_size
+from fp8attn.quantize import quantize as quantize_all
+from fp8attn.recipe import AT_ONCE, E4M3, ProductType
+from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, normal
+from strategies import FINITE, Case
+
+H100 = ARCHITECTURES[90]
+RESERVED_SHARED = 1024
+"""Bytes of every CTA that the system keeps (CUDA C++ Programming Guide, compute capability 9.0)."""
+
+LONGEST = {64: 8192, 128: 4096, 192: 2560, 256: 2048}
+
+PRODUCTS: tuple[ProductType, ...] = ("e4m3", "int8")
+
+Quantizer = Callable[[torch.Tensor, torch.Tensor, ProductType], tuple[Quantized, Quantized]]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Quantizer:
+    """fp8attn.cuda.run.quantize_kv, emulated."""
+    folder = tmp_path_factory.mktemp("quantize")
+    emulation.copy_sources(folder)
+    return by(emulation.quantizer(folder))
+
+
+def by(library: build.Library) -> Quantizer:
+    """Quantization by a library's kernel."""
+
+    def quantizer(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
+        assert quantize.why_not(k, v, AT_ONCE[qk], dataclasses.replace(H100, sm_count=1)) is None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "load_with", lambda *_: library)
+            return run.quantize_kv(k, v, qk, H100)
+
+    return quantizer
+
+
+def by_cuda(k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> tuple[Quantized, Quantized]:
+    device = device_of(k.device)
+    if quantize.misfit(quantize.INSTANCES[0], device) is not None:
+        pytest.skip("needs sm_90")
+    assert quantize.why_not(k, v, AT_ONCE[qk], dataclasses.replace(device, sm_count=1)) is None
+    return run.quantize_kv(k, v, qk, device)
+
+
+def check(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> None:
+    """Bit for bit, of such keys whose rotation needs no rounding."""
+    check_bytes(quantizer, like(k, on_grid(k)), v, qk)
+
+
+def check_bytes(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> None:
+    for actual, expected in zip(quantizer(k, v, qk), quantize_kv(k, v, AT_ONCE[qk]), strict=True):
+        assert_same(actual, expected)
+
+
+def check_rounded(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, share: float, qk: ProductType = "e4m3") -> None:
+    """Of any keys."""
+    (key, value), (expected_key, expected_value) = quantizer(k, v, qk), quantize_kv(k, v, AT_ONCE[qk])
+    assert_same(value, expected_value)
+    assert_alike(key, expected_key, share)
+
+
+def check_sums(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Of `wide` keys. Without its mean a single one is zero, or what its rotation cut off."""
+    if k.shape[2] == 1:
+        check(quantizer, k, v)
+    else:
+        check_rounded(quantizer, k, v, 0.01)
+
+
+def like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y, stored as x is."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(y)
+
+
+@st.composite
+def problems(draw, most: int) -> Problem:
+    """Of lengths with up to `most` strips to a head."""
+    dim = draw(st.sampled_from((64, 64, 128, 128, 192, 256)))
+    longest = min(LONGEST[dim], most * STRIP)
+    edges = [n + i for n in range(STRIP, longest, STRIP) for i in (-1, 0, 1)]
+    length = draw(st.one_of(st.integers(1, STRIP), st.integers(STRIP + 1, longest), st.sampled_from([1, *edges, longest])))
+    case = Case(
+        batch=draw(st.integers(1, 2)), kv_heads=draw(st.integers(1, 2)), group=draw(st.integers(1, 2)), q_length=5, kv_length=length, head_dim=dim,
+        value_dim=dim, dtype=draw(st.sampled_from(HALVES)), layout=draw(st.sampled_from(("bhsd", "bshd", "padded"))), mask="none",
+        distribution=draw(st.sampled_from(FINITE)), recipe=draw(st.sampled_from([*AT_ONCE.values()])), scale=None, out_dtype=torch.float32,
+        seed=draw(st.integers(0, 1000)),
+    )  # fmt: skip
+    return Problem(case, draw(st.sampled_from(MAGNITUDES)), draw(st.tuples(*[st.sampled_from(BAD_PLACES)] * 3)))
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@given(problem=problems(4))
+def test_emulated_it_writes_the_bytes_of_the_definition(emulated: Quantizer, problem: Problem) -> None:
+    check(emulated, *problem.tensors(torch.device("cpu"))[1:], problem.case.recipe.qk)
+
+
+@pytest.mark.gpu
+@given(problem=problems(16))
+def test_writes_the_bytes_of_the_definition(device: torch.device, problem: Problem) -> None:
+    check(by_cuda, *problem.tensors(device)[1:], problem.case.recipe.qk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim, length", ((64, 8100), (128, 2048)))
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+def test_writes_the_bytes_of_triton(device: torch.device, recipe: Recipe, dim: int, length: int) -> None:
+    """Called as others are, Q beside them, which Triton quantizes."""
+    k, v = not_finite((2, 4, length, dim), torch.bfloat16, device)
+    k = on_grid(k)
+    if ops.why_not_quantize_by_cuda(k, v, recipe) is not None:
+        pytest.skip(str(ops.why_not_quantize_by_cuda(k, v, recipe)))
+    q = normal((2, 4, 300, dim), device=device)[0]
+    for actual, expected in zip(ops.quantized(q, k, v, recipe), ops.quantized(q, k, v, recipe, by_triton=True), strict=True):
+        assert_same(actual, expected)
+    for actual, expected in zip(fp8attn.quantize(q, k, v, recipe=recipe), quantize_all(q, k, v, recipe), strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("dim", LONGEST)
+def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
+    for length in (LONGEST[dim], LONGEST[dim] - 130):
+        check(emulated, *normal((1, 1, length, dim), torch.float16), PRODUCTS[length % 256 == 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", (1, 40))
+@pytest.mark.parametrize("dim", LONGEST)
+def test_the_longest(device: torch.device, dim: int, heads: int) -> None:
+    """Also of more clusters than run at a time."""
+    for length in (LONGEST[dim], LONGEST[dim] - 130, STRIP + 1, STRIP, 77):
+        for qk in PRODUCTS:
+            check(by_cuda, *normal((1, heads, length, dim), device=device), qk)
+
+
+def wide(shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+    """Numbers whose sums depend on their order."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return tuple((x * 2.0 ** torch.randint(-20, 20, shape, generator=generator)).to(device, torch.bfloat16) for x in normal(shape, torch.float32))
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("length", (1, 7, 300, 512, 513, 1300, 3000, 4096))
+def test_emulated_the_order_of_sums(emulated: Quantizer, length: int) -> None:
+    check_sums(emulated, *wide((1, 1, length, 64)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", (1, 7, 300, 512, 513, 1300, 3000, 4096))
+@pytest.mark.parametrize("dim", (64, 128))
+def test_the_order_of_sums(device: torch.device, dim: int, length: int) -> None:
+    check_sums(by_cuda, *wide((2, 8, length, dim), device))
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("dtype, qk", [*zip(HALVES, PRODUCTS, strict=True)])
+def test_emulated_rotation_rounds_in_the_last_bits(emulated: Quantizer, dtype: torch.dtype, qk: ProductType) -> None:
+    check_rounded(emulated, *normal((1, 2, 600, 128), dtype), 1e-4, qk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", LONGEST)
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_rotation_rounds_in_the_last_bits(device: torch.device, qk: ProductType, dim: int, dtype: torch.dtype) -> None:
+    check_rounded(by_cuda, *normal((2, 8, 2000, dim), dtype, device), 1e-5, qk)
+
+
+def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Of K a NaN and infinities in the sample and outside of it; of V in tokens of several strips and slices, a channel, the last token."""
+    k, v = normal(shape, dtype, device)
+    length, dim = shape[2:]
+    k[0, 0, 3, 5], k[0, 0, 99, 7], k[0, 0, STRIP, dim - 1], k[0, -1, length - 1, 0] = torch.nan, torch.inf, -torch.inf, torch.inf
+    v[0, 0, 7, 3], v[0, 0, STRIP + 70, dim - 2], v[0, -1, length - 1, dim - 1], v[-1, -1, :, 9] = torch.inf, torch.nan, -torch.inf, torch.nan
+    v[-1, 0, 200] = torch.nan
+    return k, v
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("length", (600, 1024))
+@pytest.mark.parametrize("dim", (64, 256))
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_emulated_what_is_not_finite(emulated: Quantizer, qk: ProductType, dim: int, length: int, dtype: torch.dtype) -> None:
+    check(emulated, *not_finite((1, 2, length, dim), dtype), qk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("length", (600, 1024, 2000))
+@pytest.mark.parametrize("dim", LONGEST)
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_what_is_not_finite(device: torch.device, qk: ProductType, dim: int, length: int, dtype: torch.dtype) -> None:
+    check(by_cuda, *not_finite((2, 3, length, dim), dtype, device), qk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim, length", ((64, 1000), (64, 8000), (128, 2048), (128, 4096), (256, 2001)))
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_same_bits_a_hundred_times(device: torch.device, qk: ProductType, dim: int, length: int) -> None:
+    """A bit that moves is a race."""
+    k, v = not_finite((4, 16, length, dim), torch.bfloat16, device)
+
+    def all_bytes() -> torch.Tensor:
+        return torch.cat([x.reshape(-1).view(torch.uint8) for y in by_cuda(k, v, qk) for x in (y.data, y.scale, y.mean)])
+
+    first, different = all_bytes(), torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(100):
+        different += (all_bytes() != first).sum()
+    assert int(different) == 0
+
+
+@pytest.mark.gpu
+def test_in_a_graph_and_on_a_stream(device: torch.device) -> None:
+    """Replayed with other numbers in the same place; twice at a time."""
+    k, v = normal((2, 4, 1500, 128), device=device)
+    other_k, other_v = (on_grid(x) for x in normal((2, 4, 1501, 128), device=device))
+    expected, stream = quantize_kv(other_k[:, :, 1:], other_v[:, :, 1:], Recipe()), torch.cuda.Stream(device)
+    by_cuda(k, v)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = by_cuda(k, v)
+    k.copy_(other_k[:, :, 1:])
+    v.copy_(other_v[:, :, 1:])
+    for _ in range(3):
+        graph.replay()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+        beside = by_cuda(k, v)
+    torch.cuda.synchronize(device)
+    for actual in (captured, beside):
+        for x, y in zip(actual, expected, strict=True):
+            assert_same(x, y)
+
+
+@pytest.mark.gpu
+def test_attention_is_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sdpa from half, whoever quantizes K and V; and that it is this quantizer that does."""
+    if quantize.misfit(quantize.INSTANCES[0], device_of(device)) is not None:
+        pytest.skip("needs sm_90")
+    k, v = (on_grid(x) for x in normal((2, 4, 1400, 128), device=device))
+    q = normal((2, 8, 1400, 128), device=device)[0]
+    taken: list[bool] = []
+    monkeypatch.setattr(run, "quantize_into", lambda *x, original=run.quantize_into, **y: taken.append(True) or original(*x, **y))
+    actual = fp8attn.sdpa(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")
+    assert taken == [True]
+    monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: "the test wants Triton's")
+    assert torch.equal(actual, fp8attn.sdpa(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")) and taken == [True]
+
+
+@emulation.emulates
+@pytest.mark.skipif(GPU, reason="Triton quantizes what is on the CPU where it is interpreted; on a GPU the next test compares the kernels themselves")
+def test_emulated_means_of_queries_meet_rotated_keys(emulated: Quantizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smoothed queries, whose means' part of the scores is made of keys that another kernel has quantized."""
+    recipe = Recipe(smooth_q=True)
+    (q, v), k = normal((1, 2, 600, 64)), on_grid(normal((1, 2, 601, 64))[0][:, :, 1:])
+    expected = ops.quantized(q, k, v, recipe, by_triton=True)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
+    quantized = emulated(k, v, "e4m3")
+    monkeypatch.setattr(run, "quantize_kv", lambda *_: quantized)
+    for x, y in zip(ops.quantized(q, k, v, recipe), expected, strict=True):
+        assert_same(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", LONGEST)
+def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> None:
+    """Likewise; and attention to them."""
+    recipe = Recipe(smooth_q=True)
+    q, k, v = (x.to(device) for x in (*normal((2, 4, 1024, dim)), normal((2, 4, 1024, dim), torch.bfloat16)[0].flip(2)))
+    k = on_grid(k)
+    if ops.why_not_quantize_by_cuda(k, v, recipe) is not None:
+        pytest.skip(str(ops.why_not_quantize_by_cuda(k, v, recipe)))
+    for actual, expected in zip(ops.quantized(q, k, v, recipe), ops.quantized(q, k, v, recipe, by_triton=True), strict=True):
+        assert_same(actual, expected)
+    exact = fp8attn.reference_sdpa(q, k, v, out_dtype=torch.float32)
+    error = torch.linalg.vector_norm(fp8attn.sdpa(q, k, v, recipe=recipe, out_dtype=torch.float32) - exact) / torch.linalg.vector_norm(exact)
+    assert error < 0.06
+
+
+def read_guarded(folder: Path) -> None:
+    """Where nothing behind K and V can be read."""
+    emulation.copy_sources(folder)
+    quantizer = by(emulation.quantizer(folder))
+    for shape, qk in zip(((1, 2, 601, 64), (2, 1, 1100, 128)), PRODUCTS, strict=True):
+        k, v = normal(shape)
+        check_bytes(quantizer, emulation.guarded(on_grid(k)), emulation.guarded(v), qk)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
+    """In a process of its own, which such a read ends."""
+    in_another_process(f"import test_cuda_quantize as test; test.read_guarded(test.Path({str(tmp_path)!r}))")
+
+
+SYNCS = {
+    "the cluster is there": ("  ptx::cluster_wait();", "  "),
+    "sums of the sample": ("  __syncthreads();\n  if (threadIdx.x >= 2 * words) return;", "  if (threadIdx.x >= 2 * words) return;"),
+    "the sample lay there": ("  __syncthreads();  // the sample lay there\n", ""),
+    "moments of all warps": ("  __syncthreads();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
+    "what there is to tell": ("  __syncthreads();\n}\n\n// V's mean and scale", "}\n\n// V's mean and scale"),
+    "facts": ("  ptx::mbarrier_wait(&shared.facts_full, 0);\n", ""),
+    "shifts of all channels": ("place, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "place, threadIdx.x - CHANNELS);\n"),
+    "values before keys": ("  __syncthreads();\n\n  const Keys<T> keys;", "  const Keys<T> keys;"),
+    "magnitudes of all warps": ("  __syncthreads();\n  if constexpr (C.int8) tell_hidden", "  if constexpr (C.int8) tell_hidden"),
+    "magnitudes of all slices": ("  ptx::mbarrier_wait(&shared.largest_full, 0);\n", ""),
+    "copies of values": ("    wait_for_block(n);\n    if ((n + 1) * KEYS <= place.count)", "    if ((n + 1) * KEYS <= place.count)"),
+    "copies of keys": ("    wait_for_block(n);\n    if ((n + 1) * KEYS > count)", "    if ((n + 1) * KEYS > count)"),
+    "rows that don't exist": ("chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};", ";"),
+    "keys that aren't finite": ("      words = spoiled<T>(words);\n    });", "    });"),
+    "int8's hidden keys of all slices": ("  if constexpr (C.int8) tell_hidden<C>(shared, place, &shared.largest_full);\n", ""),
+    "int8's hidden keys of either row": ("C.int8 && hidden[i]", "C.int8 && hidden[0]"),
+    "int8's marks of blocks": ("marked ? -scale : scale", "scale"),
+    "int8's steps": ("row_scale_of<C.int8>(largest)", "scale_of(largest)"),
+    "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
+}
+"""Lines of the kernel that wait, by what for, and what would be there without; some of int8; and one that adds in the definition's order."""
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("name", SYNCS)
+def test_the_emulation_sees_what_is_missing(name: str, tmp_path: Path) -> None:
+    emulation.copy_sources(tmp_path)
+    files = (tmp_path / "quantize.cuh", *(tmp_path / "tile").glob("strip*.h"))
+    (file,) = (path for path in files if SYNCS[name][0] in path.read_text())
+    emulation.mutate(file, *SYNCS[name])
+    quantizer = by(emulation.quantizer(tmp_path))
+
+    def check_several() -> None:
+        for length in range(1900, 1908):
+            k, v = not_finite((1, 2, length, 128), torch.bfloat16)
+            check_rounded(quantizer, wide((1, 2, length, 128))[0], v, 0.01)
+            if name in ("rows that don't exist", "keys that aren't finite"):
+                check(quantizer, 40 + k, v)  # whose mean is larger than what is left of any
+            if "int8" in name:
+                check(quantizer, k, v, "int8")
+
+    with pytest.raises(AssertionError, match=r"differ|come to an end"):
+        check_several()
+
+
+@pytest.mark.anywhere
+def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
+    """For both dtypes: registers and shared memory for as many CTAs as a config says; no stack, or a register's, fetched twice."""
+    for config, report in compiled(nvcc, quantize.INSTANCES + quantize.INT8_INSTANCES, 90, tmp_path).items():
+        assert report.count("Compiling entry function") == 2, report
+        for entry in report.split("Compiling entry function")[1:]:
+            registers, stack = numbers(entry)
+            spilled = 4 if config == QuantizeConfig(8, 3, True) else 0
+            assert stack == 2 * spilled and f"{spilled} bytes spill stores, {2 * spilled} bytes spill loads" in entry, report
+            assert registers * config.threads * config.ctas <= REGISTER_FILE, report
+        assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED  # of an SM
+
+
+@pytest.mark.parametrize("dim", LONGEST)
+def test_takes(dim: int) -> None:
+    for heads, length in ((132, STRIP), (1, STRIP + 1), (1, LONGEST[dim])):
+        k = torch.zeros(1, heads, length, dim, dtype=torch.float16)
+        for qk in PRODUCTS:
+            assert quantize.why_not(k, k, Recipe(q="block", qk=qk), H100) is None
+            assert quantize.choose(k, qk).strips >= quantize.strips_of(k) and quantize.choose(k, qk).int8 == (qk == "int8")
+        assert quantize.cluster_of(k) <= quantize.LARGEST_CLUSTER
+
+
+@pytest.mark.parametrize(
+    "k, v, dtype, recipe, reason",
+    (
+        ((1, 2, 600, 64), (1, 2, 600, 64), torch.float32, Recipe(), "torch.float32 and torch.float32; it takes bfloat16 or float16"),
+        ((1, 2, 600, 64), (1, 2, 600, 128), torch.float16, Recipe(), "the same of both"),
+        ((1, 2, 600, 96), (1, 2, 600, 96), torch.float16, Recipe(), "head dim is 96; it takes multiples of 64 up to 256"),
+        ((1, 65, 512, 128), (1, 65, 512, 128), torch.float16, Recipe(), "512 keys, 130 CTAs' work; of up to 512 it takes no less than 132"),
+        ((1, 2, 4097, 128), (1, 2, 4097, 128), torch.float16, Recipe(), "there are 4097 keys; of head dim 128 it takes 4096"),
+        ((0, 2, 600, 64), (0, 2, 600, 64), torch.float16, Recipe(), "key has shape (0, 2, 600, 64)"),
+        ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(k="token"), "recipe.k is 'token'; it takes 'block'"),
+        ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(smooth_v=False), "recipe.smooth_v is False"),
+        ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(rotate=256), "recipe.rotate is 256; it takes 64"),
+        ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(qk="int8", rotate=0), "recipe.rotate is 0; it takes 64"),
+    ),
+)
+def test_refusals_say_why(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, reason: str) -> None:
+    assert reason in (quantize.why_not(torch.zeros(k, dtype=dtype), torch.zeros(v, dtype=dtype), recipe, H100) or "")
+
+
+def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
+    k, v = normal((1, 1, 600, 64))
+    shifted = torch.zeros(1, 1, 600, 68, dtype=torch.bfloat16)[..., 4:]
+    assert "value doesn't start at a multiple of 16 bytes" in (quantize.why_not(k, shifted, Recipe(), H100) or "")
+    assert "needs sm_90" in (quantize.why_not(k, v, Recipe(), ARCHITECTURES[100]) or "")
+    assert "shared memory" in (quantize.misfit(quantize.INSTANCES[0], dataclasses.replace(H100, shared_memory=49152)) or "")
+
+
+def test_what_it_fills_is_like_the_definitions() -> None:
+    """Stored as K is, rows at multiples of 16 bytes."""
+    k, v = normal((2, 3, 600, 64))
+    for x in (k, k.transpose(1, 2).contiguous().transpose(1, 2)):
+        for qk in PRODUCTS:
+            for actual, expected in zip(quantize.empty(x, v, qk), quantize_kv(x, v, AT_ONCE[qk]), strict=True):
+                for name in ("data", "scale", "mean"):
+                    one, other = getattr(actual, name), getattr(expected, name)
+                    assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+                assert (actual.granularity, actual.layout, actual.length) == (expected.granularity, expected.layout, expected.length)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_binding_tells_it_all(dtype: torch.dtype) -> None:
+    """Bit for bit what Python makes of the same arguments."""
+    operators, library = emulation.binding()
+    k, v = normal((2, 3, 700, 128), dtype)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    key, value = quantize.empty(k, v, "e4m3")
+    tensors = (k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean)
+    launcher = ctypes.cast(library.record_quantize, ctypes.c_void_p).value
+    for ready in (None, torch.zeros(2, 3, dtype=torch.int32)):
+        operators.quantize.default(launcher, 24, sample_size(700), *tensors, ready)
+        buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.QuantizeParams))
+        assert library.recorded_quantize(buffer) == 24
+        assert buffer.raw == bytes(emulation.quantize_params(*tensors, sample_size(700), ready))
+    assert value.data.shape == (2, 3, 128, padded_length(700)) and value.data.dtype == E4M3
+
+
+def test_who_quantizes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA K and V where it takes them and nobody wants Triton, which quantizes Q, and all if CUDA doesn't compile."""
+    q, k, v = (torch.randn(1, 1, 40, 32, device=device, dtype=torch.float16) for _ in range(3))
+    expected = ops.quantized(q, k, v, Recipe(), by_triton=True)
+    made: list[tuple] = []
+
+    def quantize_kv_by_cuda(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: object) -> tuple[Quantized, Quantized]:
+        made.append((k, v))
+        if len(made) > 2:
+            raise BuildError("no compiler")
+        return quantize_kv(k, v, Recipe())
+
+    monkeypatch.setattr(run, "quantize_kv", quantize_kv_by_cuda)
+    for count, options in ((1, {}), (1, {"by_triton": True})):
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
+            for actual, wanted in zip(ops.quantized(q, k, v, Recipe(), **options), expected, strict=True):
+                assert_same(actual, wanted)
+        assert len(made) == count
+    ops.quantized(q, k, v, Recipe())
+    assert len(made) == 1
+    monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
+    assert ops.quantized(None, k, v, Recipe())[0] is None and len(made) == 2
+    ops.quantized(q, None, None, Recipe())
+    assert len(made) == 2
+    with pytest.warns(UserWarning, match="goes on with Triton: no compiler"):
+        results = ops.quantized(q, k, v, Recipe())
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_same(actual, wanted)

@@ -1,0 +1,371 @@
+"""The Hopper kernel where there is no GPU: instances of every kind, emulated, against the oracle that models them; and broken so that only timing is
+wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import emulation
+from closeness import on_grid
+from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_mask, normal, quantized
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.call import HALVES, Call
+from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, instances
+from fp8attn.recipe import AT_ONCE
+from mutants import ADDED, EVERY, GENERAL, INT8, MASKED, READY_MUTANTS
+
+pytestmark = pytest.mark.anywhere
+
+TWO_SMS = dataclasses.replace(H100, sm_count=2)
+"""So that a CTA has several tiles."""
+
+
+def of(scores: Scores, *shape: int, int8: bool = False, half_q: bool = False) -> HopperConfig:
+    """The instance for these scores with these head dims, and consumers if they are named, too."""
+    able = (c for c in instances(scores, int8=int8, half_q=half_q) if c.scores == scores)
+    return next(c for c in able if (c.head_dim, c.value_dim, c.consumers)[: len(shape)] == shape)
+
+
+CHECKED = {
+    "64, four consumers": of("plain", 64, 64, 4),
+    "64, overlap": of("plain", 64, 64, 2),
+    "96": of("plain", 96, 96, 3),
+    "128, overlap": of("plain", 128, 128, 2),
+    "192 and 128": of("plain", 192, 128),
+    "192": of("plain", 192, 192),
+    "256": of("plain", 256, 256, 1),
+    "general 64": of("general", 64, 64),
+    "general 256": of("general", 256, 256),
+    "masked 64": of("masked", 64, 64),
+    "masked 192": of("masked", 192, 192),
+    "added 128": of("added", 128, 128),
+    "added 256": of("added", 256, 256),
+}
+WITH_INT8 = "64, four consumers", "64, overlap", "96", "128, overlap", "192", "general 64", "masked 64", "added 128"
+CHECKED |= {f"int8 {n}": of((c := CHECKED[n]).scores, c.head_dim, c.value_dim, c.consumers, int8=True) for n in WITH_INT8}
+
+HALF_Q = {
+    "plain queries 64": of("plain", 64, 64, 4, half_q=True),
+    "plain queries 256": of("plain", 256, 256, 1, half_q=True),
+    "plain queries int8 128": of("plain", 128, 128, 2, half_q=True, int8=True),
+    "plain queries masked 128": of("masked", 128, 128, half_q=True),
+    "plain queries int8 added 64": of("added", 64, 64, half_q=True, int8=True),
+}
+
+
+def test_they_are_instances() -> None:
+    shipped = {c for group in GROUPS.values() for c in group}
+    assert shipped >= {*CHECKED.values(), *HALF_Q.values()}
+
+
+def shown(rows: int, keys: int) -> torch.Tensor:
+    """(rows, keys), bool: of blocks of keys the first queries see one whole and some of others, the rest some of two; one block nobody; one query
+    nothing."""
+    row, block = torch.arange(rows)[:, None], torch.arange(keys) // KEYS
+    first = row < ROWS
+    mask = torch.rand(rows, keys, generator=torch.Generator().manual_seed(rows)) < 0.7
+    mask = mask & torch.where(first, (block != 1) & (block != 4), block < 2) | first & (block == 0)
+    mask[rows // 2] = False
+    return mask
+
+
+def added(rows: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.randn(rows, keys, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    return numbers.masked_fill(~shown(rows, keys), -torch.inf)
+
+
+def tensors_of(config: HopperConfig, q_shape: tuple, k_shape: tuple, less: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of the config's head dims, or of fewer channels; v's have means."""
+    dim = config.head_dim - less
+    q, k, v = normal((*q_shape, dim), (*k_shape, dim), config.value_dim - less)
+    return q, k, v + torch.linspace(-3, 3, v.shape[3])
+
+
+def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
+    def held(q_shape: tuple, k_shape: tuple, less: int = 0, sharers: int = 1, **options) -> torch.Tensor:
+        return check(emulated, config, tensors_of(config, q_shape, k_shape, less), sharers, device=TWO_SMS, exact=True, **options)
+
+    if config.scores in ("plain", "general"):
+        held((1, 2, 70), (1, 1, 300))
+        held((2, 1, 600), (2, 1, 300), is_causal=True, out_dtype=torch.bfloat16)
+        held((1, 1, 200), (1, 1, 130), less=16, is_causal=True, causal_alignment="bottom_right", out_dtype=torch.float16)
+        held((1, 3, 400), (1, 1, 140))
+    if config.int8 and config.scores == "plain":  # scores too large to stay sums
+        q, k, v = tensors_of(config, (1, 1, 100), (1, 1, 300))
+        check(emulated, config, (100 * q, k, v), device=TWO_SMS, exact=True)
+    if config.scores == "plain":  # a warp whose steps are never easy, beside others whose are
+        q, k, v = tensors_of(config, (1, 1, 100), (1, 1, 700))
+        q[0, 0, 20, 3] = torch.nan
+        check(emulated, config, (q, k, v), device=TWO_SMS, exact=True)
+    if config.shares_tail:
+        held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), sharers=2)
+        held((1, 3, 40), (1, 3, 700), sharers=5)
+    if config.scores == "general":
+        held((1, 2, 150), (1, 1, 201), recipe=Recipe(smooth_q=True))
+        held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token"), scale=-0.1)
+        held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token", smooth_q=True), attn_mask=shown(140, 300))
+    if config.scores == "masked":
+        held((1, 2, 300), (1, 1, 700), attn_mask=shown(300, 700))
+        held((2, 1, 300), (2, 1, 500), attn_mask=shown(2, 500)[:1])
+    if config.scores == "added":
+        held((1, 2, 300), (1, 1, 704), attn_mask=added(300, 704, torch.bfloat16))  # which boxes can be had of
+        held((1, 2, 150), (1, 1, 300), attn_mask=added(150, 301, torch.float16)[:, 1:])
+        held((1, 1, 150), (1, 1, 300), attn_mask=added(150, 300, torch.float32), recipe=Recipe(smooth_q=True))
+        for dtype in (torch.bfloat16, torch.float32):
+            held((1, 1, 150), (1, 1, 304), attn_mask=low_mask(ROW_KINDS, 150, 304, dtype, 1))
+
+
+@pytest.mark.parametrize("config", CHECKED.values(), ids=CHECKED)
+def test_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
+    assert_matches_the_pipeline(emulated, config)
+
+
+def assert_nan_is_told(emulated: Emulated, config: HopperConfig) -> None:
+    """NaN for the query itself that isn't finite and for the queries that see such a key, and for no others."""
+    q, k, v = tensors_of(config, (1, 1, 300), (1, 1, 300))
+    q[0, 0, 20, 3], k[0, 0, 250, 5] = torch.inf, torch.nan
+    sees = torch.arange(300) >= 250
+    causal: dict = dict(is_causal=True) if config.scores != "masked" else dict(attn_mask=torch.ones(300, 300).tril().bool())
+    out = check(emulated, config, (q, k, v), device=TWO_SMS, **causal)
+    sees[20] = True
+    assert torch.equal(out[0, 0].isnan().all(-1), sees)
+
+
+@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 192", "int8 general 64", "int8 masked 64"))
+def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
+    assert_nan_is_told(emulated, CHECKED[name])
+
+
+def broken(folder: Path, config: HopperConfig, file: str, right: str, wrong: str) -> Emulated:
+    """By a kernel that isn't right, but compiles."""
+    emulation.copy_sources(folder)
+    emulation.mutate(folder / file, right, wrong)
+    emulated = Emulated(lambda: folder)
+    emulated.library(config)
+    return emulated
+
+
+KINDS = {None: "64, four consumers", INT8: "int8 64, overlap", GENERAL: "general 64", MASKED: "masked 64", ADDED: "added 128"}
+MUTANTS = {name: mutant for name, mutant in EVERY.items() if mutant[0] in KINDS and not mutant[1].startswith("ptx/")}
+
+
+@emulation.emulates
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_seen(name: str, tmp_path: Path) -> None:
+    """As on a GPU."""
+    kind, *mutation = MUTANTS[name]
+    config = CHECKED[KINDS[kind]]
+    emulated = broken(tmp_path, config, *mutation)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        assert_matches_the_pipeline(emulated, config)
+        if config.int8:
+            assert_nan_is_told(emulated, config)
+
+
+@pytest.mark.parametrize("config", HALF_Q.values(), ids=HALF_Q)
+def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, config: HopperConfig) -> None:
+    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    for dtype, heads, causal in ((HALVES[0], 2, False), (HALVES[1], 1, config.scores == "plain")):
+        q, k, v = (x.to(dtype) for x in tensors_of(config, (1, heads, 500), (1, 1, 300)))
+        q = on_grid(q)
+        q[0, 0, 77, 5] = torch.nan
+        options: dict = dict(is_causal=causal, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
+        if config.scores != "plain":
+            options["attn_mask"] = shown(500, 300) if config.scores == "masked" else added(500, 304, dtype)[:, :300]
+        call = call_of(*quantized(q, k, v, recipe), recipe=recipe, **options)
+        expected = emulated(call, dataclasses.replace(config, half_q=False), 1, TWO_SMS)
+        actual = emulated(dataclasses.replace(call, q=q, q_scale=None), config, 1, TWO_SMS)
+        for x, y in zip(actual, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("config", (CHECKED["192"], CHECKED["int8 64, overlap"], HALF_Q["plain queries 64"]), ids=lambda c: c.name)
+def test_same_bits_in_any_order(emulated: Emulated, config: HopperConfig) -> None:
+    """Of warps, copies and products. A bit that moves is a race."""
+    q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 700), (1, 2, 200)))
+    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    call = call_of(*quantized(q, k, v, recipe), recipe=recipe, is_causal=True, out_dtype=torch.bfloat16)
+    if config.half_q:
+        call = dataclasses.replace(call, q=q, q_scale=None)
+    expected = emulated(call, config, device=TWO_SMS)[0]
+    for _ in range(4):
+        assert torch.equal(emulated(call, config, device=TWO_SMS)[0], expected)
+
+
+def plain_call(heads: int) -> Call:
+    """Of plain queries and 300 keys, head dim 64."""
+    q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, 64), (2, heads, 300, 64)))
+    call = call_of(*quantized(q, k, v, Recipe()), enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
+    return dataclasses.replace(call, q=q, q_scale=None)
+
+
+def assert_waits(emulated: Emulated) -> None:
+    config, call = HALF_Q["plain queries 64"], plain_call(3)
+    expected = emulated(call, config, 1, TWO_SMS)
+    for seed in range(3):
+        for x, y in zip(emulated.when_ready(call, config, TWO_SMS, seed), expected, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
+    assert_waits(emulated)
+
+
+@emulation.emulates
+@pytest.mark.parametrize("name", READY_MUTANTS)
+def test_the_emulation_sees_who_does_not_wait(name: str, tmp_path: Path) -> None:
+    mutant = broken(tmp_path, HALF_Q["plain queries 64"], *READY_MUTANTS[name])
+    with pytest.raises(AssertionError):
+        assert_waits(mutant)
+
+
+def read_guarded(folder: Path) -> None:
+    """Attention where nothing behind what is given can be read."""
+    folders = (folder / str(n) for n in itertools.count())
+    emulated = Emulated(lambda: next(folders))
+    for config in (*(CHECKED[name] for name in ("general 64", "masked 64", "added 256", "int8 64, overlap")), HALF_Q["plain queries 64"]):
+        q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 200), (1, 1, 300)))
+        recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+        if config.scores == "general":
+            recipe = Recipe(smooth_q=True, k="token")
+        call = call_of(*quantized(q, k, v, recipe), recipe=recipe, enable_gqa=True, out_dtype=torch.float32)
+        if config.scores == "masked":
+            call = dataclasses.replace(call, attn_mask=shown(200, 300).expand(1, 2, 200, 300).contiguous())
+        elif config.scores == "added":
+            call = dataclasses.replace(call, attn_mask=added(200, 300, torch.float32).expand(1, 2, 200, 300).contiguous())
+        if config.half_q:
+            call = dataclasses.replace(call, q=q, q_scale=None)
+        names = ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean", "bias", "attn_mask")
+        given = {name: emulation.guarded(getattr(call, name)) for name in names if getattr(call, name) is not None}
+        guarded, expected = emulated(dataclasses.replace(call, **given), config)[0], emulated(call, config)[0]
+        assert torch.equal(guarded, expected), config.name
+
+
+@emulation.emulates
+def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
+    """In a process of its own, which such a read ends."""
+    in_another_process(f"import test_hopper_emulated as test; test.read_guarded(test.Path({str(tmp_path)!r}))")
+
+
+TIMING_MUTANTS = {
+    "keys not waited for": ("64, overlap", "hopper.cuh", "{ ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };", "{};"),
+    "values not waited for": (
+        "64, overlap",
+        "hopper.cuh",
+        "if constexpr (!S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);",
+        "",
+    ),
+    "values not waited for behind scores": (
+        "64, four consumers",
+        "hopper.cuh",
+        "if constexpr (S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);",
+        "",
+    ),
+    "scores read while they are made": ("64, overlap", "hopper.cuh", "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);", ""),
+    "keys freed while scores are made": (
+        "64, overlap",
+        "hopper.cuh",
+        "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::visits) free_keys();",
+        "if constexpr (!S::visits) free_keys();\n      ptx::wgmma_wait<0>();",
+    ),
+    "outputs read while they are made": (
+        "64, overlap",
+        "hopper.cuh",
+        "ptx::wgmma_wait<PENDING>();\n        ptx::wgmma_touch(fresh);\n        then();\n        promote(o, alpha, fresh);",
+        "then();\n        promote(o, alpha, fresh);\n        ptx::wgmma_wait<PENDING>();",
+    ),
+    "products of a warp on a way of its own": (
+        "64, overlap",
+        "hopper.cuh",
+        "add_values(one, start_next, nothing);",
+        "if (threadIdx.x / 32 % 4 == 2) add_values(one, start_next, nothing);\n        else add_values(one, start_next, nothing);",
+    ),
+    "values freed while they are multiplied": (
+        "64, overlap",
+        "hopper.cuh",
+        "meanwhile();\n        ptx::wgmma_wait<PENDING>();",
+        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);\n        meanwhile();\n        ptx::wgmma_wait<PENDING>();\n"
+        "        if (true) return promote(o, alpha, fresh);",
+    ),
+    "the next scale written after values are said to be there": (
+        "64, four consumers",
+        "hopper.cuh",
+        "if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;\n"
+        "      ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);",
+        "ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);\n"
+        "      if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;",
+    ),
+    "the next scale read where it may be another block's": (
+        "64, four consumers",
+        "hopper.cuh",
+        "add_values(none, [&] { k_scale = read(shared.k_scale[ring.stage].next); }, [&] { prepare(k_scale); });\n        start_next();",
+        "add_values(none, nothing, nothing);\n        start_next();\n        prepare(read(shared.k_scale[ring.stage].next));",
+    ),
+    "queries freed while scores are made": (
+        "64, four consumers",
+        "hopper.cuh",
+        "attend(after);\n    bool poisoned",
+        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    attend(after);\n    const bool elected = false;\n    bool poisoned",
+    ),
+    "rows of the next tile too early": ("64, overlap", "hopper.cuh", "ptx::warpgroup_sync(1 + consumer);  // channels' are", "// channels' are"),
+    "an output stored before it is written": (
+        "64, overlap",
+        "tile/staged_output.h",
+        "ptx::fence_proxy_async();\n      __syncwarp();",
+        "ptx::fence_proxy_async();",
+    ),
+    "an output that engines don't see": ("64, overlap", "tile/staged_output.h", "ptx::fence_proxy_async();", ""),
+    "ones that engines don't see": ("int8 64, overlap", "hopper.cuh", "ptx::fence_proxy_async();\n  __syncthreads();", "__syncthreads();"),
+    "queries that engines don't see": (
+        "plain queries 64",
+        "hopper.cuh",
+        "queries.template quantize<T>(facts.row_scale, store);\n      ptx::fence_proxy_async();",
+        "queries.template quantize<T>(facts.row_scale, store);",
+    ),
+    "an output written over while it is stored": ("192", "tile/staged_output.h", "box == 0 && !evenly", "false"),
+    "bits freed before they are read": (
+        "masked 64",
+        "hopper.cuh",
+        "if (visit.hides(consumer)) shared.side",
+        "free_keys();\n        if (visit.hides(consumer)) shared.side",
+    ),
+    "numbers of a mask freed before they are read": (
+        "added 128",
+        "tile/added_mask.h",
+        "    if (p.mask_type == 1 + int(OutType::bf16))",
+        "    free(consumer, at);\n    if (p.mask_type == 1 + int(OutType::bf16))",
+    ),
+}
+"""Of an instance: file, what stands there, what it is broken into."""
+
+WIDE_MUTANTS = {
+    "parts added while they are made": ("int8 192", "tile/attend.h", "wgmma_wait<I == last ? 0 : 1>", "wgmma_wait<I == last ? 0 : 2>"),
+    "values of the part before": ("int8 192", "tile/attend.h", "(I + 2) * VALUE_PART, KEYS", "(I + 1) * VALUE_PART, KEYS"),
+    "sums of the part before": ("int8 192", "tile/attend.h", "promote<I * VALUE_PART / 2>", "promote<(I > 0 ? I - 1 : I) * VALUE_PART / 2>"),
+    "the last keys taken for all of a block": ("int8 192", "hopper.cuh", "!marked && visit.block < share.whole)", "!marked)"),
+}
+"""The same of int8 with more than 128 channels, whose products with V come in parts and whose ordinary blocks have a way of their own."""
+
+
+@emulation.emulates
+@pytest.mark.parametrize("name", TIMING_MUTANTS | WIDE_MUTANTS)
+def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str, tmp_path: Path) -> None:
+    kind, *mutation = (TIMING_MUTANTS | WIDE_MUTANTS)[name]
+    config = (CHECKED | HALF_Q)[kind]
+    mutant = broken(tmp_path, config, *mutation)
+
+    def held(rows: int, keys: int, out_dtype: torch.dtype) -> None:
+        mask = {"masked": shown(rows, keys), "added": added(rows, keys + 4, torch.bfloat16)[:, :keys]}.get(config.scores)
+        q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 3, rows), (1, 3, keys)))
+        for _ in range(3):
+            check(mutant, config, (q, k, v), device=TWO_SMS, out_dtype=out_dtype, attn_mask=mask)
+
+    with pytest.raises(AssertionError):  # noqa: PT012
+        held(500, 900, torch.float32)
+        held(700, 100, torch.bfloat16)

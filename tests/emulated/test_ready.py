@@ -1,0 +1,175 @@
+"""Attention that begins with heads whose keys and values are ready while others are still being quantized: which calls do, what the quantizer says,
+and that it has the bits of quantizing first. tests/mutants/test_cuda_mutants.py breaks it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+import emulation
+from fp8attn import sdpa
+from fp8attn.call import HALVES, Call, empty_lse, empty_output
+from fp8attn.cuda import build, configs, early, quantize, run
+from fp8attn.cuda.configs import HALF_Q_INSTANCES, HopperConfig
+from fp8attn.device import Device, device_of
+from fp8attn.quantize import quantize_kv
+from fp8attn.recipe import AT_ONCE, DEFAULT_RECIPE, ProductType, Quantized
+from fp8attn.reference import Causal
+from instances import H100
+from quantizing import assert_same, normal
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def call_of(q: torch.Tensor, key: Quantized, value: Quantized, causal: Causal = "none") -> Call:
+    return early.default_call(q, None, key, value, q.shape[3] ** -0.5, causal, q.dtype, True)
+
+
+def instance(head_dim: int, consumers: int) -> HopperConfig:
+    return next(c for c in HALF_Q_INSTANCES if (c.head_dim, c.consumers) == (head_dim, consumers))
+
+
+@pytest.mark.parametrize(
+    "heads, queries, keys, causal, dim, consumers, begins",
+    (
+        (256, 1024, 1024, "none", 128, 3, True),  # sharing tiles would save next to nothing
+        (64, 4096, 4096, "none", 128, 3, True),  # twelve blocks of 352
+        (30, 1024, 4096, "none", 128, 3, False),  # 180 tiles are two rounds, or 1.4
+        (30, 1024, 4096, "top_left", 128, 3, True),
+        (22, 1152, 4096, "top_left", 128, 3, False),  # 132 tiles, each at once
+        (30, 1024, 4096, "none", 64, 4, False),
+        (34, 1024, 4096, "none", 64, 4, True),  # which share none
+    ),
+)
+def test_begins_early(heads: int, queries: int, keys: int, causal: Causal, dim: int, consumers: int, begins: bool) -> None:
+    q, k = (torch.empty(1, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
+    key, value = quantize.empty(k, k, "e4m3")
+    assert early.begins_early(call_of(q, key, value, causal), instance(dim, consumers), H100) is begins
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+def test_every_cta_says_that_it_is_done(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path_factory.mktemp("ready")
+    emulation.copy_sources(folder)
+    library = emulation.quantizer(folder)
+    monkeypatch.setattr(build, "load_with", lambda *_: library)
+    k, v = normal((2, 3, 700, 128))
+    expected, (key, value) = run.quantize_kv(k, v, "int8", H100), quantize.empty(k, v, "int8")
+    ready = torch.zeros(2, 3, dtype=torch.int32)
+    run.quantize_into(key, value, k, v, H100, ready=ready)
+    assert (ready == quantize.cluster_of(k)).all() and quantize.cluster_of(k) == 4
+    for x, y in zip((key, value), expected, strict=True):
+        assert_same(x, y)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("causal", ("none", "bottom_right"))
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, causal: Causal) -> None:
+    """Bit for bit what Python makes of the same arguments; and the counter, which every such call takes tiles from."""
+    operators, library = emulation.binding()
+    config = instance(128, 3)
+    launcher = ctypes.cast(library.record, ctypes.c_void_p).value
+    monkeypatch.setattr(run, "library_of", lambda *_: build.Library(operators, {config: launcher}))
+    k, v = normal((2, 20, 300, 128), dtype)
+    key, value = quantize_kv(k, v, DEFAULT_RECIPE)
+    q = normal((2, 40, 500, 128), dtype)[0]
+    call, counter, ready = call_of(q, key, value, causal), torch.zeros(1, dtype=torch.int32), torch.zeros(40, dtype=torch.int32)
+    out, lse = empty_output(q, 128, dtype), empty_lse(q, True)
+    early.forward_when_ready(call, H100, config, out, lse, counter, ready, 2)
+    buffer = ctypes.create_string_buffer(library.params_size())
+    ctas, (arguments, _) = library.recorded(buffer), run.launch_of(call, H100, config, build.Library(operators, {config: launcher}), 1)
+    p = emulation.params(
+        *arguments, q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, counter, None, None, ready, 2
+    )  # fmt: skip
+    assert ctas == H100.sm_count
+    assert buffer.raw[emulation.MAPS :].startswith(bytes(p))
+
+
+def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qk: ProductType, causal: Causal, device: Device) -> Tensors:
+    """What early.quantize_and_attend returns, of two launches that wait for each other, each tile one CTA's."""
+    key, value = run.quantize_kv(k, v, qk, device)
+    call = call_of(q, key, value, causal)
+    assert key.mean is not None
+    return *run.forward(call, device, configs.choose(call, device), sharers=1), key.mean
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qk", AT_ONCE)
+@pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
+@pytest.mark.parametrize(
+    "batch, heads, group, queries, keys, dim",
+    (
+        (16, 16, 1, 1024, 1024, 128),
+        (4, 32, 1, 2048, 2048, 64),
+        (8, 8, 1, 2048, 2048, 256),
+        (3, 7, 3, 1300, 1700, 128),
+        (3, 5, 4, 777, 3000, 64),
+        (2, 9, 3, 1999, 1111, 256),
+    ),
+)
+def test_has_the_bits_of_quantizing_first(
+    device: torch.device, batch: int, heads: int, group: int, queries: int, keys: int, dim: int, causal: Causal, qk: ProductType
+) -> None:
+    """Of other numbers each time, which lie where the last ones' did: what is read too early is of those. Some elements aren't finite."""
+    properties = device_of(device)
+    if configs.misfit(HALF_Q_INSTANCES[0], properties) is not None:
+        pytest.skip("needs sm_90")
+    generator = torch.Generator(device).manual_seed(keys)
+    dtype = HALVES[group % 2]
+    problems, expected = [], []
+    for i in range(3):
+        q = torch.randn(batch, heads * group, queries, dim, generator=generator, device=device, dtype=dtype)
+        k, v = (torch.randn(batch, heads, keys, dim, generator=generator, device=device, dtype=dtype) for _ in range(2))
+        q[0, 0, 7, 3], k[0, heads - 1, keys - 1, i], v[batch - 1, 0, 5, i] = torch.nan, torch.inf, torch.nan
+        problems.append((q, k, v))
+        expected.append(first_and_then(q, k, v, qk, causal, properties))
+    key, value = quantize.empty(problems[0][1], problems[0][2], qk)
+    call = call_of(problems[0][0], key, value, causal)
+    assert early.begins_early(call, configs.choose(call, properties), properties)
+    for i in range(30):
+        q, k, v = problems[i % 3]
+        actual = early.quantize_and_attend(q, k, v, dim**-0.5, qk, causal, dtype, True, properties)
+        for x, y in zip(actual, expected[i % 3], strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_in_a_graph_and_on_a_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed with other numbers in the same place; and that it is this that `sdpa` does."""
+    properties = device_of(device)
+    if configs.misfit(HALF_Q_INSTANCES[0], properties) is not None:
+        pytest.skip("needs sm_90")
+    q, k, v, *others = (torch.randn(8, 16, 1024, 128, device=device, dtype=torch.bfloat16) for _ in range(6))
+    sdpa(q, k, v)
+    taken: list[bool] = []
+    monkeypatch.setattr(early, "forward_when_ready", lambda *x, original=early.forward_when_ready: taken.append(True) or original(*x))
+    torch.cuda.synchronize(device)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    with torch.cuda.graph(graph, stream=stream):
+        captured = sdpa(q, k, v)
+    assert taken == [True]
+    for x, y in zip((q, k, v), others, strict=True):
+        x.copy_(y)
+    expected = first_and_then(*others, "e4m3", "none", properties)[0]
+    for _ in range(5):
+        graph.replay()
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+            beside = sdpa(*others)
+        torch.cuda.synchronize(device)
+        assert torch.equal(captured, expected) and torch.equal(beside, expected)
+
+
+def test_calls_that_share_tiles_quantize_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of K and V, and then attention as it is."""
+    steps: list[str] = []
+    monkeypatch.setattr(run, "quantize_into", lambda *_, **__: steps.append("quantized"))
+    monkeypatch.setattr(run, "forward", lambda *_: steps.append("attended") or (torch.empty(0), torch.empty(0)))
+    q, k = (torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16) for _ in range(2))
+    early.quantize_and_attend(q, k, k, 0.1, "e4m3", "none", torch.bfloat16, False, H100)
+    assert steps == ["quantized", "attended"]

@@ -1,0 +1,158 @@
+"""Every kernel compiles for every architecture, on a machine without a GPU and without Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+
+TENSOR_CORES = {
+    80: ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"),
+    89: ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32", "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"),
+    90: ("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"),
+    100: ("tcgen05.mma", "tcgen05.mma"),
+    120: ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32", "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"),
+}
+"""Instructions that kernels multiply with, by architecture: compute type e4m3, and f16 or an FP8 recipe without FP8 units."""
+
+INT8_SCORES = dict.fromkeys(TENSOR_CORES, "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32") | {
+    90: "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8"
+}
+"""The same for Q·Kᵀ of int8."""
+
+
+QUANTIZERS = ("short_kernel", "gather_kernel", "finish_kernel", "write_kernel", "bias_kernel")
+
+CONVERTS_STACK_POINTER = re.compile(r"F2FP\S*UNPACK_B R\d+, R1\b")
+
+
+def disassembled(cubin: bytes) -> str:
+    """The SASS of a cubin, by Triton's own disassembler."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def compile_all(arch: int) -> list[dict]:
+    """In a process of its own: launch everything with warmup=True; what was compiled, for the test to look at."""
+    import triton
+
+    import fp8attn
+    from fp8attn import Recipe
+    from fp8attn.api import call_of
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import configs, run
+    from fp8attn.triton import quantize as fused
+    from fp8attn.triton.bias import with_bias
+    from fp8attn.triton.half_keys import half_keys
+    from offline import architecture
+
+    device = ARCHITECTURES[arch]
+    compiled: list[dict] = []
+    original = triton.runtime.jit.JITFunction.run
+
+    def recording(self, *args, **kwargs):
+        kernel = original(self, *args, **kwargs)
+        quantizes = self.__name__ in QUANTIZERS
+        converts = quantizes and bool(CONVERTS_STACK_POINTER.search(disassembled(kernel.asm["cubin"])))
+        ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
+        fuses = kernel.metadata.enable_fp_fusion or bool(re.search(r"\b(mul|add|sub)\.f32", ptx))  # without .rn ptxas may, too
+        compiled.append({"case": case, "kernel": self.__name__, "shared": shared, "ptx": ptx, "converts stack pointer": converts, "fuses": fuses})
+        return kernel
+
+    triton.runtime.jit.JITFunction.run = recording
+    dims = ((64, 64), (128, 128), (192, 128), (256, 256)) if arch == 90 else ((128, 128),)
+    cases = [(dim, value_dim, "e4m3", "full") for dim, value_dim in dims]
+    cases += [(128, 128, "e4m3", "causal"), (72, 40, "e4m3", "bool"), (128, 128, "f16", "float")]
+    cases += [(128, 128, "e4m3", "one key"), (128, 128, "e4m3 int8", "causal"), (128, 128, "e4m3 int8", "bool"), (128, 128, "f16 int8", "bool")]
+    cases += [(128, 128, "e4m3 smoothed", "causal"), (72, 40, "e4m3 smoothed", "bool"), (128, 128, "e4m3 int8 smoothed", "full")]
+    for dim, value_dim, computes, mask in cases:
+        compute, *others = computes.split()
+        int8 = "int8" in others
+        keys = 1 if mask == "one key" else 200
+        # enough tiles that the configs for a full GPU are chosen
+        shapes = ((1, 512, 64, dim), (1, 1, keys, dim), (1, 1, keys, value_dim))
+        q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+        attn_mask = {"float": torch.zeros(64, keys), "full": None, "causal": None}.get(mask, torch.ones(64, keys, dtype=torch.bool))
+        case = f"D {dim} Dv {value_dim} {computes} {mask}"
+        recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3", smooth_q="smoothed" in others)
+        quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
+        many = torch.zeros(1, 1, fused.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
+        call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
+        with architecture(arch):
+            # Hopper has a kernel of its own, beside which the portable one doubles the time: there for what takes most shared memory
+            portable = () if arch == 90 and mask != "bool" and dim != 256 else (configs.portable_config(call, device),)
+            for config in dict.fromkeys((run.choose(call, device), *portable)):
+                case = f"D {dim} Dv {value_dim} {computes} {mask} {config}"
+                run.forward(call, device, config, warmup=True)
+                if isinstance(config, configs.PortableConfig):
+                    compiled[-1]["at most"] = configs.portable_shared_memory(config, call, device)
+            case = f"D {dim} Dv {value_dim} {computes} {mask}"
+            if recipe.smooth_q:
+                with_bias(quantized[0], k, quantized[1], device, warmup=True)
+            # what is made for a head dim is the same for others but for its size
+            quantizes = mask == "full" and dim in (128, 256)
+            if quantizes:
+                fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
+                fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
+            if mask == "full" and not others:
+                lse, mean = torch.zeros(1, 512, 64), torch.zeros(1, 1, dim)
+                half_keys(q, k, v, q[..., :value_dim], lse, mean, 16, 128, 128, 0.1, 200, q.dtype, True, device, warmup=True)
+            if quantizes and not others:
+                fused.import_values(quantized[2].data, device, warmup=True)
+                for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
+                    case = f"D {dim} Dv {value_dim} {computes} {mask} rotate {rotate}"
+                    fused.quantize(q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=rotate), device, warmup=True)
+    return compiled
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("arch", TENSOR_CORES)
+def test_compiles(arch: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    folders = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "kit", HERE)))
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": folders}
+    program = f"import json, test_compile; print(json.dumps(test_compile.compile_all({arch})))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+
+    from fp8attn.device import SHARED_MEMORY
+
+    names = {entry["kernel"] for entry in compiled}
+    assert {"forward_kernel", "import_values_kernel", "half_keys_kernel", *QUANTIZERS} <= names
+    assert ("hopper_kernel" in names) == (arch == 90)
+    for entry in compiled:
+        assert entry["shared"] <= entry.get("at most", SHARED_MEMORY[arch]) <= SHARED_MEMORY[arch], (entry["case"], entry["kernel"])
+        e4m3, half = TENSOR_CORES[arch]
+        if entry["kernel"] in ("forward_kernel", "hopper_kernel"):
+            instruction = half if " f16 " in entry["case"] else e4m3
+            assert instruction in entry["ptx"], f"{entry['case']}: {entry['kernel']} doesn't use {instruction}"
+            assert (INT8_SCORES[arch] in entry["ptx"]) == (" int8 " in entry["case"]), f"{entry['case']}: {entry['kernel']}"
+        for registers in re.findall(r"wgmma\.mma_async[^;]*\}, \{([^}]*)\}", entry["ptx"]):
+            # ptxas 12.8 loses half of a register that holds the same pair of e4m3 twice, which only a P known in advance does
+            assert len(set(registers.split(","))) == 4, f"{entry['case']}: parts of P are the same number: a length was compiled in"
+        assert not entry["converts stack pointer"], f"{entry['case']}: {entry['kernel']} has a conversion by ptxas 12.8 that reads R1"
+        # a rotation's first products are rounded before they are added up, which shows where they are subnormal
+        assert not (entry["kernel"] in QUANTIZERS and entry["fuses"]), f"{entry['case']}: {entry['kernel']} fuses"
+        writes_e4m3 = ("short_kernel", "write_kernel") if " int8 " in entry["case"] else ("short_kernel", "gather_kernel", "write_kernel")
+        if entry["kernel"] in writes_e4m3 and arch >= 89:
+            assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
+        if entry["kernel"] == "bias_kernel":
+            assert ".tf32" in entry["ptx"] and " smoothed " in entry["case"]
+        if entry["kernel"] in (*QUANTIZERS, "half_keys_kernel"):
+            # a dependent that doesn't wait reads what isn't there yet
+            assert ("griddepcontrol.wait" in entry["ptx"]) == (arch >= 90)

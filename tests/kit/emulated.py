@@ -1,0 +1,175 @@
+"""Attention by emulated instances of the CUDA kernels, and what it is held to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import emulation
+import fp8attn
+from closeness import assert_matches_pipeline
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.call import Call, empty_lse, empty_output
+from fp8attn.cuda import early
+from fp8attn.cuda import oracle as of_configs
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.configs import HopperConfig
+from fp8attn.cuda.portable import PortableConfig
+from fp8attn.device import ARCHITECTURES, Device
+from fp8attn.quantize import quantize
+from fp8attn.reference import Causal
+
+H100 = ARCHITECTURES[90]
+
+Config = HopperConfig | PortableConfig
+Operands = tuple[fp8attn.Quantized, fp8attn.Quantized, fp8attn.Quantized]
+
+
+class Emulated:
+    """fp8attn.cuda.run's launches, of instances that are compiled when they are first asked for."""
+
+    def __init__(self, folder_of: Callable[[], Path]) -> None:
+        self.folder_of = folder_of
+        self.library = functools.cache(self._library)
+
+    def _library(self, config: emulation.Config) -> object:
+        folder = self.folder_of()
+        emulation.copy_sources(folder)
+        return emulation.library_of(config, folder)
+
+    def __call__(self, call: Call, config: Config, sharers: int | None = 1, device: Device = H100) -> tuple[torch.Tensor, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "library_of", lambda config, _: self.library(config))
+            return cuda.forward(call, device, config, sharers)
+
+    def when_ready(self, call: Call, config: HopperConfig, device: Device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of a call of plain queries whose keys and values come while it runs, part by part, scales and means as well."""
+        heads = call.k.shape[0] * call.k.shape[1]
+        ready, counter = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, True)
+        names = ("k", "k_scale", "v", "v_scale", "v_mean")
+        given = {name: getattr(call, name).contiguous() for name in names}
+        late = {name: torch.full_like(x.view(torch.uint8), 0xFF).view(x.dtype) for name, x in given.items()}
+        parts = [(name, head) for name in names for head in range(heads)]
+        random.Random(seed).shuffle(parts)
+        for name, head in parts:
+            emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), ready[head])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "library_of", lambda config, _: self.library(config))
+            early.forward_when_ready(dataclasses.replace(call, **late), device, config, out, lse, counter, ready, len(names))
+        assert (ready == len(names)).all()
+        return out, lse
+
+    def from_half(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output, LSE and K's mean of quantization and attention in one launch."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda.build, "load_with", lambda config, *_: self.library(config))
+            return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, True, H100)
+
+
+def normal(q_shape: tuple, k_shape: tuple, value_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v, float32; scales of heads are told apart."""
+    generator = torch.Generator().manual_seed(sum(q_shape) + sum(k_shape))
+    v_shape = (*k_shape[:3], value_dim or k_shape[3])
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (q_shape, k_shape, v_shape))
+    return q * torch.arange(1, q_shape[1] + 1)[:, None, None], k, v
+
+
+ROW_KINDS = ("numbers", "lowest", "low", "lowest but one", "runs", "any", "hidden")
+"""Rows of masks by `low_mask`."""
+
+
+def low_mask(kinds: Sequence[str], rows: int, keys: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """An additive mask (rows, keys), each row of one of `kinds` in turn: numbers; the dtype's lowest number, or a low one, for every key; the lowest
+    number for every key but one; runs of 64 keys with numbers, the lowest number or -inf; each key any of these; -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    lowest = torch.finfo(dtype).min
+    low = -30_000.0 if dtype == torch.float16 else (-1e9, -1e12, -1e30)[seed % 3]
+    numbers = torch.randn(rows, keys, generator=generator)
+    choices = torch.stack((numbers, torch.full_like(numbers, lowest), torch.full_like(numbers, -torch.inf)))
+    of_runs, of_keys = (torch.randint(3, (rows, -(-keys // n)), generator=generator).repeat_interleave(n, 1)[:, :keys] for n in (64, 1))
+    one = torch.randint(keys, (rows, 1), generator=generator) == torch.arange(keys)
+    of_kind = {
+        "numbers": numbers,
+        "lowest": choices[1],
+        "low": torch.full_like(numbers, low),
+        "lowest but one": torch.where(one, 0.0, choices[1]),
+        "runs": choices.gather(0, of_runs[None])[0],
+        "any": choices.gather(0, of_keys[None])[0],
+        "hidden": choices[2],
+    }
+    return torch.stack([of_kind[kinds[i % len(kinds)]][i] for i in range(rows)]).to(dtype)
+
+
+def lse_of_scores(lse: torch.Tensor) -> torch.Tensor:
+    """An LSE without that of rows which see low numbers only: scores there are exact, and say nothing about rounding."""
+    return lse.masked_fill(lse < -1e4, 0.0)
+
+
+def quantized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> Operands:
+    """By the definition: Triton's interpreter takes longer."""
+    operands = quantize(q, k, v, recipe)
+    assert all(x is not None for x in operands)
+    return operands  # type: ignore[return-value]
+
+
+def expected_of(operands: Operands, call: Call, config: Config, sharers: int | None, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle of a config, of a GPU with so many SMs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_configs, "device_of", lambda _: device)
+        return of_configs.oracle(operands, call, config, sharers or cuda.sharers_of(call, config, device))
+
+
+def check(
+    emulated: Emulated,
+    config: Config,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sharers: int | None = 1,
+    moved: int = 0,
+    device: Device = H100,
+    exact: bool = False,
+    **options,
+) -> torch.Tensor:
+    """Output and LSE are the oracle's. Returns the output.
+
+    Args:
+        tensors: q, k, v, not quantized yet.
+        moved: bytes by which rows of Q and K lie off multiples of 16.
+        exact: whether all that is rounded in another way is the order of a few float32 sums.
+    """
+    recipe = options.pop("recipe", Recipe())
+    if config.int8:
+        recipe = dataclasses.replace(recipe, qk="int8")
+    operands = quantized(*tensors, recipe)
+    gqa = tensors[0].shape[1] != tensors[1].shape[1]
+    call = call_of(*operands, recipe=recipe, return_lse=True, enable_gqa=gqa, **{"out_dtype": torch.float32, **options})
+    if isinstance(config, HopperConfig) and config.half_q:
+        call = dataclasses.replace(call, q=tensors[0], q_scale=None)
+    if moved:
+        call = dataclasses.replace(call, q=emulation.elsewhere(call.q, moved), k=emulation.elsewhere(call.k, moved))
+    out, lse = emulated(call, config, sharers, device)
+    expected, expected_lse = expected_of(operands, call, config, sharers, device)
+    assert_matches_pipeline(out, expected, exact, lse_of_scores(expected_lse))
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
+    return out
+
+
+def in_another_process(program: str) -> None:
+    """Run lines of Python that may import the tests."""
+    tests = Path(__file__).resolve().parents[1]
+    folders = (tests.parent, tests, tests / "kit", tests / "emulated", tests / "gpu")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"

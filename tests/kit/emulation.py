@@ -1,0 +1,408 @@
+"""The CUDA kernels on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/kit/emulation). They compute what a GPU
+would, but for the order of sums inside one tensor-core instruction. Deadlocks are seen, and reads of what nobody has written, copied or multiplied.
+
+And the binding on a CPU, with a launcher that writes down the Params that it gets."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8attn.cuda import build, quantize, render
+from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
+from fp8attn.cuda.portable import PortableConfig
+from fp8attn.cuda.short import ShortConfig
+
+HERE = Path(__file__).parent / "emulation"
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+Config = HopperConfig | PortableConfig | ShortConfig
+
+MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", ShortConfig: "short.cpp"}
+"""What runs an instance."""
+
+QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
+
+_pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "counter")
+_strides = (("q_scale", 3), ("k_scale", 3), ("v_scale", 3), ("mask", 4), ("out", 3), ("q", 3), ("k", 3))
+_numbers = (
+    "batches",
+    "q_heads",
+    "kv_heads",
+    "q_length",
+    "kv_length",
+    "head_dim",
+    "value_dim",
+    "q_group",
+    "k_group",
+    "causal_offset",
+    "heads_side_by_side",
+)
+
+
+MAP = 128
+"""Bytes of a tensor map; the first eight are an address, as binding_on_cpu.cpp has them."""
+
+OUTPUT_ROWS = 16
+"""Of a box of the output; fp8attn/cuda/params.h."""
+
+MAPS = 5 * MAP
+"""Before the first pointer of C++'s Params: of q, k, v, the output and a mask."""
+
+
+class Params(ctypes.Structure):
+    """C++'s Params, from its first pointer on."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _pointers),
+        *((f"{name}_strides", ctypes.c_int64 * count) for name, count in _strides),
+        ("v_pitch", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in _numbers),
+        ("score_scale", ctypes.c_float),
+        ("out_type", ctypes.c_int),
+        ("mask_type", ctypes.c_int),
+        ("q_aligned", ctypes.c_bool),
+        ("k_aligned", ctypes.c_bool),
+        ("mask_in_boxes", ctypes.c_bool),
+        ("key_splits", ctypes.c_int),
+        ("parts", ctypes.c_void_p),
+        ("part_rows", ctypes.c_void_p),
+        ("half", ctypes.c_bool),
+        ("v_strides", ctypes.c_int64 * 3),
+        ("k_mean", ctypes.c_void_p),
+        ("inverse_length", ctypes.c_float),
+        ("splits", ctypes.c_int),
+        ("bias", ctypes.c_void_p),
+        ("tail_ctas", ctypes.c_int),
+        ("handed_over", ctypes.c_void_p),
+        ("ready", ctypes.c_void_p),
+        ("ready_ctas", ctypes.c_int),
+        ("mask_bits", ctypes.c_void_p),
+        ("mask_shown", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
+    ]
+
+
+class QuantizeParams(ctypes.Structure):
+    """C++'s QuantizeParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("k", "v", "k_data")),
+        ("padded", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("heads", "length", "head_dim")),
+        ("inverse_length", ctypes.c_float),
+        ("inverse_sample", ctypes.c_float),
+        ("half", ctypes.c_bool),
+        ("ready", ctypes.c_void_p),
+    ]
+
+
+def cuda_headers() -> Path | None:
+    """Where cuda_fp16.h lies, or None."""
+    folders = (Path(build.cuda_home() or "/usr/local/cuda") / "include", Path("/usr/local/cuda/include"))
+    return next((folder for folder in folders if (folder / "cuda_fp16.h").exists()), None)
+
+
+def missing() -> str | None:
+    """What it takes and isn't here, or None."""
+    if shutil.which("g++") is None:
+        return "g++ isn't here"
+    return "CUDA's headers aren't here" if cuda_headers() is None else None
+
+
+emulates = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def mutate(source: Path, right: str, wrong: str) -> None:
+    """Change a copied source in one place, which must be there."""
+    text = source.read_text()
+    assert text.count(right) == 1, f"{source.name} has {right!r} {text.count(right)} times"
+    source.write_text(text.replace(right, wrong))
+
+
+def copy_sources(folder: Path) -> None:
+    """Into an empty folder, with what stands for PTX. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
+    inline assembly. Every CTA of a cluster has shared memory of its own."""
+    shutil.copytree(HERE, folder, dirs_exist_ok=True)
+    for path in build.source_files():
+        to = folder / path.relative_to(build.SOURCES)
+        if path.suffix != ".cpp" and not to.exists():
+            to.parent.mkdir(exist_ok=True)
+            text = re.sub(r"\n[^\n]*(?:\n[^\n]+)*<<<.*?\n}\n", "\n", path.read_text(), flags=re.DOTALL)
+            text = re.sub(r"\ntemplate <class Instance>\ncudaError_t launch\(.*?\n}\n", "\n", text, flags=re.DOTALL)
+            assert path.parent.name != "ptx" or "asm" not in text, f"{to.name} is an instruction that has no definition here"
+            text = re.sub(r"asm volatile\([^;]*\);", ";", text)
+            to.write_text(text.replace("*>(bytes)", "*>(cta::shared_memory(bytes))"))
+
+
+def compile_file(name: str, folder: Path) -> ctypes.CDLL:
+    """The library of one file beside copied sources."""
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-fno-omit-frame-pointer",
+        "-w",
+        "-shared",
+        "-fPIC",
+        f"-I{folder}",
+        f"-isystem{cuda_headers()}",
+        "-include",
+        str(folder / "cta.h"),
+    ]
+    done = subprocess.run([*command, str(folder / name), "-o", str(folder / "kernel.so")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def compile_alone(name: str, folder: Path, *mutations: tuple[str, str, str]) -> ctypes.CDLL:
+    """The library of one file, made in an empty folder, of sources that are changed in some places: in which file, what is right, what is wrong."""
+    lacking = missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    copy_sources(folder)
+    for file, right, wrong in mutations:
+        mutate(folder / file, right, wrong)
+    return compile_file(name, folder)
+
+
+def compile_config(config: Config, folder: Path) -> ctypes.CDLL:
+    """The library of one instance, made beside copied sources."""
+    header, storage = render.KINDS[type(config)]
+    fields = ", ".join(render.literal(x) for x in astuple(config))
+    (folder / "instance.h").write_text(
+        f'#pragma once\n#include "{header}"\n'
+        f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr {type(config).__name__} config{{{fields}}};\n}};\n"
+        f"static_assert(sizeof({storage}<Instance::config>) == {config.shared_bytes});\n}}\n"
+    )
+    return compile_file(MAIN[type(config)], folder)
+
+
+def guarded(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy behind which lies a page that can't be read: a read past its end ends the process."""
+    size = x.numel() * x.element_size()
+    pages = -(-size // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    copy = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=pages * mmap.PAGESIZE - size).view(x.dtype).view(x.shape)
+    copy.view(torch.uint8).copy_(x.contiguous().view(torch.uint8))
+    return copy
+
+
+def elsewhere(x: torch.Tensor, distance: int) -> torch.Tensor:
+    """The same elements where no copy of 16 bytes can follow."""
+    buffer = torch.full((*x.shape[:3], x.shape[3] + 5), 0x55, dtype=torch.uint8)
+    buffer[..., distance : distance + x.shape[3]].copy_(x.view(torch.uint8))
+    return buffer[..., distance : distance + x.shape[3]].view(x.dtype)
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and all(x.size(i) == 1 or x.stride(i) * x.element_size() % 16 == 0 for i in range(3))
+
+
+def mask_planes(mask: torch.Tensor) -> tuple[int, int, int, int]:
+    """Of a mask (B, Hq, Sq, Sk), as of binding.cpp's room_for_mask: how many batches, heads, groups of rows and rows of a group there are of it."""
+    sizes = (*mask.shape[:2], -(-mask.shape[2] // ROWS), ROWS)
+    batches, heads, groups, rows = (1 if mask.stride(i) == 0 else size for i, size in zip((0, 1, 2, 2), sizes, strict=True))
+    return batches, heads, groups, rows
+
+
+def has_boxes(mask: torch.Tensor) -> bool:
+    """Whether boxes of a mask (B, Hq, Sq, Sk) can be had: rows of 16-bit numbers at multiples of 16 bytes."""
+    return mask.element_size() == 2 and mask.stride(2) > 0 and (mask.stride(3) == 1 or mask.shape[3] == 1) and _aligned(mask)
+
+
+def _params_of(tensors: dict[str, torch.Tensor | None], softmax_scale: float, causal_offset: int) -> Params:
+    """What all instances are told, of these tensors where they are, and how their rows lie."""
+    p = Params()
+    for name, x in tensors.items():
+        setattr(p, name, None if x is None else x.data_ptr())
+    for name, count in _strides:
+        x = tensors.get(name)
+        if x is not None:
+            setattr(p, f"{name}_strides", (ctypes.c_int64 * count)(*x.stride()[:count]))
+    q, k, out = tensors["q"], tensors["k"], tensors["out"]
+    assert q is not None and k is not None and out is not None
+    p.batches, p.q_heads, p.q_length, p.head_dim = q.shape
+    p.kv_heads, p.half = k.size(1), q.dtype == torch.float16
+    p.causal_offset = max(min(causal_offset, 1 << 30), -(1 << 30))
+    p.score_scale, p.out_type = softmax_scale * 1.4426950408889634, TYPES[out.dtype]
+    return p
+
+
+def params_from_half(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse, k_mean) -> Params:
+    """What binding.cpp's forward_from_half makes of its arguments."""
+    p = _params_of(dict(q=q, k=k, v=v, out=out, lse=lse, k_mean=k_mean), softmax_scale, causal_offset)
+    p.kv_length, p.value_dim, p.splits, p.inverse_length = k.size(2), v.size(3), splits, 1.0 / k.size(2)
+    p.v_strides = (ctypes.c_int64 * 3)(*v.stride()[:3])
+    return p
+
+
+def params(
+    launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
+    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_rows, ready=None, ready_ctas=0,
+) -> Params:  # fmt: skip
+    """What binding.cpp's forward makes of its arguments, or forward_when_ready."""
+    tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
+    tensors |= dict(bias=bias, parts=parts, part_rows=part_rows, ready=ready)
+    p = _params_of(tensors, softmax_scale, causal_offset)
+    p.v_pitch = v.size(3)
+    p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = kv_length, v.size(2), q_group, k_group, heads_side_by_side
+    p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
+    if mask is not None and rows > 0:
+        p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(mask)
+        p.mask_in_boxes = has_boxes(mask)
+    p.ready_ctas = ready_ctas
+    p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
+    if rows > 0 and parts is not None:  # of the tiles that CTAs share
+        p.tail_ctas, p.counter, p.handed_over = p.key_splits, None, p.counter
+    return p
+
+
+def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int, ready: torch.Tensor | None = None) -> QuantizeParams:
+    """What binding.cpp's quantize makes of its arguments."""
+    p = QuantizeParams()
+    tensors = dict(k=k, v=v, k_data=k_data, k_scale=k_scale, k_mean=k_mean, v_data=v_data, v_scale=v_scale, v_mean=v_mean)
+    for name, x in tensors.items():
+        setattr(p, name, x.data_ptr())
+    for name in ("k", "v", "k_data"):
+        setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*tensors[name].stride()[:3]))
+    p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
+    p.ready = None if ready is None else ready.data_ptr()
+    p.inverse_length, p.inverse_sample, p.half = 1.0 / k.size(2), 1.0 / sampled, k.dtype == torch.float16
+    return p
+
+
+def tensor_map(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    """Of boxes of bytes out of x, as tests/kit/emulation/tensor_map_on_cpu.h has it; from the innermost dimension out, whose stride is left out."""
+    swizzle = {128: 3, 64: 2, 32: 1}[box[0]]
+    unused = (0,) * (4 - len(sizes))
+    words = (x.data_ptr(), 0, len(sizes), swizzle, *sizes, *unused, *(size << 32 | 1 for size in box), *unused, *strides, *unused, 0)
+    return b"".join(word.to_bytes(8, sys.byteorder) for word in words)
+
+
+def tensor_maps(launcher, rows, keys, panel, value_rows, *others) -> bytes:
+    """The tensor maps before Params' first pointer, by the arguments of `params`."""
+    if rows == 0:
+        return bytes(MAPS)
+    q, _, k, _, v, _, _, mask, _, out = others[7:17]
+
+    def of_rows(x: torch.Tensor, rows: int, width: int) -> bytes:
+        size = x.element_size()
+        return tensor_map(x, (size * x.size(3), x.size(2), x.size(1), x.size(0)), tuple(size * x.stride(i) for i in (2, 1, 0)), (width, rows, 1, 1))
+
+    of_v = tensor_map(v, (v.size(3), v.size(0) * v.size(1) * v.size(2)), (v.size(3),), (keys, value_rows))
+    of_mask = bytes(MAP)
+    if mask is not None and has_boxes(mask):
+        planes = mask_planes(mask)
+        strides = (max(2 * mask.stride(i) // 16 * 16, 16) for i in (2, 1, 0))
+        of_mask = tensor_map(mask, (2 * mask.size(3), mask.size(2), planes[1], planes[0]), tuple(strides), (128, rows, 1, 1))
+    return of_rows(q, rows, panel) + of_rows(k, keys, panel) + of_v + of_rows(out, OUTPUT_ROWS, OUTPUT_BYTES) + of_mask
+
+
+def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
+    assert library.forward(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def _forward(library: ctypes.CDLL, *arguments) -> None:
+    """binding.cpp's forward of the portable kernel."""
+    _run(library, bytes(params(*arguments)), arguments[5])
+
+
+def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
+    """And of the Hopper kernel."""
+    p = params(*arguments)
+    if p.mask_rows:
+        blocks = p.mask_batches * p.mask_heads * p.mask_groups * -(-p.kv_length // KEYS)
+        room = torch.full((4 * p.mask_rows * blocks + -(-blocks // 4),), 0x55555555, dtype=torch.int32)
+        p.mask_bits, p.mask_shown = room.data_ptr(), room[4 * p.mask_rows * blocks :].data_ptr()
+    _run(library, tensor_maps(*arguments) + bytes(p), arguments[5])
+
+
+def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
+    """binding.cpp's forward_when_ready."""
+    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, counter, ready, cluster) = arguments[:12], arguments[12:]
+    launch += (q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, counter, None, None)
+    _run(library, tensor_maps(*launch) + bytes(params(*launch, ready, cluster)), launch[5])
+
+
+def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:
+    """What the grid before the next one to be launched does while that runs, the last that is named first: `source`, contiguous, comes to `to`, and
+    `ready` becomes one more."""
+    size = source.numel() * source.element_size()
+    assert source.is_contiguous() and to.is_contiguous() and size == to.numel() * to.element_size()
+    library.operators.on_cpu.bring(*(ctypes.c_void_p(x.data_ptr()) for x in (to, source)), ctypes.c_int64(size), ctypes.c_void_p(ready.data_ptr()))
+
+
+def _forward_from_half(library: ctypes.CDLL, *arguments) -> None:
+    """binding.cpp's forward_from_half."""
+    _run(library, bytes(MAPS) + bytes(params_from_half(*arguments)), arguments[1])
+
+
+def library_of(config: Config, folder: Path) -> build.Library:
+    """What fp8attn.cuda.run launches instead of a compiled library; made beside copied sources."""
+    library = compile_config(config, folder)
+
+    def operator(launch: Callable[..., None]) -> SimpleNamespace:
+        return SimpleNamespace(default=functools.partial(launch, library))
+
+    operators = SimpleNamespace(
+        forward=operator(_forward if isinstance(config, PortableConfig) else _forward_hopper),
+        forward_from_half=operator(_forward_from_half),
+        forward_when_ready=operator(_forward_when_ready),
+        on_cpu=library,
+    )
+    return build.Library(operators, {config: 0})
+
+
+def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, *tensors: torch.Tensor | None) -> None:
+    """binding.cpp's quantize."""
+    p, config = quantize_params(*tensors[:-1], sampled, tensors[-1]), QUANTIZERS[launcher]
+    few = config.strips == quantize.INSTANCES[0].strips
+    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, few, config.int8) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def quantizer(folder: Path) -> build.Library:
+    """What fp8attn.cuda.run launches instead of the compiled quantizer; made beside copied sources."""
+    default = functools.partial(_quantize, compile_file("quantize.cpp", folder))
+    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(QUANTIZERS)})
+
+
+@functools.cache
+def binding() -> tuple[Any, ctypes.CDLL]:
+    """binding.cpp's operators for CPU tensors, and the library with what tests/kit/emulation/binding_on_cpu.cpp adds to them."""
+    headers = cuda_headers()
+    assert headers is not None
+    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+        folder = Path(temporary)
+        # another namespace: on a GPU's machine the binding itself is loaded, too
+        text = (build.SOURCES / "binding.cpp").read_text()
+        assert text.count("TORCH_LIBRARY(fp8attn_cuda,") == 1
+        (folder / "binding.cpp").write_text(text.replace("TORCH_LIBRARY(fp8attn_cuda,", "TORCH_LIBRARY(fp8attn_on_cpu,"))
+        for name in ("binding_on_cpu.cpp", "tensor_map_on_cpu.h"):
+            shutil.copy(HERE / name, folder)
+        # torch's CPU builds have the headers of c10/cuda that aren't generated
+        generated = folder / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+        generated.parent.mkdir(parents=True)
+        generated.write_text("#define C10_CUDA_BUILD_SHARED_LIBS\n")
+        patch.setattr(build, "cuda_home", lambda: str(headers.parent))
+        command = [*build.binding_command(folder / "binding_on_cpu.cpp"), "-I", str(folder), "-shared", "-Wl,-Bsymbolic", "-o", "binding.so"]
+        build.compile_by(command, folder)
+        torch.ops.load_library(str(folder / "binding.so"))
+        return torch.ops.fp8attn_on_cpu, ctypes.CDLL(str(folder / "binding.so"))

@@ -1,0 +1,28 @@
+"""Instances of the Hopper kernel, and calls that ask for one."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8attn import Recipe
+from fp8attn.api import call_of
+from fp8attn.cuda.configs import (
+    GROUPS,
+)
+from fp8attn.device import ARCHITECTURES
+from fp8attn.quantize import quantize
+
+H100 = ARCHITECTURES[90]
+
+
+QUANTIZED = tuple(config for (_, _, half_q), group in GROUPS.items() if not half_q for config in group)
+
+
+EVERY = tuple(config for group in GROUPS.values() for config in group)
+
+
+def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: Recipe | None = None, **options):
+    recipe = recipe or Recipe()
+    q, k = torch.zeros(1, 2, length, dim), torch.zeros(1, 2, length, dim)
+    # by definition, which is what Triton's interpreter would take seconds to find
+    return call_of(*quantize(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe), recipe=recipe, **options)

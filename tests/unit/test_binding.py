@@ -1,0 +1,107 @@
+"""The binding where there is no GPU: what it makes of tensors, bit for bit, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import emulation
+import fp8attn
+from emulated import quantized
+from fp8attn.api import call_of
+from fp8attn.call import HALVES
+from fp8attn.cuda import build, run, short
+from fp8attn.cuda.configs import KEYS
+from fp8attn.device import ARCHITECTURES
+from strategies import Case, cases
+
+H100 = ARCHITECTURES[90]
+
+pytestmark = [pytest.mark.anywhere, emulation.emulates]
+
+
+class Recorder:
+    """Libraries of any instances, whose launcher keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.operators, self.library = emulation.binding()
+        self.arguments: tuple = ()
+        self.launcher = ctypes.cast(self.library.record, ctypes.c_void_p).value or 0
+
+    def forward(self, *arguments) -> None:
+        self.arguments = arguments
+        self.operators.forward.default(*arguments)
+
+    def library_of(self, config, device) -> build.Library:
+        return build.Library(SimpleNamespace(forward=SimpleNamespace(default=self.forward)), {config: self.launcher})
+
+    def recorded(self) -> tuple[int, bytes]:
+        """CTAs and Params of the last launch."""
+        buffer = ctypes.create_string_buffer(self.library.params_size())
+        return self.library.recorded(buffer), buffer.raw
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@given(case=cases(), moved=st.sampled_from(("", "q", "k", "qk")))
+def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> None:
+    """Of every call, by whichever instance: the bytes that Python makes of the same arguments."""
+    operands = quantized(*case.tensors(torch.device("cpu")), case.recipe)
+    call = call_of(*operands, **case.options(torch.device("cpu")), recipe=case.recipe, out_dtype=case.out_dtype, return_lse=True)
+    call = dataclasses.replace(call, **{name: emulation.elsewhere(getattr(call, name), 3) for name in moved})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "library_of", recorder.library_of)
+        run.forward(call, H100)
+    ctas, params = recorder.recorded()
+    described = emulation.params(*recorder.arguments)
+    if described.mask_rows:  # the binding itself makes room for what is made of a mask
+        told = emulation.Params.from_buffer_copy(params, emulation.MAPS)
+        described.mask_bits, described.mask_shown = told.mask_bits, told.mask_shown
+        blocks = described.mask_batches * described.mask_heads * described.mask_groups * -(-call.kv_length // KEYS)
+        assert told.mask_bits % 16 == 0 and told.mask_shown - told.mask_bits == 16 * described.mask_rows * blocks
+    expected = emulation.tensor_maps(*recorder.arguments) + bytes(described)
+    assert ctas == recorder.arguments[5] and params[: len(expected)] == expected
+    assert any(params[: emulation.MAPS]) == (recorder.arguments[1] > 0) and not any(params[len(expected) :])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_params_of_one_launch_are_as_described(recorder: Recorder, dtype: torch.dtype) -> None:
+    q, k, v = (torch.zeros(2, heads, 300, 64, dtype=dtype) for heads in (4, 2, 2))
+    told: list[tuple] = []
+    operator = SimpleNamespace(default=lambda *arguments: told.append(arguments) or recorder.operators.forward_from_half.default(*arguments))
+    library = build.Library(SimpleNamespace(forward_from_half=operator), dict.fromkeys(short.INSTANCES, recorder.launcher))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: library)
+        run.forward_from_half(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), 0.1, "bottom_right", torch.float16, True, H100)
+    ctas, params = recorder.recorded()
+    expected = bytes(emulation.MAPS) + bytes(emulation.params_from_half(*told[0]))
+    assert ctas == told[0][1] and params[: len(expected)] == expected and not any(params[len(expected) :])
+
+
+def test_a_launch_that_fails_is_an_error(recorder: Recorder) -> None:
+    x = torch.zeros(1, 2, 40, 64)
+    call = call_of(*fp8attn.quantize(x, x, x))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "library_of", recorder.library_of)
+        recorder.library.fail_with(1)
+        try:
+            with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched: as the test says"):
+                run.forward(call, H100)
+        finally:
+            recorder.library.fail_with(0)
+        smoothed = call_of(*fp8attn.quantize(x, x, x, recipe=fp8attn.Recipe(smooth_q=True)))
+        bias = torch.zeros(smoothed.bias.numel() + 2)[2:].view(smoothed.bias.shape)
+        with pytest.raises(RuntimeError, match=r"bias of shape .* isn't contiguous from a multiple of 16 bytes on"):
+            run.forward(dataclasses.replace(smoothed, bias=bias), H100)
+        shifted = torch.zeros(call.v.numel() + 8, dtype=torch.uint8)[8:].view(call.v.dtype).view(call.v.shape)
+        with pytest.raises(RuntimeError, match="aren't contiguous from a multiple of 16 bytes on"):
+            run.forward(dataclasses.replace(call, v=shifted), H100)

@@ -1,0 +1,665 @@
+"""Calls like one before: that they launch what the first one launched, bit for bit, and which calls are none of them. Without a GPU, by the binding
+for CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import emulation
+import fp8attn
+from bench.profiled import named_ranges
+from fp8attn import Quantized, api, eager, ops
+from fp8attn.call import empty_lse, empty_output
+from fp8attn.cuda import build, portable
+from fp8attn.cuda import run as cuda
+from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.configs import HopperConfig
+from fp8attn.cuda.quantize import QuantizeConfig
+from fp8attn.device import ARCHITECTURES
+from fp8attn.quantize import quantize
+from strategies import Case, cases
+
+H100 = ARCHITECTURES[90]
+CPU = torch.device("cpu")
+
+pytestmark = [pytest.mark.anywhere, emulation.emulates]
+
+
+class AnyInstance(dict):
+    """The launcher that writes down its Params, for every config."""
+
+    def __missing__(self, config) -> int:
+        library = emulation.binding()[1]
+        launcher = library.record_quantize if isinstance(config, QuantizeConfig) else library.record
+        return ctypes.cast(launcher, ctypes.c_void_p).value or 0
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are an H100's."""
+    library = build.Library(emulation.binding()[0], AnyInstance())
+    monkeypatch.setattr(build, "load_with", lambda *_: library)
+    monkeypatch.setattr(build, "missing", lambda: None)
+    monkeypatch.setattr(build, "_failures", {})
+    monkeypatch.setattr(ops, "device_of", lambda device: H100)
+    monkeypatch.setattr(ops, "has_kernels", lambda device: False)
+    monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
+    monkeypatch.setattr(eager, "device_of", lambda device: H100)
+    chosen = api.choose_backend
+    monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend if device == CPU else chosen(backend, device))
+
+
+def launched(addresses: bool = True) -> tuple[int, bytes]:
+    """CTAs and Params of the last launch, but for the addresses of what it was given to write; or without any address."""
+    _, library = emulation.binding()
+    buffer = ctypes.create_string_buffer(library.params_size())
+    ctas = library.recorded(buffer)
+    p = emulation.Params.from_buffer(buffer, emulation.MAPS)
+    p.out = None
+    for name in ("counter", "parts", "handed_over", "ready", "mask_bits", "mask_shown"):
+        setattr(p, name, bool(getattr(p, name)))
+    forgotten = range(4) if not addresses else (3,)
+    for i in forgotten:
+        buffer[i * emulation.MAP : i * emulation.MAP + 8] = bytes(8)
+    if not addresses:
+        for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale"):
+            setattr(p, name, None)
+        p.v_mean = bool(p.v_mean)
+    return ctas, buffer.raw
+
+
+def described(x: torch.Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device, x.is_inference(), x.requires_grad
+
+
+class Repeats:
+    """Whether calls were repeated, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hits: list[bool] = []
+        self._repeat = eager.repeat
+        monkeypatch.setattr(eager, "repeat", self._note)
+
+    def _note(self, *arguments: Any) -> torch.Tensor | None:
+        out = self._repeat(*arguments)
+        self.hits.append(out is not None)
+        return out
+
+    def last(self) -> bool:
+        return self.hits[-1]
+
+
+def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: bool = True) -> None:
+    """The first call and the third, of which the third is repeated, launch the same."""
+    eager.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        repeats = Repeats(patch)
+        first, params = call(), launched(addresses)
+        assert not any(repeats.hits)
+        call()
+        assert not any(repeats.hits)
+        if hit:
+            patch.setattr(ops, "plan_cuda", lambda *_: pytest.fail("it plans"))
+            patch.setattr(ops, "why_not_one_launch", lambda *_: pytest.fail("it plans"))
+        third = call()
+        assert hit is None or repeats.last() == hit
+    assert described(first) == described(third)
+    assert launched(addresses) == params
+
+
+@given(case=cases(), moved=st.sampled_from(("", "q", "k", "qk")), backend=st.sampled_from(("cuda", "auto")))
+def test_launches_the_same(case: Case, moved: str, backend: str) -> None:
+    """Of quantized operands: Params of every kind of call, tensor maps and strides included."""
+    quantized = fp8attn.quantize(*case.tensors(CPU), recipe=case.recipe)
+    q, k, v = (dataclasses.replace(x, data=emulation.elsewhere(x.data, 3)) if name in moved else x for name, x in zip("qkv", quantized, strict=True))
+    options = case.options(CPU)
+    call = api.call_of(q, k, v, **options)
+    config = ops.plan_cuda(call, first=backend == "auto")
+    if isinstance(config, str):
+        return
+    whole = isinstance(config, HopperConfig) or (portable.packed(call) is call and portable.key_splits(call, config, H100) == 1)
+    alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=whole and not case.recipe.smooth_q)
+
+
+@given(case=cases(), backend=st.sampled_from(("cuda", "auto")))
+def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend: str) -> None:
+    dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
+    case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, scale=abs(case.scale or 0.125))
+    q, k, v = case.tensors(CPU)
+    options = case.options(CPU)
+    hit = ops.why_not_one_launch(q, k, v, case.scale, "e4m3", options["attn_mask"]) is None
+    once = options["attn_mask"] is None  # else what is quantized lies elsewhere every time
+    alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=hit or None, addresses=once)
+
+
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+@pytest.mark.parametrize("options", ({}, {"is_causal": True, "out_dtype": torch.float32}))
+def test_attending_to_what_was_just_quantized_launches_the_same(backend: str, options: dict) -> None:
+    q, k, v = (torch.randn(1, 3, 600, 96, dtype=torch.float16) for _ in range(3))
+    alike(lambda: fp8attn.sdpa(q, k, v, backend=backend, **options), addresses=False)
+
+
+def quantized_by() -> tuple[int, bytes]:
+    """CTAs and QuantizeParams of the last launch, but for the addresses of what it was given to write."""
+    _, library = emulation.binding()
+    p = emulation.QuantizeParams()
+    library.recorded_quantize(ctypes.byref(p))
+    for name in ("k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean", "ready"):
+        setattr(p, name, bool(getattr(p, name)))
+    return p.ready, bytes(p)
+
+
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+@pytest.mark.parametrize(
+    "shape, options, early",
+    (
+        ((1, 3, 700, 128), {}, False),  # few tiles, which CTAs share
+        ((1, 20, 700, 128), {"is_causal": True}, False),
+        ((2, 20, 1100, 128), {"is_causal": True, "out_dtype": torch.float32}, True),
+        ((2, 40, 513, 64), {"scale": 0.3}, True),
+        ((1, 3, 700, 128), {"recipe": fp8attn.PRECISE}, False),
+        ((2, 20, 1100, 128), {"attn_mask": torch.ones(1100, 1100, dtype=torch.bool)}, False),
+        ((2, 20, 1100, 128), {"attn_mask": torch.ones(20, 1100, 1104).bfloat16()[..., :1100], "recipe": fp8attn.PRECISE}, False),
+        ((2, 20, 1100, 128), {"is_causal": True, "recipe": fp8attn.PRECISE}, True),
+    ),
+)
+def test_quantizing_and_then_attending_launches_the_same(
+    backend: str, shape: tuple[int, ...], options: dict, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quantizer's launch too, and that attention waits for what it says."""
+    q, k, v = (torch.randn(shape).bfloat16() for _ in range(3))
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    seen: list[tuple[int, bytes]] = []
+
+    def call() -> torch.Tensor:
+        out = fp8attn.sdpa(q, k, v, backend=backend, **options)
+        seen.append(quantized_by())
+        return out
+
+    alike(call, addresses=False)
+    assert seen[0] == seen[2]
+    p = emulation.Params.from_buffer_copy(launched()[1], emulation.MAPS)
+    assert bool(seen[0][0]) == bool(p.ready) == early
+    assert (p.ready_ctas > 0) == early and (not early or p.counter)
+    monkeypatch.setattr(api, "device_of", lambda device: H100)
+    said = fp8attn.explain(q, k, v, backend=backend, **options).because
+    assert ("attention begins with heads whose key and value are quantized" in said) == early
+
+
+@pytest.mark.parametrize("shape", ((1, 3, 400), (2, 8, 1100)))
+def test_ctas_that_share_tiles_launch_the_same(shape: tuple[int, int, int]) -> None:
+    """With few tiles, and with more than a round of them."""
+    batch, heads, length = shape
+    q = torch.randn(batch, heads, length, 128).bfloat16()
+    k = torch.randn(batch, heads, 128, 128).bfloat16().repeat(1, 1, 40, 1)
+    quantized = quantize(q, k, k, fp8attn.Recipe())
+    call = api.call_of(*quantized)
+    sharers = cuda.sharers_of(call, cuda.choose(call, H100), H100)
+    assert sharers > 1
+    alike(lambda: fp8attn.cuda_sdpa(*quantized))
+    _, params = launched()
+    p = emulation.Params.from_buffer_copy(params, emulation.MAPS)
+    assert p.tail_ctas == sharers and p.handed_over and p.parts and not p.counter
+
+
+def operands(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Quantized, Quantized, Quantized]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, length, 64, generator=generator).bfloat16() for _ in range(3))
+    return quantize(q, k, v, fp8attn.Recipe())
+
+
+def kept(*arguments: Any, **options: Any) -> Callable[[], torch.Tensor]:
+    """A call that is repeated from now on."""
+
+    def call() -> torch.Tensor:
+        return fp8attn.cuda_sdpa(*arguments, **options)
+
+    call(), call()
+    return call
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> Repeats:
+    return Repeats(monkeypatch)
+
+
+def test_granularities_that_are_expanded() -> None:
+    """Scales of a whole tensor or head are strides of zero, as torch expands them."""
+    recipe = fp8attn.Recipe(q="tensor", k="tensor", v="tensor")
+    for batch, heads in ((2, 4), (1, 4), (2, 1), (1, 1)):
+        for granularity in ("tensor", "head"):
+            q, k, v = (torch.randn(batch, heads, 70, 64) for _ in range(3))
+            quantized = fp8attn.quantize(q, k, v, recipe=dataclasses.replace(recipe, q=granularity, k=granularity, v=granularity))
+            alike(lambda operands=quantized: fp8attn.cuda_sdpa(*operands))
+
+
+class OtherDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class OtherFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", (OtherDispatch, OtherFunctions))
+def test_modes_see_the_operators_of_the_library(mode: type, repeats: Repeats) -> None:
+    call = kept(*operands())
+    call()
+    assert repeats.last()
+    with mode():
+        call()
+    assert not repeats.last()
+    call()
+    assert repeats.last()
+
+
+def test_transforms_and_tracers_see_the_operators_of_the_library(repeats: Repeats) -> None:
+    call = kept(*operands())
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x.sum()
+
+    for transformed in (torch.func.vmap(inside), torch.func.grad(inside)):
+        transformed(torch.ones(3))
+        assert not repeats.last()
+    torch.jit.trace(inside, torch.ones(3), check_trace=False)
+    assert not repeats.last()
+    call()
+    assert repeats.last()
+
+
+def test_what_is_compiled_has_the_operators_of_the_library(repeats: Repeats) -> None:
+    call = kept(*(x := operands()))
+    expected = call()
+    targets = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    out = torch.compile(lambda q, k, v: fp8attn.cuda_sdpa(q, k, v), fullgraph=True, backend=backend)(*x)
+    assert described(out) == described(expected)
+    assert any("fp8attn.cuda_forward" in name for name in targets) and not [name for name in targets if "repeat" in name]
+
+
+def test_what_is_profiled_goes_by_the_operators_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which is a range."""
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    call = kept(*operands())
+    with named_ranges():
+        call()
+    assert said == ["forward"]
+    call()
+    assert said == ["forward"]
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("name", ("data", "scale", "mean"))
+def test_subclasses_are_refused(name: str, repeats: Repeats) -> None:
+    """After a call that differs in nothing else."""
+    q, k, v = operands()
+    kept(q, k, v)
+    odd = dataclasses.replace(v, **{name: getattr(v, name).as_subclass(Subclass)})
+    with pytest.raises(TypeError, match=f"value.{name} is a Subclass, a subclass of torch.Tensor"):
+        fp8attn.cuda_sdpa(q, k, odd)
+    assert not any(repeats.hits)
+
+
+def test_a_tangent_is_refused(repeats: Repeats) -> None:
+    """Of forward-mode AD, inside and outside of torch.func."""
+    q, k, v = (torch.randn(1, 2, 70, 64).bfloat16() for _ in range(3))
+    call = kept(q, k, v)
+    call()
+    assert repeats.last()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="key has a tangent"):
+        fp8attn.cuda_sdpa(q, forward_ad.make_dual(k, k), v)
+    with forward_ad.dual_level():
+        call()
+    with pytest.raises(RuntimeError, match="query has a tangent"):
+        torch.func.jvp(lambda q: fp8attn.cuda_sdpa(q, k, v), (q,), (q,))
+    call()
+    assert repeats.last()
+
+
+@pytest.mark.parametrize("plain", (False, True))
+def test_what_requires_grad(plain: bool, repeats: Repeats) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 64).bfloat16() for _ in range(3)) if plain else operands()
+    call = kept(q, k, v)
+    call()
+    assert repeats.last()
+    if plain:
+        q.requires_grad_()
+        with pytest.raises(RuntimeError, match="query requires grad"):
+            call()
+    else:
+        q.scale.requires_grad_()
+        with pytest.raises(RuntimeError, match=r"query.scale requires grad"):
+            call()
+    assert not repeats.last()
+    with torch.no_grad():
+        call()
+    assert not repeats.last()
+
+
+ERRORS: dict[str, Callable[[Quantized, Quantized, Quantized], dict[str, Any]]] = {
+    "dropout": lambda q, k, v: dict(dropout_p=0.5),
+    "scale": lambda q, k, v: dict(scale=float("nan")),
+    "scale of another type": lambda q, k, v: dict(scale="1"),
+    "causal alignment": lambda q, k, v: dict(causal_alignment="left"),
+    "causal mask twice": lambda q, k, v: dict(is_causal=True, attn_mask=torch.ones(300, 300, dtype=torch.bool)),
+    "mask of other keys": lambda q, k, v: dict(attn_mask=torch.ones(300, 299, dtype=torch.bool)),
+    "mask of integers": lambda q, k, v: dict(attn_mask=torch.ones(300, 300, dtype=torch.int32)),
+    "mask that is no tensor": lambda q, k, v: dict(attn_mask=[1.0]),
+    "mask that requires grad": lambda q, k, v: dict(attn_mask=torch.ones(300, 300, requires_grad=True)),
+    "dtype": lambda q, k, v: dict(out_dtype=torch.int8),
+    "recipe": lambda q, k, v: dict(recipe="fast"),
+    "scale of what isn't stored": lambda q, k, v: dict(q_scale=1.0),
+    "heads": lambda q, k, v: dict(zip(("key", "value"), operands(heads=2)[1:], strict=True)),
+    "length": lambda q, k, v: dict(value=dataclasses.replace(v, length=299)),
+    "layout": lambda q, k, v: dict(key=v),
+    "rotated": lambda q, k, v: dict(query=dataclasses.replace(q, rotated=16)),
+    "batch": lambda q, k, v: dict(query=operands(batch=3)[0]),
+    "no tensor": lambda q, k, v: dict(query=[1.0]),
+    "another kind": lambda q, k, v: dict(key=torch.zeros(2, 4, 300, 64)),
+    "int8": lambda q, k, v: dict(query=dataclasses.replace(q, data=q.data.view(torch.int8))),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_stay_as_they_are(name: str) -> None:
+    """After calls that differ in nothing else, and where the wrong call is made again and again."""
+    q, k, v = operands()
+    arguments = dict(query=q, key=k, value=v) | ERRORS[name](q, k, v)
+    eager.forget()
+    with pytest.raises((TypeError, ValueError, AttributeError, RuntimeError)) as expected:
+        fp8attn.cuda_sdpa(**arguments)
+    kept(q, k, v)
+    kept(q, k, v, attn_mask=torch.ones(300, 300))
+    kept(query=q, key=k, value=v)
+    for _ in range(4):
+        with pytest.raises(expected.type) as caught:
+            fp8attn.cuda_sdpa(**arguments)
+        assert str(caught.value) == str(expected.value)
+
+
+def test_tensors_elsewhere_are_another_call(repeats: Repeats) -> None:
+    """On another device, and with metadata that changed inside of a Quantized."""
+    q, k, v = operands()
+    call = kept(q, k, v)
+    call()
+    assert repeats.last()
+    meta = [dataclasses.replace(x, data=x.data.to("meta"), scale=x.scale.to("meta"), mean=None) for x in (q, k, v)]
+    for _ in range(3):
+        with pytest.raises(fp8attn.BackendUnavailable, match="tensors are on meta"):
+            fp8attn.cuda_sdpa(*meta)
+    assert not repeats.last()
+    q.data.data = emulation.elsewhere(q.data, 3)
+    alike(call)
+    k.scale.data = k.scale.data.transpose(1, 2).contiguous().transpose(1, 2)
+    alike(call)
+
+
+@pytest.mark.parametrize("options", (dict(scale=torch.tensor(0.125)), dict(is_causal=[1]), dict(is_causal=torch.ones(1))))
+def test_options_of_other_types_are_refused_every_time(repeats: Repeats, options: dict) -> None:
+    """Also when the same call without them is kept."""
+    q, k, v = operands()
+    call = kept(q, k, v)
+    for _ in range(4):
+        with pytest.raises(TypeError, match=f"{next(iter(options))} is a"):
+            fp8attn.cuda_sdpa(q, k, v, **options)
+        assert not repeats.last()
+    call()
+    assert repeats.last()
+
+
+def test_other_options_are_other_calls() -> None:
+    """Kept side by side."""
+    q, k, v = operands()
+    several = [{}, dict(is_causal=True), dict(scale=0.5), dict(out_dtype=torch.float32), dict(is_causal=True, causal_alignment="bottom_right")]
+    several += [dict(scale=-0.5), dict(scale=0.0)]
+    expected = []
+    for options in several:
+        fp8attn.cuda_sdpa(q, k, v, **options)
+        expected.append(launched())
+    assert len(set(expected)) == len(several) - 1  # both alignments are one: lengths are equal
+    with pytest.MonkeyPatch.context() as patch:
+        repeats = Repeats(patch)
+        for _ in range(3):
+            for options, params in zip(several, expected, strict=True):
+                fp8attn.cuda_sdpa(q, k, v, **options)
+                assert launched() == params
+        assert repeats.hits == [False] * len(several) + [True] * 2 * len(several)
+
+
+def shifted(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The same elements at the same strides, `count` bytes off a multiple of 16."""
+    return torch.zeros(x.numel() + count, dtype=torch.uint8)[count:].view(x.dtype).view(x.shape).copy_(x)
+
+
+def test_other_tensors_are_other_calls() -> None:
+    """Kept side by side: the same options and shapes, other strides and alignments."""
+    q, k, v = operands()
+    several = [(q, k, v)]
+    several += [(dataclasses.replace(q, data=x), k, v) for x in (q.data.transpose(1, 2).contiguous().transpose(1, 2), shifted(q.data, 8))]
+    several += [(q, dataclasses.replace(k, data=x), v) for x in (k.data.transpose(1, 2).contiguous().transpose(1, 2), shifted(k.data, 8))]
+    several.append((q, dataclasses.replace(k, scale=k.scale.transpose(1, 2).contiguous().transpose(1, 2)), v))
+    several.append((q, k, dataclasses.replace(v, mean=None)))
+    several.append((q, k, dataclasses.replace(v, scale=torch.ones(2, 4, 1).expand(2, 4, 64))))
+    expected = []
+    for x in several:
+        fp8attn.cuda_sdpa(*x)
+        expected.append(launched())
+    assert len({params[emulation.MAPS :] for _, params in expected}) == len(several)
+    with pytest.MonkeyPatch.context() as patch:
+        repeats = Repeats(patch)
+        for _ in range(3):
+            for x, params in zip(several, expected, strict=True):
+                fp8attn.cuda_sdpa(*x)
+                assert launched() == params
+        assert repeats.hits[-len(several) :] == [True] * len(several)
+
+
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+def test_tiles_that_are_shared_by_a_counter(backend: str) -> None:
+    """Of a causal call with more of them than SMs; zero at every launch."""
+    x = operands(1, 300, 64)
+    alike(lambda: fp8attn.sdpa(*x, is_causal=True, backend=backend))
+    assert emulation.Params.from_buffer_copy(launched()[1], emulation.MAPS).counter
+
+
+def test_another_mask_is_another_call(repeats: Repeats) -> None:
+    """Of other strides, shape, type or address; without one, too. What a mask shows is nothing to a launch."""
+    q, k, v = operands()
+    mask = torch.ones(300, 304, dtype=torch.bfloat16)[:, :300]
+    kept(q, k, v, attn_mask=mask)()
+    assert repeats.last()
+    others = (
+        mask.contiguous(), mask.contiguous().mT, mask.half(), mask > 0, mask[:1], mask.expand(2, 4, 300, 300),
+        torch.ones(300, 304, dtype=torch.bfloat16)[:, 1:301], None,
+    )  # fmt: skip
+    for other in others:
+        alike(lambda other=other: fp8attn.cuda_sdpa(q, k, v, attn_mask=other))
+    first = [launched()[1] for other in others if fp8attn.cuda_sdpa(q, k, v, attn_mask=other) is not None]
+    kept(q, k, v, attn_mask=mask)
+    assert [launched()[1] for other in others if fp8attn.cuda_sdpa(q, k, v, attn_mask=other) is not None] == first and len(set(first)) == len(others)
+    mask.fill_(-torch.inf)
+    fp8attn.cuda_sdpa(q, k, v, attn_mask=mask)
+    assert repeats.last()
+
+
+def test_lse_and_other_recipes_go_by_the_operators(repeats: Repeats) -> None:
+    q, k, v = operands()
+    for options in (dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))):
+        for _ in range(3):
+            fp8attn.cuda_sdpa(q, k, v, **options)
+    assert not repeats.hits
+
+
+def test_an_equal_recipe_is_the_same_call(repeats: Repeats) -> None:
+    operands_of_it = operands()
+    for _ in range(3):
+        fp8attn.cuda_sdpa(*operands_of_it, recipe=fp8attn.Recipe())
+    assert repeats.last()
+    fp8attn.cuda_sdpa(*operands_of_it)
+    assert repeats.last()
+
+
+def test_another_recipe_is_another_call(repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept side by side; of the same plain tensors."""
+    asked: list[bool] = []
+    monkeypatch.setattr(cuda, "library_of", lambda config, device, original=cuda.library_of: asked.append(config.int8) or original(config, device))
+    q, k, v = (torch.randn(2, 20, 1100, 128).bfloat16() for _ in range(3))
+    for _ in range(2):
+        fp8attn.cuda_sdpa(q, k, v), fp8attn.cuda_sdpa(q, k, v, recipe=fp8attn.Recipe(qk="int8"))
+    assert not any(repeats.hits) and set(asked[: len(asked) // 4]) == {False} and set(asked) == {False, True}
+    for recipe in (fp8attn.Recipe(), fp8attn.PRECISE):
+        fp8attn.cuda_sdpa(q, k, v, recipe=recipe)
+        assert repeats.last()
+    fp8attn.cuda_sdpa(q, k, v, recipe=fp8attn.Recipe(rotate=256))  # of Triton's quantizer: nothing to keep
+    assert repeats.hits == [False] * 4 + [True] * 2
+
+
+def test_inference_mode_and_back(repeats: Repeats) -> None:
+    q, k, v = operands()
+    with torch.inference_mode():
+        call = kept(q, k, v)
+        assert call().is_inference() and repeats.last()
+    assert not call().is_inference() and repeats.last()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_memory_is_filled(repeats: Repeats) -> None:
+    """Nothing writes the output here."""
+    call = kept(*operands())
+    assert call().isnan().all() and repeats.last()
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    monkeypatch.setattr(eager, "MOST", 3)
+    x = operands()
+    for i in range(20):
+        kept(*x, scale=1.0 + i)
+        assert len(eager._launches) <= 3
+    fp8attn.cuda_sdpa(*x, scale=20.0)
+    assert repeats.last()
+
+
+def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
+    x = operands()
+    call = kept(*x)
+    call()
+    assert repeats.last()
+    operators, _ = emulation.binding()
+    q, k, v = (torch.zeros(1, 1, 1, 64) for _ in range(3))
+    for i in range(4096):
+        operators.remember_from_half.default(i, 0, 1, 1, 1.0, 0, q, k, v, q)
+        operators.remember.default(-1 - i, *[0] * 10, 1.0, 0, q, q, k, k, v, v, None, None, q, 0, 0, 0)
+    call()
+    assert not repeats.last()
+    call()
+    assert repeats.last()
+
+
+def test_lengths_that_never_come_again_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "launch_of", planned := CountCalls(cuda.launch_of))
+    for length in range(100, 110):
+        fp8attn.cuda_sdpa(*operands(length=length))
+    assert planned.count == 10
+
+
+class CountCalls:
+    def __init__(self, function: Callable) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.count += 1
+        return self.function(*arguments, **options)
+
+
+def test_what_triton_runs_is_planned_once_more_and_left_alone(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    monkeypatch.setattr(ops, "plan_cuda", planned := CountCalls(lambda call, first: "not today"))
+    x = operands(1, 1, 20)
+    for _ in range(5):
+        fp8attn.sdpa(*x)
+    assert not any(repeats.hits) and planned.count == 5 + 1
+
+
+@pytest.mark.parametrize("plain", (False, True))
+def test_kernels_that_do_not_compile_are_not_kept(plain: bool, monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    def fails(*_) -> build.Library:
+        raise BuildError("no space left")
+
+    x = tuple(torch.randn(1, 1, 20, 64).bfloat16() for _ in range(3)) if plain else operands(1, 1, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "load_with", fails)
+        for _ in range(4):
+            with pytest.raises(BuildError, match="no space left"):
+                fp8attn.cuda_sdpa(*x)
+            with pytest.warns(UserWarning, match="goes on with Triton"):
+                fp8attn.sdpa(*x)
+    assert not any(repeats.hits)
+    call = kept(*x)
+    call()
+    assert repeats.last()
+
+
+def test_a_launch_that_fails_is_an_error_again(repeats: Repeats) -> None:
+    call = kept(*operands())
+    _, library = emulation.binding()
+    library.fail_with(1)
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched: as the test says"):
+                call()
+    finally:
+        library.fail_with(0)
+    call()
+    assert repeats.last()
+
+
+def test_threads(repeats: Repeats) -> None:
+    """Which keep calls and repeat them at once."""
+    problems = [operands(length=length) for length in (100, 200, 300, 400)]
+    wrong: list = []
+
+    def work(i: int) -> None:
+        for j in range(300):
+            x = problems[(i + j) % len(problems)]
+            out = fp8attn.cuda_sdpa(*x, scale=1.0 + j % 7)
+            if out.shape != x[0].shape:
+                wrong.append(out.shape)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(repeats.hits) == 1200 and sum(repeats.hits) > 1000
