@@ -34,6 +34,7 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 import emulation  # noqa: E402
 import fp8attn  # noqa: E402
+import interpreter  # noqa: E402
 from bench.machine import commit, keep_triton_cache  # noqa: E402
 from emulated import Emulated  # noqa: E402
 from fp8attn import Recipe, eager  # noqa: E402
@@ -52,6 +53,9 @@ settings.register_profile("gpu", max_examples=64, **on_gpu)
 settings.register_profile("thorough", max_examples=10_000 // WORKERS, **on_gpu)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(PROFILE)
+
+if not GPU:
+    interpreter.quicken()
 
 keep_triton_cache()  # workers would compile what others have
 
