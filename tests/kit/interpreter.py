@@ -1,7 +1,7 @@
 """Triton's interpreter, made to do once what it does at every operation: the same results in a third of the time.
 
-It patches `triton.language` at every call of a device function, derives dtypes, block types and types of tuples anew for every value, and computes every
-sum and product of integers twice, the second time with 64 bits, to see overflows.
+It patches `triton.language` at every call of a device function, derives dtypes, block types and types of tuples anew for every value, and computes
+every sum and product of integers twice, the second time with 64 bits, to see overflows.
 """
 
 from __future__ import annotations
