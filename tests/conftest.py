@@ -105,12 +105,12 @@ def nvcc() -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+@pytest.fixture(scope="session")
+def emulated() -> Emulated:
     lacking = emulation.missing()
     if lacking is not None:
         pytest.skip(lacking)
-    return Emulated(lambda: tmp_path_factory.mktemp("emulated"))
+    return Emulated()
 
 
 @pytest.fixture(scope="session")

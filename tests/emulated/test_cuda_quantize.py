@@ -44,11 +44,9 @@ Quantizer = Callable[[torch.Tensor, torch.Tensor, ProductType], tuple[Quantized,
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Quantizer:
+def emulated() -> Quantizer:
     """fp8attn.cuda.run.quantize_kv, emulated."""
-    folder = tmp_path_factory.mktemp("quantize")
-    emulation.copy_sources(folder)
-    return by(emulation.quantizer(folder))
+    return by(emulation.quantizer())
 
 
 def by(library: build.Library) -> Quantizer:
@@ -314,10 +312,9 @@ def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> N
     assert error < 0.06
 
 
-def read_guarded(folder: Path) -> None:
+def read_guarded() -> None:
     """Where nothing behind K and V can be read."""
-    emulation.copy_sources(folder)
-    quantizer = by(emulation.quantizer(folder))
+    quantizer = by(emulation.quantizer())
     for shape, qk in zip(((1, 2, 601, 64), (2, 1, 1100, 128)), PRODUCTS, strict=True):
         k, v = normal(shape)
         check_bytes(quantizer, emulation.guarded(on_grid(k)), emulation.guarded(v), qk)
@@ -325,9 +322,9 @@ def read_guarded(folder: Path) -> None:
 
 @pytest.mark.anywhere
 @emulation.emulates
-def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
+def test_reads_nothing_behind_its_tensors() -> None:
     """In a process of its own, which such a read ends."""
-    in_another_process(f"import test_cuda_quantize as test; test.read_guarded(test.Path({str(tmp_path)!r}))")
+    in_another_process("import test_cuda_quantize as test; test.read_guarded()")
 
 
 SYNCS = {
@@ -357,12 +354,10 @@ SYNCS = {
 @pytest.mark.anywhere
 @emulation.emulates
 @pytest.mark.parametrize("name", SYNCS)
-def test_the_emulation_sees_what_is_missing(name: str, tmp_path: Path) -> None:
-    emulation.copy_sources(tmp_path)
-    files = (tmp_path / "quantize.cuh", *(tmp_path / "tile").glob("strip*.h"))
-    (file,) = (path for path in files if SYNCS[name][0] in path.read_text())
-    emulation.mutate(file, *SYNCS[name])
-    quantizer = by(emulation.quantizer(tmp_path))
+def test_the_emulation_sees_what_is_missing(name: str) -> None:
+    files = emulation.included("quantize.cpp", emulation.sources())
+    (file,) = (file for file, text in files.items() if SYNCS[name][0] in text)
+    quantizer = by(emulation.quantizer((file, *SYNCS[name])))
 
     def check_several() -> None:
         for length in range(1900, 1908):

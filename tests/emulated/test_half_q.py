@@ -31,9 +31,9 @@ EVERY = tuple(config for (_, _, half_q), group in GROUPS.items() if half_q for c
 
 
 @pytest.fixture(scope="module")
-def queries(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def queries() -> ctypes.CDLL:
     """The kernel's quantization of one tile, compiled for the CPU."""
-    return emulation.compile_alone("queries.cpp", tmp_path_factory.mktemp("queries"))
+    return emulation.library("queries.cpp")
 
 
 def rows_of(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -97,8 +97,8 @@ FIT_MUTANTS = {
 @pytest.mark.anywhere
 @emulation.emulates
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind, mutants in (("int8", INT8_MUTANTS), ("e4m3", FIT_MUTANTS)) for name in mutants])
-def test_the_emulation_sees_what_is_wrong(kind: ProductType, name: str, tmp_path: Path) -> None:
-    mutant = emulation.compile_alone("queries.cpp", tmp_path, ("tile/quantize.h", *(INT8_MUTANTS | FIT_MUTANTS)[name]))
+def test_the_emulation_sees_what_is_wrong(kind: ProductType, name: str) -> None:
+    mutant = emulation.library("queries.cpp", ("tile/quantize.h", *(INT8_MUTANTS | FIT_MUTANTS)[name]))
     with pytest.raises(AssertionError, match="differ"):
         assert_as_defined(mutant, rows_of("not finite", 128 if kind == "int8" else 64, torch.bfloat16), AT_ONCE[kind])
 

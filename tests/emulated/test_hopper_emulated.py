@@ -4,8 +4,6 @@ wrong."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -142,11 +140,10 @@ def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
     assert_nan_is_told(emulated, CHECKED[name])
 
 
-def broken(folder: Path, config: HopperConfig, file: str, right: str, wrong: str) -> Emulated:
+def broken(config: HopperConfig, *mutation: str) -> Emulated:
     """By a kernel that isn't right, but compiles."""
-    emulation.copy_sources(folder)
-    emulation.mutate(folder / file, right, wrong)
-    emulated = Emulated(lambda: folder)
+    file, right, wrong = mutation
+    emulated = Emulated((file, right, wrong))
     emulated.library(config)
     return emulated
 
@@ -157,11 +154,11 @@ MUTANTS = {name: mutant for name, mutant in EVERY.items() if mutant[0] in KINDS 
 
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_seen(name: str, tmp_path: Path) -> None:
+def test_mutant_is_seen(name: str) -> None:
     """As on a GPU."""
     kind, *mutation = MUTANTS[name]
     config = CHECKED[KINDS[kind]]
-    emulated = broken(tmp_path, config, *mutation)
+    emulated = broken(config, *mutation)
     with pytest.raises(AssertionError):  # noqa: PT012
         assert_matches_the_pipeline(emulated, config)
         if config.int8:
@@ -219,16 +216,15 @@ def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
 
 @emulation.emulates
 @pytest.mark.parametrize("name", READY_MUTANTS)
-def test_the_emulation_sees_who_does_not_wait(name: str, tmp_path: Path) -> None:
-    mutant = broken(tmp_path, HALF_Q["plain queries 64"], *READY_MUTANTS[name])
+def test_the_emulation_sees_who_does_not_wait(name: str) -> None:
+    mutant = broken(HALF_Q["plain queries 64"], *READY_MUTANTS[name])
     with pytest.raises(AssertionError):
         assert_waits(mutant)
 
 
-def read_guarded(folder: Path) -> None:
+def read_guarded() -> None:
     """Attention where nothing behind what is given can be read."""
-    folders = (folder / str(n) for n in itertools.count())
-    emulated = Emulated(lambda: next(folders))
+    emulated = Emulated()
     for config in (*(CHECKED[name] for name in ("general 64", "masked 64", "added 256", "int8 64, overlap")), HALF_Q["plain queries 64"]):
         q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 200), (1, 1, 300)))
         recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
@@ -248,9 +244,9 @@ def read_guarded(folder: Path) -> None:
 
 
 @emulation.emulates
-def test_reads_nothing_behind_its_tensors(tmp_path: Path) -> None:
+def test_reads_nothing_behind_its_tensors() -> None:
     """In a process of its own, which such a read ends."""
-    in_another_process(f"import test_hopper_emulated as test; test.read_guarded(test.Path({str(tmp_path)!r}))")
+    in_another_process("import test_hopper_emulated as test; test.read_guarded()")
 
 
 TIMING_MUTANTS = {
@@ -355,10 +351,10 @@ WIDE_MUTANTS = {
 
 @emulation.emulates
 @pytest.mark.parametrize("name", TIMING_MUTANTS | WIDE_MUTANTS)
-def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str, tmp_path: Path) -> None:
+def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str) -> None:
     kind, *mutation = (TIMING_MUTANTS | WIDE_MUTANTS)[name]
     config = (CHECKED | HALF_Q)[kind]
-    mutant = broken(tmp_path, config, *mutation)
+    mutant = broken(config, *mutation)
 
     def held(rows: int, keys: int, out_dtype: torch.dtype) -> None:
         mask = {"masked": shown(rows, keys), "added": added(rows, keys + 4, torch.bfloat16)[:, :keys]}.get(config.scores)

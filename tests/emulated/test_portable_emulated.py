@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -87,11 +86,8 @@ LOW_MUTANTS = {
 
 @emulation.emulates
 @pytest.mark.parametrize("name", LOW_MUTANTS)
-def test_the_emulation_sees_low_numbers_lost(name: str, tmp_path: Path) -> None:
-    emulation.copy_sources(tmp_path)
-    file, right, wrong = LOW_MUTANTS[name]
-    emulation.mutate(tmp_path / file, right, wrong)
-    mutant = Emulated(lambda: tmp_path)
+def test_the_emulation_sees_low_numbers_lost(name: str) -> None:
+    mutant = Emulated(LOW_MUTANTS[name])
     mutant.library(GENERAL)
     with pytest.raises(AssertionError):
         assert_low_numbers_are_scores(mutant, GENERAL)
@@ -181,11 +177,11 @@ def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
     assert torch.equal(out[0, 0].isnan().any(-1), expected) and torch.equal(out[0, 0].isnan().all(-1), expected)
 
 
-def read_guarded(config: PortableConfig, folder: Path) -> None:
+def read_guarded(config: PortableConfig) -> None:
     """Attention where nothing behind what is given can be read: to keys of which the last block, and each warp's part of it, is short; of one row
     by several CTAs."""
     recipe = Recipe(qk="int8" if config.int8 else "e4m3")
-    emulated = Emulated(lambda: folder)
+    emulated = Emulated()
     decode = dict(is_causal=True, causal_alignment="bottom_right")
     for q_shape, kv_shape, sharers, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
         operands = quantized(*normal(q_shape, kv_shape), recipe)
@@ -197,6 +193,6 @@ def read_guarded(config: PortableConfig, folder: Path) -> None:
 
 @emulation.emulates
 @pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "12 int8 qk", "int8 general"))
-def test_reads_nothing_behind_its_tensors(name: str, tmp_path: Path) -> None:
+def test_reads_nothing_behind_its_tensors(name: str) -> None:
     """In a process of its own, which such a read ends."""
-    in_another_process(f"import test_portable_emulated as test; test.read_guarded(test.CONFIGS[{name!r}], test.Path({str(tmp_path)!r}))")
+    in_another_process(f"import test_portable_emulated as test; test.read_guarded(test.CONFIGS[{name!r}])")

@@ -93,9 +93,9 @@ def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
 
 @pytest.mark.anywhere
 @emulation.emulates
-def test_takes_from_v_what_the_definition_takes(tmp_path: Path) -> None:
+def test_takes_from_v_what_the_definition_takes() -> None:
     """Compiled for the CPU: channels whose means are large and small beside their values, constant, zero, and too large to take."""
-    library = emulation.compile_alone("shifts.cpp", tmp_path)
+    library = emulation.library("shifts.cpp")
     generator = torch.Generator().manual_seed(0)
     for length in (1, 7, 512):
         v = torch.randn(1, 1, length, 64, generator=generator) + torch.arange(64) / 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,8 +88,8 @@ def test_each_block_of_a_shared_tile_is_somebodys(groups: tuple[int, int, int], 
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return emulation.compile_alone("pieces.cpp", tmp_path_factory.mktemp("pieces"))
+def emulated() -> ctypes.CDLL:
+    return emulation.library("pieces.cpp")
 
 
 def check_pieces(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
@@ -147,9 +146,9 @@ MUTANTS = {
 @pytest.mark.anywhere
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
-def test_without_it_pieces_do_not_come_together(tmp_path: Path, name: str) -> None:
+def test_without_it_pieces_do_not_come_together(name: str) -> None:
     file, right, wrong = MUTANTS[name]
-    mutant = emulation.compile_alone("pieces.cpp", tmp_path, (f"tile/{file}", right, wrong))
+    mutant = emulation.library("pieces.cpp", (f"tile/{file}", right, wrong))
     with pytest.raises(AssertionError):
         check_pieces(mutant, (2, 4, 2, 130, 1300), 5, 5, False)
 

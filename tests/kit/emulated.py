@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,16 +36,10 @@ Operands = tuple[fp8attn.Quantized, fp8attn.Quantized, fp8attn.Quantized]
 
 
 class Emulated:
-    """fp8attn.cuda.run's launches, of instances that are compiled when they are first asked for."""
+    """fp8attn.cuda.run's launches, of instances that are compiled when they are first asked for, of sources that may be broken."""
 
-    def __init__(self, folder_of: Callable[[], Path]) -> None:
-        self.folder_of = folder_of
-        self.library = functools.cache(self._library)
-
-    def _library(self, config: emulation.Config) -> object:
-        folder = self.folder_of()
-        emulation.copy_sources(folder)
-        return emulation.library_of(config, folder)
+    def __init__(self, *mutations: emulation.Mutation) -> None:
+        self.library = functools.cache(lambda config: emulation.library_of(config, *mutations))
 
     def __call__(self, call: Call, config: Config, sharers: int | None = 1, device: Device = H100) -> tuple[torch.Tensor, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:

@@ -5,15 +5,19 @@ And the binding on a CPU, with a launcher that writes down the Params that it ge
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
+import hashlib
 import mmap
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,69 +132,132 @@ def missing() -> str | None:
 emulates = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-def mutate(source: Path, right: str, wrong: str) -> None:
-    """Change a copied source in one place, which must be there."""
-    text = source.read_text()
-    assert text.count(right) == 1, f"{source.name} has {right!r} {text.count(right)} times"
-    source.write_text(text.replace(right, wrong))
+Mutation = tuple[str, str, str]
+"""A file of the kernels, what stands there once, and what it is broken into."""
 
 
-def copy_sources(folder: Path) -> None:
-    """Into an empty folder, with what stands for PTX. Launches are cut out of the sources: they are syntax that g++ doesn't know, as is
+def mutate(text: str, right: str, wrong: str, name: str) -> str:
+    """A source with a change in one place, which must be there."""
+    assert text.count(right) == 1, f"{name} has {right!r} {text.count(right)} times"
+    return text.replace(right, wrong)
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The kernels' files, by their path in fp8attn/cuda, with what stands for PTX. Launches are cut out: they are syntax that g++ doesn't know, as is
     inline assembly. Every CTA of a cluster has shared memory of its own."""
-    shutil.copytree(HERE, folder, dirs_exist_ok=True)
+    found = {str(path.relative_to(HERE)): path.read_text() for path in HERE.rglob("*.*")}
     for path in build.source_files():
-        to = folder / path.relative_to(build.SOURCES)
-        if path.suffix != ".cpp" and not to.exists():
-            to.parent.mkdir(exist_ok=True)
+        name = str(path.relative_to(build.SOURCES))
+        if path.suffix != ".cpp" and name not in found:
             text = re.sub(r"\n[^\n]*(?:\n[^\n]+)*<<<.*?\n}\n", "\n", path.read_text(), flags=re.DOTALL)
             text = re.sub(r"\ntemplate <class Instance>\ncudaError_t launch\(.*?\n}\n", "\n", text, flags=re.DOTALL)
-            assert path.parent.name != "ptx" or "asm" not in text, f"{to.name} is an instruction that has no definition here"
+            assert path.parent.name != "ptx" or "asm" not in text, f"{name} is an instruction that has no definition here"
             text = re.sub(r"asm volatile\([^;]*\);", ";", text)
-            to.write_text(text.replace("*>(bytes)", "*>(cta::shared_memory(bytes))"))
+            found[name] = text.replace("*>(bytes)", "*>(cta::shared_memory(bytes))")
+    return found
 
 
-def compile_file(name: str, folder: Path) -> ctypes.CDLL:
-    """The library of one file beside copied sources."""
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O1",
-        "-fno-omit-frame-pointer",
-        "-w",
-        "-shared",
-        "-fPIC",
-        f"-I{folder}",
-        f"-isystem{cuda_headers()}",
-        "-include",
-        str(folder / "cta.h"),
-    ]
-    done = subprocess.run([*command, str(folder / name), "-o", str(folder / "kernel.so")], capture_output=True, text=True, check=False)
+def included(name: str, files: dict[str, str]) -> dict[str, str]:
+    """A file and what it includes, directly or not."""
+    found: dict[str, str] = {}
+    names = [name, "cta.h"]
+    while names:
+        name = names.pop()
+        if name in found:
+            continue
+        found[name] = files[name]
+        for other in re.findall(r'#include ["<]([^">]+)[">]', files[name]):
+            beside = os.path.normpath(os.path.join(os.path.dirname(name), other))
+            names += [path for path in dict.fromkeys((beside, other)) if path in files]
+    return found
+
+
+def cache() -> Path:
+    """The folder of compiled libraries: a worker finds what another has compiled, and a run what an earlier one has."""
+    folder = Path(os.environ.get("FP8ATTN_TEST_CACHE") or Path(tempfile.gettempdir()) / f"fp8attn-emulated-{os.getuid()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Inside, no other process makes this folder. Whether somebody has made it."""
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder.exists()
+
+
+FLAGS = ("-std=c++20", "-O1", "-fno-omit-frame-pointer", "-w", "-fPIC")
+
+
+@functools.cache
+def _compiler() -> str:
+    """What the compiler says of itself."""
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _compile(*arguments: str | Path) -> None:
+    command = ["g++", *FLAGS, f"-isystem{cuda_headers()}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(folder / "kernel.so"))
 
 
-def compile_alone(name: str, folder: Path, *mutations: tuple[str, str, str]) -> ctypes.CDLL:
-    """The library of one file, made in an empty folder, of sources that are changed in some places: in which file, what is right, what is wrong."""
+def _made(key: object, make: Callable[[Path], None]) -> Path:
+    """The folder that `make` fills for what `key` tells apart, once."""
+    digest = hashlib.sha256(repr((key, FLAGS, _compiler())).encode()).hexdigest()[:32]
+    folder = cache() / digest
+    if not folder.exists():
+        with alone(folder) as made, tempfile.TemporaryDirectory(dir=cache()) as temporary:
+            if not made:
+                make(Path(temporary))
+                shutil.copytree(temporary, cache() / f"{digest}.new", dirs_exist_ok=True)
+                (cache() / f"{digest}.new").rename(folder)
+    return folder
+
+
+def _precompiled() -> Path:
+    """The folder of what every file includes first, CUDA's headers above all, parsed."""
+
+    def make(folder: Path) -> None:
+        (folder / "cta.h").write_text(sources()["cta.h"])
+        _compile("-x", "c++-header", folder / "cta.h", "-o", folder / "cta.h.gch")
+
+    return _made(sources()["cta.h"], make)
+
+
+def library(name: str, *mutations: Mutation, instance: str = "") -> ctypes.CDLL:
+    """The library of one of tests/kit/emulation's .cpp, whose `instance.h` is given, of sources that are broken in some places."""
     lacking = missing()
     if lacking is not None:
         pytest.skip(lacking)
-    copy_sources(folder)
+    files = sources() | {"instance.h": instance}
     for file, right, wrong in mutations:
-        mutate(folder / file, right, wrong)
-    return compile_file(name, folder)
+        files[file] = mutate(files[file], right, wrong, file)
+    needed = included(name, files)
+    assert {file for file, _, _ in mutations} <= needed.keys(), f"{name} doesn't include what is broken"
+
+    def make(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as temporary:
+            for file, text in needed.items():
+                if file != "cta.h":  # which would be found before it is precompiled
+                    (Path(temporary) / file).parent.mkdir(exist_ok=True)
+                    (Path(temporary) / file).write_text(text)
+            precompiled = _precompiled()
+            _compile("-shared", "-I", precompiled, "-I", temporary, "-include", "cta.h", Path(temporary) / name, "-o", folder / "kernel.so")
+
+    return ctypes.CDLL(str(_made((name, sorted(needed.items())), make) / "kernel.so"))
 
 
-def compile_config(config: Config, folder: Path) -> ctypes.CDLL:
-    """The library of one instance, made beside copied sources."""
+def instance_of(config: Config) -> str:
+    """The instance.h of one instance."""
     header, storage = render.KINDS[type(config)]
     fields = ", ".join(render.literal(x) for x in astuple(config))
-    (folder / "instance.h").write_text(
+    return (
         f'#pragma once\n#include "{header}"\n'
         f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr {type(config).__name__} config{{{fields}}};\n}};\n"
         f"static_assert(sizeof({storage}<Instance::config>) == {config.shared_bytes});\n}}\n"
     )
-    return compile_file(MAIN[type(config)], folder)
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
@@ -355,18 +422,18 @@ def _forward_from_half(library: ctypes.CDLL, *arguments) -> None:
     _run(library, bytes(MAPS) + bytes(params_from_half(*arguments)), arguments[1])
 
 
-def library_of(config: Config, folder: Path) -> build.Library:
-    """What fp8attn.cuda.run launches instead of a compiled library; made beside copied sources."""
-    library = compile_config(config, folder)
+def library_of(config: Config, *mutations: Mutation) -> build.Library:
+    """What fp8attn.cuda.run launches instead of a compiled library."""
+    emulated = library(MAIN[type(config)], *mutations, instance=instance_of(config))
 
     def operator(launch: Callable[..., None]) -> SimpleNamespace:
-        return SimpleNamespace(default=functools.partial(launch, library))
+        return SimpleNamespace(default=functools.partial(launch, emulated))
 
     operators = SimpleNamespace(
         forward=operator(_forward if isinstance(config, PortableConfig) else _forward_hopper),
         forward_from_half=operator(_forward_from_half),
         forward_when_ready=operator(_forward_when_ready),
-        on_cpu=library,
+        on_cpu=emulated,
     )
     return build.Library(operators, {config: 0})
 
@@ -378,9 +445,9 @@ def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, *ten
     assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, few, config.int8) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
-def quantizer(folder: Path) -> build.Library:
-    """What fp8attn.cuda.run launches instead of the compiled quantizer; made beside copied sources."""
-    default = functools.partial(_quantize, compile_file("quantize.cpp", folder))
+def quantizer(*mutations: Mutation) -> build.Library:
+    """What fp8attn.cuda.run launches instead of the compiled quantizer."""
+    default = functools.partial(_quantize, library("quantize.cpp", *mutations))
     return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(QUANTIZERS)})
 
 

@@ -52,7 +52,8 @@ def mutated(name: str | None, folder: Path) -> Path:
     shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
     if name is not None:
         _, file, right, wrong = EVERY[name]
-        mutate(sources / file, right, wrong)
+        broken = mutate((sources / file).read_text(), right, wrong, file)
+        (sources / file).write_text(broken)
     return sources
 
 

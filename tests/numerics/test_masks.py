@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,9 +33,9 @@ NOTHING, SHOWS, HIDES, ADDS = 0, 1, 2, 4
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def reader() -> ctypes.CDLL:
     """The kernel that reads masks, compiled for the CPU."""
-    return emulation.compile_alone("read_mask.cpp", tmp_path_factory.mktemp("reader"))
+    return emulation.library("read_mask.cpp")
 
 
 def documents(q_length: int, kv_length: int, seed: int) -> torch.Tensor:
@@ -170,11 +169,11 @@ MUTANTS = {
 @pytest.mark.anywhere
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_emulation_sees_what_is_wrong(name: str, tmp_path: Path) -> None:
+def test_the_emulation_sees_what_is_wrong(name: str) -> None:
     mutations = [MUTANTS[name]]
     if name == "aligned or not":  # g++ may copy four numbers from anywhere: as a GPU, which may not
         mutations.append(("*reinterpret_cast<const Four<T>*>(at);", "*reinterpret_cast<const Four<T>*>(uintptr_t(at) & -sizeof(Four<T>));"))
-    mutant = emulation.compile_alone("read_mask.cpp", tmp_path, *(("read_mask.cuh", *mutation) for mutation in mutations))
+    mutant = emulation.library("read_mask.cpp", *(("read_mask.cuh", *mutation) for mutation in mutations))
     with pytest.raises(AssertionError, match="differ"):
         assert_masks_of_all_kinds(mutant)
 

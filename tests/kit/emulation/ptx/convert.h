@@ -1,7 +1,7 @@
 // The conversions of fp8attn/cuda/ptx/convert.h by arithmetic.
 #pragma once
 
-#include "../cta.h"
+#include "cta.h"
 
 namespace fp8attn::ptx {
 

@@ -1,7 +1,7 @@
 // Words by which CTAs wait for each other. CTAs run one after another, so who waits for a later one waits for ever.
 #pragma once
 
-#include "../cta.h"
+#include "cta.h"
 
 namespace fp8attn::ptx {
 

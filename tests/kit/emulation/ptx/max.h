@@ -1,7 +1,7 @@
 // The larger of two numbers, or NaN.
 #pragma once
 
-#include "../cta.h"
+#include "cta.h"
 
 namespace fp8attn::ptx {
 

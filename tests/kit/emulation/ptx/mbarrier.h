@@ -1,7 +1,7 @@
 // Barriers in shared memory: arrivals expected and pending, bytes to come, and the parity of the phase.
 #pragma once
 
-#include "../cta.h"
+#include "cta.h"
 
 namespace fp8attn {
 extern uint8_t bytes[], seen_by_engines[];  // shared memory, and what the copy engine and the tensor core see of it: what was there at the last fence

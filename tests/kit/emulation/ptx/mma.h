@@ -1,7 +1,7 @@
 // mma.sync by the fragments of the PTX ISA: lane 4g + c has of A the rows g and g + 8, of B the column g, of D the columns 2c and 2c + 1.
 #pragma once
 
-#include "../cta.h"
+#include "cta.h"
 
 namespace fp8attn::ptx {
 

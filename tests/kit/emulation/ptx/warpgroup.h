@@ -1,7 +1,7 @@
 // A warpgroup's registers, which nobody counts here, and its barrier.
 #pragma once
 
-#include "../cta.h"
+#include "cta.h"
 
 namespace fp8attn::ptx {
 
