@@ -32,7 +32,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "mask": ((1, 2, 40, 64), (1, 2, 600, 64), dict(attn_mask=(1, 2, 40, 600))),
     "mask of blocks": ((1, 2, 150, 128), (1, 2, 700, 128), dict(attn_mask=(150, 700), shown_from=300)),
     "added mask": ((2, 2, 150, 64), (2, 2, 600, 64), dict(attn_mask=(2, 150, 600), mask_dtype=torch.bfloat16)),
-    "added mask, float32": ((1, 2, 70, 256), (1, 2, 601, 256), dict(attn_mask=(70, 601), mask_dtype=torch.float32)),
+    "added mask, float32": ((1, 2, 70, 128), (1, 2, 601, 128), dict(attn_mask=(70, 601), mask_dtype=torch.float32)),
     "one row": ((2, 8, 1, 128), (2, 2, 1100, 128), dict(is_causal=True, causal_alignment="bottom_right")),
     "nothing visible": ((1, 1, 200, 64), (1, 1, 20, 64), dict(is_causal=True, causal_alignment="bottom_right")),
     "int8, shared": ((2, 4, 3, 64), (2, 2, 1100, 64), dict(recipe=Recipe(qk="int8"))),

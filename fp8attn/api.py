@@ -613,7 +613,7 @@ def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     if checked.is_float:
         return checked.floats
     query, key, value = _imported(checked)
-    rotated = max((x.rotated for x in (query, key) if isinstance(x, Quantized)), default=0)
+    rotated = max(x.rotated if isinstance(x, Quantized) else 0 for x in (query, key))
     q, k, v = (_dequantized(x) if isinstance(x, Quantized) else x.float() for x in (query, key, value))
     if rotated and isinstance(query, torch.Tensor):
         q = ops.library_ops.rotate(query, rotated, float(rotated))

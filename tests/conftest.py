@@ -35,6 +35,7 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 import emulation  # noqa: E402
 import fp8attn  # noqa: E402
 import interpreter  # noqa: E402
+import tiers  # noqa: E402
 from bench.machine import commit, keep_triton_cache  # noqa: E402
 from emulated import Emulated  # noqa: E402
 from fp8attn import Recipe, eager  # noqa: E402
@@ -45,14 +46,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
 
 common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-settings.register_profile("dev", max_examples=15, **common)
-settings.register_profile("ci", max_examples=20, **common)
+settings.register_profile("default", max_examples=15, **common)
 # kernels are compiled for most examples there: shrinking one would take longer than all the tests
 on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
 settings.register_profile("gpu", max_examples=64, **on_gpu)
-settings.register_profile("thorough", max_examples=10_000 // WORKERS, **on_gpu)
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("gpu" if GPU else "ci" if os.environ.get("CI") else "dev")
-settings.load_profile(PROFILE)
+settings.register_profile("thorough", max_examples=200, **common)
+settings.register_profile("thorough gpu", max_examples=10_000 // WORKERS, **on_gpu)
 
 if not GPU:
     interpreter.quicken()
@@ -64,6 +63,8 @@ PART, PARTS = (int(x) for x in os.environ.get("FP8ATTN_TESTS", "1/1").split("/")
 """Of the tests every PARTS-th, from the PART-th on: where no run may take as long as all of them take."""
 
 started = pytest.StashKey[float]()
+deadline = pytest.StashKey[tiers.Deadline]()
+collected = pytest.StashKey[list[pytest.Item]]()
 
 
 @pytest.fixture(scope="session")
@@ -119,9 +120,16 @@ def share(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers", "tests of fp8attn")
+    group.addoption("--thorough", action="store_true", help="all tests, with 10,000 drawn examples each on a GPU and 200 without")
+    group.addoption("--tenth", type=int, metavar="N", help=f"the default tier, and of the thorough one the part N of 0 to {tiers.TENTHS - 1}")
+    group.addoption("--minutes", type=float, metavar="M", help="begin no thorough test later than M minutes after the start")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Thorough, every worker draws its share of a test's examples."""
-    if PROFILE == "thorough" and is_drawn(metafunc.function):
+    if GPU and metafunc.config.option.thorough and is_drawn(metafunc.function):
         metafunc.fixturenames.append("share")
         metafunc.parametrize("share", range(WORKERS), indirect=True)
 
@@ -131,16 +139,29 @@ def is_drawn(test: object) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    tenth = config.option.tenth
+    if tenth is not None and not 0 <= tenth < tiers.TENTHS:
+        raise pytest.UsageError(f"--tenth is {tenth}; it must be 0 to {tiers.TENTHS - 1}")
     config.stash[started] = time.time()
+    config.stash[deadline] = tiers.Deadline(config.option.minutes)
+    name = "thorough" if config.option.thorough else "default"
+    settings.load_profile({"thorough": "thorough gpu", "default": "gpu"}[name] if GPU else name)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if tiers.is_thorough(item) and item.config.stash[deadline].has_passed():
+        pytest.skip(f"it would begin more than {item.config.option.minutes:g} minutes after the start")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = items[PART - 1 :: PARTS]
+    config.stash[collected] = [*items]
+    items[:] = tiers.chosen(items, config.option.thorough, config.option.tenth)[PART - 1 :: PARTS]
+    config.hook.pytest_deselected(items=[item for item in config.stash[collected] if item not in {*items}])
     for item in items:
-        if not GPU and "gpu" in item.keywords:
+        if not GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if GPU and "anywhere" in item.keywords and not config.option.markexpr:
+        if GPU and item.get_closest_marker("anywhere") and not config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="needs no GPU: machines without one run it, and here `-m anywhere`"))
     if GPU:
         items[:] = dealt(items, WORKERS)
@@ -148,7 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def length(item: pytest.Item) -> int:
     """Rank of a test where there is a GPU: those that hypothesis draws compile most, then those that need the GPU."""
-    return 2 if is_drawn(getattr(item, "obj", None)) else int("gpu" in item.keywords)
+    return 2 if is_drawn(getattr(item, "obj", None)) else int(item.get_closest_marker("gpu") is not None)
 
 
 def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
@@ -184,6 +205,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": commit(),
+        "tier": "thorough" if session.config.option.thorough else "default",
         "hypothesis_examples": settings.default.max_examples if settings.default else None,
     }
     RECORD.parent.mkdir(parents=True, exist_ok=True)

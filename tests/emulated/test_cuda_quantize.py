@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +15,12 @@ from hypothesis import strategies as st
 import emulation
 import fp8attn
 from closeness import assert_alike, on_grid
-from compiling import compiled, numbers
 from emulated import in_another_process
 from fp8attn import Quantized, Recipe, ops
 from fp8attn.call import HALVES
 from fp8attn.cuda import build, quantize, run
 from fp8attn.cuda.build import BuildError
-from fp8attn.cuda.configs import REGISTER_FILE
-from fp8attn.cuda.quantize import QuantizeConfig
-from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
+from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.layout import padded_length
 from fp8attn.quantize import STRIP, quantize_kv, sample_size
 from fp8attn.quantize import quantize as quantize_all
@@ -352,6 +348,7 @@ SYNCS = {
 
 
 @pytest.mark.anywhere
+@pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", SYNCS)
 def test_the_emulation_sees_what_is_missing(name: str) -> None:
@@ -370,19 +367,6 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
 
     with pytest.raises(AssertionError, match=r"differ|come to an end"):
         check_several()
-
-
-@pytest.mark.anywhere
-def test_compiles_within_its_budget(nvcc: str, tmp_path: Path) -> None:
-    """For both dtypes: registers and shared memory for as many CTAs as a config says; no stack, or a register's, fetched twice."""
-    for config, report in compiled(nvcc, quantize.INSTANCES + quantize.INT8_INSTANCES, 90, tmp_path).items():
-        assert report.count("Compiling entry function") == 2, report
-        for entry in report.split("Compiling entry function")[1:]:
-            registers, stack = numbers(entry)
-            spilled = 4 if config == QuantizeConfig(8, 3, True) else 0
-            assert stack == 2 * spilled and f"{spilled} bytes spill stores, {2 * spilled} bytes spill loads" in entry, report
-            assert registers * config.threads * config.ctas <= REGISTER_FILE, report
-        assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED  # of an SM
 
 
 @pytest.mark.parametrize("dim", LONGEST)

@@ -152,6 +152,7 @@ KINDS = {None: "64, four consumers", INT8: "int8 64, overlap", GENERAL: "general
 MUTANTS = {name: mutant for name, mutant in EVERY.items() if mutant[0] in KINDS and not mutant[1].startswith("ptx/")}
 
 
+@pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_seen(name: str) -> None:
@@ -214,6 +215,7 @@ def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
     assert_waits(emulated)
 
 
+@pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", READY_MUTANTS)
 def test_the_emulation_sees_who_does_not_wait(name: str) -> None:
@@ -349,6 +351,7 @@ WIDE_MUTANTS = {
 """The same of int8 with more than 128 channels, whose products with V come in parts and whose ordinary blocks have a way of their own."""
 
 
+@pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", TIMING_MUTANTS | WIDE_MUTANTS)
 def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str) -> None:

@@ -84,6 +84,7 @@ LOW_MUTANTS = {
 }
 
 
+@pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", LOW_MUTANTS)
 def test_the_emulation_sees_low_numbers_lost(name: str) -> None:

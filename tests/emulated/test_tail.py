@@ -144,6 +144,7 @@ MUTANTS = {
 
 
 @pytest.mark.anywhere
+@pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_it_pieces_do_not_come_together(name: str) -> None:

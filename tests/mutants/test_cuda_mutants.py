@@ -215,6 +215,7 @@ def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_pa
 
 
 @pytest.mark.gpu
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EVERY)
 def test_mutant_is_seen(device: torch.device, name: str, tmp_path: Path) -> None:
     require(EVERY[name][0], device)

@@ -167,6 +167,7 @@ MUTANTS = {
 
 
 @pytest.mark.anywhere
+@pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulation_sees_what_is_wrong(name: str) -> None:

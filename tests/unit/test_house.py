@@ -168,7 +168,10 @@ def test_the_gpu_record_is_green_and_of_all_parts() -> None:
 def test_dealing_out_loses_no_test(drawn: int, gpu: int, others: int, workers: int) -> None:
     """Every worker's part begins with as many long tests as another's, the drawn ones first."""
     kinds = [0] * others + [1] * gpu + [2] * drawn
-    tests = [SimpleNamespace(kind=kind, obj=SimpleNamespace(is_hypothesis_test=kind == 2), keywords=("gpu",) * (kind == 1)) for kind in kinds]
+    tests = [
+        SimpleNamespace(kind=kind, obj=SimpleNamespace(is_hypothesis_test=kind == 2), get_closest_marker=lambda name, kind=kind: kind == 1 or None)
+        for kind in kinds
+    ]
     order = dealt(tests, workers)
     assert len(order) == len(tests) and {id(x) for x in order} == {id(x) for x in tests}
     counts = []

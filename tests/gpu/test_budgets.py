@@ -1,0 +1,121 @@
+"""What nvcc makes of every shipped instance: registers, stack, spills, no wgmma made synchronous. The default tier has one of a kind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiling import compiled, numbers
+from fp8attn.cuda import portable, quantize, short
+from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig
+from fp8attn.cuda.portable import DIMS, PortableConfig
+from fp8attn.cuda.quantize import QuantizeConfig
+from fp8attn.cuda.short import ShortConfig
+from fp8attn.device import ARCHITECTURES, SHARED_MEMORY
+from instances import QUANTIZED
+
+pytestmark = pytest.mark.anywhere
+
+HALF_Q = tuple(config for (_, _, half_q), group in GROUPS.items() if half_q for config in group)
+
+RESERVED_SHARED = 1024
+"""Bytes of every CTA that the system keeps (CUDA C++ Programming Guide, compute capability 9.0)."""
+
+STACK = {
+    HopperConfig(192, 192, 2, 3, 232, False, 2, True): 8,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, True, True): 8,
+    HopperConfig(256, 256, 2, 2, 232, False, 2, True): 8,
+    HopperConfig(256, 256, 2, 2, 232, False, 2, True, True): 8,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, True, added=True): 8,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, True, True, added=True): 8,
+    HopperConfig(256, 256, 2, 2, 232, False, 2, True, added=True): 8,
+    HopperConfig(256, 256, 2, 2, 232, False, 2, True, True, added=True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, masked=True): 48,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, masked=True): 64,
+    HopperConfig(256, 256, 2, 2, 224, False, 2, False, False, True, masked=True): 104,
+    HopperConfig(256, 256, 2, 2, 224, False, 2, False, True, True, masked=True): 120,
+    HopperConfig(64, 64, 3, 4, 152, False, 2, True, False, True, added=True): 8,
+    HopperConfig(64, 64, 3, 4, 152, False, 0, True, True, True, added=True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, masked=True): 48,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, masked=True): 64,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, False, masked=True): 8,
+    HopperConfig(192, 192, 2, 3, 232, False, 2, False, True, masked=True): 8,
+    HopperConfig(256, 256, 2, 2, 224, False, 2, False, masked=True): 8,
+    HopperConfig(256, 256, 2, 2, 224, False, 2, False, True, masked=True): 16,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True): 16,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 24,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True): 16,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True): 24,
+    HopperConfig(256, 256, 2, 2, 240, False, 2, False, False, True): 8,
+    HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True): 8,
+}
+"""Bytes of it that an instance may have; the others have none."""
+
+
+def one_of(default: int, instances: tuple, *others: object) -> list[Any]:
+    """Parameters of a test: of each instance, the default tier having that of a number."""
+    return [pytest.param(*others, c, id=c.name, marks=() if i == default else pytest.mark.thorough) for i, c in enumerate(instances)]
+
+
+def shipped(arch: int) -> tuple[PortableConfig, ...]:
+    """The portable kernel's instances for an architecture."""
+    return tuple(c for dim in DIMS for int8 in (False, True) for c in portable.group(dim, ARCHITECTURES[arch], int8))
+
+
+@pytest.mark.parametrize("config", one_of(5, QUANTIZED))
+def test_hopper(nvcc: str, tmp_path: Path, config: HopperConfig) -> None:
+    report = compiled(nvcc, config, 90, tmp_path)
+    registers, stack = numbers(report)
+    assert "wgmma" not in report, report
+    assert stack <= STACK.get(config, 0), report
+    assert registers * config.threads <= REGISTER_FILE, report
+
+
+def entries_of(report: str) -> list[str]:
+    """What ptxas says of either dtype."""
+    entries = report.split("Compiling entry function")[1:]
+    assert len(entries) == 2 and "wgmma" not in report, report
+    return entries
+
+
+@pytest.mark.parametrize("config", one_of(-1, HALF_Q))
+def test_hopper_that_quantizes_queries(nvcc: str, tmp_path: Path, config: HopperConfig) -> None:
+    for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
+        assert numbers(entry)[1] <= STACK.get(config, 0), entry
+
+
+@pytest.mark.parametrize("config", one_of(0, short.INSTANCES))
+def test_short(nvcc: str, tmp_path: Path, config: ShortConfig) -> None:
+    for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
+        registers, stack = numbers(entry)
+        assert stack == 0 and registers * config.threads <= REGISTER_FILE, entry
+
+
+@pytest.mark.parametrize("config", one_of(0, quantize.INSTANCES + quantize.INT8_INSTANCES))
+def test_quantizer(nvcc: str, tmp_path: Path, config: QuantizeConfig) -> None:
+    """Registers and shared memory for as many CTAs as a config says; no stack, or a register's, fetched twice."""
+    for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
+        registers, stack = numbers(entry)
+        spilled = 4 if config == QuantizeConfig(8, 3, True) else 0
+        assert stack == 2 * spilled and f"{spilled} bytes spill stores, {2 * spilled} bytes spill loads" in entry, entry
+        assert registers * config.threads * config.ctas <= REGISTER_FILE, entry
+    assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED  # of an SM
+
+
+@pytest.mark.parametrize("arch, config", [*one_of(-1, shipped(80), 80), *one_of(0, shipped(89), 89), *one_of(-1, shipped(90), 90)])
+def test_portable(nvcc: str, tmp_path: Path, arch: int, config: PortableConfig) -> None:
+    """No spills, no stack, and the registers that let as many CTAs as it says into an SM."""
+    report = compiled(nvcc, config, arch, tmp_path)
+    registers, stack = numbers(report)
+    spills = [int(x) for x in re.findall(r"(\d+) bytes spill", report)]
+    assert stack == 0 and spills == [0, 0] and registers <= config.registers, report
+
+
+def test_every_instance_has_a_budget() -> None:
+    """Of the Hopper kernel, once; and those that may have a stack are shipped."""
+    assert {*QUANTIZED, *HALF_Q} == {config for group in GROUPS.values() for config in group} and not {*QUANTIZED} & {*HALF_Q}
+    assert STACK.keys() <= {*QUANTIZED, *HALF_Q}
+    assert all({c.head_dim for c in shipped(arch)} == {*DIMS} for arch in (80, 89, 90))
