@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -475,22 +474,25 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
             library.operators.forward.default(library.launchers[config], 0, 0, 0, 0, 1, 1, 1, 1, 16, 1.0, 0, *tensors)
 
 
-def test_the_host_compiler_takes_every_kind_of_instance(nvcc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects, as a library is made of: what nvcc hands it isn't what was written, and budgets are of device code alone."""
+KINDS: tuple[render.Config, ...] = (
+    INSTANCES[0],
+    next(c for c in INSTANCES if c.general),
+    INT8_MASKED_INSTANCES[0],
+    ADDED_INSTANCES[0],
+    INT8_INSTANCES[0],
+    INT8_HALF_Q_INSTANCES[0],
+    short.INSTANCES[0],
+    cuda_quantize.INSTANCES[0],
+)
+
+
+@pytest.mark.parametrize("config", [pytest.param(c, id=c.name, marks=() if c is INSTANCES[0] else pytest.mark.thorough) for c in KINDS])
+def test_the_host_compiler_takes_an_instance(config: render.Config, nvcc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each kind as an object, as a library is made of: what nvcc hands it isn't what was written, and budgets are of device code alone."""
     monkeypatch.setattr(build, "cuda_home", lambda: str(Path(nvcc).parent.parent))
-    general = next(c for c in INSTANCES if c.general)
-    hopper = INSTANCES[0], general, INT8_MASKED_INSTANCES[0], ADDED_INSTANCES[0], INT8_INSTANCES[0], INT8_HALF_Q_INSTANCES[0]
-    kinds = (*hopper, short.INSTANCES[0], cuda_quantize.INSTANCES[0])
-
-    def compile_one(config: render.Config) -> None:
-        folder = tmp_path / config.name
-        folder.mkdir()
-        kernels = Kernels((config,), 90)  # of its own: what is rendered for others may be missing
-        assert kernels.compile_into(folder)["instances"].keys() == {config.name}
-        assert (folder / f"{config.name}.o").stat().st_size and (folder / f"{kernels.name}.so").stat().st_size
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, kinds))
+    kernels = Kernels((config,), 90)
+    assert kernels.compile_into(tmp_path)["instances"].keys() == {config.name}
+    assert (tmp_path / f"{config.name}.o").stat().st_size and (tmp_path / f"{kernels.name}.so").stat().st_size
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 // Runs a kernel, cluster after cluster: the scheduler of the threads' fibers. Included once.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <functional>
@@ -30,23 +31,40 @@ struct Meeting {
   void* arguments[32];
 };
 
-std::vector<ucontext_t> contexts;
+// A thread's own flow of control. It begins by its context; from then on it is left and entered by longjmp, which asks the system for nothing.
+struct Fiber {
+  ucontext_t context;
+  jmp_buf place;
+  bool begun = false;
+};
+
+std::vector<Fiber> fibers;
 std::vector<Thread> all;
 std::vector<Meeting> warps;
 Meeting barriers[16][16], whole_cluster;
-ucontext_t scheduler;
+jmp_buf scheduler;
 std::unique_ptr<char[]> stacks;
 std::mt19937 random_order(1);
 std::function<void()> kernel;
 
 int number() { return current->rank * threads + current->index; }
 
-void leave() { swapcontext(&contexts[number()], &scheduler); }
+void leave() {
+  if (_setjmp(fibers[number()].place) == 0) _longjmp(scheduler, 1);
+}
+
+// Lets a thread run until it leaves.
+void enter(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
 
 // What a thread left unfinished would end after its CTA did.
 bool left_something;
 
-void enter() {
+void run_thread() {
   kernel();
   current->done = true;
   left_something |= !current->products.idle() || !current->stores.idle();
@@ -96,7 +114,7 @@ bool run_cluster(long patience) {
   const int count = cluster * threads;
   memset(fp8attn::bytes, 0xFF, cluster * SHARED);
   memset(fp8attn::seen_by_engines, 0xFF, cluster * SHARED);
-  contexts.assign(count, {});
+  fibers.assign(count, {});
   all.assign(count, {});
   warps.assign(count / 32, {});
   waits.assign(count, {});
@@ -110,10 +128,11 @@ bool run_cluster(long patience) {
   for (int i = 0; i < count; ++i) {
     all[i].index = i % threads, all[i].rank = i / threads;
     if (i % 32 == 0) order.push_back(i / 32);
-    getcontext(&contexts[i]);
-    contexts[i].uc_stack.ss_sp = stacks.get() + STACK * i;
-    contexts[i].uc_stack.ss_size = STACK;
-    makecontext(&contexts[i], enter, 0);
+    ucontext_t& context = fibers[i].context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks.get() + STACK * i;
+    context.uc_stack.ss_size = STACK;
+    makecontext(&context, run_thread, 0);
   }
   std::vector<int> start(cluster);  // the round in which a CTA begins
   for (int& round : start) round = cluster > 1 ? random_order() % 20 : 0;
@@ -136,7 +155,7 @@ bool run_cluster(long patience) {
           runs = true;
           waits[i] = {};
           current = &all[i];
-          swapcontext(&scheduler, &contexts[i]);
+          enter(fibers[i]);
           left -= all[i].done;
         }
       }
