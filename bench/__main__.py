@@ -70,6 +70,11 @@ LARGEST_COMPILED = 1 << 30
 """Bytes of a case that is run once to compile it, beside others: larger ones use the same kernels as smaller ones."""
 
 
+FIRST_PEERS = ("fp8attn cuda", "SDPA flash", "SDPA cuDNN", "FA3 bf16")
+"""Parts of names of whom the first answer is about, for who names neither a suite nor a peer."""
+
+LAUNCHED: dict[Launch, str] = {"graph": "in a CUDA graph", "eager": "eager"}
+
 PROTOCOL = ("rounds", "milliseconds", "lead_in", "cache", "launch")
 """Options that are fields of the protocol, whose defaults they have."""
 
@@ -111,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     side_by_side = commands.add_parser(
         "run", parents=[filtered, peered, timed, recorded], help="speed and errors, side by side with whoever is installed"
     )
-    side_by_side.add_argument("--suite", action="append", choices=cases.NAMES, help="repeatable; default: seeds and prefill, tiny without a GPU")
+    side_by_side.add_argument("--suite", action="append", choices=cases.NAMES, help="repeatable; default: models, tiny without a GPU")
     side_by_side.add_argument("--distribution", choices=cases.DISTRIBUTIONS, help="of the inputs; default: normal, the suite accuracy has its own")
     side_by_side.add_argument(
         "--markdown", nargs="?", const="-", type=markdown_file, metavar="FILE", help="write Markdown tables, to standard output without FILE"
@@ -151,43 +156,50 @@ def workloads_of(arguments: argparse.Namespace, default: Sequence[str], gpu: boo
 
 def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int:
     gpu, gates, protocol = device.type == "cuda", Gates.load(), protocol_of(arguments)
-    works = workloads_of(arguments, ["seeds", "prefill"] if gpu else ["tiny"], gpu)
-    peers = adapters.here(adapters.chosen(arguments.peer))
+    works = workloads_of(arguments, ["models"] if gpu else ["tiny"], gpu)
+    first = gpu and arguments.suite is None and arguments.peer is None
+    peers = adapters.here(adapters.chosen(FIRST_PEERS if first else arguments.peer))
+    launches: list[Launch] = ["graph", "eager"] if first and arguments.launch is None else [protocol.launch]
     gated, own = cases.suite("seeds", gpu), [peer for peer in peers if peer.own] or adapters.present(OWN)[0]
     if not gpu:
         print(f"run: no NVIDIA GPU: Triton's interpreter, {len(works)} small cases; times will mean nothing for speed", file=sys.stderr, flush=True)
-    about = machine(device) | {"cache": protocol.cache, "launch": protocol.launch, "lead_in_ms": protocol.lead_in}
+    about = machine(device) | {"cache": protocol.cache, "lead_in_ms": protocol.lead_in}
     verdicts: list[Verdict] = []
-    results: list[Result] = []
+    results: dict[Launch, list[Result]] = {launch: [] for launch in launches}
     with report.progress("run") as bar:
         if gpu:
             everything = (*gated, *(case for case, _ in works if case.least_bytes <= LARGEST_COMPILED))
             verdicts += [compiles(*done) for done in compile_all(everything, [*own, *(peer for peer in peers if not peer.own)], bar)]
         if all(verdict.green for verdict in verdicts):
             gating = sum(peer.effort(case, gpu) for case in gated for peer in own)
-            efforts = [sum(sum(effort(case, peer, protocol, gpu)) for peer in peers) for case, _ in works]
+            rows = [(case, distribution, launch) for case, distribution in works for launch in launches]
+            efforts = [sum(sum(effort(case, peer, protocol, gpu)) for peer in peers) for case, _, _ in rows]
             task = bar.add_task("gates", total=gating + sum(efforts), seconds=gating + sum(efforts))
             for case in gated:
                 verdicts += judge(case, gates, device, own, bar.ticks(task, f"gates, {case.name}, "))
-            for i, (case, distribution) in enumerate(works if all_green(verdicts) else ()):
+            for i, (case, distribution, launch) in enumerate(rows if all_green(verdicts) else ()):
                 bar.update(task, completed=gating + sum(efforts[:i]))
-                found = side_by_side(case, distribution, peers, protocol, gates, device, bar.ticks(task, f"{case.name}, "))
-                report.append(arguments.json, (report.json_line("run", result.record(), about) for result in found))
-                results += found
+                launched = dataclasses.replace(protocol, launch=launch)
+                found = side_by_side(case, distribution, peers, launched, gates, device, bar.ticks(task, f"{case.name}, {LAUNCHED[launch]}, "))
+                report.append(arguments.json, (report.json_line("run", result.record(), about | {"launch": launch}) for result in found))
+                results[launch] += found
     console = report.console()
     console.print(report.gate_table([verdict for verdict in verdicts if verdict.errors or not verdict.green], gates))
     if not all_green(verdicts):
         report.say("A gate is red: no speed is reported.", "red")
         return 1
-    for table in report.speed_tables(results, gpu):
-        console.print(table)
+    for launch, found in results.items():
+        for table in report.speed_tables(found, gpu, LAUNCHED[launch] if gpu else ""):
+            console.print(table)
+    if first:
+        report.say(f"More: --suite {', '.join(cases.NAMES)}; --peer for others; python -m bench --help for other commands.")
     if arguments.markdown:
-        text = document.markdown([result.record() | about for result in results])
+        text = document.markdown([result.record() | about | {"launch": launch} for launch, found in results.items() for result in found])
         if arguments.markdown == "-":
             print(text)
         else:
             arguments.markdown.write_text(text)
-    reds = [result for result in results if result.broken]
+    reds = [result for found in results.values() for result in found if result.broken]
     for result in reds:
         report.say(f"red, no speed: {result.case.name}, {result.distribution}, {result.backend}: {', '.join(result.broken)}", "red")
     return 1 if reds else 0

@@ -129,6 +129,18 @@ DIFFUSION = (
     square("video 118k H24 D128", 1, 24, 118806, 128),
 )
 
+MODELS = (
+    # tokens, heads and head dims of models by their published configurations: CLIP's ViT-L/14 at 336 pixels, SD3.5-medium and FLUX.1 at 1024 pixels
+    # with their text, Wan 2.1 1.3B at 480p, Llama 3.1 8B's prefill, Gemma 2 9B's
+    square("ViT-L 577 B8 H16 D64", 8, 16, 577, 64),
+    square("SD3.5 4429 H24 D64", 1, 24, 4429, 64),
+    square("Flux 4608 H24 D128", 1, 24, 4608, 128),
+    square("Wan 32760 H12 D128", 1, 12, 32760, 128),
+    square("Llama 8192 GQA 32/8 D128 causal", 1, 32, 8192, 128, True, kv_heads=8),
+    square("Gemma 4096 GQA 16/8 D256 causal", 1, 16, 4096, 256, True, kv_heads=8),
+)
+"""What a user of a model meets, and the benchmark's first answer."""
+
 TINY = (
     square("tiny full", 1, 2, 128, 64),
     square("tiny causal GQA", 1, 4, 64, 32, True, kv_heads=2),
@@ -157,6 +169,7 @@ ACCURACY_ON_CPU: tuple[Workload, ...] = (
 
 SUITES = {
     "seeds": SEEDS,
+    "models": MODELS,
     "prefill": PREFILL,
     "gqa": GQA,
     "small": SMALL,
@@ -166,7 +179,7 @@ SUITES = {
     "tiny": TINY,
 }
 NAMES = (*SUITES, "accuracy")
-NEEDS_GPU = ("prefill", "gqa", "small", "decode-like", "long", "diffusion")
+NEEDS_GPU = ("models", "prefill", "gqa", "small", "decode-like", "long", "diffusion")
 
 
 def suite(name: str, gpu: bool) -> tuple[Case, ...]:

@@ -103,13 +103,18 @@ def _by_case(results: Iterable[Result]) -> list[list[Result]]:
 SPEED_HEADERS = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", "of limit")
 
 
-def speed_tables(results: Sequence[Result], gpu: bool) -> list[Sheet]:
-    """One table for kernels alone and one from bfloat16 on; PyTorch's backends, which take bfloat16, stand in both."""
+def speed_tables(results: Sequence[Result], gpu: bool, launched: str = "") -> list[Sheet]:
+    """One table for kernels alone and one from bfloat16 on; PyTorch's backends, which take bfloat16, stand in both.
+
+    Args:
+        launched: how calls were, for the tables' titles.
+    """
     tables = []
     for stage in (KERNEL, END_TO_END):
         headers = SPEED_HEADERS if gpu else SPEED_HEADERS[:1]
         optional = ("SQNR dB", "mean error", "p99", "bad", "max error", "p90")
-        table = table_of(stage.capitalize(), ("case, backend",), (*headers, *ERROR_HEADERS), TIMED if gpu else INTERPRETED, optional=optional)
+        title, caption = stage.capitalize() + (f", {launched}" if launched else ""), TIMED if gpu else INTERPRETED
+        table = table_of(title, ("case, backend",), (*headers, *ERROR_HEADERS), caption, optional=optional)
         for group in _by_case(results):
             there = [result for result in group if stage in result.stages]
             if there:

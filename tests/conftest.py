@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import platform
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,8 @@ from emulated import Emulated  # noqa: E402
 from fp8attn import Recipe, eager  # noqa: E402
 from fp8attn.api import cuda_missing  # noqa: E402
 from fp8attn.cuda import build  # noqa: E402
+from fp8attn.cuda.build import BuildError, Kernels  # noqa: E402
+from fp8attn.device import device_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
@@ -49,7 +56,7 @@ common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck
 settings.register_profile("default", max_examples=15, **common)
 # kernels are compiled for most examples there: shrinking one would take longer than all the tests
 on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
-settings.register_profile("gpu", max_examples=64, **on_gpu)
+settings.register_profile("gpu", max_examples=32, **on_gpu)
 settings.register_profile("thorough", max_examples=200, **common)
 settings.register_profile("thorough gpu", max_examples=10_000 // WORKERS, **on_gpu)
 
@@ -95,6 +102,16 @@ def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
         if missing is not None:
             pytest.skip(missing)
     return Attention(request.param)
+
+
+@pytest.fixture
+def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For tests that take tens of gigabytes: one at a time among all workers, who give back what they don't use."""
+    base = tmp_path_factory.getbasetemp()
+    with ((base.parent if WORKERS > 1 else base) / "whole_gpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +163,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[deadline] = tiers.Deadline(config.option.minutes)
     name = "thorough" if config.option.thorough else "default"
     settings.load_profile({"thorough": "thorough gpu", "default": "gpu"}[name] if GPU else name)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if GPU and not hasattr(session.config, "workerinput") and cuda_missing(torch.device("cuda")) is None:
+        threading.Thread(target=compile_ahead, daemon=True).start()
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"compiling {len(build.groups(device_of(torch.device('cuda')).arch))} libraries of CUDA kernels, beside the tests" if GPU else None
+
+
+def compile_ahead() -> None:
+    """All libraries that the GPU may load, several at a time; a test that needs one earlier waits for it, or compiles it."""
+    arch = device_of(torch.device("cuda")).arch
+    with contextlib.suppress(BuildError), ThreadPoolExecutor(4) as pool:
+        list(pool.map(build.build, [Kernels(group, arch) for group in build.groups(arch)]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

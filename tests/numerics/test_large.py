@@ -9,7 +9,7 @@ import fp8attn
 from closeness import relative
 from fp8attn import reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_gpu")]
 
 DIM = 128
 BORDER = 2**31 // DIM
