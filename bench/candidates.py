@@ -23,7 +23,7 @@ from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build
 from fp8attn.cuda import oracle as cuda_oracle
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.device import device_of
 from fp8attn.triton import run as triton
 
@@ -148,7 +148,7 @@ def run_of(call: Call, config: Config, device: torch.device) -> Callable[[int], 
     """A call by a config."""
     properties = device_of(device)
     if isinstance(config, CudaConfig):
-        return lambda i: cuda.forward(call, properties, config)[0]
+        return lambda i: cuda_run.forward(call, properties, config)[0]
     return lambda i: triton.forward(call, properties, config)[0]
 
 
@@ -167,7 +167,7 @@ def differs(case: Case, config: Config, device: torch.device) -> str | None:
     call = call_of(*quantized, is_causal=small.causal, enable_gqa=small.q_heads != small.kv_heads)
     out = run_of(call, config, device)(0).float()
     if isinstance(config, CudaConfig):
-        expected, _ = cuda_oracle.oracle(quantized, call, config, cuda.sharers_of(call, config, device_of(device)))
+        expected, _ = cuda_oracle.oracle(quantized, call, config, cuda_run.split_ctas_of(call, config, device_of(device)))
     else:
         expected, _ = reference.pipeline(*quantized, block_n=config.block_n, causal=call.causal)
     rows = (out - expected).norm(dim=-1) / expected.norm(dim=-1)

@@ -18,7 +18,7 @@ from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build, portable
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import Device, device_of
 
@@ -128,12 +128,12 @@ def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device, tick
     quantized = {recipe: [call_of(*tensors, recipe=recipe, **case.options) for tensors in problem.sets] for recipe in recipes}
 
     def attention(calls: Sequence[Call], config: PortableConfig | None = None) -> Attention:
-        return lambda i: cuda.forward(calls[i % len(calls)], properties, config)[0]
+        return lambda i: cuda_run.forward(calls[i % len(calls)], properties, config)[0]
 
     runs: dict[str, Attention] = {}
     results: list[Result] = []
     for name, config in every.items():
-        reason = portable.misfit(config, properties)
+        reason = portable.unsupported_config(config, properties)
         if reason is not None:
             results.append(Result(case, name, config, refused=reason))
             continue
@@ -141,7 +141,7 @@ def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device, tick
         runs[name] = attention(quantized[recipe_of(config)], config)
         results.append(Result(case, name, config, Errors.of(runs[name](0), expected, bad), resources=meta["resources"].get(config.name, {})))
     calls = quantized[Recipe()]
-    if not isinstance(cuda.choose(calls[0], properties), PortableConfig):
+    if not isinstance(cuda_run.choose(calls[0], properties), PortableConfig):
         name = "fp8attn Hopper kernel"
         runs[name] = attention(calls)
         results.append(Result(case, name, None, Errors.of(runs[name](0), expected, bad)))
@@ -246,7 +246,7 @@ def lacking(device: torch.device) -> str | None:
     """Why the ladder can't be measured here, or None."""
     if device.type != "cuda":
         return NO_GPU
-    return fp8attn.api.cuda_missing(device)
+    return fp8attn.api.cuda_unavailable(device)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,10 +15,10 @@ from fp8attn import Quantized, Recipe, ops
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.device import Device, device_of
-from fp8attn.quantize import quantize as by_definition
-from fp8attn.recipe import AT_ONCE
+from fp8attn.quantize import quantize as quantize_ref
+from fp8attn.recipe import FUSED_RECIPES
 
 from . import ladder
 from .cases import Case, Tensors
@@ -66,9 +66,9 @@ def quantized(tensors: Tensors, options: dict) -> Call:
     would have to be compiled."""
     q, k, v = tensors
     recipe = options.get("recipe", Recipe())
-    if recipe.smooth_q or ops.why_not_quantize_by_cuda(k, v, recipe) is not None:
-        return call_of(*cast(tuple[Quantized, Quantized, Quantized], by_definition(q, k, v, recipe)), **options)
-    query, _, _ = by_definition(q, None, None, recipe)
+    if recipe.smooth_q or ops.unsupported_cuda_quantize(k, v, recipe) is not None:
+        return call_of(*cast(tuple[Quantized, Quantized, Quantized], quantize_ref(q, k, v, recipe)), **options)
+    query, _, _ = quantize_ref(q, None, None, recipe)
     return call_of(cast(Quantized, query), *fp8attn.quantize(None, k, v, recipe=recipe), **options)
 
 
@@ -76,28 +76,28 @@ def on_the_way(tensors: Tensors, options: dict) -> bool:
     """Whether nothing but CUDA kernels quantizes a problem's tensors."""
     q, k, v = tensors
     recipe = options.get("recipe", Recipe())
-    if recipe != AT_ONCE[recipe.qk]:
+    if recipe != FUSED_RECIPES[recipe.qk]:
         return False
     given = q, k, v, q.shape[3] ** -0.5, recipe.qk, options.get("attn_mask")
-    return ops.why_not_one_launch(*given) is None or ops.why_not_two_launches(*given) is None
+    return ops.unsupported_one_launch(*given) is None or ops.unsupported_two_launches(*given) is None
 
 
-def instances(call: Call, device: Device) -> list[cuda.Config]:
+def instances(call: Call, device: Device) -> list[cuda_run.Config]:
     """Those of the shipped that run a call, and the rungs of its head dim."""
     portables = (*portable.group(portable.padded_dim(call), device, call.int8), *ladder.rungs(128 if call.head_dim > 64 else 64).values())
-    found: list[cuda.Config] = [c for c in dict.fromkeys(portables) if portable.fits(c, device) and portable.takes(c, call)]
-    if configs.why_not(call, device) is None:
+    found: list[cuda_run.Config] = [c for c in dict.fromkeys(portables) if portable.fits(c, device) and portable.takes(c, call)]
+    if configs.unsupported_call(call, device) is None:
         found += configs.serving(call)
     return found
 
 
-def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda.Config]]]:
+def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda_run.Config]]]:
     """A problem of each shape class with all instances that run it, compiled and loaded: rungs together, what ships as it ships.
 
     Problems that CUDA kernels quantize on their way are attended with from bfloat16 here.
     """
     properties = device_of(device)
-    found: dict[str, tuple[Call, list[cuda.Config]]] = {}
+    found: dict[str, tuple[Call, list[cuda_run.Config]]] = {}
     for shape in SHAPES:
         tensors, options = problem(shape, device)
         call = quantized(tensors, options)
@@ -106,7 +106,7 @@ def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda.Config]]]:
             fp8attn.cuda_sdpa(*tensors, **options)
     build.load(ladder.configs(properties), properties.arch)
     for config in dict.fromkeys(config for _, several in found.values() for config in several):
-        cuda.library_of(config, properties)
+        cuda_run.library_of(config, properties)
     return found
 
 
@@ -114,7 +114,7 @@ def every_shape(device: torch.device) -> None:
     """Each shape class by all instances that run it."""
     for shape, (call, several) in loaded(device).items():
         for config in several:
-            cuda.forward(call, device_of(device), config)
+            cuda_run.forward(call, device_of(device), config)
         torch.cuda.synchronize()
         print(f"{shape}: {len(several)} instances", flush=True)
 
@@ -127,11 +127,11 @@ def rungs(case: Case, device: torch.device) -> None:
     able = [c for c in ladder.rungs(case.head_dim).values() if portable.fits(c, properties)]
     calls = {config: call_of(*tensors, recipe=ladder.recipe_of(config), **case.options) for config in able}
     for config, call in calls.items():
-        cuda.forward(call, properties, config)
+        cuda_run.forward(call, properties, config)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     for config, call in calls.items():
-        cuda.forward(call, properties, config)
+        cuda_run.forward(call, properties, config)
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 

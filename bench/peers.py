@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
-from fp8attn.api import call_of, cuda_missing, triton_missing
-from fp8attn.cuda import run as cuda
+from fp8attn.api import call_of, cuda_unavailable, triton_unavailable
+from fp8attn.cuda import run as cuda_run
 from fp8attn.device import device_of
 from fp8attn.triton import run
 
@@ -55,12 +55,12 @@ def needs_gpu() -> str | None:
 
 
 def needs_cuda_kernels() -> str | None:
-    lacking = needs_gpu() or cuda_missing(device_here())
+    lacking = needs_gpu() or cuda_unavailable(device_here())
     return None if lacking is None else lacking.removeprefix("cuda: ")
 
 
 def needs_triton() -> str | None:
-    lacking = triton_missing(device_here())
+    lacking = triton_unavailable(device_here())
     return None if lacking is None else lacking.removeprefix("triton: ")
 
 
@@ -157,7 +157,7 @@ def _cuda(recipe: fp8attn.Recipe, problem: Problem) -> Attention:
     calls = [call_of(*tensors, **options) for tensors in problem.sets]
     device = device_of(problem.device)
     fp8attn.explain(*problem.sets[0], **options, backend="cuda")  # says what is missing
-    return lambda i: cuda.forward(calls[i % len(calls)], device)[0]
+    return lambda i: cuda_run.forward(calls[i % len(calls)], device)[0]
 
 
 def _end_to_end(backend: Literal["triton", "cuda"], recipe: fp8attn.Recipe, problem: Problem) -> Attention:

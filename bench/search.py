@@ -37,7 +37,7 @@ from .cases import Case
 from .command_line import UsageError, at_least
 from .machine import PROGRAM
 from .sheet import Sheet
-from .space import BACKENDS, Config, CudaConfig, Space, from_json, misfit, shipped, spaces, to_json, why_not
+from .space import BACKENDS, Config, CudaConfig, Space, from_json, shipped, spaces, to_json, unsupported_call, unsupported_config
 from .timing import Protocol
 
 HELP = "search for better kernel configs, evolving what ships; resumable, every try is in its journal"
@@ -317,7 +317,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     for backend in dict.fromkeys(arguments.backend or (BACKENDS if gpu else ("triton",))):
         for case in works:
             call = call_of(*cases.inputs(case, "normal", device), **case.options)
-            reason = why_not(backend, call, properties)
+            reason = unsupported_call(backend, call, properties)
             if reason is None:
                 jobs.append((backend, case, call))
             else:
@@ -376,7 +376,7 @@ def one_search(
 
     show(f"{backend}, {case.name}: what ships", 0.0)
     elite = search(
-        spaces(backend, call, device), seeds, lambda config: misfit(config, call, device), evaluate, journal, began + seconds,
+        spaces(backend, call, device), seeds, lambda config: unsupported_config(config, call, device), evaluate, journal, began + seconds,
         dice=random.Random(arguments.seed), batch=arguments.batch, progress=progress,
     )  # fmt: skip
     finalists = list(dict.fromkeys([seeds[0], *(one.config for one in elite)]))

@@ -12,7 +12,7 @@ from typing import Any
 from fp8attn.call import Call
 from fp8attn.cuda import configs as cuda_configs
 from fp8attn.cuda import portable as cuda_portable
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import HopperConfig as CudaHopperConfig
 from fp8attn.cuda.portable import PortableConfig as CudaPortableConfig
 from fp8attn.device import Device
@@ -98,7 +98,7 @@ class Space:
 def spaces(backend: str, call: Call, device: Device) -> list[Space]:
     """Where a call's configs may lie."""
     if backend == "cuda":
-        return [_cuda_space(cuda.choose(call, device))]
+        return [_cuda_space(cuda_run.choose(call, device))]
     found = [
         Space(
             TritonPortableConfig,
@@ -107,7 +107,7 @@ def spaces(backend: str, call: Call, device: Device) -> list[Space]:
             {"block_m": (16, 32, 64, 128), "block_n": (32, 64, 128)},
         )
     ]
-    if triton.why_not_hopper(call, device) is None:
+    if triton.unsupported_arch(call, device) is None:
         structure = {"consumers": (1, 2, 3, 4), "teams": (1, 3), "overlap": (False, True), "stages": (2, 3, 4), "polynomials": (0, 1, 2)}
         found.append(Space(TritonHopperConfig, {}, structure, {"block_n": (64, 128), "registers": (112, 136, 160, 200, 240)}))
     return found
@@ -116,7 +116,7 @@ def spaces(backend: str, call: Call, device: Device) -> list[Space]:
 def _cuda_space(shipped: CudaConfig) -> Space:
     """Around the instance that runs a call: the Hopper kernel's where that does, else the portable kernel's."""
     if isinstance(shipped, CudaHopperConfig):
-        fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general", "int8", "half_q", "masked", "added")}
+        fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general", "int8", "fuse_q_quant", "masked", "added")}
         structure = {"consumers": (1, 2, 3, 4), "overlap": (False, True), "stages": (2, 3, 4, 5, 6)}
         return Space(CudaHopperConfig, fixed, structure, {"registers": tuple(range(88, 248, 8))})
     names = ("head_dim", "value_dim", "tensor_qk", "tensor_pv", "fused", "fast_exp", "operands", "e4m3_p", "general", "int8")
@@ -131,28 +131,28 @@ def _cuda_space(shipped: CudaConfig) -> Space:
     )  # fmt: skip
 
 
-def misfit(config: Config, call: Call, device: Device) -> str | None:
+def unsupported_config(config: Config, call: Call, device: Device) -> str | None:
     """Why a config can't run a call on a device, or None if it can."""
     if isinstance(config, CudaHopperConfig):
-        return cuda_configs.misfit(config, device)
+        return cuda_configs.unsupported_config(config, device)
     if isinstance(config, CudaPortableConfig):
-        return cuda_portable.misfit(config, device)
-    return triton_configs.misfit(config, call, device)
+        return cuda_portable.unsupported_config(config, device)
+    return triton_configs.unsupported_config(config, call, device)
 
 
 def shipped(backend: str, call: Call, device: Device) -> list[Config]:
     """The config that runs a call today, then the others that the tables and rules have for it."""
     if backend == "cuda":
-        first = cuda.choose(call, device)
+        first = cuda_run.choose(call, device)
         others = cuda_configs.serving(call) if isinstance(first, CudaHopperConfig) else cuda_portable.serving(call, device)
         return [first, *(config for config in others if config != first)]
     rules: list[Config] = [triton.choose(call, device), triton_configs.portable_config(call, device)]
-    if triton.why_not_hopper(call, device) is None:
+    if triton.unsupported_arch(call, device) is None:
         rules.append(triton_configs.hopper_config(call, device))
     return list(dict.fromkeys(rules))
 
 
-def why_not(backend: str, call: Call, device: Device) -> str | None:
+def unsupported_call(backend: str, call: Call, device: Device) -> str | None:
     """Why a backend has no config for a call, or None if it has."""
-    planned = cuda.plan(call, device) if backend == "cuda" else None
+    planned = cuda_run.plan(call, device) if backend == "cuda" else None
     return planned if isinstance(planned, str) else None

@@ -15,11 +15,11 @@ from torch.compiler import is_compiling
 from . import eager, hybrid, ops, rotation
 from .ambient import autocast_dtype
 from .call import GROUPS, Call, empty_lse, empty_output
-from .cuda import build, configs, early, short
+from .cuda import build, configs, early, fused_small
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
-from .recipe import AT_ONCE, DEFAULT_RECIPE, PRECISE, ProductType, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import run
 from .validate import (
@@ -87,18 +87,18 @@ class Plan:
     because: tuple[str, ...]
 
 
-def cuda_missing(device: torch.device) -> str | None:
+def cuda_unavailable(device: torch.device) -> str | None:
     """Why the CUDA kernels can't run on a device's tensors and what to do, as far as is known without compiling them, or None."""
     if device.type != "cuda":
         return f"cuda: tensors are on {device}; move them to a GPU"
     properties = device_of(device)
     if properties.arch < 80:
         return f"cuda: the kernels need sm_80 or later, {properties.name} is sm_{properties.arch}"
-    lacking = build.unavailable()
-    return None if lacking is None else f"cuda: {lacking}"
+    reason = build.unavailable()
+    return None if reason is None else f"cuda: {reason}"
 
 
-def triton_missing(device: torch.device) -> str | None:
+def triton_unavailable(device: torch.device) -> str | None:
     """Why Triton kernels can't run on a device's tensors and what to do, or None if they can."""
     if ops.has_kernels(device):
         return None
@@ -117,9 +117,9 @@ def choose_backend(backend: Backend, device: torch.device) -> str:
         return "auto" if device.type == "cuda" else "reference"
     missing = None
     if backend == "cuda" and device.type != "cuda":
-        missing = cuda_missing(device)
+        missing = cuda_unavailable(device)
     elif backend == "triton":
-        missing = triton_missing(device)
+        missing = triton_unavailable(device)
     if missing is not None:
         raise BackendUnavailable(missing)
     return backend
@@ -332,8 +332,8 @@ def sdpa(
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
         backend: `auto`, `triton`, `cuda`, `reference` or `modelled`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
             for other calls on a GPU, and the exact reference for CPU tensors, which knows no recipe. `modelled` has the numerics of the kernels in
-            plain torch, on any device. `auto` and `cuda` quantize and attend in one launch where fp8attn.cuda.short says so, and elsewhere quantize
-            query where they attend, if the recipe is the default or `PRECISE`: the bits are the same.
+            plain torch, on any device. With the default recipe and `PRECISE`, `auto` and `cuda` quantize and attend in one launch where
+            fp8attn.cuda.fused_small takes the call; elsewhere the attention kernel quantizes query. The bits are the same.
 
     Returns:
         out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
@@ -348,7 +348,7 @@ def sdpa(
         query, key, value = (cast(x, dtype) for x in (query, key, value))
         out_dtype = out_dtype or dtype
     options = None
-    if not return_lse and not is_compiling() and _is_at_once(recipe):
+    if not return_lse and not is_compiling() and _is_fused_recipe(recipe):
         options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
         repeated = eager.repeat(query, key, value, attn_mask, options)
         if repeated is not None:
@@ -417,11 +417,11 @@ def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> 
         options = None  # expanded, or quantized by the user: not what the next call comes with
     plain = _plain(checked, a.recipe) if chosen in ("auto", "cuda") else None
     if plain is not None:
-        out, lse, k_mean = _from_half(chosen)(
+        out, lse, k_mean = _from_fp16(chosen)(
             *plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask, scale=checked.scale
         )  # fmt: skip
         if options is not None:
-            eager.remember_from_half(*plain, a.attn_mask, options, checked.softmax_scale, a.recipe.qk, checked.causal, out)
+            eager.remember_from_fp16(*plain, a.attn_mask, options, checked.softmax_scale, a.recipe.qk, checked.causal, out)
         if not a.return_lse:
             return out
         return out, _unsmoothed(checked, lse, plain[0], k_mean, rotation.part_of(plain[0].shape[3], a.recipe.rotate))
@@ -478,9 +478,9 @@ def _forward(chosen: str):
     return getattr(ops.library_ops, f"{chosen}_forward")
 
 
-def _from_half(chosen: str):
+def _from_fp16(chosen: str):
     """The operator that quantizes, too."""
-    return getattr(ops.library_ops, f"{chosen}_forward_from_half")
+    return getattr(ops.library_ops, f"{chosen}_forward_from_fp16")
 
 
 def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -491,7 +491,7 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
         part = replace(checked, query=q, key=k, value=v, causal=causal)
         plain = _plain(part, others) if chosen in ("auto", "cuda") else None
         if plain is not None:
-            return _from_half(chosen)(*plain, part.softmax_scale, others.qk, causal, part.out_dtype, True, scale=part.scale)
+            return _from_fp16(chosen)(*plain, part.softmax_scale, others.qk, causal, part.out_dtype, True, scale=part.scale)
         prepared = _prepare(part, others, chosen)
         return *_forward(chosen)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
 
@@ -502,18 +502,18 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
 
 def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """q, k and v of a call of which the attention kernel may quantize something, by what torch.compile knows; or None."""
-    if not checked.is_float or not _is_at_once(recipe):
+    if not checked.is_float or not _is_fused_recipe(recipe):
         return None
     query, key, value = checked.floats
-    if not ((checked.attn_mask is None and short.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
+    if not ((checked.attn_mask is None and fused_small.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
         return None
     return query, key, value
 
 
-def _is_at_once(recipe: object) -> bool:
-    """Whether it's of recipe.AT_ONCE. Every call asks, and fields take a microsecond to compare. Not for torch.compile, which doesn't guard which
-    object of several recipes that it knows an argument is."""
-    return recipe is DEFAULT_RECIPE or recipe is PRECISE or (type(recipe) is Recipe and recipe == AT_ONCE[recipe.qk])
+def _is_fused_recipe(recipe: object) -> bool:
+    """Whether the recipe is one of recipe.FUSED_RECIPES. Identity comes first: comparing fields takes a microsecond, in every call.
+    Not for traced calls: torch.compile doesn't guard an argument's identity."""
+    return recipe is DEFAULT_RECIPE or recipe is PRECISE or (type(recipe) is Recipe and recipe == FUSED_RECIPES[recipe.qk])
 
 
 def _by(backend: Backend, function: Function) -> Callable[[Callable[..., Any]], Function]:
@@ -659,7 +659,7 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
     chosen = choose_backend(backend, device)
     because = [f"backend={backend!r} on {device}"]
     if chosen == "reference":
-        missing = [x for x in (cuda_missing(device), triton_missing(device)) if x is not None]
+        missing = [x for x in (cuda_unavailable(device), triton_unavailable(device)) if x is not None]
         return Plan("reference", "attention", None, "float32", (*because, *missing, "exact, whatever the recipe"))
     if chosen == "modelled":
         return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
@@ -668,26 +668,26 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
     properties = device_of(device)
     plain = _plain(checked, recipe) if chosen != "triton" else None
     half: tuple[Any, ...] | None = None if plain is None else (*plain, checked.softmax_scale, recipe.qk, checked.attn_mask)
-    if half is not None and ops.why_not_one_launch(*half) is None:
-        return Plan("cuda", "short", short.choose(half[0]), "e4m3", (*because, "quantized and attended in one launch"))
+    if half is not None and ops.unsupported_one_launch(*half) is None:
+        return Plan("cuda", "fused_small", fused_small.choose(half[0]), "e4m3", (*because, "quantized and attended in one launch"))
     call = Call(*_operator_arguments(_prepare(checked, recipe), False))
-    if half is not None and ops.why_not_half_q(*half) is None:
+    if half is not None and ops.unsupported_fused_q(*half) is None:
         call = replace(call, q=half[0], q_scale=None)
         because.append("query is quantized where it attends")
     scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")
         if isinstance(planned, HopperConfig):
-            if half is not None and ops.why_not_two_launches(*half) is None and early.begins_early(call, planned, properties):
+            if half is not None and ops.unsupported_two_launches(*half) is None and early.begins_early(call, planned, properties):
                 because.append("attention begins with heads whose key and value are quantized")
             return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
         if isinstance(planned, PortableConfig):
-            because.append(f"not the Hopper kernel: {configs.why_not(call, properties)}")
+            because.append(f"not the Hopper kernel: {configs.unsupported_call(call, properties)}")
             return Plan("cuda", "portable", planned, scores + ("e4m3" if planned.operands == "native" else "f16"), tuple(because))
         if chosen == "cuda":
             raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
         because.append(f"cuda: {planned}")
-    reason = run.why_not_hopper(call, properties)
+    reason = run.unsupported_arch(call, properties)
     compute = call.compute
     if compute == "e4m3" and not properties.has_fp8_units:
         compute = "f16"

@@ -62,7 +62,7 @@ class Call:
         return self.k.dtype == torch.int8
 
     @property
-    def half_q(self) -> bool:
+    def fuse_q_quant(self) -> bool:
         """Whether the kernel is to quantize q."""
         return self.q.dtype in HALVES
 
@@ -106,7 +106,7 @@ class Call:
         return causal_offset(self.causal, self.q_length, self.kv_length)
 
 
-def why_not_tma(x: torch.Tensor, name: str) -> str | None:
+def unsupported_tma(x: torch.Tensor, name: str) -> str | None:
     """Why TMA can't load from x (B, H, S, D), or None if it can (CUDA driver API, cuTensorMapEncodeTiled)."""
     if x.data_ptr() % 16:
         return f"{name} doesn't start at a multiple of 16 bytes"

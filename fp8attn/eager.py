@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from . import ops
 from .call import Call
 from .cuda import early, portable
-from .cuda import run as cuda
+from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .cuda.portable import PortableConfig
 from .device import device_of
@@ -132,20 +132,20 @@ def remember(
     config, device = ops.plan_cuda(call, first), device_of(call.q.device)
     if isinstance(config, str):
         return
-    sharers = cuda.sharers_of(call, config, device)
-    if isinstance(config, PortableConfig) and (portable.packed(call) is not call or sharers > 1):
+    split_ctas = cuda_run.split_ctas_of(call, config, device)
+    if isinstance(config, PortableConfig) and (portable.packed(call) is not call or split_ctas > 1):
         return
     try:
-        library = cuda.library_of(config, device)
+        library = cuda_run.library_of(config, device)
     except BuildError:  # Triton went on
         return
     name, tensors, number = again
-    arguments, scratch = cuda.launch_of(call, device, config, library, sharers)
+    arguments, scratch = cuda_run.launch_of(call, device, config, library, split_ctas)
     library.operators.remember.default(number, *arguments, *tensors[:7], attn_mask, out, *scratch)
     _launches[name] = partial(library.operators.repeat.default, number)
 
 
-def remember_from_half(
+def remember_from_fp16(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, options: tuple, softmax_scale: float,
     qk: ProductType, causal: Causal, out: torch.Tensor,
 ) -> None:  # fmt: skip
@@ -156,11 +156,11 @@ def remember_from_half(
     name, _, number = again
     device = device_of(query.device)
     try:
-        if ops.why_not_one_launch(query, key, value, softmax_scale, qk, attn_mask) is None:
-            library, arguments = cuda.launch_from_half(query, key, softmax_scale, causal, device)
-            library.operators.remember_from_half.default(number, *arguments, query, key, value, out)
-            _launches[name] = partial(library.operators.repeat_from_half.default, number)
-        elif ops.why_not_two_launches(query, key, value, softmax_scale, qk, attn_mask) is None and out.numel() > 0:
+        if ops.unsupported_one_launch(query, key, value, softmax_scale, qk, attn_mask) is None:
+            library, arguments = cuda_run.launch_from_fp16(query, key, softmax_scale, causal, device)
+            library.operators.remember_from_fp16.default(number, *arguments, query, key, value, out)
+            _launches[name] = partial(library.operators.repeat_from_fp16.default, number)
+        elif ops.unsupported_two_launches(query, key, value, softmax_scale, qk, attn_mask) is None and out.numel() > 0:
             library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, qk, causal, out.dtype, device, attn_mask)
             library.operators.remember_both.default(number, *arguments, query, key, value, attn_mask, filled, out, *scratch)
             _launches[name] = partial(library.operators.repeat_both.default, number)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .api import Backend, cuda_missing, sdpa, triton_missing
+from .api import Backend, cuda_unavailable, sdpa, triton_unavailable
 from .cuda import build, configs, portable
 from .device import Device, device_of
 from .ops import has_kernels
@@ -104,14 +104,14 @@ def _triton_backend(device: torch.device) -> str:
         _check_sum(InterpretedFunction(_sum_kernel.fn), device)
 
     fault = _interpreter_fault(interpreted)
-    return f"{triton_missing(device)}{'' if fault is None else f'; but {fault}'}"
+    return f"{triton_unavailable(device)}{'' if fault is None else f'; but {fault}'}"
 
 
 def _cuda_backend(device: torch.device) -> str:
     """Whether its kernels load, if they are compiled already; else whether anything is known that would stop them from being compiled."""
-    lacking = cuda_missing(device)
-    if lacking is not None:
-        return lacking
+    reason = cuda_unavailable(device)
+    if reason is not None:
+        return reason
     properties = device_of(device)
     instances = configs.INSTANCES if properties.arch // 10 == 9 else portable.group(portable.DIMS[1], properties)
     try:
@@ -151,7 +151,7 @@ def _gpu(device: Device) -> str:
 
 
 def _hopper_kernel(device: Device) -> str:
-    return "needs sm_90" if device.arch // 10 != 9 else run.hopper_missing or "works, is compiled on first use"
+    return "needs sm_90" if device.arch // 10 != 9 else run.hopper_unavailable or "works, is compiled on first use"
 
 
 def _cuda_kernels(device: Device) -> str:
@@ -159,7 +159,7 @@ def _cuda_kernels(device: Device) -> str:
     if device.arch < 80:
         return "need sm_80"
     operands = "e4m3 as it is" if device.has_fp8_units else "e4m3 as half"
-    return f"{'short, hopper, and for what they refuse ' if device.arch // 10 == 9 else ''}portable, which multiplies {operands}"
+    return f"{'fused_small, hopper, and for what they refuse ' if device.arch // 10 == 9 else ''}portable, which multiplies {operands}"
 
 
 def _line(tell: Callable[[], str]) -> str:

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from . import quantize as definition
+from . import quantize as quantize_ref
 from . import reference, rotation, validate
 from .ambient import shielded
 from .call import GRANULARITIES, Call, empty_key_mean, empty_lse, empty_output
-from .cuda import build, configs, early, short
+from .cuda import build, configs, early, fused_small
 from .cuda import quantize as cuda_quantize
-from .cuda import run as cuda
+from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import Device, device_of
 from .layout import padded_length
 from .recipe import (
-    AT_ONCE,
     E4M3,
+    FUSED_RECIPES,
     QUERY_GROUP,
     SCALE_BLOCK,
     ComputeType,
@@ -41,7 +41,7 @@ from .recipe import (
     Rotation,
 )
 from .reference import Causal, causal_offset
-from .triton import quantize as fused
+from .triton import quantize as triton_quantize
 from .triton import run
 from .triton.bias import with_bias
 from .triton.half_keys import half_keys
@@ -105,10 +105,10 @@ def current(device: torch.device):
     return torch.cuda.device(device)
 
 
-def why_not_quantize_by_cuda(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
+def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
     """Why keys and values are quantized by Triton kernels, as far as is known without compiling, or None if a CUDA kernel does it."""
     device = device_of(k.device)
-    return cuda_quantize.why_not(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k, recipe.qk), device.arch)
+    return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k, recipe.qk), device.arch)
 
 
 def quantized(
@@ -122,7 +122,7 @@ def quantized(
     like = k if q is None else q
     assert like is not None
     if not has_kernels(like.device):
-        return definition.quantize(q, k, v, recipe)
+        return quantize_ref.quantize(q, k, v, recipe)
     device = device_of(like.device)
     with current(like.device):
         q_quantized, k_quantized, v_quantized = _by_kernels(q, k, v, recipe, device, by_triton)
@@ -135,14 +135,14 @@ def _by_kernels(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, by_triton: bool
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """A smoothed q is without `bias`."""
-    if k is not None and v is not None and not by_triton and why_not_quantize_by_cuda(k, v, recipe) is None:
+    if k is not None and v is not None and not by_triton and unsupported_cuda_quantize(k, v, recipe) is None:
         try:
-            kv = cuda.quantize_kv(k, v, recipe.qk, device)
+            kv = cuda_run.quantize_kv(k, v, recipe.qk, device)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
         else:
-            return None if q is None else fused.quantize(q, None, None, recipe, device)[0], *kv
-    return fused.quantize(q, k, v, recipe, device)
+            return None if q is None else triton_quantize.quantize(q, None, None, recipe, device)[0], *kv
+    return triton_quantize.quantize(q, k, v, recipe, device)
 
 
 def _quantize(
@@ -175,7 +175,7 @@ def _quantize(
 
 def _bias_shape(means: Sequence[int], kv_length: int) -> tuple[int, int, int, int]:
     """Of Quantized.bias, by the shape of the means."""
-    return means[0], means[1], means[2], definition.bias_pitch(kv_length)
+    return means[0], means[1], means[2], quantize_ref.bias_pitch(kv_length)
 
 
 def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, smooth_q, rotate, qk) -> tuple[torch.Tensor, ...]:
@@ -186,8 +186,8 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
 
     q_data, q_scale, q_mean, bias = (numbers(0) for _ in range(4))
     if q is not None:
-        q_data = definition.empty_rows(q, definition.row_type(qk))
-        q_scale = numbers(*definition.scale_shape(q_granularity, *q.shape))
+        q_data = quantize_ref.empty_rows(q, quantize_ref.row_type(qk))
+        q_scale = numbers(*quantize_ref.scale_shape(q_granularity, *q.shape))
         if smooth_q:
             means = (*q.shape[:2], -(-q.shape[2] // QUERY_GROUP), q.shape[3])
             q_mean = numbers(*means)
@@ -199,17 +199,17 @@ def _fake_quantize(q, k, v, q_granularity, k_granularity, v_granularity, smooth_
         q_data,
         q_scale,
         q_mean,
-        definition.empty_rows(k, definition.row_type(qk)),
-        numbers(*definition.scale_shape(k_granularity, *k.shape)),
+        quantize_ref.empty_rows(k, quantize_ref.row_type(qk)),
+        numbers(*quantize_ref.scale_shape(k_granularity, *k.shape)),
         numbers(batch, heads, k.shape[3]) if smooth_k else numbers(0),
         v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3),
-        numbers(*definition.scale_shape(v_granularity, batch, heads, length, dim)),
+        numbers(*quantize_ref.scale_shape(v_granularity, batch, heads, length, dim)),
         numbers(batch, heads, dim) if smooth_v else numbers(0),
         bias,
     )
 
 
-for _name, _quantizer in (("quantize", _quantize), ("modelled_quantize", functools.partial(_quantize, by=definition.quantize))):
+for _name, _quantizer in (("quantize", _quantize), ("modelled_quantize", functools.partial(_quantize, by=quantize_ref.quantize))):
     register(
         f"{_name}(Tensor? q, Tensor? k, Tensor? v, str q_granularity, str k_granularity, str v_granularity, bool smooth_k, bool smooth_v,"
         " bool smooth_q, int rotate, str qk) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -220,7 +220,7 @@ for _name, _quantizer in (("quantize", _quantize), ("modelled_quantize", functoo
 
 def _score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity) -> torch.Tensor:
     validate.check_score_bias(q_mean, k_data, k_scale, k_granularity)
-    return definition.score_bias(q_mean, definition.dequantize(Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])))
+    return quantize_ref.score_bias(q_mean, quantize_ref.dequantize(Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])))
 
 
 def _fake_score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity) -> torch.Tensor:
@@ -234,11 +234,11 @@ def _import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granu
     validate.check_import_operands(k_data, k_scale, k_granularity, v)
     if has_kernels(v.device):
         with current(v.device):
-            data, tokens = fused.import_values(v, device_of(v.device))
+            data, tokens = triton_quantize.import_values(v, device_of(v.device))
     else:
-        data, tokens = definition.import_values(v)
+        data, tokens = quantize_ref.import_values(v)
     k = Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])
-    return definition.poison(k, tokens).scale, data
+    return quantize_ref.poison(k, tokens).scale, data
 
 
 def _fake_import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -253,11 +253,11 @@ def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return run.forward(call, device_of(call.q.device))
 
 
-def plan_cuda(call: Call, first: bool = False) -> cuda.Config | str:
+def plan_cuda(call: Call, first: bool = False) -> cuda_run.Config | str:
     """The instance of the CUDA kernels that runs a call, of those that `auto` takes before Triton's if `first`; or why none does, as far as is
     known without compiling them."""
     device = device_of(call.q.device)
-    planned = cuda.plan(call, device, first)
+    planned = cuda_run.plan(call, device, first)
     return planned if isinstance(planned, str) else build.unavailable(planned, device.arch) or planned
 
 
@@ -265,7 +265,7 @@ def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     planned = plan_cuda(call)
     if isinstance(planned, str):
         raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
-    return cuda.forward(call, device_of(call.q.device), planned)
+    return cuda_run.forward(call, device_of(call.q.device), planned)
 
 
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,7 +273,7 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     planned = plan_cuda(call, first=True)
     if not isinstance(planned, str):
         try:
-            return cuda.forward(call, device_of(call.q.device), planned)
+            return cuda_run.forward(call, device_of(call.q.device), planned)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
     return _by_triton(call)
@@ -421,7 +421,7 @@ def _dequantize(
 ) -> torch.Tensor:
     x = Quantized(data, scale, granularity, layout, length, mean)
     validate.check_quantized("x", x, layout)
-    return definition.dequantize(x)
+    return quantize_ref.dequantize(x)
 
 
 def _fake_dequantize(data, scale, granularity, layout, length, mean):
@@ -461,7 +461,7 @@ def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):
 register("unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, float softmax_scale, int rotated) -> Tensor", _unsmoothed_lse, _fake_unsmoothed_lse)
 
 
-def why_not_one_launch(
+def unsupported_one_launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
 ) -> str | None:
     """Why quantization and attention of plain tensors are launches of their own, as far as is known without compiling, or None if they are one."""
@@ -469,25 +469,26 @@ def why_not_one_launch(
         return f"recipe.qk is {qk!r}; it takes 'e4m3'"
     if attn_mask is not None:
         return "attn_mask is given; it takes none"
-    return short.why_not(q, k, v, softmax_scale, device_of(q.device)) or build.unavailable()
+    return fused_small.unsupported_call(q, k, v, softmax_scale, device_of(q.device)) or build.unavailable()
 
 
-def why_not_half_q(
+def unsupported_fused_q(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
 ) -> str | None:
     """Why q is quantized before attention and not on its way, as far as is known without compiling, or None if it is on its way."""
-    return configs.why_not_quantize(q, v.shape[3], softmax_scale, qk, device_of(q.device), attn_mask) or build.unavailable()
+    return configs.unsupported_q_quant(q, v.shape[3], softmax_scale, qk, device_of(q.device), attn_mask) or build.unavailable()
 
 
-def why_not_two_launches(
+def unsupported_two_launches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
 ) -> str | None:
     """Why plain tensors take more than a launch that quantizes k and v and one that attends, likewise, or None if they don't."""
-    return why_not_half_q(q, k, v, softmax_scale, qk, attn_mask) or why_not_quantize_by_cuda(k, v, AT_ONCE[qk])
+    return unsupported_fused_q(q, k, v, softmax_scale, qk, attn_mask) or unsupported_cuda_quantize(k, v, FUSED_RECIPES[qk])
 
 
-def from_half_by(backend: Forward, required: bool):
-    """An operator's implementation: recipe.AT_ONCE[qk] and attention, in one launch where that is possible, or with q quantized by the attention's.
+def from_fp16_by(backend: Forward, required: bool):
+    """Implementation of an operator that quantizes by recipe.FUSED_RECIPES[qk] and attends, in one launch where possible; else the attention
+    kernel quantizes q.
 
     Args:
         backend: attention, where it takes several.
@@ -510,39 +511,39 @@ def from_half_by(backend: Forward, required: bool):
 
         validate.check_floats(q, k, v, attn_mask)
         validate.check_launch(softmax_scale, causal, out_dtype)
-        if qk not in AT_ONCE:
-            raise ValueError(f"qk is {qk!r}; it must be one of {tuple(AT_ONCE)}")
+        if qk not in FUSED_RECIPES:
+            raise ValueError(f"qk is {qk!r}; it must be one of {tuple(FUSED_RECIPES)}")
         device = device_of(q.device)
         with current(q.device):
             try:
-                if why_not_one_launch(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
-                if why_not_two_launches(q, k, v, softmax_scale, qk, attn_mask) is None:
+                if unsupported_one_launch(q, k, v, softmax_scale, qk, attn_mask) is None:
+                    return cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                if unsupported_two_launches(q, k, v, softmax_scale, qk, attn_mask) is None:
                     out, lse, k_mean = early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
                     return out, lse, k_mean if return_lse else empty_key_mean(k, False)
-                if why_not_half_q(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    _, key, value = quantized(None, k, v, AT_ONCE[qk])
+                if unsupported_fused_q(q, k, v, softmax_scale, qk, attn_mask) is None:
+                    _, key, value = quantized(None, k, v, FUSED_RECIPES[qk])
                     assert key is not None and value is not None
-                    return attend(lambda call: cuda.forward(call, device, configs.choose(call, device)), q, None, key, value)
+                    return attend(lambda call: cuda_run.forward(call, device, configs.choose(call, device)), q, None, key, value)
             except BuildError as error:
                 if required:
                     raise
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-            query, key, value = quantized(q, k, v, AT_ONCE[qk])
+            query, key, value = quantized(q, k, v, FUSED_RECIPES[qk])
             assert query is not None and key is not None and value is not None
             return attend(backend, query.data, query.scale, key, value)
 
     return forward
 
 
-def _fake_from_half(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None):
+def _fake_from_fp16(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
 
 
 for _name, _backend, _required in (("cuda", _by_cuda, True), ("auto", _by_whichever, False)):
     register(
-        f"{_name}_forward_from_half(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse,"
+        f"{_name}_forward_from_fp16(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse,"
         " Tensor? attn_mask=None) -> (Tensor, Tensor, Tensor)",
-        from_half_by(_backend, _required),
-        _fake_from_half,
+        from_fp16_by(_backend, _required),
+        _fake_from_fp16,
     )

@@ -36,7 +36,7 @@ from .recipe import (
     Recipe,
 )
 
-STRIP = 512
+TOKEN_CHUNK = 512
 """Tokens that one program adds up."""
 
 LANES = 32
@@ -63,7 +63,7 @@ RUN = 64
 FEEDBACK = 2.0**-3
 """How much of what rounding earlier tokens of a run of V's left over is added before the next is rounded."""
 
-LARGEST_PUSH = 2.0**-5
+LARGEST_CORRECTION = 2.0**-5
 """At most this part of the token's own value: a quarter to half a step of e4m3."""
 
 FIT_DIM = 64
@@ -95,12 +95,12 @@ def lane_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum (B, H, S, D) over tokens in a fixed order: `lane_sum` of every strip of tokens, then of the strips."""
+    """Sum (B, H, S, D) over tokens in a fixed order: `lane_sum` of every token_chunk of tokens, then of the token_chunks."""
     batch, heads, length, dim = x.shape
-    strips = -(-length // STRIP)
-    padded = x.new_zeros(batch, heads, strips * STRIP, dim)
+    token_chunks = -(-length // TOKEN_CHUNK)
+    padded = x.new_zeros(batch, heads, token_chunks * TOKEN_CHUNK, dim)
     padded[:, :, :length] = x
-    return lane_sum(lane_sum(padded.unflatten(2, (strips, STRIP))))
+    return lane_sum(lane_sum(padded.unflatten(2, (token_chunks, TOKEN_CHUNK))))
 
 
 def finite_or_zero(x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def encode(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def feedback(length: int) -> float:
     """FEEDBACK, or 0 for so few tokens that they are quantized in one launch, which has no time for it."""
-    return FEEDBACK if length > STRIP else 0.0
+    return FEEDBACK if length > TOKEN_CHUNK else 0.0
 
 
 def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -245,12 +245,12 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     An output is a weighted sum of V's rows, and its error of their errors. Rounded to nearest, these are independent of each other. Softmax's
     weights are positive: what they have in common adds errors up, and errors whose sum over every RUN of tokens is small cancel there. Each token
-    is rounded with FEEDBACK of what is owed to the ones before it, which makes its own error larger by 2 % (Spang and Schultheiss, "Reduction of
+    is rounded with FEEDBACK of what is residual to the ones before it, which makes its own error larger by 2 % (Spang and Schultheiss, "Reduction of
     Quantizing Noise by Use of Feedback", 1962, whose filter has one zero; here it is damped, and starts anew with every run, so that runs are
     independent). The output's share of V's error falls by 17 % for N(0, 1) scores, and by 57 % where weights vary slowly. The limit keeps
     tokens of small values, where attention goes that has nowhere to go, from paying for large ones.
 
-    In half precision, of which hardware takes two channels at a time: every operation rounds, what is owed once a token. There is no negative
+    In half precision, of which hardware takes two channels at a time: every operation rounds, what is residual once a token. There is no negative
     zero.
     """
     z = (y * (1.0 / scale).unsqueeze(-2)).half()
@@ -259,11 +259,11 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     padded[:, :, :length] = z
     runs = padded.unflatten(2, (-1, RUN))
     codes = torch.empty_like(runs, dtype=E4M3)
-    owed = torch.zeros_like(runs[..., 0, :])
+    residual = torch.zeros_like(runs[..., 0, :])
     for token, x in enumerate(runs.unbind(-2)):
-        push = torch.minimum(owed.abs(), x.abs() * LARGEST_PUSH).copysign(owed)
-        code = (x + push).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-        owed = (owed.float() + (x - code.half()).float() * feedback(length)).half()
+        correction = torch.minimum(residual.abs(), x.abs() * LARGEST_CORRECTION).copysign(residual)
+        code = (x + correction).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        residual = (residual.float() + (x - code.half()).float() * feedback(length)).half()
         codes[..., token, :] = code
     return codes.flatten(2, 3)[:, :, :length]
 

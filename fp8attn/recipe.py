@@ -155,7 +155,7 @@ By the oracle, exponentials exact, relative L2 at 1k keys, D 64 and 128, in brac
 and 0.027 (0.042, 0.044), V of one sign 0.0019 and 0.0019 (0.0024, 0.0024), one-hot 0.027 (0.027). What is left is V's and P's rounding.
 """
 
-AT_ONCE: dict[ProductType, Recipe] = {recipe.qk: recipe for recipe in (DEFAULT_RECIPE, PRECISE)}
+FUSED_RECIPES: dict[ProductType, Recipe] = {recipe.qk: recipe for recipe in (DEFAULT_RECIPE, PRECISE)}
 """Recipes that kernels quantize with as they attend, or right before."""
 
 

@@ -136,7 +136,7 @@ CODE_ROUND = 0.458
 def direct_code(y: torch.Tensor) -> torch.Tensor:
     """2^y as the e4m3 number whose code is 8 (y + 7) to the nearest, 2^f taken as 1 + f and as little below it as above.
 
-    The linear piece per octave is Schraudolph's (Neural Computation 11, 1999), on 8-bit codes. y is at most 8.
+    The linear work_tile per octave is Schraudolph's (Neural Computation 11, 1999), on 8-bit codes. y is at most 8.
     """
     code = (8 * (y + 7) - CODE_ROUND).round().clamp(min=0)
     return torch.where(y.isnan(), E4M3_NAN, code.nan_to_num(0.0)).to(torch.uint8).view(E4M3).float()

@@ -22,7 +22,7 @@ MOST_CHANNELS = 1 << 31
 L2_BYTES = 8 << 20
 """Of keys and values that surely stay in L2 while they are worked on."""
 
-SHARERS = 5
+HEAD_CTAS = 5
 """Teams that work on one head at a time: they read its keys at about the same time, so that L2 has them for all but the first."""
 
 
@@ -61,6 +61,6 @@ def heads_side_by_side(call: Call, teams: int) -> int:
         return sharing
     heads = call.batch * call.kv_heads
     in_l2 = L2_BYTES // (call.kv_length * (call.head_dim + call.value_dim))
-    mixed = max(in_l2, teams // SHARERS // sharing, 1)
+    mixed = max(in_l2, teams // HEAD_CTAS // sharing, 1)
     groups = -(-heads // mixed)  # as large as each other: a small one at the end would have long tiles late
     return sharing * -(-heads // groups)

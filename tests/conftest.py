@@ -44,7 +44,7 @@ import tiers  # noqa: E402
 from bench.machine import commit, keep_triton_cache  # noqa: E402
 from emulated import Emulated  # noqa: E402
 from fp8attn import Recipe, eager  # noqa: E402
-from fp8attn.api import cuda_missing  # noqa: E402
+from fp8attn.api import cuda_unavailable  # noqa: E402
 from fp8attn.cuda import build  # noqa: E402
 from fp8attn.cuda.build import BuildError, Kernels  # noqa: E402
 from fp8attn.device import device_of  # noqa: E402
@@ -98,7 +98,7 @@ class Attention:
 @pytest.fixture(scope="session", params=("triton", "cuda"))
 def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
     if request.param == "cuda":
-        missing = cuda_missing(device)
+        missing = cuda_unavailable(device)
         if missing is not None:
             pytest.skip(missing)
     return Attention(request.param)
@@ -125,9 +125,9 @@ def nvcc() -> str:
 
 @pytest.fixture(scope="session")
 def emulated() -> Emulated:
-    lacking = emulation.missing()
-    if lacking is not None:
-        pytest.skip(lacking)
+    reason = emulation.missing()
+    if reason is not None:
+        pytest.skip(reason)
     return Emulated()
 
 
@@ -166,7 +166,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if GPU and not hasattr(session.config, "workerinput") and cuda_missing(torch.device("cuda")) is None:
+    if GPU and not hasattr(session.config, "workerinput") and cuda_unavailable(torch.device("cuda")) is None:
         threading.Thread(target=compile_ahead, daemon=True).start()
 
 

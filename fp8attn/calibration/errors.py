@@ -12,7 +12,7 @@ from .. import hybrid, reference
 from ..ambient import product, shielded
 from ..api import quantize, sdpa
 from ..quantize import dequantize
-from ..quantize import quantize as definition
+from ..quantize import quantize as quantize_ref
 from ..recipe import QUERY_GROUP, SCALE_BLOCK, Quantized, Recipe
 from ..validate import Checked
 from .calls import AttentionCall
@@ -109,7 +109,7 @@ def _errors(checked: Checked, recipe: Recipe, exact: torch.Tensor) -> HeadErrors
 
 def _defined(checked: Checked, recipe: Recipe) -> Operands:
     """The operands, quantized by the definition: the same bytes as by the kernels."""
-    q, k, v = definition(*checked.floats, recipe.of_others)
+    q, k, v = quantize_ref(*checked.floats, recipe.of_others)
     assert q is not None and k is not None and v is not None
     return q, k, v
 

@@ -128,7 +128,7 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
   TORCH_CHECK(blocks < int64_t(1) << 31, "attn_mask has ", blocks, " blocks of ", l.rows, " rows and ", l.keys, " keys; it must have fewer than 2^31");
   const Tensor room = at::empty({words + (blocks + 3) / 4}, mask.options().dtype(at::kInt));
   p.mask_bits = reinterpret_cast<uint32_t*>(room.mutable_data_ptr<int>());
-  p.mask_shown = reinterpret_cast<uint8_t*>(p.mask_bits + words);
+  p.block_mask = reinterpret_cast<uint8_t*>(p.mask_bits + words);
   return room;
 }
 
@@ -159,8 +159,8 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
   p.part_rows = part_rows ? part_rows->mutable_data_ptr<float>() : nullptr;
   if (l.rows > 0 && parts) {  // of the tiles that CTAs share
-    p.tail_ctas = parts->size(0);
-    std::swap(p.counter, p.handed_over);
+    p.stream_k_ctas = parts->size(0);
+    std::swap(p.counter, p.partials_ready);
   }
   if (q_scale) copy_strides(p.q_scale_strides, *q_scale);
   copy_strides(p.k_scale_strides, k_scale);
@@ -170,7 +170,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
     copy_strides(p.mask_strides, *attn_mask);
   }
-  const std::optional<Tensor> shown = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;  // until the launch
+  const std::optional<Tensor> bits = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;  // until the launch
   if (bias) {
     TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", bias->sizes(),
                 " isn't contiguous from a multiple of 16 bytes on");
@@ -204,13 +204,13 @@ void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t pa
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
-struct LaunchFromHalf {
+struct LaunchFromFp16 {
   int64_t launcher, ctas, splits;
   double softmax_scale;
   int64_t causal_offset;
 };
 
-void attend_from_half(const LaunchFromHalf& l, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
+void attend_from_fp16(const LaunchFromFp16& l, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
                       const std::optional<Tensor>& k_mean) {
   fp8attn::Params p = params_of(q, k, v, out, lse, k.size(2), v.size(3), l.softmax_scale, l.causal_offset);
   copy_strides(p.v_strides, v);
@@ -220,9 +220,9 @@ void attend_from_half(const LaunchFromHalf& l, const Tensor& q, const Tensor& k,
   launch(l.launcher, p, l.ctas, q.get_device());
 }
 
-void forward_from_half(int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& v,
+void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& k_mean) {
-  attend_from_half({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
+  attend_from_fp16({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
 }
 
 // What the quantizer's launch is told beside tensors. `sampled`: tokens that K's mean is made of.
@@ -287,7 +287,7 @@ Facts facts(int64_t options, std::initializer_list<const Tensor*> tensors) {
 
 // What a launch's CTAs tell each other through: words that are 0 at launch, and floats of each of some CTAs; fp8attn.cuda.run.Scratch.
 struct Scratch {
-  int64_t words, sharers, floats;
+  int64_t words, split_ctas, floats;
 };
 
 // What a tensor is made by.
@@ -310,7 +310,7 @@ struct Plan {
   std::optional<Tensor> words() const { return scratch.words == 0 ? std::nullopt : std::optional(at::zeros({scratch.words}, output.options.dtype(at::kInt))); }
 
   std::optional<Tensor> parts() const {
-    return scratch.sharers == 0 ? std::nullopt : std::optional(at::empty({scratch.sharers, scratch.floats}, output.options.dtype(at::kFloat)));
+    return scratch.split_ctas == 0 ? std::nullopt : std::optional(at::empty({scratch.split_ctas, scratch.floats}, output.options.dtype(at::kFloat)));
   }
 };
 
@@ -366,10 +366,10 @@ std::optional<Tensor> of_every_query(const std::optional<Tensor>& attn_mask, con
 void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
               int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
               const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask,
-              const Tensor& out, int64_t words, int64_t sharers, int64_t floats) {
+              const Tensor& out, int64_t words, int64_t split_ctas, int64_t floats) {
   plans<Launch>().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean), address(attn_mask)}),
                       {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out,
-                      {words, sharers, floats});
+                      {words, split_ctas, floats});
 }
 
 // Attention as in a call before, scales not expanded to every head, a mask not to every query; nothing if there was none like it.
@@ -386,18 +386,18 @@ std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_s
   return out;
 }
 
-void remember_from_half(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k,
+void remember_from_fp16(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k,
                         const Tensor& v, const Tensor& out) {
-  plans<LaunchFromHalf>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, {});
+  plans<LaunchFromFp16>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, {});
 }
 
-std::optional<Tensor> repeat_from_half(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
+std::optional<Tensor> repeat_from_fp16(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
   const Facts known = facts(options, {&q, &k, &v});
-  const auto plan = known.empty() ? nullptr : plans<LaunchFromHalf>().find(known);
+  const auto plan = known.empty() ? nullptr : plans<LaunchFromFp16>().find(known);
   if (plan == nullptr) return std::nullopt;
   const c10::DeviceGuard guard(q.device());
   const Tensor out = plan->output.empty();
-  attend_from_half(plan->launch, q, k, v, out, std::nullopt, std::nullopt);
+  attend_from_fp16(plan->launch, q, k, v, out, std::nullopt, std::nullopt);
   return out;
 }
 
@@ -405,13 +405,13 @@ std::optional<Tensor> repeat_from_half(int64_t options, const Tensor& q, const T
 void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side,
                    int64_t q_group, int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, int64_t quantizer, int64_t quantizer_ctas,
                    int64_t sampled, int64_t cluster, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask, at::TensorList quantized,
-                   const Tensor& out, int64_t words, int64_t sharers, int64_t floats) {
+                   const Tensor& out, int64_t words, int64_t split_ctas, int64_t floats) {
   plans<LaunchBoth>().add(facts(options, {&q, &k, &v, address(attn_mask)}),
                           {{quantizer, quantizer_ctas, sampled},
                            {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
                            cluster,
                            std::vector<Form>(quantized.begin(), quantized.end())},
-                          out, {words, sharers, floats});
+                          out, {words, split_ctas, floats});
 }
 
 std::optional<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask) {
@@ -435,7 +435,7 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   const std::string launch =
       "int launcher, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, int q_group, int k_group, int kv_length, float softmax_scale,"
       " int causal_offset, ";
-  const std::string launch_from_half = "int launcher, int ctas, int splits, float softmax_scale, int causal_offset, ";
+  const std::string launch_from_fp16 = "int launcher, int ctas, int splits, float softmax_scale, int causal_offset, ";
   const std::string operands = "Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, Tensor? v_mean";
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
 
@@ -444,8 +444,8 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
   m.impl("forward_when_ready", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_when_ready)));
-  define("forward_from_half(" + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
-  m.impl("forward_from_half", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_half)));
+  define("forward_from_fp16(" + launch_from_fp16 + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
+  m.impl("forward_from_fp16", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_fp16)));
 
   define(
       "quantize(int launcher, int ctas, int sampled, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
@@ -454,16 +454,16 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
 
   // of any device: tensors that aren't like any before aren't an error here
   const auto any = c10::DispatchKey::CompositeExplicitAutograd;
-  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask, Tensor out, int words, int sharers, int floats) -> ()");
+  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask, Tensor out, int words, int split_ctas, int floats) -> ()");
   m.impl("remember", torch::dispatch(any, TORCH_FN(remember)));
   define("repeat(int options, Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask=None) -> Tensor?");
   m.impl("repeat", torch::dispatch(any, TORCH_FN(repeat)));
-  define("remember_from_half(int options, " + launch_from_half + "Tensor q, Tensor k, Tensor v, Tensor out) -> ()");
-  m.impl("remember_from_half", torch::dispatch(any, TORCH_FN(remember_from_half)));
-  define("repeat_from_half(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
-  m.impl("repeat_from_half", torch::dispatch(any, TORCH_FN(repeat_from_half)));
+  define("remember_from_fp16(int options, " + launch_from_fp16 + "Tensor q, Tensor k, Tensor v, Tensor out) -> ()");
+  m.impl("remember_from_fp16", torch::dispatch(any, TORCH_FN(remember_from_fp16)));
+  define("repeat_from_fp16(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
+  m.impl("repeat_from_fp16", torch::dispatch(any, TORCH_FN(repeat_from_fp16)));
   define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int cluster, Tensor q, Tensor k, Tensor v,"
-         " Tensor? attn_mask, Tensor[] quantized, Tensor out, int words, int sharers, int floats) -> ()");
+         " Tensor? attn_mask, Tensor[] quantized, Tensor out, int words, int split_ctas, int floats) -> ()");
   m.impl("remember_both", torch::dispatch(any, TORCH_FN(remember_both)));
   define("repeat_both(int options, Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None) -> Tensor?");
   m.impl("repeat_both", torch::dispatch(any, TORCH_FN(repeat_both)));

@@ -46,7 +46,7 @@ from typing import Any
 import torch
 
 from ..device import ARCHITECTURES
-from . import portable, quantize, render, short
+from . import fused_small, portable, quantize, render
 from .configs import GROUPS, INSTANCES
 from .render import Config
 
@@ -540,7 +540,7 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     """What GPUs of an architecture load, library by library."""
     hopper: tuple[tuple[Config, ...], ...] = (
         *GROUPS.values(),
-        *(short.INSTANCES, quantize.INSTANCES, quantize.INT8_INSTANCES),
+        *(fused_small.INSTANCES, quantize.INSTANCES, quantize.INT8_INSTANCES),
     )
     others = (portable.group(dim, ARCHITECTURES[arch], int8) for dim in portable.DIMS for int8 in (False, True))
     return (*(hopper if arch // 10 == 9 else ()), *others)
@@ -553,9 +553,9 @@ def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] 
     Raises:
         BuildError: they can't be compiled here.
     """
-    lacking = missing()
-    if lacking is not None:
-        raise BuildError(lacking)
+    reason = missing()
+    if reason is not None:
+        raise BuildError(reason)
     parts: list[Part] = [Binding(), *(Kernels(instances, arch) for instances in (groups(arch) if libraries is None else libraries))]
     for part in parts:
         if prebuilt(part, folder) is not None:
@@ -625,9 +625,9 @@ def build(part: Part) -> Path:
     """
     folder = prebuilt(part)
     if folder is None:
-        lacking = missing()
-        if lacking is not None:
-            raise BuildError(lacking)
+        reason = missing()
+        if reason is not None:
+            raise BuildError(reason)
         cache, name = cache_folder(), fingerprint(part)
         try:
             folder = _built_in(cache / name, part)
@@ -662,9 +662,9 @@ def obstacle() -> str | None:
 
     Beyond `missing`: whether the compilers run, what environment variables hold, and whether the cache folder can be written to and locked.
     """
-    lacking = missing()
-    if lacking is not None:
-        return lacking
+    reason = missing()
+    if reason is not None:
+        return reason
     try:
         jobs()
         timeout()
@@ -753,8 +753,8 @@ def unavailable(config: Config | None = None, arch: int = 90) -> str | None:
     for part, words in list(_failures.items()):  # other threads add to them
         if isinstance(part, Binding) or (not _libraries if config is None else part.arch == arch and config in part.instances):
             return words
-    lacking = missing()
-    return None if lacking is None or os.path.exists(PREBUILT) else lacking
+    reason = missing()
+    return None if reason is None or os.path.exists(PREBUILT) else reason
 
 
 def built(instances: tuple[Config, ...] | None = None, arch: int = 90) -> dict[str, Any] | None:

@@ -13,12 +13,12 @@ struct HopperConfig {
   int exact;      // of every eight groups of 16 keys, those whose exponentials are exact; the others' e4m3 codes are written directly
   bool general;   // boolean masks, means of queries, scales per key, negative softmax scales; without, none of them
   bool int8;      // Q and K are int8, not e4m3
-  bool half_q;    // Q is bfloat16 or half, and becomes e4m3 or int8 here, every row with a scale of its own
+  bool fuse_q_quant;    // Q is bfloat16 or half, and becomes e4m3 or int8 here, every row with a scale of its own
   bool masked;    // boolean masks
   bool added;     // masks that are added to scores; of general instances
 };
 
-struct ShortConfig {
+struct FusedSmallConfig {
   int head_dim;   // of Q, K and V: 64 or 128
   int cluster;    // CTAs that share keys and values
   int consumers;  // warpgroups of a CTA; a cluster has one for every 16 channels of K and of V
@@ -26,7 +26,7 @@ struct ShortConfig {
 };
 
 struct QuantizeConfig {
-  int strips;  // of 512 tokens, at most
+  int token_chunks;  // of 512 tokens, at most
   int ctas;    // of an SM, at least: what registers must leave room for
   bool int8;   // K becomes int8, not e4m3
 };

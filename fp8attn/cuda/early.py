@@ -14,7 +14,7 @@ from ..call import GROUPS, Call, empty_lse, empty_output
 from ..device import Device
 from ..recipe import DEFAULT_RECIPE, ProductType, Quantized
 from ..reference import Causal
-from . import build, configs, quantize, run, tail
+from . import build, configs, quantize, run, stream_k
 from .configs import KEYS, HopperConfig
 
 EARLY_BLOCKS = 13
@@ -28,15 +28,15 @@ def begins_early(call: Call, config: HopperConfig, device: Device) -> bool:
     tiles = call.tiles(config.tile_rows)
     if tiles <= device.sm_count or call.attn_mask is not None:  # a mask is read in between
         return False
-    nobody_would = configs.tail_sharers(call, config, device) == 1
-    return nobody_would or tail.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
+    nobody_would = configs.stream_k_ctas(call, config, device) == 1
+    return nobody_would or stream_k.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
 
 
 def default_call(
     query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized, softmax_scale: float, causal: Causal,
     out_dtype: torch.dtype, return_lse: bool, attn_mask: torch.Tensor | None = None,
 ) -> Call:  # fmt: skip
-    """Attention to what a recipe of recipe.AT_ONCE has made of k and v; `query` is plain if it has no `q_scale`. attn_mask: broadcastable."""
+    """Attention to what a recipe of recipe.FUSED_RECIPES has made of k and v; `query` is plain if it has no `q_scale`. attn_mask: broadcastable."""
     mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.length)
     return Call(
         query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
@@ -74,8 +74,8 @@ def quantize_and_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
     return_lse: bool, device: Device, attn_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Quantization with recipe.AT_ONCE[qk] and attention, q's where it attends; `configs.why_not_quantize` and `quantize.why_not` have said that they
-    take the call.
+    """Quantization with recipe.FUSED_RECIPES[qk] and attention; the attention kernel quantizes q. `configs.unsupported_q_quant` and
+    `quantize.unsupported_call` return None for the call.
 
     Args:
         q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D). attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
@@ -115,7 +115,7 @@ def launch_of_both(
     what else there is to be."""
     key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, False, device, attn_mask)
     library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, qk, device)
-    launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.sharers_of(call, config, device))
+    launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.split_ctas_of(call, config, device))
     if early:
         scratch = run.Scratch(1 + k.shape[0] * k.shape[1])
     return library, (*launch, *quantizer, quantize.cluster_of(k) if early else 0), quantize.filled(key, value), scratch
@@ -140,7 +140,7 @@ def forward_when_ready(
         ready: `run.quantize_into`'s.
     """
     library = run.library_of(config, device)
-    arguments, _ = run.launch_of(call, device, config, library, sharers=1)
+    arguments, _ = run.launch_of(call, device, config, library, split_ctas=1)
     library.operators.forward_when_ready.default(
         *arguments, call.q, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, out, lse if call.return_lse else None, counter, ready, cluster
     )

@@ -15,18 +15,18 @@
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
-#include "read_mask.h"
+#include "block_mask.h"
 #include "tile/added_mask.h"
 #include "tile/attend.h"
-#include "tile/facts.h"
-#include "tile/key_facts.h"
+#include "tile/tile_scales.h"
+#include "tile/key_metadata.h"
 #include "tile/mask.h"
-#include "tile/poison.h"
+#include "tile/nonfinite.h"
 #include "tile/quantize.h"
 #include "tile/schedule.h"
 #include "tile/staged_output.h"
 #include "tile/subnormal_softmax.h"
-#include "tile/tail.h"
+#include "tile/stream_k.h"
 
 namespace fp8attn {
 
@@ -47,20 +47,20 @@ struct Shape {
   // made up for; e4m3's is level, and with three consumers of 128 channels 4 to 7 % slower.
   static constexpr bool adds_in_parts = C.int8 && second > 0 && !C.general && !C.masked;
   static constexpr int threads = 128 * (C.consumers + 1);
-  static constexpr bool visits = C.general || C.masked;  // those blocks alone in which a mask shows something
+  static constexpr bool skips_blocks = C.general || C.masked;  // those blocks alone in which a mask shows something
   // Whether blocks out of the ordinary have a way of their own, so that all others meet one branch: 1 to 3 % of int8's time at 128 channels, which has
   // more of them than e4m3; nothing at 64, and e4m3 is 2 to 4 % slower for it.
-  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !visits;
+  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !skips_blocks;
   // Whether values are waited for behind scores' wgmma, in whose shadow nobody sees it, and not once P is there: 1 to 3 %, of int8 up to 6 with few
   // consumers; with overlap e4m3 is up to 7 % slower for it, in two parts 2 %, and int8 above 128 channels up to 5 %.
-  static constexpr bool values_first = !visits && (C.int8 ? C.head_dim <= 128 : !C.overlap && second == 0);
+  static constexpr bool values_first = !skips_blocks && (C.int8 ? C.head_dim <= 128 : !C.overlap && second == 0);
   // Whether Q's descriptors are made of one that stays, which ptxas else makes again for every block of int8: 2 % at 64 channels, with values first. For
   // e4m3's it has room, and with masks it would spill.
   static constexpr bool has_first_panel = C.int8 && values_first;
   // Whether a block's softmax is prepared behind its scores' wgmma, all but the first of which ptxas issues after that; or else before, while sums are
   // added, with a scale that has come with the values of the block before: 1 to 2 % faster, but 2 % slower in two parts.
-  static constexpr bool prepares_late = C.overlap || second > 0 || visits;
-  static constexpr int producer_registers = visits ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;  // what is left
+  static constexpr bool prepares_late = C.overlap || second > 0 || skips_blocks;
+  static constexpr int producer_registers = skips_blocks ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;  // what is left
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
@@ -69,21 +69,21 @@ struct Shape {
   static constexpr int largest = C.general ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
   // whether CTAs may share tiles; where registers are scarcest it would spill, and tiles of more than 128 channels gain nothing that pays for int8's spills
-  static constexpr bool shares_tail = !visits && C.consumers < 4 && !(C.int8 && second > 0);
-  static constexpr int handed_over = shares_tail ? C.consumers * sizeof(HandedOver<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
+  static constexpr bool stream_k = !skips_blocks && C.consumers < 4 && !(C.int8 && second > 0);
+  static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
 };
 
 struct Ones {
   alignas(16) uint8_t ones[128];  // all bits of them
 };
 
-struct OnesAndPieces : Ones {
-  Pieces pieces;
+struct OnesAndWorkTiles : Ones {
+  WorkTiles work_tiles;
 };
 
-template <class Facts, int STAGES>
+template <class Metadata, int STAGES>
 struct OnesAndKeys : Ones {
-  Facts keys[STAGES];
+  Metadata keys[STAGES];
 };
 
 // Of a stage's block, which comes with its keys, and of the next one, which comes with its values. As far from the next stage's as a barrier, so that one
@@ -100,40 +100,40 @@ struct alignas(1024) SharedStorage {
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
   // not last: compute-sanitizer takes the product of ones, which reads 128 bytes again and again, for one of as many as a product can have
-  std::conditional_t<Shape<C>::visits, OnesAndKeys<std::conditional_t<C.general, KeyFacts<C.consumers>, ShownKeys<C.consumers>>, C.stages>, OnesAndPieces>
+  std::conditional_t<Shape<C>::skips_blocks, OnesAndKeys<std::conditional_t<C.general, KeyMetadata<C.consumers>, MaskBits<C.consumers>>, C.stages>, OnesAndWorkTiles>
       side;
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
-  TileFacts<C.value_dim> facts[C.consumers];
-  Piece tiles[TILES];  // of this round and the next; consumers may be two rounds apart
+  TileScales<C.value_dim> scales[C.consumers];
+  WorkTile tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   BlockScales k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
-// Where the blocks of a piece end.
+// Where the blocks of a work_tile end.
 template <HopperConfig C>
-__device__ int end_of(const Piece& piece) {
-  return Shape<C>::shares_tail ? piece.end : ALL_BLOCKS;
+__device__ int end_of(const WorkTile& work_tile) {
+  return Shape<C>::stream_k ? work_tile.end : ALL_BLOCKS;
 }
 
 template <HopperConfig C>
-__device__ int begin_of(const Piece& piece) {
-  return Shape<C>::shares_tail ? piece.begin : 0;
+__device__ int begin_of(const WorkTile& work_tile) {
+  return Shape<C>::stream_k ? work_tile.begin : 0;
 }
 
-// The block behind the last that is loaded of a piece of a tile: for the last of its rows.
+// The block behind the last that is loaded of a work_tile of a tile: for the last of its rows.
 template <HopperConfig C>
-__device__ int loaded_end(const Visible& visible, const Tile& tile, const Piece& piece) {
-  return min(visible.blocks(tile.first_row + Shape<C>::tile_rows - 1), end_of<C>(piece));
+__device__ int loaded_end(const Visible& visible, const Tile& tile, const WorkTile& work_tile) {
+  return min(visible.blocks(tile.first_row + Shape<C>::tile_rows - 1), end_of<C>(work_tile));
 }
 
 // What the CTA does after `round`; first after -1.
 template <HopperConfig C>
-__device__ void write_next_piece(SharedStorage<C>& shared, const Schedule& schedule, int round) {
-  Piece& next = shared.tiles[(round + 1) % TILES];
-  if constexpr (Shape<C>::shares_tail)
-    shared.side.pieces.write_next(next, schedule, round);
+__device__ void write_next_work_tile(SharedStorage<C>& shared, const Schedule& schedule, int round) {
+  WorkTile& next = shared.tiles[(round + 1) % TILES];
+  if constexpr (Shape<C>::stream_k)
+    shared.side.work_tiles.write_next(next, schedule, round);
   else
     static_cast<Tile&>(next) = schedule.at(round < 0 ? blockIdx.x : schedule.after(round));
 }
@@ -145,7 +145,7 @@ __device__ inline void wait_until_ready(const Params& p, const Tile& tile) {
 }
 
 // All blocks of a tile, for calls without a mask.
-struct AllBlocks {
+struct DenseKvBlocks {
   int begin;
 
   __device__ int first() const { return begin; }
@@ -157,7 +157,7 @@ struct AllBlocks {
 template <HopperConfig C>
 __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
   using S = Shape<C>;
-  const bool elected = !S::visits || threadIdx.x == 0;
+  const bool elected = !S::skips_blocks || threadIdx.x == 0;
   const Visible visible(p);
   ptx::tma_prefetch(p.q_map);
   ptx::tma_prefetch(p.k_map);
@@ -167,40 +167,40 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   Ring<C.stages> ring;
   // a barrier is told of its bytes once they are on their way and what else it stands for is written
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
-    const std::conditional_t<S::visits, const Tile&, Tile> tile = shared.tiles[round % TILES];  // where registers are scarce it stays there
+    const std::conditional_t<S::skips_blocks, const Tile&, Tile> tile = shared.tiles[round % TILES];  // where registers are scarce it stays there
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);  // and consumers are no more than a round behind, which read tiles
-      if (C.half_q || !elected) continue;
+      if (C.fuse_q_quant || !elected) continue;
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
     }
-    if (C.half_q && p.ready != nullptr) wait_until_ready(p, tile);
+    if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(shared.tiles[round % TILES]);
     const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
-    const auto scale_at = [](const float* at) { return C.half_q ? __ldcg(at) : *at; };  // what this SM has near may be of before it was written
-    auto visits = [&] {
-      if constexpr (S::visits)
-        return Visits<C.consumers>(p, tile, blocks);
+    const auto scale_at = [](const float* at) { return C.fuse_q_quant ? __ldcg(at) : *at; };  // what this SM has near may be of before it was written
+    auto kv_blocks = [&] {
+      if constexpr (S::skips_blocks)
+        return KvBlockIterator<C.consumers>(p, tile, blocks);
       else
-        return AllBlocks{begin};
+        return DenseKvBlocks{begin};
     }();
-    int n = visits.first(), after;
-    Visit visit;
+    int n = kv_blocks.first(), after;
+    KvBlock kv_block;
     const float unit = C.general ? 1.0f : p.score_scale;
     float next_scale = scale_at(k_scale += (n - begin) * scale_step);
     for (; n < blocks; n = after, ring.advance()) {
       const int stage = ring.stage;
-      if constexpr (S::visits) visit = {n, 0, visits.shown(n)};
-      after = visits.next(n + 1);
+      if constexpr (S::skips_blocks) kv_block = {n, 0, kv_blocks.mask(n)};
+      after = kv_blocks.next(n + 1);
       if (!elected) continue;
       const float scale = next_scale;
       if (after < blocks) next_scale = scale_at(k_scale += (after - n) * scale_step);
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
-      if constexpr (S::visits) {
-        visit.next = after;
-        shared.side.keys[stage].visit = visit;
-        if (after == blocks) write_next_piece<C>(shared, schedule, round);  // before K is there, for who brings the rest
+      if constexpr (S::skips_blocks) {
+        kv_block.next = after;
+        shared.side.keys[stage].kv_block = kv_block;
+        if (after == blocks) write_next_work_tile<C>(shared, schedule, round);  // before K is there, for who brings the rest
       }
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
@@ -208,41 +208,41 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
       ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
-      if (!S::visits && after == blocks) write_next_piece<C>(shared, schedule, round);
+      if (!S::skips_blocks && after == blocks) write_next_work_tile<C>(shared, schedule, round);
       if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
     }
-    if constexpr (S::visits) __syncwarp();  // who hasn't may read the next tile
+    if constexpr (S::skips_blocks) __syncwarp();  // who hasn't may read the next tile
     const Tile next = shared.tiles[(round + 1) % TILES];
-    for (int i = 0; C.half_q && elected && next.exists() && i < 2 * S::panels * C.consumers; ++i)
+    for (int i = 0; C.fuse_q_quant && elected && next.exists() && i < 2 * S::panels * C.consumers; ++i)
       ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
   }
-  if (C.half_q && p.ready != nullptr) ptx::wait_for_grids_before();  // who comes next counts on that they have ended
+  if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();  // who comes next counts on that they have ended
 }
 
 // Another warp of the producer's, where there is something of single keys: a thread brings it for each consumer, all of them scales.
 template <HopperConfig C>
-__device__ void bring_key_facts(const Params& p, SharedStorage<C>& shared) {
+__device__ void load_key_metadata(const Params& p, SharedStorage<C>& shared) {
   const int lane = threadIdx.x % 32;
   const Visible visible(p);
   Ring<C.stages> ring;
-  typename SharedStorage<C>::Added::Place added;  // the lane's consumer's
+  typename SharedStorage<C>::Added::Slot added;  // the lane's consumer's
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const Tile& tile = shared.tiles[round % TILES];
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]);
-    Visits<C.consumers> visits(p, tile, blocks);
-    for (int n = visits.first(); n < blocks; ring.advance()) {
-      const Visit visit = {n, 0, visits.shown(n)};
-      n = visits.next(n + 1);
+    KvBlockIterator<C.consumers> kv_blocks(p, tile, blocks);
+    for (int n = kv_blocks.first(); n < blocks; ring.advance()) {
+      const KvBlock kv_block = {n, 0, kv_blocks.mask(n)};
+      n = kv_blocks.next(n + 1);
       const int stage = ring.stage;
       uint64_t* full = &shared.k_full[stage];
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
       auto& keys = shared.side.keys[stage];
-      if (lane < C.consumers) ptx::mbarrier_expect(full, keys.load(p, tile, visit, lane, full));
+      if (lane < C.consumers) ptx::mbarrier_expect(full, keys.load(p, tile, kv_block, lane, full));
       if constexpr (C.general) {
-        if (p.k_group == 1) keys.load_scales(p, tile, visit.block * KEYS, full);
+        if (p.k_group == 1) keys.load_scales(p, tile, kv_block.index * KEYS, full);
       }
-      if (lane < C.consumers) shared.added.load(p, tile, visit, lane, added);
+      if (lane < C.consumers) shared.added.load(p, tile, kv_block, lane, added);
       if (n == blocks) ptx::mbarrier_wait(full, ring.phase);  // then the next tile is known
     }
   }
@@ -281,26 +281,26 @@ __device__ void start_scores(typename Shape<C>::Score (&s)[KEYS / 2], SharedStor
 
 // Sums of P become NaN in rows that see an int8 key of block n that isn't finite. Without masks these are the rows that see the first such key.
 template <int M, int FIRST, int SECOND>
-__device__ void poison_sums(const Params& p, const Share& share, int n, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
-  const int poisoned = first_poisoned(p, share.tile, n * KEYS);
+__device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile& wg_tile, int n, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
+  const int nonfinite = first_nonfinite_key(p, wg_tile.tile, n * KEYS);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (poisoned >= row_end[f.row + 8 * r]) continue;
+    if (nonfinite >= row_end[f.row + 8 * r]) continue;
     row_sum(o, o_second, r) = NAN;
   }
 }
 
-// Normalises a share's output and stores it, and its LSE. Sums of P stand behind the last channel.
-template <int FIRST, int SECOND, int BOXES, typename Facts>
-__device__ void store_tile(const Params& p, const Share& share, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                           const Facts& facts, OutputBoxes<BOXES>& boxes, Fragment f) {
+// Normalises a warpgroup's output and stores it, and its LSE. Sums of P stand behind the last channel.
+template <int FIRST, int SECOND, int BOXES, typename Scales>
+__device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
+                           const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
-  constexpr int CHANNELS = Facts::channels;
+  constexpr int CHANNELS = Scales::channels;
   const float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
-  const StagedOutput<Facts, BOXES> output(p, share.tile, share.first_row(), facts, boxes, l);
+  const StagedOutput<Scales, BOXES> output(p, wg_tile.tile, wg_tile.first_row(), scales, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, share, m, l, f);
+  store_lse(p, wg_tile, m, l, f);
 }
 
 // One warpgroup: attention of 64 queries of every tile. Scores of a block are in the making when the loop comes to it. T is what Q consists of
@@ -310,10 +310,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   using S = Shape<C>;
   const Visible visible(p);
   const Fragment f = Fragment::mine();
-  const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read, or if all its threads have read facts of keys, each of them
+  const bool elected = threadIdx.x % 32 == 0;  // each warp frees for itself what it has read, or if all its threads have read scales of keys, each of them
   const bool by_key = C.general && p.k_group == 1;
-  typename SharedStorage<C>::Added::Place added;
-  auto& facts = shared.facts[consumer];
+  typename SharedStorage<C>::Added::Slot added;
+  auto& scales = shared.scales[consumer];
   Ring<C.stages> ring;
   // the shuffles keep the compiler from making them again for every block, and tell it that they are the warp's
   const uint64_t first_keys = __shfl_sync(~0u, ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0][0])), 0);
@@ -326,125 +326,125 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
   // each is asked for as soon as nobody needs the last tile's, in this order
   const auto load_rows = [&](const Tile& tile) {
-    if (tile.exists() && C.half_q)
-      facts.find_row_ends(visible, tile.first_row + consumer * ROWS);
+    if (tile.exists() && C.fuse_q_quant)
+      scales.find_row_ends(visible, tile.first_row + consumer * ROWS);
     else if (tile.exists())
-      facts.load_rows(p, visible, tile, tile.first_row + consumer * ROWS);
+      scales.load_rows(p, visible, tile, tile.first_row + consumer * ROWS);
     ptx::cp_async_commit();
   };
   const auto load_channels = [&](const Tile& tile) {
-    if (tile.exists()) facts.load_channels(p, tile);
+    if (tile.exists()) scales.load_channels(p, tile);
     ptx::cp_async_commit();
   };
-  using HalfQueries = std::conditional_t<C.half_q, Queries<C.head_dim, C.int8>, NoQueries>;
+  using HalfQueries = std::conditional_t<C.fuse_q_quant, Queries<C.head_dim, C.int8>, NoQueries>;
   const auto load_queries = [&](HalfQueries& queries, const Tile& tile) {
-    if constexpr (C.half_q) {
+    if constexpr (C.fuse_q_quant) {
       const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
       queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? p.q_length : 0);
     }
   };
   const auto quantize_queries = [&](HalfQueries& queries, const Tile& tile) {
-    if constexpr (C.half_q) {
+    if constexpr (C.fuse_q_quant) {
       if (!tile.exists()) return;
       const auto store = [&](int row, int column, uint4 codes) {
         *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
       };
-      queries.template quantize<T>(facts.row_scale, store);
+      queries.template quantize<T>(scales.row_scale, store);
       ptx::fence_proxy_async();
     }
   };
   HalfQueries first_queries;
   load_queries(first_queries, shared.tiles[0]);
   load_rows(shared.tiles[0]);
-  if constexpr (!C.half_q) load_channels(shared.tiles[0]);
+  if constexpr (!C.fuse_q_quant) load_channels(shared.tiles[0]);
   quantize_queries(first_queries, shared.tiles[0]);
-  if constexpr (C.half_q) ptx::warpgroup_sync(1 + consumer);
+  if constexpr (C.fuse_q_quant) ptx::warpgroup_sync(1 + consumer);
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
-    const Piece& piece = shared.tiles[round % TILES];
-    const Share share(p, visible, piece, consumer, end_of<C>(piece));
+    const WorkTile& work_tile = shared.tiles[round % TILES];
+    const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile));
     typename S::RowSoftmax softmax;
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
     // what the next softmax step wants to know, found out while its scores are in the making
     float factor[2];
-    bool easy, marked;
+    bool int_max_ok, has_nonfinite_key;
     const auto read = [&](const float& scale) { return __shfl_sync(~0u, elected ? scale : 0.0f, 0); };  // who frees the stage reads it for all
     const auto prepare = [&](float k_scale) {
-      marked = C.int8 && k_scale < 0.0f;  // of scales of single keys never
+      has_nonfinite_key = C.int8 && k_scale < 0.0f;  // of scales of single keys never
       const float unit = !C.general || p.bias != nullptr ? 1.0f : p.score_scale;  // with a bias it is a factor of sums
       const float key_factor = unit * (by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float product = facts.row_scale[f.row + 8 * r] * key_factor;
+        const float product = scales.row_scale[f.row + 8 * r] * key_factor;
         factor[r] = C.general ? score_factor(product, !(unit > 0)) : fmaxf(product, 1 / LARGEST_FACTOR);
       }
-      easy = softmax.prepare(factor);
+      int_max_ok = softmax.prepare(factor);
     };
     const auto free_keys = [&] {
-      if (S::visits || elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+      if (S::skips_blocks || elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
     };
     // of a stage's keys, before it is free; if nobody leaves out any it is the block before `after`
-    const auto visit_of = [&](int stage, int after) -> Visit {
-      if constexpr (S::visits)
-        return shared.side.keys[stage].visit;
+    const auto kv_block_of = [&](int stage, int after) -> KvBlock {
+      if constexpr (S::skips_blocks)
+        return shared.side.keys[stage].kv_block;
       else
         return {after - 1, after, 0};
     };
     // the last that a block's scores want of its keys
-    const auto hide_masked = [&](float (&s)[KEYS / 2], const Visit& visit) {
-      if constexpr (S::visits) {
-        if (visit.hides(consumer)) shared.side.keys[ring.stage].hide(s, p, consumer, visit.to(consumer) & SHOWS, f);
+    const auto hide_masked = [&](float (&s)[KEYS / 2], const KvBlock& kv_block) {
+      if constexpr (S::skips_blocks) {
+        if (kv_block.hides(consumer)) shared.side.keys[ring.stage].hide(s, p, consumer, kv_block.to(consumer) & ANY_VISIBLE, f);
         free_keys();
       }
     };
-    const auto make_probabilities = [&](float (&s)[KEYS / 2], const Visit& visit, bool is_easy) {
-      const int n = visit.block;
-      if (S::visits && marked) poison_keys(p, share.tile, n * KEYS, s, f);
+    const auto make_probabilities = [&](float (&s)[KEYS / 2], const KvBlock& kv_block, bool use_int_max) {
+      const int n = kv_block.index;
+      if (S::skips_blocks && has_nonfinite_key) nan_nonfinite_keys(p, wg_tile.tile, n * KEYS, s, f);
       if constexpr (C.general) {
         const auto& keys = shared.side.keys[ring.stage];
         if (by_key) keys.scale_scores(s, f);
         if (p.bias != nullptr) keys.add_bias(s, factor, score_factor(p.score_scale, true), consumer, f);
-        const bool adds = C.added && visit.to(consumer) & ADDS;
+        const bool adds = C.added && kv_block.to(consumer) & ANY_ADDED;
         if (adds) {
           const float natural[2] = {factor[0] * (1 / LOG2E), factor[1] * (1 / LOG2E)};
-          shared.added.add(s, natural, p, share.tile, n, consumer, added, f);
+          shared.added.add(s, natural, p, wg_tile.tile, n, consumer, added, f);
           factor[0] = factor[1] = LOG2E;
         } else if (!(p.score_scale > 0)) {
           scale_by_row(factor, s);
         }
       }
-      hide_masked(s, visit);
-      if (n >= share.whole) hide(s, facts.row_end, n * KEYS, f);
-      softmax.step(s, factor, is_easy, probabilities, alpha);
+      hide_masked(s, kv_block);
+      if (n >= wg_tile.whole) hide(s, scales.row_end, n * KEYS, f);
+      softmax.step(s, factor, use_int_max, probabilities, alpha);
     };
     // scores of the ring's block, the last before `after`, become probabilities
     const auto attend = [&](int after) {
-      const Visit visit = visit_of(ring.stage, after);
+      const KvBlock kv_block = kv_block_of(ring.stage, after);
       if constexpr (S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
-      if constexpr (!S::visits) free_keys();
+      if constexpr (!S::skips_blocks) free_keys();
       if constexpr (C.int8) {
         float s[KEYS / 2];
-        if (S::branches_once && easy && !marked && visit.block < share.whole) {
+        if (S::branches_once && int_max_ok && !has_nonfinite_key && kv_block.index < wg_tile.whole) {
           subnormals_of(scores, s);
           softmax.step_of_sums(s, factor, true, probabilities, alpha);
           return;
         }
-        const bool is_easy = easy && !S::branches_once;
-        if (S::start > 0 && (is_easy || softmax.takes_sums(factor)) && !(C.masked && marked)) {
+        const bool use_int_max = int_max_ok && !S::branches_once;
+        if (S::start > 0 && (use_int_max || softmax.takes_sums(factor)) && !(C.masked && has_nonfinite_key)) {
           subnormals_of(scores, s);
-          hide_masked(s, visit);
-          if (visit.block >= share.whole) hide(s, facts.row_end, visit.block * KEYS, f);
-          softmax.step_of_sums(s, factor, is_easy, probabilities, alpha);
+          hide_masked(s, kv_block);
+          if (kv_block.index >= wg_tile.whole) hide(s, scales.row_end, kv_block.index * KEYS, f);
+          softmax.step_of_sums(s, factor, use_int_max, probabilities, alpha);
         } else {
           convert(scores, S::start, s);
-          make_probabilities(s, visit, S::start == 0 && easy);
+          make_probabilities(s, kv_block, S::start == 0 && int_max_ok);
         }
-        if (!S::visits && marked) poison_sums(p, share, visit.block, facts.row_end, f, o, o_second);
+        if (!S::skips_blocks && has_nonfinite_key) nan_rows_of_nonfinite_keys(p, wg_tile, kv_block.index, scales.row_end, f, o, o_second);
       } else {
-        make_probabilities(scores, visit, easy);
+        make_probabilities(scores, kv_block, int_max_ok);
       }
     };
     // P * V of the ring's stage is added to the output; `meanwhile` issues PENDING groups behind it, `then` comes before it is added
@@ -478,16 +478,16 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
 
-    if constexpr (!C.half_q) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
+    if constexpr (!C.fuse_q_quant) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     wait_for_keys(ring);
-    int after = visit_of(ring.stage, begin_of<C>(piece) + 1).next;  // the block after the ring's
+    int after = kv_block_of(ring.stage, begin_of<C>(work_tile) + 1).next;  // the block after the ring's
     start_scores<C>(scores, shared, consumer, ring.stage, first_panel, first_keys, ones);
-    if constexpr (C.half_q) load_channels(piece);  // not before the producer has seen that they are there
+    if constexpr (C.fuse_q_quant) load_channels(work_tile);  // not before the producer has seen that they are there
     ptx::cp_async_wait_but<1>();
-    ptx::warpgroup_sync(1 + consumer);  // rows' facts are here
+    ptx::warpgroup_sync(1 + consumer);  // rows' scales are here
     prepare(read(shared.k_scale[ring.stage].own));
     // One place for all blocks: warps whose blocks are ordinary and those whose aren't must issue the same wgmma.
-    while (after < share.seen) {
+    while (after < wg_tile.seen) {
       const Ring<C.stages> next = ring.next();
       const auto start_next = [&] {
         wait_for_keys(next);
@@ -506,39 +506,39 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         start_next();
       }
       ring = next;
-      after = visit_of(ring.stage, after + 1).next;
+      after = kv_block_of(ring.stage, after + 1).next;
     }
     attend(after);
-    bool poisoned[2] = {};  // rows of Q, while it is there
+    bool nonfinite[2] = {};  // rows of Q, while it is there
     if constexpr (C.int8) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) poisoned[r] = shared.q[consumer][0][ptx::swizzled<S::panel>(f.row + 8 * r, 0)] == INT8_NAN;
+      for (int r = 0; r < 2; ++r) nonfinite[r] = shared.q[consumer][0][ptx::swizzled<S::panel>(f.row + 8 * r, 0)] == INT8_NAN;
       __syncwarp();
     }
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     add_values(none, nothing, nothing);
     ring.advance();
-    const int loaded = loaded_end<C>(visible, share.tile, piece);
+    const int loaded = loaded_end<C>(visible, wg_tile.tile, work_tile);
     for (; after < loaded; ring.advance()) {  // for later rows of the tile
       wait_for_keys(ring);
-      const Visit visit = visit_of(ring.stage, after + 1);
-      after = visit.next;
-      shared.added.skip(p, visit, consumer, added);
+      const KvBlock kv_block = kv_block_of(ring.stage, after + 1);
+      after = kv_block.next;
+      shared.added.skip(p, kv_block, consumer, added);
       free_keys();
       ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
     }
 
-    if constexpr (S::shares_tail) {
-      if (!piece.complete())
-        hand_over(p, consumer, C.consumers, softmax.m, o, o_second);
+    if constexpr (S::stream_k) {
+      if (!work_tile.complete())
+        store_partial(p, consumer, C.consumers, softmax.m, o, o_second);
       else
-        take_over(p, piece.first_other, consumer, C.consumers, softmax.m, o, o_second);
+        reduce_partials(p, work_tile.first_other, consumer, C.consumers, softmax.m, o, o_second);
     }
 
     if constexpr (C.int8) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) poison_row(row_sum(o, o_second, r), poisoned[r]);
+      for (int r = 0; r < 2; ++r) nan_if_nonfinite(row_sum(o, o_second, r), nonfinite[r]);
     }
     const Tile& next_tile = shared.tiles[(round + 1) % TILES];
     HalfQueries queries;
@@ -546,10 +546,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' are, and all are done with rows' and with Q
     load_rows(next_tile);
-    if (!S::shares_tail || piece.complete()) store_tile(p, share, softmax.m, o, o_second, facts, shared.output[consumer], f);
+    if (!S::stream_k || work_tile.complete()) store_tile(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // and with channels'
-    if constexpr (!C.half_q) load_channels(next_tile);
+    if constexpr (!C.fuse_q_quant) load_channels(next_tile);
   }
   ptx::tma_store_wait<0>();
 }
@@ -568,31 +568,31 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
       *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
   if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.side.ones)[threadIdx.x] = ~0u;
   if (threadIdx.x == 0) {
-    if constexpr (Shape<C>::shares_tail) shared.side.pieces.find(schedule);
-    write_next_piece<C>(shared, schedule, -1);
+    if constexpr (Shape<C>::stream_k) shared.side.work_tiles.find(schedule);
+    write_next_work_tile<C>(shared, schedule, -1);
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_init(&shared.q_full[c], 1);
       ptx::mbarrier_init(&shared.q_empty[c], 4);
     }
     shared.added.init();
     for (int stage = 0; stage < C.stages; ++stage) {
-      ptx::mbarrier_init(&shared.k_full[stage], Shape<C>::visits ? 1 + C.consumers + (p.k_group == 1 ? 32 : 0) : 1);
+      ptx::mbarrier_init(&shared.k_full[stage], Shape<C>::skips_blocks ? 1 + C.consumers + (p.k_group == 1 ? 32 : 0) : 1);
       ptx::mbarrier_init(&shared.v_full[stage], 1);
-      ptx::mbarrier_init(&shared.k_empty[stage], (Shape<C>::visits ? 128 : 4) * C.consumers);
+      ptx::mbarrier_init(&shared.k_empty[stage], (Shape<C>::skips_blocks ? 128 : 4) * C.consumers);
       ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
     }
     ptx::fence_barrier_init();
   }
   ptx::fence_proxy_async();
   __syncthreads();
-  if (!C.half_q || p.ready == nullptr) ptx::wait_for_grids_before();  // else the one before has waited for all before it, and says itself what is there
+  if (!C.fuse_q_quant || p.ready == nullptr) ptx::wait_for_grids_before();  // else the one before has waited for all before it, and says itself what is there
   ptx::launch_dependents();
 
   if (warpgroup == 0) {
     ptx::registers_decrease<Shape<C>::producer_registers>();
-    if (threadIdx.x < (Shape<C>::visits ? 32 : 1)) produce<C>(p, shared, schedule);
-    if constexpr (Shape<C>::visits) {
-      if (threadIdx.x / 32 == 1) bring_key_facts<C>(p, shared);
+    if (threadIdx.x < (Shape<C>::skips_blocks ? 32 : 1)) produce<C>(p, shared, schedule);
+    if constexpr (Shape<C>::skips_blocks) {
+      if (threadIdx.x / 32 == 1) load_key_metadata<C>(p, shared);
     }
   } else {
     ptx::registers_increase<C.registers>();
@@ -604,13 +604,13 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr HopperConfig C = Instance::config;
-  static_assert(Shape<C>::handed_over == Instance::handed_over_bytes);
-  if constexpr (Shape<C>::visits) {
-    const cudaError_t error = p.mask == nullptr ? cudaSuccess : read_mask(p, stream);
+  static_assert(Shape<C>::partials_ready == Instance::partial_bytes);
+  if constexpr (Shape<C>::skips_blocks) {
+    const cudaError_t error = p.mask == nullptr ? cudaSuccess : build_block_mask(p, stream);
     if (error != cudaSuccess) return error;
   }
   constexpr int bytes = sizeof(SharedStorage<C>);
-  using Half = std::conditional_t<C.half_q, __half, __nv_bfloat16>;
+  using Half = std::conditional_t<C.fuse_q_quant, __half, __nv_bfloat16>;
   const auto kernel = p.half ? hopper_forward<Instance, Half> : hopper_forward<Instance, __nv_bfloat16>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;

@@ -14,19 +14,19 @@ from ..call import Call
 from ..device import device_of
 from ..recipe import Quantized
 from .configs import KEYS, HopperConfig
+from .fused_small import FusedSmallConfig
 from .portable import PortableConfig
 from .render import Attending as Config
-from .short import ShortConfig
 
 
-def parts_of_tail(call: Call, config: HopperConfig, sharers: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
-    """The pieces of the tiles that CTAs share, as tile/tail.h has them: head (batch · Hq + head), first row, first block, end block; the pieces of a
-    tile in their order."""
+def parts_of_tail(call: Call, config: HopperConfig, split_ctas: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
+    """Work tiles of the tiles that CTAs share, as in tile/stream_k.h: head (batch · Hq + head), first row, first block, end block. Those of one
+    tile are in order."""
     tiles, blocks = call.tiles(config.tile_rows), -(-call.kv_length // KEYS)
-    rest = tiles % max(min(tiles, sm_count), sharers)
+    rest = tiles % max(min(tiles, sm_count), split_ctas)
     row_tiles, group, heads = -(-call.q_length // config.tile_rows), call.q_heads // call.kv_heads, call.batch * call.q_heads
-    size = -(-rest * blocks // sharers)
-    for cta in range(sharers):
+    size = -(-rest * blocks // split_ctas)
+    for cta in range(split_ctas):
         start, end = cta * size, min(cta * size + size, rest * blocks)
         while start < end:
             to = min(end, (start // blocks + 1) * blocks)
@@ -38,37 +38,37 @@ def parts_of_tail(call: Call, config: HopperConfig, sharers: int, sm_count: int)
             start = to
 
 
-def _owners(call: Call, config: PortableConfig | HopperConfig, sharers: int) -> torch.Tensor:
+def _owners(call: Call, config: PortableConfig | HopperConfig, split_ctas: int) -> torch.Tensor:
     """Which part of its row a score is in, of those with maxima of their own: int, of a shape that expands to (B, Hq, Sq, Sk)."""
     if isinstance(config, PortableConfig):
         # warps that share rows have the same part of every block each
         keys = torch.arange(call.kv_length, device=call.q.device)
-        share = math.ceil(math.ceil(call.kv_length / config.keys) / sharers) * config.keys
+        share = math.ceil(math.ceil(call.kv_length / config.keys) / split_ctas) * config.keys
         return keys // share * config.splits + keys % config.keys // (config.keys // config.splits)
     found = torch.zeros(call.batch * call.q_heads, call.q_length, call.kv_length, dtype=torch.int32)
     parts: Counter[tuple[int, int]] = Counter()
-    for head, row, begin, end in parts_of_tail(call, config, sharers, device_of(call.q.device).sm_count):
+    for head, row, begin, end in parts_of_tail(call, config, split_ctas, device_of(call.q.device).sm_count):
         found[head, row : row + config.tile_rows, begin * KEYS : end * KEYS] = parts[head, row]
         parts[head, row] += 1
     return found.view(call.batch, call.q_heads, call.q_length, call.kv_length).to(call.q.device)
 
 
-def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, sharers: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, split_ctas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order.
 
     Args:
-        sharers: as fp8attn.cuda.run.sharers_of says.
+        split_ctas: as fp8attn.cuda.run.split_ctas_of says.
     """
     pipeline = functools.partial(reference.pipeline, *quantized, causal=call.causal, softmax_scale=call.softmax_scale)
     if isinstance(config, PortableConfig):
         pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute, p_offset=config.p_offset, half_sums=config.half_sums)
-        alone = config.splits * sharers == 1
+        alone = config.splits * split_ctas == 1
     else:
         pipeline = functools.partial(pipeline, block_n=KEYS, exact=config.exact)
-        alone = sharers == 1
-    if alone or isinstance(config, ShortConfig):
+        alone = split_ctas == 1
+    if alone or isinstance(config, FusedSmallConfig):
         return pipeline(call.attn_mask)
-    owner = _owners(call, config, sharers)
+    owner = _owners(call, config, split_ctas)
     parts = []
     for i in range(int(owner.max()) + 1):
         mine = (owner == i).expand(*call.q.shape[:3], call.kv_length)

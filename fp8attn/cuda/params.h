@@ -65,19 +65,19 @@ struct Params {
   const float* bias;
 
   // Of the Hopper kernel: CTAs that share the tiles behind the last full round of a call that isn't causal, or 0: each is one CTA's. Then `parts` are
-  // a HandedOver for each consumer of each of these CTAs, and each of its warps has a word here, 0 at launch.
-  int tail_ctas;
-  int* handed_over;
+  // a Partial for each consumer of each of these CTAs, and each of its warps has a word here, 0 at launch.
+  int stream_k_ctas;
+  int* partials_ready;
 
   // Of instances that quantize Q, where the grid before still quantizes K and V: (B, Hkv), its CTAs that are done with a head, and how many must be;
   // or null.
   const int* ready;
   int ready_ctas;
 
-  // Of the Hopper kernel's instances for masks: what is made of it before they run (tile/shown.h), and of how many of its batches, heads,
+  // Of the Hopper kernel's instances for masks: what is made of it before they run (tile/kv_blocks.h), and of how many of its batches, heads,
   // groups of 64 rows and rows of a group: 1 where its stride is 0.
   uint32_t* mask_bits;
-  uint8_t* mask_shown;
+  uint8_t* block_mask;
   int mask_batches, mask_heads, mask_groups, mask_rows;
 };
 

@@ -11,7 +11,7 @@
 #include "params.h"
 #include "ptx/cp_async.h"
 #include "ptx/mbarrier.h"
-#include "tile/facts.h"
+#include "tile/tile_scales.h"
 #include "tile/fused.h"
 #include "tile/mask.h"
 #include "tile/output.h"
@@ -71,7 +71,7 @@ struct PortableStorage {
   SharedTile<C.fused ? 0 : S::rows, 4 * C.keys, false> s;
   SharedTile<C.fused ? 0 : S::rows, 2 * C.keys, false> p;
   float m[C.fused ? 4 : S::rows], l[C.fused ? 4 : S::rows], alpha[C.fused ? 4 : S::rows];
-  TileFacts<C.value_dim, S::rows, S::threads> facts;
+  TileScales<C.value_dim, S::rows, S::threads> scales;
   uint64_t full[S::slots], empty[S::slots];
   Source source;
 };
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
   for (int round = 0; shared.source.tile.exists(); ++round) {
     const Tile& tile = shared.source.tile;
     const Blocks<C> blocks(p, shared.source);
-    shared.facts.load(p, visible, tile, tile.first_row);
+    shared.scales.load(p, visible, tile, tile.first_row);
     // a stage is filled two blocks behind its last reader's, so that warps may be a block apart
     constexpr int ahead = C.stages - 2;
     Loader<C> loader(p, shared.source, threadIdx.x, blocks.first * C.keys);

@@ -135,7 +135,7 @@ DIMS = (64, 128, 256)
 """Head dims of instances; a call's are rounded up."""
 
 
-def misfit(config: PortableConfig, device: Device) -> str | None:
+def unsupported_config(config: PortableConfig, device: Device) -> str | None:
     """Why a config can't run on a device, or None if it can."""
     c = config
     if device.emulated or device.arch < 80:
@@ -190,7 +190,7 @@ def misfit(config: PortableConfig, device: Device) -> str | None:
 
 
 def fits(config: PortableConfig, device: Device) -> bool:
-    return misfit(config, device) is None
+    return unsupported_config(config, device) is None
 
 
 def _rungs(dim: int) -> dict[str, PortableConfig]:
@@ -309,11 +309,11 @@ def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
     return _serving(padded_dim(call), scores_of(call) != "plain", e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
 
 
-def why_not(call: Call, device: Device) -> str | None:
+def unsupported_call(call: Call, device: Device) -> str | None:
     """Why no instance runs a call, or None if one does."""
     if device.emulated or device.arch < 80:
-        return misfit(INSTANCES[0], device)
-    if call.half_q:
+        return unsupported_config(INSTANCES[0], device)
+    if call.fuse_q_quant:
         return f"query is {call.q.dtype}; the portable kernel takes what is quantized"
     if call.v.data_ptr() % 16 or not call.v.is_contiguous():
         return "quantized values aren't contiguous from a multiple of 16 bytes on"

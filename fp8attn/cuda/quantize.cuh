@@ -1,6 +1,6 @@
 // fp8attn/quantize.py's default recipe, or the same of int8, for K and V of bfloat16 or half, sm_90a: the same bytes in one launch that reads each once.
 //
-// A cluster of CTAs has a head: each CTA the slice of 64 channels of a strip of 512 tokens, of V and then of K, in shared memory. V comes first
+// A cluster of CTAs has a head: each CTA the slice of 64 channels of a token_chunk of 512 tokens, of V and then of K, in shared memory. V comes first
 // because keys whose values aren't finite become NaN. What needs all tokens, means and scales, is made of what CTAs tell each other; K's mean is that
 // of a sample, which they read from memory.
 #pragma once
@@ -11,31 +11,31 @@
 #include "ptx/flag.h"
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
-#include "tile/strip.h"
-#include "tile/strip_keys.h"
-#include "tile/strip_values.h"
+#include "tile/token_chunk.h"
+#include "tile/token_chunk_keys.h"
+#include "tile/token_chunk_values.h"
 
 namespace fp8attn {
 
 // Bytes that a CTA is told before it knows the facts.
 template <QuantizeConfig C>
-__device__ int bytes_of_facts(const QuantizeStorage<C>& shared, const Place& place) {
-  return place.strips * int(sizeof(Moments)) + int(sizeof(shared.key_mean)) + place.slices * int(sizeof(shared.hidden[0]));
+__device__ int bytes_of_stats(const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
+  return coord.token_chunks * int(sizeof(Moments)) + int(sizeof(shared.key_mean)) + coord.slices * int(sizeof(shared.nonfinite[0]));
 }
 
-// To all strips moments of V and what the CTA has of K's mean, to all slices of the strip who is hidden.
+// To all token_chunks moments of V and what the CTA has of K's mean, to all slices of the token_chunk who is nonfinite.
 template <QuantizeConfig C>
-__device__ void tell_facts(QuantizeStorage<C>& shared, const Place& place) {
+__device__ void broadcast_stats(QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   static_assert(sizeof(Moments) == 32 * 16);
-  const int lane = threadIdx.x % 32, log_words = place.log_words(), first = place.strip << log_words;
+  const int lane = threadIdx.x % 32, log_words = coord.log_words(), first = coord.token_chunk << log_words;
   const bool has_mean = first < WORDS && lane < (1 << log_words) / 2;  // four channels each
 #pragma unroll 1
-  for (int strip = threadIdx.x / 32; strip < place.strips; strip += WARPS) {
-    const int rank = place.rank_of(strip, place.slice);
-    tell(rank, reinterpret_cast<uint4*>(&shared.values.strips[place.strip]) + lane, reinterpret_cast<const uint4*>(&shared.own.strip)[lane], &shared.facts_full);
-    if (has_mean) tell(rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.facts_full);
+  for (int token_chunk = threadIdx.x / 32; token_chunk < coord.token_chunks; token_chunk += WARPS) {
+    const int rank = coord.rank_of(token_chunk, coord.slice);
+    dsmem_store(rank, reinterpret_cast<uint4*>(&shared.values.token_chunks[coord.token_chunk]) + lane, reinterpret_cast<const uint4*>(&shared.own.token_chunk)[lane], &shared.stats_full);
+    if (has_mean) dsmem_store(rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.stats_full);
   }
-  tell_hidden<C>(shared, place, &shared.facts_full);
+  broadcast_nonfinite<C>(shared, coord, &shared.stats_full);
 }
 
 // Instance::config is the QuantizeConfig. A grid of clusters, one for each head of K and V. No CTA ends before it has heard all that it is told, so
@@ -45,66 +45,66 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const Place place(p);
+  const ClusterCoord coord(p);
   const Mine mine;
-  if (threadIdx.x < BLOCKS) shared.own.hidden[threadIdx.x] = {};
+  if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&shared.facts_full, 1);
+    ptx::mbarrier_init(&shared.stats_full, 1);
     ptx::mbarrier_init(&shared.largest_full, 1);
-    ptx::mbarrier_expect(&shared.facts_full, bytes_of_facts(shared, place));
-    ptx::mbarrier_expect(&shared.largest_full, bytes_of_largest(shared, place));
+    ptx::mbarrier_expect(&shared.stats_full, bytes_of_stats(shared, coord));
+    ptx::mbarrier_expect(&shared.largest_full, bytes_of_largest(shared, coord));
     ptx::fence_barrier_init();
   }
   __syncthreads();
   ptx::cluster_arrive_relaxed();
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  const T* v = static_cast<const T*>(p.v) + place.batch * p.v_strides[0] + place.head * p.v_strides[1] + place.slice * CHANNELS;
-  const T* k = static_cast<const T*>(p.k) + place.batch * p.k_strides[0] + place.head * p.k_strides[1] + place.slice * CHANNELS;
+  const T* v = static_cast<const T*>(p.v) + coord.batch * p.v_strides[0] + coord.head * p.v_strides[1] + coord.slice * CHANNELS;
+  const T* k = static_cast<const T*>(p.k) + coord.batch * p.k_strides[0] + coord.head * p.k_strides[1] + coord.slice * CHANNELS;
   Sample<T> sample;
-  if (place.strip << place.log_words() < WORDS && threadIdx.x < LANES << place.log_words()) sample.load(p, place, k, threadIdx.x);
-  mine.load(shared.tile, v + place.first * p.v_strides[2], p.v_strides[2], place.count);
-  measure_keys<C, T>(p, shared, place, k, sample);
-  k += place.first * p.k_strides[2];
-  measure_values<C, T>(shared, place, mine);
+  if (coord.token_chunk << coord.log_words() < WORDS && threadIdx.x < LANES << coord.log_words()) sample.load(p, coord, k, threadIdx.x);
+  mine.load(shared.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
+  measure_keys<C, T>(p, shared, coord, k, sample);
+  k += coord.first * p.k_strides[2];
+  measure_values<C, T>(shared, coord, mine);
   __syncwarp();
   ptx::cluster_wait();  // before anyone is told anything, it is there
-  tell_facts<C>(shared, place);
-  ptx::mbarrier_wait(&shared.facts_full, 0);
+  broadcast_stats<C>(shared, coord);
+  ptx::mbarrier_wait(&shared.stats_full, 0);
 
   if (threadIdx.x < CHANNELS)
-    finish_values<C, T>(p, shared, place, threadIdx.x);
+    finish_values<C, T>(p, shared, coord, threadIdx.x);
   else if (threadIdx.x < CHANNELS + 32)
-    finish_keys<C>(p, shared, place, threadIdx.x - CHANNELS);
+    finish_keys<C>(p, shared, coord, threadIdx.x - CHANNELS);
   __syncthreads();
-  if (is_careful(shared, place, place.slice, place.slice + 1))
-    write_values<true, C, T>(p, shared, place);
+  if (is_careful(shared, coord, coord.slice, coord.slice + 1))
+    write_values<true, C, T>(p, shared, coord);
   else
-    write_values<false, C, T>(p, shared, place);
+    write_values<false, C, T>(p, shared, coord);
   __syncthreads();
 
   const Keys<T> keys;
-  keys.load(shared.tile, k, p.k_strides[2], place.count);
+  keys.load(shared.tile, k, p.k_strides[2], coord.count);
   float4 mean[QUARTERS];
 #pragma unroll
   for (int i = 0; i < QUARTERS; ++i) mean[i] = *reinterpret_cast<const float4*>(&shared.key_mean[i * QUARTER + keys.column]);
-  find_largest<C, T>(shared, place, keys, mean);
+  find_largest<C, T>(shared, coord, keys, mean);
   ptx::mbarrier_wait(&shared.largest_full, 0);
-  const float inverse = finish_blocks<C>(p, shared, place);
-  if (is_careful(shared, place, 0, place.slices))
-    write_keys<true, C, T>(p, shared, place, keys, mean, inverse);
+  const float inverse = finish_blocks<C>(p, shared, coord);
+  if (is_careful(shared, coord, 0, coord.slices))
+    write_keys<true, C, T>(p, shared, coord, keys, mean, inverse);
   else
-    write_keys<false, C, T>(p, shared, place, keys, mean, inverse);
+    write_keys<false, C, T>(p, shared, coord, keys, mean, inverse);
   if (p.ready == nullptr) return;
   ptx::fence_proxy_async_all();  // who attends has the copy engine read this
   __syncthreads();
-  if (threadIdx.x == 0) ptx::add_release(&p.ready[place.pair], 1);
+  if (threadIdx.x == 0) ptx::add_release(&p.ready[coord.pair], 1);
 }
 
 template <class Instance>
 cudaError_t launch(const QuantizeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
-  const int cluster = (p.length + STRIP - 1) / STRIP * (p.head_dim / CHANNELS);
+  const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
   const auto kernel = p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);

@@ -1,4 +1,4 @@
-"""The CUDA quantizer of K and V with the recipes of recipe.AT_ONCE, for Hopper: its configs, which calls it takes, and what it fills.
+"""The CUDA quantizer of K and V with the recipes of recipe.FUSED_RECIPES, for Hopper: its configs, which calls it takes, and what it fills.
 
 The bytes are those of fp8attn.quantize, as those of Triton's quantizer are; clusters of CTAs that hold a head in shared memory read it once.
 """
@@ -9,18 +9,18 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from .. import quantize as definition
-from ..call import HALVES, why_not_tma
+from .. import quantize as quantize_ref
+from ..call import HALVES, unsupported_tma
 from ..device import Device
 from ..layout import padded_length
-from ..quantize import LANES, STRIP
-from ..recipe import AT_ONCE, E4M3, SCALE_BLOCK, ProductType, Quantized, Recipe
+from ..quantize import LANES, TOKEN_CHUNK
+from ..recipe import E4M3, FUSED_RECIPES, SCALE_BLOCK, ProductType, Quantized, Recipe
 from ..rotation import part_of
 from ..schedule import unsupported_size
-from .configs import round_up, why_not_hopper, why_not_in_shared_memory
+from .configs import round_up, unsupported_arch, unsupported_shared_memory
 
 CHANNELS = 64
-"""Of K or V that a CTA holds at a time, of STRIP tokens."""
+"""Of K or V that a CTA holds at a time, of TOKEN_CHUNK tokens."""
 
 LARGEST_DIM = 256
 
@@ -36,12 +36,12 @@ class QuantizeConfig:
     """One instance; the fields of C++'s QuantizeConfig, in order.
 
     Attributes:
-        strips: of STRIP tokens, at most; a power of two.
+        token_chunks: of TOKEN_CHUNK tokens, at most; a power of two.
         ctas: of an SM, at least: what registers must leave room for.
         int8: K becomes int8, not e4m3.
     """
 
-    strips: int
+    token_chunks: int
     ctas: int
     int8: bool = False
 
@@ -53,10 +53,10 @@ class QuantizeConfig:
     @property
     def shared_bytes(self) -> int:
         """sizeof(QuantizeStorage)."""
-        moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * STRIP // LANES, 4 * STRIP // SCALE_BLOCK
-        told = self.strips * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
+        moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * TOKEN_CHUNK // LANES, 4 * TOKEN_CHUNK // SCALE_BLOCK
+        told = self.token_chunks * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
         own = moments + 4 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
-        return round_up(STRIP * CHANNELS * 2 + WARPS * moments + told + own + 16, 128)
+        return round_up(TOKEN_CHUNK * CHANNELS * 2 + WARPS * moments + told + own + 16, 128)
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 
 def strips_of(k: torch.Tensor) -> int:
     """Strips of a head's tokens."""
-    return -(-k.shape[2] // STRIP)
+    return -(-k.shape[2] // TOKEN_CHUNK)
 
 
 def cluster_of(k: torch.Tensor) -> int:
@@ -86,19 +86,19 @@ def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
 
 
 def choose(k: torch.Tensor, qk: ProductType) -> QuantizeConfig:
-    """The instance of a call, `why_not` having said that there is one."""
-    return next(c for c in instances(qk == "int8") if c.strips >= strips_of(k))
+    """The instance of a call, `unsupported_call` having said that there is one."""
+    return next(c for c in instances(qk == "int8") if c.token_chunks >= strips_of(k))
 
 
-def misfit(config: QuantizeConfig, device: Device) -> str | None:
+def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:
     """Why a config can't run on a device, or None if it can."""
-    return why_not_hopper(device) or why_not_in_shared_memory(config.shared_bytes, device)
+    return unsupported_arch(device) or unsupported_shared_memory(config.shared_bytes, device)
 
 
-def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
+def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
     """Why keys and values (B, H, S, D) aren't quantized by it, or None if they are."""
     for name in ("k", "v", "smooth_k", "smooth_v", "rotate"):
-        wanted = getattr(AT_ONCE[recipe.qk], name)
+        wanted = getattr(FUSED_RECIPES[recipe.qk], name)
         if getattr(recipe, name) != wanted:
             return f"recipe.{name} is {getattr(recipe, name)!r}; it takes {wanted!r}"
     if k.dtype not in HALVES or k.dtype != v.dtype:
@@ -111,15 +111,15 @@ def why_not(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) ->
     if k.numel() == 0:
         return f"key has shape {tuple(k.shape)}"
     if cluster_of(k) > LARGEST_CLUSTER:
-        return f"there are {k.shape[2]} keys; of head dim {dim} it takes {LARGEST_CLUSTER * CHANNELS // dim * STRIP}"
+        return f"there are {k.shape[2]} keys; of head dim {dim} it takes {LARGEST_CLUSTER * CHANNELS // dim * TOKEN_CHUNK}"
     ctas = k.shape[0] * k.shape[1] * cluster_of(k)
-    if k.shape[2] <= STRIP and ctas < device.sm_count:
-        return f"there are {k.shape[2]} keys, {ctas} CTAs' work; of up to {STRIP} it takes no less than {device.sm_count}"
+    if k.shape[2] <= TOKEN_CHUNK and ctas < device.sm_count:
+        return f"there are {k.shape[2]} keys, {ctas} CTAs' work; of up to {TOKEN_CHUNK} it takes no less than {device.sm_count}"
     for name, x in (("key", k), ("value", v)):
-        reason = unsupported_size(name, x) or why_not_tma(x, name)
+        reason = unsupported_size(name, x) or unsupported_tma(x, name)
         if reason is not None:
             return reason
-    return misfit(choose(k, recipe.qk), device)
+    return unsupported_config(choose(k, recipe.qk), device)
 
 
 def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
@@ -129,10 +129,10 @@ def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized,
     def numbers(*shape: int) -> torch.Tensor:
         return k.new_empty(shape, dtype=torch.float32)
 
-    rows = definition.empty_rows(k, definition.row_type(qk))
-    scale = numbers(*definition.scale_shape("block", *k.shape))
+    rows = quantize_ref.empty_rows(k, quantize_ref.row_type(qk))
+    scale = numbers(*quantize_ref.scale_shape("block", *k.shape))
     values = v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3)
-    part = part_of(dim, AT_ONCE[qk].rotate)
+    part = part_of(dim, FUSED_RECIPES[qk].rotate)
     return (
         Quantized(rows, scale, "block", "rows", length, numbers(batch, heads, dim), rotated=part),
         Quantized(values, numbers(batch, heads, dim), "channel", "values", length, numbers(batch, heads, dim)),

@@ -7,11 +7,11 @@ from dataclasses import astuple
 from typing import Any
 
 from .configs import KEYS, ONES, HopperConfig
+from .fused_small import FusedSmallConfig
 from .portable import PortableConfig
 from .quantize import QuantizeConfig
-from .short import ShortConfig
 
-Attending = HopperConfig | PortableConfig | ShortConfig
+Attending = HopperConfig | PortableConfig | FusedSmallConfig
 Config = Attending | QuantizeConfig
 
 WRAPPER = """
@@ -100,7 +100,7 @@ extern "C" cudaError_t launch_{name}(const {params}& p, int ctas, cudaStream_t s
 KINDS = {
     HopperConfig: ("hopper.cuh", "SharedStorage"),
     PortableConfig: ("portable.cuh", "PortableStorage"),
-    ShortConfig: ("short.cuh", "ShortStorage"),
+    FusedSmallConfig: ("fused_small.cuh", "FusedSmallStorage"),
     QuantizeConfig: ("quantize.cuh", "QuantizeStorage"),
 }
 """Where kernels are, and what they have in shared memory."""
@@ -116,7 +116,7 @@ def instance(config: Config) -> str:
     header, storage = KINDS[type(config)]
     checked = ""
     if isinstance(config, HopperConfig):
-        checked = f"  static constexpr int handed_over_bytes = {config.handed_over_bytes};\n"
+        checked = f"  static constexpr int partial_bytes = {config.partial_bytes};\n"
     return INSTANCE.format(
         header=header,
         kind=type(config).__name__,
@@ -133,7 +133,7 @@ def widths(configs: Sequence[Config]) -> list[int]:
     """Widths of the wgmma accumulators that instances use."""
     found: set[int] = set()
     for c in configs:
-        if isinstance(c, ShortConfig):
+        if isinstance(c, FusedSmallConfig):
             found |= {KEYS, c.head_dim + ONES}
         elif isinstance(c, HopperConfig):
             found |= {KEYS, *c.value_widths}
@@ -147,6 +147,6 @@ def files(configs: Sequence[Config]) -> dict[str, str]:
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):
         found["combine.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "combine.cuh"\n'
-    if any(isinstance(c, HopperConfig) and c.visits for c in configs):
-        found["read_mask.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "read_mask.cuh"\n'
+    if any(isinstance(c, HopperConfig) and c.skips_blocks for c in configs):
+        found["build_block_mask.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "block_mask.cuh"\n'
     return found

@@ -12,7 +12,7 @@ from ..quantize import sample_size
 from ..recipe import ProductType, Quantized
 from ..reference import Causal, causal_offset
 from ..schedule import heads_side_by_side
-from . import build, configs, portable, quantize, short
+from . import build, configs, fused_small, portable, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
 
@@ -26,10 +26,10 @@ def plan(call: Call, device: Device, first: bool = False) -> Config | str:
         first: of those that `auto` takes before Triton's kernels: the Hopper kernel's. On other GPUs nobody has measured the portable kernel
             beside Triton's, and on Hopper Triton's e4m3 kernel is faster.
     """
-    lacking = configs.why_not(call, device)
-    if lacking is None:
+    reason = configs.unsupported_call(call, device)
+    if reason is None:
         return configs.choose(call, device)
-    return lacking if first else portable.why_not(call, device) or portable.choose(call, device)
+    return reason if first else portable.unsupported_call(call, device) or portable.choose(call, device)
 
 
 def choose(call: Call, device: Device) -> Config:
@@ -46,29 +46,29 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, configs.instances(config.scores, config.int8, config.half_q), device.arch)
+        return build.load_with(config, configs.instances(config.scores, config.int8, config.fuse_q_quant), device.arch)
     return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
 
 
-def sharers_of(call: Call, config: Config, device: Device) -> int:
+def split_ctas_of(call: Call, config: Config, device: Device) -> int:
     """CTAs that share a tile, each with a range of its keys, of the portable kernel; those that share the tiles behind the last full round, of the
     Hopper kernel. 1: nobody shares."""
     if isinstance(config, PortableConfig):
         return portable.key_splits(portable.packed(call), config, device)
-    return configs.tail_sharers(call, config, device)
+    return configs.stream_k_ctas(call, config, device)
 
 
-def forward(call: Call, device: Device, config: Config | None = None, sharers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: Call, device: Device, config: Config | None = None, split_ctas: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the instance `config`, or the one that `plan` has for the call.
 
     Args:
-        sharers: as `sharers_of` says; None: as many as that.
+        split_ctas: as `split_ctas_of` says; None: as many as that.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
 
     Raises:
-        ValueError: sharers of a call in which nobody can; an instance that doesn't do what the call asks for.
+        ValueError: split_ctas of a call in which nobody can; an instance that doesn't do what the call asks for.
         BuildError: the kernels can't be compiled here.
     """
     out = empty_output(call.q, call.value_dim, call.out_dtype)
@@ -86,18 +86,18 @@ def forward(call: Call, device: Device, config: Config | None = None, sharers: i
         heads, call = call.q_heads, portable.packed(call)
         if call.q_heads < heads:
             to = portable.rows_of_heads(out, heads // call.q_heads)
-    sharers = sharers_of(call, config, device) if sharers is None else sharers
+    split_ctas = split_ctas_of(call, config, device) if split_ctas is None else split_ctas
     if isinstance(config, HopperConfig):
-        if sharers > 1 and (call.causal != "none" or not config.shares_tail):
-            raise ValueError(f"sharers is {sharers}; it must be 1: {config.name} shares no tiles, or the call is causal")
-    elif sharers > 1:
-        parts = torch.empty(sharers, *to.shape, dtype=torch.float32, device=out.device)
+        if split_ctas > 1 and (call.causal != "none" or not config.stream_k):
+            raise ValueError(f"split_ctas is {split_ctas}; it must be 1: {config.name} shares no tiles, or the call is causal")
+    elif split_ctas > 1:
+        parts = torch.empty(split_ctas, *to.shape, dtype=torch.float32, device=out.device)
         part_rows = torch.empty(2, *parts.shape[:-1], dtype=torch.float32, device=out.device)
     library = library_of(config, device)
-    arguments, scratch = launch_of(call, device, config, library, sharers)
+    arguments, scratch = launch_of(call, device, config, library, split_ctas)
     counter = out.new_zeros(scratch.words, dtype=torch.int32) if scratch.words else None
-    if scratch.sharers:
-        parts = torch.empty(scratch.sharers, scratch.floats, dtype=torch.float32, device=out.device)
+    if scratch.split_ctas:
+        parts = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device)
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, counter, parts, part_rows,
@@ -111,25 +111,25 @@ class Scratch(NamedTuple):
     Attributes:
         words: int32, 0 at launch: a counter, from which whoever is free takes the next of a causal call's tiles, which are of many lengths; or
             whether each warp that shares a tile has handed over.
-        sharers, floats: CTAs that do, and float32 of what each hands over; or 0.
+        split_ctas, floats: CTAs that do, and float32 of what each hands over; or 0.
     """
 
     words: int = 0
-    sharers: int = 0
+    split_ctas: int = 0
     floats: int = 0
 
 
-def launch_of(call: Call, device: Device, config: Config, library: build.Library, sharers: int) -> tuple[tuple[int | float, ...], Scratch]:
+def launch_of(call: Call, device: Device, config: Config, library: build.Library, split_ctas: int) -> tuple[tuple[int | float, ...], Scratch]:
     """What the binding is told beside tensors, and what it is to be given beside operands, `parts` of the portable kernel excepted."""
     tiles, scratch = call.tiles(config.tile_rows), Scratch()
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
-        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else sharers * tiles
+        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else split_ctas * tiles
     else:
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
-        ctas = max(min(tiles, device.sm_count), sharers)
-        if sharers > 1:
-            scratch = Scratch(sharers * config.consumers * 4, sharers, config.handed_over_bytes // 4)
+        ctas = max(min(tiles, device.sm_count), split_ctas)
+        if split_ctas > 1:
+            scratch = Scratch(split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4)
     if call.causal != "none" and tiles > ctas:
         scratch = Scratch(words=1)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
@@ -137,10 +137,10 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
     return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), scratch
 
 
-def forward_from_half(
+def forward_from_fp16(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantization with the default recipe and attention in one launch; `short.why_not` has said that it takes the call.
+    """Quantization with the default recipe and attention in one launch; `fused_small.unsupported_call` has said that it takes the call.
 
     Args:
         q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
@@ -152,24 +152,24 @@ def forward_from_half(
         BuildError: the kernels can't be compiled here.
     """
     out, lse, k_mean = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
-    library, arguments = launch_from_half(q, k, softmax_scale, causal, device)
-    library.operators.forward_from_half.default(*arguments, q, k, v, out, lse if return_lse else None, k_mean if return_lse else None)
+    library, arguments = launch_from_fp16(q, k, softmax_scale, causal, device)
+    library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if return_lse else None, k_mean if return_lse else None)
     return out, lse, k_mean
 
 
-def launch_from_half(
+def launch_from_fp16(
     q: torch.Tensor, k: torch.Tensor, softmax_scale: float, causal: Causal, device: Device
 ) -> tuple[build.Library, tuple[int | float, ...]]:
-    """The library of `forward_from_half`'s instance, and what the binding is told beside tensors."""
-    config = short.choose(q)
-    library = build.load_with(config, short.INSTANCES, device.arch)
-    splits = short.splits(config, q, k)
+    """The library of `forward_from_fp16`'s instance, and what the binding is told beside tensors."""
+    config = fused_small.choose(q)
+    library = build.load_with(config, fused_small.INSTANCES, device.arch)
+    splits = fused_small.splits(config, q, k)
     ctas = k.shape[0] * k.shape[1] * splits * config.cluster
     return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:
-    """fp8attn.quantize.quantize_kv with recipe.AT_ONCE[qk]; `quantize.why_not` has said that it takes the call.
+    """fp8attn.quantize.quantize_kv with recipe.FUSED_RECIPES[qk]; `quantize.unsupported_call` has said that it takes the call.
 
     Args:
         k, v: (B, H, S, D), bfloat16 or float16.

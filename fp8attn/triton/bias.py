@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import quantize as definition
+from .. import quantize as quantize_ref
 from ..call import HALVES
 from ..device import Device
 from ..recipe import Quantized
@@ -30,7 +30,7 @@ HALVES_ON_HOPPER = {64: (64, 64), 128: (64, 64), 256: (64, 32)}
 PROGRAMS = 4
 """For every SM, if keys are enough for as many."""
 
-LARGEST_BIAS: tl.constexpr = tl.constexpr(definition.LARGEST_BIAS)
+LARGEST_BIAS: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_BIAS)
 TF32: tl.constexpr = tl.constexpr(-0x2000)  # a float's bits that TF32 has
 
 
@@ -92,10 +92,10 @@ def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Dev
     """
     assert q.mean is not None
     if q.mean.numel() == 0 or k.numel() == 0:
-        return definition.with_bias(q, k, k_quantized)
+        return quantize_ref.with_bias(q, k, k_quantized)
     batch, q_heads, groups, dim = q.mean.shape
     heads, length = k.shape[1:3]
-    pitch = definition.bias_pitch(length)
+    pitch = quantize_ref.bias_pitch(length)
     bias = q.mean.new_empty(batch, q_heads, groups, pitch)
     rows, width = q_heads // heads * groups, power_of_2(dim)
     at_once, keys = (HALVES_ON_HOPPER if device.arch // 10 == 9 and k.dtype in HALVES else TILES)[max(width, 64)]

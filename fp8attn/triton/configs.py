@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from ..call import Call, why_not_tma
+from ..call import Call, unsupported_tma
 from ..device import Device
 from ..recipe import QUERY_GROUP, SCALE_BLOCK
 from ..schedule import unsupported_boxes
@@ -167,7 +167,7 @@ def portable_shared_memory(config: PortableConfig, call: Call, device: Device) -
     return max(loop, 4 * config.block_m * max(value_parts(call)))  # or the output, which is stored when the loop is over
 
 
-def misfit(config: Config, call: Call, device: Device) -> str | None:
+def unsupported_config(config: Config, call: Call, device: Device) -> str | None:
     """Why `config` can't run `call` on `device`, or None if it can."""
     head_dim, value_dim = sum(head_parts(call)), sum(value_parts(call))
     live = max(config.block_n, *value_parts(call))  # scores and fresh P·V are live one after the other
@@ -205,14 +205,14 @@ def misfit(config: Config, call: Call, device: Device) -> str | None:
 
 
 def fits(config: Config, call: Call, device: Device) -> bool:
-    return misfit(config, call, device) is None
+    return unsupported_config(config, call, device) is None
 
 
 def candidates(call: Call, device: Device) -> list[Config]:
     """The autotuning space for `call`, pruned by `fits`."""
     portable = product((16, 32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (2, 3, 4))
     space: list[Config] = [PortableConfig(*point) for point in portable]
-    if device.arch // 10 == 9 and not device.emulated and why_not_hopper(call) is None:
+    if device.arch // 10 == 9 and not device.emulated and unsupported_arch(call) is None:
         space += [
             HopperConfig(consumers, block_n, stages, HOPPER_REGISTERS[consumers], polynomials, overlap, teams)
             for consumers, block_n, stages, polynomials, overlap, teams in product((1, 2, 3), (64, 128), (2, 4), (0, 1), (False, True), (1, 3))
@@ -220,13 +220,13 @@ def candidates(call: Call, device: Device) -> list[Config]:
     return [config for config in space if fits(config, call, device)]
 
 
-def why_not_hopper(call: Call) -> str | None:
+def unsupported_arch(call: Call) -> str | None:
     """Why the Hopper kernel can't run a call on any device, or None if it can."""
     if call.compute != "e4m3":
         return f"the Hopper kernel multiplies e4m3, the recipe computes in {call.compute}"
     if call.kv_length == 0:
         return "the Hopper kernel needs at least one key"
-    return unsupported_boxes(call) or why_not_tma(call.q, "query") or why_not_tma(call.k, "key")
+    return unsupported_boxes(call) or unsupported_tma(call.q, "query") or unsupported_tma(call.k, "key")
 
 
 HOPPER_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -235,9 +235,9 @@ HOPPER_REGISTERS = {1: 240, 2: 240, 3: 160}
 
 def hopper_config(call: Call, device: Device) -> HopperConfig:
     """As many consumers as fit and leave no SM empty, in teams of one and with overlap if that fits, as many stages as fit."""
-    strips = call.batch * call.q_heads * -(-call.q_length // ROWS)
+    token_chunks = call.batch * call.q_heads * -(-call.q_length // ROWS)
     for consumers, overlap, teams in ((3, True, 3), (3, False, 1), (2, True, 1), (2, False, 1), (1, True, 1), (1, False, 1)):
-        if consumers > 1 and strips < device.sm_count * consumers:
+        if consumers > 1 and token_chunks < device.sm_count * consumers:
             continue
         for stages in (4, 3, 2):
             config = HopperConfig(consumers, 128, stages, HOPPER_REGISTERS[consumers], overlap=overlap, teams=teams)

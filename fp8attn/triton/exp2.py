@@ -6,7 +6,7 @@ import functools
 import struct
 
 PACK = 8
-"""Numbers that one piece of assembly takes."""
+"""Numbers that one work_tile of assembly takes."""
 
 CONSTRAINTS = ",".join(["=f"] * PACK + ["f"] * PACK)
 

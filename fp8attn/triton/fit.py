@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import quantize as definition
+from .. import quantize as quantize_ref
 from .tile import ROUNDER, e4m3_code, half_of_code
 
-FIT_STEP: tl.constexpr = tl.constexpr(definition.FIT_STEP)
+FIT_STEP: tl.constexpr = tl.constexpr(quantize_ref.FIT_STEP)
 BASES: tl.constexpr = tl.constexpr(0x7A007A00)  # two of bits of halves from 1.5 * 2^15 on, which are FIT_STEP apart
 
 PTX: tl.constexpr = tl.constexpr(f"""{{

@@ -1,6 +1,6 @@
 """Fused quantization: q and k are read once, v twice, and all are written as bytes, v transposed and key-permuted.
 
-Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of strips of v, makes k's mean and
+Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of token_chunks of v, makes k's mean and
 quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
 or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one. What means
 of queries add to scores is bias.py's.
@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout, rotation
-from .. import quantize as definition
+from .. import quantize as quantize_ref
 from ..call import GROUPS
 from ..device import Device
 from ..layout import padded_length
@@ -42,28 +42,30 @@ from .tile import (
     scale_of,
 )
 
-STRIP: tl.constexpr = tl.constexpr(definition.STRIP)
-LANES: tl.constexpr = tl.constexpr(definition.LANES)
+TOKEN_CHUNK: tl.constexpr = tl.constexpr(quantize_ref.TOKEN_CHUNK)
+LANES: tl.constexpr = tl.constexpr(quantize_ref.LANES)
 CHANNELS: tl.constexpr = tl.constexpr(32)  # of one program of finish_kernel
 # the interpreter runs plain Python functions as they are
 sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
 
 SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16 bits, what memory moves at once
-AT_ONCE: tl.constexpr = tl.constexpr(definition.STRIP // definition.LANES)  # groups of a strip that one program loads together, if it is to be quick
+GROUPS_PER_LOAD: tl.constexpr = tl.constexpr(
+    quantize_ref.TOKEN_CHUNK // quantize_ref.LANES
+)  # groups of a token_chunk that one program loads together, if it is to be quick
 OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loads: butterflies among them need no shuffle
 SHORT = 1024  # tokens up to which short_kernel may be faster,
 SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
-MEAN_STEP: tl.constexpr = tl.constexpr(definition.MEAN_STEP)
-LARGEST_MEAN: tl.constexpr = tl.constexpr(definition.LARGEST_MEAN)
+MEAN_STEP: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEP)
+LARGEST_MEAN: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
-FIT_DIM: tl.constexpr = tl.constexpr(definition.FIT_DIM)
-MEAN_STEPS: tl.constexpr = tl.constexpr(definition.MEAN_STEPS)
+FIT_DIM: tl.constexpr = tl.constexpr(quantize_ref.FIT_DIM)
+MEAN_STEPS: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEPS)
 GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
-RUN: tl.constexpr = tl.constexpr(definition.RUN)
-FEEDBACK: tl.constexpr = tl.constexpr(definition.FEEDBACK)
+RUN: tl.constexpr = tl.constexpr(quantize_ref.RUN)
+FEEDBACK: tl.constexpr = tl.constexpr(quantize_ref.FEEDBACK)
 TREE: tl.constexpr = tl.constexpr(4)  # lanes of queries that are added by exchanging them
-QUERY_GROUP: tl.constexpr = tl.constexpr(definition.QUERY_GROUP)
+QUERY_GROUP: tl.constexpr = tl.constexpr(quantize_ref.QUERY_GROUP)
 
 
 def power_of_2(dim: int) -> int:
@@ -100,7 +102,7 @@ class Traits:
     dependent: bool
 
     @property
-    def pieces(self) -> int:
+    def work_tiles(self) -> int:
         """Of a block of q that are quantized one after another, in as many times fewer registers: rows have scales of their own."""
         if self.q_group == SCALE_BLOCK or self.smooth_q:
             return 1
@@ -201,18 +203,18 @@ def sum_lanes(total):
 
 
 @triton.jit
-def sum_strip(
+def sum_token_chunk(
     base, first, step, stride, length,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Lanes' sums, minima and maxima (LANES, WIDTH) of the channels of STRIP tokens: groups of LANES, `step` tokens apart.
+    """Lanes' sums, minima and maxima (LANES, WIDTH) of the channels of TOKEN_CHUNK tokens: groups of LANES, `step` tokens apart.
 
     CAREFUL: of its finite elements; rows may not exist.
     """
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.full([LANES, WIDTH], float("inf"), tl.float32)
     high = tl.full([LANES, WIDTH], -float("inf"), tl.float32)
-    for i in tl.range(0, STRIP // LANES, loop_unroll_factor=UNROLL):
+    for i in tl.range(0, TOKEN_CHUNK // LANES, loop_unroll_factor=UNROLL):
         rows = first + i * step + tl.arange(0, LANES)
         x = load_tile(base, rows, stride, length, DIM, WIDTH, CAREFUL, False, PART)
         if CAREFUL:
@@ -230,26 +232,26 @@ def sum_strip(
 
 
 @triton.jit
-def strip_statistics(base, strip, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
-    """Of one strip of tokens: sums, minima and maxima (WIDTH,) of its finite elements, and whether it needs care: ragged, or not all finite."""
+def token_chunk_statistics(base, token_chunk, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
+    """Of one token_chunk of tokens: sums, minima and maxima (WIDTH,) of its finite elements, and whether it needs care: ragged, or not all finite."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.zeros([LANES, WIDTH], tl.float32)
     high = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
-    first = strip * STRIP
-    if first + STRIP <= length:
-        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, PART, True, False, UNROLL)
+    first = token_chunk * TOKEN_CHUNK
+    if first + TOKEN_CHUNK <= length:
+        total, low, high = sum_token_chunk(base, first, LANES, stride, length, DIM, WIDTH, PART, True, False, UNROLL)
         # an element that isn't finite leaves a sum that isn't
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, low, high = sum_strip(base, first, LANES, stride, length, DIM, WIDTH, PART, True, True, UNROLL if UNROLL < 4 else 4)
+        total, low, high = sum_token_chunk(base, first, LANES, stride, length, DIM, WIDTH, PART, True, True, UNROLL if UNROLL < 4 else 4)
     return sum_lanes(total), tl.min(low, 0), tl.max(high, 0), careful
 
 
 @triton.jit
-def gather_strip(base, strip, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
-    """Statistics of one strip of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care. sums and flag may be None."""
-    total, low, high, careful = strip_statistics(base, strip, stride, length, DIM, WIDTH, PART, 4 if WIDTH <= 128 else 2)
+def gather_token_chunk(base, token_chunk, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+    """Statistics of one token_chunk of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care. sums and flag may be None."""
+    total, low, high, careful = token_chunk_statistics(base, token_chunk, stride, length, DIM, WIDTH, PART, 4 if WIDTH <= 128 else 2)
     columns = tl.arange(0, WIDTH)
     tl.store(extremes + columns, low, mask=columns < DIM)
     tl.store(extremes + DIM + columns, high, mask=columns < DIM)
@@ -270,11 +272,11 @@ def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WID
     """What is removed of one head's k, (WIDTH,): quantize.key_mean, PART channels rotated together."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
-    if (STRIP - LANES) * step + LANES <= length:
-        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, False, UNROLL)
+    if (TOKEN_CHUNK - LANES) * step + LANES <= length:
+        total, _, _ = sum_token_chunk(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, False, UNROLL)
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, _, _ = sum_strip(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, True, 4)
+        total, _, _ = sum_token_chunk(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, True, 4)
     mean = sum_lanes(total) * inverse_size
     if PART > 0:
         mean = tl.reshape(rotated(mean[None, :], PART), (WIDTH,))
@@ -282,28 +284,28 @@ def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WID
 
 
 @triton.jit
-def strip_extremes(extremes, strips, columns, DIM: tl.constexpr):
-    """Minima and maxima of channels over all strips."""
+def token_chunk_extremes(extremes, token_chunks, columns, DIM: tl.constexpr):
+    """Minima and maxima of channels over all token_chunks."""
     lanes = tl.arange(0, LANES)
     low = tl.full([LANES, columns.shape[0]], float("inf"), tl.float32)
     high = tl.full([LANES, columns.shape[0]], -float("inf"), tl.float32)
-    for first in range(0, strips, LANES):
-        strip = (first + lanes)[:, None]
-        inside = (strip < strips) & (columns < DIM)[None, :]
-        pointers = extremes + strip * 2 * DIM + columns[None, :]
+    for first in range(0, token_chunks, LANES):
+        token_chunk = (first + lanes)[:, None]
+        inside = (token_chunk < token_chunks) & (columns < DIM)[None, :]
+        pointers = extremes + token_chunk * 2 * DIM + columns[None, :]
         low = tl.minimum(low, tl.load(pointers, mask=inside, other=float("inf")))
         high = tl.maximum(high, tl.load(pointers + DIM, mask=inside, other=-float("inf")))
     return tl.min(low, 0), tl.max(high, 0)
 
 
 @triton.jit
-def strip_sum(sums, strips, columns, DIM: tl.constexpr):
-    """Sums of channels over all strips."""
+def token_chunk_sum(sums, token_chunks, columns, DIM: tl.constexpr):
+    """Sums of channels over all token_chunks."""
     lanes = tl.arange(0, LANES)
     total = tl.zeros([LANES, columns.shape[0]], tl.float32)
-    for first in range(0, strips, LANES):
-        strip = (first + lanes)[:, None]
-        total += tl.load(sums + strip * DIM + columns[None, :], mask=(strip < strips) & (columns < DIM)[None, :], other=0.0)
+    for first in range(0, token_chunks, LANES):
+        token_chunk = (first + lanes)[:, None]
+        total += tl.load(sums + token_chunk * DIM + columns[None, :], mask=(token_chunk < token_chunks) & (columns < DIM)[None, :], other=0.0)
     return sum_lanes(total)
 
 
@@ -414,25 +416,25 @@ def write_rows(
 
 @triton.jit
 def write_values(
-    v, v_stride, shift, scale, out, strip, length, padded,
+    v, v_stride, shift, scale, out, token_chunk, length, padded,
     DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a strip of tokens of channels of one head's v, quantize.encode_values: all its runs at once, token after token.
+    """Quantize a token_chunk of tokens of channels of one head's v, quantize.encode_values: all its runs at once, token after token.
 
     Args:
         shift: what is subtracted, (1, WIDTH) or a number.
         scale: (WIDTH,).
         out: the channels' codes, four to a word.
-        CAREFUL: the strip is ragged, or some tokens aren't finite.
+        CAREFUL: the token_chunk is ragged, or some tokens aren't finite.
     """
     columns = tl.arange(0, WIDTH)
     inverse = tl.div_rn(1.0, scale)[None, :]
-    gain = tl.where(length > STRIP, FEEDBACK, 0.0).to(tl.float16)
+    gain = tl.where(length > TOKEN_CHUNK, FEEDBACK, 0.0).to(tl.float16)
     # without feedback it doesn't matter whose turn it is: no more groups than there are, two by two
-    groups = tl.where(length <= STRIP // 2, 2, 4)
-    runs = strip * STRIP + tl.arange(0, STRIP // RUN) * (groups * GROUP)
-    owed = tl.zeros([STRIP // RUN, WIDTH], tl.float16)
-    zeros = tl.zeros([STRIP // RUN, WIDTH], tl.int32)
+    groups = tl.where(length <= TOKEN_CHUNK // 2, 2, 4)
+    runs = token_chunk * TOKEN_CHUNK + tl.arange(0, TOKEN_CHUNK // RUN) * (groups * GROUP)
+    residual = tl.zeros([TOKEN_CHUNK // RUN, WIDTH], tl.float16)
+    zeros = tl.zeros([TOKEN_CHUNK // RUN, WIDTH], tl.int32)
     before0, before1, before2, before3 = zeros, zeros, zeros, zeros
     for group in range(groups):
         first = runs + group * GROUP
@@ -444,7 +446,7 @@ def write_values(
             if CAREFUL:
                 # a token's NaN goes into its key; behind the end there are zeros, not -mean
                 x = tl.where(is_finite(x) & (rows < length)[:, None], x, 0.0)
-            code, owed = feed_back(x, owed, gain, NATIVE)
+            code, residual = feed_back(x, residual, gain, NATIVE)
             # layout.key_of_slot: a word has two tokens next to each other, and those 8 behind
             byte = code << (8 * (token % 2 + token // 8 * 2))
             word = token // 2 % 4
@@ -460,7 +462,7 @@ def write_values(
             exists = (columns < DIM)[None, :, None]
             if CAREFUL:
                 exists &= (first < padded)[:, None, None]
-            tl.store(pointers, tl.reshape(words, (STRIP // RUN, WIDTH, GROUP // 2)), mask=exists)
+            tl.store(pointers, tl.reshape(words, (TOKEN_CHUNK // RUN, WIDTH, GROUP // 2)), mask=exists)
         before0, before1, before2, before3 = words0, words1, words2, words3
 
 
@@ -535,9 +537,9 @@ def write_queries(
             C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C, True,
         )  # fmt: skip
     else:
-        PIECES: tl.constexpr = C.pieces
-        for piece in tl.range(PIECES, loop_unroll_factor=1):
-            some = rows if PIECES == 1 else block * BLOCK + piece * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
+        PIECES: tl.constexpr = C.work_tiles
+        for work_tile in tl.range(PIECES, loop_unroll_factor=1):
+            some = rows if PIECES == 1 else block * BLOCK + work_tile * (BLOCK // PIECES) + tl.arange(0, BLOCK // PIECES)
             write_rows(
                 q, q_strides[2], 0.0, some, some < 0, (block + 1) * BLOCK <= length, q_scale, block, q_scale_strides[2], q_data, q_data_strides[2],
                 length, C.q_dim, C.widths[0], C.q_group, C.q_factor, False, C,
@@ -549,33 +551,33 @@ def gather_kernel(
     q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_extremes,
     v_sums, v_extremes, v_flags, q_heads, kv_heads, kv_pairs, q_length, kv_length, sample_step, inverse_sample_size, C: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of every strip of v: sums (B, Hkv, strips, Dv), extremes (…, 2, Dv), flags (…); k's mean and extremes; q quantized.
+    """Statistics of every token_chunk of v: sums (B, Hkv, token_chunks, Dv), extremes (…, 2, Dv), flags (…); k's mean and extremes; q quantized.
 
-    Grid: strips of v, strips of k if C.k_extremes, heads of k if C.smooth_k, blocks of q, in one dimension: long programs first. Dims
+    Grid: token_chunks of v, token_chunks of k if C.k_extremes, heads of k if C.smooth_k, blocks of q, in one dimension: long programs first. Dims
     of 0 in C: there is no q, or no k and v.
     """
     begin(C.dependent)
     item = tl.program_id(0)
-    strips = tl.cdiv(kv_length, STRIP)
-    k_first = kv_pairs * strips
-    mean_first = k_first + (kv_pairs * strips if C.k_extremes else 0)
+    token_chunks = tl.cdiv(kv_length, TOKEN_CHUNK)
+    k_first = kv_pairs * token_chunks
+    mean_first = k_first + (kv_pairs * token_chunks if C.k_extremes else 0)
     q_first = mean_first + (kv_pairs if C.smooth_k else 0)
     if item < k_first:
         if C.v_dim > 0:
             index = item.to(tl.int64)
-            pair = index // strips
+            pair = index // token_chunks
             base = v + pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1]
-            gather_strip(
-                base, item % strips, v_strides[2], kv_length, v_sums + index * C.v_dim, v_extremes + index * 2 * C.v_dim,
+            gather_token_chunk(
+                base, item % token_chunks, v_strides[2], kv_length, v_sums + index * C.v_dim, v_extremes + index * 2 * C.v_dim,
                 v_flags + index, C.v_dim, C.widths[2], 0,
             )  # fmt: skip
     elif item < mean_first:
         if C.k_extremes:
             index = (item - k_first).to(tl.int64)
-            pair = index // strips
+            pair = index // token_chunks
             base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
             extremes = k_extremes + index * 2 * C.k_dim
-            gather_strip(base, (item - k_first) % strips, k_strides[2], kv_length, None, extremes, None, C.k_dim, C.widths[1], C.part)
+            gather_token_chunk(base, (item - k_first) % token_chunks, k_strides[2], kv_length, None, extremes, None, C.k_dim, C.widths[1], C.part)
     elif item < q_first:
         if C.smooth_k:
             pair = (item - mean_first).to(tl.int64)
@@ -587,25 +589,25 @@ def gather_kernel(
             write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item - q_first, q_heads, q_length, C)
 
 
-@triton.jit(do_not_specialize=["strips"])
+@triton.jit(do_not_specialize=["token_chunks"])
 def finish_kernel(
-    k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, inverse_length, C: tl.constexpr
+    k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, token_chunks, inverse_length, C: tl.constexpr
 ):  # fmt: skip
     """v's means and scales, largest magnitudes of k and v, (B, Hkv, D) each; None isn't stored. Grid: (B · Hkv) x D / CHANNELS."""
     begin(C.dependent)
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     if C.k_extremes:
-        low, high = strip_extremes(k_extremes + pair * strips * 2 * C.k_dim, strips, columns, C.k_dim)
+        low, high = token_chunk_extremes(k_extremes + pair * token_chunks * 2 * C.k_dim, token_chunks, columns, C.k_dim)
         mean = tl.zeros([CHANNELS], tl.float32)
         if C.smooth_k:
             mean = tl.load(k_mean + pair * C.k_dim + columns, mask=columns < C.k_dim, other=0.0)
         tl.store(k_largest + pair * C.k_dim + columns, largest_magnitude(low, high, mean), mask=columns < C.k_dim)
     inside = columns < C.v_dim
-    low, high = strip_extremes(v_extremes + pair * strips * 2 * C.v_dim, strips, columns, C.v_dim)
+    low, high = token_chunk_extremes(v_extremes + pair * token_chunks * 2 * C.v_dim, token_chunks, columns, C.v_dim)
     mean = tl.zeros([CHANNELS], tl.float32)
     if C.smooth_v:
-        mean = strip_sum(v_sums + pair * strips * C.v_dim, strips, columns, C.v_dim) * inverse_length
+        mean = token_chunk_sum(v_sums + pair * token_chunks * C.v_dim, token_chunks, columns, C.v_dim) * inverse_length
         mean = removable(coarse(mean, low, high))
         tl.store(v_mean + pair * C.v_dim + columns, mean, mask=inside)
     largest = largest_magnitude(low, high, mean)
@@ -620,10 +622,10 @@ def write_kernel(
     k, v, k_strides, v_strides, k_mean, v_mean, k_scale, v_scale, k_scale_strides, v_scale_strides, k_data, k_data_strides, v_data,
     v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
-    """Quantize k and v. Grid: (strips of v, which take longest, and blocks of k) x (B · Hkv), in one dimension."""
+    """Quantize k and v. Grid: (token_chunks of v, which take longest, and blocks of k) x (B · Hkv), in one dimension."""
     begin(C.dependent)
-    strips = tl.cdiv(length, STRIP)
-    items = strips + tl.cdiv(length, BLOCK)
+    token_chunks = tl.cdiv(length, TOKEN_CHUNK)
+    items = token_chunks + tl.cdiv(length, BLOCK)
     # heads backwards: those that were read last are still in L2
     from_last = tl.num_programs(0) - 1 - tl.program_id(0)
     pair = (from_last // items).to(tl.int64)
@@ -631,20 +633,20 @@ def write_kernel(
     batch = pair // heads
     head = pair % heads
     v += batch * v_strides[0] + head * v_strides[1]
-    if item < strips:
-        strip = item
+    if item < token_chunks:
+        token_chunk = item
         v_data += pair * C.v_dim * (padded // 4)
         v_shift = 0.0
         if C.smooth_v:
             v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
         scale = load_vector(v_scale + batch * v_scale_strides[0] + head * v_scale_strides[1], v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
-        if tl.load(v_flags + pair * strips + strip) == 0:
-            write_values(v, v_strides[2], v_shift, scale, v_data, strip, length, padded, C.v_dim, C.widths[2], C.native, False)
+        if tl.load(v_flags + pair * token_chunks + token_chunk) == 0:
+            write_values(v, v_strides[2], v_shift, scale, v_data, token_chunk, length, padded, C.v_dim, C.widths[2], C.native, False)
         else:
-            write_values(v, v_strides[2], v_shift, scale, v_data, strip, length, padded, C.v_dim, C.widths[2], C.native, True)
+            write_values(v, v_strides[2], v_shift, scale, v_data, token_chunk, length, padded, C.v_dim, C.widths[2], C.native, True)
     else:
-        block = item - strips
-        careful = tl.load(v_flags + pair * strips + block * BLOCK // STRIP)
+        block = item - token_chunks
+        careful = tl.load(v_flags + pair * token_chunks + block * BLOCK // TOKEN_CHUNK)
         k += batch * k_strides[0] + head * k_strides[1]
         k_scale += batch * k_scale_strides[0] + head * k_scale_strides[1]
         k_data += batch * k_data_strides[0] + head * k_data_strides[1]
@@ -680,17 +682,19 @@ def short_kernel(
         pair = (item // slices).to(tl.int64)
         channel = item % slices * SLICE
         v += pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1] + channel
-        strips = tl.cdiv(kv_length, STRIP)
+        token_chunks = tl.cdiv(kv_length, TOKEN_CHUNK)
         sums = tl.zeros([LANES, SLICE], tl.float32)
         low = tl.full([SLICE], float("inf"), tl.float32)
         high = tl.full([SLICE], -float("inf"), tl.float32)
         careful = 0
-        for strip in range(strips):
-            total, strip_low, strip_high, strip_careful = strip_statistics(v, strip, v_strides[2], kv_length, SLICE, SLICE, 0, AT_ONCE)
-            sums = tl.where((tl.arange(0, LANES) == strip)[:, None], total[None, :], sums)
-            low = tl.minimum(low, strip_low)
-            high = tl.maximum(high, strip_high)
-            careful |= strip_careful
+        for token_chunk in range(token_chunks):
+            total, chunk_low, chunk_high, chunk_careful = token_chunk_statistics(
+                v, token_chunk, v_strides[2], kv_length, SLICE, SLICE, 0, GROUPS_PER_LOAD
+            )
+            sums = tl.where((tl.arange(0, LANES) == token_chunk)[:, None], total[None, :], sums)
+            low = tl.minimum(low, chunk_low)
+            high = tl.maximum(high, chunk_high)
+            careful |= chunk_careful
         mean = tl.zeros([SLICE], tl.float32)
         if C.smooth_v:
             mean = removable(coarse(sum_lanes(sums) * inverse_length, low, high))
@@ -698,11 +702,11 @@ def short_kernel(
         scale = scale_of(largest_magnitude(low, high, mean))
         store_vector(v_scale + pair * C.v_dim + channel, scale, SLICE)
         v_data += (pair * C.v_dim + channel) * (padded // 4)
-        for strip in range(strips):
+        for token_chunk in range(token_chunks):
             if careful == 0:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, strip, kv_length, padded, SLICE, SLICE, C.native, False)
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, kv_length, padded, SLICE, SLICE, C.native, False)
             else:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, strip, kv_length, padded, SLICE, SLICE, C.native, True)
+                write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, kv_length, padded, SLICE, SLICE, C.native, True)
     elif item < q_first:
         index = item - kv_pairs * slices
         pair = (index // blocks).to(tl.int64)
@@ -713,7 +717,7 @@ def short_kernel(
         v += batch * v_strides[0] + head * v_strides[1]
         shift = 0.0
         if C.smooth_k:
-            mean = sample_mean(k, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], C.part, AT_ONCE)
+            mean = sample_mean(k, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], C.part, GROUPS_PER_LOAD)
             if block == 0:
                 store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
             shift = mean[None, :]
@@ -776,12 +780,12 @@ def quantize(
         warmup: compile only.
     """
     if q is not None and recipe.smooth_q and recipe.q in GIVEN:  # scales of what is left of q, which nobody has yet
-        centred, means = definition.without_means(q, recipe)
+        centred, means = quantize_ref.without_means(q, recipe)
         q_quantized, k_quantized, v_quantized = quantize(centred, k, v, replace(recipe, smooth_q=False), device, warmup=warmup)
         assert q_quantized is not None
         return replace(q_quantized, mean=means), k_quantized, v_quantized
     if any(x is not None and x.numel() == 0 for x in (q, k)):
-        return definition.quantize(q, k, v, recipe)
+        return quantize_ref.quantize(q, k, v, recipe)
     like = q if q is not None else k
     assert like is not None
     for name, x in (("query", q), ("key", k)):
@@ -794,7 +798,7 @@ def quantize(
     batch, kv_heads, kv_length, k_dim = (like.shape[0], 1, 0, 0) if k is None else k.shape
     v_dim = 0 if v is None else v.shape[3]
     _, q_heads, q_length, q_dim = (0, 1, 0, 0) if q is None else q.shape
-    strips = ceil_div(kv_length, definition.STRIP)
+    token_chunks = ceil_div(kv_length, quantize_ref.TOKEN_CHUNK)
     pairs = batch * kv_heads if k is not None else 0
     traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
     width = max(traits.widths)
@@ -804,27 +808,27 @@ def quantize(
         # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal, nor means of queries
         resources["enable_fp_fusion"] = False
     gathering = resources
-    if (width <= 64 and not traits.smooth_q) or traits.pieces > 1:
+    if (width <= 64 and not traits.smooth_q) or traits.work_tiles > 1:
         # as many programs at a time as there are registers for, but for a few words
         gathering = resources | dict(num_warps=WARPS, maxnreg=80 if width <= 128 else 128)
     writing = resources | dict(maxnreg=80) if width <= 64 else resources
 
-    row_type, largest_code = definition.row_type(recipe.qk), definition.largest_code(recipe.qk)
+    row_type, largest_code = quantize_ref.row_type(recipe.qk), quantize_ref.largest_code(recipe.qk)
     q_data = q_scale = q_mean = None
     q_items = 0
     if q is not None:
-        q_data = definition.empty_rows(q, row_type)
+        q_data = quantize_ref.empty_rows(q, row_type)
         if recipe.q in GIVEN:
             values = rotation.rotate(q, traits.part)
             q_scale = _reduced_scale(values.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-2), recipe.q, largest_code, traits.q_factor)
         else:
-            q_scale = new(*definition.scale_shape(recipe.q, *q.shape))
+            q_scale = new(*quantize_ref.scale_shape(recipe.q, *q.shape))
         if traits.smooth_q:
-            q_mean = new(batch, q_heads, ceil_div(q_length, definition.QUERY_GROUP), q_dim)
+            q_mean = new(batch, q_heads, ceil_div(q_length, quantize_ref.QUERY_GROUP), q_dim)
         q_items = batch * q_heads * ceil_div(q_length, SCALE_BLOCK)
     queries = (_bytes(q_data), _strides(q_data), q_scale, _scale_strides(q, q_scale), q_mean)
     q_quantized = None if q is None else Quantized(q_data, q_scale, recipe.q, "rows", q_length, q_mean, traits.part)
-    sample = (definition.sample_step(kv_length), 1 / max(definition.sample_size(kv_length), 1))
+    sample = (quantize_ref.sample_step(kv_length), 1 / max(quantize_ref.sample_size(kv_length), 1))
     k_mean = new(batch, kv_heads, k_dim) if traits.smooth_k else None
     v_mean = new(batch, kv_heads, v_dim) if traits.smooth_v else None
     blocks = ceil_div(kv_length, SCALE_BLOCK)
@@ -832,8 +836,8 @@ def quantize(
     programs = pairs * (v_dim // SLICE.value + blocks) + q_items
     in_one = kv_length <= SHORT and programs <= SHORT_PROGRAMS * device.sm_count and v_dim % SLICE.value == 0
     if k is not None and v is not None and in_one and recipe.v == "channel" and not traits.k_extremes:
-        k_data = definition.empty_rows(k, row_type)
-        k_scale = new(*definition.scale_shape(recipe.k, *k.shape))
+        k_data = quantize_ref.empty_rows(k, row_type)
+        k_scale = new(*quantize_ref.scale_shape(recipe.k, *k.shape))
         v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
         v_scale = new(batch, kv_heads, v_dim)
         launch(
@@ -850,11 +854,11 @@ def quantize(
 
     k_extremes = v_sums = v_extremes = v_flags = None
     if k is not None:
-        k_extremes = new(pairs, strips, 2, k_dim) if traits.k_extremes else None
-        v_sums = new(pairs, strips, v_dim)
-        v_extremes = new(pairs, strips, 2, v_dim)
-        v_flags = new(pairs, strips, dtype=torch.int32)
-    kv_items = pairs * strips * (2 if traits.k_extremes else 1) + (pairs if traits.smooth_k else 0)
+        k_extremes = new(pairs, token_chunks, 2, k_dim) if traits.k_extremes else None
+        v_sums = new(pairs, token_chunks, v_dim)
+        v_extremes = new(pairs, token_chunks, 2, v_dim)
+        v_flags = new(pairs, token_chunks, dtype=torch.int32)
+    kv_items = pairs * token_chunks * (2 if traits.k_extremes else 1) + (pairs if traits.smooth_k else 0)
     launch(
         gather_kernel, (kv_items + q_items,),
         q, k, v, _strides(q), _strides(k), _strides(v), *queries, k_mean, k_extremes, v_sums, v_extremes, v_flags,
@@ -868,22 +872,22 @@ def quantize(
     v_scale = new(batch, kv_heads, v_dim) if recipe.v == "channel" else None
     launch(
         finish_kernel, (pairs, ceil_div(max(k_dim, v_dim), CHANNELS.value)),
-        k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, strips, 1 / kv_length, traits,
+        k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, token_chunks, 1 / kv_length, traits,
         **resources | dict(num_warps=4, maxnreg=None),
     )  # fmt: skip
     if k_largest is None:
-        k_scale = new(*definition.scale_shape(recipe.k, *k.shape))
+        k_scale = new(*quantize_ref.scale_shape(recipe.k, *k.shape))
     else:
         k_scale = _reduced_scale(k_largest, recipe.k, largest_code)
         if traits.int8:
-            k_scale = definition.marked(k_scale, ~(k.isfinite().all(-1) & v.isfinite().all(-1)), recipe.k)
+            k_scale = quantize_ref.marked(k_scale, ~(k.isfinite().all(-1) & v.isfinite().all(-1)), recipe.k)
     if v_largest is not None:
-        v_scale = _reduced_scale(v_largest, recipe.v, definition.E4M3_MAX)
+        v_scale = _reduced_scale(v_largest, recipe.v, quantize_ref.E4M3_MAX)
 
-    k_data = definition.empty_rows(k, row_type)
+    k_data = quantize_ref.empty_rows(k, row_type)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
     launch(
-        write_kernel, (pairs * (strips + blocks),),
+        write_kernel, (pairs * (token_chunks + blocks),),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
         _bytes(k_data), k_data.stride(), _words(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **writing,
     )  # fmt: skip
@@ -897,7 +901,7 @@ def quantize(
 def _reduced_scale(largest: torch.Tensor, granularity: Granularity, code: float, factor: float = 1.0) -> torch.Tensor:
     """Scales of heads or of the tensor that map to `code`, times `factor`, from channels' largest magnitudes (B, H, D)."""
     largest = largest.amax(-1, keepdim=True) if granularity == "head" else largest.amax().view(1, 1, 1)
-    return torch.where(largest > 0, definition.scale_of(largest, code) * factor, 1.0)
+    return torch.where(largest > 0, quantize_ref.scale_of(largest, code) * factor, 1.0)
 
 
 def _strides(x: torch.Tensor | None) -> tuple[int, ...]:
@@ -921,7 +925,7 @@ def import_values(v: torch.Tensor, device: Device, *, warmup: bool = False) -> t
     """quantize.import_values by a fused kernel."""
     batch, heads, length, dim = v.shape
     if v.numel() == 0:
-        return definition.import_values(v)
+        return quantize_ref.import_values(v)
     check_counted("value", v)
     data = torch.empty(batch, heads, dim, padded_length(length), dtype=E4M3, device=v.device)
     hidden = torch.empty(batch, heads, length, dtype=torch.bool, device=v.device)

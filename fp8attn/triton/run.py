@@ -13,23 +13,23 @@ try:
     from . import hopper
 except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may name it differently
     hopper = None  # type: ignore[assignment]
-    hopper_missing = f"this Triton's Gluon can't build it: {error}"
+    hopper_unavailable = f"this Triton's Gluon can't build it: {error}"
 else:
-    hopper_missing = ""
+    hopper_unavailable = ""
 
 
-def why_not_hopper(call: Call, device: Device) -> str | None:
+def unsupported_arch(call: Call, device: Device) -> str | None:
     """Why the Hopper kernel can't run a call, or None if it can."""
     if device.emulated or device.arch // 10 != 9:
         return f"the Hopper kernel needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
     if hopper is None:
-        return hopper_missing
-    return configs.why_not_hopper(call)
+        return hopper_unavailable
+    return configs.unsupported_arch(call)
 
 
 def choose(call: Call, device: Device) -> configs.Config:
     """The config that runs `call` on `device`: from the table of measured ones, else by rule."""
-    hopper_runs = why_not_hopper(call, device) is None
+    hopper_runs = unsupported_arch(call, device) is None
     if tune.wanted() and not device.emulated and not tune.known(call, device):
         tune.tune(call, device, forward)
     config = tune.measured(call, device)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .. import layout, recipe, reference
-from .. import quantize as definition
+from .. import quantize as quantize_ref
 from . import exp2
 
 LOG2E: tl.constexpr = tl.constexpr(reference.LOG2E)
@@ -21,12 +21,12 @@ INT8_NAN: tl.constexpr = tl.constexpr(recipe.INT8_NAN)
 FALL: tl.constexpr = tl.constexpr(reference.FALL)
 LOWEST_SCORE: tl.constexpr = tl.constexpr(reference.LOWEST_SCORE)
 FAR: tl.constexpr = tl.constexpr(2.0**27)  # float32 numbers of this size are 16 apart: m - P_OFFSET would be rounded to m or to m - 16
-ROUNDER: tl.constexpr = tl.constexpr(definition.ROUNDER)
-FLOAT_MAX: tl.constexpr = tl.constexpr(definition.FLOAT_MAX)
+ROUNDER: tl.constexpr = tl.constexpr(quantize_ref.ROUNDER)
+FLOAT_MAX: tl.constexpr = tl.constexpr(quantize_ref.FLOAT_MAX)
 EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
 EXP2_PACK: tl.constexpr = tl.constexpr(exp2.PACK)
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(definition.SMALLEST_SCALE)
-NOTHING: tl.constexpr = tl.constexpr(-definition.FLOAT_MAX)  # -inf - -inf would be NaN
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(quantize_ref.SMALLEST_SCALE)
+NOTHING: tl.constexpr = tl.constexpr(-quantize_ref.FLOAT_MAX)  # -inf - -inf would be NaN
 
 INTERPRETING = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter; decided when they are decorated, by TRITON_INTERPRET=1."""

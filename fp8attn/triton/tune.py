@@ -51,7 +51,7 @@ def measured(call: Call, device: Device) -> Config | None:
     config = _tuned.get((device.name, kind(call))) or table().get(device.name, {}).get(kind(call))
     if config is None or not configs.fits(config, call, device) or not fills(config, call, device):
         return None
-    if isinstance(config, HopperConfig) and configs.why_not_hopper(call) is not None:
+    if isinstance(config, HopperConfig) and configs.unsupported_arch(call) is not None:
         return None
     return config
 

@@ -23,7 +23,7 @@ from bench.gates import Gates, all_green, judge
 from fp8attn import Recipe, eager
 from fp8attn.cuda import configs, portable
 from fp8attn.cuda import quantize as cuda_quantize
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
 from fp8attn.triton import run
 
@@ -92,7 +92,7 @@ def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypa
         out, *rest = original(*args, **kwargs)
         return {"shifted": out + 0.1, "scaled": out * 0.8, "NaN": out.masked_fill(out > 0.3, math.nan)}[broken], *rest
 
-    for module, name in ((run, "forward"), (cuda, "forward"), (cuda, "forward_from_half")):
+    for module, name in ((run, "forward"), (cuda_run, "forward"), (cuda_run, "forward_from_fp16")):
         monkeypatch.setattr(module, name, functools.partial(wrong, getattr(module, name)))
     monkeypatch.setattr(eager, "repeat", lambda *args: None)  # what the binding remembers goes by none of them
     assert not any(verdict.green for verdict in judge(case, Gates.load(), device))
@@ -370,8 +370,8 @@ def test_sanitizers_see_every_kind_of_instance(shape: str) -> None:
 def test_sanitizers_see_masks_of_calls_that_are_quantized_on_the_way(shape: str) -> None:
     """Queries where they are attended with, keys and values by CUDA's quantizer."""
     (q, k, v), options = launched.problem(shape, torch.device("cpu"))
-    assert configs.why_not_quantize(q, v.shape[3], 1.0, "e4m3", ARCHITECTURES[90], options["attn_mask"]) is None
-    assert cuda_quantize.why_not(k, v, Recipe(), ARCHITECTURES[90]) is None
+    assert configs.unsupported_q_quant(q, v.shape[3], 1.0, "e4m3", ARCHITECTURES[90], options["attn_mask"]) is None
+    assert cuda_quantize.unsupported_call(k, v, Recipe(), ARCHITECTURES[90]) is None
 
 
 def test_sanitize_without_a_gpu_says_so(device: torch.device, capsys: pytest.CaptureFixture) -> None:

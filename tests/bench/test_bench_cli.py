@@ -393,9 +393,9 @@ def test_needs_say_what_is_missing_and_only_that(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert there() is None and missing() == "pip install no_such_module"
     monkeypatch.setattr(peers, "device_here", lambda: torch.device("cpu"))
-    monkeypatch.setattr(peers, "cuda_missing", lambda device: "cuda: nvcc isn't here")
+    monkeypatch.setattr(peers, "cuda_unavailable", lambda device: "cuda: nvcc isn't here")
     assert {peer.needs() for peer in peers.OWN if "cuda" in peer.name} == {"nvcc isn't here"}
-    monkeypatch.setattr(peers, "triton_missing", lambda device: "triton: no kernels")
+    monkeypatch.setattr(peers, "triton_unavailable", lambda device: "triton: no kernels")
     assert {peer.needs() for peer in peers.OWN if "triton" in peer.name} == {"no kernels"}
 
 

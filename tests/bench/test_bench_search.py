@@ -59,7 +59,8 @@ class Evaluator:
 def run(journal: Journal, evaluate: Evaluator, seconds: float, dim: int = 64) -> list[Outcome]:
     call, ticks = a_call(dim), itertools.count()
     return search.search(
-        space.spaces("cuda", call, H100), space.shipped("cuda", call, H100), lambda config: space.misfit(config, call, H100), evaluate, journal,
+        space.spaces("cuda", call, H100), space.shipped("cuda", call, H100), lambda config: space.unsupported_config(config, call, H100), evaluate,
+        journal,
         seconds, dice=random.Random(0), clock=lambda: float(next(ticks)),
     )  # fmt: skip
 
@@ -68,7 +69,7 @@ def test_the_best_is_found_and_bad_ones_are_kept_out(tmp_path: Path) -> None:
     evaluate, journal = Evaluator(), Journal(tmp_path / "journal.jsonl", KEY)
     elite = run(journal, evaluate, seconds=40)
     call = a_call()
-    best = min((c for c in space.spaces("cuda", call, H100)[0].everything() if space.misfit(c, call, H100) is None), key=speed)
+    best = min((c for c in space.spaces("cuda", call, H100)[0].everything() if space.unsupported_config(c, call, H100) is None), key=speed)
     assert elite[0].config == best and len(elite) == search.ELITE == 3
     assert [one.score for one in elite] == sorted(one.score for one in elite)
     assert len(evaluate.asked) == len(set(evaluate.asked))
@@ -199,7 +200,7 @@ def test_writing_cudas_table(tmp_path: Path) -> None:
     written: dict = {}
     text = path.read_text()
     exec(text[text.index("SPEEDS = {") : text.index('"""What is compiled')], {"HopperConfig": CudaConfig}, written)
-    others = {c: s for c, s in SPEEDS.items() if (c.head_dim, c.visits) != (64, False)}
+    others = {c: s for c, s in SPEEDS.items() if (c.head_dim, c.skips_blocks) != (64, False)}
     assert written["SPEEDS"] == {**others, **found}
     with pytest.raises(ValueError, match="no table SPEEDS"):
         search.with_speeds("x = 1\n", SPEEDS)
@@ -223,11 +224,11 @@ def test_writing_the_portable_kernels_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", (80, 89))
 def test_other_gpus_search_the_portable_kernel(arch: int) -> None:
     call, device, dice = a_call(), ARCHITECTURES[arch], random.Random(2)
-    assert space.why_not("cuda", call, device) is None
+    assert space.unsupported_call("cuda", call, device) is None
     (one,) = space.spaces("cuda", call, device)
     shipped = space.shipped("cuda", call, device)
     assert all(isinstance(c, CudaPortableConfig) and one.owns(c) for c in shipped)
     children = {child for _ in range(300) for child in one.bred(shipped, dice)}
-    fitting = [child for child in children if space.misfit(child, call, device) is None]
+    fitting = [child for child in children if space.unsupported_config(child, call, device) is None]
     assert len(fitting) > 20 and {c.operands for c in fitting} == {"native" if arch == 89 else "registers"}
     assert all(space.from_json(json.loads(json.dumps(space.to_json(config)))) == config for config in fitting)

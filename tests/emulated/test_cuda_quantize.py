@@ -22,9 +22,9 @@ from fp8attn.cuda import build, quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.layout import padded_length
-from fp8attn.quantize import STRIP, quantize_kv, sample_size
+from fp8attn.quantize import TOKEN_CHUNK, quantize_kv, sample_size
 from fp8attn.quantize import quantize as quantize_all
-from fp8attn.recipe import AT_ONCE, E4M3, ProductType
+from fp8attn.recipe import E4M3, FUSED_RECIPES, ProductType
 from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, normal
 from strategies import FINITE, Case
 
@@ -49,7 +49,7 @@ def by(library: build.Library) -> Quantizer:
     """Quantization by a library's kernel."""
 
     def quantizer(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
-        assert quantize.why_not(k, v, AT_ONCE[qk], dataclasses.replace(H100, sm_count=1)) is None
+        assert quantize.unsupported_call(k, v, FUSED_RECIPES[qk], dataclasses.replace(H100, sm_count=1)) is None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_with", lambda *_: library)
             return run.quantize_kv(k, v, qk, H100)
@@ -59,9 +59,9 @@ def by(library: build.Library) -> Quantizer:
 
 def by_cuda(k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> tuple[Quantized, Quantized]:
     device = device_of(k.device)
-    if quantize.misfit(quantize.INSTANCES[0], device) is not None:
+    if quantize.unsupported_config(quantize.INSTANCES[0], device) is not None:
         pytest.skip("needs sm_90")
-    assert quantize.why_not(k, v, AT_ONCE[qk], dataclasses.replace(device, sm_count=1)) is None
+    assert quantize.unsupported_call(k, v, FUSED_RECIPES[qk], dataclasses.replace(device, sm_count=1)) is None
     return run.quantize_kv(k, v, qk, device)
 
 
@@ -71,13 +71,13 @@ def check(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, qk: ProductTyp
 
 
 def check_bytes(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, qk: ProductType = "e4m3") -> None:
-    for actual, expected in zip(quantizer(k, v, qk), quantize_kv(k, v, AT_ONCE[qk]), strict=True):
+    for actual, expected in zip(quantizer(k, v, qk), quantize_kv(k, v, FUSED_RECIPES[qk]), strict=True):
         assert_same(actual, expected)
 
 
 def check_rounded(quantizer: Quantizer, k: torch.Tensor, v: torch.Tensor, share: float, qk: ProductType = "e4m3") -> None:
     """Of any keys."""
-    (key, value), (expected_key, expected_value) = quantizer(k, v, qk), quantize_kv(k, v, AT_ONCE[qk])
+    (key, value), (expected_key, expected_value) = quantizer(k, v, qk), quantize_kv(k, v, FUSED_RECIPES[qk])
     assert_same(value, expected_value)
     assert_alike(key, expected_key, share)
 
@@ -97,15 +97,15 @@ def like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def problems(draw, most: int) -> Problem:
-    """Of lengths with up to `most` strips to a head."""
+    """Of lengths with up to `most` token_chunks to a head."""
     dim = draw(st.sampled_from((64, 64, 128, 128, 192, 256)))
-    longest = min(LONGEST[dim], most * STRIP)
-    edges = [n + i for n in range(STRIP, longest, STRIP) for i in (-1, 0, 1)]
-    length = draw(st.one_of(st.integers(1, STRIP), st.integers(STRIP + 1, longest), st.sampled_from([1, *edges, longest])))
+    longest = min(LONGEST[dim], most * TOKEN_CHUNK)
+    edges = [n + i for n in range(TOKEN_CHUNK, longest, TOKEN_CHUNK) for i in (-1, 0, 1)]
+    length = draw(st.one_of(st.integers(1, TOKEN_CHUNK), st.integers(TOKEN_CHUNK + 1, longest), st.sampled_from([1, *edges, longest])))
     case = Case(
         batch=draw(st.integers(1, 2)), kv_heads=draw(st.integers(1, 2)), group=draw(st.integers(1, 2)), q_length=5, kv_length=length, head_dim=dim,
         value_dim=dim, dtype=draw(st.sampled_from(HALVES)), layout=draw(st.sampled_from(("bhsd", "bshd", "padded"))), mask="none",
-        distribution=draw(st.sampled_from(FINITE)), recipe=draw(st.sampled_from([*AT_ONCE.values()])), scale=None, out_dtype=torch.float32,
+        distribution=draw(st.sampled_from(FINITE)), recipe=draw(st.sampled_from([*FUSED_RECIPES.values()])), scale=None, out_dtype=torch.float32,
         seed=draw(st.integers(0, 1000)),
     )  # fmt: skip
     return Problem(case, draw(st.sampled_from(MAGNITUDES)), draw(st.tuples(*[st.sampled_from(BAD_PLACES)] * 3)))
@@ -126,13 +126,13 @@ def test_writes_the_bytes_of_the_definition(device: torch.device, problem: Probl
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim, length", ((64, 8100), (128, 2048)))
-@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+@pytest.mark.parametrize("recipe", FUSED_RECIPES.values(), ids=FUSED_RECIPES.keys())
 def test_writes_the_bytes_of_triton(device: torch.device, recipe: Recipe, dim: int, length: int) -> None:
     """Called as others are, Q beside them, which Triton quantizes."""
     k, v = not_finite((2, 4, length, dim), torch.bfloat16, device)
     k = on_grid(k)
-    if ops.why_not_quantize_by_cuda(k, v, recipe) is not None:
-        pytest.skip(str(ops.why_not_quantize_by_cuda(k, v, recipe)))
+    if ops.unsupported_cuda_quantize(k, v, recipe) is not None:
+        pytest.skip(str(ops.unsupported_cuda_quantize(k, v, recipe)))
     q = normal((2, 4, 300, dim), device=device)[0]
     for actual, expected in zip(ops.quantized(q, k, v, recipe), ops.quantized(q, k, v, recipe, by_triton=True), strict=True):
         assert_same(actual, expected)
@@ -153,7 +153,7 @@ def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
 @pytest.mark.parametrize("dim", LONGEST)
 def test_the_longest(device: torch.device, dim: int, heads: int) -> None:
     """Also of more clusters than run at a time."""
-    for length in (LONGEST[dim], LONGEST[dim] - 130, STRIP + 1, STRIP, 77):
+    for length in (LONGEST[dim], LONGEST[dim] - 130, TOKEN_CHUNK + 1, TOKEN_CHUNK, 77):
         for qk in PRODUCTS:
             check(by_cuda, *normal((1, heads, length, dim), device=device), qk)
 
@@ -194,11 +194,11 @@ def test_rotation_rounds_in_the_last_bits(device: torch.device, qk: ProductType,
 
 
 def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Of K a NaN and infinities in the sample and outside of it; of V in tokens of several strips and slices, a channel, the last token."""
+    """Of K a NaN and infinities in the sample and outside of it; of V in tokens of several token_chunks and slices, a channel, the last token."""
     k, v = normal(shape, dtype, device)
     length, dim = shape[2:]
-    k[0, 0, 3, 5], k[0, 0, 99, 7], k[0, 0, STRIP, dim - 1], k[0, -1, length - 1, 0] = torch.nan, torch.inf, -torch.inf, torch.inf
-    v[0, 0, 7, 3], v[0, 0, STRIP + 70, dim - 2], v[0, -1, length - 1, dim - 1], v[-1, -1, :, 9] = torch.inf, torch.nan, -torch.inf, torch.nan
+    k[0, 0, 3, 5], k[0, 0, 99, 7], k[0, 0, TOKEN_CHUNK, dim - 1], k[0, -1, length - 1, 0] = torch.nan, torch.inf, -torch.inf, torch.inf
+    v[0, 0, 7, 3], v[0, 0, TOKEN_CHUNK + 70, dim - 2], v[0, -1, length - 1, dim - 1], v[-1, -1, :, 9] = torch.inf, torch.nan, -torch.inf, torch.nan
     v[-1, 0, 200] = torch.nan
     return k, v
 
@@ -265,7 +265,7 @@ def test_in_a_graph_and_on_a_stream(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_attention_is_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sdpa from half, whoever quantizes K and V; and that it is this quantizer that does."""
-    if quantize.misfit(quantize.INSTANCES[0], device_of(device)) is not None:
+    if quantize.unsupported_config(quantize.INSTANCES[0], device_of(device)) is not None:
         pytest.skip("needs sm_90")
     k, v = (on_grid(x) for x in normal((2, 4, 1400, 128), device=device))
     q = normal((2, 8, 1400, 128), device=device)[0]
@@ -273,7 +273,7 @@ def test_attention_is_the_same(device: torch.device, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "quantize_into", lambda *x, original=run.quantize_into, **y: taken.append(True) or original(*x, **y))
     actual = fp8attn.sdpa(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")
     assert taken == [True]
-    monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: "the test wants Triton's")
+    monkeypatch.setattr(ops, "unsupported_cuda_quantize", lambda *_: "the test wants Triton's")
     assert torch.equal(actual, fp8attn.sdpa(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")) and taken == [True]
 
 
@@ -285,7 +285,7 @@ def test_emulated_means_of_queries_meet_rotated_keys(emulated: Quantizer, monkey
     (q, v), k = normal((1, 2, 600, 64)), on_grid(normal((1, 2, 601, 64))[0][:, :, 1:])
     expected = ops.quantized(q, k, v, recipe, by_triton=True)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
-    monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
+    monkeypatch.setattr(ops, "unsupported_cuda_quantize", lambda *_: None)
     quantized = emulated(k, v, "e4m3")
     monkeypatch.setattr(run, "quantize_kv", lambda *_: quantized)
     for x, y in zip(ops.quantized(q, k, v, recipe), expected, strict=True):
@@ -299,8 +299,8 @@ def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> N
     recipe = Recipe(smooth_q=True)
     q, k, v = (x.to(device) for x in (*normal((2, 4, 1024, dim)), normal((2, 4, 1024, dim), torch.bfloat16)[0].flip(2)))
     k = on_grid(k)
-    if ops.why_not_quantize_by_cuda(k, v, recipe) is not None:
-        pytest.skip(str(ops.why_not_quantize_by_cuda(k, v, recipe)))
+    if ops.unsupported_cuda_quantize(k, v, recipe) is not None:
+        pytest.skip(str(ops.unsupported_cuda_quantize(k, v, recipe)))
     for actual, expected in zip(ops.quantized(q, k, v, recipe), ops.quantized(q, k, v, recipe, by_triton=True), strict=True):
         assert_same(actual, expected)
     exact = fp8attn.reference_sdpa(q, k, v, out_dtype=torch.float32)
@@ -329,18 +329,18 @@ SYNCS = {
     "the sample lay there": ("  __syncthreads();  // the sample lay there\n", ""),
     "moments of all warps": ("  __syncthreads();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
     "what there is to tell": ("  __syncthreads();\n}\n\n// V's mean and scale", "}\n\n// V's mean and scale"),
-    "facts": ("  ptx::mbarrier_wait(&shared.facts_full, 0);\n", ""),
-    "shifts of all channels": ("place, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "place, threadIdx.x - CHANNELS);\n"),
+    "facts": ("  ptx::mbarrier_wait(&shared.stats_full, 0);\n", ""),
+    "shifts of all channels": ("coord, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "coord, threadIdx.x - CHANNELS);\n"),
     "values before keys": ("  __syncthreads();\n\n  const Keys<T> keys;", "  const Keys<T> keys;"),
-    "magnitudes of all warps": ("  __syncthreads();\n  if constexpr (C.int8) tell_hidden", "  if constexpr (C.int8) tell_hidden"),
+    "magnitudes of all warps": ("  __syncthreads();\n  if constexpr (C.int8) broadcast_nonfinite", "  if constexpr (C.int8) broadcast_nonfinite"),
     "magnitudes of all slices": ("  ptx::mbarrier_wait(&shared.largest_full, 0);\n", ""),
-    "copies of values": ("    wait_for_block(n);\n    if ((n + 1) * KEYS <= place.count)", "    if ((n + 1) * KEYS <= place.count)"),
+    "copies of values": ("    wait_for_block(n);\n    if ((n + 1) * KEYS <= coord.count)", "    if ((n + 1) * KEYS <= coord.count)"),
     "copies of keys": ("    wait_for_block(n);\n    if ((n + 1) * KEYS > count)", "    if ((n + 1) * KEYS > count)"),
     "rows that don't exist": ("chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};", ";"),
-    "keys that aren't finite": ("      words = spoiled<T>(words);\n    });", "    });"),
-    "int8's hidden keys of all slices": ("  if constexpr (C.int8) tell_hidden<C>(shared, place, &shared.largest_full);\n", ""),
-    "int8's hidden keys of either row": ("C.int8 && hidden[i]", "C.int8 && hidden[0]"),
-    "int8's marks of blocks": ("marked ? -scale : scale", "scale"),
+    "keys that aren't finite": ("      words = nan_where_nonfinite<T>(words);\n    });", "    });"),
+    "int8's hidden keys of all slices": ("  if constexpr (C.int8) broadcast_nonfinite<C>(shared, coord, &shared.largest_full);\n", ""),
+    "int8's hidden keys of either row": ("C.int8 && nonfinite[i]", "C.int8 && nonfinite[0]"),
+    "int8's marks of blocks": ("has_nonfinite_key ? -scale : scale", "scale"),
     "int8's steps": ("row_scale_of<C.int8>(largest)", "scale_of(largest)"),
     "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
 }
@@ -371,11 +371,11 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
 
 @pytest.mark.parametrize("dim", LONGEST)
 def test_takes(dim: int) -> None:
-    for heads, length in ((132, STRIP), (1, STRIP + 1), (1, LONGEST[dim])):
+    for heads, length in ((132, TOKEN_CHUNK), (1, TOKEN_CHUNK + 1), (1, LONGEST[dim])):
         k = torch.zeros(1, heads, length, dim, dtype=torch.float16)
         for qk in PRODUCTS:
-            assert quantize.why_not(k, k, Recipe(q="block", qk=qk), H100) is None
-            assert quantize.choose(k, qk).strips >= quantize.strips_of(k) and quantize.choose(k, qk).int8 == (qk == "int8")
+            assert quantize.unsupported_call(k, k, Recipe(q="block", qk=qk), H100) is None
+            assert quantize.choose(k, qk).token_chunks >= quantize.strips_of(k) and quantize.choose(k, qk).int8 == (qk == "int8")
         assert quantize.cluster_of(k) <= quantize.LARGEST_CLUSTER
 
 
@@ -395,15 +395,15 @@ def test_takes(dim: int) -> None:
     ),
 )
 def test_refusals_say_why(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, reason: str) -> None:
-    assert reason in (quantize.why_not(torch.zeros(k, dtype=dtype), torch.zeros(v, dtype=dtype), recipe, H100) or "")
+    assert reason in (quantize.unsupported_call(torch.zeros(k, dtype=dtype), torch.zeros(v, dtype=dtype), recipe, H100) or "")
 
 
 def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
     k, v = normal((1, 1, 600, 64))
     shifted = torch.zeros(1, 1, 600, 68, dtype=torch.bfloat16)[..., 4:]
-    assert "value doesn't start at a multiple of 16 bytes" in (quantize.why_not(k, shifted, Recipe(), H100) or "")
-    assert "needs sm_90" in (quantize.why_not(k, v, Recipe(), ARCHITECTURES[100]) or "")
-    assert "shared memory" in (quantize.misfit(quantize.INSTANCES[0], dataclasses.replace(H100, shared_memory=49152)) or "")
+    assert "value doesn't start at a multiple of 16 bytes" in (quantize.unsupported_call(k, shifted, Recipe(), H100) or "")
+    assert "needs sm_90" in (quantize.unsupported_call(k, v, Recipe(), ARCHITECTURES[100]) or "")
+    assert "shared memory" in (quantize.unsupported_config(quantize.INSTANCES[0], dataclasses.replace(H100, shared_memory=49152)) or "")
 
 
 def test_what_it_fills_is_like_the_definitions() -> None:
@@ -411,7 +411,7 @@ def test_what_it_fills_is_like_the_definitions() -> None:
     k, v = normal((2, 3, 600, 64))
     for x in (k, k.transpose(1, 2).contiguous().transpose(1, 2)):
         for qk in PRODUCTS:
-            for actual, expected in zip(quantize.empty(x, v, qk), quantize_kv(x, v, AT_ONCE[qk]), strict=True):
+            for actual, expected in zip(quantize.empty(x, v, qk), quantize_kv(x, v, FUSED_RECIPES[qk]), strict=True):
                 for name in ("data", "scale", "mean"):
                     one, other = getattr(actual, name), getattr(expected, name)
                     assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
@@ -452,13 +452,13 @@ def test_who_quantizes(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(run, "quantize_kv", quantize_kv_by_cuda)
     for count, options in ((1, {}), (1, {"by_triton": True})):
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
+            patch.setattr(ops, "unsupported_cuda_quantize", lambda *_: None)
             for actual, wanted in zip(ops.quantized(q, k, v, Recipe(), **options), expected, strict=True):
                 assert_same(actual, wanted)
         assert len(made) == count
     ops.quantized(q, k, v, Recipe())
     assert len(made) == 1
-    monkeypatch.setattr(ops, "why_not_quantize_by_cuda", lambda *_: None)
+    monkeypatch.setattr(ops, "unsupported_cuda_quantize", lambda *_: None)
     assert ops.quantized(None, k, v, Recipe())[0] is None and len(made) == 2
     ops.quantized(q, None, None, Recipe())
     assert len(made) == 2

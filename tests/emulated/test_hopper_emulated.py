@@ -15,7 +15,7 @@ from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import HALVES, Call
 from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, instances
-from fp8attn.recipe import AT_ONCE
+from fp8attn.recipe import FUSED_RECIPES
 from mutants import ADDED, EVERY, GENERAL, INT8, MASKED, READY_MUTANTS
 
 pytestmark = pytest.mark.anywhere
@@ -24,9 +24,9 @@ TWO_SMS = dataclasses.replace(H100, sm_count=2)
 """So that a CTA has several tiles."""
 
 
-def of(scores: Scores, *shape: int, int8: bool = False, half_q: bool = False) -> HopperConfig:
+def of(scores: Scores, *shape: int, int8: bool = False, fuse_q_quant: bool = False) -> HopperConfig:
     """The instance for these scores with these head dims, and consumers if they are named, too."""
-    able = (c for c in instances(scores, int8=int8, half_q=half_q) if c.scores == scores)
+    able = (c for c in instances(scores, int8=int8, fuse_q_quant=fuse_q_quant) if c.scores == scores)
     return next(c for c in able if (c.head_dim, c.value_dim, c.consumers)[: len(shape)] == shape)
 
 
@@ -48,18 +48,18 @@ CHECKED = {
 WITH_INT8 = "64, four consumers", "64, overlap", "96", "128, overlap", "192", "general 64", "masked 64", "added 128"
 CHECKED |= {f"int8 {n}": of((c := CHECKED[n]).scores, c.head_dim, c.value_dim, c.consumers, int8=True) for n in WITH_INT8}
 
-HALF_Q = {
-    "plain queries 64": of("plain", 64, 64, 4, half_q=True),
-    "plain queries 256": of("plain", 256, 256, 1, half_q=True),
-    "plain queries int8 128": of("plain", 128, 128, 2, half_q=True, int8=True),
-    "plain queries masked 128": of("masked", 128, 128, half_q=True),
-    "plain queries int8 added 64": of("added", 64, 64, half_q=True, int8=True),
+FUSED_Q = {
+    "plain queries 64": of("plain", 64, 64, 4, fuse_q_quant=True),
+    "plain queries 256": of("plain", 256, 256, 1, fuse_q_quant=True),
+    "plain queries int8 128": of("plain", 128, 128, 2, fuse_q_quant=True, int8=True),
+    "plain queries masked 128": of("masked", 128, 128, fuse_q_quant=True),
+    "plain queries int8 added 64": of("added", 64, 64, fuse_q_quant=True, int8=True),
 }
 
 
 def test_they_are_instances() -> None:
     shipped = {c for group in GROUPS.values() for c in group}
-    assert shipped >= {*CHECKED.values(), *HALF_Q.values()}
+    assert shipped >= {*CHECKED.values(), *FUSED_Q.values()}
 
 
 def shown(rows: int, keys: int) -> torch.Tensor:
@@ -86,8 +86,8 @@ def tensors_of(config: HopperConfig, q_shape: tuple, k_shape: tuple, less: int =
 
 
 def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
-    def held(q_shape: tuple, k_shape: tuple, less: int = 0, sharers: int = 1, **options) -> torch.Tensor:
-        return check(emulated, config, tensors_of(config, q_shape, k_shape, less), sharers, device=TWO_SMS, exact=True, **options)
+    def held(q_shape: tuple, k_shape: tuple, less: int = 0, split_ctas: int = 1, **options) -> torch.Tensor:
+        return check(emulated, config, tensors_of(config, q_shape, k_shape, less), split_ctas, device=TWO_SMS, exact=True, **options)
 
     if config.scores in ("plain", "general"):
         held((1, 2, 70), (1, 1, 300))
@@ -97,13 +97,13 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
     if config.int8 and config.scores == "plain":  # scores too large to stay sums
         q, k, v = tensors_of(config, (1, 1, 100), (1, 1, 300))
         check(emulated, config, (100 * q, k, v), device=TWO_SMS, exact=True)
-    if config.scores == "plain":  # a warp whose steps are never easy, beside others whose are
+    if config.scores == "plain":  # a warp whose steps are never int_max_ok, beside others whose are
         q, k, v = tensors_of(config, (1, 1, 100), (1, 1, 700))
         q[0, 0, 20, 3] = torch.nan
         check(emulated, config, (q, k, v), device=TWO_SMS, exact=True)
-    if config.shares_tail:
-        held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), sharers=2)
-        held((1, 3, 40), (1, 3, 700), sharers=5)
+    if config.stream_k:
+        held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), split_ctas=2)
+        held((1, 3, 40), (1, 3, 700), split_ctas=5)
     if config.scores == "general":
         held((1, 2, 150), (1, 1, 201), recipe=Recipe(smooth_q=True))
         held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token"), scale=-0.1)
@@ -166,9 +166,9 @@ def test_mutant_is_seen(name: str) -> None:
             assert_nan_is_told(emulated, config)
 
 
-@pytest.mark.parametrize("config", HALF_Q.values(), ids=HALF_Q)
+@pytest.mark.parametrize("config", FUSED_Q.values(), ids=FUSED_Q)
 def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, config: HopperConfig) -> None:
-    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    recipe = FUSED_RECIPES["int8" if config.int8 else "e4m3"]
     for dtype, heads, causal in ((HALVES[0], 2, False), (HALVES[1], 1, config.scores == "plain")):
         q, k, v = (x.to(dtype) for x in tensors_of(config, (1, heads, 500), (1, 1, 300)))
         q = on_grid(q)
@@ -177,19 +177,19 @@ def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, confi
         if config.scores != "plain":
             options["attn_mask"] = shown(500, 300) if config.scores == "masked" else added(500, 304, dtype)[:, :300]
         call = call_of(*quantized(q, k, v, recipe), recipe=recipe, **options)
-        expected = emulated(call, dataclasses.replace(config, half_q=False), 1, TWO_SMS)
+        expected = emulated(call, dataclasses.replace(config, fuse_q_quant=False), 1, TWO_SMS)
         actual = emulated(dataclasses.replace(call, q=q, q_scale=None), config, 1, TWO_SMS)
         for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("config", (CHECKED["192"], CHECKED["int8 64, overlap"], HALF_Q["plain queries 64"]), ids=lambda c: c.name)
+@pytest.mark.parametrize("config", (CHECKED["192"], CHECKED["int8 64, overlap"], FUSED_Q["plain queries 64"]), ids=lambda c: c.name)
 def test_same_bits_in_any_order(emulated: Emulated, config: HopperConfig) -> None:
     """Of warps, copies and products. A bit that moves is a race."""
     q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 700), (1, 2, 200)))
-    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    recipe = FUSED_RECIPES["int8" if config.int8 else "e4m3"]
     call = call_of(*quantized(q, k, v, recipe), recipe=recipe, is_causal=True, out_dtype=torch.bfloat16)
-    if config.half_q:
+    if config.fuse_q_quant:
         call = dataclasses.replace(call, q=q, q_scale=None)
     expected = emulated(call, config, device=TWO_SMS)[0]
     for _ in range(4):
@@ -204,7 +204,7 @@ def plain_call(heads: int) -> Call:
 
 
 def assert_waits(emulated: Emulated) -> None:
-    config, call = HALF_Q["plain queries 64"], plain_call(3)
+    config, call = FUSED_Q["plain queries 64"], plain_call(3)
     expected = emulated(call, config, 1, TWO_SMS)
     for seed in range(3):
         for x, y in zip(emulated.when_ready(call, config, TWO_SMS, seed), expected, strict=True):
@@ -219,7 +219,7 @@ def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
 @emulation.emulates
 @pytest.mark.parametrize("name", READY_MUTANTS)
 def test_the_emulation_sees_who_does_not_wait(name: str) -> None:
-    mutant = broken(HALF_Q["plain queries 64"], *READY_MUTANTS[name])
+    mutant = broken(FUSED_Q["plain queries 64"], *READY_MUTANTS[name])
     with pytest.raises(AssertionError):
         assert_waits(mutant)
 
@@ -227,9 +227,9 @@ def test_the_emulation_sees_who_does_not_wait(name: str) -> None:
 def read_guarded() -> None:
     """Attention where nothing behind what is given can be read."""
     emulated = Emulated()
-    for config in (*(CHECKED[name] for name in ("general 64", "masked 64", "added 256", "int8 64, overlap")), HALF_Q["plain queries 64"]):
+    for config in (*(CHECKED[name] for name in ("general 64", "masked 64", "added 256", "int8 64, overlap")), FUSED_Q["plain queries 64"]):
         q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 200), (1, 1, 300)))
-        recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+        recipe = FUSED_RECIPES["int8" if config.int8 else "e4m3"]
         if config.scores == "general":
             recipe = Recipe(smooth_q=True, k="token")
         call = call_of(*quantized(q, k, v, recipe), recipe=recipe, enable_gqa=True, out_dtype=torch.float32)
@@ -237,7 +237,7 @@ def read_guarded() -> None:
             call = dataclasses.replace(call, attn_mask=shown(200, 300).expand(1, 2, 200, 300).contiguous())
         elif config.scores == "added":
             call = dataclasses.replace(call, attn_mask=added(200, 300, torch.float32).expand(1, 2, 200, 300).contiguous())
-        if config.half_q:
+        if config.fuse_q_quant:
             call = dataclasses.replace(call, q=q, q_scale=None)
         names = ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean", "bias", "attn_mask")
         given = {name: emulation.guarded(getattr(call, name)) for name in names if getattr(call, name) is not None}
@@ -269,8 +269,8 @@ TIMING_MUTANTS = {
     "keys freed while scores are made": (
         "64, overlap",
         "hopper.cuh",
-        "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::visits) free_keys();",
-        "if constexpr (!S::visits) free_keys();\n      ptx::wgmma_wait<0>();",
+        "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::skips_blocks) free_keys();",
+        "if constexpr (!S::skips_blocks) free_keys();\n      ptx::wgmma_wait<0>();",
     ),
     "outputs read while they are made": (
         "64, overlap",
@@ -308,8 +308,8 @@ TIMING_MUTANTS = {
     "queries freed while scores are made": (
         "64, four consumers",
         "hopper.cuh",
-        "attend(after);\n    bool poisoned",
-        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    attend(after);\n    const bool elected = false;\n    bool poisoned",
+        "attend(after);\n    bool nonfinite",
+        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    attend(after);\n    const bool elected = false;\n    bool nonfinite",
     ),
     "rows of the next tile too early": ("64, overlap", "hopper.cuh", "ptx::warpgroup_sync(1 + consumer);  // channels' are", "// channels' are"),
     "an output stored before it is written": (
@@ -323,15 +323,15 @@ TIMING_MUTANTS = {
     "queries that engines don't see": (
         "plain queries 64",
         "hopper.cuh",
-        "queries.template quantize<T>(facts.row_scale, store);\n      ptx::fence_proxy_async();",
-        "queries.template quantize<T>(facts.row_scale, store);",
+        "queries.template quantize<T>(scales.row_scale, store);\n      ptx::fence_proxy_async();",
+        "queries.template quantize<T>(scales.row_scale, store);",
     ),
     "an output written over while it is stored": ("192", "tile/staged_output.h", "box == 0 && !evenly", "false"),
     "bits freed before they are read": (
         "masked 64",
         "hopper.cuh",
-        "if (visit.hides(consumer)) shared.side",
-        "free_keys();\n        if (visit.hides(consumer)) shared.side",
+        "if (kv_block.hides(consumer)) shared.side",
+        "free_keys();\n        if (kv_block.hides(consumer)) shared.side",
     ),
     "numbers of a mask freed before they are read": (
         "added 128",
@@ -346,7 +346,12 @@ WIDE_MUTANTS = {
     "parts added while they are made": ("int8 192", "tile/attend.h", "wgmma_wait<I == last ? 0 : 1>", "wgmma_wait<I == last ? 0 : 2>"),
     "values of the part before": ("int8 192", "tile/attend.h", "(I + 2) * VALUE_PART, KEYS", "(I + 1) * VALUE_PART, KEYS"),
     "sums of the part before": ("int8 192", "tile/attend.h", "promote<I * VALUE_PART / 2>", "promote<(I > 0 ? I - 1 : I) * VALUE_PART / 2>"),
-    "the last keys taken for all of a block": ("int8 192", "hopper.cuh", "!marked && visit.block < share.whole)", "!marked)"),
+    "the last keys taken for all of a block": (
+        "int8 192",
+        "hopper.cuh",
+        "!has_nonfinite_key && kv_block.index < share.whole)",
+        "!has_nonfinite_key)",
+    ),
 }
 """The same of int8 with more than 128 channels, whose products with V come in parts and whose ordinary blocks have a way of their own."""
 
@@ -356,7 +361,7 @@ WIDE_MUTANTS = {
 @pytest.mark.parametrize("name", TIMING_MUTANTS | WIDE_MUTANTS)
 def test_the_emulation_sees_what_comes_at_the_wrong_time(name: str) -> None:
     kind, *mutation = (TIMING_MUTANTS | WIDE_MUTANTS)[name]
-    config = (CHECKED | HALF_Q)[kind]
+    config = (CHECKED | FUSED_Q)[kind]
     mutant = broken(config, *mutation)
 
     def held(rows: int, keys: int, out_dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_m
 from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.cuda import portable
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 
@@ -101,7 +101,7 @@ def test_rows_of_low_numbers_shared_by_ctas(emulated: Emulated) -> None:
     mask[0, 650:] = -torch.inf
     operands = quantized(q, k, v, Recipe())
     call = call_of(*operands, attn_mask=mask, out_dtype=torch.float32, return_lse=True)
-    (alone, lse), (shared, shared_lse) = (emulated(call, GENERAL, sharers) for sharers in (1, 3))
+    (alone, lse), (shared, shared_lse) = (emulated(call, GENERAL, split_ctas) for split_ctas in (1, 3))
     low = lse < -1e4
     assert low.sum() == 14
     torch.testing.assert_close(shared[low], alone[low], rtol=0, atol=2e-6)
@@ -125,10 +125,10 @@ def test_half_sums_never_overflow(emulated: Emulated, keys: int, splits: int) ->
 def test_ctas_share_keys(emulated: Emulated, name: str) -> None:
     """By ranges, some of them empty: keys that don't go round, rows that see the first range only."""
     config = CONFIGS[name]
-    check(emulated, config, normal((1, 2, 20, 64), (1, 2, 700, 64)), sharers=3)
-    check(emulated, config, normal((2, 1, 20, 64), (2, 1, 600, 64)), sharers=5, is_causal=True)
+    check(emulated, config, normal((1, 2, 20, 64), (1, 2, 700, 64)), split_ctas=3)
+    check(emulated, config, normal((2, 1, 20, 64), (2, 1, 600, 64)), split_ctas=5, is_causal=True)
     if config.general or not config.fused:
-        check(emulated, config, normal((2, 2, 20, 64), (2, 1, 600, 64)), sharers=3, recipe=Recipe(smooth_q=True))
+        check(emulated, config, normal((2, 2, 20, 64), (2, 1, 600, 64)), split_ctas=3, recipe=Recipe(smooth_q=True))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_ctas_share_keys(emulated: Emulated, name: str) -> None:
 def test_heads_of_one_key_head_share_a_tile(emulated: Emulated, q_length: int, options: dict) -> None:
     config = RUNGS["11 register operands"]
     for recipe in (Recipe(q="block"), Recipe(q="token")):
-        check(emulated, config, normal((2, 6, q_length, 64), (2, 2, 600, 64)), sharers=None, recipe=recipe, **options)
+        check(emulated, config, normal((2, 6, q_length, 64), (2, 2, 600, 64)), split_ctas=None, recipe=recipe, **options)
     tensors = (torch.randn(2, q_length, 6, 64).transpose(1, 2), torch.randn(2, 2, 50, 64), torch.randn(2, 2, 50, 64))
     operands = quantized(*tensors, Recipe())
     call = call_of(*operands, out_dtype=torch.float32, enable_gqa=True, return_lse=True, **options)
@@ -149,8 +149,8 @@ def test_nobody_sees_a_key(emulated: Emulated) -> None:
     """Zeros and an LSE of -inf, from one CTA and from several."""
     operands = quantized(*normal((1, 1, 4, 64), (1, 1, 600, 64)), Recipe())
     call = call_of(*operands, attn_mask=torch.zeros(1, 1, 4, 600).bool(), out_dtype=torch.float32, return_lse=True)
-    for sharers in (1, 3):
-        out, lse = emulated(call, GENERAL, sharers)
+    for split_ctas in (1, 3):
+        out, lse = emulated(call, GENERAL, split_ctas)
         assert (out == 0).all() and (lse == -torch.inf).all()
 
 
@@ -184,12 +184,12 @@ def read_guarded(config: PortableConfig) -> None:
     recipe = Recipe(qk="int8" if config.int8 else "e4m3")
     emulated = Emulated()
     decode = dict(is_causal=True, causal_alignment="bottom_right")
-    for q_shape, kv_shape, sharers, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
+    for q_shape, kv_shape, split_ctas, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
         operands = quantized(*normal(q_shape, kv_shape), recipe)
         call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, enable_gqa=True, **options)
         given = {name: emulation.guarded(getattr(call, name)) for name in ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean")}
-        out, _ = emulated(dataclasses.replace(call, **given), config, sharers)
-        assert_matches_pipeline(out, oracle(operands, call, config, sharers or cuda.sharers_of(call, config, H100))[0], False)
+        out, _ = emulated(dataclasses.replace(call, **given), config, split_ctas)
+        assert_matches_pipeline(out, oracle(operands, call, config, split_ctas or cuda_run.split_ctas_of(call, config, H100))[0], False)
 
 
 @emulation.emulates

@@ -12,10 +12,10 @@ import emulation
 from fp8attn import sdpa
 from fp8attn.call import HALVES, Call, empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, quantize, run
-from fp8attn.cuda.configs import HALF_Q_INSTANCES, HopperConfig
+from fp8attn.cuda.configs import FUSED_Q_INSTANCES, HopperConfig
 from fp8attn.device import Device, device_of
 from fp8attn.quantize import quantize_kv
-from fp8attn.recipe import AT_ONCE, DEFAULT_RECIPE, ProductType, Quantized
+from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, ProductType, Quantized
 from fp8attn.reference import Causal
 from instances import H100
 from quantizing import assert_same, normal
@@ -28,7 +28,7 @@ def call_of(q: torch.Tensor, key: Quantized, value: Quantized, causal: Causal = 
 
 
 def instance(head_dim: int, consumers: int) -> HopperConfig:
-    return next(c for c in HALF_Q_INSTANCES if (c.head_dim, c.consumers) == (head_dim, consumers))
+    return next(c for c in FUSED_Q_INSTANCES if (c.head_dim, c.consumers) == (head_dim, consumers))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qk: Produc
     key, value = run.quantize_kv(k, v, qk, device)
     call = call_of(q, key, value, causal)
     assert key.mean is not None
-    return *run.forward(call, device, configs.choose(call, device), sharers=1), key.mean
+    return *run.forward(call, device, configs.choose(call, device), split_ctas=1), key.mean
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("qk", AT_ONCE)
+@pytest.mark.parametrize("qk", FUSED_RECIPES)
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
 @pytest.mark.parametrize(
     "batch, heads, group, queries, keys, dim",
@@ -115,7 +115,7 @@ def test_has_the_bits_of_quantizing_first(
 ) -> None:
     """Of other numbers each time, which lie where the last ones' did: what is read too early is of those. Some elements aren't finite."""
     properties = device_of(device)
-    if configs.misfit(HALF_Q_INSTANCES[0], properties) is not None:
+    if configs.unsupported_config(FUSED_Q_INSTANCES[0], properties) is not None:
         pytest.skip("needs sm_90")
     generator = torch.Generator(device).manual_seed(keys)
     dtype = HALVES[group % 2]
@@ -140,7 +140,7 @@ def test_has_the_bits_of_quantizing_first(
 def test_in_a_graph_and_on_a_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed with other numbers in the same place; and that it is this that `sdpa` does."""
     properties = device_of(device)
-    if configs.misfit(HALF_Q_INSTANCES[0], properties) is not None:
+    if configs.unsupported_config(FUSED_Q_INSTANCES[0], properties) is not None:
         pytest.skip("needs sm_90")
     q, k, v, *others = (torch.randn(8, 16, 1024, 128, device=device, dtype=torch.bfloat16) for _ in range(6))
     sdpa(q, k, v)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from compiling import compiled, numbers
-from fp8attn.cuda import portable, quantize, short
+from fp8attn.cuda import fused_small, portable, quantize
 from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig
+from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import DIMS, PortableConfig
 from fp8attn.cuda.quantize import QuantizeConfig
-from fp8attn.cuda.short import ShortConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY
 from instances import QUANTIZED
 
 pytestmark = pytest.mark.anywhere
 
-HALF_Q = tuple(config for (_, _, half_q), group in GROUPS.items() if half_q for config in group)
+FUSED_Q = tuple(config for (_, _, fuse_q_quant), group in GROUPS.items() if fuse_q_quant for config in group)
 
 RESERVED_SHARED = 1024
 """Bytes of every CTA that the system keeps (CUDA C++ Programming Guide, compute capability 9.0)."""
@@ -81,14 +81,14 @@ def entries_of(report: str) -> list[str]:
     return entries
 
 
-@pytest.mark.parametrize("config", one_of(-1, HALF_Q))
+@pytest.mark.parametrize("config", one_of(-1, FUSED_Q))
 def test_hopper_that_quantizes_queries(nvcc: str, tmp_path: Path, config: HopperConfig) -> None:
     for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
         assert numbers(entry)[1] <= STACK.get(config, 0), entry
 
 
-@pytest.mark.parametrize("config", one_of(0, short.INSTANCES))
-def test_short(nvcc: str, tmp_path: Path, config: ShortConfig) -> None:
+@pytest.mark.parametrize("config", one_of(0, fused_small.INSTANCES))
+def test_short(nvcc: str, tmp_path: Path, config: FusedSmallConfig) -> None:
     for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
         registers, stack = numbers(entry)
         assert stack == 0 and registers * config.threads <= REGISTER_FILE, entry
@@ -116,6 +116,6 @@ def test_portable(nvcc: str, tmp_path: Path, arch: int, config: PortableConfig) 
 
 def test_every_instance_has_a_budget() -> None:
     """Of the Hopper kernel, once; and those that may have a stack are shipped."""
-    assert {*QUANTIZED, *HALF_Q} == {config for group in GROUPS.values() for config in group} and not {*QUANTIZED} & {*HALF_Q}
-    assert STACK.keys() <= {*QUANTIZED, *HALF_Q}
+    assert {*QUANTIZED, *FUSED_Q} == {config for group in GROUPS.values() for config in group} and not {*QUANTIZED} & {*FUSED_Q}
+    assert STACK.keys() <= {*QUANTIZED, *FUSED_Q}
     assert all({c.head_dim for c in shipped(arch)} == {*DIMS} for arch in (80, 89, 90))

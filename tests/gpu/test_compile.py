@@ -75,7 +75,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     from fp8attn.api import call_of
     from fp8attn.device import ARCHITECTURES
     from fp8attn.triton import configs, run
-    from fp8attn.triton import quantize as fused
+    from fp8attn.triton import quantize as triton_quantize
     from fp8attn.triton.bias import with_bias
     from fp8attn.triton.half_keys import half_keys
     from offline import architecture
@@ -105,7 +105,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
         case = f"D {dim} Dv {value_dim} {computes} {mask}"
         recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3", smooth_q="smoothed" in others)
         quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
-        many = torch.zeros(1, 1, fused.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
+        many = torch.zeros(1, 1, triton_quantize.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
         call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
         with architecture(arch):
             # Hopper has a kernel of its own, beside which the portable one doubles the time: there for what takes most shared memory
@@ -121,16 +121,18 @@ def compile_all(arch: int, problems: str) -> list[dict]:
             # what is made for a head dim is the same for others but for its size
             quantizes = mask == "full" and dim in (128, 256)
             if quantizes:
-                fused.quantize(q[:, :1], k, v, recipe, device, warmup=True)
-                fused.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
+                triton_quantize.quantize(q[:, :1], k, v, recipe, device, warmup=True)
+                triton_quantize.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
             if mask == "full" and not others:
                 lse, mean = torch.zeros(1, 512, 64), torch.zeros(1, 1, dim)
                 half_keys(q, k, v, q[..., :value_dim], lse, mean, 16, 128, 128, 0.1, 200, q.dtype, True, device, warmup=True)
             if quantizes and not others:
-                fused.import_values(quantized[2].data, device, warmup=True)
+                triton_quantize.import_values(quantized[2].data, device, warmup=True)
                 for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
                     case = f"D {dim} Dv {value_dim} {computes} {mask} rotate {rotate}"
-                    fused.quantize(q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=rotate), device, warmup=True)
+                    triton_quantize.quantize(
+                        q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=rotate), device, warmup=True
+                    )
     return compiled
 
 

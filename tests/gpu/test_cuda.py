@@ -24,14 +24,14 @@ from conftest import GPU, Attention
 import emulation
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe, reference
-from fp8attn.api import call_of, cuda_missing
-from fp8attn.cuda import build, configs, portable, render, run, short
+from fp8attn.api import call_of, cuda_unavailable
+from fp8attn.cuda import build, configs, fused_small, portable, render, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
 from fp8attn.cuda.configs import (
     ADDED_INSTANCES,
     INSTANCES,
-    INT8_HALF_Q_INSTANCES,
+    INT8_FUSED_Q_INSTANCES,
     INT8_INSTANCES,
     INT8_MASKED_INSTANCES,
     HopperConfig,
@@ -45,7 +45,7 @@ from instances import EVERY, H100, QUANTIZED, call
 
 @pytest.mark.parametrize("config", EVERY, ids=lambda c: c.name)
 def test_every_instance_fits_an_h100(config: HopperConfig) -> None:
-    assert configs.misfit(config, H100) is None
+    assert configs.unsupported_config(config, H100) is None
     assert config.shared_bytes <= SHARED_MEMORY[90]
 
 
@@ -64,8 +64,8 @@ def test_instances_are_told_apart_by_name() -> None:
 )
 def test_what_does_not_fit_says_why(change: dict, reason: str) -> None:
     config = dataclasses.replace(INSTANCES[0], **change)
-    assert reason in (configs.misfit(config, H100) or "") and not configs.fits(config, H100)
-    assert "needs sm_90" in (configs.misfit(INSTANCES[0], ARCHITECTURES[89]) or "")
+    assert reason in (configs.unsupported_config(config, H100) or "") and not configs.fits(config, H100)
+    assert "needs sm_90" in (configs.unsupported_config(INSTANCES[0], ARCHITECTURES[89]) or "")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_does_not_fit_says_why(change: dict, reason: str) -> None:
 def test_the_smallest_instance_serves(dim: int, value_dim: int, expected: tuple[int, int]) -> None:
     chosen = configs.choose(call(dim, value_dim), H100)
     assert (chosen.head_dim, chosen.value_dim) == expected and not chosen.general
-    assert configs.why_not(call(dim, value_dim), H100) is None
+    assert configs.unsupported_call(call(dim, value_dim), H100) is None
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_instances_do_what_a_call_needs(options: dict, does: str) -> None:
     ),
 )
 def test_refusals_say_why(options: dict, reason: str) -> None:
-    assert reason in (configs.why_not(call(**options), H100) or "")
-    assert "sm_90" in (configs.why_not(call(), ARCHITECTURES[100]) or "")
+    assert reason in (configs.unsupported_call(call(**options), H100) or "")
+    assert "sm_90" in (configs.unsupported_call(call(), ARCHITECTURES[100]) or "")
 
 
 def test_direct_codes() -> None:
@@ -142,7 +142,7 @@ def test_direct_codes() -> None:
 
 def test_everything_rendered_is_compiled_once() -> None:
     files = render.files(INSTANCES)
-    assert {f"{c.name}.cu" for c in INSTANCES} | {"wgmma_shapes.h", "read_mask.cu"} == files.keys()
+    assert {f"{c.name}.cu" for c in INSTANCES} | {"wgmma_shapes.h", "build_block_mask.cu"} == files.keys()
     for c in INSTANCES:
         assert re.findall(r'^extern "C" cudaError_t launch_(\w+)\(', files[f"{c.name}.cu"], re.MULTILINE) == [c.name]
 
@@ -321,7 +321,7 @@ def test_the_binding_is_compiled_while_kernels_are(fresh: Path, monkeypatch: pyt
     operators = SimpleNamespace()
 
     def load_library(path: str) -> None:
-        operators.forward = operators.forward_from_half = None
+        operators.forward = operators.forward_from_fp16 = None
 
     monkeypatch.setattr(torch.ops, build.NAMESPACE, operators, raising=False)
     launcher = ctypes.CFUNCTYPE(None)(lambda: None)
@@ -424,10 +424,12 @@ def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypa
 
 
 def test_libraries_of_an_architecture() -> None:
-    by_themselves = short.INSTANCES, cuda_quantize.INSTANCES, cuda_quantize.INT8_INSTANCES
+    by_themselves = fused_small.INSTANCES, cuda_quantize.INSTANCES, cuda_quantize.INT8_INSTANCES
     groups = build.groups(90)
     assert set(by_themselves) < set(groups) and len({config for group in groups for config in group}) == sum(map(len, groups))
-    assert all(configs.instances(c.scores, c.int8, c.half_q) in groups and c in configs.instances(c.scores, c.int8, c.half_q) for c in EVERY)
+    assert all(
+        configs.instances(c.scores, c.int8, c.fuse_q_quant) in groups and c in configs.instances(c.scores, c.int8, c.fuse_q_quant) for c in EVERY
+    )
     assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
     # of each head dim one of e4m3 and one of int8
     assert all(len(build.groups(arch)) == (21 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
@@ -436,7 +438,7 @@ def test_libraries_of_an_architecture() -> None:
 @pytest.mark.gpu
 def test_a_prebuilt_library_loads_without_nvcc(device: torch.device, tmp_path: Path) -> None:
     """One instance, compiled ahead and loaded by a process that can't compile."""
-    missing = cuda_missing(device)
+    missing = cuda_unavailable(device)
     if missing is not None:
         pytest.skip(missing)
     config = portable.BEST[64]["11 register operands"]
@@ -480,8 +482,8 @@ KINDS: tuple[render.Config, ...] = (
     INT8_MASKED_INSTANCES[0],
     ADDED_INSTANCES[0],
     INT8_INSTANCES[0],
-    INT8_HALF_Q_INSTANCES[0],
-    short.INSTANCES[0],
+    INT8_FUSED_Q_INSTANCES[0],
+    fused_small.INSTANCES[0],
     cuda_quantize.INSTANCES[0],
 )
 
@@ -512,7 +514,7 @@ def test_same_bits_a_thousand_times(device: torch.device, sdpa: Attention) -> No
 @pytest.mark.parametrize("config", INSTANCES, ids=lambda c: c.name)
 def test_tiles_after_a_ctas_first(config: HopperConfig, device: torch.device) -> None:
     """More tiles than SMs, so that CTAs go from one to the next, in every dtype of the output."""
-    reason = configs.misfit(config, device_of(device))
+    reason = configs.unsupported_config(config, device_of(device))
     if reason is not None:
         pytest.skip(reason)
     generator = torch.Generator(device).manual_seed(7)
@@ -533,7 +535,7 @@ def test_tiles_after_a_ctas_first(config: HopperConfig, device: torch.device) ->
 def test_what_there_is_of_single_keys(config: HopperConfig, device: torch.device) -> None:
     """Scales of keys, means of queries, and a mask that says the same to all rows and hides a key that isn't finite: each alone and all together,
     over several tiles of a CTA. It comes by copies that only a barrier orders: a bit that moves is a race."""
-    reason = configs.misfit(config, device_of(device))
+    reason = configs.unsupported_config(config, device_of(device))
     if reason is not None:
         pytest.skip(reason)
     generator = torch.Generator(device).manual_seed(8)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from closeness import assert_matches_pipeline
 from compiling import compiled
 from fp8attn import Recipe
-from fp8attn.api import call_of, cuda_missing
+from fp8attn.api import call_of, cuda_unavailable
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, DIMS, INSTANCES, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES, Device, device_of
@@ -45,7 +45,9 @@ def test_every_rung_adds_one_feature(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", LADDER)
 def test_all_rungs_fit_an_h100(dim: int) -> None:
-    assert [portable.misfit(c, H100) for c in (*LADDER[dim].values(), *BEST[dim].values())] == [None] * (len(LADDER[dim]) + len(BEST[dim]))
+    assert [portable.unsupported_config(c, H100) for c in (*LADDER[dim].values(), *BEST[dim].values())] == [None] * (
+        len(LADDER[dim]) + len(BEST[dim])
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_all_rungs_fit_an_h100(dim: int) -> None:
 )
 def test_what_does_not_fit_says_why(rung: str, change: dict, device: Device, reason: str) -> None:
     config = dataclasses.replace(LADDER[64][rung], **change)
-    assert reason in (portable.misfit(config, device) or "") and not portable.fits(config, device)
+    assert reason in (portable.unsupported_config(config, device) or "") and not portable.fits(config, device)
 
 
 @pytest.mark.parametrize("device", (A100, L40S, H100, ARCHITECTURES[100], ARCHITECTURES[120]), ids=lambda device: f"sm_{device.arch}")
@@ -99,16 +101,16 @@ def test_what_does_not_fit_says_why(rung: str, change: dict, device: Device, rea
 def test_every_gpu_gets_an_instance(device: Device, dim: int, options: dict) -> None:
     problem = call(dim, **options)
     config = portable.choose(problem, device)
-    assert portable.why_not(problem, device) is None and portable.fits(config, device) and portable.takes(config, problem)
+    assert portable.unsupported_call(problem, device) is None and portable.fits(config, device) and portable.takes(config, problem)
     assert config in portable.group(config.head_dim, device, problem.int8) and config.head_dim == min(d for d in DIMS if d >= dim)
     native = device.has_fp8_units and problem.compute == "e4m3" and problem.two_level is not False
     assert config.operands == ("native" if native and device.arch != 90 and config.head_dim < 256 else "registers")
 
 
 def test_the_hopper_kernel_goes_first() -> None:
-    assert isinstance(cuda.choose(call(), H100), configs.HopperConfig)
+    assert isinstance(cuda_run.choose(call(), H100), configs.HopperConfig)
     for problem, device in ((call(), L40S), (call(recipe=Recipe(compute="f16")), H100), (call(recipe=Recipe(two_level=False)), H100)):
-        assert isinstance(cuda.plan(problem, device), PortableConfig) and isinstance(cuda.plan(problem, device, first=True), str)
+        assert isinstance(cuda_run.plan(problem, device), PortableConfig) and isinstance(cuda_run.plan(problem, device, first=True), str)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,8 @@ def test_keys_are_shared_where_sms_are_empty(batch: int, heads: int, kv_heads: i
     k = torch.zeros(1, 1, 1, 64).expand(batch, kv_heads, kv_length, 64)
     q, q_scale = torch.zeros(batch, heads, length, 64), torch.ones(batch, heads, 1)
     problem = dataclasses.replace(call(), q=q, q_scale=q_scale, q_group=0, k=k, kv_length=kv_length)
-    assert cuda.sharers_of(problem, RUNGS["11 register operands"], H100) == expected
-    assert cuda.sharers_of(problem, RUNGS["8 persistent"], H100) == 1
+    assert cuda_run.split_ctas_of(problem, RUNGS["11 register operands"], H100) == expected
+    assert cuda_run.split_ctas_of(problem, RUNGS["8 persistent"], H100) == 1
 
 
 def test_small_problems_get_small_tiles() -> None:
@@ -184,7 +186,7 @@ def every_config(device: Device) -> tuple[PortableConfig, ...]:
 def rungs(device: torch.device) -> tuple[PortableConfig, ...]:
     if not GPU:
         pytest.skip("needs an NVIDIA GPU")
-    missing = cuda_missing(device)
+    missing = cuda_unavailable(device)
     if missing is not None:
         pytest.skip(missing)
     found = every_config(device_of(device))
@@ -201,8 +203,8 @@ def able(rungs: tuple[PortableConfig, ...], problem: Call) -> list[PortableConfi
 
 def check(quantized: tuple, problem: Call, config: PortableConfig, device: Device) -> None:
     """A config against the oracle that models it."""
-    out, lse = cuda.forward(problem, device, config)
-    expected, expected_lse = oracle(quantized, problem, config, cuda.sharers_of(problem, config, device))
+    out, lse = cuda_run.forward(problem, device, config)
+    expected, expected_lse = oracle(quantized, problem, config, cuda_run.split_ctas_of(problem, config, device))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
 
@@ -230,7 +232,7 @@ def test_nothing_is_read_that_nobody_wrote(device: torch.device, rungs: tuple[Po
     quantized = quantized_normal(device, 20, kv_length)
     problem = call_of(*quantized, out_dtype=torch.float32, return_lse=True)
     for config in able(rungs, problem):
-        cuda.forward(poison, device_of(device), config)
+        cuda_run.forward(poison, device_of(device), config)
         check(quantized, problem, config, device_of(device))
 
 
@@ -262,7 +264,7 @@ def test_rows_that_start_anywhere(device: torch.device, rungs: tuple[PortableCon
 
     elsewhere = dataclasses.replace(problem, q=moved(problem.q), k=moved(problem.k))
     for config in able(rungs, problem):
-        assert torch.equal(cuda.forward(problem, device_of(device), config)[0], cuda.forward(elsewhere, device_of(device), config)[0])
+        assert torch.equal(cuda_run.forward(problem, device_of(device), config)[0], cuda_run.forward(elsewhere, device_of(device), config)[0])
 
 
 @pytest.mark.gpu
@@ -271,8 +273,8 @@ def test_same_bits_every_time(device: torch.device, rungs: tuple[PortableConfig,
     quantized = quantized_normal(device, 777, 777)
     problem = call_of(*quantized, is_causal=True, out_dtype=torch.float32)
     for config in able(rungs, problem):
-        expected, _ = cuda.forward(problem, device_of(device), config)
+        expected, _ = cuda_run.forward(problem, device_of(device), config)
         different = torch.zeros((), dtype=torch.int64, device=device)
         for _ in range(30):
-            different += (cuda.forward(problem, device_of(device), config)[0] != expected).sum()
+            different += (cuda_run.forward(problem, device_of(device), config)[0] != expected).sum()
         assert int(different) == 0, config.name

@@ -21,8 +21,8 @@ from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import Call, empty_lse, empty_output
 from fp8attn.cuda import early
-from fp8attn.cuda import oracle as of_configs
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import oracle as cuda_oracle
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import HopperConfig
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, Device
@@ -41,10 +41,10 @@ class Emulated:
     def __init__(self, *mutations: emulation.Mutation) -> None:
         self.library = functools.cache(lambda config: emulation.library_of(config, *mutations))
 
-    def __call__(self, call: Call, config: Config, sharers: int | None = 1, device: Device = H100) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, call: Call, config: Config, split_ctas: int | None = 1, device: Device = H100) -> tuple[torch.Tensor, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda, "library_of", lambda config, _: self.library(config))
-            return cuda.forward(call, device, config, sharers)
+            patch.setattr(cuda_run, "library_of", lambda config, _: self.library(config))
+            return cuda_run.forward(call, device, config, split_ctas)
 
     def when_ready(self, call: Call, config: HopperConfig, device: Device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE of a call of plain queries whose keys and values come while it runs, part by part, scales and means as well."""
@@ -59,18 +59,18 @@ class Emulated:
         for name, head in parts:
             emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), ready[head])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda, "library_of", lambda config, _: self.library(config))
+            patch.setattr(cuda_run, "library_of", lambda config, _: self.library(config))
             early.forward_when_ready(dataclasses.replace(call, **late), device, config, out, lse, counter, ready, len(names))
         assert (ready == len(names)).all()
         return out, lse
 
-    def from_half(
+    def from_fp16(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, LSE and K's mean of quantization and attention in one launch."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda.build, "load_with", lambda config, *_: self.library(config))
-            return cuda.forward_from_half(q, k, v, softmax_scale, causal, out_dtype, True, H100)
+            patch.setattr(cuda_run.build, "load_with", lambda config, *_: self.library(config))
+            return cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, True, H100)
 
 
 def normal(q_shape: tuple, k_shape: tuple, value_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -119,18 +119,18 @@ def quantized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe)
     return operands  # type: ignore[return-value]
 
 
-def expected_of(operands: Operands, call: Call, config: Config, sharers: int | None, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_of(operands: Operands, call: Call, config: Config, split_ctas: int | None, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle of a config, of a GPU with so many SMs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(of_configs, "device_of", lambda _: device)
-        return of_configs.oracle(operands, call, config, sharers or cuda.sharers_of(call, config, device))
+        patch.setattr(cuda_oracle, "device_of", lambda _: device)
+        return cuda_oracle.oracle(operands, call, config, split_ctas or cuda_run.split_ctas_of(call, config, device))
 
 
 def check(
     emulated: Emulated,
     config: Config,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    sharers: int | None = 1,
+    split_ctas: int | None = 1,
     moved: int = 0,
     device: Device = H100,
     exact: bool = False,
@@ -149,12 +149,12 @@ def check(
     operands = quantized(*tensors, recipe)
     gqa = tensors[0].shape[1] != tensors[1].shape[1]
     call = call_of(*operands, recipe=recipe, return_lse=True, enable_gqa=gqa, **{"out_dtype": torch.float32, **options})
-    if isinstance(config, HopperConfig) and config.half_q:
+    if isinstance(config, HopperConfig) and config.fuse_q_quant:
         call = dataclasses.replace(call, q=tensors[0], q_scale=None)
     if moved:
         call = dataclasses.replace(call, q=emulation.elsewhere(call.q, moved), k=emulation.elsewhere(call.k, moved))
-    out, lse = emulated(call, config, sharers, device)
-    expected, expected_lse = expected_of(operands, call, config, sharers, device)
+    out, lse = emulated(call, config, split_ctas, device)
+    expected, expected_lse = expected_of(operands, call, config, split_ctas, device)
     assert_matches_pipeline(out, expected, exact, lse_of_scores(expected_lse))
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
     return out

@@ -28,15 +28,15 @@ import torch
 
 from fp8attn.cuda import build, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
+from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import PortableConfig
-from fp8attn.cuda.short import ShortConfig
 
 HERE = Path(__file__).parent / "emulation"
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
-Config = HopperConfig | PortableConfig | ShortConfig
+Config = HopperConfig | PortableConfig | FusedSmallConfig
 
-MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", ShortConfig: "short.cpp"}
+MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", FusedSmallConfig: "fused_small.cpp"}
 """What runs an instance."""
 
 QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
@@ -91,12 +91,12 @@ class Params(ctypes.Structure):
         ("inverse_length", ctypes.c_float),
         ("splits", ctypes.c_int),
         ("bias", ctypes.c_void_p),
-        ("tail_ctas", ctypes.c_int),
-        ("handed_over", ctypes.c_void_p),
+        ("stream_k_ctas", ctypes.c_int),
+        ("partials_ready", ctypes.c_void_p),
         ("ready", ctypes.c_void_p),
         ("ready_ctas", ctypes.c_int),
         ("mask_bits", ctypes.c_void_p),
-        ("mask_shown", ctypes.c_void_p),
+        ("block_mask", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
     ]
 
@@ -228,9 +228,9 @@ def _precompiled() -> Path:
 
 def library(name: str, *mutations: Mutation, instance: str = "") -> ctypes.CDLL:
     """The library of one of tests/kit/emulation's .cpp, whose `instance.h` is given, of sources that are broken in some places."""
-    lacking = missing()
-    if lacking is not None:
-        pytest.skip(lacking)
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
     files = sources() | {"instance.h": instance}
     for file, right, wrong in mutations:
         files[file] = mutate(files[file], right, wrong, file)
@@ -313,8 +313,8 @@ def _params_of(tensors: dict[str, torch.Tensor | None], softmax_scale: float, ca
     return p
 
 
-def params_from_half(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse, k_mean) -> Params:
-    """What binding.cpp's forward_from_half makes of its arguments."""
+def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse, k_mean) -> Params:
+    """What binding.cpp's forward_from_fp16 makes of its arguments."""
     p = _params_of(dict(q=q, k=k, v=v, out=out, lse=lse, k_mean=k_mean), softmax_scale, causal_offset)
     p.kv_length, p.value_dim, p.splits, p.inverse_length = k.size(2), v.size(3), splits, 1.0 / k.size(2)
     p.v_strides = (ctypes.c_int64 * 3)(*v.stride()[:3])
@@ -338,7 +338,7 @@ def params(
     p.ready_ctas = ready_ctas
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     if rows > 0 and parts is not None:  # of the tiles that CTAs share
-        p.tail_ctas, p.counter, p.handed_over = p.key_splits, None, p.counter
+        p.stream_k_ctas, p.counter, p.partials_ready = p.key_splits, None, p.counter
     return p
 
 
@@ -398,7 +398,7 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
     if p.mask_rows:
         blocks = p.mask_batches * p.mask_heads * p.mask_groups * -(-p.kv_length // KEYS)
         room = torch.full((4 * p.mask_rows * blocks + -(-blocks // 4),), 0x55555555, dtype=torch.int32)
-        p.mask_bits, p.mask_shown = room.data_ptr(), room[4 * p.mask_rows * blocks :].data_ptr()
+        p.mask_bits, p.block_mask = room.data_ptr(), room[4 * p.mask_rows * blocks :].data_ptr()
     _run(library, tensor_maps(*arguments) + bytes(p), arguments[5])
 
 
@@ -417,9 +417,9 @@ def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready:
     library.operators.on_cpu.bring(*(ctypes.c_void_p(x.data_ptr()) for x in (to, source)), ctypes.c_int64(size), ctypes.c_void_p(ready.data_ptr()))
 
 
-def _forward_from_half(library: ctypes.CDLL, *arguments) -> None:
-    """binding.cpp's forward_from_half."""
-    _run(library, bytes(MAPS) + bytes(params_from_half(*arguments)), arguments[1])
+def _forward_from_fp16(library: ctypes.CDLL, *arguments) -> None:
+    """binding.cpp's forward_from_fp16."""
+    _run(library, bytes(MAPS) + bytes(params_from_fp16(*arguments)), arguments[1])
 
 
 def library_of(config: Config, *mutations: Mutation) -> build.Library:
@@ -431,7 +431,7 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
 
     operators = SimpleNamespace(
         forward=operator(_forward if isinstance(config, PortableConfig) else _forward_hopper),
-        forward_from_half=operator(_forward_from_half),
+        forward_from_fp16=operator(_forward_from_fp16),
         forward_when_ready=operator(_forward_when_ready),
         on_cpu=emulated,
     )
@@ -441,7 +441,7 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
 def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
     p, config = quantize_params(*tensors[:-1], sampled, tensors[-1]), QUANTIZERS[launcher]
-    few = config.strips == quantize.INSTANCES[0].strips
+    few = config.token_chunks == quantize.INSTANCES[0].token_chunks
     assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, few, config.int8) & 0xFF, "the emulated kernel doesn't come to an end"
 
 

@@ -15,7 +15,7 @@ from fp8attn.quantize import quantize
 H100 = ARCHITECTURES[90]
 
 
-QUANTIZED = tuple(config for (_, _, half_q), group in GROUPS.items() if not half_q for config in group)
+QUANTIZED = tuple(config for (_, _, fuse_q_quant), group in GROUPS.items() if not fuse_q_quant for config in group)
 
 
 EVERY = tuple(config for group in GROUPS.values() for config in group)

@@ -15,7 +15,7 @@ MUTANTS = {
     "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
     "scale of another block": ("hopper.cuh", "scale_at(k_scale += (after - n) * scale_step)", "scale_at(k_scale)"),
     "scale of the block before": ("hopper.cuh", "read(shared.k_scale[ring.stage].next)", "read(shared.k_scale[ring.stage].own)"),
-    "scale of another row": ("hopper.cuh", "facts.row_scale[f.row + 8 * r]", "facts.row_scale[f.row]"),
+    "scale of another row": ("hopper.cuh", "scales.row_scale[f.row + 8 * r]", "scales.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
     "sums of the wrong ones": ("hopper.cuh", "0x38383838", "0x38383839"),
@@ -57,7 +57,7 @@ RUNG_MUTANTS = {
         "halves_of_e4m3(codes.y, second.y, first.y)",
     ),
     "scale of another block": (FUSED, "tile/fused.h", "key / SCALE_BLOCK * p", "start / (2 * SCALE_BLOCK) * p"),
-    "scale of another row": (FUSED, "tile/fused.h", "shared.facts.row_scale[f.row + 8 * r]", "shared.facts.row_scale[f.row]"),
+    "scale of another row": (FUSED, "tile/fused.h", "shared.scales.row_scale[f.row + 8 * r]", "shared.scales.row_scale[f.row]"),
     "missing rescale": (FUSED, "tile/online_softmax.h", "l[r] *= alpha[r];", ""),
     "stale maximum": (FUSED, *STALE),
     "m never falls": (FUSED, *NEVER_FALLS),
@@ -91,21 +91,31 @@ RUNG_MUTANTS = {
 """Of the portable kernel: the rung that shows it, and the same."""
 
 
-SHORT = "short"
+FUSED_SMALL = "fused_small"
 
 
-SHORT_MUTANTS = {
-    "scale of another block": (SHORT, "short.cuh", "&shared.k_largest[block], {", "&shared.k_largest[BLOCKS - 1 - block], {"),
-    "mean of another slice": (SHORT, "short.cuh", "&shared.key_mean[part.slice * QUADS + quad]", "&shared.key_mean[(3 - part.slice) * QUADS + quad]"),
-    "means not awaited": (SHORT, "short.cuh", "  ptx::mbarrier_wait(&shared.means_full, 0);\n", ""),
-    "bytes of another token": (SHORT, "short.cuh", "upper ? 0x3276 : 0x5410", "upper ? 0x7632 : 0x1054"),
-    "columns of another slice": (SHORT, "short.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
-    "mean not added back": (SHORT, "short.cuh", "desk.facts.mean[c] = desk.shift[c] = mean;", "desk.facts.mean[c] = 0, desk.shift[c] = mean;"),
-    "a NaN unseen": (SHORT, "short.cuh", "hidden >> key % LANES & 1 ? NAN_CODES<false> : codes", "codes"),
-    "tokens that don't exist": (SHORT, "short.cuh", "if (exists(pair, i % 2)) largest = fmaxf", "largest = fmaxf"),
-    "scale of another row": (SHORT, "tile/quantize.h", "scale[row(member())] = largest", "scale[row(0)] = largest"),
-    "queries not divided as keys are": (SHORT, "tile/quantize.h", "restores * PART", "restores"),
-    "signs of other channels": (SHORT, "tile/rotate.h", "uint32_t(SIGNS >> from) ^ parity(to", "parity(to"),
+FUSED_SMALL_MUTANTS = {
+    "scale of another block": (FUSED_SMALL, "fused_small.cuh", "&shared.k_largest[block], {", "&shared.k_largest[BLOCKS - 1 - block], {"),
+    "mean of another slice": (
+        FUSED_SMALL,
+        "fused_small.cuh",
+        "&shared.key_mean[part.slice * QUADS + quad]",
+        "&shared.key_mean[(3 - part.slice) * QUADS + quad]",
+    ),
+    "means not awaited": (FUSED_SMALL, "fused_small.cuh", "  ptx::mbarrier_wait(&shared.means_full, 0);\n", ""),
+    "bytes of another token": (FUSED_SMALL, "fused_small.cuh", "upper ? 0x3276 : 0x5410", "upper ? 0x7632 : 0x1054"),
+    "columns of another slice": (FUSED_SMALL, "fused_small.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
+    "mean not added back": (
+        FUSED_SMALL,
+        "fused_small.cuh",
+        "own.stats.mean[c] = own.shift[c] = mean;",
+        "own.stats.mean[c] = 0, own.shift[c] = mean;",
+    ),
+    "a NaN unseen": (FUSED_SMALL, "fused_small.cuh", "nonfinite >> key % LANES & 1 ? NAN_CODES<false> : codes", "codes"),
+    "tokens that don't exist": (FUSED_SMALL, "fused_small.cuh", "if (exists(pair, i % 2)) largest = fmaxf", "largest = fmaxf"),
+    "scale of another row": (FUSED_SMALL, "tile/quantize.h", "scale[row(member())] = largest", "scale[row(0)] = largest"),
+    "queries not divided as keys are": (FUSED_SMALL, "tile/quantize.h", "restores * PART", "restores"),
+    "signs of other channels": (FUSED_SMALL, "tile/rotate.h", "uint32_t(SIGNS >> from) ^ parity(to", "parity(to"),
 }
 """Of the kernel that quantizes, likewise."""
 
@@ -118,13 +128,17 @@ INT8_MUTANTS = {
     "converted sums taken for subnormals": ("tile/subnormal_softmax.h", "s[i] = __int_as_float(sums[i]);", "s[i] = float(sums[i]);"),
     "sums that start at zero": ("hopper.cuh", "(shared.side.ones)[threadIdx.x] = ~0u;", "(shared.side.ones)[threadIdx.x] = 0;"),
     "maxima of sums": ("tile/subnormal_softmax.h", "__fmul_rn(float(top - BEGIN), factor[r])", "__fmul_rn(float(top), factor[r])"),
-    "maxima of sums, not easy": ("tile/subnormal_softmax.h", "-INFINITE : float(top - BEGIN) * factor[r]", "-INFINITE : float(top) * factor[r]"),
+    "maxima of sums, not int_max_ok": (
+        "tile/subnormal_softmax.h",
+        "-INFINITE : float(top - BEGIN) * factor[r]",
+        "-INFINITE : float(top) * factor[r]",
+    ),
     "a largest sum below the start": ("tile/subnormal_softmax.h", "shfl_xor_sync(~0u, largest, 2), least)", "shfl_xor_sync(~0u, largest, 2), 0)"),
     "a sum that isn't its row's": ("tile/subnormal_softmax.h", "peak[r] = __int_as_float(top);", "peak[r] = __int_as_float(top - 4096);"),
     "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
-    "keys that aren't finite forgotten": ("hopper.cuh", "if (poisoned >= row_end[f.row + 8 * r]) continue;", "continue;"),
-    "the key before": ("tile/poison.h", "return start + i + __ffs(poisoned) - 1;", "return start + i + __ffs(poisoned) - 2;"),
-    "queries that aren't finite forgotten": ("hopper.cuh", "r), poisoned[r]);", "r), false);"),
+    "keys that aren't finite forgotten": ("hopper.cuh", "if (nonfinite >= row_end[f.row + 8 * r]) continue;", "continue;"),
+    "the key before": ("tile/nonfinite.h", "return start + i + __ffs(nonfinite) - 1;", "return start + i + __ffs(nonfinite) - 2;"),
+    "queries that aren't finite forgotten": ("hopper.cuh", "r), nonfinite[r]);", "r), false);"),
 }
 """Of the Hopper kernel on int8."""
 
@@ -133,7 +147,7 @@ READY = "ready"
 
 
 READY_MUTANTS = {
-    "keys that aren't there yet": ("hopper.cuh", "if (C.half_q && p.ready != nullptr) wait_until_ready(p, tile);", ""),
+    "keys that aren't there yet": ("hopper.cuh", "if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);", ""),
     "keys of another head": ("hopper.cuh", "tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas", "0 * tile.batch) < p.ready_ctas"),
     "a part of the keys": ("hopper.cuh", "< p.ready_ctas", "< p.ready_ctas - 1"),
 }
@@ -145,13 +159,13 @@ GENERAL = "general"
 
 GENERAL_MUTANTS = {
     "mean of queries forgotten": ("hopper.cuh", "if (p.bias != nullptr) keys.add_bias(", "if (false) keys.add_bias("),
-    "mean of other queries": ("tile/key_facts.h", "tile.head, row) + start", "tile.head, tile.first_row) + start"),
-    "means of the next key": ("tile/key_facts.h", "factor[r], pair.y)", "factor[r], pair.x)"),
-    "means without the softmax scale": ("tile/key_facts.h", "factor[0] = factor[1] = unit;", "factor[0] = factor[1] = 1.0f;"),
+    "mean of other queries": ("tile/key_metadata.h", "tile.head, row) + start", "tile.head, tile.first_row) + start"),
+    "means of the next key": ("tile/key_metadata.h", "factor[r], pair.y)", "factor[r], pair.x)"),
+    "means without the softmax scale": ("tile/key_metadata.h", "factor[0] = factor[1] = unit;", "factor[0] = factor[1] = 1.0f;"),
     "means times the scale twice": ("hopper.cuh", "!C.general || p.bias != nullptr ? 1.0f : p.score_scale", "p.score_scale"),
     "keys' own scales forgotten": ("hopper.cuh", "if (by_key) keys.scale_scores(s, f);", ""),
-    "scales of the next key": ("tile/key_facts.h", "*= pair.y;", "*= pair.x;"),
-    "scales of other keys": ("tile/key_facts.h", "at + (start + i) * p.k_scale_strides[2]", "at + i * p.k_scale_strides[2]"),
+    "scales of the next key": ("tile/key_metadata.h", "*= pair.y;", "*= pair.x;"),
+    "scales of other keys": ("tile/key_metadata.h", "at + (start + i) * p.k_scale_strides[2]", "at + i * p.k_scale_strides[2]"),
 }
 """Of the Hopper kernel's general instances on smoothed queries and keys with scales of their own."""
 
@@ -160,14 +174,14 @@ MASKED = "masked"
 
 
 MASKED_MUTANTS = {
-    "nothing hidden": ("tile/key_facts.h", "if (!(seen >> i & 1))", "if (false)"),
-    "bits of another row": ("tile/key_facts.h", "min(f.row + 8 * r, p.mask_rows - 1)", "f.row"),
-    "what others are shown": ("tile/shown.h", "shown >> SHOWN_BITS * consumer;", "shown;"),
-    "bits that others are shown": ("tile/key_facts.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
-    "blocks left out that show something": ("tile/shown.h", "shown_ != 0", "(shown_ & 15) != 0"),
+    "nothing hidden": ("tile/key_metadata.h", "if (!(seen >> i & 1))", "if (false)"),
+    "bits of another row": ("tile/key_metadata.h", "min(f.row + 8 * r, p.mask_rows - 1)", "f.row"),
+    "what others are shown": ("tile/kv_blocks.h", "mask >> BLOCK_MASK_BITS * consumer;", "mask;"),
+    "bits that others are shown": ("tile/key_metadata.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
+    "blocks left out that show something": ("tile/kv_blocks.h", "mask_ != 0", "(mask_ & 15) != 0"),
     "scale of a block that is left out": ("hopper.cuh", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
     "values of a block that is left out": ("hopper.cuh", "&shared.v_full[stage], n * KEYS,", "&shared.v_full[stage], (after - 1) * KEYS,"),
-    "all is shown": ("read_mask.cuh", "hides |= exists && !visible", "hides |= false"),
+    "all is shown": ("block_mask.cuh", "hides |= exists && !visible", "hides |= false"),
 }
 """Of the Hopper kernel's instances for boolean masks."""
 
@@ -179,13 +193,13 @@ ADDED_MUTANTS = {
     "nothing added": ("tile/added_mask.h", "fmaf(at[0], factor[i % 2], two.x)", "at[0] * factor[i % 2]"),
     "numbers of the next key": ("tile/added_mask.h", "fmaf(at[1], factor[i % 2], two.y)", "fmaf(at[1], factor[i % 2], two.x)"),
     "chunks where they would lie unswizzled": ("tile/added_mask.h", "(chunk ^ row % 8)", "chunk"),
-    "numbers of other keys": ("tile/added_mask.h", "2 * (visit.block * KEYS + i * SLOT_KEYS)", "2 * i * SLOT_KEYS"),
+    "numbers of other keys": ("tile/added_mask.h", "2 * (kv_block.index * KEYS + i * SLOT_KEYS)", "2 * i * SLOT_KEYS"),
     "numbers of other queries": ("tile/added_mask.h", "row = tile.first_row + consumer * ROWS;", "row = tile.first_row;"),
     "numbers taken for exponents": ("hopper.cuh", "factor[0] = factor[1] = LOG2E;", "factor[0] = factor[1] = 1.0f;"),
-    "what is added isn't seen": ("read_mask.cuh", "adds |= exists && visible && value != 0.0f", "adds |= false"),
+    "what is added isn't seen": ("block_mask.cuh", "adds |= exists && visible && value != 0.0f", "adds |= false"),
     "the next key's from memory": ("tile/added_mask.h", "mask_value(two.of[i])", "mask_value(two.of[0])"),
     "any others from memory": ("tile/added_mask.h", "key < row.keys ? row.at[key * apart]", "key < row.keys ? row.at[0]"),
-    "the lowest numbers hide": ("read_mask.cuh", "visible = value != -INFINITE", "visible = value * LOG2E != -INFINITE"),
+    "the lowest numbers hide": ("block_mask.cuh", "visible = value != -INFINITE", "visible = value * LOG2E != -INFINITE"),
     "the lowest numbers overflow": (
         "tile/softmax.h",
         "ptx::max_nan(__fmul_rn(s[i], factor[i / 2 % 2]), LOWEST_SCORE)",
@@ -203,7 +217,7 @@ ADDED_MUTANTS = {
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 
 
-EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | SHORT_MUTANTS).items()}
+EVERY |= {f"{mutant[0]}: {name}": mutant for name, mutant in (RUNG_MUTANTS | FUSED_SMALL_MUTANTS).items()}
 
 
 EVERY |= {f"{READY}: {name}": (READY, *mutant) for name, mutant in READY_MUTANTS.items()}

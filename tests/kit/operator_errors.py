@@ -107,7 +107,7 @@ OPERATOR_ERRORS: list[Sample] = [
         r"k_mean has shape \(2, 3, 32\); it must be \(2, a divisor of 4, 32\)",
     ),
     (
-        lambda: library_ops.auto_forward_from_half(*FLOATS.values(), 0.1, "int4", "none", torch.float32, False),
+        lambda: library_ops.auto_forward_from_fp16(*FLOATS.values(), 0.1, "int4", "none", torch.float32, False),
         ValueError,
         r"qk is 'int4'; it must be one of \('e4m3', 'int8'\)",
     ),

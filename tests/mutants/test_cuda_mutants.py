@@ -18,11 +18,10 @@ from closeness import E4M3_STEP, assert_matches_pipeline
 from emulated import ROW_KINDS, low_mask
 from emulation import mutate
 from fp8attn import Recipe
-from fp8attn.api import call_of, cuda_missing
+from fp8attn.api import call_of, cuda_unavailable
 from fp8attn.call import Call, empty_lse, empty_output
-from fp8attn.cuda import build, configs, short
-from fp8attn.cuda import early as early_launch
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import build, configs, fused_small
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
@@ -33,13 +32,13 @@ from mutants import (
     ADDED,
     EVERY,
     FUSED,
+    FUSED_SMALL,
     GENERAL,
     INT8,
     MASKED,
     NATIVE,
     READY,
     SCALAR,
-    SHORT,
     SPECIALISED,
     SPLIT,
     WMMA,
@@ -66,10 +65,10 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     build.load_binding()  # no mutant's: everybody's
     build.SOURCES = Path(sources)
     os.environ["FP8ATTN_CACHE"] = cache
-    if rung == SHORT:
-        return check_short()
+    if rung == FUSED_SMALL:
+        return check_fused_small()
     if rung == READY:
-        configs.HALF_Q_INSTANCES = configs.HALF_Q_INSTANCES[:1]
+        configs.FUSED_Q_INSTANCES = configs.FUSED_Q_INSTANCES[:1]
         return check_ready()
     hopper = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0]}
     hopper |= {MASKED: MASKED_INSTANCES[0], ADDED: ADDED_INSTANCES[0]}
@@ -115,11 +114,11 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         call = call_by(quantized, causal)
         if mask is not None:
             call = dataclasses.replace(call, attn_mask=mask.expand(1, 1, 150, 700))
-        seen += compare(cuda.forward(call, device_of(device), config), oracle(quantized, call, config))
+        seen += compare(cuda_run.forward(call, device_of(device), config), oracle(quantized, call, config))
     return seen
 
 
-def check_short() -> list[str]:
+def check_fused_small() -> list[str]:
     """The same for the kernel that quantizes: bfloat16 whose last block is ragged, and a value that isn't finite."""
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
@@ -132,8 +131,8 @@ def check_short() -> list[str]:
     seen = []
     for causal in ("none", "top_left"):
         call = call_by(quantized, causal)
-        out, lse, _ = cuda.forward_from_half(q, k, v, call.softmax_scale, causal, torch.float32, True, device_of(device))
-        seen += compare((out, lse), oracle(quantized, call, short.INSTANCES[0]))
+        out, lse, _ = cuda_run.forward_from_fp16(q, k, v, call.softmax_scale, causal, torch.float32, True, device_of(device))
+        seen += compare((out, lse), oracle(quantized, call, fused_small.INSTANCES[0]))
     return seen
 
 
@@ -144,7 +143,7 @@ def check_ready() -> list[str]:
     q, k, v = (torch.randn(2, 2, n, 64, generator=generator).to(device, torch.bfloat16) for n in (100, 700, 700))
     quantized = quantize(q, k, v, Recipe())
     call = call_by(quantized, "none")
-    config = configs.HALF_Q_INSTANCES[0]
+    config = configs.FUSED_Q_INSTANCES[0]
     expected = oracle(quantized, call, config)
     early = replace(call, q=q, q_scale=None, k=torch.full_like(call.k.view(torch.uint8), 0x7F).view(call.k.dtype), v=torch.zeros_like(call.v))
 
@@ -160,10 +159,10 @@ def check_ready() -> list[str]:
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
     arrive(torch.empty_like(early.k), torch.empty_like(early.v), *others)
     actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
-    early_launch.forward_when_ready(early, device_of(device), config, *actual, counter.clone(), others[0], 2)
+    early.forward_when_ready(early, device_of(device), config, *actual, counter.clone(), others[0], 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        early_launch.forward_when_ready(early, device_of(device), config, *actual, counter, ready, 2)
+        early.forward_when_ready(early, device_of(device), config, *actual, counter, ready, 2)
     arrive(early.k, early.v, ready)
     torch.cuda.synchronize()
     return compare(actual, expected)
@@ -200,15 +199,15 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
-    reason = cuda_missing(device)
-    if reason is None and rung in (None, GENERAL, INT8, MASKED, ADDED, SHORT, READY):
-        reason = configs.misfit(INSTANCES[0], device_of(device))
+    reason = cuda_unavailable(device)
+    if reason is None and rung in (None, GENERAL, INT8, MASKED, ADDED, FUSED_SMALL, READY):
+        reason = configs.unsupported_config(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", (None, GENERAL, INT8, MASKED, ADDED, SHORT, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize("rung", (None, GENERAL, INT8, MASKED, ADDED, FUSED_SMALL, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert run_check(mutated(None, tmp_path), tmp_path / "cache", rung) == []

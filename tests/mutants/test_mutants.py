@@ -14,9 +14,9 @@ from emulated import ROW_KINDS, low_mask, normal
 from fp8attn import reference
 from fp8attn.api import call_of
 from fp8attn.device import device_of
-from fp8attn.quantize import STRIP, quantize, quantize_kv
+from fp8attn.quantize import TOKEN_CHUNK, quantize, quantize_kv
 from fp8attn.triton import bias, configs, feedback, forward, tile
-from fp8attn.triton import quantize as fused
+from fp8attn.triton import quantize as triton_quantize
 
 pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
 
@@ -101,21 +101,21 @@ def mean_of_the_first_queries(bias, index, row, q_length, kv_length):
 
 
 @triton.jit
-def owes_nothing(x, owed, gain, NATIVE: tl.constexpr):
-    code, _ = original_feed_back(x, owed, gain, NATIVE)
-    return code, owed
+def owes_nothing(x, residual, gain, NATIVE: tl.constexpr):
+    code, _ = original_feed_back(x, residual, gain, NATIVE)
+    return code, residual
 
 
 @triton.jit
-def owes_the_last_token_only(x, owed, gain, NATIVE: tl.constexpr):
-    code, left = original_feed_back(x, owed, gain, NATIVE)
-    return code, (left.to(tl.float32) - owed.to(tl.float32)).to(tl.float16)
+def owes_the_last_token_only(x, residual, gain, NATIVE: tl.constexpr):
+    code, left = original_feed_back(x, residual, gain, NATIVE)
+    return code, (left.to(tl.float32) - residual.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def pays_the_wrong_way(x, owed, gain, NATIVE: tl.constexpr):
-    code, left = original_feed_back(x, -owed, gain, NATIVE)
-    return code, left + owed + owed
+def pays_the_wrong_way(x, residual, gain, NATIVE: tl.constexpr):
+    code, left = original_feed_back(x, -residual, gain, NATIVE)
+    return code, left + residual + residual
 
 
 @triton.jit
@@ -201,26 +201,30 @@ def test_mutant_next_to_low_numbers_is_seen(name: str, monkeypatch: pytest.Monke
         check_low_masks()
 
 
-QUANTIZER_MUTANTS = {"nothing is owed": owes_nothing, "the last token's alone": owes_the_last_token_only, "paid the wrong way": pays_the_wrong_way}
+QUANTIZER_MUTANTS = {
+    "nothing is residual": owes_nothing,
+    "the last token's alone": owes_the_last_token_only,
+    "paid the wrong way": pays_the_wrong_way,
+}
 """Of error feedback."""
 
 
 @pytest.mark.parametrize("name", QUANTIZER_MUTANTS)
 def test_mutant_of_the_quantizer_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(1, 1, STRIP + 40, 16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 1, TOKEN_CHUNK + 40, 16, generator=generator) for _ in range(2))
     expected = quantize_kv(k, v, fp8attn.Recipe())[1].data.view(torch.uint8)
 
     def is_right() -> bool:
-        return torch.equal(fused.quantize(None, k, v, fp8attn.Recipe(), device_of(v.device))[2].data.view(torch.uint8), expected)
+        return torch.equal(triton_quantize.quantize(None, k, v, fp8attn.Recipe(), device_of(v.device))[2].data.view(torch.uint8), expected)
 
     assert is_right()
-    monkeypatch.setattr(fused, "feed_back", QUANTIZER_MUTANTS[name])
+    monkeypatch.setattr(triton_quantize, "feed_back", QUANTIZER_MUTANTS[name])
     assert not is_right()
 
 
 BIAS_MUTANTS = {
-    "signs forgotten": (fused, "sign_bit", no_signs),
+    "signs forgotten": (triton_quantize, "sign_bit", no_signs),
     "mean of keys forgotten": (bias, "load_vector", no_vector),
     "keys that aren't finite": (bias, "is_finite", all_finite),
     "means as they are stored": (bias, "unrotated", lambda y, PART: y),

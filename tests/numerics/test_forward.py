@@ -20,7 +20,7 @@ from fp8attn.call import Call
 from fp8attn.cuda import configs as hopper
 from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import portable
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_ADDED_INSTANCES, INT8_MASKED_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.render import Config
 from fp8attn.device import Device, device_of
@@ -36,8 +36,10 @@ SMOOTH_Q, INT8_SMOOTH_Q = Recipe(smooth_q=True), Recipe(smooth_q=True, qk="int8"
 def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, config: configs.Config | Config | None = None):
     """out, lse and the pipeline oracle's, which is told how they were computed."""
     if sdpa.backend == "cuda":
-        instance = cuda.choose(call, device) if config is None else config
-        return *cuda.forward(call, device, instance), *cuda_oracle.oracle(quantized, call, instance, cuda.sharers_of(call, instance, device))
+        instance = cuda_run.choose(call, device) if config is None else config
+        return *cuda_run.forward(call, device, instance), *cuda_oracle.oracle(
+            quantized, call, instance, cuda_run.split_ctas_of(call, instance, device)
+        )
     config = run.choose(call, device) if config is None else config
     model = dict(block_n=config.block_n, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute)
     return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, **model)
@@ -91,7 +93,7 @@ def test_configs_agree(drawn: tuple[Case, ...], data: st.DataObject, device: tor
         properties = device_of(device)
         if sdpa.backend == "cuda":
             able = [*portable.serving(call, properties)]
-            if hopper.why_not(call, properties) is None:
+            if hopper.unsupported_call(call, properties) is None:
                 int8 = hopper.INT8_INSTANCES + INT8_MASKED_INSTANCES + INT8_ADDED_INSTANCES
                 instances = int8 if call.int8 else INSTANCES + MASKED_INSTANCES + ADDED_INSTANCES
                 able += [c for c in instances if c.head_dim >= case.head_dim and c.value_dim >= case.value_dim and c.does(call)]

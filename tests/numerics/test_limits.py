@@ -15,7 +15,7 @@ import fp8attn
 from closeness import relative
 from fp8attn import Recipe, reference
 from fp8attn.call import GROUPS, Call
-from fp8attn.cuda import build, configs, early, portable, run, short
+from fp8attn.cuda import build, configs, early, fused_small, portable, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.quantize import import_values, quantize
@@ -23,7 +23,7 @@ from fp8attn.recipe import E4M3
 from fp8attn.schedule import LEAST_ROWS, MOST_CHANNELS, MOST_TILES, MOST_TOKENS
 from fp8attn.triton import bias, forward, half_keys, hopper
 from fp8attn.triton import configs as triton_configs
-from fp8attn.triton import quantize as fused
+from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton import run as triton_run
 
 H100, L40S = ARCHITECTURES[90], ARCHITECTURES[89]
@@ -31,7 +31,7 @@ H100, L40S = ARCHITECTURES[90], ARCHITECTURES[89]
 LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
 """CUDA C++ Programming Guide, compute capabilities: the largest x, y and z of a grid of thread blocks."""
 
-LAUNCHING = (fused, bias, forward, half_keys, hopper)
+LAUNCHING = (triton_quantize, bias, forward, half_keys, hopper)
 """Triton's modules with kernels."""
 
 Shape = tuple[int, int, int, int]
@@ -104,20 +104,20 @@ def test_no_triton_kernel_has_a_larger_grid_than_there_is(launches: list) -> Non
     for q_shape, k_shape in SHAPES.values():
         for recipe in RECIPES.values():
             q, k, v = meta(*q_shape), meta(*k_shape), meta(*k_shape)
-            q_quantized, k_quantized, _ = fused.quantize(q, k, v, recipe, H100)
-            fused.quantize(None, k, v, recipe, H100)
-            fused.quantize(q, None, None, recipe, H100)
+            q_quantized, k_quantized, _ = triton_quantize.quantize(q, k, v, recipe, H100)
+            triton_quantize.quantize(None, k, v, recipe, H100)
+            triton_quantize.quantize(q, None, None, recipe, H100)
             if recipe.smooth_q:
                 assert q_quantized is not None and k_quantized is not None
                 bias.with_bias(q_quantized, k, k_quantized, H100)
             call = call_on_meta(q_shape, k_shape, recipe, smoothed=recipe.smooth_q)
             for config in (triton_configs.portable_config(call, H100), triton_configs.PortableConfig(16, 32, 1, 2)):
                 forward.run(call, config, H100)
-            if triton_configs.why_not_hopper(call) is None:
+            if triton_configs.unsupported_arch(call) is None:
                 hopper.run(call, triton_configs.hopper_config(call, H100), H100)
-        fused.import_values(meta(*k_shape, dtype=E4M3), H100)
+        triton_quantize.import_values(meta(*k_shape, dtype=E4M3), H100)
         half_keys.half_keys(q, k, v, None, None, None, 0, 4, 128, 1.0, 0, torch.bfloat16, True, H100)
-    fused.quantize(*(meta(1, 2, 100, 64) for _ in range(3)), Recipe(), H100)  # in one launch
+    triton_quantize.quantize(*(meta(1, 2, 100, 64) for _ in range(3)), Recipe(), H100)  # in one launch
     for name, grid in launches:
         assert_fits(grid, name)
     assert {name for name, _ in launches} == kernels()
@@ -128,7 +128,7 @@ def test_programs_find_their_heads(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, n, 256, generator=generator).to(device) for heads, n in ((4, 600), (2, 700), (2, 700)))
     expected = quantize(q, k, v, Recipe(smooth_q=True, rotate=0))
-    actual = fused.quantize(q, k, v, Recipe(smooth_q=True, rotate=0), device_of(device))
+    actual = triton_quantize.quantize(q, k, v, Recipe(smooth_q=True, rotate=0), device_of(device))
     for x, y in zip(actual, expected, strict=True):
         assert x is not None and y is not None
         assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8))
@@ -136,7 +136,7 @@ def test_programs_find_their_heads(device: torch.device) -> None:
     found = bias.with_bias(actual[0], k, actual[1], device_of(device)).bias
     torch.testing.assert_close(found, expected[0].bias, rtol=0, atol=1e-3)
     codes = v[..., :40].to(E4M3)
-    for x, y in zip(fused.import_values(codes, device_of(device)), import_values(codes), strict=True):
+    for x, y in zip(triton_quantize.import_values(codes, device_of(device)), import_values(codes), strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
@@ -147,7 +147,7 @@ def test_no_cuda_kernel_has_a_larger_grid_than_there_is(monkeypatch: pytest.Monk
     def operator(name: str, place: int) -> SimpleNamespace:
         return SimpleNamespace(default=lambda *arguments: found.append((name, arguments[place])))
 
-    places = {"forward": 5, "forward_when_ready": 5, "forward_from_half": 1, "quantize": 1}
+    places = {"forward": 5, "forward_when_ready": 5, "forward_from_fp16": 1, "quantize": 1}
     operators = SimpleNamespace(**{name: operator(name, place) for name, place in places.items()})
     launchers = type("Launchers", (), {"__getitem__": lambda *_: 0})()
     monkeypatch.setattr(build, "load_with", lambda *_: SimpleNamespace(operators=operators, launchers=launchers))
@@ -162,15 +162,15 @@ def test_no_cuda_kernel_has_a_larger_grid_than_there_is(monkeypatch: pytest.Monk
             for device in (H100, L40S):
                 attend(call, device)
         q, k, v = meta(*q_shape), meta(*k_shape), meta(*k_shape)
-        if cuda_quantize.why_not(k, v, Recipe(), H100) is None:
+        if cuda_quantize.unsupported_call(k, v, Recipe(), H100) is None:
             run.quantize_kv(k, v, "e4m3", H100)
-            if configs.why_not_quantize(q, v.shape[3], 1.0, "e4m3", H100) is None:
+            if configs.unsupported_q_quant(q, v.shape[3], 1.0, "e4m3", H100) is None:
                 early.quantize_and_attend(q, k, v, 1.0, "e4m3", "none", torch.bfloat16, False, H100)
-        assert short.why_not(q, k, v, 1.0, H100) is not None
+        assert fused_small.unsupported_call(q, k, v, 1.0, H100) is not None
     attend(call_on_meta((1, 1, 64, 64), (1, 1, 1 << 20, 64), Recipe()), L40S)  # CTAs share keys
     small = [meta(1, 4, 300, 64) for _ in range(3)]
-    assert short.why_not(*small, 1.0, H100) is None
-    run.forward_from_half(*small, 1.0, "none", torch.bfloat16, False, H100)
+    assert fused_small.unsupported_call(*small, 1.0, H100) is None
+    run.forward_from_fp16(*small, 1.0, "none", torch.bfloat16, False, H100)
     for name, ctas in found:
         assert_fits((ctas,), name)
     assert {name for name, _ in found} == places.keys()
@@ -195,10 +195,10 @@ def refused() -> Iterator[tuple[str, Call]]:
 def test_what_cannot_be_counted_is_refused(words: str, call: Call, launches: list) -> None:
     """By every kernel's predicate, and where none is left by an error."""
     reasons = [
-        triton_configs.why_not_hopper(call),
-        triton_run.why_not_hopper(call, H100),
-        configs.why_not(call, H100),
-        portable.why_not(call, L40S),
+        triton_configs.unsupported_arch(call),
+        triton_run.unsupported_arch(call, H100),
+        configs.unsupported_call(call, H100),
+        portable.unsupported_call(call, L40S),
         run.plan(call, H100),
     ]
     for reason in reasons:
@@ -211,9 +211,9 @@ def test_what_cannot_be_counted_is_refused(words: str, call: Call, launches: lis
 def test_what_tma_cannot_count_is_left_to_others(launches: list) -> None:
     heads = MOST_CHANNELS // 256
     call = call_on_meta((1, heads, 1, 256), (1, heads, 1, 256), Recipe())
-    for reason in (triton_configs.why_not_hopper(call), configs.why_not(call, H100)):
+    for reason in (triton_configs.unsupported_arch(call), configs.unsupported_call(call, H100)):
         assert reason == f"value has {MOST_CHANNELS} channels in 1 x {heads} heads; TMA takes fewer than {MOST_CHANNELS}"
-    assert portable.why_not(call, H100) is None and isinstance(run.plan(call, H100), portable.PortableConfig)
+    assert portable.unsupported_call(call, H100) is None and isinstance(run.plan(call, H100), portable.PortableConfig)
     assert isinstance(triton_run.choose(call, H100), triton_configs.PortableConfig)
 
 
@@ -222,13 +222,13 @@ def test_quantizers_refuse_what_they_cannot_count(shape: Shape, launches: list) 
     large, few = meta(*shape), meta(1, 1, 16, 64)
     for operands, name in (((large, few, few), "query"), ((few, large, large), "key")):
         with pytest.raises(ValueError, match=f"{name} has "):
-            fused.quantize(*operands, Recipe(), H100)
+            triton_quantize.quantize(*operands, Recipe(), H100)
         with pytest.raises(ValueError, match=f"{name} has "):
             half_keys.half_keys(*operands, None, None, None, 0, 4, 128, 1.0, 0, torch.bfloat16, True, H100)
     with pytest.raises(ValueError, match="value has "):
-        fused.import_values(large.to(E4M3), H100)
+        triton_quantize.import_values(large.to(E4M3), H100)
     assert launches == []
-    assert "query has " in str(configs.why_not_quantize(large, 64, 1.0, "e4m3", H100))
+    assert "query has " in str(configs.unsupported_q_quant(large, 64, 1.0, "e4m3", H100))
 
 
 def assert_some_heads_are_right(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: list[int]) -> None:

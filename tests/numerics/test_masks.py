@@ -29,13 +29,13 @@ from fp8attn.triton import run as triton_run
 from fp8attn.triton.configs import PortableConfig
 from instances import QUANTIZED
 
-NOTHING, SHOWS, HIDES, ADDS = 0, 1, 2, 4
+NOTHING, ANY_VISIBLE, ANY_HIDDEN, ANY_ADDED = 0, 1, 2, 4
 
 
 @pytest.fixture(scope="module")
 def reader() -> ctypes.CDLL:
     """The kernel that reads masks, compiled for the CPU."""
-    return emulation.library("read_mask.cpp")
+    return emulation.library("block_mask.cpp")
 
 
 def documents(q_length: int, kv_length: int, seed: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def defined(mask: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]
     visible = exists & (tiles != -torch.inf)
     hidden, adds = (exists & (tiles == -torch.inf)).flatten(4).any(-1), (visible & (tiles != 0)).flatten(4).any(-1)
     shows = visible.flatten(4).any(-1)
-    shown = torch.where(shows, SHOWS + HIDES * hidden + ADDS * adds, NOTHING)
+    shown = torch.where(shows, ANY_VISIBLE + ANY_HIDDEN * hidden + ANY_ADDED * adds, NOTHING)
     # bit 2j + i of word c is of key 8j + 2c + i
     words = (visible.unflatten(-1, (16, 4, 2)).transpose(-3, -2).flatten(-2).long() << torch.arange(32)).sum(-1)
     return shown, words
@@ -105,8 +105,8 @@ def read(reader: ctypes.CDLL, mask: torch.Tensor) -> tuple[torch.Tensor, torch.T
     blocks = -(-mask.shape[3] // KEYS)
     bits = torch.full((*planes[:3], blocks, planes[3], 4), 0x55, dtype=torch.int32)
     shown = torch.full((*planes[:3], blocks), 0x55, dtype=torch.uint8)
-    p.mask_bits, p.mask_shown = bits.data_ptr(), shown.data_ptr()
-    assert reader.read_mask(ctypes.byref(p), ctypes.sizeof(p), ctypes.c_int64(shown.numel())) & 0xFF
+    p.mask_bits, p.block_mask = bits.data_ptr(), shown.data_ptr()
+    assert reader.build_block_mask(ctypes.byref(p), ctypes.sizeof(p), ctypes.c_int64(shown.numel())) & 0xFF
     return shown.long(), bits.long() & 0xFFFFFFFF
 
 
@@ -174,7 +174,7 @@ def test_the_emulation_sees_what_is_wrong(name: str) -> None:
     mutations = [MUTANTS[name]]
     if name == "aligned or not":  # g++ may copy four numbers from anywhere: as a GPU, which may not
         mutations.append(("*reinterpret_cast<const Four<T>*>(at);", "*reinterpret_cast<const Four<T>*>(uintptr_t(at) & -sizeof(Four<T>));"))
-    mutant = emulation.library("read_mask.cpp", *(("read_mask.cuh", *mutation) for mutation in mutations))
+    mutant = emulation.library("block_mask.cpp", *(("block_mask.cuh", *mutation) for mutation in mutations))
     with pytest.raises(AssertionError, match="differ"):
         assert_masks_of_all_kinds(mutant)
 
@@ -195,11 +195,11 @@ def masks_of(config: HopperConfig, kinds: tuple[str, ...], heads: int, q_length:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("q_length, kv_length, kinds", ((500, 701, KINDS), (130, 4501, ("documents", "numbers"))), ids=("short", "long"))
-@pytest.mark.parametrize("config", [c for c in QUANTIZED if c.visits], ids=lambda c: c.name)
+@pytest.mark.parametrize("config", [c for c in QUANTIZED if c.skips_blocks], ids=lambda c: c.name)
 def test_attention_with_masks(config: HopperConfig, q_length: int, kv_length: int, kinds: tuple[str, ...], device: torch.device) -> None:
     """Short: over several tiles of a CTA; long: of more blocks of keys than a warp looks at together. Which of them are left out is told through
     shared memory: a bit that moves is a race."""
-    reason = configs.misfit(config, device_of(device))
+    reason = configs.unsupported_config(config, device_of(device))
     if reason is not None:
         pytest.skip(reason)
     generator = torch.Generator(device).manual_seed(9)

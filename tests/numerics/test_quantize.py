@@ -1,4 +1,4 @@
-"""Quantization: the fused kernels against the definition byte for byte, and what must hold of the definition."""
+"""Quantization: the fused kernels against the definition byte for byte, and what must hold of the quantize_ref."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fp8attn.quantize import (
     FIT_DIM,
     LANES,
     LARGEST_BIAS,
+    LARGEST_CORRECTION,
     LARGEST_MEAN,
-    LARGEST_PUSH,
     MEAN_STEP,
     MEAN_STEPS,
     RUN,
     SAMPLE,
     SMALLEST_SCALE,
-    STRIP,
+    TOKEN_CHUNK,
     centre,
     dequantize,
     encode,
@@ -58,7 +58,7 @@ from fp8attn.recipe import (
     Granularity,
     ProductType,
 )
-from fp8attn.triton import quantize as fused
+from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton.bias import with_bias
 from fp8attn.triton.tile import e4m3_code, permute_keys
 from fp8attn.triton.tile import key_of_slot as kernels_key_of_slot
@@ -69,7 +69,7 @@ SHORTS = {"one launch": 4096, "three launches": 0}
 """Lengths up to which the fused quantizer takes one launch."""
 
 EDGES = (127, 128, 129, 511, 512, 513, 1025)
-"""Lengths around whole blocks and whole strips."""
+"""Lengths around whole blocks and whole token_chunks."""
 
 Results = tuple[Any, Any, Any]  # Quantized of what is given, None of what isn't
 
@@ -80,7 +80,7 @@ def by_torch(q, k, v, recipe: Recipe) -> Results:
 
 def by_triton(q, k, v, recipe: Recipe) -> Results:
     device = device_of((k if q is None else q).device)
-    q_quantized, k_quantized, v_quantized = fused.quantize(q, k, v, recipe, device)
+    q_quantized, k_quantized, v_quantized = triton_quantize.quantize(q, k, v, recipe, device)
     if q_quantized is not None and k_quantized is not None and recipe.smooth_q:
         q_quantized = with_bias(q_quantized, k, k_quantized, device)
     return q_quantized, k_quantized, v_quantized
@@ -204,7 +204,7 @@ def bad_elements(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
 def test_triton_writes_the_same_bytes(drawn: tuple[Problem, ...], given_tensors: str, launches: str, device: torch.device) -> None:
     for problem in noted(alike(drawn)):
         q, k, v = (x if name in given_tensors else None for name, x in zip("qkv", problem.tensors(device), strict=True))
-        with mock.patch.multiple(fused, SHORT=SHORTS[launches], SHORT_PROGRAMS=10**6):
+        with mock.patch.multiple(triton_quantize, SHORT=SHORTS[launches], SHORT_PROGRAMS=10**6):
             results = by_triton(q, k, v, problem.case.recipe)
         assert_alike(results, quantize(q, k, v, problem.case.recipe), k)
 
@@ -212,12 +212,12 @@ def test_triton_writes_the_same_bytes(drawn: tuple[Problem, ...], given_tensors:
 @pytest.mark.parametrize("launches", SHORTS)
 @pytest.mark.parametrize("granularity", ("head", "block"))
 @pytest.mark.parametrize("length", EDGES)
-def test_edges_of_blocks_and_strips(
+def test_edges_of_blocks_and_token_chunks(
     device: torch.device, length: int, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a NaN in the first token and another in the last, or none; every tensor of another dtype; means far from the zeros behind the end."""
-    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
-    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
+    monkeypatch.setattr(triton_quantize, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(triton_quantize, "SHORT_PROGRAMS", 10**6)
     q, k, v = normal((1, 1, length, 32), device, 3)
     q, k, v = q[..., :24].half(), (k[..., :24] + 20).bfloat16(), v - 30
     recipe = Recipe(q=granularity, k=granularity)
@@ -231,8 +231,8 @@ def test_edges_of_blocks_and_strips(
 @pytest.mark.parametrize("granularity", ROW_GRANULARITIES)
 def test_marks_of_int8_keys(device: torch.device, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN in the second block's last key, in the third's first value and in a query: NaN scales of their own, else negative ones, of keys only."""
-    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
-    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
+    monkeypatch.setattr(triton_quantize, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(triton_quantize, "SHORT_PROGRAMS", 10**6)
     q, k, v = normal((1, 2, 400, 32), device, 3)
     k[0, 1, 255, 3] = v[0, 1, 256, 4] = q[0, 1, 300, 5] = torch.nan
     recipe = Recipe(q=granularity, k=granularity, qk="int8")
@@ -248,10 +248,10 @@ def test_marks_of_int8_keys(device: torch.device, granularity: Granularity, laun
 
 
 @pytest.mark.parametrize("launches", SHORTS)
-def test_only_the_first_strip_needs_care(device: torch.device, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "SHORT", SHORTS[launches])
-    monkeypatch.setattr(fused, "SHORT_PROGRAMS", 10**6)
-    k, v = normal((1, 1, 2 * STRIP, 16), device, 2)
+def test_only_the_first_token_chunk_needs_care(device: torch.device, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_quantize, "SHORT", SHORTS[launches])
+    monkeypatch.setattr(triton_quantize, "SHORT_PROGRAMS", 10**6)
+    k, v = normal((1, 1, 2 * TOKEN_CHUNK, 16), device, 2)
     v[..., 3, 5] = torch.inf
     for actual, expected in zip(by_triton(None, k, v, Recipe()), quantize(None, k, v, Recipe()), strict=True):
         assert_same(actual, expected)
@@ -259,15 +259,15 @@ def test_only_the_first_strip_needs_care(device: torch.device, launches: str, mo
 
 def test_short_sequences_take_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr(fused, "launch", lambda kernel, *arguments, **options: names.append(kernel.__name__))
+    monkeypatch.setattr(triton_quantize, "launch", lambda kernel, *arguments, **options: names.append(kernel.__name__))
     hardware = dataclasses.replace(device_of(device), sm_count=10)
-    for heads, length, dim in ((1, fused.SHORT, 32), (1, fused.SHORT + 1, 32), (1, 8, 24), (20, 8, 32)):
-        fused.quantize(*normal((1, heads, length, dim), device, 3), Recipe(), hardware)
+    for heads, length, dim in ((1, triton_quantize.SHORT, 32), (1, triton_quantize.SHORT + 1, 32), (1, 8, 24), (20, 8, 32)):
+        triton_quantize.quantize(*normal((1, heads, length, dim), device, 3), Recipe(), hardware)
     assert names == ["short_kernel"] + ["gather_kernel", "finish_kernel", "write_kernel"] * 3
 
 
-def test_more_strips_than_lanes(device: torch.device) -> None:
-    k, v = normal((1, 1, STRIP * (LANES + 1) + 200, 16), device, 2)
+def test_more_token_chunks_than_lanes(device: torch.device) -> None:
+    k, v = normal((1, 1, TOKEN_CHUNK * (LANES + 1) + 200, 16), device, 2)
     for actual, expected in zip(by_triton(None, k, v, Recipe(k="head")), quantize(None, k, v, Recipe(k="head")), strict=True):
         assert_same(actual, expected)
 
@@ -377,7 +377,7 @@ def test_encoding(device: torch.device, native: bool) -> None:
 @given(problem=problems(places=("nowhere",)))
 def test_round_trip(problem: Problem, device: torch.device) -> None:
     """Half an e4m3 step of each element, 2^-4 of it or 2^-10 scales, half a scale for int8, and three float32 roundings: 1 / scale, y / scale,
-    code · scale. Values are halves before, and their errors cancel: another LARGEST_PUSH. Scales that are fitted are those of `fit` before."""
+    code · scale. Values are halves before, and their errors cancel: another LARGEST_CORRECTION. Scales that are fitted are those of `fit` before."""
     tensors = problem.tensors(device)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
         factor = factor_of(quantized, x is tensors[0])
@@ -393,7 +393,7 @@ def test_round_trip(problem: Problem, device: torch.device) -> None:
         scales = element_scales(quantized).double()
         half_step = scales.expand(y.shape) / 2 if integers else torch.maximum(2.0**-4 * y.abs(), 2.0**-10 * scales)
         if quantized.layout == "values":
-            half_step = half_step + (2.0**-10 + (LARGEST_PUSH if quantized.length > STRIP else 0.0)) * y.abs() + 2.0**-24 * scales
+            half_step = half_step + (2.0**-10 + (LARGEST_CORRECTION if quantized.length > TOKEN_CHUNK else 0.0)) * y.abs() + 2.0**-24 * scales
         assert ((restored - y).abs() <= half_step + 2.0**-22 * y.abs() + 2.0**-149).all()
         if quantized.mean is not None:
             whole = dequantize(quantized).double()
@@ -732,7 +732,7 @@ def to_nearest(v: torch.Tensor) -> torch.Tensor:
 
 def test_errors_of_neighbouring_values_cancel(device: torch.device) -> None:
     """Over runs, not beyond; each value's own grows by 3 %, and the first of a run is rounded to nearest."""
-    v = normal((1, 2, 64 * STRIP, 16), device, 1)[0].bfloat16()
+    v = normal((1, 2, 64 * TOKEN_CHUNK, 16), device, 1)[0].bfloat16()
     errors, nearest = value_errors(v), to_nearest(v)
     assert 0.25 < errors.sum(-2).norm() / nearest.sum(-2).norm() < 0.31
     assert 1.02 < errors.norm() / nearest.norm() < 1.04
@@ -743,24 +743,24 @@ def test_errors_of_neighbouring_values_cancel(device: torch.device) -> None:
 
 
 def test_few_values_are_rounded_to_nearest(device: torch.device) -> None:
-    v = normal((1, 2, STRIP, 16), device, 1)[0]
+    v = normal((1, 2, TOKEN_CHUNK, 16), device, 1)[0]
     assert torch.equal(value_errors(v), to_nearest(v))
-    (v,) = normal((1, 2, STRIP + RUN, 16), device, 1)
+    (v,) = normal((1, 2, TOKEN_CHUNK + RUN, 16), device, 1)
     assert not torch.equal(value_errors(v), to_nearest(v))
 
 
 def test_small_values_pay_for_no_large_one(device: torch.device) -> None:
-    """Every eighth token's values are a 256th of the others', which owe more than those are: it costs them half a step and LARGEST_PUSH at most."""
-    v = normal((1, 1, 2 * STRIP, 16), device, 1)[0].clamp(min=0.1)
+    """Every eighth token's values are a 256th of the others', whose residuals are larger: the cost is half a step and LARGEST_CORRECTION at most."""
+    v = normal((1, 1, 2 * TOKEN_CHUNK, 16), device, 1)[0].clamp(min=0.1)
     v[:, :, 4::8] *= 2.0**-8
     errors = value_errors(v).flatten(2, 3)[:, :, 4::8]
-    assert (errors.abs() <= (2.0**-4 + LARGEST_PUSH + 2.0**-10) * v[:, :, 4::8]).all()
+    assert (errors.abs() <= (2.0**-4 + LARGEST_CORRECTION + 2.0**-10) * v[:, :, 4::8]).all()
 
 
 def test_less_of_an_output_is_lost(device: torch.device) -> None:
     """Weights of N(0, 1) scores, no mask: what values cost an output falls by some 17 %; where weights vary slowly by more."""
     generator = torch.Generator().manual_seed(1)
-    v = normal((1, 4, 8 * STRIP, 32), device, 1)[0].bfloat16()
+    v = normal((1, 4, 8 * TOKEN_CHUNK, 32), device, 1)[0].bfloat16()
     scores = torch.randn(1, 4, 128, v.shape[2], generator=generator).to(device)
     slow = scores.unflatten(-1, (-1, 64))[..., :1].expand(-1, -1, -1, -1, 64).flatten(-2)
     ratios = []
@@ -846,7 +846,7 @@ def check_import(
     assert (values.layout, values.length, values.mean) == ("values", length, None)
     assert torch.equal(values.scale, v_scale)
     assert torch.equal(token_codes(values), v.masked_fill((v & 0x7F) == E4M3_NAN, 0))
-    for data, hidden in (import_values(v.view(dtype)), fused.import_values(v.view(E4M3), device_of(device))):
+    for data, hidden in (import_values(v.view(dtype)), triton_quantize.import_values(v.view(E4M3), device_of(device))):
         assert torch.equal(data.view(torch.uint8), codes(values)) and torch.equal(hidden, poisoned)
 
 

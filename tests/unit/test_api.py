@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import fp8attn
 from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
-from fp8attn.api import cuda_missing
+from fp8attn.api import cuda_unavailable
 from fp8attn.quantize import dequantize, values_layout
 from operator_errors import OPERATOR_ERRORS
 
@@ -368,7 +368,7 @@ def test_explain(device: torch.device) -> None:
     int8 = fp8attn.explain(q, k, v, enable_gqa=True, backend="triton", recipe=Recipe(qk="int8"))
     assert int8.compute == f"int8 and {plan.compute}"
     automatic = fp8attn.explain(q, k, v, enable_gqa=True)
-    lacking = cuda_missing(q.device)
+    lacking = cuda_unavailable(q.device)
     assert automatic.backend == ("reference" if not GPU else "cuda" if lacking is None else "triton")
     assert "backend='auto'" in automatic.because[0]
     assert any(reason.startswith("cuda: ") for reason in automatic.because) == (lacking is not None)

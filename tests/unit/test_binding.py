@@ -16,7 +16,7 @@ import fp8attn
 from emulated import quantized
 from fp8attn.api import call_of
 from fp8attn.call import HALVES
-from fp8attn.cuda import build, run, short
+from fp8attn.cuda import build, fused_small, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 from strategies import Case, cases
@@ -65,9 +65,9 @@ def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> 
     described = emulation.params(*recorder.arguments)
     if described.mask_rows:  # the binding itself makes room for what is made of a mask
         told = emulation.Params.from_buffer_copy(params, emulation.MAPS)
-        described.mask_bits, described.mask_shown = told.mask_bits, told.mask_shown
+        described.mask_bits, described.block_mask = told.mask_bits, told.block_mask
         blocks = described.mask_batches * described.mask_heads * described.mask_groups * -(-call.kv_length // KEYS)
-        assert told.mask_bits % 16 == 0 and told.mask_shown - told.mask_bits == 16 * described.mask_rows * blocks
+        assert told.mask_bits % 16 == 0 and told.block_mask - told.mask_bits == 16 * described.mask_rows * blocks
     expected = emulation.tensor_maps(*recorder.arguments) + bytes(described)
     assert ctas == recorder.arguments[5] and params[: len(expected)] == expected
     assert any(params[: emulation.MAPS]) == (recorder.arguments[1] > 0) and not any(params[len(expected) :])
@@ -77,13 +77,13 @@ def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> 
 def test_params_of_one_launch_are_as_described(recorder: Recorder, dtype: torch.dtype) -> None:
     q, k, v = (torch.zeros(2, heads, 300, 64, dtype=dtype) for heads in (4, 2, 2))
     told: list[tuple] = []
-    operator = SimpleNamespace(default=lambda *arguments: told.append(arguments) or recorder.operators.forward_from_half.default(*arguments))
-    library = build.Library(SimpleNamespace(forward_from_half=operator), dict.fromkeys(short.INSTANCES, recorder.launcher))
+    operator = SimpleNamespace(default=lambda *arguments: told.append(arguments) or recorder.operators.forward_from_fp16.default(*arguments))
+    library = build.Library(SimpleNamespace(forward_from_fp16=operator), dict.fromkeys(fused_small.INSTANCES, recorder.launcher))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_with", lambda *_: library)
-        run.forward_from_half(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), 0.1, "bottom_right", torch.float16, True, H100)
+        run.forward_from_fp16(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), 0.1, "bottom_right", torch.float16, True, H100)
     ctas, params = recorder.recorded()
-    expected = bytes(emulation.MAPS) + bytes(emulation.params_from_half(*told[0]))
+    expected = bytes(emulation.MAPS) + bytes(emulation.params_from_fp16(*told[0]))
     assert ctas == told[0][1] and params[: len(expected)] == expected and not any(params[len(expected) :])
 
 

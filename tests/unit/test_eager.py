@@ -23,7 +23,7 @@ from bench.profiled import named_ranges
 from fp8attn import Quantized, api, eager, ops
 from fp8attn.call import empty_lse, empty_output
 from fp8attn.cuda import build, portable
-from fp8attn.cuda import run as cuda
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import HopperConfig
 from fp8attn.cuda.quantize import QuantizeConfig
@@ -68,7 +68,7 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     ctas = library.recorded(buffer)
     p = emulation.Params.from_buffer(buffer, emulation.MAPS)
     p.out = None
-    for name in ("counter", "parts", "handed_over", "ready", "mask_bits", "mask_shown"):
+    for name in ("counter", "parts", "partials_ready", "ready", "mask_bits", "block_mask"):
         setattr(p, name, bool(getattr(p, name)))
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
@@ -112,7 +112,7 @@ def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: 
         assert not any(repeats.hits)
         if hit:
             patch.setattr(ops, "plan_cuda", lambda *_: pytest.fail("it plans"))
-            patch.setattr(ops, "why_not_one_launch", lambda *_: pytest.fail("it plans"))
+            patch.setattr(ops, "unsupported_one_launch", lambda *_: pytest.fail("it plans"))
         third = call()
         assert hit is None or repeats.last() == hit
     assert described(first) == described(third)
@@ -139,7 +139,7 @@ def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend:
     case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, scale=abs(case.scale or 0.125))
     q, k, v = case.tensors(CPU)
     options = case.options(CPU)
-    hit = ops.why_not_one_launch(q, k, v, case.scale, "e4m3", options["attn_mask"]) is None
+    hit = ops.unsupported_one_launch(q, k, v, case.scale, "e4m3", options["attn_mask"]) is None
     once = options["attn_mask"] is None  # else what is quantized lies elsewhere every time
     alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=hit or None, addresses=once)
 
@@ -206,12 +206,12 @@ def test_ctas_that_share_tiles_launch_the_same(shape: tuple[int, int, int]) -> N
     k = torch.randn(batch, heads, 128, 128).bfloat16().repeat(1, 1, 40, 1)
     quantized = quantize(q, k, k, fp8attn.Recipe())
     call = api.call_of(*quantized)
-    sharers = cuda.sharers_of(call, cuda.choose(call, H100), H100)
-    assert sharers > 1
+    split_ctas = cuda_run.split_ctas_of(call, cuda_run.choose(call, H100), H100)
+    assert split_ctas > 1
     alike(lambda: fp8attn.cuda_sdpa(*quantized))
     _, params = launched()
     p = emulation.Params.from_buffer_copy(params, emulation.MAPS)
-    assert p.tail_ctas == sharers and p.handed_over and p.parts and not p.counter
+    assert p.stream_k_ctas == split_ctas and p.partials_ready and p.parts and not p.counter
 
 
 def operands(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Quantized, Quantized, Quantized]:
@@ -528,7 +528,9 @@ def test_an_equal_recipe_is_the_same_call(repeats: Repeats) -> None:
 def test_another_recipe_is_another_call(repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept side by side; of the same plain tensors."""
     asked: list[bool] = []
-    monkeypatch.setattr(cuda, "library_of", lambda config, device, original=cuda.library_of: asked.append(config.int8) or original(config, device))
+    monkeypatch.setattr(
+        cuda_run, "library_of", lambda config, device, original=cuda_run.library_of: asked.append(config.int8) or original(config, device)
+    )
     q, k, v = (torch.randn(2, 20, 1100, 128).bfloat16() for _ in range(3))
     for _ in range(2):
         fp8attn.cuda_sdpa(q, k, v), fp8attn.cuda_sdpa(q, k, v, recipe=fp8attn.Recipe(qk="int8"))
@@ -580,7 +582,7 @@ def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
     operators, _ = emulation.binding()
     q, k, v = (torch.zeros(1, 1, 1, 64) for _ in range(3))
     for i in range(4096):
-        operators.remember_from_half.default(i, 0, 1, 1, 1.0, 0, q, k, v, q)
+        operators.remember_from_fp16.default(i, 0, 1, 1, 1.0, 0, q, k, v, q)
         operators.remember.default(-1 - i, *[0] * 10, 1.0, 0, q, q, k, k, v, v, None, None, q, 0, 0, 0)
     call()
     assert not repeats.last()
@@ -589,7 +591,7 @@ def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
 
 
 def test_lengths_that_never_come_again_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "launch_of", planned := CountCalls(cuda.launch_of))
+    monkeypatch.setattr(cuda_run, "launch_of", planned := CountCalls(cuda_run.launch_of))
     for length in range(100, 110):
         fp8attn.cuda_sdpa(*operands(length=length))
     assert planned.count == 10

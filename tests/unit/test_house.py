@@ -108,7 +108,7 @@ def test_shipped_configs_fit_and_are_chosen(name: str, kind: str) -> None:
     device = next(device for device in ARCHITECTURES.values() if device.name == name)
     call = typical_call(kind)
     assert tune.kind(call) == kind
-    assert configs.misfit(tune.table()[name][kind], call, device) is None
+    assert configs.unsupported_config(tune.table()[name][kind], call, device) is None
     assert tune.measured(call, device) == tune.table()[name][kind]
 
 
@@ -125,7 +125,7 @@ def test_candidates_fit_and_rules_choose_what_fits(device: Device, dim: int) -> 
         assert configs.fits(configs.hopper_config(call, device), call, device)
 
 
-def test_misfits_say_why() -> None:
+def test_unsupported_configs_say_why() -> None:
     q = torch.zeros(1, 1, 300, 256, dtype=torch.bfloat16)
     call = call_of(q, q, q)
     hopper, consumer = ARCHITECTURES[90], ARCHITECTURES[120]
@@ -138,7 +138,7 @@ def test_misfits_say_why() -> None:
         (configs.HopperConfig(2, 128, 2, 240, teams=2), hopper, "teams"),
         (configs.HopperConfig(1, 128, 2, 240, overlap=True), hopper, "two parts"),
     ):
-        assert reason in (configs.misfit(config, call, device) or ""), config
+        assert reason in (configs.unsupported_config(config, call, device) or ""), config
 
 
 def test_parts_are_recorded_together() -> None:

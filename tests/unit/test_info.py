@@ -35,7 +35,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name, value in {"is_available": True, "device_count": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(module, "device_of", lambda device: ARCHITECTURES[90])
-    monkeypatch.setattr(module, "cuda_missing", lambda device: None)
+    monkeypatch.setattr(module, "cuda_unavailable", lambda device: None)
     monkeypatch.setattr(module, "_check_sum", lambda kernel, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
@@ -139,7 +139,7 @@ def test_a_gpu_whose_triton_cannot_compile(machine: Machine, monkeypatch: pytest
 
 def test_a_triton_whose_gluon_is_another(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8attn.info()["triton hopper kernel, gpu 0"].startswith("works")
-    monkeypatch.setattr(run, "hopper_missing", "this Triton's Gluon can't build it: no module")
+    monkeypatch.setattr(run, "hopper_unavailable", "this Triton's Gluon can't build it: no module")
     assert fp8attn.info()["triton hopper kernel, gpu 0"] == "this Triton's Gluon can't build it: no module"
 
 
@@ -209,7 +209,7 @@ torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
 import fp8attn
 from fp8attn import api, ops, device
 module = sys.modules["fp8attn.info"]
-for name in ("device_of", "cuda_missing", "triton_missing", "has_kernels", "sdpa", "_check_sum", "_cuda_version"):
+for name in ("device_of", "cuda_unavailable", "triton_unavailable", "has_kernels", "sdpa", "_check_sum", "_cuda_version"):
     setattr(module, name, broken)
 torch.cuda.is_current_stream_capturing = broken
 runpy.run_module("fp8attn", run_name="__main__")

@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import fp8attn
 from fp8attn import Recipe, eager, ops
-from fp8attn.api import call_of, cuda_missing
+from fp8attn.api import call_of, cuda_unavailable
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import INSTANCES
 from fp8attn.ops import library_ops
@@ -216,7 +216,7 @@ def test_any_device_index() -> None:
 @pytest.mark.parametrize("kind", ("quantized", "plain", "one launch"))
 def test_calls_again_have_the_same_bits(device: torch.device, kind: str, options: dict, backend: str) -> None:
     """Also with other tensors at other addresses, and of threads at once."""
-    if (missing := cuda_missing(device)) is not None:
+    if (missing := cuda_unavailable(device)) is not None:
         pytest.skip(missing)
     problems = [inputs(device, value_dim=64 if kind == "one launch" else 40, seed=seed) for seed in range(3)]
     if kind == "quantized":
@@ -232,7 +232,7 @@ def test_calls_again_have_the_same_bits(device: torch.device, kind: str, options
     for _ in range(3):
         for x, wanted in zip(problems, expected, strict=True):
             assert torch.equal(attention(x), wanted)
-    able = kind != "one launch" or ops.why_not_one_launch(*problems[0], options.get("scale", 0.125), "e4m3") is None
+    able = kind != "one launch" or ops.unsupported_one_launch(*problems[0], options.get("scale", 0.125), "e4m3") is None
     assert backend == "auto" or any(isinstance(launch, functools.partial) for launch in eager._launches.values()) == able
     wrong: list[int] = []
 
@@ -257,7 +257,7 @@ def test_goes_on_with_triton_if_cuda_does_not_compile(device: torch.device, monk
         raise BuildError("the CUDA kernels don't compile here: no space left")
 
     monkeypatch.setattr(ops, "plan_cuda", lambda call, first=False: INSTANCES[0])
-    monkeypatch.setattr(ops.cuda, "forward", fails)
+    monkeypatch.setattr(ops.cuda_run, "forward", fails)
     arguments = fields_of(q, k, v, enable_gqa=True)
     with pytest.warns(UserWarning, match="goes on with Triton: .*no space left"):
         out, _ = library_ops.auto_forward(*arguments)

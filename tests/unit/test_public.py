@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import fp8attn
 import fuzz
 from fp8attn import Quantized, Recipe, api
-from fp8attn.api import cuda_missing
+from fp8attn.api import cuda_unavailable
 from fp8attn.ops import library_ops
 from fp8attn.quantize import dequantize, quantize, quantize_kv, quantize_q
 
@@ -144,7 +144,7 @@ def test_every_backend_takes_every_call(name: str, device: torch.device) -> None
     """Of the same shape and dtype, within FP8's rounding of torch's own answer in float64."""
     arguments = {key: moved(x, device) for key, x in CALLS[name].items()}
     expected, lse, _ = fuzz.expected(fuzz.Drawn("sdpa", arguments))
-    backends = [backend for backend in BACKENDS if backend != "cuda" or cuda_missing(device) is None]
+    backends = [backend for backend in BACKENDS if backend != "cuda" or cuda_unavailable(device) is None]
     if not GPU and name not in INTERPRETED:
         backends.remove("triton")
     for backend in backends:

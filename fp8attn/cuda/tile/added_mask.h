@@ -8,7 +8,7 @@
 #include "../ptx/tma.h"
 #include "mask.h"
 #include "schedule.h"
-#include "shown.h"
+#include "kv_blocks.h"
 
 namespace fp8attn {
 
@@ -74,7 +74,7 @@ __device__ void add_from_memory(float (&s)[N], const float (&factor)[2], const P
 // An additive mask in shared memory: for each consumer a ring of its own, which goes on at those blocks alone in which the mask changes its scores.
 template <int CONSUMERS, int SLOTS>
 struct AddedMask {
-  using Place = Ring<SLOTS>;
+  using Slot = Ring<SLOTS>;
 
   AddedTile tiles[CONSUMERS][SLOTS];
   uint64_t full[CONSUMERS][SLOTS], empty[CONSUMERS][SLOTS];
@@ -87,21 +87,21 @@ struct AddedMask {
   }
 
   // One thread for each consumer: what its ring gets of a block.
-  __device__ void load(const Params& p, const Tile& tile, const Visit& visit, int consumer, Place& at) {
-    if (!p.mask_in_boxes || !(visit.to(consumer) & ADDS)) return;
+  __device__ void load(const Params& p, const Tile& tile, const KvBlock& kv_block, int consumer, Slot& at) {
+    if (!p.mask_in_boxes || !(kv_block.to(consumer) & ANY_ADDED)) return;
     const int batch = min(tile.batch, p.mask_batches - 1), head = min(tile.head, p.mask_heads - 1), row = tile.first_row + consumer * ROWS;
     AddedTile& to = tiles[consumer][at.stage];
     uint64_t* barrier = &full[consumer][at.stage];
     ptx::mbarrier_wait(&empty[consumer][at.stage], at.phase ^ 1);
 #pragma unroll
-    for (int i = 0; i < KEYS / SLOT_KEYS; ++i) ptx::tma_load(to.bytes[i], p.mask_map, barrier, 2 * (visit.block * KEYS + i * SLOT_KEYS), row, head, batch);
+    for (int i = 0; i < KEYS / SLOT_KEYS; ++i) ptx::tma_load(to.bytes[i], p.mask_map, barrier, 2 * (kv_block.index * KEYS + i * SLOT_KEYS), row, head, batch);
     ptx::mbarrier_expect(barrier, sizeof(AddedTile));
     at.advance();
   }
 
   // A warpgroup, at a block whose scores nobody wants: frees what came of it.
-  __device__ void skip(const Params& p, const Visit& visit, int consumer, Place& at) {
-    if (p.mask_in_boxes && visit.to(consumer) & ADDS) {
+  __device__ void skip(const Params& p, const KvBlock& kv_block, int consumer, Slot& at) {
+    if (p.mask_in_boxes && kv_block.to(consumer) & ANY_ADDED) {
       ptx::mbarrier_wait(&full[consumer][at.stage], at.phase);
       free(consumer, at);
     }
@@ -109,7 +109,7 @@ struct AddedMask {
 
   // Scores times `factor`, and what the mask adds.
   template <int N>
-  __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Place& at, Fragment f) {
+  __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Slot& at, Fragment f) {
     if (!p.mask_in_boxes) return add_from_memory(s, factor, p, tile, tile.first_row + consumer * ROWS, block * KEYS, f);
     ptx::mbarrier_wait(&full[consumer][at.stage], at.phase);
     if (p.mask_type == 1 + int(OutType::bf16))
@@ -120,7 +120,7 @@ struct AddedMask {
   }
 
  private:
-  __device__ void free(int consumer, Place& at) {
+  __device__ void free(int consumer, Slot& at) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty[consumer][at.stage]);
     at.advance();
@@ -130,14 +130,14 @@ struct AddedMask {
 // Where there is no room for one.
 template <int CONSUMERS>
 struct AddedMask<CONSUMERS, 0> {
-  struct Place {};
+  struct Slot {};
 
   __device__ void init() {}
-  __device__ void load(const Params&, const Tile&, const Visit&, int, Place&) {}
-  __device__ void skip(const Params&, const Visit&, int, Place&) {}
+  __device__ void load(const Params&, const Tile&, const KvBlock&, int, Slot&) {}
+  __device__ void skip(const Params&, const KvBlock&, int, Slot&) {}
 
   template <int N>
-  __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Place&, Fragment f) {
+  __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Slot&, Fragment f) {
     add_from_memory(s, factor, p, tile, tile.first_row + consumer * ROWS, block * KEYS, f);
   }
 };

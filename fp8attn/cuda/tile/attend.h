@@ -70,14 +70,14 @@ __device__ void add_in_parts(float (&o)[FIRST], float (&o_second)[SECOND], const
   add_parts<0>(o, o_second, alpha, p, v, fresh, next);
 }
 
-// A warpgroup's share of a tile.
-struct Share {
+// A warpgroup's rows of a tile.
+struct WarpgroupTile {
   const Tile& tile;  // in shared memory and read there again: registers are scarce between
   int consumer;
   int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole, if it weren't for a mask
 
   // Of the tile's blocks those before `end`.
-  __device__ Share(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS) : tile(its_tile), consumer(number) {
+  __device__ WarpgroupTile(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS) : tile(its_tile), consumer(number) {
     const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
     seen = min(visible.blocks(row + ROWS - 1), end);
     whole = visible.end(row) / KEYS;
@@ -87,13 +87,13 @@ struct Share {
 };
 
 // Of a thread's rows, from their maxima and the sums of their P.
-__device__ inline void store_lse(const Params& p, const Share& share, const float (&m)[2], const float (&l)[2], Fragment f) {
+__device__ inline void store_lse(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&l)[2], Fragment f) {
   if (p.lse == nullptr || f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = share.first_row() + f.row + 8 * r;
+    const int row = wg_tile.first_row() + f.row + 8 * r;
     if (row < p.q_length)
-      p.lse[(int64_t(share.tile.batch) * p.q_heads + share.tile.head) * p.q_length + row] = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
+      p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
   }
 }
 

@@ -8,7 +8,7 @@
 #include "mask.h"
 #include "online_softmax.h"
 #include "output.h"
-#include "poison.h"
+#include "nonfinite.h"
 #include "products.h"
 #include "schedule.h"
 #include "shared_tile.h"
@@ -66,7 +66,7 @@ struct Fused {
     const float* k_scale = shared.source.k_scale;
     const int key = min(start + first_key, p.kv_length - 1);  // behind the last block of K there is no scale
     const float block_scale = by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : key / SCALE_BLOCK * p.k_scale_strides[2]];
-    const bool marked = C.int8 && block_scale < 0.0f;
+    const bool has_nonfinite_key = C.int8 && block_scale < 0.0f;
     const float key_factor = p.score_scale * (C.int8 ? fabsf(block_scale) : block_scale);
     float s[tiles][keys / 2] = {}, factor[tiles][2], alpha[tiles][2];
     if constexpr (C.int8) {
@@ -88,16 +88,16 @@ struct Fused {
     for (int t = 0; t < tiles; ++t) {
       const Fragment f = Fragment::of_warp(first + 16 * t);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) factor[t][r] = score_factor(shared.facts.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
+      for (int r = 0; r < 2; ++r) factor[t][r] = score_factor(shared.scales.row_scale[f.row + 8 * r] * key_factor, C.general && !(p.score_scale > 0));
       const bool calm = !C.general && __all_sync(~0u, fmaxf(factor[t][0], factor[t][1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
-      if (marked) poison_keys(p, tile, start + first_key, s[t], f);
+      if (has_nonfinite_key) nan_nonfinite_keys(p, tile, start + first_key, s[t], f);
       if (by_key) scale_by_key(p, tile, start + first_key, s[t], f);
       if (!calm) scale_by_row(factor[t], s[t]);
       if constexpr (C.general) {
         if (p.bias != nullptr) add_bias(s[t], p, tile.batch, tile.head, tile.first_row + first + 16 * t, start + first_key, f);
         if (p.mask != nullptr) add_mask(s[t], p, tile.batch, tile.head, tile.first_row, start + first_key, f);
       }
-      if (!whole) hide(s[t], shared.facts.row_end, start + first_key, f);
+      if (!whole) hide(s[t], shared.scales.row_end, start + first_key, f);
       softmax[t].template advance<C.general>(s[t], factor[t], alpha[t]);
     }
     // without branches from here on, so that exponentials find their place between products
@@ -115,9 +115,9 @@ struct Fused {
     for (int t = 0; t < tiles; ++t) {
       softmax[t].finish();
       const Fragment f = Fragment::of_warp(first + 16 * t);
-      if constexpr (C.int8) poison_rows(p, shared.source.tile, tile.first_row, f, softmax[t].l);
+      if constexpr (C.int8) nan_nonfinite_rows(p, shared.source.tile, tile.first_row, f, softmax[t].l);
       const Output output(p, tile, tile.first_row, f, softmax[t].l);
-      output.store<0, C.value_dim>(o[t], shared.facts);
+      output.store<0, C.value_dim>(o[t], shared.scales);
       if (f.column != 0) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -155,7 +155,7 @@ struct Fused {
         for (int t = 0; t < tiles; ++t) {
           float mine[2], theirs[2];
 #pragma unroll
-          for (int r = 0; r < 2; ++r) absorb(softmax[t].m[r], softmax[t].l[r], place(part, t, r), place(part, t, 2 + r), mine[r], theirs[r]);
+          for (int r = 0; r < 2; ++r) merge_rows(softmax[t].m[r], softmax[t].l[r], place(part, t, r), place(part, t, 2 + r), mine[r], theirs[r]);
 #pragma unroll
           for (int i = 0; i < C.value_dim / 2; ++i) o[t][i] = fmaf(o[t][i], mine[i / 2 % 2], theirs[i / 2 % 2] * place(part, t, 4 + i));
         }

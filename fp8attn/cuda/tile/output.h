@@ -70,28 +70,28 @@ struct Output {
   }
 
   // Normalises, descales and stores COUNT of the channels, from FIRST on.
-  template <int FIRST, int COUNT, int N, typename Facts>
-  __device__ void store(const float (&o)[N], const Facts& facts) const {
+  template <int FIRST, int COUNT, int N, typename Scales>
+  __device__ void store(const float (&o)[N], const Scales& scales) const {
     switch (p.out_type) {
       case OutType::bf16:
-        return store_as<__nv_bfloat162, FIRST, COUNT>(o, facts);
+        return store_as<__nv_bfloat162, FIRST, COUNT>(o, scales);
       case OutType::f16:
-        return store_as<__half2, FIRST, COUNT>(o, facts);
+        return store_as<__half2, FIRST, COUNT>(o, scales);
       case OutType::f32:
-        return store_as<float2, FIRST, COUNT>(o, facts);
+        return store_as<float2, FIRST, COUNT>(o, scales);
     }
   }
 
  private:
-  template <typename Pair, int FIRST, int COUNT, int N, typename Facts>
-  __device__ void store_as(const float (&o)[N], const Facts& facts) const {
+  template <typename Pair, int FIRST, int COUNT, int N, typename Scales>
+  __device__ void store_as(const float (&o)[N], const Scales& scales) const {
 #pragma unroll
     for (int g = 0; g < COUNT / 32; ++g) {
       float values[2][8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int x = FIRST + 32 * g + i / 2 * 8 + column + i % 2;
-        const float scale = facts.channel_scale[x], mean = facts.channel_mean[x];
+        const float scale = scales.channel_scale[x], mean = scales.channel_mean[x];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           values[r][i] = fmaf(o[16 * g + i / 2 * 4 + 2 * r + i % 2] * inverse[r], scale, there[r] * mean);

@@ -62,7 +62,7 @@ __device__ uint32_t most(uint32_t a, uint32_t b) {
 
 // What isn't finite becomes NaN.
 template <typename T, typename Words>
-__device__ Words spoiled(Words words) {
+__device__ Words nan_where_nonfinite(Words words) {
   return not_finite<T>(words) | words;
 }
 

@@ -1,4 +1,4 @@
-// fp8attn/quantize.py for bfloat16 and half in registers: the same bytes and scales for the default recipe, of up to STRIP tokens.
+// fp8attn/quantize.py for bfloat16 and half in registers: the same bytes and scales for the default recipe, of up to TOKEN_CHUNK tokens.
 #pragma once
 
 #include "../ptx/convert.h"
@@ -10,8 +10,8 @@
 namespace fp8attn {
 
 constexpr int LANES = 32;  // running sums of a mean: the part of a lane are the tokens congruent to it
-constexpr int STRIP = 512;
-constexpr int STEPS = STRIP / LANES;
+constexpr int TOKEN_CHUNK = 512;
+constexpr int STEPS = TOKEN_CHUNK / LANES;
 constexpr int SLICE = 16;  // channels of K or V that a warpgroup quantizes
 constexpr int QUADS = SLICE / 4;
 constexpr float SMALLEST_SCALE = 0x1p-126f;
@@ -20,7 +20,7 @@ constexpr float MEAN_STEP = 0x1p-5f;
 constexpr float MEAN_STEPS = 4.0f;
 constexpr float ROUNDER = 0x1.8p23f;
 constexpr float FEEDBACK = 0x1p-3f;
-constexpr float LARGEST_PUSH = 0x1p-5f;
+constexpr float LARGEST_CORRECTION = 0x1p-5f;
 constexpr float E4M3_LARGEST = 256.0f;
 constexpr float INT8_LARGEST = 127.0f;
 constexpr int FIT_DIM = 64;
@@ -121,20 +121,20 @@ __device__ inline float coarse(float mean, float low, float high) {
 
 // quantize.encode_values of two channels of a run's tokens, one after another.
 struct Feedback {
-  __half2 owed = __half2half2(__float2half(0.0f));
+  __half2 residual = __half2half2(__float2half(0.0f));
 
   // gain: of two halves, quantize.feedback.
   __device__ uint16_t codes(float2 x, __half2 gain) {
     const __half2 z = __floats2half2_rn(x.x, x.y);
-    const __half2 limit = __hmin2(__habs2(owed), __hmul2(__habs2(z), __half2half2(__float2half(LARGEST_PUSH))));
-    const uint32_t push = reinterpret_cast<const uint32_t&>(limit) | reinterpret_cast<const uint32_t&>(owed) & 0x80008000;
-    const uint16_t codes = ptx::e4m3x2(__hadd2_rn(z, reinterpret_cast<const __half2&>(push)));
-    owed = __hfma2(__hsub2_rn(z, ptx::halves_of_e4m3x2(codes)), gain, owed);
+    const __half2 limit = __hmin2(__habs2(residual), __hmul2(__habs2(z), __half2half2(__float2half(LARGEST_CORRECTION))));
+    const uint32_t correction = reinterpret_cast<const uint32_t&>(limit) | reinterpret_cast<const uint32_t&>(residual) & 0x80008000;
+    const uint16_t codes = ptx::e4m3x2(__hadd2_rn(z, reinterpret_cast<const __half2&>(correction)));
+    residual = __hfma2(__hsub2_rn(z, ptx::halves_of_e4m3x2(codes)), gain, residual);
     return codes;
   }
 };
 
-// The same of so few tokens that nothing is owed.
+// The same of so few tokens that nothing is residual.
 __device__ inline uint16_t value_codes(float a, float b) {
   return ptx::e4m3x2(__hadd2_rn(__floats2half2_rn(a, b), __half2half2(__float2half(0.0f))));
 }
@@ -186,7 +186,7 @@ struct Slice {
   int count;       // those that exist
   int lane, quad;
   uint2 raw[STEPS];
-  uint32_t spoiled = 0;  // a bit for each of the tokens that has something else than finite numbers
+  uint32_t nonfinite = 0;  // a bit for each of the tokens that has something else than finite numbers
 
   __device__ Slice(const T* slice, int64_t stride, int length, int its_lane)
       : first(slice + its_lane * stride + threadIdx.x % 4 * 4), step(LANES * stride), count((length - its_lane + LANES - 1) / LANES), lane(its_lane), quad(threadIdx.x % 4) {
@@ -218,12 +218,12 @@ struct Slice {
       for (int i = 0; i < count; ++i) {
         const uint2 word = *reinterpret_cast<const uint2*>(first + i * step);
         const uint2 bad = not_finite<T>(word);
-        if (bad.x | bad.y) spoiled |= 1u << i;
+        if (bad.x | bad.y) nonfinite |= 1u << i;
         add(word, bad);
       }
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
-        if (spoiled >> i & 1) {
+        if (nonfinite >> i & 1) {
           const uint2 bad = not_finite<T>(raw[i]);
           raw[i] = VALUES ? uint2{raw[i].x & ~bad.x, raw[i].y & ~bad.y} : raw[i] | bad;
         }
@@ -301,7 +301,7 @@ struct Queries {
       }
       if (!__any_sync(~0u, any == INFINITE)) break;
 #pragma unroll
-      for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = spoiled<T>(raw[i / 2][i % 2]);
+      for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = nan_where_nonfinite<T>(raw[i / 2][i % 2]);
     }
     const float restores = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, restores);
     int2 sums = {};  // of the member's row

@@ -31,7 +31,7 @@ __device__ inline float score_factor(float product, bool either_sign) {
 __device__ inline float lowest(float m) { return fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL; }
 
 // Takes over what somebody with other keys has of a row, whose P are relative to `their_m`: by what the two outputs are to be multiplied.
-__device__ inline void absorb(float& m, float& sum, float their_m, float their_sum, float& mine, float& theirs) {
+__device__ inline void merge_rows(float& m, float& sum, float their_m, float their_sum, float& mine, float& theirs) {
   const float m_new = fmaxf(m, their_m);
   mine = ptx::exp2_approx(m - m_new);
   theirs = ptx::exp2_approx(their_m - m_new);
@@ -139,21 +139,21 @@ template <int EXACT, int LARGEST>
 struct Softmax {
   float m[2] = {NOTHING, NOTHING};  // what P is relative to
 
-  // Whether the next step is an easy one: each of the warp's m may fall to 0, and its scores are calm. Floats from 0 up compare as integers, and as
+  // Whether the next step is an int_max_ok one: each of the warp's m may fall to 0, and its scores are calm. Floats from 0 up compare as integers, and as
   // unsigned ones below those that are negative.
-  __device__ bool prepare(const float (&factor)[2]) const { return __all_sync(~0u, is_low() & (LARGEST == 0 || is_calm(factor))); }
+  __device__ bool prepare(const float (&factor)[2]) const { return __all_sync(~0u, is_low() & (LARGEST == 0 || in_range(factor))); }
 
   // From sums, which are scores over `factor`, to an operand `p` of P * V, and to what sums so far are to be multiplied with. Factors are no less than
   // 1 / LARGEST_FACTOR where LARGEST isn't 0.
   template <int N>
-  __device__ void step(float (&s)[N], float (&factor)[2], bool easy, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
+  __device__ void step(float (&s)[N], float (&factor)[2], bool int_max_ok, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
     float m_new[2];
-    if (easy) {
+    if (int_max_ok) {
       // an instruction takes two new integers, but one new float
 #pragma unroll
       for (int r = 0; r < 2; ++r) m_new[r] = __int_as_float(largest_bits<true>(s, r)) * factor[r];
     } else {
-      if (LARGEST > 0 && !__all_sync(~0u, is_calm(factor))) {
+      if (LARGEST > 0 && !__all_sync(~0u, in_range(factor))) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) factor[r] = fminf(factor[r], LARGEST_FACTOR);
         scale_by_row(factor, s);
@@ -181,7 +181,7 @@ struct Softmax {
 
   // Whether scores are below LARGEST_SCORE. Else their sums are multiplied first: a rounded maximum and unrounded products would differ by more than
   // codes can take.
-  __device__ static bool is_calm(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST; }
+  __device__ static bool in_range(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST; }
 
   // Of a thread's row r, compared as integers; OR_ZERO: 0 if all are negative.
   template <bool OR_ZERO, int N>

@@ -17,18 +17,18 @@ struct alignas(1024) OutputBoxes {
 };
 
 // A warp's 16 rows of the output, and by what they are multiplied on the way.
-template <typename Facts, int BOXES>
+template <typename Scales, int BOXES>
 struct StagedOutput {
   const Params& p;
   const Tile& tile;
-  const Facts& facts;
+  const Scales& scales;
   OutputBoxes<BOXES>& boxes;
   int first_row, lane;
   bool there[2];  // a row without visible keys is zero
   float inverse[2];
 
-  __device__ StagedOutput(const Params& params, const Tile& its_tile, int warpgroup_row, const Facts& its_facts, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
-      : p(params), tile(its_tile), facts(its_facts), boxes(its_boxes), first_row(warpgroup_row + threadIdx.x % 128 / 32 * OUTPUT_ROWS), lane(threadIdx.x % 32) {
+  __device__ StagedOutput(const Params& params, const Tile& its_tile, int warpgroup_row, const Scales& its_scales, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
+      : p(params), tile(its_tile), scales(its_scales), boxes(its_boxes), first_row(warpgroup_row + threadIdx.x % 128 / 32 * OUTPUT_ROWS), lane(threadIdx.x % 32) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       there[r] = l[r] != 0.0f;
@@ -52,7 +52,7 @@ struct StagedOutput {
  private:
   // Of a thread's row r the channels x and x + 1.
   __device__ float2 value(float a, float b, int r, int x) const {
-    const float2 scale = reinterpret_cast<const float2&>(facts.channel_scale[x]), mean = reinterpret_cast<const float2&>(facts.channel_mean[x]);
+    const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[x]), mean = reinterpret_cast<const float2&>(scales.channel_mean[x]);
     return {there[r] ? fmaf(a * inverse[r], scale.x, mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, mean.y) : 0.0f};
   }
 
@@ -69,7 +69,7 @@ struct StagedOutput {
   template <typename T, int FIRST, int COUNT, int N>
   __device__ void store_as(const float (&o)[N]) const {
     constexpr int width = OUTPUT_BYTES / sizeof(T);
-    constexpr bool evenly = (Facts::channels + width - 1) / width % BOXES == 0;  // else a tile's first box lies where the last tile's last one does
+    constexpr bool evenly = (Scales::channels + width - 1) / width % BOXES == 0;  // else a tile's first box lies where the last tile's last one does
     const int column = lane % 4 * 2;
 #pragma unroll
     for (int box = 0; box < (COUNT + width - 1) / width; ++box) {  // of the last one the rest is behind the tensor's end

@@ -14,7 +14,7 @@ constexpr int START = (128 * 127 * DIM + START_STEP - 1) / START_STEP * START_ST
 static_assert(START<128> == START_STEP && START<256> == 2 * START_STEP && START<256> + 128 * 128 * 256 < 1 << 23);
 
 // From here on a factor's product with START is a float that a code wouldn't know from the number that it stands for.
-constexpr float STEADY = 0x1p-6f;
+constexpr float SMALL_FACTOR = 0x1p-6f;
 
 // x that is normal, times 2^n, which need not be a float, if the product is normal, too.
 __device__ inline float times_power_of_2(float x, int n) { return __int_as_float(__float_as_int(x) + (n << 23)); }
@@ -68,22 +68,22 @@ template <int EXACT, int LARGEST, int BEGIN>
 struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
   using Softmax<EXACT, LARGEST>::m;
 
-  // Whether the next step is an easy one of sums: factors are steady, and each of the warp's m may fall to 0; or as of Softmax, where none is of sums.
+  // Whether the next step is an int_max_ok one of sums: factors are steady, and each of the warp's m may fall to 0; or as of Softmax, where none is of sums.
   __device__ bool prepare(const float (&factor)[2]) const {
     if (BEGIN == 0) return Softmax<EXACT, LARGEST>::prepare(factor);
-    return __all_sync(~0u, this->is_low() & is_steady(factor));
+    return __all_sync(~0u, this->is_low() & factors_small(factor));
   }
 
-  // Whether a step that isn't easy is of sums.
-  __device__ static bool takes_sums(const float (&factor)[2]) { return __all_sync(~0u, is_steady(factor)); }
+  // Whether a step that isn't int_max_ok is of sums.
+  __device__ static bool takes_sums(const float (&factor)[2]) { return __all_sync(~0u, factors_small(factor)); }
 
   // As a step, from subnormals; those of hidden keys are -inf, as an integer less than any sum, too.
   template <int N>
-  __device__ void step_of_sums(const float (&s)[N], const float (&factor)[2], bool easy, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
+  __device__ void step_of_sums(const float (&s)[N], const float (&factor)[2], bool int_max_ok, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
     const auto write = [&](const SubnormalExactRow(&exact)[2], const SubnormalDirectRow(&direct)[2]) {
       this->write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
     };
-    if (easy) {  // codes are relative to a row's largest sum itself, and don't wait for the number that it is
+    if (int_max_ok) {  // codes are relative to a row's largest sum itself, and don't wait for the number that it is
       float peak[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -106,7 +106,7 @@ struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
   }
 
  private:
-  __device__ static bool is_steady(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < STEADY; }
+  __device__ static bool factors_small(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < SMALL_FACTOR; }
 };
 
 }  // namespace fp8attn

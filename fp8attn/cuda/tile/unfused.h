@@ -115,7 +115,7 @@ struct Unfused {
       for (int c = 0; c < COUNT; ++c) {
         const int x = from + lane() + 32 * c;
         if (x >= p.value_dim) continue;
-        const float value = l == 0.0f ? 0.0f : fmaf(sum(r, c) / l, shared.facts.channel_scale[x], shared.facts.channel_mean[x]);
+        const float value = l == 0.0f ? 0.0f : fmaf(sum(r, c) / l, shared.scales.channel_scale[x], shared.scales.channel_mean[x]);
         store_element(p, index + x, value);
       }
       if (lane() == 0) store_row<int(P_OFFSET)>(p, tile, row, shared.m[first + r], l);
@@ -174,8 +174,8 @@ struct Unfused {
     const Tile& tile = shared.source.tile;
     const float* k_scale = shared.source.k_scale;
     const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : start / SCALE_BLOCK * p.k_scale_strides[2]]);
-    const int row = first + lane() % 16, begin = lane() / 16 * mine, keys_seen = shared.facts.row_end[row] - start - begin;
-    const float factor = score_factor(shared.facts.row_scale[row] * key_factor, !(p.score_scale > 0));
+    const int row = first + lane() % 16, begin = lane() / 16 * mine, keys_seen = shared.scales.row_end[row] - start - begin;
+    const float factor = score_factor(shared.scales.row_scale[row] * key_factor, !(p.score_scale > 0));
     const float4* s = reinterpret_cast<const float4*>(shared.s.template row<float>(row) + begin);
     float x[mine];
 #pragma unroll
@@ -241,8 +241,8 @@ struct Unfused {
     const float* k_scale = shared.source.k_scale;
     const float key_factor = p.score_scale * (by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : start / SCALE_BLOCK * p.k_scale_strides[2]]);
     for (int r = 0; r < 16; ++r) {
-      const int row = first + r, end = shared.facts.row_end[row];
-      const float factor = score_factor(shared.facts.row_scale[row] * key_factor, !(p.score_scale > 0));
+      const int row = first + r, end = shared.scales.row_end[row];
+      const float factor = score_factor(shared.scales.row_scale[row] * key_factor, !(p.score_scale > 0));
       float x[keys], largest = -INFINITE, sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < keys; ++j) {

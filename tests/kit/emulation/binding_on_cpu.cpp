@@ -29,7 +29,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
 TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
   m.impl("forward", TORCH_FN(forward));
   m.impl("forward_when_ready", TORCH_FN(forward_when_ready));
-  m.impl("forward_from_half", TORCH_FN(forward_from_half));
+  m.impl("forward_from_fp16", TORCH_FN(forward_from_fp16));
   m.impl("quantize", TORCH_FN(quantize));
 }
 

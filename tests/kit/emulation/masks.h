@@ -1,27 +1,27 @@
 // What is made of a mask before the Hopper kernel runs. Included once.
 #pragma once
 
-#include "read_mask.cuh"
+#include "block_mask.cuh"
 #include "run.h"
 
 namespace fp8attn {
 
 template <typename T>
-bool read_mask_of(const Params& p, int64_t blocks) {
+bool build_block_mask_of(const Params& p, int64_t blocks) {
   return cta::run(read_blocks<T>, p, (blocks + READERS - 1) / READERS, 32 * READERS);
 }
 
 // Returns whether it came to an end.
-inline bool read_mask_on_cpu(const Params& p, int64_t blocks) {
+inline bool build_block_mask_on_cpu(const Params& p, int64_t blocks) {
   switch (p.mask_type) {
     case 0:
-      return read_mask_of<uint8_t>(p, blocks);
+      return build_block_mask_of<uint8_t>(p, blocks);
     case 1 + int(OutType::bf16):
-      return read_mask_of<__nv_bfloat16>(p, blocks);
+      return build_block_mask_of<__nv_bfloat16>(p, blocks);
     case 1 + int(OutType::f16):
-      return read_mask_of<__half>(p, blocks);
+      return build_block_mask_of<__half>(p, blocks);
     default:
-      return read_mask_of<float>(p, blocks);
+      return build_block_mask_of<float>(p, blocks);
   }
 }
 

@@ -11,7 +11,7 @@ struct Instance {
 
 template <class Instance>
 bool run(const QuantizeParams& p, int ctas) {
-  const int cluster = (p.length + STRIP - 1) / STRIP * (p.head_dim / CHANNELS);
+  const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
   return cta::run(p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>, p, ctas, THREADS, cluster, 100);  // it takes some 40 rounds
 }
 

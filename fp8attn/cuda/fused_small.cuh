@@ -15,14 +15,14 @@
 #include "tile/attend.h"
 #include "tile/output.h"
 #include "tile/quantize.h"
-#include "tile/tell.h"
+#include "tile/dsmem.h"
 
 namespace fp8attn {
 
-constexpr int BLOCKS = STRIP / KEYS;
+constexpr int BLOCKS = TOKEN_CHUNK / KEYS;
 
-template <ShortConfig C>
-struct ShortShape {
+template <FusedSmallConfig C>
+struct FusedSmallShape {
   static constexpr int slices = C.head_dim / SLICE;  // of K, and of V
   static_assert(C.cluster * C.consumers == 2 * slices);
   static_assert(slices == BLOCKS && C.head_dim == PART);  // there is a block of keys for each of those that have channels of K, and a part in a row
@@ -33,37 +33,37 @@ struct ShortShape {
 };
 
 // What a slice of V is to tell everyone.
-struct ValueFacts {
+struct ValueStats {
   float scale[SLICE], mean[SLICE];
-  uint32_t spoiled[STEPS];  // a bit for each token whose key becomes NaN
+  uint32_t nonfinite[STEPS];  // a bit for each token whose key becomes NaN
 };
 
 // A warpgroup's own.
-struct Desk {
+struct WarpgroupSmem {
   LaneStatistics<__half> lanes;  // or bfloat16
   alignas(16) float shift[SLICE], factor[SLICE];
-  alignas(16) ValueFacts facts;
+  alignas(16) ValueStats stats;
   float largest[4];  // of a warp's keys
   float row_scale[ROWS];
   int row_end[ROWS];
 };
 
-template <ShortConfig C>
-struct alignas(1024) ShortStorage {
-  using S = ShortShape<C>;
+template <FusedSmallConfig C>
+struct alignas(1024) FusedSmallStorage {
+  using S = FusedSmallShape<C>;
   uint8_t v[BLOCKS][S::width * KEYS];
   uint8_t q[C.consumers][ROWS * S::panel];
   uint8_t k[BLOCKS][S::slices][S::block_bytes];
-  Desk desks[C.consumers];
+  WarpgroupSmem warpgroups[C.consumers];
   alignas(16) float channel_scale[C.head_dim], channel_mean[C.head_dim];
-  alignas(16) uint32_t spoiled[S::slices][STEPS];
+  alignas(16) uint32_t nonfinite[S::slices][STEPS];
   alignas(16) float4 key_mean[C.head_dim / 4];  // before it is rotated
   uint4 k_largest[BLOCKS];                      // the first is a float
-  uint64_t facts_full, means_full, largest_full, k_full[BLOCKS], v_full[BLOCKS];
+  uint64_t stats_full, means_full, largest_full, k_full[BLOCKS], v_full[BLOCKS];
 };
 
 // Which slice of K or V a warpgroup has, and which block of K it quantizes; which tiles it attends for.
-template <ShortConfig C>
+template <FusedSmallConfig C>
 struct Part {
   int rank, warpgroup, pair, split, slice;  // of keys the slice's number is that of their block, too
   bool of_keys;
@@ -71,21 +71,21 @@ struct Part {
   __device__ explicit Part(const Params& p) : rank(ptx::cluster_rank()), warpgroup(__shfl_sync(~0u, threadIdx.x / 128, 0)) {
     const int cluster = blockIdx.x / C.cluster;
     pair = cluster / p.splits, split = cluster % p.splits;
-    of_keys = number() < ShortShape<C>::slices;
-    slice = number() % ShortShape<C>::slices;
+    of_keys = number() < FusedSmallShape<C>::slices;
+    slice = number() % FusedSmallShape<C>::slices;
   }
 
   __device__ int number() const { return warpgroup * C.cluster + rank; }
 
   // Of the CTA's warpgroups, how many quantize keys.
-  __device__ int keys_here() const { return min(max((ShortShape<C>::slices - rank + C.cluster - 1) / C.cluster, 0), C.consumers); }
+  __device__ int keys_here() const { return min(max((FusedSmallShape<C>::slices - rank + C.cluster - 1) / C.cluster, 0), C.consumers); }
 
   // Whether one of them quantizes a block.
   __device__ bool is_here(int block) const { return block % C.cluster == rank; }
 };
 
 // What lies here is written to the same place in another CTA, or is there.
-__device__ inline void hand_out(int rank, int peer, const void* data, int bytes, uint64_t* barrier) {
+__device__ inline void dsmem_copy(int rank, int peer, const void* data, int bytes, uint64_t* barrier) {
   const uint32_t from = ptx::shared_address(data), full = ptx::shared_address(barrier);
   if (peer == rank)
     ptx::mbarrier_arrive(barrier);
@@ -103,18 +103,18 @@ __device__ inline int lane_of_values() {
 }
 
 // Everyone hears the mean of a slice of K.
-template <ShortConfig C, typename T>
-__device__ void measure_keys(const Params& p, ShortStorage<C>& shared, const Part<C>& part, Slice<T>& keys) {
-  Desk& desk = shared.desks[part.warpgroup];
-  auto& lanes = reinterpret_cast<LaneStatistics<T>&>(desk.lanes);
+template <FusedSmallConfig C, typename T>
+__device__ void measure_keys(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, Slice<T>& keys) {
+  WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
+  auto& lanes = reinterpret_cast<LaneStatistics<T>&>(own.lanes);
   const int thread = threadIdx.x % 128;
   keys.template statistics<false>(lanes);
   ptx::warpgroup_sync(1 + part.warpgroup);
   const auto found = Statistics::of<false>(lanes);
-  if (thread % 8 == 0) desk.shift[found.channel()] = __fmul_rn(found.sum, p.inverse_length);
+  if (thread % 8 == 0) own.shift[found.channel()] = __fmul_rn(found.sum, p.inverse_length);
   ptx::warpgroup_sync(1 + part.warpgroup);
   const int quad = thread / C.cluster;
-  if (quad < QUADS) tell(thread % C.cluster, &shared.key_mean[part.slice * QUADS + quad], reinterpret_cast<const uint4*>(desk.shift)[quad], &shared.means_full);
+  if (quad < QUADS) dsmem_store(thread % C.cluster, &shared.key_mean[part.slice * QUADS + quad], reinterpret_cast<const uint4*>(own.shift)[quad], &shared.means_full);
 }
 
 // A block of K, of which a quad of lanes has four keys, one of its lanes four channels of every quarter.
@@ -169,7 +169,7 @@ struct KeyBlock {
 #pragma unroll
       for (int i = 0; i < 2 * pairs * QUARTERS; ++i) {
         uint2& words = raw[i / (2 * QUARTERS)][i / 2 % QUARTERS][i % 2];
-        words = spoiled<T>(words);
+        words = nan_where_nonfinite<T>(words);
       }
     }
     return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
@@ -177,8 +177,8 @@ struct KeyBlock {
 };
 
 // K's mean, which every warp makes for itself: a thread's channels.
-template <ShortConfig C>
-__device__ void finish_means(const Params& p, ShortStorage<C>& shared, const Part<C>& part, float4 (&mean)[QUARTERS]) {
+template <FusedSmallConfig C>
+__device__ void finish_means(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, float4 (&mean)[QUARTERS]) {
   const int lane = threadIdx.x % 32;
   const float4 own = removable(rotated(shared.key_mean[lane % (PART / 4)]));
   if (p.k_mean != nullptr && part.split == 0 && part.slice == 0 && threadIdx.x % 128 < PART / 4) reinterpret_cast<float4*>(p.k_mean + part.pair * C.head_dim)[lane] = own;
@@ -190,24 +190,24 @@ __device__ void finish_means(const Params& p, ShortStorage<C>& shared, const Par
 }
 
 // The block of K of the slice's number; everyone hears its largest magnitude.
-template <ShortConfig C, typename T>
-__device__ void quantize_keys(const Params& p, ShortStorage<C>& shared, const Part<C>& part, KeyBlock<T>& keys, int blocks) {
-  using S = ShortShape<C>;
-  Desk& desk = shared.desks[part.warpgroup];
+template <FusedSmallConfig C, typename T>
+__device__ void quantize_keys(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, KeyBlock<T>& keys, int blocks) {
+  using S = FusedSmallShape<C>;
+  WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
   const int thread = threadIdx.x % 128, block = part.slice;
   float4 mean[QUARTERS];
   ptx::mbarrier_wait(&shared.means_full, 0);
   finish_means(p, shared, part, mean);
   float y[KeyBlock<T>::pairs][QUARTERS][2][4];
   const float of_warp = keys.rotate(y, mean);
-  if (keys.lane == 0) desk.largest[keys.warp] = of_warp;
+  if (keys.lane == 0) own.largest[keys.warp] = of_warp;
   ptx::warpgroup_sync(1 + part.warpgroup);
-  const float largest = fmaxf(fmaxf(desk.largest[0], desk.largest[1]), fmaxf(desk.largest[2], desk.largest[3]));
-  if (thread < C.cluster) tell(thread, &shared.k_largest[block], {__float_as_uint(largest), 0, 0, 0}, &shared.largest_full);
+  const float largest = fmaxf(fmaxf(own.largest[0], own.largest[1]), fmaxf(own.largest[2], own.largest[3]));
+  if (thread < C.cluster) dsmem_store(thread, &shared.k_largest[block], {__float_as_uint(largest), 0, 0, 0}, &shared.largest_full);
   const float factor = __fdiv_rn(1.0f, row_scale_of<false>(largest));
-  ptx::mbarrier_wait(&shared.facts_full, 0);
-  uint32_t hidden = 0;
-  for (int i = 0; i < S::slices; ++i) hidden |= shared.spoiled[i][block * (KEYS / LANES) + keys.warp];
+  ptx::mbarrier_wait(&shared.stats_full, 0);
+  uint32_t nonfinite = 0;
+  for (int i = 0; i < S::slices; ++i) nonfinite |= shared.nonfinite[i][block * (KEYS / LANES) + keys.warp];
 #pragma unroll
   for (int pair = 0; pair < KeyBlock<T>::pairs; ++pair) {
 #pragma unroll
@@ -216,27 +216,27 @@ __device__ void quantize_keys(const Params& p, ShortStorage<C>& shared, const Pa
 #pragma unroll
       for (int quarter = 0; quarter < QUARTERS; ++quarter) {
         const uint32_t codes = codes_of<false>(y[pair][quarter][i], factor);
-        *reinterpret_cast<uint32_t*>(&shared.k[block][quarter][key * QUARTER + keys.column]) = hidden >> key % LANES & 1 ? NAN_CODES<false> : codes;
+        *reinterpret_cast<uint32_t*>(&shared.k[block][quarter][key * QUARTER + keys.column]) = nonfinite >> key % LANES & 1 ? NAN_CODES<false> : codes;
       }
     }
   }
   ptx::fence_proxy_async();
   ptx::warpgroup_sync(1 + part.warpgroup);
-  if (block < blocks && thread < C.cluster) hand_out(part.rank, thread, shared.k[block], sizeof(shared.k[block]), &shared.k_full[block]);
+  if (block < blocks && thread < C.cluster) dsmem_copy(part.rank, thread, shared.k[block], sizeof(shared.k[block]), &shared.k_full[block]);
 }
 
 // A slice of V, and what everyone is to know of it.
-template <ShortConfig C, typename T>
-__device__ void quantize_values(const Params& p, ShortStorage<C>& shared, const Part<C>& part, Slice<T>& values, int blocks) {
-  using S = ShortShape<C>;
-  Desk& desk = shared.desks[part.warpgroup];
-  auto& lanes = reinterpret_cast<LaneStatistics<T>&>(desk.lanes);
+template <FusedSmallConfig C, typename T>
+__device__ void quantize_values(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, Slice<T>& values, int blocks) {
+  using S = FusedSmallShape<C>;
+  WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
+  auto& lanes = reinterpret_cast<LaneStatistics<T>&>(own.lanes);
   const int thread = threadIdx.x % 128;
   values.template statistics<true>(lanes);
-  if (values.spoiled != 0) {
+  if (values.nonfinite != 0) {
 #pragma unroll 1
     for (int i = 0; i < STEPS; ++i)
-      if (values.spoiled >> i & 1) atomicOr(&desk.facts.spoiled[i], 1u << values.lane);
+      if (values.nonfinite >> i & 1) atomicOr(&own.stats.nonfinite[i], 1u << values.lane);
   }
   ptx::warpgroup_sync(1 + part.warpgroup);
   const auto found = Statistics::of<true>(lanes);
@@ -244,15 +244,15 @@ __device__ void quantize_values(const Params& p, ShortStorage<C>& shared, const 
     const int c = found.channel();
     const float mean = removable(coarse(__fmul_rn(found.sum, p.inverse_length), found.low, found.high));
     const float scale = scale_of(fmaxf(fmaxf(found.high - mean, mean - found.low), 0.0f));
-    desk.facts.mean[c] = desk.shift[c] = mean;
-    desk.facts.scale[c] = scale;
-    desk.factor[c] = __fdiv_rn(1.0f, scale);
+    own.stats.mean[c] = own.shift[c] = mean;
+    own.stats.scale[c] = scale;
+    own.factor[c] = __fdiv_rn(1.0f, scale);
   }
   ptx::warpgroup_sync(1 + part.warpgroup);
-  const float4 mean = reinterpret_cast<const float4*>(desk.shift)[values.quad], factor = reinterpret_cast<const float4*>(desk.factor)[values.quad];
-  if (const int i = thread / C.cluster; i < int(sizeof(ValueFacts) / 16)) {
-    void* const to[] = {&shared.channel_scale[part.slice * SLICE], &shared.channel_mean[part.slice * SLICE], shared.spoiled[part.slice]};
-    tell(thread % C.cluster, static_cast<uint4*>(i < 4 ? to[0] : i < 8 ? to[1] : to[2]) + i % 4, reinterpret_cast<const uint4*>(&desk.facts)[i], &shared.facts_full);
+  const float4 mean = reinterpret_cast<const float4*>(own.shift)[values.quad], factor = reinterpret_cast<const float4*>(own.factor)[values.quad];
+  if (const int i = thread / C.cluster; i < int(sizeof(ValueStats) / 16)) {
+    void* const to[] = {&shared.channel_scale[part.slice * SLICE], &shared.channel_mean[part.slice * SLICE], shared.nonfinite[part.slice]};
+    dsmem_store(thread % C.cluster, static_cast<uint4*>(i < 4 ? to[0] : i < 8 ? to[1] : to[2]) + i % 4, reinterpret_cast<const uint4*>(&own.stats)[i], &shared.stats_full);
   }
 
   // four tokens' codes of four channels become four channels' codes of four tokens
@@ -268,13 +268,13 @@ __device__ void quantize_values(const Params& p, ShortStorage<C>& shared, const 
   }
   ptx::fence_proxy_async();
   ptx::warpgroup_sync(1 + part.warpgroup);
-  if (const int n = thread / C.cluster; n < blocks) hand_out(part.rank, thread % C.cluster, &shared.v[n][part.slice * S::block_bytes], S::block_bytes, &shared.v_full[n]);
+  if (const int n = thread / C.cluster; n < blocks) dsmem_copy(part.rank, thread % C.cluster, &shared.v[n][part.slice * S::block_bytes], S::block_bytes, &shared.v_full[n]);
 }
 
 // Issues Q * K^T for a block of keys.
-template <ShortConfig C>
+template <FusedSmallConfig C>
 __device__ void start_scores(float (&s)[KEYS / 2], const uint8_t* q, const uint8_t* k) {
-  using S = ShortShape<C>;
+  using S = FusedSmallShape<C>;
   const uint64_t rows = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(q));
   const uint64_t keys = ptx::wgmma_descriptor_of_columns(ptx::shared_address(k), S::block_bytes);
   ptx::wgmma_fence();
@@ -286,15 +286,15 @@ __device__ void start_scores(float (&s)[KEYS / 2], const uint8_t* q, const uint8
 
 // Attention of 64 queries with all their keys; scores of the next block are in the making behind this block's P * V. A lane has the
 // scale of the block of its number, modulo BLOCKS.
-template <ShortConfig C>
-__device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, const Share& share, float k_scale, float (&m)[2], float (&o)[ShortShape<C>::width / 2]) {
+template <FusedSmallConfig C>
+__device__ void attend(const Params& p, FusedSmallStorage<C>& shared, int warpgroup, const WarpgroupTile& wg_tile, float k_scale, float (&m)[2], float (&o)[FusedSmallShape<C>::width / 2]) {
   const Fragment f = Fragment::mine();
   const uint8_t* q = shared.q[warpgroup];
-  const Desk& desk = shared.desks[warpgroup];
+  const WarpgroupSmem& own = shared.warpgroups[warpgroup];
   float s[KEYS / 2], alpha[2], factor[2];
   uint32_t probabilities[KEYS / 32][4];
   Softmax<C.exact, LARGEST_PRODUCT<false> * C.head_dim> softmax;
-  bool easy;
+  bool int_max_ok;
   const auto start = [&](int n) {
     ptx::mbarrier_wait(&shared.k_full[n], 0);
     start_scores<C>(s, q, shared.k[n][0]);
@@ -302,21 +302,21 @@ __device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, 
   const auto prepare = [&](int n) {
     const float key_factor = p.score_scale * __shfl_sync(~0u, k_scale, n);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = fmaxf(desk.row_scale[f.row + 8 * r] * key_factor, 1 / LARGEST_FACTOR);
-    easy = softmax.prepare(factor);
+    for (int r = 0; r < 2; ++r) factor[r] = fmaxf(own.row_scale[f.row + 8 * r] * key_factor, 1 / LARGEST_FACTOR);
+    int_max_ok = softmax.prepare(factor);
   };
   start(0);
   prepare(0);
 #pragma unroll 1
-  for (int n = 0; n < share.seen; ++n) {
+  for (int n = 0; n < wg_tile.seen; ++n) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(s);
-    if (n >= share.whole) hide(s, desk.row_end, n * KEYS, f);
-    softmax.step(s, factor, easy, probabilities, alpha);
+    if (n >= wg_tile.whole) hide(s, own.row_end, n * KEYS, f);
+    softmax.step(s, factor, int_max_ok, probabilities, alpha);
     ptx::mbarrier_wait(&shared.v_full[n], 0);
-    float fresh[ShortShape<C>::width / 2];
-    start_values<ShortShape<C>::width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[n])));
-    const int next = min(n + 1, share.seen - 1);  // the last block's scores twice: no branch around a wgmma
+    float fresh[FusedSmallShape<C>::width / 2];
+    start_values<FusedSmallShape<C>::width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[n])));
+    const int next = min(n + 1, wg_tile.seen - 1);  // the last block's scores twice: no branch around a wgmma
     start(next);
     prepare(next);
     ptx::wgmma_wait<1>();
@@ -328,26 +328,26 @@ __device__ void attend(const Params& p, ShortStorage<C>& shared, int warpgroup, 
   m[0] = softmax.m[0], m[1] = softmax.m[1];
 }
 
-// Instance::config is the ShortConfig. A grid of clusters: `splits` of them for each head of K and V, so many that every warpgroup has at
+// Instance::config is the FusedSmallConfig. A grid of clusters: `splits` of them for each head of K and V, so many that every warpgroup has at
 // most one tile of queries.
 template <class Instance, typename T>
-__global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) short_forward(const __grid_constant__ Params p) {
-  constexpr ShortConfig C = Instance::config;
-  using S = ShortShape<C>;
+__global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1) fused_small_forward(const __grid_constant__ Params p) {
+  constexpr FusedSmallConfig C = Instance::config;
+  using S = FusedSmallShape<C>;
   extern __shared__ __align__(1024) uint8_t bytes[];
-  ShortStorage<C>& shared = *reinterpret_cast<ShortStorage<C>*>(bytes);
+  FusedSmallStorage<C>& shared = *reinterpret_cast<FusedSmallStorage<C>*>(bytes);
   const Part<C> part(p);
-  Desk& desk = shared.desks[part.warpgroup];
+  WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
   const Visible visible(p);
   const int thread = threadIdx.x % 128, blocks = (p.kv_length + KEYS - 1) / KEYS;
 
   for (int n = 0; n < BLOCKS; ++n)
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += S::threads * 4)
       *reinterpret_cast<uint32_t*>(&shared.v[n][C.head_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
-  if (thread < STEPS) desk.facts.spoiled[thread] = 0;
+  if (thread < STEPS) own.stats.nonfinite[thread] = 0;
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&shared.facts_full, 1);
-    ptx::mbarrier_expect(&shared.facts_full, S::slices * sizeof(ValueFacts));
+    ptx::mbarrier_init(&shared.stats_full, 1);
+    ptx::mbarrier_expect(&shared.stats_full, S::slices * sizeof(ValueStats));
     ptx::mbarrier_init(&shared.means_full, 1);
     ptx::mbarrier_expect(&shared.means_full, sizeof(shared.key_mean));
     ptx::mbarrier_init(&shared.largest_full, 1);
@@ -387,21 +387,21 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
   else
     quantize_values<C>(p, shared, part, slice, blocks);
   if (attends) {
-    queries.template quantize<T>(desk.row_scale, [&](int row, int column, uint4 codes) {
+    queries.template quantize<T>(own.row_scale, [&](int row, int column, uint4 codes) {
       *reinterpret_cast<uint4*>(shared.q[part.warpgroup] + ptx::swizzled<S::panel>(row, column)) = codes;
     });
-    if (thread < ROWS) desk.row_end[thread] = visible.end(tile.first_row + thread);
+    if (thread < ROWS) own.row_end[thread] = visible.end(tile.first_row + thread);
     ptx::fence_proxy_async();
   }
   if (part.of_keys) quantize_keys<C>(p, shared, part, keys, blocks);
-  ptx::mbarrier_wait(&shared.facts_full, 0);
+  ptx::mbarrier_wait(&shared.stats_full, 0);
   ptx::mbarrier_wait(&shared.largest_full, 0);
   const float k_scale = row_scale_of<false>(__uint_as_float(shared.k_largest[threadIdx.x % BLOCKS].x));
 
   ptx::warpgroup_sync(1 + part.warpgroup);
-  const Share share(p, visible, tile, 0);
+  const WarpgroupTile wg_tile(p, visible, tile, 0);
   float m[2], o[S::width / 2] = {};
-  if (attends) attend<C>(p, shared, part.warpgroup, share, k_scale, m, o);
+  if (attends) attend<C>(p, shared, part.warpgroup, wg_tile, k_scale, m, o);
   // what comes to this CTA is read from the shared memory of others, which must not end before
 #pragma unroll 1
   for (int n = 0; n < blocks; ++n) ptx::mbarrier_wait(&shared.k_full[n], 0), ptx::mbarrier_wait(&shared.v_full[n], 0);
@@ -410,19 +410,19 @@ __global__ void __launch_bounds__(ShortShape<Instance::config>::threads, 1) shor
     const Fragment f = Fragment::mine();
     const float l[2] = {o[S::width / 2 - 4], o[S::width / 2 - 2]};  // sums of P stand behind the last channel
     Output(p, tile, tile.first_row, f, l).store<0, C.head_dim>(o, shared);
-    store_lse(p, share, m, l, f);
+    store_lse(p, wg_tile, m, l, f);
   }
   ptx::cluster_wait();
 }
 
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
-  constexpr ShortConfig C = Instance::config;
-  constexpr int bytes = sizeof(ShortStorage<C>);
-  const auto kernel = p.half ? short_forward<Instance, __half> : short_forward<Instance, __nv_bfloat16>;
+  constexpr FusedSmallConfig C = Instance::config;
+  constexpr int bytes = sizeof(FusedSmallStorage<C>);
+  const auto kernel = p.half ? fused_small_forward<Instance, __half> : fused_small_forward<Instance, __nv_bfloat16>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  return launch_clusters(kernel, p, ctas, C.cluster, ShortShape<C>::threads, bytes, stream);
+  return launch_clusters(kernel, p, ctas, C.cluster, FusedSmallShape<C>::threads, bytes, stream);
 }
 
 }  // namespace fp8attn

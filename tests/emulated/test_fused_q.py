@@ -17,15 +17,15 @@ from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import HALVES
 from fp8attn.cuda import configs
-from fp8attn.cuda import run as cuda
-from fp8attn.cuda.configs import GROUPS, HALF_Q_DIMS, HALF_Q_INSTANCES, KEYS, ROWS
+from fp8attn.cuda import run as cuda_run
+from fp8attn.cuda.configs import FUSED_Q_DIMS, FUSED_Q_INSTANCES, GROUPS, KEYS, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantize import quantize
-from fp8attn.recipe import AT_ONCE, ProductType
+from fp8attn.recipe import FUSED_RECIPES, ProductType
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
-EVERY = tuple(config for (_, _, half_q), group in GROUPS.items() if half_q for config in group)
+EVERY = tuple(config for (_, _, fuse_q_quant), group in GROUPS.items() if fuse_q_quant for config in group)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,10 @@ def assert_as_defined(queries: ctypes.CDLL, q: torch.Tensor, recipe: Recipe) -> 
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("dim", sorted(HALF_Q_DIMS))
+@pytest.mark.parametrize("dim", sorted(FUSED_Q_DIMS))
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ("normal", "not finite", "subnormal", "largest"))
-@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+@pytest.mark.parametrize("recipe", FUSED_RECIPES.values(), ids=FUSED_RECIPES.keys())
 def test_a_tile_becomes_what_the_definition_says(queries: ctypes.CDLL, recipe: Recipe, kind: str, dtype: torch.dtype, dim: int) -> None:
     assert_as_defined(queries, rows_of(kind, dim, dtype), recipe)
 
@@ -99,7 +99,7 @@ FIT_MUTANTS = {
 def test_the_emulation_sees_what_is_wrong(kind: ProductType, name: str) -> None:
     mutant = emulation.library("queries.cpp", ("tile/quantize.h", *(INT8_MUTANTS | FIT_MUTANTS)[name]))
     with pytest.raises(AssertionError, match="differ"):
-        assert_as_defined(mutant, rows_of("not finite", 128 if kind == "int8" else 64, torch.bfloat16), AT_ONCE[kind])
+        assert_as_defined(mutant, rows_of("not finite", 128 if kind == "int8" else 64, torch.bfloat16), FUSED_RECIPES[kind])
 
 
 def test_a_tile_that_does_not_exist_is_not_read(queries: ctypes.CDLL) -> None:
@@ -122,7 +122,7 @@ def test_a_tile_that_does_not_exist_is_not_read(queries: ctypes.CDLL) -> None:
     ),
 )
 def test_refusals_say_why(shape: tuple[int, ...], dtype: torch.dtype, value_dim: int, scale: float, reason: str | None) -> None:
-    found = configs.why_not_quantize(torch.zeros(shape, dtype=dtype), value_dim, scale, "e4m3", H100)
+    found = configs.unsupported_q_quant(torch.zeros(shape, dtype=dtype), value_dim, scale, "e4m3", H100)
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -130,15 +130,15 @@ def test_refusals_say_why(shape: tuple[int, ...], dtype: torch.dtype, value_dim:
 def test_no_mask_is_added_at_head_dim_256(qk: ProductType) -> None:
     """Its instance would spill; such a query is quantized before."""
     q, mask = torch.zeros(1, 2, 64, 256, dtype=torch.bfloat16), torch.zeros(1, 2, 64, 64)
-    assert "no instance as large for such a query and mask" in (configs.why_not_quantize(q, 256, 0.1, qk, H100, mask) or "")
-    assert configs.why_not_quantize(q, 256, 0.1, qk, H100, mask > 0) is None
+    assert "no instance as large for such a query and mask" in (configs.unsupported_q_quant(q, 256, 0.1, qk, H100, mask) or "")
+    assert configs.unsupported_q_quant(q, 256, 0.1, qk, H100, mask > 0) is None
 
 
 def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
     shifted = torch.zeros(1, 2, 64, 68, dtype=torch.bfloat16)[..., 4:]
-    assert "query doesn't start at a multiple of 16 bytes" in (configs.why_not_quantize(shifted, 64, 0.1, "int8", H100) or "")
+    assert "query doesn't start at a multiple of 16 bytes" in (configs.unsupported_q_quant(shifted, 64, 0.1, "int8", H100) or "")
     aligned = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
-    assert "needs sm_90" in (configs.why_not_quantize(aligned, 64, 0.1, "e4m3", ARCHITECTURES[100]) or "")
+    assert "needs sm_90" in (configs.unsupported_q_quant(aligned, 64, 0.1, "e4m3", ARCHITECTURES[100]) or "")
 
 
 def assert_bits_of_quantizing_first(
@@ -146,20 +146,20 @@ def assert_bits_of_quantizing_first(
 ) -> None:
     """Output and LSE, NaN included."""
     device = device_of(q.device)
-    if configs.misfit(HALF_Q_INSTANCES[0], device) is not None:
+    if configs.unsupported_config(FUSED_Q_INSTANCES[0], device) is not None:
         pytest.skip("needs sm_90")
-    assert configs.why_not_quantize(q, v.shape[3], scale, recipe.qk, device, mask) is None
+    assert configs.unsupported_q_quant(q, v.shape[3], scale, recipe.qk, device, mask) is None
     alignment = "bottom_right" if causal == "bottom_right" else "top_left"
     options: dict = dict(attn_mask=mask, is_causal=causal != "none", causal_alignment=alignment, scale=scale)
     call = call_of(*quantize(q, k, v, recipe), **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
-    expected = cuda.forward(call, device)
-    actual = cuda.forward(dataclasses.replace(call, q=q, q_scale=None), device)
+    expected = cuda_run.forward(call, device)
+    actual = cuda_run.forward(dataclasses.replace(call, q=q, q_scale=None), device)
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
-@given(case=cases(), recipe=st.sampled_from([*AT_ONCE.values()]))
+@given(case=cases(), recipe=st.sampled_from([*FUSED_RECIPES.values()]))
 def test_has_the_bits_of_quantizing_first(case: Case, recipe: Recipe, device: torch.device) -> None:
     dim = {16: 64, 24: 64, 40: 64, 72: 128, 96: 128, 136: 256, 192: 256}.get(case.head_dim, case.head_dim)
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
@@ -167,22 +167,22 @@ def test_has_the_bits_of_quantizing_first(case: Case, recipe: Recipe, device: to
     q, k, v = case.tensors(device)
     mask = case.attn_mask(device)
     if dim == 256 and configs.scores_of_mask(mask) == "added":
-        assert "no instance as large for such a query and mask" in (configs.why_not_quantize(q, dim, 0.125, recipe.qk, H100, mask) or "")
+        assert "no instance as large for such a query and mask" in (configs.unsupported_q_quant(q, dim, 0.125, recipe.qk, H100, mask) or "")
         return
     assert_bits_of_quantizing_first(on_grid(q), k, v, mask, case.causal, abs(case.scale or 0.125), case.out_dtype, recipe)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", sorted(HALF_Q_DIMS))
+@pytest.mark.parametrize("dim", sorted(FUSED_Q_DIMS))
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+@pytest.mark.parametrize("recipe", FUSED_RECIPES.values(), ids=FUSED_RECIPES.keys())
 def test_numbers_on_no_grid_are_rotated_as_a_tensor_core_adds(device: torch.device, recipe: Recipe, dtype: torch.dtype, dim: int) -> None:
     """Then now and then a code of a row is the next one."""
     q, k, v = (torch.randn(1, 4, 700, dim, generator=torch.Generator().manual_seed(n)).to(device, dtype) for n in range(3))
-    if configs.misfit(HALF_Q_INSTANCES[0], device_of(device)) is not None:
+    if configs.unsupported_config(FUSED_Q_INSTANCES[0], device_of(device)) is not None:
         pytest.skip("needs sm_90")
     call = call_of(*quantize(q, k, v, recipe), out_dtype=torch.float32, return_lse=True)
-    actual, expected = (cuda.forward(c, device_of(device)) for c in (dataclasses.replace(call, q=q, q_scale=None), call))
+    actual, expected = (cuda_run.forward(c, device_of(device)) for c in (dataclasses.replace(call, q=q, q_scale=None), call))
     assert_rows_alike(actual[0], expected[0], SHARE_OFF_GRID)
 
 
@@ -207,29 +207,29 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
     q, k, v = (torch.randn(1, heads, n, config.head_dim, generator=generator).to(device, dtype) for n in (rows, keys, keys))
     q = on_grid(q).transpose(1, 2).contiguous().transpose(1, 2)
     q[0, 1, 77, 5], q[0, 3, rows - 1, 0] = torch.nan, torch.inf
-    if configs.misfit(config, device_of(device)) is not None:
+    if configs.unsupported_config(config, device_of(device)) is not None:
         pytest.skip("needs sm_90")
-    if config.visits and causal != "none":
+    if config.skips_blocks and causal != "none":
         pytest.skip("a call has a mask or is causal")
     options: dict = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left")
-    if config.visits:
+    if config.skips_blocks:
         options["attn_mask"] = some_blocks(rows, generator, config.scores == "added").to(device)[:, :keys]
-    recipe = AT_ONCE["int8" if config.int8 else "e4m3"]
+    recipe = FUSED_RECIPES["int8" if config.int8 else "e4m3"]
     call = call_of(*quantize(q, k, v, recipe), **options, out_dtype=torch.bfloat16, return_lse=True)
-    expected = cuda.forward(call, device_of(device), dataclasses.replace(config, half_q=False))
+    expected = cuda_run.forward(call, device_of(device), dataclasses.replace(config, fuse_q_quant=False))
     half = dataclasses.replace(call, q=q, q_scale=None)
     for _ in range(20):  # a bit that moves is a race
-        for x, y in zip(cuda.forward(half, device_of(device), config), expected, strict=True):
+        for x, y in zip(cuda_run.forward(half, device_of(device), config), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scores", ("plain", "masked", "added"))
-@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+@pytest.mark.parametrize("recipe", FUSED_RECIPES.values(), ids=FUSED_RECIPES.keys())
 def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe, scores: configs.Scores) -> None:
     q, k, v = (torch.randn(1, 4, 700, 128, generator=torch.Generator().manual_seed(n)).to(device, torch.bfloat16) for n in range(3))
     q, k = on_grid(q), on_grid(k)
-    if configs.misfit(HALF_Q_INSTANCES[0], device_of(device)) is not None:
+    if configs.unsupported_config(FUSED_Q_INSTANCES[0], device_of(device)) is not None:
         pytest.skip("needs sm_90")
     mask = None if scores == "plain" else some_blocks(700, torch.Generator().manual_seed(3), scores == "added").to(device).repeat(1, 2)[:, :700]
     options: dict = dict(is_causal=mask is None, attn_mask=mask)

@@ -1,5 +1,5 @@
 // The Hopper kernel of short sequences, an instance of which instance.h names.
-#include "short.cuh"
+#include "fused_small.cuh"
 
 #include "instance.h"
 #include "run.h"
@@ -10,8 +10,8 @@ extern "C" bool forward(const void* params, int bytes, int ctas) {
   fp8attn::Params p = {};
   if (bytes > int(sizeof(p))) abort();
   memcpy(&p, params, bytes);
-  using Shape = fp8attn::ShortShape<Instance::config>;
+  using Shape = fp8attn::FusedSmallShape<Instance::config>;
   constexpr long patience = 10000;  // it takes some 60 rounds
-  return cta::run(p.half ? fp8attn::short_forward<Instance, __half> : fp8attn::short_forward<Instance, __nv_bfloat16>, p, ctas, Shape::threads,
+  return cta::run(p.half ? fp8attn::fused_small_forward<Instance, __half> : fp8attn::fused_small_forward<Instance, __nv_bfloat16>, p, ctas, Shape::threads,
                   Instance::config.cluster, patience);
 }

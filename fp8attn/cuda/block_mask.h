@@ -8,6 +8,6 @@
 namespace fp8attn {
 
 // Into what p has room for it in. In a translation unit of its own.
-cudaError_t read_mask(const Params& p, cudaStream_t stream);
+cudaError_t build_block_mask(const Params& p, cudaStream_t stream);
 
 }  // namespace fp8attn

@@ -10,7 +10,7 @@ namespace fp8attn {
 // What THREADS threads, a warpgroup's or all of them, want to know of their tile, in shared memory: scales and means of V's channels,
 // zero where there are none, scales of the M rows of Q, and how many keys these see.
 template <int CHANNELS, int M = ROWS, int THREADS = 128>
-struct TileFacts {
+struct TileScales {
   static constexpr int channels = CHANNELS;
 
   float channel_scale[CHANNELS], channel_mean[CHANNELS], row_scale[M];

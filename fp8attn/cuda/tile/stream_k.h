@@ -11,7 +11,7 @@
 namespace fp8attn {
 
 // A tile and which of its blocks of keys.
-struct alignas(32) Piece : Tile {
+struct alignas(32) WorkTile : Tile {
   int begin, end;
   // the tile's other blocks are those of CTAs first_other ... this one - 1; or -1: a later CTA has its last ones, and waits for this one
   int first_other = ALL_BLOCKS;
@@ -27,9 +27,9 @@ struct Tail {
   // No fewer CTAs than tiles.
   __device__ Tail(int of_call, int of_tile, int ctas) : tiles(of_call), blocks(of_tile), range((of_call * of_tile + ctas - 1) / ctas) {}
 
-  // A CTA's first or second piece, of tiles from position `first_tile` on. The one whose last blocks are another's comes first: who waits for it has
+  // A CTA's first or second work_tile, of tiles from position `first_tile` on. The one whose last blocks are another's comes first: who waits for it has
   // a larger number, and so wasn't launched before.
-  __device__ Piece piece(const Schedule& schedule, int first_tile, int cta, int number) const {
+  __device__ WorkTile work_tile(const Schedule& schedule, int first_tile, int cta, int number) const {
     const int from = cta * range, to = min(from + range, tiles * blocks);
     if (from >= to) return {Schedule::none()};
     const int first = from / blocks, last = (to - 1) / blocks;
@@ -39,22 +39,22 @@ struct Tail {
   }
 };
 
-// A CTA's pieces, one a round.
-struct Pieces {
+// A CTA's work_tiles, one a round.
+struct WorkTiles {
   int rounds;     // before the tail's
-  Piece tail[3];  // the last one is none
+  WorkTile tail[3];  // the last one is none
 
   __device__ void find(const Schedule& schedule) {
     const Params& p = schedule.p;
-    rounds = p.tail_ctas == 0 ? ALL_BLOCKS : schedule.size() / int(gridDim.x);
-    if (p.tail_ctas == 0) return;
-    const Tail shared(schedule.size() % int(gridDim.x), (p.kv_length + KEYS - 1) / KEYS, p.tail_ctas);
-    for (int i = 0; i < 2; ++i) tail[i] = shared.piece(schedule, rounds * gridDim.x, blockIdx.x, i);
+    rounds = p.stream_k_ctas == 0 ? ALL_BLOCKS : schedule.size() / int(gridDim.x);
+    if (p.stream_k_ctas == 0) return;
+    const Tail shared(schedule.size() % int(gridDim.x), (p.kv_length + KEYS - 1) / KEYS, p.stream_k_ctas);
+    for (int i = 0; i < 2; ++i) tail[i] = shared.work_tile(schedule, rounds * gridDim.x, blockIdx.x, i);
     tail[2] = {Schedule::none()};
   }
 
   // The one after that of `round`; the first after -1.
-  __device__ void write_next(Piece& to, const Schedule& schedule, int round) const {
+  __device__ void write_next(WorkTile& to, const Schedule& schedule, int round) const {
     if (round + 1 >= rounds)
       to = tail[round + 1 - rounds];
     else
@@ -65,7 +65,7 @@ struct Pieces {
 // What a warpgroup's threads have of a tile others have the rest of: sums of P * V, and of their two rows the maxima that these are relative to and the
 // sums of P, once: they stand twice in the last four elements.
 template <int FIRST, int SECOND>
-struct HandedOver {
+struct Partial {
   static constexpr bool parts = SECOND > 1;
   static constexpr int first = (parts ? FIRST : FIRST - 4) / 4, second = parts ? (SECOND - 4) / 4 : 0;
 
@@ -81,33 +81,33 @@ struct HandedOver {
   }
 };
 
-// Of this CTA's piece, for the one with the tile's last blocks. Each warp hands over by itself.
+// Of this CTA's work_tile, for the one with the tile's last blocks. Each warp hands over by itself.
 template <int FIRST, int SECOND>
-__device__ void hand_over(const Params& p, int consumer, int consumers, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND]) {
-  using Part = HandedOver<FIRST, SECOND>;
+__device__ void store_partial(const Params& p, int consumer, int consumers, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND]) {
+  using Part = Partial<FIRST, SECOND>;
   const int place = blockIdx.x * consumers + consumer, thread = threadIdx.x % 128;
   Part& part = reinterpret_cast<Part*>(p.parts)[place];
   Part::for_quads(o, o_second, [&](const float* x, int i) { part.o[i][thread] = {x[0], x[1], x[2], x[3]}; });
   part.rows[thread] = {m[0], m[1], row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
   __syncwarp();
-  if (thread % 32 == 0) ptx::store_release(&p.handed_over[4 * place + thread / 32], 1);
+  if (thread % 32 == 0) ptx::store_release(&p.partials_ready[4 * place + thread / 32], 1);
 }
 
 // Adds what others have handed over of a tile that this CTA has the last blocks of; the latest first.
 template <int FIRST, int SECOND>
-__device__ void take_over(const Params& p, int first_other, int consumer, int consumers, float (&m)[2], float (&o)[FIRST], float (&o_second)[SECOND]) {
-  using Part = HandedOver<FIRST, SECOND>;
+__device__ void reduce_partials(const Params& p, int first_other, int consumer, int consumers, float (&m)[2], float (&o)[FIRST], float (&o_second)[SECOND]) {
+  using Part = Partial<FIRST, SECOND>;
   const int thread = threadIdx.x % 128;
 #pragma unroll 1
   for (int cta = int(blockIdx.x) - 1; cta >= first_other; --cta) {
     const int place = cta * consumers + consumer;
     const Part& part = reinterpret_cast<const Part*>(p.parts)[place];
-    while (ptx::load_acquire(&p.handed_over[4 * place + thread / 32]) == 0) {}
+    while (ptx::load_acquire(&p.partials_ready[4 * place + thread / 32]) == 0) {}
     const float4 rows = __ldcg(&part.rows[thread]);
     const float their_m[2] = {rows.x, rows.y}, their_sums[2] = {rows.z, rows.w};
     float mine_by[2], theirs_by[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) absorb(m[r], row_sum(o, o_second, r), their_m[r], their_sums[r], mine_by[r], theirs_by[r]);
+    for (int r = 0; r < 2; ++r) merge_rows(m[r], row_sum(o, o_second, r), their_m[r], their_sums[r], mine_by[r], theirs_by[r]);
     Part::for_quads(o, o_second, [&](float* to, int i) {
       const float4 x = __ldcg(&part.o[i][thread]);
       to[0] = fmaf(to[0], mine_by[0], x.x * theirs_by[0]);

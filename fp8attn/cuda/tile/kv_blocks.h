@@ -1,4 +1,4 @@
-// What a mask shows of each block of keys to each group of queries, as `read_mask` finds it out before the Hopper kernel's instances that take one.
+// What a mask shows of each block of keys to each group of queries, as `build_block_mask` finds it out before the Hopper kernel's instances that take one.
 #pragma once
 
 #include "mask.h"
@@ -7,9 +7,9 @@
 namespace fp8attn {
 
 // Of a block of keys and a group of queries: whether any are shown, any are not, any score is changed. 0: nothing is shown.
-enum Shown : uint32_t { SHOWS = 1, HIDES = 2, ADDS = 4 };
+enum BlockMask : uint32_t { ANY_VISIBLE = 1, ANY_HIDDEN = 2, ANY_ADDED = 4 };
 
-constexpr int SHOWN_BITS = 4;  // of them, in a word of all consumers
+constexpr int BLOCK_MASK_BITS = 4;  // of them, in a word of all consumers
 
 constexpr int MASK_WORDS = 4;  // of the bits of a row and a block: bit 2j + i of word c is of key 8j + 2c + i, so that a word is of one thread's scores
 
@@ -24,22 +24,22 @@ __device__ inline int64_t mask_block(const Params& p, int batch, int head, int g
 // Its bits, row by row.
 __device__ inline uint32_t* mask_bits(const Params& p, int64_t block) { return p.mask_bits + block * p.mask_rows * MASK_WORDS; }
 
-// A block of keys that a tile is attended with. `shown`: to each consumer.
-struct Visit {
-  int block, next;  // the block after it; one behind all if it is the last
-  uint32_t shown;
+// A block of keys that a tile is attended with. `mask`: to each consumer.
+struct KvBlock {
+  int index, next;  // the block after it; one behind all if it is the last
+  uint32_t mask;
 
-  __device__ uint32_t to(int consumer) const { return shown >> SHOWN_BITS * consumer; }
+  __device__ uint32_t to(int consumer) const { return mask >> BLOCK_MASK_BITS * consumer; }
 
-  __device__ bool hides(int consumer) const { return (to(consumer) & (SHOWS | HIDES)) != SHOWS; }
+  __device__ bool hides(int consumer) const { return (to(consumer) & (ANY_VISIBLE | ANY_HIDDEN)) != ANY_VISIBLE; }
 };
 
 // The blocks that a tile of the rows of CONSUMERS is attended with, in order: of those before `end` all that show something to one of them, or one
 // if none does. A warp's, all of which calls.
 template <int CONSUMERS>
-class Visits {
+class KvBlockIterator {
  public:
-  __device__ Visits(const Params& p, const Tile& tile, int its_end) : p_(p), tile_(tile), end_(its_end) {}
+  __device__ KvBlockIterator(const Params& p, const Tile& tile, int its_end) : p_(p), tile_(tile), end_(its_end) {}
 
   // The first from `block` on, or `end`. `block` is 0, or follows the one that was found last.
   __device__ int next(int block) {
@@ -56,26 +56,26 @@ class Visits {
   __device__ int first() { return min(next(0), end_ - 1); }
 
   // Of the one that was found last.
-  __device__ uint32_t shown(int block) const {
-    constexpr uint32_t all = SHOWS * 0x11111111;
-    return p_.mask == nullptr ? all : __shfl_sync(~0u, shown_, block % 32);
+  __device__ uint32_t mask(int block) const {
+    constexpr uint32_t all = ANY_VISIBLE * 0x11111111;
+    return p_.mask == nullptr ? all : __shfl_sync(~0u, mask_, block % 32);
   }
 
  private:
   const Params& p_;
   const Tile& tile_;
   int end_;
-  uint32_t shown_, found_;  // of the lane's block; a bit for each lane's
+  uint32_t mask_, found_;  // of the lane's block; a bit for each lane's
 
   __device__ void look_at(int base) {
     const int block = base + int(threadIdx.x) % 32;
-    shown_ = 0;
+    mask_ = 0;
     int row = tile_.first_row;
     asm volatile("" : "+r"(row));  // or addresses are made before the loop over blocks, and spilled
     for (int c = 0; c < CONSUMERS; ++c, row += ROWS) {
-      if (block < end_ && row < p_.q_length) shown_ |= uint32_t(p_.mask_shown[mask_block(p_, tile_.batch, tile_.head, row / ROWS, block)]) << SHOWN_BITS * c;
+      if (block < end_ && row < p_.q_length) mask_ |= uint32_t(p_.block_mask[mask_block(p_, tile_.batch, tile_.head, row / ROWS, block)]) << BLOCK_MASK_BITS * c;
     }
-    found_ = __ballot_sync(~0u, shown_ != 0);
+    found_ = __ballot_sync(~0u, mask_ != 0);
   }
 };
 

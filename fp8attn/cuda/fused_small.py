@@ -6,9 +6,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from ..call import HALVES, why_not_tma
+from ..call import HALVES, unsupported_tma
 from ..device import Device
-from .configs import KEYS, ONES, ROWS, round_up, why_not_hopper, why_not_in_shared_memory
+from .configs import KEYS, ONES, ROWS, round_up, unsupported_arch, unsupported_shared_memory
 
 LONGEST = 512
 """Keys that it takes: all of a head's lie in a CTA's shared memory."""
@@ -23,8 +23,8 @@ BLOCKS = LONGEST // KEYS
 
 
 @dataclass(frozen=True)
-class ShortConfig:
-    """One instance; the fields of C++'s ShortConfig, in order.
+class FusedSmallConfig:
+    """One instance; the fields of C++'s FusedSmallConfig, in order.
 
     Attributes:
         head_dim: of Q, K and V.
@@ -50,33 +50,33 @@ class ShortConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """sizeof(ShortStorage)."""
+        """sizeof(FusedSmallStorage)."""
         slices = self.head_dim // SLICE
         kv = LONGEST * (2 * self.head_dim + ONES)
         q = self.consumers * ROWS * self.head_dim
         values = 4 * (2 * SLICE + LONGEST // LANES)
-        desks = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 + 8 * ROWS)
+        warpgroups = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 + 8 * ROWS)
         facts = 12 * self.head_dim + slices * (4 * LONGEST // LANES) + 16 * BLOCKS
-        return round_up(kv + q + desks + facts + 8 * (3 + 2 * BLOCKS), 1024)
+        return round_up(kv + q + warpgroups + facts + 8 * (3 + 2 * BLOCKS), 1024)
 
     @property
     def name(self) -> str:
-        return "short_" + "_".join(str(x) for x in astuple(self))
+        return "fused_small_" + "_".join(str(x) for x in astuple(self))
 
 
-INSTANCES = (ShortConfig(64, 4, 2, 2),)
+INSTANCES = (FusedSmallConfig(64, 4, 2, 2),)
 """What is compiled."""
 
 CLUSTERED = 0.92
 """Of a GPU's SMs, those that clusters of four find: 30 clusters at a time on an H100 of 132 SMs, as cudaOccupancyMaxActiveClusters says."""
 
 
-def misfit(config: ShortConfig, device: Device) -> str | None:
+def unsupported_config(config: FusedSmallConfig, device: Device) -> str | None:
     """Why a config can't run on a device, or None if it can."""
-    return why_not_hopper(device) or why_not_in_shared_memory(config.shared_bytes, device)
+    return unsupported_arch(device) or unsupported_shared_memory(config.shared_bytes, device)
 
 
-def splits(config: ShortConfig, q: torch.Tensor, k: torch.Tensor) -> int:
+def splits(config: FusedSmallConfig, q: torch.Tensor, k: torch.Tensor) -> int:
     """Clusters for a head of K and V, each of which quantizes it: as many as leave no warpgroup a second tile of queries."""
     tiles = q.shape[1] // k.shape[1] * -(-q.shape[2] // ROWS)
     return -(-tiles // config.cluster_tiles)
@@ -88,7 +88,7 @@ def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return known and any(q.shape[3] == v.shape[3] == c.head_dim for c in INSTANCES) and k.shape[2] <= LONGEST
 
 
-def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
+def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
     """Why a call of plain tensors isn't done in one launch, or None if it is."""
     if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return f"query, key and value are {q.dtype}, {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
@@ -102,10 +102,10 @@ def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: fl
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
     for name, x in (("query", q), ("key", k), ("value", v)):
-        reason = why_not_tma(x, name)
+        reason = unsupported_tma(x, name)
         if reason is not None:
             return reason
-    reason = misfit(config, device)
+    reason = unsupported_config(config, device)
     if reason is not None:
         return reason
     wanted, room = k.shape[0] * k.shape[1] * splits(config, q, k), int(device.sm_count * CLUSTERED) // config.cluster
@@ -114,6 +114,6 @@ def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: fl
     return None
 
 
-def choose(q: torch.Tensor) -> ShortConfig:
-    """The instance of a call, `why_not` having said that there is one."""
+def choose(q: torch.Tensor) -> FusedSmallConfig:
+    """The instance of a call, `unsupported_call` having said that there is one."""
     return next(c for c in INSTANCES if c.head_dim == q.shape[3])

@@ -1,8 +1,8 @@
-// A strip of K: its part of the sample's mean, largest magnitudes and scales of its blocks, its codes.
+// A token_chunk of K: its part of the sample's mean, largest magnitudes and scales of its blocks, its codes.
 #pragma once
 
 #include "../ptx/ldmatrix.h"
-#include "strip.h"
+#include "token_chunk.h"
 
 namespace fp8attn {
 
@@ -12,10 +12,10 @@ struct Sample {
   uint32_t raw[STEPS];
 
   // `k` is the head's first token of the slice.
-  __device__ void load(const QuantizeParams& p, const Place& place, const T* k, int item) {
-    const int words = 1 << place.log_words(), lane = item / words;
-    const int64_t step = place.strips * LANES;  // every sample_step-th group of LANES tokens, which is one in as many as there are strips
-    const T* from = k + 2 * (place.strip * words + item % words) + lane * p.k_strides[2];
+  __device__ void load(const QuantizeParams& p, const ClusterCoord& coord, const T* k, int item) {
+    const int words = 1 << coord.log_words(), lane = item / words;
+    const int64_t step = coord.token_chunks * LANES;  // every sample_step-th group of LANES tokens, which is one in as many as there are token_chunks
+    const T* from = k + 2 * (coord.token_chunk * words + item % words) + lane * p.k_strides[2];
 #pragma unroll
     for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < p.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
   }
@@ -33,12 +33,12 @@ struct Sample {
 
 // The mean of the sample of the CTA's words, if it has some. `sample` is the thread's first item's.
 template <QuantizeConfig C, typename T>
-__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const T* k, Sample<T>& sample) {
-  const int words = 1 << place.log_words(), first = place.strip * words;
+__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k, Sample<T>& sample) {
+  const int words = 1 << coord.log_words(), first = coord.token_chunk * words;
   if (first >= WORDS) return;
 #pragma unroll 1
   for (int item = threadIdx.x; item < LANES * words; item += THREADS) {
-    if (item >= THREADS) sample.load(p, place, k, item);
+    if (item >= THREADS) sample.load(p, coord, k, item);
     float2 sum = sample.sum();
     if (!is_finite(sum.x) || !is_finite(sum.y)) {
 #pragma unroll
@@ -55,16 +55,16 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
   shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), p.inverse_sample);
 }
 
-// K's mean, which every strip makes for itself, by a warp: of four channels a lane, of which there are as many as half its lanes.
+// K's mean, which every token_chunk makes for itself, by a warp: of four channels a lane, of which there are as many as half its lanes.
 template <QuantizeConfig C>
-__device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int lane) {
+__device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int lane) {
   constexpr int count = CHANNELS / 4;
   float4* means = reinterpret_cast<float4*>(shared.key_mean);
   const float4 mean = removable(rotated(means[lane % count]));
   __syncwarp();  // all have read
   if (lane >= count) return;
   means[lane] = mean;
-  if (place.strip == 0) reinterpret_cast<float4*>(p.k_mean + place.channel())[lane] = mean;
+  if (coord.token_chunk == 0) reinterpret_cast<float4*>(p.k_mean + coord.channel())[lane] = mean;
 }
 
 // What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every quarter.
@@ -79,7 +79,7 @@ struct Keys {
   __device__ int token(int n, int i) const { return n * KEYS + warp * 16 + lane / 4 + distance * i; }
 
   // Neither the 8 chunks of a token nor one of 8 tokens next to each other share a bank.
-  __device__ static uint4& chunk_of(StripTile& tile, int token, int chunk) { return reinterpret_cast<uint4*>(tile[token])[chunk_at(token, chunk)]; }
+  __device__ static uint4& chunk_of(TokenChunkTile& tile, int token, int chunk) { return reinterpret_cast<uint4*>(tile[token])[chunk_at(token, chunk)]; }
 
   // Of block n, for f(token, chunk) of every chunk that the thread copies.
   template <typename F>
@@ -88,8 +88,8 @@ struct Keys {
     for (int i = 0; i < 16; i += at_once) f(n * KEYS + warp * 16 + lane / CHUNKS + i, lane % CHUNKS);
   }
 
-  // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
-  __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
+  // `from` is the slice's first token of the token_chunk. Zeros behind the end. Every block is a group of copies.
+  __device__ void load(TokenChunkTile& tile, const T* from, int64_t stride, int count) const {
     from += (warp * 16 + lane / CHUNKS) * stride + lane % CHUNKS * 8;
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; ++n, from += (KEYS - 16) * stride) {
@@ -102,7 +102,7 @@ struct Keys {
   }
 
   // Waits for block n, of which rows that don't exist become NaN.
-  __device__ void wait_for(StripTile& tile, int n, int count) const {
+  __device__ void wait_for(TokenChunkTile& tile, int n, int count) const {
     wait_for_block(n);
     if ((n + 1) * KEYS > count) {
       for_chunks(n, [&](int token, int chunk) {
@@ -113,37 +113,37 @@ struct Keys {
   }
 
   // What isn't finite of block n becomes NaN.
-  __device__ void spoil(StripTile& tile, int n) const {
+  __device__ void write_nan(TokenChunkTile& tile, int n) const {
     __syncwarp();
     for_chunks(n, [&](int token, int chunk) {
       uint4& words = chunk_of(tile, token, chunk);
-      words = spoiled<T>(words);
+      words = nan_where_nonfinite<T>(words);
     });
     __syncwarp();
   }
 
   // Both rows of block n, rotated and without their mean.
-  __device__ void rotated(float (&y)[QUARTERS][2][4], StripTile& tile, int n, const float4 (&mean)[QUARTERS]) const {
+  __device__ void rotated(float (&y)[QUARTERS][2][4], TokenChunkTile& tile, int n, const float4 (&mean)[QUARTERS]) const {
     rotation(y, [&](uint32_t (&words)[4], int quarter) { ptx::ldmatrix(words, &chunk_of(tile, n * KEYS + warp * 16 + lane % 16, 2 * quarter + lane / 16)); });
 #pragma unroll
     for (int i = 0; i < QUARTERS; ++i) centre(y[i][0], mean[i]), centre(y[i][1], mean[i]);
   }
 };
 
-// Bytes that a CTA is told before it knows scales of blocks, and who is hidden: int8 has no NaN, so that one channel's hides a token of all slices.
+// Bytes that a CTA is told before it knows scales of blocks, and who is nonfinite: int8 has no NaN, so that one channel's hides a token of all slices.
 template <QuantizeConfig C>
-__device__ int bytes_of_largest(const QuantizeStorage<C>& shared, const Place& place) {
-  return place.slices * int(sizeof(shared.largest[0]) + (C.int8 ? sizeof(shared.hidden[0]) : 0));
+__device__ int bytes_of_largest(const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
+  return coord.slices * int(sizeof(shared.largest[0]) + (C.int8 ? sizeof(shared.nonfinite[0]) : 0));
 }
 
-// Largest magnitudes of K's blocks, as they come in, to all slices of the strip. Infinities become NaN in the tile.
+// Largest magnitudes of K's blocks, as they come in, to all slices of the token_chunk. Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
-__device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[QUARTERS]) {
+__device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Keys<T>& keys, const float4 (&mean)[QUARTERS]) {
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
-    keys.wait_for(shared.tile, n, place.count);
+    keys.wait_for(shared.tile, n, coord.count);
     float largest;
-    bool hidden[2];
+    bool nonfinite[2];
     for (bool again = true; again;) {
       largest = 0.0f;
       float y[QUARTERS][2][4];
@@ -153,21 +153,21 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
 #pragma unroll
         for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[i][c / 4][c % 4]));  // NaN isn't larger than anything
       }
-      hidden[0] = y[0][0][0] != y[0][0][0], hidden[1] = y[0][1][0] != y[0][1][0];  // a part has none or nothing else
+      nonfinite[0] = y[0][0][0] != y[0][0][0], nonfinite[1] = y[0][1][0] != y[0][1][0];  // a part has none or nothing else
       again = __any_sync(~0u, largest == INFINITE);
-      if (again) keys.spoil(shared.tile, n);
+      if (again) keys.write_nan(shared.tile, n);
     }
     const uint32_t of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
     if (keys.lane == n) shared.of_warps[keys.warp][n] = __uint_as_float(of_warp);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (C.int8 && hidden[i] && keys.token(n, i) < place.count)
-        atomicOr(reinterpret_cast<uint32_t*>(&shared.own.hidden[n]) + keys.warp / 2, 1u << keys.token(0, i) % LANES);
+      if (C.int8 && nonfinite[i] && keys.token(n, i) < coord.count)
+        atomicOr(reinterpret_cast<uint32_t*>(&shared.own.nonfinite[n]) + keys.warp / 2, 1u << keys.token(0, i) % LANES);
     }
   }
   __syncthreads();
-  if constexpr (C.int8) tell_hidden<C>(shared, place, &shared.largest_full);
-  if (threadIdx.x >= place.slices) return;
+  if constexpr (C.int8) broadcast_nonfinite<C>(shared, coord, &shared.largest_full);
+  if (threadIdx.x >= coord.slices) return;
   uint32_t largest[BLOCKS];
 #pragma unroll
   for (int n = 0; n < BLOCKS; ++n) {
@@ -176,38 +176,38 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const Place& place, con
     for (int i = 0; i < WARPS; ++i) of_slice = fmaxf(of_slice, shared.of_warps[i][n]);
     largest[n] = __float_as_uint(of_slice);
   }
-  tell(place.rank_of(place.strip, threadIdx.x), shared.largest[place.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
+  dsmem_store(coord.rank_of(coord.token_chunk, threadIdx.x), shared.largest[coord.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
 }
 
-// Scales of K's blocks, of int8 negative where a token is hidden. Returns the inverse of that of the block of the thread's number, modulo BLOCKS.
+// Scales of K's blocks, of int8 negative where a token is nonfinite. Returns the inverse of that of the block of the thread's number, modulo BLOCKS.
 template <QuantizeConfig C>
-__device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
+__device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   const int block = threadIdx.x % BLOCKS;
   float largest = 0.0f;
-  bool marked = false;
-  for (int i = 0; i < place.slices; ++i) {
+  bool has_nonfinite_key = false;
+  for (int i = 0; i < coord.slices; ++i) {
     largest = fmaxf(largest, shared.largest[i][block]);
-    if constexpr (C.int8) marked |= any(shared.hidden[i][block]);
+    if constexpr (C.int8) has_nonfinite_key |= any(shared.nonfinite[i][block]);
   }
   const float scale = row_scale_of<C.int8>(largest);
-  if (place.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < place.count)
-    p.k_scale[int64_t(place.pair) * ((p.length + KEYS - 1) / KEYS) + place.strip * BLOCKS + block] = marked ? -scale : scale;
+  if (coord.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < coord.count)
+    p.k_scale[int64_t(coord.pair) * ((p.length + KEYS - 1) / KEYS) + coord.token_chunk * BLOCKS + block] = has_nonfinite_key ? -scale : scale;
   return __fdiv_rn(1.0f, scale);
 }
 
-// K's codes; `inverse` is a thread's of finish_blocks. CAREFUL: some tokens are hidden, or don't exist.
+// K's codes; `inverse` is a thread's of finish_blocks. CAREFUL: some tokens are nonfinite, or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
-__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, const Keys<T>& keys, const float4 (&mean)[QUARTERS], float inverse) {
+__device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const Keys<T>& keys, const float4 (&mean)[QUARTERS], float inverse) {
   const int odd = keys.lane % 2;
-  uint8_t* to = p.k_data + place.batch * p.k_data_strides[0] + place.head * p.k_data_strides[1] + place.slice * CHANNELS;
-  to += (place.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * QUARTER + keys.column / 8 * 8;
+  uint8_t* to = p.k_data + coord.batch * p.k_data_strides[0] + coord.head * p.k_data_strides[1] + coord.slice * CHANNELS;
+  to += (coord.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * QUARTER + keys.column / 8 * 8;
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n, to += KEYS * p.k_data_strides[2]) {
     const float factor = __shfl_sync(~0u, inverse, n);
-    uint32_t hidden = 0;
+    uint32_t nonfinite = 0;
     if constexpr (CAREFUL) {
-      for (int slice = 0; slice < place.slices; ++slice) hidden |= reinterpret_cast<const uint32_t*>(&shared.hidden[slice][n])[keys.warp / 2];
-      hidden >>= keys.token(0, 0) % LANES;
+      for (int slice = 0; slice < coord.slices; ++slice) nonfinite |= reinterpret_cast<const uint32_t*>(&shared.nonfinite[slice][n])[keys.warp / 2];
+      nonfinite >>= keys.token(0, 0) % LANES;
     }
     float y[QUARTERS][2][4];
     keys.rotated(y, shared.tile, n, mean);
@@ -221,8 +221,8 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
       for (int i = 0; i < 2; ++i) {
         const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);
         uint2 words = odd ? uint2{got, kept} : uint2{kept, got};
-        if (CAREFUL && hidden >> Keys<T>::distance * i & 1) words = {NAN_CODES<C.int8>, NAN_CODES<C.int8>};
-        if (!CAREFUL || keys.token(n, i) < place.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + quarter * QUARTER) = words;
+        if (CAREFUL && nonfinite >> Keys<T>::distance * i & 1) words = {NAN_CODES<C.int8>, NAN_CODES<C.int8>};
+        if (!CAREFUL || keys.token(n, i) < coord.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + quarter * QUARTER) = words;
       }
     }
   }

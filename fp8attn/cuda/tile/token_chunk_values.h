@@ -1,7 +1,7 @@
-// A strip of V: its moments as it comes in, means and scales of what all strips tell, its codes.
+// A token_chunk of V: its moments as it comes in, means and scales of what all token_chunks tell, its codes.
 #pragma once
 
-#include "strip.h"
+#include "token_chunk.h"
 
 namespace fp8attn {
 
@@ -14,14 +14,14 @@ struct Mine {
   // The i-th of block n.
   __device__ int token(int n, int i) const { return n * KEYS + i * LANES + lane; }
 
-  __device__ uint4& at(StripTile& tile, int n, int i) const {
+  __device__ uint4& at(TokenChunkTile& tile, int n, int i) const {
     static_assert(RUN == 2 * LANES && KEYS == 2 * RUN);
     return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * chunk_at(2 * n + i / 2, chunk)]);
   }
 
-  // `from` is the slice's first token of the strip. Zeros behind the end. Every block is a group of copies.
+  // `from` is the slice's first token of the token_chunk. Zeros behind the end. Every block is a group of copies.
   template <typename T>
-  __device__ void load(StripTile& tile, const T* from, int64_t stride, int count) const {
+  __device__ void load(TokenChunkTile& tile, const T* from, int64_t stride, int count) const {
     from += lane * stride + chunk * 8;
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; ++n) {
@@ -82,31 +82,31 @@ struct ChunkMoments {
   }
 };
 
-// Moments of V's tile, as it comes in. Elements that aren't finite become NaN in it, and their tokens hidden.
+// Moments of V's tile, as it comes in. Elements that aren't finite become NaN in it, and their tokens nonfinite.
 template <QuantizeConfig C, typename T>
-__device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, const Mine& mine) {
+__device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Mine& mine) {
   ChunkMoments<T> found;
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
     wait_for_block(n);
-    if ((n + 1) * KEYS <= place.count) {
+    if ((n + 1) * KEYS <= coord.count) {
 #pragma unroll
       for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), true);
     } else {
 #pragma unroll
-      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < place.count);
+      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < coord.count);
     }
   }
   if (!found.is_finite()) {
     found = ChunkMoments<T>();
 #pragma unroll 1
-    for (int i = 0; i < STEPS && mine.token(0, i) < place.count; ++i) {
+    for (int i = 0; i < STEPS && mine.token(0, i) < coord.count; ++i) {
       uint4& words = mine.at(shared.tile, i / OF_BLOCK, i % OF_BLOCK);
       const uint4 bad = not_finite<T>(words);
       found.add_finite(words, bad);
       if (!any(bad)) continue;
       words = words | bad;
-      atomicOr(reinterpret_cast<uint32_t*>(shared.own.hidden) + i, 1u << mine.lane);
+      atomicOr(reinterpret_cast<uint32_t*>(shared.own.nonfinite) + i, 1u << mine.lane);
     }
   }
   // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
@@ -123,59 +123,59 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const Place& place, c
   }
   __syncthreads();
   static_assert(WARPS == 8 && CHANNELS + 2 * WORDS <= THREADS);
-  Moments& strip = shared.own.strip;
+  Moments& token_chunk = shared.own.token_chunk;
   const int word = threadIdx.x % WORDS;
   if (threadIdx.x < CHANNELS) {
     const auto sum_of = [&](int warp) { return warps[warp].sum[threadIdx.x]; };
-    strip.sum[threadIdx.x] = ((sum_of(0) + sum_of(4)) + (sum_of(2) + sum_of(6))) + ((sum_of(1) + sum_of(5)) + (sum_of(3) + sum_of(7)));
+    token_chunk.sum[threadIdx.x] = ((sum_of(0) + sum_of(4)) + (sum_of(2) + sum_of(6))) + ((sum_of(1) + sum_of(5)) + (sum_of(3) + sum_of(7)));
   } else if (threadIdx.x < CHANNELS + WORDS) {
     uint32_t low = warps[0].low[word];
     for (int i = 1; i < WARPS; ++i) low = least<T>(low, warps[i].low[word]);
-    strip.low[word] = low;
+    token_chunk.low[word] = low;
   } else if (threadIdx.x < CHANNELS + 2 * WORDS) {
     uint32_t high = warps[0].high[word];
     for (int i = 1; i < WARPS; ++i) high = most<T>(high, warps[i].high[word]);
-    strip.high[word] = high;
+    token_chunk.high[word] = high;
   }
   __syncthreads();
 }
 
-// V's mean and scale of a channel, which every strip makes for itself.
+// V's mean and scale of a channel, which every token_chunk makes for itself.
 template <QuantizeConfig C, typename T>
-__device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const Place& place, int channel) {
-  const Moments* strips = shared.values.strips;
-  float sum[C.strips], low = INFINITE, high = -INFINITE;
+__device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int channel) {
+  const Moments* token_chunks = shared.values.token_chunks;
+  float sum[C.token_chunks], low = INFINITE, high = -INFINITE;
 #pragma unroll
-  for (int i = 0; i < C.strips; ++i) {
+  for (int i = 0; i < C.token_chunks; ++i) {
     sum[i] = 0.0f;
-    if (i >= place.strips) continue;
-    sum[i] += strips[i].sum[channel];
-    const float2 lows = Pair<T>::floats(strips[i].low[channel / 2]), highs = Pair<T>::floats(strips[i].high[channel / 2]);
+    if (i >= coord.token_chunks) continue;
+    sum[i] += token_chunks[i].sum[channel];
+    const float2 lows = Pair<T>::floats(token_chunks[i].low[channel / 2]), highs = Pair<T>::floats(token_chunks[i].high[channel / 2]);
     low = fminf(low, channel % 2 ? lows.y : lows.x), high = fmaxf(high, channel % 2 ? highs.y : highs.x);
   }
-  // strips are lanes of quantize.lane_sum; those that aren't there add zeros
+  // token_chunks are lanes of quantize.lane_sum; those that aren't there add zeros
   const float mean = removable(coarse(__fmul_rn(halving_sum(sum), p.inverse_length), low, high));
   const float scale = scale_of(fmaxf(fmaxf(high - mean, mean - low), 0.0f));
   shared.shift[channel] = mean, shared.factor[channel] = __fdiv_rn(1.0f, scale);
-  if (place.strip != 0) return;
-  p.v_mean[place.channel() + channel] = mean;
-  p.v_scale[place.channel() + channel] = scale;
+  if (coord.token_chunk != 0) return;
+  p.v_mean[coord.channel() + channel] = mean;
+  p.v_scale[coord.channel() + channel] = scale;
 }
 
 // V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and a run's tokens, of which a group's codes are
 // 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
-__device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const Place& place) {
-  static_assert(STRIP == 8 * RUN);
+__device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
+  static_assert(TOKEN_CHUNK == 8 * RUN);
   const int chunk = threadIdx.x / 32, run = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
   const int column = 4 * chunk_at(run, chunk) + threadIdx.x % 4;
   const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
-  const __half2 gain = __half2half2(__float2half(p.length > STRIP ? FEEDBACK : 0.0f));
-  uint8_t* to = p.v_data + (place.channel() + channel) * p.padded + place.first;
+  const __half2 gain = __half2half2(__float2half(p.length > TOKEN_CHUNK ? FEEDBACK : 0.0f));
+  uint8_t* to = p.v_data + (coord.channel() + channel) * p.padded + coord.first;
   Feedback feedback;
 #pragma unroll 1
   for (int first = run * RUN; first < (run + 1) * RUN; first += GROUP) {
-    if (CAREFUL && place.first + first >= p.padded) break;
+    if (CAREFUL && coord.first + first >= p.padded) break;
     uint32_t pairs[GROUP / 2];  // codes of both channels of two tokens
 #pragma unroll
     for (int i = 0; i < GROUP; i += 2) {
@@ -186,7 +186,7 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
         const float2 y = Pair<T>::floats(shared.tile[token][column]);
         float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
         if constexpr (CAREFUL) {
-          const bool exists = token < place.count;
+          const bool exists = token < coord.count;
           x = {exists & (x.x == x.x) ? x.x : 0.0f, exists & (x.y == x.y) ? x.y : 0.0f};
         }
         codes[j] = feedback.codes(x, gain);

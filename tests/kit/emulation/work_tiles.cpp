@@ -1,5 +1,5 @@
-// fp8attn/cuda/tile/tail.h: what CTAs do of a call's tiles, in place of attention with sums of blocks that are made up.
-#include "tile/tail.h"
+// fp8attn/cuda/tile/stream_k.h: what CTAs do of a call's tiles, in place of attention with sums of blocks that are made up.
+#include "tile/stream_k.h"
 
 #include "run.h"
 
@@ -11,36 +11,36 @@ constexpr int CHANNELS = 64;
 // each of its four threads has, and to p.lse maximum and sum.
 template <int FIRST, int SECOND>
 void sum_blocks(const Params p) {
-  using Part = HandedOver<FIRST, SECOND>;
+  using Part = Partial<FIRST, SECOND>;
   const Schedule schedule(p, ROWS);
   const Fragment f = Fragment::mine();
   const int blocks = (p.kv_length + KEYS - 1) / KEYS;
-  Pieces pieces;
-  pieces.find(schedule);
+  WorkTiles work_tiles;
+  work_tiles.find(schedule);
   for (int round = 0;; ++round) {
-    Piece piece;
-    pieces.write_next(piece, schedule, round - 1);
-    if (!piece.exists()) return;
+    WorkTile work_tile;
+    work_tiles.write_next(work_tile, schedule, round - 1);
+    if (!work_tile.exists()) return;
     float m[2] = {NOTHING, NOTHING}, o[FIRST] = {}, o_second[SECOND] = {};
-    const int head = piece.batch * p.q_heads + piece.head, row = min(piece.first_row + f.row, p.q_length - 1);
-    const int rows[2] = {row, min(piece.first_row + f.row + 8, p.q_length - 1)};
+    const int head = work_tile.batch * p.q_heads + work_tile.head, row = min(work_tile.first_row + f.row, p.q_length - 1);
+    const int rows[2] = {row, min(work_tile.first_row + f.row + 8, p.q_length - 1)};
     const auto score = [&](int r, int block) { return p.q_scale[(int64_t(head) * p.q_length + rows[r]) * blocks + block]; };
-    for (int block = piece.begin; block < min(piece.end, blocks); ++block)
+    for (int block = work_tile.begin; block < min(work_tile.end, blocks); ++block)
       for (int r = 0; r < 2; ++r) m[r] = max(m[r], score(r, block));
-    for (int block = piece.begin; block < min(piece.end, blocks); ++block) {
+    for (int block = work_tile.begin; block < min(work_tile.end, blocks); ++block) {
       const float weights[2] = {std::exp2(score(0, block) - m[0]), std::exp2(score(1, block) - m[1])};
       Part::for_quads(o, o_second, [&](float* x, int i) {
         for (int j = 0; j < 4; ++j) x[j] += weights[j / 2] * (block + 1) * (4 * i + j + 1);
       });
       for (int r = 0; r < 2; ++r) row_sum(o, o_second, r) += weights[r];
     }
-    if (!piece.complete()) {
-      hand_over(p, 0, 1, m, o, o_second);
+    if (!work_tile.complete()) {
+      store_partial(p, 0, 1, m, o, o_second);
       continue;
     }
-    take_over(p, piece.first_other, 0, 1, m, o, o_second);
+    reduce_partials(p, work_tile.first_other, 0, 1, m, o, o_second);
     for (int r = 0; r < 2; ++r) {
-      if (piece.first_row + f.row + 8 * r >= p.q_length) continue;
+      if (work_tile.first_row + f.row + 8 * r >= p.q_length) continue;
       const int64_t at = int64_t(head) * p.q_length + rows[r];
       p.lse[2 * at] = m[r], p.lse[2 * at + 1] = row_sum(o, o_second, r);
       Part::for_quads(o, o_second, [&](float* x, int i) {
@@ -55,8 +55,8 @@ void sum_blocks(const Params p) {
 // Returns whether it came to an end. `parted`: whether the channels are in two accumulators.
 extern "C" bool sum_blocks(const float* scores, float* out, float* rows, float* parts, int* words, const int* numbers, bool parted) {
   fp8attn::Params p = {};
-  p.q_scale = scores, p.out = out, p.lse = rows, p.parts = parts, p.handed_over = words;
+  p.q_scale = scores, p.out = out, p.lse = rows, p.parts = parts, p.partials_ready = words;
   p.batches = numbers[0], p.q_heads = numbers[1], p.kv_heads = numbers[2], p.q_length = numbers[3], p.kv_length = numbers[4];
-  p.heads_side_by_side = p.q_heads / p.kv_heads, p.tail_ctas = numbers[6];
+  p.heads_side_by_side = p.q_heads / p.kv_heads, p.stream_k_ctas = numbers[6];
   return cta::run(parted ? fp8attn::sum_blocks<16, 20> : fp8attn::sum_blocks<36, 1>, p, numbers[5], 128);
 }

@@ -5,21 +5,21 @@
 #include "../ptx/tma.h"
 #include "mask.h"
 #include "schedule.h"
-#include "shown.h"
+#include "kv_blocks.h"
 
 namespace fp8attn {
 
 // Of a block of keys, and of the groups of ROWS queries that CONSUMERS attend with.
 template <int CONSUMERS>
-struct alignas(16) ShownKeys {
-  uint32_t shown[CONSUMERS][ROWS][MASK_WORDS];  // or of one row, where all are alike
-  Visit visit;
+struct alignas(16) MaskBits {
+  uint32_t bits[CONSUMERS][ROWS][MASK_WORDS];  // or of one row, where all are alike
+  KvBlock kv_block;
 
   // One thread: what the mask shows of a block to a consumer whom it shows some. Returns the bytes that `barrier` is to be told of.
-  __device__ uint32_t load(const Params& p, const Tile& tile, const Visit& its, int consumer, uint64_t* barrier) {
-    if (!(its.to(consumer) & HIDES)) return 0;
-    const uint32_t bytes = p.mask_rows * sizeof(shown[0][0]);
-    ptx::bulk_load(shown[consumer], mask_bits(p, mask_block(p, tile.batch, tile.head, tile.first_row / ROWS + consumer, its.block)), bytes, barrier);
+  __device__ uint32_t load(const Params& p, const Tile& tile, const KvBlock& its, int consumer, uint64_t* barrier) {
+    if (!(its.to(consumer) & ANY_HIDDEN)) return 0;
+    const uint32_t bytes = p.mask_rows * sizeof(bits[0][0]);
+    ptx::bulk_load(bits[consumer], mask_bits(p, mask_block(p, tile.batch, tile.head, tile.first_row / ROWS + consumer, its.index)), bytes, barrier);
     return bytes;
   }
 
@@ -28,7 +28,7 @@ struct alignas(16) ShownKeys {
   __device__ void hide(float (&s)[N], const Params& p, int consumer, bool any, Fragment f) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t seen = any ? shown[consumer][min(f.row + 8 * r, p.mask_rows - 1)][f.column / 2] : 0;
+      const uint32_t seen = any ? bits[consumer][min(f.row + 8 * r, p.mask_rows - 1)][f.column / 2] : 0;
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) {
         if (!(seen >> i & 1)) s[i / 2 * 4 + 2 * r + i % 2] = -INFINITE;
@@ -38,18 +38,18 @@ struct alignas(16) ShownKeys {
 };
 
 template <int CONSUMERS>
-struct KeyFacts : ShownKeys<CONSUMERS> {
+struct KeyMetadata : MaskBits<CONSUMERS> {
   float scale[KEYS];
   float bias[CONSUMERS][KEYS];  // over the softmax scale; what lies behind the last key is any
 
   // Likewise, and what means of queries add, if its rows exist.
-  __device__ uint32_t load(const Params& p, const Tile& tile, const Visit& its, int consumer, uint64_t* barrier) {
-    const uint32_t shown = ShownKeys<CONSUMERS>::load(p, tile, its, consumer, barrier);
-    const int row = tile.first_row + consumer * ROWS, start = its.block * KEYS;
-    if (p.bias == nullptr || row >= p.q_length) return shown;
+  __device__ uint32_t load(const Params& p, const Tile& tile, const KvBlock& its, int consumer, uint64_t* barrier) {
+    const uint32_t mask_bytes = MaskBits<CONSUMERS>::load(p, tile, its, consumer, barrier);
+    const int row = tile.first_row + consumer * ROWS, start = its.index * KEYS;
+    if (p.bias == nullptr || row >= p.q_length) return mask_bytes;
     const uint32_t bytes = min(KEYS, bias_pitch(p) - start) * sizeof(float);  // rows end at multiples of 16
     ptx::bulk_load(bias[consumer], bias_row(p, tile.batch, tile.head, row) + start, bytes, barrier);
-    return shown + bytes;
+    return mask_bytes + bytes;
   }
 
   // A warp: scales of the keys from `start` on, which may lie anywhere; zeros for those that don't exist. Each thread arrives at `barrier` once its

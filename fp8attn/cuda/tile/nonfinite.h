@@ -7,46 +7,46 @@
 namespace fp8attn {
 
 // The first of a block of int8 keys from `start` on that isn't finite; kv_length if all are.
-__device__ inline int first_poisoned(const Params& p, const Tile& tile, int start) {
+__device__ inline int first_nonfinite_key(const Params& p, const Tile& tile, int start) {
   const uint8_t* k = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1];
 #pragma unroll 1
   for (int i = 0; i < KEYS; i += 32) {
     const int key = start + i + int(threadIdx.x) % 32;
-    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && k[key * p.k_strides[2]] == INT8_NAN);
-    if (poisoned != 0) return start + i + __ffs(poisoned) - 1;
+    const uint32_t nonfinite = __ballot_sync(~0u, key < p.kv_length && k[key * p.k_strides[2]] == INT8_NAN);
+    if (nonfinite != 0) return start + i + __ffs(nonfinite) - 1;
   }
   return p.kv_length;
 }
 
 // NaN for the scores of int8 keys, from `start` on, that aren't finite.
 template <int N>
-__device__ void poison_keys(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
+__device__ void nan_nonfinite_keys(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
   int64_t step = p.k_strides[2];
   asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
   int key = start + int(threadIdx.x) % 32;
   const uint8_t* at = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1] + key * step;
 #pragma unroll
   for (int j = 0; j < N / 16; ++j, key += 32, at += 32 * step) {
-    const uint32_t poisoned = __ballot_sync(~0u, key < p.kv_length && *at == INT8_NAN) >> f.column;
+    const uint32_t nonfinite = __ballot_sync(~0u, key < p.kv_length && *at == INT8_NAN) >> f.column;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if (poisoned >> (i / 4 * 8 + i % 2) & 1) s[16 * j + i] = NAN;
+      if (nonfinite >> (i / 4 * 8 + i % 2) & 1) s[16 * j + i] = NAN;
     }
   }
 }
 
 // NaN instead of a row's sum of P, if the row isn't finite, and sees a key.
-__device__ inline void poison_row(float& sum, bool poisoned) {
-  if (sum != 0.0f && poisoned) sum = NAN;
+__device__ inline void nan_if_nonfinite(float& sum, bool nonfinite) {
+  if (sum != 0.0f && nonfinite) sum = NAN;
 }
 
 // The same of a thread's rows.
-__device__ inline void poison_rows(const Params& p, const Tile& tile, int first_row, Fragment f, float (&l)[2]) {
+__device__ inline void nan_nonfinite_rows(const Params& p, const Tile& tile, int first_row, Fragment f, float (&l)[2]) {
   const uint8_t* q = p.q + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = min(first_row + f.row + 8 * r, p.q_length - 1);
-    poison_row(l[r], q[row * p.q_strides[2]] == INT8_NAN);
+    nan_if_nonfinite(l[r], q[row * p.q_strides[2]] == INT8_NAN);
   }
 }
 

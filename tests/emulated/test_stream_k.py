@@ -15,7 +15,7 @@ from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe
 from fp8attn.api import call_of
 from fp8attn.call import Call
-from fp8attn.cuda import configs, run, tail
+from fp8attn.cuda import configs, run, stream_k
 from fp8attn.cuda.configs import GROUPS, INSTANCES, KEYS, ROWS, HopperConfig
 from fp8attn.cuda.oracle import oracle, parts_of_tail
 from fp8attn.device import ARCHITECTURES, device_of
@@ -23,7 +23,7 @@ from fp8attn.quantize import quantize
 from fp8attn.recipe import ProductType
 
 H100 = ARCHITECTURES[90]
-SHARING = tuple(config for group in GROUPS.values() for config in group if config.shares_tail)
+SHARING = tuple(config for group in GROUPS.values() for config in group if config.stream_k)
 ONE = next(config for config in SHARING if config.consumers == 1)
 
 
@@ -40,15 +40,15 @@ tiles, blocks, sm_counts = st.integers(1, 3000), st.integers(1, 5000), st.sample
 @given(tiles=tiles, blocks=blocks, sm_count=sm_counts)
 def test_sharing_pays(tiles: int, blocks: int, sm_count: int) -> None:
     """By the time that it is told to save; no more CTAs than SMs, no range longer than a tile, none empty, none tiny."""
-    sharing, rest = tail.sharers(tiles, blocks, sm_count), tiles % sm_count
+    sharing, rest = stream_k.split_ctas(tiles, blocks, sm_count), tiles % sm_count
     assert 1 <= sharing <= sm_count
-    assert tail.rounds(tiles, blocks, sm_count) <= -(-tiles // sm_count)
+    assert stream_k.rounds(tiles, blocks, sm_count) <= -(-tiles // sm_count)
     if sharing == 1:
         return
     size = -(-rest * blocks // sharing)
     # evened out, ranges may be shorter than asked for
-    assert tail.LEAST_BLOCKS < 2 * size <= 2 * (blocks - tail.EXTRA_BLOCKS) and size * (sharing - 1) < rest * blocks
-    assert sharing <= tail.MOST_SHARERS * rest
+    assert stream_k.LEAST_BLOCKS < 2 * size <= 2 * (blocks - stream_k.EXTRA_BLOCKS) and size * (sharing - 1) < rest * blocks
+    assert sharing <= stream_k.MOST_SPLIT_CTAS * rest
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_sharing_pays(tiles: int, blocks: int, sm_count: int) -> None:
 def test_which_calls_share(heads: int, length: int, keys: int, sharing: int) -> None:
     three = next(config for config in INSTANCES if config.head_dim == 128 and config.consumers == 3)
     call = call_like(1, heads, heads, length, keys)
-    assert configs.tail_sharers(call, three, H100) == sharing
-    assert configs.tail_sharers(dataclasses.replace(call, causal="top_left"), three, H100) == 1
-    assert run.sharers_of(call, next(config for config in INSTANCES if config.consumers == 4), H100) == 1
+    assert configs.stream_k_ctas(call, three, H100) == sharing
+    assert configs.stream_k_ctas(dataclasses.replace(call, causal="top_left"), three, H100) == 1
+    assert run.split_ctas_of(call, next(config for config in INSTANCES if config.consumers == 4), H100) == 1
 
 
 @given(
@@ -89,16 +89,16 @@ def test_each_block_of_a_shared_tile_is_somebodys(groups: tuple[int, int, int], 
 
 @pytest.fixture(scope="module")
 def emulated() -> ctypes.CDLL:
-    return emulation.library("pieces.cpp")
+    return emulation.library("work_tiles.cpp")
 
 
-def check_pieces(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
+def check_work_tiles(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
     """CTAs one after another, as a GPU with room for one would have them: nobody may wait for who comes later."""
     batch, q_heads, _, q_length, keys = shape
     blocks = -(-keys // KEYS)
     scores = torch.randn(batch * q_heads, q_length, blocks, generator=torch.Generator().manual_seed(3)) * 8
     out, rows = torch.full((batch * q_heads, q_length, 4, 16), torch.nan), torch.full((batch * q_heads, q_length, 2), torch.nan)
-    parts, words = torch.full((sharing, ONE.handed_over_bytes // 4), torch.nan), torch.zeros(sharing * 4, dtype=torch.int32)
+    parts, words = torch.full((sharing, ONE.partial_bytes // 4), torch.nan), torch.zeros(sharing * 4, dtype=torch.int32)
     numbers = (ctypes.c_int * 7)(*shape, ctas, sharing if sharing > 1 else 0)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (scores, out, rows, parts, words)]
     assert emulated.sum_blocks(*pointers, numbers, parted) & 0xFF, "somebody waits for ever"
@@ -130,16 +130,16 @@ def check_pieces(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, shari
     ),
 )
 def test_pieces_of_a_tile_come_together(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
-    check_pieces(emulated, shape, ctas, sharing, parted)
+    check_work_tiles(emulated, shape, ctas, sharing, parted)
 
 
 MUTANTS = {
-    "their sums by their maxima": ("tail.h", "x.x * theirs_by[0]", "x.x"),
+    "their sums by their maxima": ("stream_k.h", "x.x * theirs_by[0]", "x.x"),
     "their sums of P by their maxima": ("softmax.h", "their_sum * theirs", "their_sum"),
     "maxima grow": ("softmax.h", "m = m_new;\n  sum", "sum"),
-    "all others'": ("tail.h", "tile * blocks / range", "tile * blocks / range + 1"),
-    "the one before": ("tail.h", "int(blockIdx.x) - 1;", "int(blockIdx.x) - 2;"),
-    "two pieces": ("tail.h", "number == 1 && first == last", "number == 1"),
+    "all others'": ("stream_k.h", "tile * blocks / range", "tile * blocks / range + 1"),
+    "the one before": ("stream_k.h", "int(blockIdx.x) - 1;", "int(blockIdx.x) - 2;"),
+    "two work_tiles": ("stream_k.h", "number == 1 && first == last", "number == 1"),
 }
 
 
@@ -149,9 +149,9 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_it_pieces_do_not_come_together(name: str) -> None:
     file, right, wrong = MUTANTS[name]
-    mutant = emulation.library("pieces.cpp", (f"tile/{file}", right, wrong))
+    mutant = emulation.library("work_tiles.cpp", (f"tile/{file}", right, wrong))
     with pytest.raises(AssertionError):
-        check_pieces(mutant, (2, 4, 2, 130, 1300), 5, 5, False)
+        check_work_tiles(mutant, (2, 4, 2, 130, 1300), 5, 5, False)
 
 
 CASES = (
@@ -172,7 +172,7 @@ KEYS_OF_CASE = 690
 def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, heads: int | None, length: int, sharing: int) -> None:
     """By tile and part, and the same bits again and again; rows that aren't finite among them."""
     properties = device_of(device)
-    if configs.misfit(config, properties) is not None:
+    if configs.unsupported_config(config, properties) is not None:
         pytest.skip("needs sm_90")
     keys, tiles_of_head = KEYS_OF_CASE, -(-length // config.tile_rows)
     heads = properties.sm_count // tiles_of_head + 3 if heads is None else heads
@@ -189,9 +189,9 @@ def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, head
     # P of products of 256 flip nearly as often as float32 outputs allow
     dtype = torch.bfloat16 if config.head_dim > 128 else (torch.bfloat16, torch.float16, torch.float32)[config.consumers % 3]
     call = call_of(*operands, return_lse=True, out_dtype=dtype)
-    taken = dataclasses.replace(call, q=q, q_scale=None) if config.half_q else call
+    taken = dataclasses.replace(call, q=q, q_scale=None) if config.fuse_q_quant else call
     out, lse = run.forward(taken, properties, config, sharing)
-    expected, expected_lse = oracle(operands, call, dataclasses.replace(config, half_q=False), sharing)
+    expected, expected_lse = oracle(operands, call, dataclasses.replace(config, fuse_q_quant=False), sharing)
     assert_matches_pipeline(out, expected, emulated=False)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
     for _ in range(50):
@@ -203,13 +203,13 @@ def test_has_the_oracles_answer(device: torch.device, config: HopperConfig, head
 @pytest.mark.parametrize("qk", ("e4m3", "int8"))
 def test_long_calls_share_by_themselves(device: torch.device, qk: ProductType) -> None:
     properties = device_of(device)
-    if configs.misfit(INSTANCES[0], properties) is not None:
+    if configs.unsupported_config(INSTANCES[0], properties) is not None:
         pytest.skip("needs sm_90")
     q, k, v = (torch.randn(1, 3, n, 128, generator=torch.Generator().manual_seed(n)).to(device) for n in (400, 9000, 9000))
     operands = quantize(q, k, v, Recipe(qk=qk))
     call = call_of(*operands, return_lse=True)
     config = configs.choose(call, properties)
-    sharing = run.sharers_of(call, config, properties)
+    sharing = run.split_ctas_of(call, config, properties)
     assert sharing > call.tiles(config.tile_rows)
     expected, _ = oracle(operands, call, config, sharing)
     assert_matches_pipeline(run.forward(call, properties)[0], expected, emulated=False)

@@ -17,13 +17,13 @@ from closeness import assert_matches_pipeline, on_grid
 from emulated import Emulated, quantized
 from fp8attn import Recipe
 from fp8attn.api import call_of
-from fp8attn.cuda import run as cuda
-from fp8attn.cuda import short
+from fp8attn.cuda import fused_small
+from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.ops import library_ops
 from fp8attn.quantize import coarse, quantize, removable, value_mean
-from fp8attn.recipe import AT_ONCE
+from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.reference import Causal
 from strategies import Case, cases
 
@@ -50,8 +50,8 @@ def halves(
 )
 def test_takes(q: tuple[int, ...], k: tuple[int, ...], clusters: int) -> None:
     tensors = halves(q, k)
-    assert short.why_not(*tensors, 0.125, H100) is None
-    assert short.splits(short.choose(tensors[0]), *tensors[:2]) == clusters
+    assert fused_small.unsupported_call(*tensors, 0.125, H100) is None
+    assert fused_small.splits(fused_small.choose(tensors[0]), *tensors[:2]) == clusters
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_takes(q: tuple[int, ...], k: tuple[int, ...], clusters: int) -> None:
     ),
 )
 def test_refusals_say_why(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype, scale: float, reason: str) -> None:
-    assert reason in (short.why_not(*halves(q, k, dtype=dtype), scale, H100) or "")
+    assert reason in (fused_small.unsupported_call(*halves(q, k, dtype=dtype), scale, H100) or "")
 
 
 def test_needs_rows_at_multiples_of_16_bytes_and_hopper() -> None:
     q, k, v = halves((1, 2, 64, 64), (1, 2, 64, 64))
     shifted = torch.zeros(1, 2, 64, 68, dtype=torch.bfloat16)[..., 4:]
-    assert "key doesn't start at a multiple of 16 bytes" in (short.why_not(q, shifted, v, 0.1, H100) or "")
-    assert "needs sm_90" in (short.why_not(q, k, v, 0.1, ARCHITECTURES[100]) or "")
+    assert "key doesn't start at a multiple of 16 bytes" in (fused_small.unsupported_call(q, shifted, v, 0.1, H100) or "")
+    assert "needs sm_90" in (fused_small.unsupported_call(q, k, v, 0.1, ARCHITECTURES[100]) or "")
 
 
 @pytest.mark.anywhere
@@ -106,7 +106,7 @@ def test_takes_from_v_what_the_definition_takes() -> None:
 )
 def test_emulated_it_quantizes_and_attends(emulated: Emulated, q: tuple[int, ...], k: tuple[int, ...], causal: Causal, dtype: torch.dtype) -> None:
     """As the oracle of the definition's bytes, in any order of warps, copies and products; with rows that aren't finite."""
-    config = short.INSTANCES[0]
+    config = fused_small.INSTANCES[0]
     query, key, value = halves(q, k, dtype=dtype)
     query[0, 0, 9, 1] = torch.nan
     if k[2] > 77:
@@ -114,11 +114,11 @@ def test_emulated_it_quantizes_and_attends(emulated: Emulated, q: tuple[int, ...
     operands = quantized(query, key, value, Recipe())
     options: dict = dict(is_causal=causal != "none", enable_gqa=True, out_dtype=torch.float32, return_lse=True)
     expected, expected_lse = oracle(operands, call_of(*operands, **options, scale=0.125), config)
-    first = emulated.from_half(query, key, value, 0.125, causal, torch.float32)
+    first = emulated.from_fp16(query, key, value, 0.125, causal, torch.float32)
     assert_matches_pipeline(first[0], expected, True, expected_lse)
     torch.testing.assert_close(first[1], expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
     assert torch.equal(first[2], operands[1].mean)
-    for x, y in zip(emulated.from_half(query, key, value, 0.125, causal, torch.float32), first, strict=True):
+    for x, y in zip(emulated.from_fp16(query, key, value, 0.125, causal, torch.float32), first, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
@@ -126,16 +126,16 @@ def test_emulated_it_quantizes_and_attends(emulated: Emulated, q: tuple[int, ...
 def test_opcheck(device: torch.device, options: tuple[str, bool]) -> None:
     q, k, v = halves((2, 4, 70, 64), (2, 2, 200, 64), device)
     arguments = (q, k, v, 0.125, "int8" if options[1] else "e4m3", options[0], torch.float32, options[1])
-    opcheck(library_ops.auto_forward_from_half, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+    opcheck(library_ops.auto_forward_from_fp16, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
-@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE.keys())
+@pytest.mark.parametrize("recipe", FUSED_RECIPES.values(), ids=FUSED_RECIPES.keys())
 def test_the_operator_goes_on_in_two_launches(device: torch.device, sdpa: Attention, recipe: Recipe) -> None:
     """Where it doesn't take a call: here for its head dim."""
     q, k, v = halves((1, 4, 70, 72), (1, 2, 200, 72), device)
     quantized = fp8attn.quantize(q, k, v, recipe=recipe)
     expected = sdpa(*quantized, is_causal=True, enable_gqa=True, out_dtype=torch.float32, return_lse=True)
-    operator = {"triton": library_ops.auto_forward_from_half, "cuda": library_ops.cuda_forward_from_half}[sdpa.backend]
+    operator = {"triton": library_ops.auto_forward_from_fp16, "cuda": library_ops.cuda_forward_from_fp16}[sdpa.backend]
     if sdpa.backend == "triton" and device.type == "cuda":
         pytest.skip("auto takes CUDA there")
     out, _, k_mean = operator(q, k, v, 72**-0.5, recipe.qk, "top_left", torch.float32, True)
@@ -148,7 +148,7 @@ def test_sdpa_takes_the_operator(device: torch.device, monkeypatch: pytest.Monke
     monkeypatch.setattr(fp8attn.api, "choose_backend", lambda backend, device: "auto")
     q, k, v = halves((1, 4, 70, 64), (1, 2, 200, 64), device)
     taken = []
-    monkeypatch.setattr(short, "may_take", lambda *tensors, original=short.may_take: taken.append(original(*tensors)) or taken[-1])
+    monkeypatch.setattr(fused_small, "may_take", lambda *tensors, original=fused_small.may_take: taken.append(original(*tensors)) or taken[-1])
     actual = fp8attn.sdpa(q, k, v, enable_gqa=True, **options)
     assert taken == [True]
     recipe = Recipe(two_level=True)
@@ -184,14 +184,14 @@ def assert_bits_of_two_launches(
 ) -> None:
     """Output, LSE and K's mean, NaN included."""
     device = device_of(q.device)
-    if short.misfit(short.INSTANCES[0], device) is not None:
+    if fused_small.unsupported_config(fused_small.INSTANCES[0], device) is not None:
         pytest.skip("needs sm_90")
-    assert short.why_not(q, k, v, scale, device) is None
+    assert fused_small.unsupported_call(q, k, v, scale, device) is None
     quantized = quantize(q, k, v, Recipe())
     options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
     call = fp8attn.api.call_of(*quantized, **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
-    expected = (*cuda.forward(call, device), quantized[1].mean)
-    actual = cuda.forward_from_half(q, k, v, scale, causal, out_dtype, True, device)
+    expected = (*cuda_run.forward(call, device), quantized[1].mean)
+    actual = cuda_run.forward_from_fp16(q, k, v, scale, causal, out_dtype, True, device)
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
@@ -225,7 +225,7 @@ def test_same_bits_a_thousand_times(device: torch.device) -> None:
     assert_bits_of_two_launches(q, k, v, "top_left")
 
     def once() -> torch.Tensor:
-        return cuda.forward_from_half(q, k, v, 0.125, "top_left", torch.bfloat16, False, device_of(q.device))[0]
+        return cuda_run.forward_from_fp16(q, k, v, 0.125, "top_left", torch.bfloat16, False, device_of(q.device))[0]
 
     expected, different = once(), torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(1000):

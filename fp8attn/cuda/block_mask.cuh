@@ -2,14 +2,14 @@
 // FlexAttention's BlockMask (arXiv:2412.05496), of any mask.
 #pragma once
 
-#include "read_mask.h"
+#include "block_mask.h"
 #include "tile/mask.h"
-#include "tile/shown.h"
+#include "tile/kv_blocks.h"
 
 namespace fp8attn {
 
 constexpr int READERS = 4;   // warps of a CTA, each with a block of keys and a group of rows
-constexpr int AT_ONCE = 16;  // rows of which a warp has the mask in flight
+constexpr int FUSED_RECIPES = 16;  // rows of which a warp has the mask in flight
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
@@ -27,35 +27,35 @@ __device__ Four<T> load_four(const T* at, int64_t step, int exist) {
   return four;
 }
 
-// All rows of a group and the keys of a block, from `mask` on, a warp. Returns what of `Shown` it does.
+// All rows of a group and the keys of a block, from `mask` on, a warp. Returns what of `BlockMask` it does.
 template <bool CAREFUL, typename T>
 __device__ uint32_t read_block(const Params& p, const T* mask, int rows, int keys, uint32_t* bits) {
   const int lane = threadIdx.x % 32, exist = keys - 4 * lane;
   bool shows = false, hides = false, adds = false;
   mask += 4 * lane * p.mask_strides[3];
 #pragma unroll 1
-  for (int first = 0; first < p.mask_rows; first += AT_ONCE) {
-    Four<T> values[AT_ONCE];
+  for (int first = 0; first < p.mask_rows; first += FUSED_RECIPES) {
+    Four<T> values[FUSED_RECIPES];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) values[i] = load_four<CAREFUL>(mask + min(first + i, rows - 1) * p.mask_strides[2], p.mask_strides[3], exist);
+    for (int i = 0; i < FUSED_RECIPES; ++i) values[i] = load_four<CAREFUL>(mask + min(first + i, rows - 1) * p.mask_strides[2], p.mask_strides[3], exist);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
+    for (int i = 0; i < FUSED_RECIPES; ++i) {
       if (first + i >= p.mask_rows) break;
-      uint32_t shown[4];  // of lanes' n-th keys
+      uint32_t visible_lanes[4];  // of lanes' n-th keys
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float value = mask_value(values[i].of[n]);
         const bool exists = first + i < rows && (!CAREFUL || n < exist), visible = value != -INFINITE;
         shows |= exists && visible, hides |= exists && !visible, adds |= exists && visible && value != 0.0f;
-        shown[n] = __ballot_sync(~0u, exists && visible);
+        visible_lanes[n] = __ballot_sync(~0u, exists && visible);
       }
       // of eight keys two lanes have four each, two of every word
-      const uint32_t low = (lane % 2 == 0 ? shown[0] : shown[2]) >> lane / 2, high = (lane % 2 == 0 ? shown[1] : shown[3]) >> lane / 2;
+      const uint32_t low = (lane % 2 == 0 ? visible_lanes[0] : visible_lanes[2]) >> lane / 2, high = (lane % 2 == 0 ? visible_lanes[1] : visible_lanes[3]) >> lane / 2;
       if (lane < MASK_WORDS) bits[(first + i) * MASK_WORDS + lane] = (low & 0x55555555) | (high & 0x55555555) << 1;
     }
   }
   if (!__any_sync(~0u, shows)) return 0;
-  return SHOWS | (__any_sync(~0u, hides) ? HIDES : 0) | (__any_sync(~0u, adds) ? ADDS : 0);
+  return ANY_VISIBLE | (__any_sync(~0u, hides) ? ANY_HIDDEN : 0) | (__any_sync(~0u, adds) ? ANY_ADDED : 0);
 }
 
 template <typename T>
@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(32 * READERS) read_blocks(const __grid_constan
   const int rows = min(p.mask_rows, p.q_length - group * ROWS), keys = p.kv_length - key;
   const bool plain = p.mask_strides[3] == 1 && keys >= KEYS && p.mask_strides[2] % 4 == 0 && reinterpret_cast<uintptr_t>(mask) % sizeof(Four<T>) == 0;
   uint32_t* bits = mask_bits(p, at);
-  const uint32_t shown = plain ? read_block<false>(p, mask, rows, keys, bits) : read_block<true>(p, mask, rows, keys, bits);
-  if (threadIdx.x % 32 == 0) p.mask_shown[at] = uint8_t(shown);
+  const uint32_t flags = plain ? read_block<false>(p, mask, rows, keys, bits) : read_block<true>(p, mask, rows, keys, bits);
+  if (threadIdx.x % 32 == 0) p.block_mask[at] = uint8_t(flags);
 }
 
-cudaError_t read_mask(const Params& p, cudaStream_t stream) {
+cudaError_t build_block_mask(const Params& p, cudaStream_t stream) {
   const int64_t blocks = int64_t(p.mask_batches) * p.mask_heads * p.mask_groups * ((p.kv_length + KEYS - 1) / KEYS);
   const auto kernel = p.mask_type == 0                       ? read_blocks<uint8_t>
                       : p.mask_type == 1 + int(OutType::bf16) ? read_blocks<__nv_bfloat16>
