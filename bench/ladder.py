@@ -259,7 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="count conflicts of shared memory's banks under Nsight Compute, in a process of its own"
     )
     command_line.add_json(parser)
-    parser.add_argument("--picture", type=picture_file, metavar="FILE", help=f"draw a bar chart; the README's is {PICTURE.name}")
+    parser.add_argument("--picture", type=picture_file, metavar="FILE", help=f"draw a bar chart; the docs' is {PICTURE.name}")
     parser.add_argument("--draw", type=input_file, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE.name} beside it")
 
 

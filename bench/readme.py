@@ -15,7 +15,9 @@ from .report import number_of
 from .summary import SUMMARY, SUMMED, summaries
 
 README = ROOT / "README.md"
-ACCURACY = ROOT / "docs" / "accuracy.md"
+DOCS = ROOT / "docs"
+SPEED_PAGE = DOCS / "benchmark-tables.md"
+ACCURACY_PAGE = DOCS / "accuracy-tables.md"
 RESULTS = ROOT / "bench" / "results"
 
 Record = dict[str, Any]
@@ -71,7 +73,7 @@ def _by_case(records: Sequence[Record], *keys: str) -> dict[tuple, dict[str, Rec
 
 
 SMALL = {"small", "mission", "mission-256", "long", "B2 H8 S512 D64 causal", "B1 H8 S512 D64 full"}
-"""Cases that the README leaves to the results' file."""
+"""Cases that are only in the results file, not in the tables."""
 
 
 def speed() -> str:
@@ -292,8 +294,35 @@ def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     return lambda: table() if (RESULTS / f"{name}.jsonl").exists() else missing
 
 
+def recipes() -> str:
+    """Three recipes at D 128: errors of 4k keys, and what a causal call from bfloat16 costs."""
+    rows, used = [], []
+    for name, backend, errors, recipe, prices in (
+        ("`Recipe()`, the default", "fp8attn cuda end to end", "draws", "default", "price_int8"),
+        ("`PRECISE`: Q and K in int8", "fp8attn cuda int8 end to end", "draws", "int8", "price_int8"),
+        ("`Recipe(recent=128)`: last 128 keys in half precision", "fp8attn recent 128", "recent", "recent 128", "price"),
+    ):
+        found = {(r["distribution"], r["case"]): r for r in _lines(errors) if r["backend"] == backend}
+        inputs = ("normal", "4k keys D128"), ("outliers", "4k keys D128"), ("recent", "4k keys D128 causal")
+        measured = [found[key] for key in inputs if key in found]
+        cells = [number_of(found[key]["relative_l2"] if key in found else None, ".4f") for key in inputs]
+        by_case = {r["case"]: r for r in _prices(prices) if r["recipe"] == recipe}
+        if not {"D128 causal 4k", "D128 causal 16k"} <= by_case.keys():
+            raise UsageError(f"{prices}.jsonl doesn't have the price of {recipe!r}; python -m bench price --recipe {recipe!r} measures it")
+        short, long = by_case["D128 causal 4k"], by_case["D128 causal 16k"]
+        times = (short["whole_against_default"], long["whole_against_default"], long["against_bfloat16"])
+        rows.append([name, *cells, *(number_of(x, ".2f") for x in times)])
+        used += [*measured, short, long]
+    commits = ", ".join(dict.fromkeys(r["commit"][:7] for r in used))
+    if any(record["gpu"] != used[0]["gpu"] for record in used):
+        raise UsageError("these are results of more than one GPU, which have no table together")
+    head = ("recipe", "N(0, 1)", "outliers", "recent keys", "causal 4k, × default", "causal 16k, × default", "causal 16k, × as fast as bf16")
+    return f"{used[0]['gpu']}, D 128, commits {commits}:\n\n{markdown_table(head, rows, 1)}"
+
+
 int8_price = functools.partial(recipe_price, "int8", '`Recipe(qk="int8")`', "price_int8")
 
+README_TABLES: dict[str, Callable[[], str]] = {"recipes": recipes}
 TABLES: dict[str, Callable[[], str]] = {
     "int8_price": int8_price,
     "speed": speed,
@@ -301,18 +330,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "draws": draws,
     "masks": if_measured("masks", masks),
     "ladder": ladder,
+    "price": if_measured("price", price),
+    "price_int8": functools.partial(price, "price_int8"),
 }
 ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "needle": if_measured("needle", needle),
     "model": if_measured("model", model),
-    "price": if_measured("price", price),
-    "price_int8": functools.partial(price, "price_int8"),
     "recent": recent,
 }
-DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {README: TABLES, ACCURACY: ACCURACY_TABLES}
-DOCUMENTS |= {path: {} for path in sorted(ACCURACY.parent.glob("*.md")) if path not in DOCUMENTS}
-"""Of each document the tables that it must have; it may have others."""
+DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {README: README_TABLES, SPEED_PAGE: TABLES, ACCURACY_PAGE: ACCURACY_TABLES}
+DOCUMENTS |= {path: {} for path in sorted(DOCS.glob("*.md")) if path not in DOCUMENTS}
+"""Of each document the tables that it must have; it may have others. The journal (docs/journal) is never filled again."""
 
 MARKER = re.compile(r"^<!-- table: (.*) -->$", re.MULTILINE)
 
@@ -331,7 +360,7 @@ def rendered(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     Raises:
         UsageError: one of them has no place in it; a table has more than one; or there is no such table.
     """
-    every = {**TABLES, **ACCURACY_TABLES, **tables}
+    every = {**TABLES, **ACCURACY_TABLES, **README_TABLES, **tables}
     for name in dict.fromkeys((*tables, *MARKER.findall(text))):
         if name not in every:
             raise UsageError(f"the document has a place for the table {name!r}; there are {', '.join(every)}")

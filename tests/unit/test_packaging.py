@@ -22,8 +22,8 @@ import fp8attn
 pytestmark = pytest.mark.anywhere
 
 ROOT = Path(fp8attn.__file__).resolve().parent.parent
-PACKED = ("fp8attn", "bench", "tests", "docs", ".ci")
-ALONE = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
+PACKED = ("fp8attn", "bench", "tests", "docs", "examples", ".ci")
+ALONE = ("pyproject.toml", "setup.py", "MANIFEST.in", "mkdocs.yml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
 
 
 def repository() -> set[str]:

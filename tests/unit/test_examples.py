@@ -1,0 +1,63 @@
+"""The examples run as a user runs them, on a CPU, and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.anywhere
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed(name: str, *options: str) -> str:
+    """What an example prints, in small sizes and without Triton's interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, str(ROOT / "examples" / name), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8", check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def numbers(text: str, pattern: str) -> list[float]:
+    return [float(number) for number in re.findall(pattern, text)]
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_quickstart(causal: bool) -> None:
+    text = printed("quickstart.py", "--device", "cpu", "--length", "192", "--calls", "1", *(["--causal"] if causal else []))
+    assert "runs: modelled pipeline, computes in e4m3" in text
+    bf16, default, precise = numbers(text, r"relative L2 error of .*: ([\d.]+)")
+    assert bf16 < 0.005 < precise < default < 0.06
+    assert all(us > 0 for us in numbers(text, r" ([\d.]+) µs"))
+
+
+def test_prequantized_cache() -> None:
+    text = printed("prequantized_cache.py", "--device", "cpu", "--keys", "512", "--steps", "2")
+    before, after = numbers(text, r"(\d+) bytes in bf16, \d+ quantized")[0], numbers(text, r"bytes in bf16, (\d+) quantized")[0]
+    assert 0.5 < after / before < 0.53, "e4m3 is half of bf16, and scales and means are little beside it"
+    errors = numbers(text, r"relative L2 error ([\d.]+)")
+    assert len(errors) == 2 and all(0.02 < error < 0.06 for error in errors)
+    assert "largest difference between the two: 0.0e+00" in text
+
+
+def test_calibrate_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.fp8attn.json"
+    text = printed("calibrate_model.py", "--device", "cpu", "--length", "128", "--save", str(file))
+    assert "captured: 2 calls of 2 layers recorded" in text
+    assert "0: Recipe()\n1: Recipe(qk='int8')\n" in text, "the layer whose queries have means needs a more exact recipe"
+    assert file.exists() and "saved and loaded: model.fp8attn.json, 2 layers" in text
+    assert "applied: 2 calls of 2 layers by fp8attn" in text
+    assert 0 < numbers(text, r"difference of the model's output: ([\d.]+)")[0] < 0.05
+
+
+@pytest.mark.parametrize("name", ("quickstart.py", "prequantized_cache.py", "calibrate_model.py"))
+def test_help(name: str) -> None:
+    text = printed(name, "--help")
+    assert text.startswith("usage: ") and "--device" in text
