@@ -1,8 +1,11 @@
-// The Hopper kernel of short sequences, sm_90a: quantization and attention in one launch, by clusters of CTAs that share a head's K and V.
+// The fused small kernel, sm_90a: quantization and attention of up to 512 keys in one launch. A cluster of CTAs has one
+// head of K and V.
 //
-// Every warpgroup of a cluster has 16 channels of K or V of all keys, so that means and scales of channels are made in one place. Those of V it
-// quantizes; of K everybody is told the means, and a warpgroup quantizes all channels, which are rotated together, of a block of keys. What is quantized
-// goes into the shared memory of every CTA of the cluster. Then each warpgroup attends, for 64 rows of Q that it has quantized before.
+// Each warpgroup of a cluster reads 16 channels of K or V for all keys. So one warpgroup computes the mean and the
+// scale of a channel. A warpgroup with channels of V quantizes them. A warpgroup with channels of K sends their means
+// to all CTAs, and then quantizes all channels of one block of keys, because channels are rotated together. Codes are
+// copied to the shared memory of every CTA of the cluster. Then each warpgroup attends with 64 rows of Q, which it has
+// quantized itself.
 #pragma once
 
 #include "config.h"
@@ -25,25 +28,26 @@ template <FusedSmallConfig C>
 struct FusedSmallShape {
   static constexpr int slices = C.head_dim / SLICE;  // of K, and of V
   static_assert(C.cluster * C.consumers == 2 * slices);
-  static_assert(slices == BLOCKS && C.head_dim == PART);  // there is a block of keys for each of those that have channels of K, and a part in a row
+  // one block of keys for each warpgroup with channels of K, and one rotated part per row
+  static_assert(slices == BLOCKS && C.head_dim == PART);
   static constexpr int panel = C.head_dim;          // bytes of a row of Q
-  static constexpr int block_bytes = KEYS * SLICE;  // of a slice's codes of a block
+  static constexpr int block_bytes = KEYS * SLICE;  // codes of a slice of one block
   static constexpr int width = C.head_dim + ONES;
   static constexpr int threads = 128 * C.consumers;
 };
 
-// What a slice of V is to tell everyone.
+// Statistics of a slice of V, which are sent to all CTAs.
 struct ValueStats {
   float scale[SLICE], mean[SLICE];
-  uint32_t nonfinite[STEPS];  // a bit for each token whose key becomes NaN
+  uint32_t nonfinite[STEPS];  // one bit per token: its key becomes NaN
 };
 
-// A warpgroup's own.
+// Shared memory of one warpgroup.
 struct WarpgroupSmem {
-  LaneStatistics<__half> lanes;  // or bfloat16
+  LaneStatistics<__half> lanes;  // or of bfloat16, which have the same size
   alignas(16) float shift[SLICE], factor[SLICE];
   alignas(16) ValueStats stats;
-  float largest[4];  // of a warp's keys
+  float largest[4];  // largest magnitude of each warp's keys
   float row_scale[ROWS];
   int row_end[ROWS];
 };
@@ -57,15 +61,15 @@ struct alignas(1024) FusedSmallStorage {
   WarpgroupSmem warpgroups[C.consumers];
   alignas(16) float channel_scale[C.head_dim], channel_mean[C.head_dim];
   alignas(16) uint32_t nonfinite[S::slices][STEPS];
-  alignas(16) float4 key_mean[C.head_dim / 4];  // before it is rotated
-  uint4 k_largest[BLOCKS];                      // the first is a float
+  alignas(16) float4 key_mean[C.head_dim / 4];  // before the rotation
+  uint4 k_largest[BLOCKS];                      // .x has the bits of a float
   uint64_t stats_full, means_full, largest_full, k_full[BLOCKS], v_full[BLOCKS];
 };
 
-// Which slice of K or V a warpgroup has, and which block of K it quantizes; which tiles it attends for.
+// A warpgroup's slice of K or V, and for K the block that it quantizes. Its number selects its tile of queries.
 template <FusedSmallConfig C>
 struct Part {
-  int rank, warpgroup, pair, split, slice;  // of keys the slice's number is that of their block, too
+  int rank, warpgroup, pair, split, slice;  // for K, `slice` is also the index of the block
   bool of_keys;
 
   __device__ explicit Part(const Params& p) : rank(ptx::cluster_rank()), warpgroup(__shfl_sync(~0u, threadIdx.x / 128, 0)) {
@@ -77,14 +81,15 @@ struct Part {
 
   __device__ int number() const { return warpgroup * C.cluster + rank; }
 
-  // Of the CTA's warpgroups, how many quantize keys.
+  // Number of warpgroups of this CTA that quantize keys.
   __device__ int keys_here() const { return min(max((FusedSmallShape<C>::slices - rank + C.cluster - 1) / C.cluster, 0), C.consumers); }
 
-  // Whether one of them quantizes a block.
+  // Whether a warpgroup of this CTA quantizes the block.
   __device__ bool is_here(int block) const { return block % C.cluster == rank; }
 };
 
-// What lies here is written to the same place in another CTA, or is there.
+// Copies data to the same location in the CTA `peer`, where it completes on `barrier`. If `peer` is this CTA, the data
+// is there already, and this only arrives.
 __device__ inline void dsmem_copy(int rank, int peer, const void* data, int bytes, uint64_t* barrier) {
   const uint32_t from = ptx::shared_address(data), full = ptx::shared_address(barrier);
   if (peer == rank)
@@ -93,16 +98,16 @@ __device__ inline void dsmem_copy(int rank, int peer, const void* data, int byte
     ptx::bulk_copy(ptx::address_in(peer, from), from, bytes, ptx::address_in(peer, full));
 }
 
-// The lane of a thread of those that have channels of keys.
+// The lane of a thread in a warpgroup with channels of K.
 __device__ inline int lane_of_keys() { return threadIdx.x % 128 / 4; }
 
-// Of those that quantize values: keys that lie together in V's order are those of one warp.
+// The lane of a thread in a warpgroup with channels of V. Keys that are adjacent in V's order belong to one warp.
 __device__ inline int lane_of_values() {
   const int thread = threadIdx.x % 128 / 4;
   return thread & 3 | (thread & 4) << 1 | (thread & 24) >> 1 & 4 | (thread & 16);
 }
 
-// Everyone hears the mean of a slice of K.
+// Computes the mean of a slice of K, and sends it to all CTAs.
 template <FusedSmallConfig C, typename T>
 __device__ void measure_keys(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, Slice<T>& keys) {
   WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
@@ -117,20 +122,20 @@ __device__ void measure_keys(const Params& p, FusedSmallStorage<C>& shared, cons
   if (quad < QUADS) dsmem_store(thread % C.cluster, &shared.key_mean[part.slice * QUADS + quad], reinterpret_cast<const uint4*>(own.shift)[quad], &shared.means_full);
 }
 
-// A block of K, of which a quad of lanes has four keys, one of its lanes four channels of every quarter.
+// A block of K. A quad of lanes has four keys, and each lane four channels of every quarter of these keys.
 template <typename T>
 struct KeyBlock {
-  static constexpr int pairs = KEYS / 4 / 16;  // of keys, a thread's
+  static constexpr int pairs = KEYS / 4 / 16;  // pairs of keys per thread
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
   int first, length;
   uint2 raw[pairs][QUARTERS][2];
 
-  // Its number in the block.
+  // Index of a key in the block.
   __device__ int key(int pair, int i) const { return 32 * warp + 16 * pair + 8 * i + lane / 4; }
 
   __device__ bool exists(int pair, int i) const { return first + key(pair, i) < length; }
 
-  // Zeros behind the end.
+  // Loads the block. Keys beyond the end are zero.
   __device__ KeyBlock(const T* head, int64_t stride, int block, int its_length) : first(block * KEYS), length(its_length) {
 #pragma unroll
     for (int pair = 0; pair < pairs; ++pair) {
@@ -144,7 +149,8 @@ struct KeyBlock {
     }
   }
 
-  // Rotated and without their mean, the largest magnitude of keys that exist, of the warp. What isn't finite becomes NaN.
+  // y: the keys, rotated, minus the mean. Returns the largest magnitude of the warp's keys that exist. Non-finite
+  // elements become NaN.
   __device__ float rotate(float (&y)[pairs][QUARTERS][2][4], const float4 (&mean)[QUARTERS]) {
     const KeyRotation<T, false> rotation(threadIdx.x);
     float largest;
@@ -161,7 +167,8 @@ struct KeyBlock {
         for (int i = 0; i < 2 * QUARTERS; ++i) {
           float(&row)[4] = y[pair][i / 2][i % 2];
           centre(row, mean[i / 2]);
-          const float of_row = fmaxf(fmaxf(fabsf(row[0]), fabsf(row[1])), fmaxf(fabsf(row[2]), fabsf(row[3])));  // NaN isn't larger than anything
+          // fmaxf ignores NaN
+          const float of_row = fmaxf(fmaxf(fabsf(row[0]), fabsf(row[1])), fmaxf(fabsf(row[2]), fabsf(row[3])));
           if (exists(pair, i % 2)) largest = fmaxf(largest, of_row);
         }
       }
@@ -176,7 +183,7 @@ struct KeyBlock {
   }
 };
 
-// K's mean, which every warp makes for itself: a thread's channels.
+// K's rotated mean, for the channels of this thread. Every warp computes it redundantly.
 template <FusedSmallConfig C>
 __device__ void finish_means(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, float4 (&mean)[QUARTERS]) {
   const int lane = threadIdx.x % 32;
@@ -189,7 +196,7 @@ __device__ void finish_means(const Params& p, FusedSmallStorage<C>& shared, cons
   }
 }
 
-// The block of K of the slice's number; everyone hears its largest magnitude.
+// Quantizes block part.slice of K. Sends its largest magnitude to all CTAs, and copies the codes to them.
 template <FusedSmallConfig C, typename T>
 __device__ void quantize_keys(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, KeyBlock<T>& keys, int blocks) {
   using S = FusedSmallShape<C>;
@@ -225,7 +232,7 @@ __device__ void quantize_keys(const Params& p, FusedSmallStorage<C>& shared, con
   if (block < blocks && thread < C.cluster) dsmem_copy(part.rank, thread, shared.k[block], sizeof(shared.k[block]), &shared.k_full[block]);
 }
 
-// A slice of V, and what everyone is to know of it.
+// Quantizes a slice of V. Sends its statistics to all CTAs, and copies the codes to them.
 template <FusedSmallConfig C, typename T>
 __device__ void quantize_values(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, Slice<T>& values, int blocks) {
   using S = FusedSmallShape<C>;
@@ -255,7 +262,7 @@ __device__ void quantize_values(const Params& p, FusedSmallStorage<C>& shared, c
     dsmem_store(thread % C.cluster, static_cast<uint4*>(i < 4 ? to[0] : i < 8 ? to[1] : to[2]) + i % 4, reinterpret_cast<const uint4*>(&own.stats)[i], &shared.stats_full);
   }
 
-  // four tokens' codes of four channels become four channels' codes of four tokens
+  // transposes codes between four lanes: from four channels of one token to four tokens of one channel
   const bool odd = thread & 4, upper = thread & 16;
   const int row = part.slice * SLICE + values.quad * 4 + odd + 2 * upper, slot = (values.lane & 6) * 2;
 #pragma unroll
@@ -284,8 +291,8 @@ __device__ void start_scores(float (&s)[KEYS / 2], const uint8_t* q, const uint8
   ptx::wgmma_commit();
 }
 
-// Attention of 64 queries with all their keys; scores of the next block are in the making behind this block's P * V. A lane has the
-// scale of the block of its number, modulo BLOCKS.
+// Attention of 64 queries to all their keys. The next block's Q * K^T is issued behind this block's P * V. `k_scale` is
+// the scale of block lane % BLOCKS.
 template <FusedSmallConfig C>
 __device__ void attend(const Params& p, FusedSmallStorage<C>& shared, int warpgroup, const WarpgroupTile& wg_tile, float k_scale, float (&m)[2], float (&o)[FusedSmallShape<C>::width / 2]) {
   const Fragment f = Fragment::mine();
@@ -315,21 +322,21 @@ __device__ void attend(const Params& p, FusedSmallStorage<C>& shared, int warpgr
     softmax.step(s, factor, int_max_ok, probabilities, alpha);
     ptx::mbarrier_wait(&shared.v_full[n], 0);
     float fresh[FusedSmallShape<C>::width / 2];
-    start_values<FusedSmallShape<C>::width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[n])));
-    const int next = min(n + 1, wg_tile.seen - 1);  // the last block's scores twice: no branch around a wgmma
+    issue_pv<FusedSmallShape<C>::width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[n])));
+    const int next = min(n + 1, wg_tile.seen - 1);  // computes the last scores twice: no branch around wgmma
     start(next);
     prepare(next);
     ptx::wgmma_wait<1>();
     ptx::wgmma_touch(fresh);
-    promote(o, alpha, fresh);
+    rescale_and_add(o, alpha, fresh);
   }
   ptx::wgmma_wait<0>();
   ptx::wgmma_touch(s);
   m[0] = softmax.m[0], m[1] = softmax.m[1];
 }
 
-// Instance::config is the FusedSmallConfig. A grid of clusters: `splits` of them for each head of K and V, so many that every warpgroup has at
-// most one tile of queries.
+// Instance::config is the FusedSmallConfig. The grid has p.splits clusters for each head of K and V, so many that a
+// warpgroup has at most one tile of queries.
 template <class Instance, typename T>
 __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1) fused_small_forward(const __grid_constant__ Params p) {
   constexpr FusedSmallConfig C = Instance::config;
@@ -402,13 +409,13 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
   const WarpgroupTile wg_tile(p, visible, tile, 0);
   float m[2], o[S::width / 2] = {};
   if (attends) attend<C>(p, shared, part.warpgroup, wg_tile, k_scale, m, o);
-  // what comes to this CTA is read from the shared memory of others, which must not end before
+  // copies to this CTA read the shared memory of other CTAs, which must not exit before these copies are complete
 #pragma unroll 1
   for (int n = 0; n < blocks; ++n) ptx::mbarrier_wait(&shared.k_full[n], 0), ptx::mbarrier_wait(&shared.v_full[n], 0);
   ptx::cluster_arrive_relaxed();
   if (attends) {
     const Fragment f = Fragment::mine();
-    const float l[2] = {o[S::width / 2 - 4], o[S::width / 2 - 2]};  // sums of P stand behind the last channel
+    const float l[2] = {o[S::width / 2 - 4], o[S::width / 2 - 2]};  // row sums of P, behind the last channel
     Output(p, tile, tile.first_row, f, l).store<0, C.head_dim>(o, shared);
     store_lse(p, wg_tile, m, l, f);
   }

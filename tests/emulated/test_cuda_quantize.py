@@ -326,9 +326,9 @@ def test_reads_nothing_behind_its_tensors() -> None:
 SYNCS = {
     "the cluster is there": ("  ptx::cluster_wait();", "  "),
     "sums of the sample": ("  __syncthreads();\n  if (threadIdx.x >= 2 * words) return;", "  if (threadIdx.x >= 2 * words) return;"),
-    "the sample lay there": ("  __syncthreads();  // the sample lay there\n", ""),
+    "the sample lay there": ("  __syncthreads();  // `warps` overlaps `sampled`, which has been read\n", ""),
     "moments of all warps": ("  __syncthreads();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
-    "what there is to tell": ("  __syncthreads();\n}\n\n// V's mean and scale", "}\n\n// V's mean and scale"),
+    "what there is to tell": ("  __syncthreads();\n}\n\n// Mean and scale of one channel", "}\n\n// Mean and scale of one channel"),
     "facts": ("  ptx::mbarrier_wait(&shared.stats_full, 0);\n", ""),
     "shifts of all channels": ("coord, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "coord, threadIdx.x - CHANNELS);\n"),
     "values before keys": ("  __syncthreads();\n\n  const Keys<T> keys;", "  const Keys<T> keys;"),

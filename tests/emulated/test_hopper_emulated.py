@@ -252,48 +252,48 @@ def test_reads_nothing_behind_its_tensors() -> None:
 
 
 TIMING_MUTANTS = {
-    "keys not waited for": ("64, overlap", "hopper.cuh", "{ ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };", "{};"),
+    "keys not waited for": ("64, overlap", "hopper_mainloop.h", "{ ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };", "{};"),
     "values not waited for": (
         "64, overlap",
-        "hopper.cuh",
+        "hopper_mainloop.h",
         "if constexpr (!S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);",
         "",
     ),
     "values not waited for behind scores": (
         "64, four consumers",
-        "hopper.cuh",
+        "hopper_mainloop.h",
         "if constexpr (S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);",
         "",
     ),
-    "scores read while they are made": ("64, overlap", "hopper.cuh", "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);", ""),
+    "scores read while they are made": ("64, overlap", "hopper_mainloop.h", "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);", ""),
     "keys freed while scores are made": (
         "64, overlap",
-        "hopper.cuh",
+        "hopper_mainloop.h",
         "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::skips_blocks) free_keys();",
         "if constexpr (!S::skips_blocks) free_keys();\n      ptx::wgmma_wait<0>();",
     ),
     "outputs read while they are made": (
         "64, overlap",
-        "hopper.cuh",
-        "ptx::wgmma_wait<PENDING>();\n        ptx::wgmma_touch(fresh);\n        then();\n        promote(o, alpha, fresh);",
-        "then();\n        promote(o, alpha, fresh);\n        ptx::wgmma_wait<PENDING>();",
+        "hopper_mainloop.h",
+        "ptx::wgmma_wait<PENDING>();\n        ptx::wgmma_touch(fresh);\n        before_add();\n        rescale_and_add(o, alpha, fresh);",
+        "before_add();\n        rescale_and_add(o, alpha, fresh);\n        ptx::wgmma_wait<PENDING>();",
     ),
     "products of a warp on a way of its own": (
         "64, overlap",
-        "hopper.cuh",
-        "add_values(one, start_next, nothing);",
-        "if (threadIdx.x / 32 % 4 == 2) add_values(one, start_next, nothing);\n        else add_values(one, start_next, nothing);",
+        "hopper_mainloop.h",
+        "accumulate_pv(one, issue_next_qk, nothing);",
+        "if (threadIdx.x / 32 % 4 == 2) accumulate_pv(one, issue_next_qk, nothing);\n        else accumulate_pv(one, issue_next_qk, nothing);",
     ),
     "values freed while they are multiplied": (
         "64, overlap",
-        "hopper.cuh",
-        "meanwhile();\n        ptx::wgmma_wait<PENDING>();",
-        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);\n        meanwhile();\n        ptx::wgmma_wait<PENDING>();\n"
-        "        if (true) return promote(o, alpha, fresh);",
+        "hopper_mainloop.h",
+        "behind();\n        ptx::wgmma_wait<PENDING>();",
+        "if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);\n        behind();\n        ptx::wgmma_wait<PENDING>();\n"
+        "        if (true) return rescale_and_add(o, alpha, fresh);",
     ),
     "the next scale written after values are said to be there": (
         "64, four consumers",
-        "hopper.cuh",
+        "hopper_producer.h",
         "if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;\n"
         "      ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);",
         "ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);\n"
@@ -301,17 +301,18 @@ TIMING_MUTANTS = {
     ),
     "the next scale read where it may be another block's": (
         "64, four consumers",
-        "hopper.cuh",
-        "add_values(none, [&] { k_scale = read(shared.k_scale[ring.stage].next); }, [&] { prepare(k_scale); });\n        start_next();",
-        "add_values(none, nothing, nothing);\n        start_next();\n        prepare(read(shared.k_scale[ring.stage].next));",
+        "hopper_mainloop.h",
+        "accumulate_pv(none, [&] { k_scale = read(shared.k_scale[ring.stage].next); }, [&] { prepare(k_scale); });\n        issue_next_qk();",
+        "accumulate_pv(none, nothing, nothing);\n        issue_next_qk();\n        prepare(read(shared.k_scale[ring.stage].next));",
     ),
     "queries freed while scores are made": (
         "64, four consumers",
-        "hopper.cuh",
-        "attend(after);\n    bool nonfinite",
-        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    attend(after);\n    const bool elected = false;\n    bool nonfinite",
+        "hopper_mainloop.h",
+        "softmax_step(after);\n    bool nonfinite",
+        "if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);\n    softmax_step(after);\n"
+        "    const bool elected = false;\n    bool nonfinite",
     ),
-    "rows of the next tile too early": ("64, overlap", "hopper.cuh", "ptx::warpgroup_sync(1 + consumer);  // channels' are", "// channels' are"),
+    "rows of the next tile too early": ("64, overlap", "hopper_mainloop.h", "ptx::warpgroup_sync(1 + consumer);  // channels'", "// channels'"),
     "an output stored before it is written": (
         "64, overlap",
         "tile/staged_output.h",
@@ -322,14 +323,14 @@ TIMING_MUTANTS = {
     "ones that engines don't see": ("int8 64, overlap", "hopper.cuh", "ptx::fence_proxy_async();\n  __syncthreads();", "__syncthreads();"),
     "queries that engines don't see": (
         "plain queries 64",
-        "hopper.cuh",
+        "hopper_mainloop.h",
         "queries.template quantize<T>(scales.row_scale, store);\n      ptx::fence_proxy_async();",
         "queries.template quantize<T>(scales.row_scale, store);",
     ),
     "an output written over while it is stored": ("192", "tile/staged_output.h", "box == 0 && !evenly", "false"),
     "bits freed before they are read": (
         "masked 64",
-        "hopper.cuh",
+        "hopper_mainloop.h",
         "if (kv_block.hides(consumer)) shared.side",
         "free_keys();\n        if (kv_block.hides(consumer)) shared.side",
     ),
@@ -345,11 +346,16 @@ TIMING_MUTANTS = {
 WIDE_MUTANTS = {
     "parts added while they are made": ("int8 192", "tile/attend.h", "wgmma_wait<I == last ? 0 : 1>", "wgmma_wait<I == last ? 0 : 2>"),
     "values of the part before": ("int8 192", "tile/attend.h", "(I + 2) * VALUE_PART, KEYS", "(I + 1) * VALUE_PART, KEYS"),
-    "sums of the part before": ("int8 192", "tile/attend.h", "promote<I * VALUE_PART / 2>", "promote<(I > 0 ? I - 1 : I) * VALUE_PART / 2>"),
+    "sums of the part before": (
+        "int8 192",
+        "tile/attend.h",
+        "rescale_and_add<I * VALUE_PART / 2>",
+        "rescale_and_add<(I > 0 ? I - 1 : I) * VALUE_PART / 2>",
+    ),
     "the last keys taken for all of a block": (
         "int8 192",
-        "hopper.cuh",
-        "!has_nonfinite_key && kv_block.index < share.whole)",
+        "hopper_mainloop.h",
+        "!has_nonfinite_key && kv_block.index < wg_tile.whole)",
         "!has_nonfinite_key)",
     ),
 }

@@ -1,4 +1,4 @@
-"""The CUDA kernels' mutants: what stands in their sources, and what it is broken into."""
+"""Mutants of the CUDA kernels: a text in their sources, and its replacement."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ MUTANTS = {
     "stale maximum": STALE,
     "m never falls": ("tile/softmax.h", "* factor[r];", "* factor[r], m_new[r] = fmaxf(m_new[r], m[r]);"),
     "m falls below zero": ("tile/softmax.h", "__vimax3_s32(bits(0), bits(1), 0)", "max(bits(0), bits(1))"),
-    "wrong scale": ("hopper.cuh", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
-    "scale of another block": ("hopper.cuh", "scale_at(k_scale += (after - n) * scale_step)", "scale_at(k_scale)"),
-    "scale of the block before": ("hopper.cuh", "read(shared.k_scale[ring.stage].next)", "read(shared.k_scale[ring.stage].own)"),
-    "scale of another row": ("hopper.cuh", "scales.row_scale[f.row + 8 * r]", "scales.row_scale[f.row]"),
+    "wrong scale": ("hopper_mainloop.h", "(by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale)", "1.0f"),
+    "scale of another block": ("hopper_producer.h", "scale_at(k_scale += (after - n) * scale_step)", "scale_at(k_scale)"),
+    "scale of the block before": ("hopper_mainloop.h", "read(shared.k_scale[ring.stage].next)", "read(shared.k_scale[ring.stage].own)"),
+    "scale of another row": ("hopper_mainloop.h", "scales.row_scale[f.row + 8 * r]", "scales.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
     "sums of the wrong ones": ("hopper.cuh", "0x38383838", "0x38383839"),
     "output in the wrong place": ("tile/staged_output.h", "(2 * j + lane % 4 / 2) ^ row % 8", "(2 * j + lane % 4 / 2) ^ row % 4"),
     "mean of the wrong channel": ("tile/staged_output.h", "fmaf(b * inverse[r], scale.y, mean.y)", "fmaf(b * inverse[r], scale.y, mean.x)"),
 }
-"""Of the Hopper kernel: file, what stands there, what it is broken into."""
+"""Mutants of the Hopper kernel: file, text in it, replacement."""
 
 
 SPLIT, NATIVE, SPECIALISED, FUSED, SCALAR, WMMA = (
@@ -88,7 +88,7 @@ RUNG_MUTANTS = {
     "a part's sum": (SPLIT, "tile/softmax.h", "fmaf(sum, mine, their_sum * theirs)", "sum * mine"),
     "values of another part": (SPLIT, "tile/fused.h", "0, first_key / 16 * (", "0, 0 * ("),
 }
-"""Of the portable kernel: the rung that shows it, and the same."""
+"""Mutants of the portable kernel: the rung that detects it, then file, text and replacement."""
 
 
 FUSED_SMALL = "fused_small"
@@ -117,7 +117,7 @@ FUSED_SMALL_MUTANTS = {
     "queries not divided as keys are": (FUSED_SMALL, "tile/quantize.h", "restores * PART", "restores"),
     "signs of other channels": (FUSED_SMALL, "tile/rotate.h", "uint32_t(SIGNS >> from) ^ parity(to", "parity(to"),
 }
-"""Of the kernel that quantizes, likewise."""
+"""Mutants of the kernel that also quantizes: the kernel, then file, text and replacement."""
 
 
 INT8 = "int8"
@@ -135,39 +135,39 @@ INT8_MUTANTS = {
     ),
     "a largest sum below the start": ("tile/subnormal_softmax.h", "shfl_xor_sync(~0u, largest, 2), least)", "shfl_xor_sync(~0u, largest, 2), 0)"),
     "a sum that isn't its row's": ("tile/subnormal_softmax.h", "peak[r] = __int_as_float(top);", "peak[r] = __int_as_float(top - 4096);"),
-    "a mark taken for a sign": ("hopper.cuh", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
-    "keys that aren't finite forgotten": ("hopper.cuh", "if (nonfinite >= row_end[f.row + 8 * r]) continue;", "continue;"),
+    "a mark taken for a sign": ("hopper_mainloop.h", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
+    "keys that aren't finite forgotten": ("hopper_mainloop.h", "if (nonfinite >= row_end[f.row + 8 * r]) continue;", "continue;"),
     "the key before": ("tile/nonfinite.h", "return start + i + __ffs(nonfinite) - 1;", "return start + i + __ffs(nonfinite) - 2;"),
-    "queries that aren't finite forgotten": ("hopper.cuh", "r), nonfinite[r]);", "r), false);"),
+    "queries that aren't finite forgotten": ("hopper_mainloop.h", "r), nonfinite[r]);", "r), false);"),
 }
-"""Of the Hopper kernel on int8."""
+"""Mutants of the Hopper kernel for int8."""
 
 
 READY = "ready"
 
 
 READY_MUTANTS = {
-    "keys that aren't there yet": ("hopper.cuh", "if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);", ""),
-    "keys of another head": ("hopper.cuh", "tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas", "0 * tile.batch) < p.ready_ctas"),
-    "a part of the keys": ("hopper.cuh", "< p.ready_ctas", "< p.ready_ctas - 1"),
+    "keys that aren't there yet": ("hopper_producer.h", "if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);", ""),
+    "keys of another head": ("hopper_producer.h", "tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas", "0 * tile.batch) < p.ready_ctas"),
+    "a part of the keys": ("hopper_producer.h", "< p.ready_ctas", "< p.ready_ctas - 1"),
 }
-"""Of attention that begins while keys and values are still being quantized."""
+"""Mutants of attention that starts while keys and values are still being quantized."""
 
 
 GENERAL = "general"
 
 
 GENERAL_MUTANTS = {
-    "mean of queries forgotten": ("hopper.cuh", "if (p.bias != nullptr) keys.add_bias(", "if (false) keys.add_bias("),
+    "mean of queries forgotten": ("hopper_mainloop.h", "if (p.bias != nullptr) keys.add_bias(", "if (false) keys.add_bias("),
     "mean of other queries": ("tile/key_metadata.h", "tile.head, row) + start", "tile.head, tile.first_row) + start"),
     "means of the next key": ("tile/key_metadata.h", "factor[r], pair.y)", "factor[r], pair.x)"),
     "means without the softmax scale": ("tile/key_metadata.h", "factor[0] = factor[1] = unit;", "factor[0] = factor[1] = 1.0f;"),
-    "means times the scale twice": ("hopper.cuh", "!C.general || p.bias != nullptr ? 1.0f : p.score_scale", "p.score_scale"),
-    "keys' own scales forgotten": ("hopper.cuh", "if (by_key) keys.scale_scores(s, f);", ""),
+    "means times the scale twice": ("hopper_mainloop.h", "!C.general || p.bias != nullptr ? 1.0f : p.score_scale", "p.score_scale"),
+    "keys' own scales forgotten": ("hopper_mainloop.h", "if (by_key) keys.scale_scores(s, f);", ""),
     "scales of the next key": ("tile/key_metadata.h", "*= pair.y;", "*= pair.x;"),
     "scales of other keys": ("tile/key_metadata.h", "at + (start + i) * p.k_scale_strides[2]", "at + i * p.k_scale_strides[2]"),
 }
-"""Of the Hopper kernel's general instances on smoothed queries and keys with scales of their own."""
+"""Mutants of the Hopper kernel's general instances, for smoothed queries and for one scale per key."""
 
 
 MASKED = "masked"
@@ -179,11 +179,11 @@ MASKED_MUTANTS = {
     "what others are shown": ("tile/kv_blocks.h", "mask >> BLOCK_MASK_BITS * consumer;", "mask;"),
     "bits that others are shown": ("tile/key_metadata.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
     "blocks left out that show something": ("tile/kv_blocks.h", "mask_ != 0", "(mask_ & 15) != 0"),
-    "scale of a block that is left out": ("hopper.cuh", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
-    "values of a block that is left out": ("hopper.cuh", "&shared.v_full[stage], n * KEYS,", "&shared.v_full[stage], (after - 1) * KEYS,"),
+    "scale of a block that is left out": ("hopper_producer.h", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
+    "values of a block that is left out": ("hopper_producer.h", "&shared.v_full[stage], n * KEYS,", "&shared.v_full[stage], (after - 1) * KEYS,"),
     "all is shown": ("block_mask.cuh", "hides |= exists && !visible", "hides |= false"),
 }
-"""Of the Hopper kernel's instances for boolean masks."""
+"""Mutants of the Hopper kernel's instances for boolean masks."""
 
 
 ADDED = "added"
@@ -195,7 +195,7 @@ ADDED_MUTANTS = {
     "chunks where they would lie unswizzled": ("tile/added_mask.h", "(chunk ^ row % 8)", "chunk"),
     "numbers of other keys": ("tile/added_mask.h", "2 * (kv_block.index * KEYS + i * SLOT_KEYS)", "2 * i * SLOT_KEYS"),
     "numbers of other queries": ("tile/added_mask.h", "row = tile.first_row + consumer * ROWS;", "row = tile.first_row;"),
-    "numbers taken for exponents": ("hopper.cuh", "factor[0] = factor[1] = LOG2E;", "factor[0] = factor[1] = 1.0f;"),
+    "numbers taken for exponents": ("hopper_mainloop.h", "factor[0] = factor[1] = LOG2E;", "factor[0] = factor[1] = 1.0f;"),
     "what is added isn't seen": ("block_mask.cuh", "adds |= exists && visible && value != 0.0f", "adds |= false"),
     "the next key's from memory": ("tile/added_mask.h", "mask_value(two.of[i])", "mask_value(two.of[0])"),
     "any others from memory": ("tile/added_mask.h", "key < row.keys ? row.at[key * apart]", "key < row.keys ? row.at[0]"),
@@ -211,7 +211,7 @@ ADDED_MUTANTS = {
         "any_large(m)) scale_by_row(factor, s);",
     ),
 }
-"""Of the Hopper kernel's instances for masks that are added."""
+"""Mutants of the Hopper kernel's instances for masks that are added to scores."""
 
 
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}

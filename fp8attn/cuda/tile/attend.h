@@ -12,7 +12,7 @@ constexpr int ONES = 8;  // channels of ones behind V's
 
 // Issues P * V into a fresh accumulator, for so many channels: rows of KEYS bytes each.
 template <int CHANNELS>
-__device__ void start_values(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {
+__device__ void issue_pv(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {
   ptx::wgmma_fence();
   ptx::Wgmma<CHANNELS>::template run<false>(fresh, p[0], v);
 #pragma unroll
@@ -23,14 +23,14 @@ __device__ void start_values(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[K
 // The running float32 output of a thread's two rows. Two-level accumulation: what the tensor core adds up of one key block comes in
 // by the multiply-add that rescales.
 template <int N>
-__device__ void promote(float (&o)[N], const float (&alpha)[2], const float (&fresh)[N]) {
+__device__ void rescale_and_add(float (&o)[N], const float (&alpha)[2], const float (&fresh)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) o[i] = fmaf(o[i], alpha[i / 2 % 2], fresh[i]);
 }
 
 // The same from element FROM on of an output that lies in two arrays.
 template <int FROM, int FIRST, int SECOND, int N>
-__device__ void promote(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const float (&fresh)[N]) {
+__device__ void rescale_and_add(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const float (&fresh)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     float& to = FROM + i < FIRST ? o[(FROM + i) % FIRST] : o_second[(FROM + i - FIRST) % SECOND];
@@ -48,14 +48,14 @@ __device__ void add_parts(float (&o)[FIRST], float (&o_second)[SECOND], const fl
   constexpr int CHANNELS = 2 * (FIRST + SECOND), last = CHANNELS / VALUE_PART - 1;
   ptx::wgmma_wait<I == last ? 0 : 1>();
   ptx::wgmma_touch(fresh);
-  promote<I * VALUE_PART / 2>(o, o_second, alpha, fresh);
+  rescale_and_add<I * VALUE_PART / 2>(o, o_second, alpha, fresh);
   const uint64_t after = ptx::operand_of(v, (I + 2) * VALUE_PART, KEYS);
   if constexpr (I + 2 < last) {
-    start_values<VALUE_PART>(fresh, p, after);
+    issue_pv<VALUE_PART>(fresh, p, after);
     add_parts<I + 1>(o, o_second, alpha, p, v, next, fresh);
   } else if constexpr (I + 2 == last) {
     float widest[(CHANNELS - last * VALUE_PART) / 2];
-    start_values<CHANNELS - last * VALUE_PART>(widest, p, after);
+    issue_pv<CHANNELS - last * VALUE_PART>(widest, p, after);
     add_parts<I + 1>(o, o_second, alpha, p, v, next, widest);
   } else if constexpr (I + 1 == last) {
     add_parts<I + 1>(o, o_second, alpha, p, v, next, next);
@@ -65,8 +65,8 @@ __device__ void add_parts(float (&o)[FIRST], float (&o_second)[SECOND], const fl
 template <int FIRST, int SECOND>
 __device__ void add_in_parts(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {
   float fresh[VALUE_PART / 2], next[VALUE_PART / 2];
-  start_values<VALUE_PART>(fresh, p, v);
-  start_values<VALUE_PART>(next, p, ptx::operand_of(v, VALUE_PART, KEYS));
+  issue_pv<VALUE_PART>(fresh, p, v);
+  issue_pv<VALUE_PART>(next, p, ptx::operand_of(v, VALUE_PART, KEYS));
   add_parts<0>(o, o_second, alpha, p, v, fresh, next);
 }
 

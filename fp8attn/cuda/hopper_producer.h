@@ -1,0 +1,123 @@
+// The Hopper kernel's producer: one thread issues TMA loads of Q, K and V; a second warp loads metadata of keys.
+#pragma once
+
+#include "hopper_storage.h"
+#include "ptx/cp_async.h"
+#include "ptx/flag.h"
+#include "ptx/grid.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+
+namespace fp8attn {
+
+// Returns once a tile's keys and values are there, for this thread and its copies.
+__device__ inline void wait_until_ready(const Params& p, const Tile& tile) {
+  while (ptx::load_acquire(p.ready + tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas) {}
+  ptx::fence_proxy_async_all();
+}
+
+// All blocks of a tile, for calls without a mask.
+struct DenseKvBlocks {
+  int begin;
+
+  __device__ int first() const { return begin; }
+  __device__ int next(int block) const { return block; }
+};
+
+// One thread: queries of every tile and its blocks of K and V, in the order the consumers want them. Where a mask may hide some its warp, which finds out
+// which ones it doesn't.
+template <HopperConfig C>
+__device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
+  using S = Shape<C>;
+  const bool elected = !S::skips_blocks || threadIdx.x == 0;
+  const Visible visible(p);
+  ptx::tma_prefetch(p.q_map);
+  ptx::tma_prefetch(p.k_map);
+  ptx::tma_prefetch(p.v_map);
+  ptx::tma_prefetch(p.out_map);
+  const int64_t scale_step = p.k_group == KEYS ? p.k_scale_strides[2] : 0;  // scales of single keys are the consumers' to read
+  Ring<C.stages> ring;
+  // a barrier is told of its bytes once they are on their way and what else it stands for is written
+  for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
+    const std::conditional_t<S::skips_blocks, const Tile&, Tile> tile = shared.tiles[round % TILES];  // where registers are scarce it stays there
+    for (int c = 0; c < C.consumers; ++c) {
+      ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);  // and consumers are no more than a round behind, which read tiles
+      if (C.fuse_q_quant || !elected) continue;
+      for (int i = 0; i < S::panels; ++i)
+        ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
+      ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
+    }
+    if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);
+    const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(shared.tiles[round % TILES]);
+    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
+    const auto scale_at = [](const float* at) { return C.fuse_q_quant ? __ldcg(at) : *at; };  // what this SM has near may be of before it was written
+    auto kv_blocks = [&] {
+      if constexpr (S::skips_blocks)
+        return KvBlockIterator<C.consumers>(p, tile, blocks);
+      else
+        return DenseKvBlocks{begin};
+    }();
+    int n = kv_blocks.first(), after;
+    KvBlock kv_block;
+    const float unit = C.general ? 1.0f : p.score_scale;
+    float next_scale = scale_at(k_scale += (n - begin) * scale_step);
+    for (; n < blocks; n = after, ring.advance()) {
+      const int stage = ring.stage;
+      if constexpr (S::skips_blocks) kv_block = {n, 0, kv_blocks.mask(n)};
+      after = kv_blocks.next(n + 1);
+      if (!elected) continue;
+      const float scale = next_scale;
+      if (after < blocks) next_scale = scale_at(k_scale += (after - n) * scale_step);
+      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+      if constexpr (S::skips_blocks) {
+        kv_block.next = after;
+        shared.side.keys[stage].kv_block = kv_block;
+        if (after == blocks) write_next_work_tile<C>(shared, schedule, round);  // before K is there, for who brings the rest
+      }
+      for (int i = 0; i < S::panels; ++i)
+        ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
+      shared.k_scale[stage].own = unit * scale;
+      ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
+      ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
+      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
+      if (!S::skips_blocks && after == blocks) write_next_work_tile<C>(shared, schedule, round);
+      if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;
+      ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
+    }
+    if constexpr (S::skips_blocks) __syncwarp();  // who hasn't may read the next tile
+    const Tile next = shared.tiles[(round + 1) % TILES];
+    for (int i = 0; C.fuse_q_quant && elected && next.exists() && i < 2 * S::panels * C.consumers; ++i)
+      ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
+  }
+  if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();  // who comes next counts on that they have ended
+}
+
+// Another warp of the producer's, where there is something of single keys: a thread brings it for each consumer, all of them scales.
+template <HopperConfig C>
+__device__ void load_key_metadata(const Params& p, SharedStorage<C>& shared) {
+  const int lane = threadIdx.x % 32;
+  const Visible visible(p);
+  Ring<C.stages> ring;
+  typename SharedStorage<C>::Added::Slot added;  // the lane's consumer's
+  for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
+    const Tile& tile = shared.tiles[round % TILES];
+    const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]);
+    KvBlockIterator<C.consumers> kv_blocks(p, tile, blocks);
+    for (int n = kv_blocks.first(); n < blocks; ring.advance()) {
+      const KvBlock kv_block = {n, 0, kv_blocks.mask(n)};
+      n = kv_blocks.next(n + 1);
+      const int stage = ring.stage;
+      uint64_t* full = &shared.k_full[stage];
+      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+      auto& keys = shared.side.keys[stage];
+      if (lane < C.consumers) ptx::mbarrier_expect(full, keys.load(p, tile, kv_block, lane, full));
+      if constexpr (C.general) {
+        if (p.k_group == 1) keys.load_scales(p, tile, kv_block.index * KEYS, full);
+      }
+      if (lane < C.consumers) shared.added.load(p, tile, kv_block, lane, added);
+      if (n == blocks) ptx::mbarrier_wait(full, ring.phase);  // then the next tile is known
+    }
+  }
+}
+
+}  // namespace fp8attn

@@ -1,0 +1,129 @@
+// Shared memory of the Hopper kernel, and what follows from its config.
+#pragma once
+
+#include <type_traits>
+
+#include "config.h"
+#include "params.h"
+#include "ptx/wgmma.h"
+#include "tile/added_mask.h"
+#include "tile/attend.h"
+#include "tile/key_metadata.h"
+#include "tile/mask.h"
+#include "tile/schedule.h"
+#include "tile/staged_output.h"
+#include "tile/stream_k.h"
+#include "tile/subnormal_softmax.h"
+#include "tile/tile_scales.h"
+
+namespace fp8attn {
+
+constexpr int TILES = 4;
+
+template <HopperConfig C>
+struct Shape {
+  using Score = std::conditional_t<C.int8, int32_t, float>;  // of Q * K^T
+  using ScoreProduct = std::conditional_t<C.int8, ptx::WgmmaInt8<KEYS>, ptx::Wgmma<KEYS>>;
+  using StartProduct = std::conditional_t<C.int8, ptx::WgmmaUint8<KEYS>, void>;  // of what scores' sums start at
+  // bytes of a row in one panel of Q and K: what a swizzle spans
+  static constexpr int panel = C.head_dim % 128 == 0 ? 128 : C.head_dim % 64 == 0 ? 64 : 32;
+  static constexpr int panels = C.head_dim / panel;
+  // P * V goes in two parts where one fresh accumulator would be too large
+  static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;
+  static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
+  // Or in more parts, one of which is added while the next is in the making: what int8's softmax takes longer at two consumers of so many channels is
+  // made up for; e4m3's is level, and with three consumers of 128 channels 4 to 7 % slower.
+  static constexpr bool adds_in_parts = C.int8 && second > 0 && !C.general && !C.masked;
+  static constexpr int threads = 128 * (C.consumers + 1);
+  static constexpr bool skips_blocks = C.general || C.masked;  // those blocks alone in which a mask shows something
+  // Whether blocks out of the ordinary have a way of their own, so that all others meet one branch: 1 to 3 % of int8's time at 128 channels, which has
+  // more of them than e4m3; nothing at 64, and e4m3 is 2 to 4 % slower for it.
+  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !skips_blocks;
+  // Whether values are waited for behind scores' wgmma, in whose shadow nobody sees it, and not once P is there: 1 to 3 %, of int8 up to 6 with few
+  // consumers; with overlap e4m3 is up to 7 % slower for it, in two parts 2 %, and int8 above 128 channels up to 5 %.
+  static constexpr bool values_first = !skips_blocks && (C.int8 ? C.head_dim <= 128 : !C.overlap && second == 0);
+  // Whether Q's descriptors are made of one that stays, which ptxas else makes again for every block of int8: 2 % at 64 channels, with values first. For
+  // e4m3's it has room, and with masks it would spill.
+  static constexpr bool has_first_panel = C.int8 && values_first;
+  // Whether a block's softmax is prepared behind its scores' wgmma, all but the first of which ptxas issues after that; or else before, while sums are
+  // added, with a scale that has come with the values of the block before: 1 to 2 % faster, but 2 % slower in two parts.
+  static constexpr bool prepares_late = C.overlap || second > 0 || skips_blocks;
+  static constexpr int producer_registers = skips_blocks ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;  // what is left
+  static constexpr int tile_rows = C.consumers * ROWS;
+  static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
+  static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
+  static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;      // of ones; by moves where issue slots aren't what is short
+  static_assert(!start_by_product || start == START_STEP);
+  static constexpr int largest = C.general ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
+  using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
+  // whether CTAs may share tiles; where registers are scarcest it would spill, and tiles of more than 128 channels gain nothing that pays for int8's spills
+  static constexpr bool stream_k = !skips_blocks && C.consumers < 4 && !(C.int8 && second > 0);
+  static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
+};
+
+struct Ones {
+  alignas(16) uint8_t ones[128];  // all bits of them
+};
+
+struct OnesAndWorkTiles : Ones {
+  WorkTiles work_tiles;
+};
+
+template <class Metadata, int STAGES>
+struct OnesAndKeys : Ones {
+  Metadata keys[STAGES];
+};
+
+// Of a stage's block, which comes with its keys, and of the next one, which comes with its values. As far from the next stage's as a barrier, so that one
+// address is both's.
+struct alignas(sizeof(uint64_t)) BlockScales {
+  float own, next;
+};
+
+template <HopperConfig C>
+struct alignas(1024) SharedStorage {
+  using Added = AddedMask<C.consumers, C.added && C.head_dim <= 128 ? 2 : 0>;
+
+  uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
+  uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
+  uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
+  // not last: compute-sanitizer takes the product of ones, which reads 128 bytes again and again, for one of as many as a product can have
+  std::conditional_t<Shape<C>::skips_blocks, OnesAndKeys<std::conditional_t<C.general, KeyMetadata<C.consumers>, MaskBits<C.consumers>>, C.stages>, OnesAndWorkTiles>
+      side;
+  [[no_unique_address]] Added added;
+  OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
+  TileScales<C.value_dim> scales[C.consumers];
+  WorkTile tiles[TILES];  // of this round and the next; consumers may be two rounds apart
+  BlockScales k_scale[C.stages];
+  uint64_t q_full[C.consumers], q_empty[C.consumers];
+  uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
+};
+
+// Where the blocks of a work_tile end.
+template <HopperConfig C>
+__device__ int end_of(const WorkTile& work_tile) {
+  return Shape<C>::stream_k ? work_tile.end : ALL_BLOCKS;
+}
+
+template <HopperConfig C>
+__device__ int begin_of(const WorkTile& work_tile) {
+  return Shape<C>::stream_k ? work_tile.begin : 0;
+}
+
+// The block behind the last that is loaded of a work_tile of a tile: for the last of its rows.
+template <HopperConfig C>
+__device__ int loaded_end(const Visible& visible, const Tile& tile, const WorkTile& work_tile) {
+  return min(visible.blocks(tile.first_row + Shape<C>::tile_rows - 1), end_of<C>(work_tile));
+}
+
+// What the CTA does after `round`; first after -1.
+template <HopperConfig C>
+__device__ void write_next_work_tile(SharedStorage<C>& shared, const Schedule& schedule, int round) {
+  WorkTile& next = shared.tiles[(round + 1) % TILES];
+  if constexpr (Shape<C>::stream_k)
+    shared.side.work_tiles.write_next(next, schedule, round);
+  else
+    static_cast<Tile&>(next) = schedule.at(round < 0 ? blockIdx.x : schedule.after(round));
+}
+
+}  // namespace fp8attn
