@@ -1,5 +1,5 @@
-// Masks of the Hopper kernel, before it runs: as bits, and which blocks show nothing, or all of their keys. The same idea as
-// FlexAttention's BlockMask (arXiv:2412.05496), of any mask.
+// Preprocesses a mask for the Hopper kernel: into one bit per query and key, and into flags of every block.
+// FlexAttention's BlockMask (arXiv:2412.05496), for any mask.
 #pragma once
 
 #include "block_mask.h"
@@ -8,15 +8,15 @@
 
 namespace fp8attn {
 
-constexpr int READERS = 4;   // warps of a CTA, each with a block of keys and a group of rows
-constexpr int FUSED_RECIPES = 16;  // rows of which a warp has the mask in flight
+constexpr int READERS = 4;   // warps of a CTA, each with one block of keys and one group of rows
+constexpr int ROWS_IN_FLIGHT = 16;  // rows of the mask that a warp has in flight
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
   T of[4];
 };
 
-// A lane's four keys of a row. CAREFUL: some may not exist, and they lie anywhere.
+// Loads a lane's four keys of one row. CAREFUL: keys may not exist, and may have any stride and alignment.
 template <bool CAREFUL, typename T>
 __device__ Four<T> load_four(const T* at, int64_t step, int exist) {
   if constexpr (!CAREFUL) return *reinterpret_cast<const Four<T>*>(at);
@@ -27,21 +27,22 @@ __device__ Four<T> load_four(const T* at, int64_t step, int exist) {
   return four;
 }
 
-// All rows of a group and the keys of a block, from `mask` on, a warp. Returns what of `BlockMask` it does.
+// Called by a warp: reads the mask of one group of rows and one block of keys, from `mask` on. Writes its bits, and
+// returns its BlockMask flags.
 template <bool CAREFUL, typename T>
 __device__ uint32_t read_block(const Params& p, const T* mask, int rows, int keys, uint32_t* bits) {
   const int lane = threadIdx.x % 32, exist = keys - 4 * lane;
   bool shows = false, hides = false, adds = false;
   mask += 4 * lane * p.mask_strides[3];
 #pragma unroll 1
-  for (int first = 0; first < p.mask_rows; first += FUSED_RECIPES) {
-    Four<T> values[FUSED_RECIPES];
+  for (int first = 0; first < p.mask_rows; first += ROWS_IN_FLIGHT) {
+    Four<T> values[ROWS_IN_FLIGHT];
 #pragma unroll
-    for (int i = 0; i < FUSED_RECIPES; ++i) values[i] = load_four<CAREFUL>(mask + min(first + i, rows - 1) * p.mask_strides[2], p.mask_strides[3], exist);
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) values[i] = load_four<CAREFUL>(mask + min(first + i, rows - 1) * p.mask_strides[2], p.mask_strides[3], exist);
 #pragma unroll
-    for (int i = 0; i < FUSED_RECIPES; ++i) {
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
       if (first + i >= p.mask_rows) break;
-      uint32_t visible_lanes[4];  // of lanes' n-th keys
+      uint32_t visible_lanes[4];  // [n]: bit i is set if the n-th key of lane i is visible
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float value = mask_value(values[i].of[n]);
@@ -49,7 +50,7 @@ __device__ uint32_t read_block(const Params& p, const T* mask, int rows, int key
         shows |= exists && visible, hides |= exists && !visible, adds |= exists && visible && value != 0.0f;
         visible_lanes[n] = __ballot_sync(~0u, exists && visible);
       }
-      // of eight keys two lanes have four each, two of every word
+      // Lanes 2j and 2j + 1 have keys 8j ... 8j + 7, four each. Each of the four words takes two of these eight.
       const uint32_t low = (lane % 2 == 0 ? visible_lanes[0] : visible_lanes[2]) >> lane / 2, high = (lane % 2 == 0 ? visible_lanes[1] : visible_lanes[3]) >> lane / 2;
       if (lane < MASK_WORDS) bits[(first + i) * MASK_WORDS + lane] = (low & 0x55555555) | (high & 0x55555555) << 1;
     }

@@ -1,4 +1,4 @@
-// Of the Hopper kernel's instances with a mask, the launch before theirs.
+// The launch that precedes an instance of the Hopper kernel with a mask.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace fp8attn {
 
-// Into what p has room for it in. In a translation unit of its own.
+// Fills p.mask_bits and p.block_mask from p.mask. Compiled in a separate translation unit.
 cudaError_t build_block_mask(const Params& p, cudaStream_t stream);
 
 }  // namespace fp8attn

@@ -1,5 +1,6 @@
-// CTAs that share a tile leave an output each, and maxima and sums of its rows; from them the whole one. Flash-Decoding's second step (Dao et al., 2023).
-// They leave no LSE: next to a maximum as low as a mask can make it, float32 would round off the logarithm of the sum.
+// Combines the partial outputs of CTAs that split the keys of a tile, by their row maxima and row sums. The second step
+// of Flash-Decoding (Dao et al., 2023). Partial results have no LSE: next to a maximum as low as a mask can make it,
+// float32 would round off the logarithm of the sum.
 #pragma once
 
 #include "combine.h"
@@ -11,7 +12,7 @@ namespace fp8attn {
 
 constexpr int COMBINING_WARPS = 4;
 
-// A warp for each row: its parts weighted by what they are of the sum of exponentials, in the order of their keys.
+// One warp per row. Weights each partial output by its part of the sum of exponentials, in the order of the keys.
 __global__ void __launch_bounds__(32 * COMBINING_WARPS) combine_rows(const __grid_constant__ Params p) {
   const int64_t rows = int64_t(p.batches) * p.q_heads * p.q_length, row = int64_t(blockIdx.x) * COMBINING_WARPS + threadIdx.x / 32;
   if (row >= rows) return;

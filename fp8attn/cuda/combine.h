@@ -1,4 +1,4 @@
-// CTAs that share a tile, each with a range of its keys: where their parts go, and what follows them.
+// Tiles whose keys are split between CTAs: where the partial outputs are stored, and the launch that combines them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,8 @@
 
 namespace fp8attn {
 
-// What the CTAs of a call are told: where their parts go.
+// Params of the attention kernel of such a call. Its output is p.parts, (key_splits, B, Hq, Sq, Dv) of float32. The
+// first two are one index, split * B + batch.
 inline Params parts_of(const Params& p) {
   Params part = p;
   part.out = p.parts;
@@ -18,7 +19,7 @@ inline Params parts_of(const Params& p) {
   return part;
 }
 
-// Combines the parts of a call. In a translation unit of its own.
+// Combines the partial outputs. Compiled in a separate translation unit.
 cudaError_t combine(const Params& p, cudaStream_t stream);
 
 }  // namespace fp8attn

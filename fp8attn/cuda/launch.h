@@ -1,11 +1,11 @@
-// Launching a kernel that is a grid of clusters.
+// Launch of a grid of clusters.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace fp8attn {
 
-// A programmatic dependent of what runs before it.
+// Launches `kernel` as a programmatic dependent of the kernel before it. `bytes`: dynamic shared memory.
 template <typename Params>
 cudaError_t launch_clusters(void (*kernel)(Params), const Params& p, int ctas, int cluster, int threads, int bytes, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2] = {};

@@ -1,7 +1,8 @@
-// The portable kernel, sm_80 and later: cp.async, mma.sync, and what of the ladder its config switches on.
+// The portable kernel, sm_80 and later: cp.async, mma.sync, and the features that the config enables.
 //
-// A CTA attends with a tile of queries, each warp with rows of its own, to one block of keys after the other. e4m3 becomes half where
-// the config says: in shared memory, once for the CTA; in registers, on the way to the tensor core; or, where that multiplies e4m3, nowhere.
+// A CTA attends with one tile of queries to one block of keys after another. Each warp has part of the rows, and all
+// keys of a block or a part of them. The config says where e4m3 is converted to half: in shared memory, once per CTA;
+// in registers, before mma.sync; or nowhere, if mma.sync multiplies e4m3.
 #pragma once
 
 #include <type_traits>
@@ -26,17 +27,17 @@ struct PortableShape {
   static constexpr int rows = C.warps / C.splits * C.warp_rows;
   static constexpr int threads = 32 * (C.warps + C.producers);
   static constexpr int loaders = C.producers > 0 ? 32 * C.producers : threads;
-  // tiles of K and V that a warp multiplies with are halves or bytes, and what is in flight is bytes
+  // Stages in flight are bytes. The tiles of K and V that warps multiply are halves or bytes.
   static constexpr bool halves = C.operands == Operands::shared;
   static constexpr int half_slots = halves ? C.producers > 0 ? 2 : 1 : 0;
   static constexpr int slots = halves ? half_slots : C.stages;
   static constexpr int q_bytes = C.operands == Operands::native || C.int8 ? 1 : 2;
 };
 
-// The tile and where its keys and values come from: in shared memory and read there again, since registers are scarce.
+// The tile, and pointers to its keys and values. Kept in shared memory and read again, because registers are scarce.
 struct Source {
   Tile tile;
-  int split;  // which range of the tile's keys
+  int split;  // index of the range of the tile's keys
   const uint8_t *k, *v;
   const float* k_scale;
 
@@ -47,7 +48,8 @@ struct Source {
         v(p.v + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim * p.v_pitch),
         k_scale(p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1]) {}
 
-  // Where the output goes: parts of a call lie behind one another.
+  // The destination of the output. Each split has a partial output with all batches, so the batch index is
+  // split * batches + batch.
   __device__ Tile place(const Params& p) const { return {tile.batch + split * p.batches, tile.head, tile.kv_head, tile.first_row}; }
 };
 
@@ -58,7 +60,7 @@ struct PortableStorage {
   using ValueBytes = SharedTile<C.value_dim, C.keys, C.swizzle>;
   using KeyHalves = SharedTile<S::halves ? C.keys : 0, 2 * C.head_dim, C.swizzle>;
   using ValueHalves = SharedTile<S::halves ? C.value_dim : 0, 2 * C.keys, C.swizzle>;
-  // what warps multiply with
+  // operands of the products
   using Queries = SharedTile<S::rows, S::q_bytes * C.head_dim, C.swizzle>;
   using Keys = std::conditional_t<S::halves, KeyHalves, KeyBytes>;
   using Values = std::conditional_t<S::halves, ValueHalves, ValueBytes>;
@@ -76,7 +78,7 @@ struct PortableStorage {
   Source source;
 };
 
-// Sixteen bytes, the first `count` of them from anywhere.
+// 16 bytes: the first `count` are loaded, the rest is zero. `aligned`: `from` is a multiple of 16.
 __device__ inline uint4 load_chunk(const uint8_t* from, int count, bool aligned) {
   if (aligned && count == 16) return *reinterpret_cast<const uint4*>(from);
   uint64_t halves[2] = {};
@@ -88,7 +90,7 @@ __device__ inline uint4 load_chunk(const uint8_t* from, int count, bool aligned)
   return {uint32_t(halves[0]), uint32_t(halves[0] >> 32), uint32_t(halves[1]), uint32_t(halves[1] >> 32)};
 }
 
-// Queries of a tile; zeros outside.
+// Loads the queries of a tile. Rows and channels that don't exist are zero.
 template <PortableConfig C>
 __device__ void load_queries(const Params& p, PortableStorage<C>& shared, const Tile& tile) {
   using Codes = SharedTile<PortableShape<C>::rows, C.head_dim, C.swizzle>;
@@ -103,27 +105,30 @@ __device__ void load_queries(const Params& p, PortableStorage<C>& shared, const 
   });
 }
 
-// A thread's share of a tile's chunks: one chunk of every PASS-th row.
+// The chunks of a tile that a thread copies: the same chunk of every pass-th row.
 template <int THREADS, typename Tile>
 struct ThreadChunks {
   static constexpr int pass = THREADS / Tile::chunks;
-  static_assert(THREADS % Tile::chunks == 0 && pass % 8 == 0);  // a chunk is then moved alike in all of a thread's rows
+  // with a multiple of 8, all rows of a thread have the same swizzle
+  static_assert(THREADS % Tile::chunks == 0 && pass % 8 == 0);
   static constexpr bool even = Tile::rows % pass == 0;
 
-  int row, chunk;  // its first
+  int row, chunk;  // of the thread's first chunk
 
   __device__ explicit ThreadChunks(int thread) : row(thread / Tile::chunks), chunk(thread % Tile::chunks) {}
 
-  // Its chunks on their way, of which `count` bytes exist, `from` its first and `distance` apart; rows from `rows` on are zero.
+  // Starts the copies of the thread's chunks. `from`: the first chunk. `distance`: from one row to the next. `count`:
+  // bytes of a chunk that exist. Rows from `rows` on are zero.
   __device__ void load_ahead(Tile& tile, const uint8_t* from, int64_t distance, int count, int rows, bool aligned) const {
     uint8_t* to = tile.at(row, chunk);
-    if (aligned && count % 16 == 0) {  // no counts but 0 and 16: then a copy has a predicate, and no arithmetic
+    if (aligned && count % 16 == 0) {  // count is 0 or 16: a copy needs a predicate, but no arithmetic
 #pragma unroll
       for (int i = 0; i < Tile::rows; i += pass, from += pass * distance) {
         if (even || row + i < Tile::rows) ptx::cp_async_16(to + i * Tile::pitch, from, count > 0 && row + i < rows);
       }
     } else if (aligned) {
-      // head dims are multiples of 8, so half of a chunk exists: two copies, because one of 16 bytes touches what isn't there
+      // Head dims are multiples of 8, so half of a chunk exists. It takes two copies, because one of 16 bytes would
+      // access memory that doesn't exist.
       for (int i = 0; i < Tile::rows && (even || row + i < Tile::rows); i += pass, from += pass * distance) {
         ptx::cp_async_8(to + i * Tile::pitch, from, row + i < rows);
         ptx::cp_async_8(to + i * Tile::pitch + 8, from, false);
@@ -135,15 +140,16 @@ struct ThreadChunks {
   }
 };
 
-// Takes a thread's share of one block of K and V after the other on its way to a stage. Keys past the end are zero, V's by its padding.
+// Starts a thread's copies of K and V to a stage, one block after another. Keys beyond the end are zero; for V this is
+// its padding.
 template <PortableConfig C>
 struct Loader {
   using Storage = PortableStorage<C>;
   using Keys = ThreadChunks<PortableShape<C>::loaders, typename Storage::KeyBytes>;
   using Values = ThreadChunks<PortableShape<C>::loaders, typename Storage::ValueBytes>;
 
-  const uint8_t *k, *v;  // the share's first chunks of the next block
-  int start;             // its first key
+  const uint8_t *k, *v;  // the thread's first chunks of the next block
+  int start;             // the first key of the next block
   Keys keys;
   Values values;
 
@@ -155,7 +161,7 @@ struct Loader {
   __device__ void next(const Params& p, Storage& shared, int stage) {
     if constexpr (!KEEPS_ADDRESSES<C>) {
       int thread = threadIdx.x - (C.producers > 0 ? 32 * C.warps : 0);
-      asm volatile("" : "+r"(thread));  // or they are made before the loop over blocks, and spilled
+      asm volatile("" : "+r"(thread));  // else addresses are computed before the loop over blocks, and spilled
       *this = Loader(p, shared.source, thread, start);
     }
     keys.load_ahead(shared.k[stage], k, p.k_strides[2], max(min(p.head_dim - 16 * keys.chunk, 16), 0), p.kv_length - start, p.k_aligned);
@@ -167,7 +173,7 @@ struct Loader {
   }
 };
 
-// What this thread has copied of a stage becomes halves.
+// Converts the chunks of a stage that this thread has copied to halves.
 template <PortableConfig C>
 __device__ void dequantize(PortableStorage<C>& shared, int thread, int stage, int slot) {
   using Storage = PortableStorage<C>;
@@ -180,7 +186,8 @@ __device__ void dequantize(PortableStorage<C>& shared, int thread, int stage, in
   });
 }
 
-// Blocks of a tile and a range of keys: first ... end - 1, and before `whole` every row sees them whole. Perhaps none.
+// The blocks first ... end - 1 of a tile and a range of keys; there may be none. All keys of blocks before `whole` are
+// visible to every row.
 template <PortableConfig C>
 struct Blocks {
   int first, end, whole;
@@ -194,7 +201,7 @@ struct Blocks {
   }
 };
 
-// The first blocks of K and V on their way to the first stages.
+// Starts the copies of the first blocks of K and V to the first stages.
 template <PortableConfig C>
 __device__ void load_ahead(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Loader<C>& loader) {
 #pragma unroll
@@ -211,7 +218,7 @@ __device__ void attend_together(const Params& p, PortableStorage<C>& shared, con
   int stage = 0;
   for (int n = blocks.first; n < blocks.end; ++n) {
     if constexpr (ahead > 0) ptx::cp_async_wait_but<ahead - 1>();
-    __syncthreads();  // the last block has been read
+    __syncthreads();  // all warps have read the previous block
     if (n + ahead < blocks.end) loader.next(p, shared, stage == 0 ? ahead : stage - 1);
     ptx::cp_async_commit();
     if constexpr (ahead == 0) ptx::cp_async_wait_but<0>();
@@ -223,13 +230,13 @@ __device__ void attend_together(const Params& p, PortableStorage<C>& shared, con
       attention.attend(p, shared, shared.k[stage], shared.v[stage], n * C.keys, n < blocks.whole);
     stage = stage == C.stages - 1 ? 0 : stage + 1;
   }
-  if (blocks.first >= blocks.end) {  // then nobody has waited for what is known of the tile
+  if (blocks.first >= blocks.end) {  // without blocks, nothing has waited for the copies of the tile's scales
     ptx::cp_async_wait();
     __syncthreads();
   }
 }
 
-// A block on its way to the next stage once all have read what was there.
+// Starts the copies of the next block to a stage, once all warps have released the stage.
 template <PortableConfig C>
 __device__ void load_when_empty(const Params& p, PortableStorage<C>& shared, Loader<C>& loader, const Ring<PortableShape<C>::slots>& ring) {
   ptx::mbarrier_wait(&shared.empty[ring.stage], ring.phase ^ 1);
@@ -242,7 +249,7 @@ __device__ void load_when_empty(const Params& p, PortableStorage<C>& shared, Loa
   }
 }
 
-// Producer warps: blocks on their way, as halves if the consumers want those.
+// Producer warps: copy blocks to shared memory, and convert them to halves if consumers multiply halves.
 template <PortableConfig C>
 __device__ void produce(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring) {
   const int thread = threadIdx.x - 32 * C.warps;
@@ -265,7 +272,7 @@ __device__ void produce(const Params& p, PortableStorage<C>& shared, const Block
   }
 }
 
-// `before`(n) comes before block n.
+// Consumer warps: attend to all blocks. before(n) is called before block n.
 template <PortableConfig C, typename Attention, typename F>
 __device__ void consume(const Params& p, PortableStorage<C>& shared, const Blocks<C>& blocks, Ring<PortableShape<C>::slots>& ring,
                         Attention& attention, F&& before) {
@@ -281,7 +288,8 @@ __device__ void consume(const Params& p, PortableStorage<C>& shared, const Block
   }
 }
 
-// Instance::config is the PortableConfig; a kernel's own template parameter can't be one, for which nvcc writes a broken stub.
+// Instance::config is the PortableConfig. The template parameter of a kernel cannot be the config itself: nvcc writes a
+// broken host stub for it.
 template <class Instance>
 __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Instance::config.ctas) portable_forward(const __grid_constant__ Params p) {
   constexpr PortableConfig C = Instance::config;
@@ -296,7 +304,8 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < S::slots; ++slot) {
         ptx::mbarrier_init(&shared.full[slot], S::loaders);
-        ptx::mbarrier_init(&shared.empty[slot], 32 * C.warps);  // every lane for itself: racecheck doesn't see that one may for a warp
+        // every lane arrives: racecheck does not understand that one lane may arrive for its warp
+        ptx::mbarrier_init(&shared.empty[slot], 32 * C.warps);
       }
     }
   }
@@ -307,7 +316,7 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
     const Tile& tile = shared.source.tile;
     const Blocks<C> blocks(p, shared.source);
     shared.scales.load(p, visible, tile, tile.first_row);
-    // a stage is filled two blocks behind its last reader's, so that warps may be a block apart
+    // a stage is filled again two blocks after it was read, so that warps may be one block apart
     constexpr int ahead = C.stages - 2;
     Loader<C> loader(p, shared.source, threadIdx.x, blocks.first * C.keys);
     const auto load_next = [&](int block) {
@@ -349,7 +358,7 @@ __global__ void __launch_bounds__(PortableShape<Instance::config>::threads, Inst
   }
 }
 
-// `ctas` CTAs, which is one for each tile and range of its keys unless the instance is persistent.
+// Launches `ctas` CTAs: one for each tile and range of its keys, unless the instance is persistent.
 template <class Instance>
 cudaError_t launch(const Params& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(PortableStorage<Instance::config>);

@@ -1,8 +1,10 @@
-// fp8attn/quantize.py's default recipe, or the same of int8, for K and V of bfloat16 or half, sm_90a: the same bytes in one launch that reads each once.
+// Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantize.py's default recipe, or its int8 variant. Gives the
+// same bytes in one launch, which reads K and V once.
 //
-// A cluster of CTAs has a head: each CTA the slice of 64 channels of a token_chunk of 512 tokens, of V and then of K, in shared memory. V comes first
-// because keys whose values aren't finite become NaN. What needs all tokens, means and scales, is made of what CTAs tell each other; K's mean is that
-// of a sample, which they read from memory.
+// A cluster of CTAs has one head. Each CTA has a slice of 64 channels of a chunk of 512 tokens in shared memory, first
+// of V, then of K. V comes first because keys of tokens with non-finite values become NaN. CTAs exchange statistics
+// through DSMEM: V's means and scales need all token chunks, K's scales need all slices. K's mean is taken over a
+// sample of the tokens, which CTAs read from global memory.
 #pragma once
 
 #include "launch.h"
@@ -17,18 +19,20 @@
 
 namespace fp8attn {
 
-// Bytes that a CTA is told before it knows the facts.
+// Bytes that a CTA receives on stats_full: V's moments of all token chunks, K's mean, and the non-finite tokens of all
+// slices.
 template <QuantizeConfig C>
 __device__ int bytes_of_stats(const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   return coord.token_chunks * int(sizeof(Moments)) + int(sizeof(shared.key_mean)) + coord.slices * int(sizeof(shared.nonfinite[0]));
 }
 
-// To all token_chunks moments of V and what the CTA has of K's mean, to all slices of the token_chunk who is nonfinite.
+// Sends V's moments and this CTA's channels of K's mean to all token chunks, and the non-finite tokens to all slices of
+// the token chunk.
 template <QuantizeConfig C>
 __device__ void broadcast_stats(QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   static_assert(sizeof(Moments) == 32 * 16);
   const int lane = threadIdx.x % 32, log_words = coord.log_words(), first = coord.token_chunk << log_words;
-  const bool has_mean = first < WORDS && lane < (1 << log_words) / 2;  // four channels each
+  const bool has_mean = first < WORDS && lane < (1 << log_words) / 2;  // a lane has four channels
 #pragma unroll 1
   for (int token_chunk = threadIdx.x / 32; token_chunk < coord.token_chunks; token_chunk += WARPS) {
     const int rank = coord.rank_of(token_chunk, coord.slice);
@@ -38,8 +42,9 @@ __device__ void broadcast_stats(QuantizeStorage<C>& shared, const ClusterCoord& 
   broadcast_nonfinite<C>(shared, coord, &shared.stats_full);
 }
 
-// Instance::config is the QuantizeConfig. A grid of clusters, one for each head of K and V. No CTA ends before it has heard all that it is told, so
-// that none has to wait for the others' ends.
+// Instance::config is the QuantizeConfig. The grid has one cluster per head of K and V. A CTA exits only after it has
+// received everything that is sent to it. So no store targets a CTA that has exited, and the kernel ends without a
+// cluster barrier.
 template <class Instance, typename T>
 __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(const __grid_constant__ QuantizeParams p) {
   constexpr QuantizeConfig C = Instance::config;
@@ -68,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   k += coord.first * p.k_strides[2];
   measure_values<C, T>(shared, coord, mine);
   __syncwarp();
-  ptx::cluster_wait();  // before anyone is told anything, it is there
+  ptx::cluster_wait();  // all CTAs of the cluster have started, so that stores to them are allowed
   broadcast_stats<C>(shared, coord);
   ptx::mbarrier_wait(&shared.stats_full, 0);
 
@@ -96,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   else
     write_keys<false, C, T>(p, shared, coord, keys, mean, inverse);
   if (p.ready == nullptr) return;
-  ptx::fence_proxy_async_all();  // who attends has the copy engine read this
+  ptx::fence_proxy_async_all();  // the attention kernel reads these tensors by TMA
   __syncthreads();
   if (threadIdx.x == 0) ptx::add_release(&p.ready[coord.pair], 1);
 }

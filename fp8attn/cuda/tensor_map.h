@@ -1,4 +1,4 @@
-// Tensor maps: what the copy engine knows of a tensor. CUDA driver API, cuTensorMapEncodeTiled.
+// TMA tensor maps. CUDA driver API, cuTensorMapEncodeTiled.
 #pragma once
 
 #include <cuda.h>
@@ -12,14 +12,15 @@ inline decltype(&cuTensorMapEncodeTiled) encode_function() {
   static const auto function = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
-    // through the runtime, so that nothing links to the driver
+    // looked up through the runtime, so that nothing links to the driver library
     if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) != cudaSuccess) return decltype(&cuTensorMapEncodeTiled)(nullptr);
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
   }();
   return function;
 }
 
-// Boxes of bytes; sizes and strides from the innermost dimension out, the innermost stride, 1, left out. False if the driver refuses.
+// Encodes a map of bytes. Sizes and strides start with the innermost dimension; its stride, 1, is left out. Returns
+// false if the driver refuses.
 template <int RANK>
 bool encode(CUtensorMap& map, const void* data, const uint64_t (&sizes)[RANK], const uint64_t (&strides)[RANK - 1], const uint32_t (&box)[RANK]) {
   const uint32_t steps[5] = {1, 1, 1, 1, 1};

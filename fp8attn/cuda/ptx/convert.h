@@ -1,4 +1,5 @@
-// Conversions to e4m3 and from it. PTX ISA, "Data Movement and Conversion Instructions: cvt"; "Floating Point Instructions: ex2".
+// Conversions to and from e4m3. PTX ISA, "Data Movement and Conversion Instructions: cvt"; "Floating Point
+// Instructions: ex2".
 #pragma once
 
 #include <cuda_fp16.h>
@@ -7,7 +8,7 @@
 
 namespace fp8attn::ptx {
 
-// 2^x, flushing subnormals; 2^-inf is 0.
+// 2^x. Subnormals are flushed to zero. 2^-inf is 0.
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -16,7 +17,7 @@ __device__ inline float exp2_approx(float x) {
 
 #if __CUDA_ARCH__ >= 890 || !defined(__CUDA_ARCH__)
 
-// Bytes low to high: e4m3 of a, b, c, d.
+// The e4m3 codes of a, b, c and d, from the lowest byte to the highest.
 __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   uint32_t packed;
   asm("{\n"
@@ -30,14 +31,14 @@ __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   return packed;
 }
 
-// The same of two halves.
+// The e4m3 codes of two halves.
 __device__ inline uint16_t e4m3x2(__half2 x) {
   uint16_t packed;
   asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(reinterpret_cast<const uint32_t&>(x)));
   return packed;
 }
 
-// What the two e4m3 bytes of `codes` stand for, exact.
+// The exact values of two e4m3 codes.
 __device__ inline __half2 halves_of_e4m3x2(uint16_t codes) {
   __half2_raw halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(reinterpret_cast<uint32_t&>(halves)) : "h"(codes));
@@ -50,7 +51,7 @@ __device__ inline uint32_t pair(uint16_t low, uint16_t high) {
   return word;
 }
 
-// Halves low to high of the e4m3 bytes of `codes`, exact.
+// The exact values of four e4m3 codes: those of the two lower bytes in `low`, of the two upper bytes in `high`.
 __device__ inline void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
   asm("{\n"
       ".reg .b16 low, high;\n"
@@ -62,22 +63,24 @@ __device__ inline void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& h
       : "r"(codes));
 }
 
-#else  // the same without the instructions, which came with sm_89
+#else  // before sm_89, which introduced these instructions
 
 __device__ inline uint32_t e4m3(float x) {
   if (x != x) return 0x7F;
-  // times 2^-120, numbers that are subnormal in one are in the other, and the upper 8 of a float's bits after its sign are the code
+  // Scaled by 2^-120, a float has e4m3's exponent field, and is subnormal where the e4m3 number is. The code is its
+  // bits from bit 20 on.
   const uint32_t bits = __float_as_uint(fminf(fabsf(x), 448.0f) * 0x1p-120f);
   return (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20 | (signbit(x) ? 0x80 : 0);
 }
 
 __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) { return e4m3(a) | e4m3(b) << 8 | e4m3(c) << 16 | e4m3(d) << 24; }
 
-// Two halves from e4m3 in the upper byte of each.
+// Two halves from two e4m3 codes. Each code is the upper byte of 16 bits.
 __device__ inline uint32_t halves_of_upper_bytes(uint32_t codes) {
   uint32_t halves = (codes & 0x80008000) | (codes >> 1 & 0x3F803F80);
-  halves |= (halves + 0x00800080) & 0x40004000;  // only e4m3's NaN carries into the exponent's highest bit
-  const __half2 scaled = __hmul2(reinterpret_cast<const __half2&>(halves), __half2half2(__ushort_as_half(0x5C00)));  // 2^8: the biases differ by 8
+  halves |= (halves + 0x00800080) & 0x40004000;  // only e4m3's NaN carries into the highest exponent bit
+  // 0x5C00 is 2^8: the exponent biases of half and e4m3 differ by 8
+  const __half2 scaled = __hmul2(reinterpret_cast<const __half2&>(halves), __half2half2(__ushort_as_half(0x5C00)));
   return reinterpret_cast<const uint32_t&>(scaled);
 }
 
@@ -88,13 +91,13 @@ __device__ inline void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& h
 
 #endif
 
-// Halves low to high: a and b rounded to nearest even.
+// a (lower half) and b (upper half), rounded to nearest even.
 __device__ inline uint32_t half2(float a, float b) {
   const __half2 halves = __floats2half2_rn(a, b);
   return reinterpret_cast<const uint32_t&>(halves);
 }
 
-// Halves low to high: a and b rounded to nearest even, negative numbers to 0, NaN to 0x7FFF.
+// The same, but negative numbers become 0, and NaN becomes 0x7FFF.
 __device__ inline uint32_t half2_relu(float a, float b) {
   uint32_t packed;
   asm("cvt.rn.relu.f16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(a), "f"(b));

@@ -1,9 +1,10 @@
-// Words in global memory by which CTAs wait for each other. PTX ISA, "Memory Consistency Model".
+// Flags in global memory, which synchronise CTAs. PTX ISA, "Memory Consistency Model".
 #pragma once
 
 namespace fp8attn::ptx {
 
-// What this thread, and those that it has met at a barrier, stored before is there for who sees `value`.
+// Release store. A thread that reads `value` with load_acquire sees the earlier stores of this thread, and of threads
+// that have synchronised with it at a barrier.
 __device__ inline void store_release(int* flag, int value) { asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(flag), "r"(value) : "memory"); }
 
 __device__ inline int load_acquire(const int* flag) {
@@ -12,7 +13,7 @@ __device__ inline int load_acquire(const int* flag) {
   return value;
 }
 
-// Adds, likewise.
+// Release add, with the same guarantee.
 __device__ inline void add_release(int* flag, int more) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(flag), "r"(more) : "memory"); }
 
 }  // namespace fp8attn::ptx

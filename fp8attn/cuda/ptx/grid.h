@@ -3,10 +3,11 @@
 
 namespace fp8attn::ptx {
 
-// Waits for the grids before this one to end, and for what they wrote. No memory they touch may be touched earlier.
+// Waits until the preceding grids have completed and their writes are visible. Memory that they access must not be
+// accessed before.
 __device__ inline void wait_for_grids_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next grid begin, as far as it gets without what this one writes.
+// Allows the next grid to start. It runs up to its griddepcontrol.wait.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 }  // namespace fp8attn::ptx

@@ -1,4 +1,5 @@
-// Matrices from shared memory to the registers of a warp. PTX ISA, "Warp-level matrix load instruction: ldmatrix".
+// Loads matrices from shared memory into the registers of a warp. PTX ISA, "Warp-level matrix load instruction:
+// ldmatrix".
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,8 @@
 
 namespace fp8attn::ptx {
 
-// Four matrices of 8 rows of 16 bytes; lanes 8i ... 8i + 7 point to the rows of matrix i. Lane 4g + c gets bytes 4c ... 4c + 3 of row g.
+// Four matrices of 8 rows of 16 bytes. Lanes 8i ... 8i + 7 point to the rows of matrix i. Lane 4g + c gets bytes
+// 4c ... 4c + 3 of row g of each matrix.
 __device__ inline void ldmatrix(uint32_t* matrices, const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])

@@ -3,7 +3,7 @@
 
 namespace fp8attn::ptx {
 
-// NaN if a or b is.
+// The larger number, or NaN if a or b is NaN.
 __device__ inline float max_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));

@@ -1,4 +1,4 @@
-// Barriers in shared memory. PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+// Barriers in shared memory (mbarrier). PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,17 @@ __device__ inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes initialised barriers visible to TMA and to the other CTAs of the cluster.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Makes ordinary stores to shared memory visible to the copy engine and the tensor cores.
+// Makes ordinary stores to shared memory visible to the async proxy: TMA and wgmma.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same of global memory, too: here where it is written, and where who has heard of that asks for copies.
+// The same for global memory too. The writer calls it before it sets a flag, and the reader calls it after it has seen
+// the flag, before its TMA loads.
 __device__ inline void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// Arrives, and adds `bytes` to the transaction bytes that the phase waits for.
 __device__ inline void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -28,7 +30,7 @@ __device__ inline void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Returns once the phase of this parity is complete.
+// Waits until the phase of this parity is complete.
 __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"

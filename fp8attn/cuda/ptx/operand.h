@@ -1,11 +1,12 @@
-// How the tensor core finds an operand of wgmma in shared memory. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format".
+// Matrix descriptors: wgmma operands in shared memory. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions:
+// Matrix Descriptor Format".
 #pragma once
 
 #include <cstdint>
 
 namespace fp8attn::ptx {
 
-// A K-major operand of ROW_BYTES a row, rows in groups of 8, swizzled as TMA does for boxes of that width.
+// A K-major operand with rows of ROW_BYTES bytes, in groups of 8 rows. It has TMA's swizzle for boxes of that width.
 template <int ROW_BYTES>
 __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   static_assert(ROW_BYTES == 128 || ROW_BYTES == 64 || ROW_BYTES == 32);
@@ -14,26 +15,29 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return swizzle << 62 | group << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
 }
 
-// The one of that number of operands that lie so many bytes apart, a multiple of 16. Addresses stay within a descriptor's lower half, and so does their sum.
+// Operand `number` of operands that are `bytes` apart, a multiple of 16; `first` is operand 0. The address, and so the
+// sum, stays within the lower 32 bits of the descriptor.
 __device__ inline uint64_t operand_of(uint64_t first, uint32_t number, uint32_t bytes) {
   return first & 0xFFFFFFFF00000000 | uint32_t(uint32_t(first) + number * (bytes / 16));
 }
 
-// Where such an operand has a byte of a row.
+// Byte offset of (row, column) in an operand with TMA's swizzle.
 template <int ROW_BYTES>
 __device__ inline int swizzled(int row, int column) {
   static_assert(ROW_BYTES == 128 || ROW_BYTES == 64 || ROW_BYTES == 32);
-  const int swizzle = row / (128 / ROW_BYTES) % (ROW_BYTES / 16);  // by 128 bytes, as many of them as a row has chunks
+  // one step per 128 bytes, modulo the number of 16-byte chunks in a row
+  const int swizzle = row / (128 / ROW_BYTES) % (ROW_BYTES / 16);
   return row * ROW_BYTES + (column / 16 ^ swizzle) * 16 + column % 16;
 }
 
-// A K-major operand in columns of 16 bytes, their rows one after another, the columns `pitch` bytes apart.
+// A K-major operand without swizzle, stored as columns of 16 bytes. The rows of a column are contiguous. Columns are
+// `pitch` bytes apart.
 __device__ inline uint64_t wgmma_descriptor_of_columns(uint32_t address, int pitch) {
   constexpr uint64_t group = 8 * 16 / 16;
   return group << 32 | uint64_t(pitch / 16) << 16 | (address & 0x3FFFF) >> 4;
 }
 
-// A K-major operand all of whose groups of 8 rows and 16 bytes are the one at `address`.
+// A K-major operand whose 8 x 16-byte core matrices are all the same one, at `address`.
 __device__ inline uint64_t wgmma_descriptor_of_one(uint32_t address) { return (address & 0x3FFFF) >> 4; }
 
 }  // namespace fp8attn::ptx

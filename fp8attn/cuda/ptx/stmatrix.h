@@ -1,4 +1,5 @@
-// Matrices from the registers of a warp to shared memory. PTX ISA, "Warp-level matrix store instruction: stmatrix".
+// Stores matrices from the registers of a warp to shared memory. PTX ISA, "Warp-level matrix store instruction:
+// stmatrix".
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,8 @@
 
 namespace fp8attn::ptx {
 
-// Four matrices of 8 rows of 16 bytes; lanes 8i ... 8i + 7 point to the rows of matrix i. Lane 4g + c has bytes 4c ... 4c + 3 of row g.
+// Four matrices of 8 rows of 16 bytes. Lanes 8i ... 8i + 7 point to the rows of matrix i. Lane 4g + c has bytes
+// 4c ... 4c + 3 of row g of each matrix.
 __device__ inline void stmatrix(void* row, const uint32_t (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]),
                "r"(matrices[3])

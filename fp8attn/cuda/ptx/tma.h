@@ -1,4 +1,4 @@
-// The copy engine. PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
+// TMA. PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
 #pragma once
 
 #include <cuda.h>
@@ -23,14 +23,14 @@ __device__ inline void tma_load(void* to, const CUtensorMap& map, uint64_t* barr
                : "memory");
 }
 
-// Bytes that lie together, a multiple of 16 of them, as do both addresses.
+// Copies contiguous bytes from global to shared memory. `bytes` and both addresses are multiples of 16.
 __device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
                "r"(shared_address(barrier))
                : "memory");
 }
 
-// Into L2.
+// Prefetches a box into L2.
 __device__ inline void tma_load_ahead(const CUtensorMap& map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -41,10 +41,10 @@ __device__ inline void tma_store(const CUtensorMap& map, const void* from, int x
                : "memory");
 }
 
-// This thread's stores since the last commit become a group.
+// Commits this thread's stores since the last commit as a group.
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Returns once all groups of this thread but the last PENDING have read what they store.
+// Waits until all groups of this thread but the last PENDING have read their shared memory.
 template <int PENDING>
 __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");

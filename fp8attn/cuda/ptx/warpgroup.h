@@ -1,4 +1,5 @@
-// A warpgroup's registers and its barrier. PTX ISA, "Miscellaneous Instructions: setmaxnreg"; "barrier".
+// Register reallocation and named barriers of a warpgroup. PTX ISA, "Miscellaneous Instructions:
+// setmaxnreg"; "barrier".
 #pragma once
 
 namespace fp8attn::ptx {
@@ -13,7 +14,7 @@ __device__ inline void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Waits for the 128 threads of a warpgroup; `id` is from 1 to 15 and the warpgroup's own.
+// Barrier of the 128 threads of a warpgroup. `id` is 1 to 15, and differs between warpgroups.
 __device__ inline void warpgroup_sync(int id) { asm volatile("barrier.sync.aligned %0, 128;" ::"r"(id) : "memory"); }
 
 }  // namespace fp8attn::ptx

@@ -1,4 +1,4 @@
-// Matrix products of a warpgroup. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+// Matrix products of a warpgroup (wgmma). PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
 #include <cstdint>
@@ -7,32 +7,32 @@
 
 namespace fp8attn::ptx {
 
-// (64, N) accumulators, 32 of K in a step: run<ADD>(d, a, b).
+// run<ADD>(d, a, b): d (64, N) = a (64, 32) * b (32, N), or += if ADD. e4m3 operands, float32 accumulators.
 template <int N>
 struct Wgmma;
 
-// The same of int8, exact.
+// The same with int8 operands and int32 accumulators. Exact.
 template <int N>
 struct WgmmaInt8;
 
-// The same of unsigned ones.
+// The same with unsigned 8-bit operands.
 template <int N>
 struct WgmmaUint8;
 
 #include "wgmma_shapes.h"
 
-// Before the first wgmma after registers were written.
+// Required before the first wgmma after its registers were written.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Returns once at most PENDING committed groups are unfinished.
+// Waits until at most PENDING committed groups are incomplete.
 template <int PENDING>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving uses of registers that a wgmma writes above the wait for it.
+// Placed after a wait: keeps the compiler from moving uses of the accumulators above that wait.
 template <int N>
 __device__ inline void wgmma_touch(float (&d)[N]) {
 #pragma unroll

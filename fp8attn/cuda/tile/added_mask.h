@@ -1,4 +1,4 @@
-// Masks that are added to scores: what they add where they change any.
+// Additive masks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +12,9 @@
 
 namespace fp8attn {
 
-constexpr int SLOT_KEYS = 64;  // of a row in a box
+constexpr int SLOT_KEYS = 64;  // keys in a row of a TMA box
 
-// Of a group of queries and a block of keys numbers of 16 bits: boxes of ROWS rows, swizzled as TMA does.
+// A mask of 16-bit numbers for one group of queries and one block of keys: swizzled TMA boxes of ROWS rows.
 struct alignas(1024) AddedTile {
   uint8_t bytes[KEYS / SLOT_KEYS][ROWS * SLOT_KEYS * 2];
 };
@@ -22,12 +22,12 @@ struct alignas(1024) AddedTile {
 __device__ inline float2 two_numbers(uint32_t bits, __nv_bfloat16) { return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000)}; }
 __device__ inline float2 two_numbers(uint32_t bits, __half) { return __half22float2(reinterpret_cast<const __half2&>(bits)); }
 
-// Scores times `factor`, and what a mask adds: from a tile that is there.
+// Scores times `factor` plus the mask, from a tile in shared memory.
 template <typename T, int N>
 __device__ void add_tile(float (&s)[N], const float (&factor)[2], const AddedTile& tile) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-  for (int j = 0; j < N / 4; j += 2) {  // of 16 keys, both halves of the warp's rows
+  for (int j = 0; j < N / 4; j += 2) {  // 16 keys, both halves of the warp's rows
     const int chunk = j % (SLOT_KEYS / 8) + lane / 16;
     uint32_t numbers[4];
     ptx::ldmatrix(numbers, tile.bytes[8 * j / SLOT_KEYS] + row * 128 + (chunk ^ row % 8) * 16);
@@ -41,7 +41,8 @@ __device__ void add_tile(float (&s)[N], const float (&factor)[2], const AddedTil
   }
 }
 
-// The same from memory, of the rows from `first_row` and the keys from `start` on: in pairs where they lie so, else one by one.
+// The same from global memory, for rows from `first_row` on and keys from `start` on. Loads two keys at a time where
+// the layout allows it.
 template <typename T, int N>
 __device__ void add_numbers(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int first_row, int start, Fragment f) {
 #pragma unroll
@@ -65,13 +66,14 @@ __device__ void add_numbers(float (&s)[N], const float (&factor)[2], const Param
   }
 }
 
-// Scores times `factor`, and what a mask adds, from memory.
+// The same for a mask of any number type.
 template <int N>
 __device__ void add_from_memory(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int first_row, int start, Fragment f) {
   with_number_type(p, [&]<typename T>(T) { add_numbers<T>(s, factor, p, tile, first_row, start, f); });
 }
 
-// An additive mask in shared memory: for each consumer a ring of its own, which goes on at those blocks alone in which the mask changes its scores.
+// An additive mask in shared memory. Each consumer has a ring of tiles, which advances only at blocks in which the mask
+// changes scores of that consumer.
 template <int CONSUMERS, int SLOTS>
 struct AddedMask {
   using Slot = Ring<SLOTS>;
@@ -86,7 +88,7 @@ struct AddedMask {
     }
   }
 
-  // One thread for each consumer: what its ring gets of a block.
+  // Called by one thread per consumer: loads a block's tile into the consumer's ring.
   __device__ void load(const Params& p, const Tile& tile, const KvBlock& kv_block, int consumer, Slot& at) {
     if (!p.mask_in_boxes || !(kv_block.to(consumer) & ANY_ADDED)) return;
     const int batch = min(tile.batch, p.mask_batches - 1), head = min(tile.head, p.mask_heads - 1), row = tile.first_row + consumer * ROWS;
@@ -99,7 +101,7 @@ struct AddedMask {
     at.advance();
   }
 
-  // A warpgroup, at a block whose scores nobody wants: frees what came of it.
+  // Called by a warpgroup at a block that it does not attend to: releases the block's tile.
   __device__ void skip(const Params& p, const KvBlock& kv_block, int consumer, Slot& at) {
     if (p.mask_in_boxes && kv_block.to(consumer) & ANY_ADDED) {
       ptx::mbarrier_wait(&full[consumer][at.stage], at.phase);
@@ -107,7 +109,7 @@ struct AddedMask {
     }
   }
 
-  // Scores times `factor`, and what the mask adds.
+  // Scores times `factor` plus the mask.
   template <int N>
   __device__ void add(float (&s)[N], const float (&factor)[2], const Params& p, const Tile& tile, int block, int consumer, Slot& at, Fragment f) {
     if (!p.mask_in_boxes) return add_from_memory(s, factor, p, tile, tile.first_row + consumer * ROWS, block * KEYS, f);
@@ -127,7 +129,7 @@ struct AddedMask {
   }
 };
 
-// Where there is no room for one.
+// Without room in shared memory: the mask comes from global memory.
 template <int CONSUMERS>
 struct AddedMask<CONSUMERS, 0> {
   struct Slot {};

@@ -1,4 +1,4 @@
-// Attention of a warp whose scores and probabilities never leave its registers.
+// Attention of one warp. Scores and P stay in registers.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,8 @@
 
 namespace fp8attn {
 
-// Whether there are registers for addresses from block to block: an output of 256 columns has them all, a native product its second
-// accumulators, and before sm_89 conversions.
+// Whether addresses stay in registers from block to block. Registers don't suffice for an output of 256 columns, for
+// the second accumulators of native products, or for the conversions before sm_89.
 #if __CUDA_ARCH__ >= 890
 template <PortableConfig C>
 constexpr bool KEEPS_ADDRESSES = C.value_dim < 256 && C.operands != Operands::native;
@@ -38,13 +38,13 @@ template <PortableConfig C>
 struct Fused {
   static constexpr int tiles = C.warp_rows / 16;
   static constexpr int row_warps = C.warps / C.splits;
-  static constexpr int keys = C.keys / C.splits;  // of a block, the warp's
+  static constexpr int keys = C.keys / C.splits;  // keys of a block that the warp has
   static constexpr int steps = keys / 32;
-  static constexpr int offset = largest_p(C.half_sums, keys);  // binary logarithm of it
+  static constexpr int offset = largest_p(C.half_sums, keys);  // binary logarithm of the largest P
 
-  int first;      // of the warp's rows in the tile
-  int first_key;  // of its keys in a block
-  int q_lane, k_lane, v_lane;  // where a lane's first operands lie in tiles
+  int first;      // the warp's first row in the tile
+  int first_key;  // the warp's first key in a block
+  int q_lane, k_lane, v_lane;  // offsets of the lane's first operands in the tiles
   OnlineSoftmax<C.fast_exp, offset> softmax[tiles];
   float o[tiles][C.value_dim / 2] = {};
 
@@ -55,16 +55,17 @@ struct Fused {
     q_lane = Storage::Queries::moved(lane_of_rows<typename Storage::Queries>(), first, 0);
     k_lane = Keys::moved(lane_of_columns<C.operands, Keys>(), first_key, 0);
     v_lane = Values::moved(lane_of_columns<C.operands, Values>(), 0, first_key / 16 * (C.operands == Operands::shared ? 2 : 1));
-    if constexpr (KEEPS_ADDRESSES<C>) asm volatile("" : "+r"(q_lane), "+r"(k_lane), "+r"(v_lane));  // or they are made again for every block
+    // else the compiler computes them again for every block
+    if constexpr (KEEPS_ADDRESSES<C>) asm volatile("" : "+r"(q_lane), "+r"(k_lane), "+r"(v_lane));
   }
 
-  // The keys from `start` on; some rows see them not all unless `whole`.
+  // Attends to the block of keys that starts at `start`. `whole`: all of its keys are visible to every row.
   template <typename Storage, typename K, typename V>
   __device__ void attend(const Params& p, Storage& shared, const K& k, const V& v, int start, bool whole) {
     const bool by_key = C.general && p.k_group == 1;
     const Tile& tile = shared.source.tile;
     const float* k_scale = shared.source.k_scale;
-    const int key = min(start + first_key, p.kv_length - 1);  // behind the last block of K there is no scale
+    const int key = min(start + first_key, p.kv_length - 1);  // K has no scale beyond its last block
     const float block_scale = by_key ? 1.0f : k_scale[p.k_group == 0 ? 0 : key / SCALE_BLOCK * p.k_scale_strides[2]];
     const bool has_nonfinite_key = C.int8 && block_scale < 0.0f;
     const float key_factor = p.score_scale * (C.int8 ? fabsf(block_scale) : block_scale);
@@ -100,11 +101,12 @@ struct Fused {
       if (!whole) hide(s[t], shared.scales.row_end, start + first_key, f);
       softmax[t].template advance<C.general>(s[t], factor[t], alpha[t]);
     }
-    // without branches from here on, so that exponentials find their place between products
+    // no branches from here on, so that the compiler can interleave exponentials with products
     values(s, factor, alpha, v);
   }
 
-  // Normalises and stores the output, and the LSE or the partial sums of its rows, `tile` being their place: that of a part, if there are several.
+  // Normalises and stores the output, and the LSE or the partial results of its rows. `tile` is the destination; if
+  // CTAs split the keys, its batch also selects the partial output.
   template <typename Storage>
   __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
     if constexpr (C.splits > 1) {
@@ -128,8 +130,8 @@ struct Fused {
   }
 
  private:
-  // Warps that share rows combine by halves what they have of them, in shared memory where K and V were; the one with the first keys ends
-  // up with all.
+  // Combines the results of warps that have the same rows, in log2(splits) steps, through the shared memory of K and V.
+  // The warp with the first keys gets the result.
   template <typename Storage>
   __device__ void gather(Storage& shared) {
     constexpr int threads = 32 * row_warps, per_tile = C.value_dim / 2 + 4;
@@ -139,7 +141,7 @@ struct Fused {
     const auto place = [&](int from, int t, int i) -> float& { return exchange[((from * tiles + t) * per_tile + i) * threads + thread]; };
     ptx::cp_async_wait();
     for (int half = C.splits / 2; half > 0; half /= 2) {
-      __syncthreads();  // all have read what is overwritten here
+      __syncthreads();  // all warps have read what is overwritten here
       if (part >= half && part < 2 * half) {
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
@@ -163,7 +165,7 @@ struct Fused {
     }
   }
 
-  // Q * K^T; int8 is multiplied as it is.
+  // Q * K^T. int8 is multiplied without conversion.
   template <typename Q, typename K, typename Score>
   __device__ void scores(Score (&s)[tiles][keys / 2], const Q& q, const K& k) {
     constexpr Operands rows = C.int8 ? Operands::native : C.operands;
@@ -185,7 +187,7 @@ struct Fused {
     }
   }
 
-  // P of 32 keys as operands.
+  // Computes P of 32 keys, as A operands.
   __device__ void probabilities(uint32_t (&p)[tiles][A_WORDS<C.operands>], float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], int step) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
@@ -195,12 +197,13 @@ struct Fused {
     }
   }
 
-  // O * alpha + P * V.
+  // O = O * alpha + P * V.
   template <typename V>
   __device__ void values(float (&s)[tiles][keys / 2], const float (&factor)[tiles][2], const float (&alpha)[tiles][2], const V& v) {
     uint32_t b[2][B_WORDS<C.operands>];
     if constexpr (C.operands == Operands::native) {
-      // two-level accumulation: e4m3's accumulators keep 13 bits, or 11, so a key block's are fresh, and come in by the multiply-add that rescales
+      // Two-level accumulation: accumulators of e4m3 products keep 13 bits, or 11 in half precision. So each key block
+      // has fresh accumulators, which the multiply-add that rescales O adds to it.
       uint32_t p[steps][tiles][A_WORDS<C.operands>];
 #pragma unroll
       for (int step = 0; step < steps; ++step) probabilities(p[step], s, factor, step);

@@ -1,4 +1,4 @@
-// Which keys a row sees.
+// Masks: which keys a row attends to.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,41 +11,42 @@
 
 namespace fp8attn {
 
-constexpr int ROWS = 64;   // of queries, a warpgroup's
-constexpr int KEYS = 128;  // in a block
+constexpr int ROWS = 64;   // query rows of a warpgroup
+constexpr int KEYS = 128;  // keys of a block
 
 constexpr float INFINITE = __builtin_huge_valf();
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Of an accumulator of wgmma m64nN, or of mma m16n8 side by side, a thread holds, for its rows r = 0, 1 and groups of 8 columns j, the
-// columns 8j + 2 (lane % 4) + {0, 1}: elements 4j + 2r + {0, 1}.
+// A thread's part of an accumulator of wgmma m64nN, or of adjacent ones of mma m16n8. In row r = 0, 1 and group j of 8
+// columns, it holds the columns 8j + 2 (lane % 4) + {0, 1}, in elements 4j + 2r + {0, 1}.
 struct Fragment {
-  int row;     // of r = 0 in the tile; r = 1 is 8 below
-  int column;  // of j = 0
+  int row;     // row r = 0 in the tile; r = 1 is 8 rows below
+  int column;  // first column of group 0
 
   __device__ static Fragment mine() {
     const int thread = threadIdx.x % 128;
     return {thread / 32 * 16 + thread % 32 / 4, thread % 4 * 2};
   }
 
-  // Of the 16 rows that start at `row`, which are one warp's.
+  // For a warp whose 16 rows start at `row`.
   __device__ static Fragment of_warp(int row) { return {row + int(threadIdx.x) % 32 / 4, int(threadIdx.x) % 4 * 2}; }
 };
 
-// Causality and the end of the keys.
+// Causal mask and the end of the keys.
 struct Visible {
   int q_length, kv_length, causal_offset;
 
   __device__ explicit Visible(const Params& p) : q_length(p.q_length), kv_length(p.kv_length), causal_offset(p.causal_offset) {}
 
-  // Keys that a row sees: 0 ... end - 1.
+  // A row attends to keys 0 ... end - 1.
   __device__ int end(int row) const { return max(min(kv_length, min(row, q_length - 1) + causal_offset + 1), 0); }
 
-  // Blocks that rows up to `row` see; one even if they see nothing, so that there is something to hide.
+  // Number of blocks that rows up to `row` attend to. At least 1: rows without visible keys get one block, all of whose
+  // keys are masked out.
   __device__ int blocks(int row) const { return max((end(row) + KEYS - 1) / KEYS, 1); }
 };
 
-// -inf for the keys that a thread's rows don't see of those from `start` on: they see as many as `row_end` says.
+// Scores of keys from row_end on become -inf. The scores are those of a thread's rows and the keys from `start` on.
 template <int N, int M>
 __device__ void hide(float (&s)[N], const int (&row_end)[M], int start, Fragment f) {
 #pragma unroll
@@ -59,25 +60,26 @@ __device__ void hide(float (&s)[N], const int (&row_end)[M], int start, Fragment
   }
 }
 
-// Numbers from one row of `bias` to the next.
+// Elements from one row of `bias` to the next.
 __device__ inline int bias_pitch(const Params& p) { return (p.kv_length + BIAS_ALIGNMENT - 1) / BIAS_ALIGNMENT * BIAS_ALIGNMENT; }
 
-// What the mean of a row's group of queries adds to the scores of keys, over the softmax scale.
+// The row of `bias` of a query row: what the mean of its group of queries adds to scores, divided by the softmax scale.
 __device__ inline const float* bias_row(const Params& p, int batch, int head, int row) {
   const int groups = (p.q_length + ROWS - 1) / ROWS;
   return p.bias + ((int64_t(batch) * p.q_heads + head) * groups + row / ROWS) * bias_pitch(p);
 }
 
-// Adds what the mean of a group of queries does, to scores of rows of that group, among them `first_row`, and of the keys from `start` on, which is even.
+// Adds the bias to scores of rows of one group of queries and keys from `start` on. `first_row` is any row of the
+// group, and `start` is even.
 template <int N>
 __device__ void add_bias(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
   int key = start + f.column;
-  asm volatile("" : "+r"(key));  // or all addresses are made before the loop over blocks, and spilled
+  asm volatile("" : "+r"(key));  // else all addresses are computed before the loop over blocks, and spilled
   const float* at = bias_row(p, batch, head, min(first_row, p.q_length - 1)) + key;
 #pragma unroll
   for (int j = 0; j < N / 4; ++j) {
     if (key + 8 * j >= p.kv_length) continue;
-    const float2 pair = *reinterpret_cast<const float2*>(at + 8 * j);  // of keys that are even and the next, within the row
+    const float2 pair = *reinterpret_cast<const float2*>(at + 8 * j);  // an even key and the next, in the padded row
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       s[4 * j + 2 * r] = fmaf(pair.x, p.score_scale, s[4 * j + 2 * r]);
@@ -86,25 +88,26 @@ __device__ void add_bias(float (&s)[N], const Params& p, int batch, int head, in
   }
 }
 
-// The same of one row and key.
+// The same for one row and key.
 template <typename Place>
 __device__ float biased(float score, const Params& p, const Place& tile, int row, int key) {
   return fmaf(bias_row(p, tile.batch, tile.head, row)[key], p.score_scale, score);
 }
 
-// The least that a finite number of a mask adds to a score in base 2: reference.LOWEST_SCORE.
+// The least that a finite mask element adds to a score in base 2: reference.LOWEST_SCORE.
 constexpr float LOWEST_SCORE = -3.4028234664e38f;
 
-// What an element of a mask adds to a score over log2 e; -inf hides.
+// What a mask element adds to a score, before the factor log2 e. -inf masks the key out.
 __device__ inline float mask_value(uint8_t visible) { return visible ? 0.0f : -INFINITE; }
 __device__ inline float mask_value(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float mask_value(__half x) { return __half2float(x); }
 __device__ inline float mask_value(float x) { return x; }
 
-// A score in base 2 with an element of a mask; one that is hidden becomes -inf even if it was NaN.
+// Applies a mask element to a score in base 2. A masked-out score becomes -inf, even if it was NaN.
 __device__ inline float with_mask(float score, uint8_t visible) { return visible ? score : -INFINITE; }
 
-// The product is rounded before it is added: equal numbers must add the same to all scores, even where these are rounded off next to it.
+// The product is rounded before it is added. Equal mask elements must add the same to all scores, even where the scores
+// are rounded off next to it.
 template <typename T>
 __device__ float with_mask(float score, T x) {
   constexpr bool may_overflow = !std::is_same_v<T, __half>;
@@ -112,7 +115,7 @@ __device__ float with_mask(float score, T x) {
   return value == -INFINITE ? -INFINITE : score + (may_overflow ? ptx::max_nan(more, LOWEST_SCORE) : more);
 }
 
-// What `f` returns of a number of the mask's type, which isn't bool.
+// Calls f with a number of the mask's type, which is not bool.
 template <typename F>
 __device__ auto with_number_type(const Params& p, F&& f) {
   switch (p.mask_type) {
@@ -125,13 +128,13 @@ __device__ auto with_number_type(const Params& p, F&& f) {
   }
 }
 
-// Which may be: then of a byte.
+// The same for any mask type; f gets a byte if it is bool.
 template <typename F>
 __device__ auto with_mask_type(const Params& p, F&& f) {
   return p.mask_type == 0 ? f(uint8_t()) : with_number_type(p, f);
 }
 
-// A score with the mask of its row and key added.
+// Applies the mask to the score of one row and key.
 template <typename Place>
 __device__ float masked(float score, const Params& p, const Place& tile, int row, int key) {
   const int64_t index = tile.batch * p.mask_strides[0] + tile.head * p.mask_strides[1] + row * p.mask_strides[2] + key * p.mask_strides[3];
@@ -143,20 +146,21 @@ struct alignas(2 * sizeof(T)) Two {
   T of[2];
 };
 
-// A row of a mask, from the first of a thread's keys on.
+// A row of a mask, from the thread's first key on.
 template <typename T>
 struct MaskRow {
   int64_t step;
   const T* at;
-  int keys;  // that exist
+  int keys;  // keys that exist from `at` on
 
   __device__ MaskRow(const Params& p, int batch, int head, int row, int key) : step(p.mask_strides[3]) {
-    asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
+    asm volatile("" : "+l"(step));  // else all addresses are computed before the loop over blocks, and spilled
     at = static_cast<const T*>(p.mask) + batch * p.mask_strides[0] + head * p.mask_strides[1] + row * p.mask_strides[2] + key * step;
     keys = row < p.q_length ? p.kv_length - key : 0;
   }
 
-  // Whether of each of a warp's rows the two keys of every group of eight, in N scores of two rows, lie so that one load takes them.
+  // Whether one load can take both keys of each group of eight, in all rows of the warp. N: scores of a thread, in two
+  // rows.
   template <int N>
   __device__ bool in_pairs() const {
     return __all_sync(~0u, step == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Two<T>) == 0 && keys > 2 * N - 7);
@@ -165,7 +169,7 @@ struct MaskRow {
   __device__ Two<T> pair(int key) const { return *reinterpret_cast<const Two<T>*>(at + key); }
 };
 
-// Adds the mask of a warpgroup's rows and the keys from `start` on.
+// Applies the mask to the scores of rows from `first_row` on and keys from `start` on.
 template <typename T, int N>
 __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head, int first_row, int start, Fragment f) {
 #pragma unroll
@@ -184,7 +188,7 @@ __device__ void add_mask_of(float (&s)[N], const Params& p, int batch, int head,
     for (int j = 0; j < N / 4; ++j, row.at += 8 * row.step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // a choice, not a branch, so that loads don't wait for one another
+        // a select, not a branch, so that loads don't wait for each other
         const T shown = T(std::is_same_v<T, uint8_t> ? 1.0f : 0.0f), x = 8 * j + i < row.keys ? row.at[i * row.step] : shown;
         s[4 * j + 2 * r + i] = with_mask(s[4 * j + 2 * r + i], x);
       }

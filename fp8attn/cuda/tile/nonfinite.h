@@ -1,4 +1,5 @@
-// int8 has no NaN: which rows of Q and K aren't finite, and what becomes of those that attend to them.
+// Non-finite rows of int8 Q and K. int8 has no NaN, so all bytes of such a row are INT8_NAN. Scores and row sums become
+// NaN here instead.
 #pragma once
 
 #include "mask.h"
@@ -6,7 +7,7 @@
 
 namespace fp8attn {
 
-// The first of a block of int8 keys from `start` on that isn't finite; kv_length if all are.
+// The first non-finite int8 key of the block that starts at `start`; kv_length if all are finite.
 __device__ inline int first_nonfinite_key(const Params& p, const Tile& tile, int start) {
   const uint8_t* k = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1];
 #pragma unroll 1
@@ -18,11 +19,11 @@ __device__ inline int first_nonfinite_key(const Params& p, const Tile& tile, int
   return p.kv_length;
 }
 
-// NaN for the scores of int8 keys, from `start` on, that aren't finite.
+// Scores of non-finite int8 keys become NaN. The first key is `start`.
 template <int N>
 __device__ void nan_nonfinite_keys(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
   int64_t step = p.k_strides[2];
-  asm volatile("" : "+l"(step));  // or all addresses are made before the loop over blocks, and spilled
+  asm volatile("" : "+l"(step));  // else all addresses are computed before the loop over blocks, and spilled
   int key = start + int(threadIdx.x) % 32;
   const uint8_t* at = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1] + key * step;
 #pragma unroll
@@ -35,12 +36,12 @@ __device__ void nan_nonfinite_keys(const Params& p, const Tile& tile, int start,
   }
 }
 
-// NaN instead of a row's sum of P, if the row isn't finite, and sees a key.
+// The row sum of P becomes NaN if the row of Q is non-finite and has a visible key.
 __device__ inline void nan_if_nonfinite(float& sum, bool nonfinite) {
   if (sum != 0.0f && nonfinite) sum = NAN;
 }
 
-// The same of a thread's rows.
+// The same for a thread's two rows.
 __device__ inline void nan_nonfinite_rows(const Params& p, const Tile& tile, int first_row, Fragment f, float (&l)[2]) {
   const uint8_t* q = p.q + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
 #pragma unroll

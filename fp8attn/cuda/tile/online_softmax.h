@@ -1,4 +1,4 @@
-// Online softmax in base 2 with exact exponentials; P stays float32.
+// Online softmax in base 2 with exact exponentials. P stays float32.
 #pragma once
 
 #include "../ptx/convert.h"
@@ -7,8 +7,9 @@
 
 namespace fp8attn {
 
-// 2^(s factor - m + offset). FAST: one multiply-add and ex2.approx.ftz, whose relative error is below 2^-22 (PTX ISA, ex2); with the rounding of
-// the sum, |score| 2^-24 more. Otherwise the difference to the maximum is exact, and exp2f off by 2 ulp.
+// 2^(s * factor - m + offset). FAST: one multiply-add and ex2.approx.ftz, whose relative error is below 2^-22 (PTX ISA,
+// ex2). The rounding of the sum adds |score| * 2^-24. Otherwise the difference to the maximum is exact, and exp2f has
+// an error of 2 ulp.
 template <bool FAST>
 __device__ float probability(float s, float factor, float m, float offset = P_OFFSET) {
   if constexpr (FAST)
@@ -17,15 +18,15 @@ __device__ float probability(float s, float factor, float m, float offset = P_OF
     return exp2f(__fsub_rn(__fmul_rn(s, factor), m) + offset);
 }
 
-// Of a thread's two rows in the accumulators of a warp. P is 2^OFFSET at most.
+// The softmax state of a thread's two rows of a warp's accumulators. P is at most 2^OFFSET.
 template <bool FAST, int OFFSET = int(P_OFFSET)>
 struct OnlineSoftmax {
-  float m[2] = {NOTHING, NOTHING};  // what P is relative to
+  float m[2] = {NOTHING, NOTHING};  // the score that P is relative to
   float l[2] = {};                  // sums of P over the columns of this lane
-  float origin[2];                  // what is subtracted from this block's scores in the exponent: m, or 0 if m is already subtracted
+  float origin[2];                  // what the exponent subtracts from this block's scores: m, or 0 if already done
 
-  // Moves m on to the maxima of scores over `factor`; `alpha` is what sums so far are to be multiplied with. ANY_SIZE: factors are 1, and scores may be
-  // large.
+  // Updates m by the block's row maxima. `s` are scores divided by `factor`. `alpha` is the factor that rescales
+  // earlier sums. ANY_SIZE: factors are 1, and scores may be large.
   template <bool ANY_SIZE, int N>
   __device__ void advance(float (&s)[N], float (&factor)[2], float (&alpha)[2]) {
 #pragma unroll
@@ -40,7 +41,7 @@ struct OnlineSoftmax {
     if (ANY_SIZE && any_large(m)) make_relative(factor, m, origin, s);
   }
 
-  // Of the scores over `factor` of 16 keys, eight floats, the P.
+  // Turns a thread's eight scores of 16 keys, divided by `factor`, into P.
   __device__ void exponentiate(float* s, const float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -51,7 +52,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Whole rows' sums.
+  // Reduces l over the quad, to sums of whole rows.
   __device__ void finish() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -1,4 +1,4 @@
-// From accumulators to memory.
+// Stores the output from accumulators to global memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 
 namespace fp8attn {
 
-// Word i of lane c becomes word c of lane i, among the four lanes of a quad.
+// Transposes words within a quad of lanes: word i of lane c becomes word c of lane i.
 __device__ inline void transpose_quad(uint32_t (&w)[4]) {
   const bool odd = threadIdx.x % 2, high = threadIdx.x / 2 % 2;
   const auto exchange = [](uint32_t& a, uint32_t& b, bool upper, int lane) {
@@ -38,7 +38,8 @@ __device__ inline void store_element(const Params& p, int64_t index, float value
   }
 }
 
-// Stores the LSE of a row, or of a part of its keys m and the sum of exponentials. P was relative to m and 2^OFFSET at most.
+// Stores the LSE of a row; if CTAs split the keys, m and the sum of exponentials of this part of the keys. P is
+// relative to m and at most 2^OFFSET.
 template <int OFFSET>
 __device__ void store_row(const Params& p, const Tile& place, int row, float m, float l) {
   const int64_t index = (int64_t(place.batch) * p.q_heads + place.head) * p.q_length + row;
@@ -50,11 +51,11 @@ __device__ void store_row(const Params& p, const Tile& place, int row, float m, 
   }
 }
 
-// Where a thread's two rows of the output go, and by what they are multiplied on the way.
+// Offsets and normalisation factors of a thread's two output rows.
 struct Output {
   const Params& p;
   float inverse[2], there[2];
-  int64_t index[2];  // of the thread's rows
+  int64_t index[2];  // offsets of the rows in `out`
   bool inside[2];
   int column, quarter;
 
@@ -69,7 +70,7 @@ struct Output {
     }
   }
 
-  // Normalises, descales and stores COUNT of the channels, from FIRST on.
+  // Normalises, descales and stores COUNT channels, from FIRST on.
   template <int FIRST, int COUNT, int N, typename Scales>
   __device__ void store(const float (&o)[N], const Scales& scales) const {
     switch (p.out_type) {
@@ -96,7 +97,7 @@ struct Output {
         for (int r = 0; r < 2; ++r)
           values[r][i] = fmaf(o[16 * g + i / 2 * 4 + 2 * r + i % 2] * inverse[r], scale, there[r] * mean);
       }
-      // after the quad's transposition a lane has eight channels in a row
+      // after the transpose, a lane has eight consecutive channels
       const int x = FIRST + 32 * g + 8 * quarter;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

@@ -1,4 +1,4 @@
-// Two numbers of 16 bits in a word.
+// Two bfloat16 or half numbers in a 32-bit word.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +27,7 @@ struct Pair<__half> {
   __device__ static float2 floats(uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
 };
 
-// The bits of those that aren't finite.
+// All bits of the numbers that are not finite; zeros elsewhere.
 template <typename T>
 __device__ uint32_t not_finite(uint32_t word) {
   return __vcmpeq2(word & Pair<T>::infinities, Pair<T>::infinities);
@@ -60,7 +60,7 @@ __device__ uint32_t most(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(x);
 }
 
-// What isn't finite becomes NaN.
+// Non-finite numbers become NaN.
 template <typename T, typename Words>
 __device__ Words nan_where_nonfinite(Words words) {
   return not_finite<T>(words) | words;

@@ -1,4 +1,5 @@
-// Products of a warp's tensor core over operands in shared memory: e4m3 as it is, or as halves, which it may become on the way; and their sums.
+// Tensor-core products of a warp with operands in shared memory: e4m3, or halves, to which e4m3 may be converted in
+// registers.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,13 +13,14 @@
 
 namespace fp8attn {
 
-// Words of a thread's operands of a product over 32 summands.
+// Words of a thread's A and B operands of a product over 32 summands.
 template <Operands O>
 constexpr int A_WORDS = O == Operands::native ? 4 : 8;
 template <Operands O>
 constexpr int B_WORDS = O == Operands::native ? 2 : 4;
 
-// Where a lane's row and chunk of the first operands of load_rows and load_columns lie.
+// The offset of the row and chunk that this lane passes to ldmatrix, in the first operand of load_rows and
+// load_columns.
 template <typename Tile>
 __device__ int lane_of_rows() {
   return Tile::offset(threadIdx.x % 16, threadIdx.x % 32 / 16);
@@ -30,14 +32,15 @@ __device__ int lane_of_columns() {
   return O == Operands::shared ? Tile::offset(lane % 8, lane / 8) : Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// Rows row ... row + 15 behind the lane's of a tile, its summands 32 step ... + 31.
+// Loads an A operand: rows row ... row + 15, counted from those of `lane`, and summands 32 step ... 32 step + 31.
 template <Operands O, typename Tile>
 __device__ void load_rows(uint32_t (&a)[A_WORDS<O>], const Tile& tile, int lane, int row, int step) {
 #pragma unroll
   for (int i = 0; i < A_WORDS<O> / 4; ++i) ptx::ldmatrix(a + 4 * i, tile.beyond(lane, row, A_WORDS<O> / 2 * step + 2 * i));
 }
 
-// The rows row ... row + 15 behind the lane's of a tile as two operands of 8 columns each. e4m3 becomes half here unless it is half already, or stays e4m3.
+// Loads two B operands of 8 columns each: rows row ... row + 15 of the tile, counted from those of `lane`. Operands in
+// `registers` are converted from e4m3 to half here.
 template <Operands O, typename Tile>
 __device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int lane, int row, int step) {
   if constexpr (O == Operands::shared) {
@@ -56,7 +59,7 @@ __device__ void load_columns(uint32_t (&b)[2][B_WORDS<O>], const Tile& tile, int
   }
 }
 
-// d (16, 8) += a * b over 32 summands.
+// d (16, 8) += a (16, 32) * b (32, 8).
 template <Operands O>
 __device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
   if constexpr (O == Operands::native) {
@@ -67,7 +70,7 @@ __device__ void multiply(float* d, const uint32_t (&a)[A_WORDS<O>], const uint32
   }
 }
 
-// Of halves, two to a word, instead of floats.
+// The same with half accumulators, two to a word.
 template <Operands O>
 __device__ void multiply(uint32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint32_t (&b)[B_WORDS<O>]) {
   static_assert(O == Operands::native);
@@ -80,8 +83,9 @@ __device__ void multiply(int32_t* d, const uint32_t (&a)[A_WORDS<O>], const uint
   ptx::mma_s8(d, a, b);
 }
 
-// A thread's P of 32 keys as an operand of P * V, without a shuffle: of every 16 keys it has 2c, 2c + 1, 8 + 2c, 8 + 2c + 1 (c its lane in
-// the quad), which is what the operand of halves wants; that of e4m3 wants slots 4c ... 4c + 3, and these are the same keys in quantized V.
+// Packs a thread's P of 32 keys as A operand of P * V, without a shuffle. Of every 16 keys, lane c of a quad has
+// 2c, 2c + 1, 8 + 2c and 9 + 2c. The operand of halves takes these keys. The operand of e4m3 takes slots 4c ... 4c + 3,
+// where quantized V stores the same keys.
 template <Operands O, bool E4M3>
 __device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
 #pragma unroll
@@ -101,12 +105,13 @@ __device__ void operand_of(uint32_t (&a)[A_WORDS<O>], const float* p) {
   }
 }
 
-// A sum of int8 products that starts at these bits has those of the float that is as much above ZERO, if 22 bits and a sign hold it. Unlike a
-// conversion, a subtraction doesn't share a pipe at half rate with V's conversions.
+// A sum of int8 products that starts at ZERO_BITS has the bits of the float ZERO + sum, if 22 bits and a sign hold the
+// sum. Subtracting ZERO then gives the sum as a float. Unlike a conversion, a subtraction does not use the half-rate
+// pipe of V's conversions.
 constexpr float ZERO = 0x1.8p23f;
 constexpr int32_t ZERO_BITS = std::bit_cast<int32_t>(ZERO);
 
-// A block's P * V of 16 rows and 8 channels: a lane's two channels of two rows.
+// P * V of one block, 16 rows and 8 channels: a lane has two channels of two rows.
 struct FloatSums {
   float words[4] = {};
 

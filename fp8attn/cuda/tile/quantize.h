@@ -1,4 +1,5 @@
-// fp8attn/quantize.py for bfloat16 and half in registers: the same bytes and scales for the default recipe, of up to TOKEN_CHUNK tokens.
+// The steps of fp8attn/quantize.py for bfloat16 and half, with the same bytes and scales for the default recipe. Slices
+// have at most TOKEN_CHUNK tokens.
 #pragma once
 
 #include "../ptx/convert.h"
@@ -9,10 +10,10 @@
 
 namespace fp8attn {
 
-constexpr int LANES = 32;  // running sums of a mean: the part of a lane are the tokens congruent to it
+constexpr int LANES = 32;  // running sums of a mean: lane i sums the tokens congruent to i
 constexpr int TOKEN_CHUNK = 512;
 constexpr int STEPS = TOKEN_CHUNK / LANES;
-constexpr int SLICE = 16;  // channels of K or V that a warpgroup quantizes
+constexpr int SLICE = 16;  // channels of K or V per warpgroup of the fused small kernel
 constexpr int QUADS = SLICE / 4;
 constexpr float SMALLEST_SCALE = 0x1p-126f;
 constexpr float LARGEST_MEAN = 0x1p100f;
@@ -26,16 +27,16 @@ constexpr float INT8_LARGEST = 127.0f;
 constexpr int FIT_DIM = 64;
 constexpr float FIT_STEP = 0x1p5f;
 
-// Four codes of what isn't finite.
+// Four codes of non-finite elements.
 template <bool INT8>
 constexpr uint32_t NAN_CODES = INT8 ? INT8_NAN * 0x01010101u : 0x7F7F7F7F;
 
 __device__ inline bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
-// That maps `largest` to `code`.
+// The scale that maps `largest` to `code`; 1 if `largest` is 0.
 __device__ inline float scale_of(float largest, float code = E4M3_MAX) { return largest > 0.0f ? fmaxf(__fdiv_rn(largest, code), SMALLEST_SCALE) : 1.0f; }
 
-// Of a row of Q, or a block of K.
+// The scale of a row of Q or a block of K.
 template <bool INT8>
 __device__ float row_scale_of(float largest) {
   return scale_of(largest, INT8 ? INT8_LARGEST : E4M3_LARGEST);
@@ -45,10 +46,10 @@ __device__ inline float removable(float mean) { return fabsf(mean) < LARGEST_MEA
 
 __device__ inline float4 removable(float4 mean) { return {removable(mean.x), removable(mean.y), removable(mean.z), removable(mean.w)}; }
 
-// Four channels without their mean.
+// Subtracts the mean of four channels.
 __device__ inline void centre(float (&y)[4], float4 mean) { y[0] -= mean.x, y[1] -= mean.y, y[2] -= mean.z, y[3] -= mean.w; }
 
-// Of four channels over their scale, of which `factor` is the inverse. int8's of NaN are any.
+// The codes of four channels; `factor` is the inverse scale. int8 codes of NaN are arbitrary.
 template <bool INT8>
 __device__ uint32_t codes_of(const float* y, float factor) {
   if constexpr (INT8) {
@@ -61,11 +62,12 @@ __device__ uint32_t codes_of(const float* y, float factor) {
   }
 }
 
-// Sums of quantize.fit_steps of products of halves, two to a word. Halves from 1.5 * 2^15 on are FIT_STEP apart: their bits, beyond BASE, count steps.
+// Sums of quantize.fit_steps over products of halves, two to a word. Halves from 1.5 * 2^15 (BASE) on are FIT_STEP
+// apart, so their bits minus BASE count steps.
 struct FitSteps {
   static constexpr uint32_t BASE = 0x7A00;
-  uint32_t bits = 0;  // of all sums
-  int words = 0;      // that is far fewer than would overflow 16 bits
+  uint32_t bits = 0;  // sums of the bits of both halves
+  int words = 0;      // number of words added: far too few to overflow 16 bits
 
   __device__ void add(__half2 a, __half2 b) {
     const __half2 sum = __hfma2(a, b, __half2half2(__ushort_as_half(BASE)));
@@ -79,11 +81,11 @@ struct FitSteps {
   }
 };
 
-// quantize.fit of a row: what codes and rests have in common, and codes with themselves.
+// Sums for quantize.fit of one row: <code, rest> and <code, code>. A rest is what rounding left over.
 struct Fit {
   FitSteps product, square;
 
-  // Four numbers over their scale, of which `factor` is the inverse, and their codes.
+  // Adds four numbers and their codes; `factor` is the inverse scale.
   __device__ void add(const float* y, float factor, uint32_t codes) {
     uint32_t words[2];
     ptx::halves_of_e4m3(codes, words[0], words[1]);
@@ -95,7 +97,7 @@ struct Fit {
     }
   }
 
-  // Of what `lanes` lanes next to each other have of a row: product and square.
+  // Product and square, summed over the `lanes` adjacent lanes that have a row.
   __device__ int2 sums(int lanes) const {
     int2 found = {product.total(), square.total()};
 #pragma unroll
@@ -103,14 +105,15 @@ struct Fit {
     return found;
   }
 
-  // Zeros have no squares; NaN, of which a row that is rotated as one has none or nothing else, more than any other row.
+  // 1 for a row of zeros, whose square is 0, and for a row of NaN, whose square exceeds that of any other row. A row
+  // that is rotated as one part has no NaN or only NaN.
   __device__ static float factor(int2 sums) {
     constexpr int largest = FIT_DIM * int(E4M3_LARGEST * E4M3_LARGEST / 8 / FIT_STEP);
     return unsigned(sums.y - 1) < unsigned(largest) ? __fdiv_rn(8 * sums.y + sums.x, 8 * sums.y) : 1.0f;
   }
 };
 
-// No product is fused into a sum: it is rounded where the definition rounds it.
+// quantize.coarse. No product is fused into a sum, so that each is rounded where the definition rounds it.
 __device__ inline float coarse(float mean, float low, float high) {
   const float largest = fmaxf(fmaxf(high, -low), 0.0f);
   const float step = __int_as_float(__float_as_int(largest) & 0x7F800000) * MEAN_STEP;
@@ -119,11 +122,11 @@ __device__ inline float coarse(float mean, float low, float high) {
   return fabsf(mean) < step * MEAN_STEPS ? 0.0f : __fsub_rn(__fadd_rn(mean, far), far);
 }
 
-// quantize.encode_values of two channels of a run's tokens, one after another.
+// quantize.encode_values for two channels. The tokens of a run come one after another.
 struct Feedback {
   __half2 residual = __half2half2(__float2half(0.0f));
 
-  // gain: of two halves, quantize.feedback.
+  // `gain`: quantize.feedback in both halves.
   __device__ uint16_t codes(float2 x, __half2 gain) {
     const __half2 z = __floats2half2_rn(x.x, x.y);
     const __half2 limit = __hmin2(__habs2(residual), __hmul2(__habs2(z), __half2half2(__float2half(LARGEST_CORRECTION))));
@@ -134,12 +137,12 @@ struct Feedback {
   }
 };
 
-// The same of so few tokens that nothing is residual.
+// The same without feedback, for lengths up to TOKEN_CHUNK.
 __device__ inline uint16_t value_codes(float a, float b) {
   return ptx::e4m3x2(__hadd2_rn(__floats2half2_rn(a, b), __half2half2(__float2half(0.0f))));
 }
 
-// Statistics of the tokens of every lane, on their way to those of the slice.
+// Statistics of a slice per lane, in shared memory. Statistics::of reduces them over the lanes.
 template <typename T>
 struct LaneStatistics {
   float4 sum[LANES][QUADS];
@@ -148,13 +151,13 @@ struct LaneStatistics {
   } extremes[LANES][QUADS];
 };
 
-// Of the channel of a thread's, which it shares with seven others.
+// Statistics of one channel. Eight threads reduce one channel.
 struct Statistics {
   float sum, low = INFINITE, high = -INFINITE;
 
   __device__ static int channel() { return threadIdx.x % 128 / 8; }
 
-  // The order of quantize.lane_sum.
+  // Sums in the order of quantize.lane_sum.
   template <bool EXTREMES, typename T>
   __device__ static Statistics of(const LaneStatistics<T>& lanes) {
     const int first = threadIdx.x % 8, quad = channel() / 4, c = channel() % 4;
@@ -178,15 +181,15 @@ struct Statistics {
   }
 };
 
-// Of a slice a thread has one of the quads of channels, and a lane's tokens.
+// A thread's part of a slice: one quad of channels of the tokens of one lane.
 template <typename T>
 struct Slice {
-  const T* first;  // of the lane's tokens
-  int64_t step;    // to the next
-  int count;       // those that exist
+  const T* first;  // first token of the lane
+  int64_t step;    // from one token of the lane to the next
+  int count;       // tokens of the lane that exist
   int lane, quad;
   uint2 raw[STEPS];
-  uint32_t nonfinite = 0;  // a bit for each of the tokens that has something else than finite numbers
+  uint32_t nonfinite = 0;  // bit i: the i-th token has a non-finite element
 
   __device__ Slice(const T* slice, int64_t stride, int length, int its_lane)
       : first(slice + its_lane * stride + threadIdx.x % 4 * 4), step(LANES * stride), count((length - its_lane + LANES - 1) / LANES), lane(its_lane), quad(threadIdx.x % 4) {
@@ -194,7 +197,8 @@ struct Slice {
     for (int i = 0; i < STEPS; ++i) raw[i] = i < count ? *reinterpret_cast<const uint2*>(first + i * step) : uint2{};
   }
 
-  // Of what is finite. What isn't becomes NaN, or of V, whose tokens' keys become NaN instead, zero.
+  // Statistics of the finite elements. Non-finite elements of K become NaN. Those of V become zero, because their
+  // tokens' keys become NaN instead.
   template <bool VALUES>
   __device__ void statistics(LaneStatistics<T>& lanes) {
     constexpr uint32_t above = Pair<T>::infinities, below = above | 0x80008000;
@@ -211,7 +215,7 @@ struct Slice {
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
       if (i < count) add(raw[i], uint2{});
-    if (!is_finite(fmaf(sum[0], 0.0f, sum[1] * 0.0f) + fmaf(sum[2], 0.0f, sum[3] * 0.0f))) {  // or it overflowed
+    if (!is_finite(fmaf(sum[0], 0.0f, sum[1] * 0.0f) + fmaf(sum[2], 0.0f, sum[3] * 0.0f))) {  // or a sum overflowed
       sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       low = {above, above}, high = {below, below};
 #pragma unroll 1
@@ -236,22 +240,22 @@ struct Slice {
     }
   }
 
-  // Of V's i-th token.
+  // Codes of V's i-th token.
   __device__ uint32_t codes(int i, float4 mean, float4 inverse) const {
     const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y);
     return ptx::pair(value_codes((a.x - mean.x) * inverse.x, (a.y - mean.y) * inverse.y), value_codes((b.x - mean.z) * inverse.z, (b.y - mean.w) * inverse.w));
   }
 };
 
-// ROWS rows of Q, of 16 bits a number, which a warpgroup rotates and quantizes, every row with a scale of its own. A team of threads shares a row: each
-// has a quarter of a part.
+// ROWS rows of Q in bfloat16 or half, which a warpgroup rotates and quantizes with one scale per row. A team of threads
+// has a row; each thread has one quarter of a rotated part.
 template <int DIM, bool INT8>
 struct Queries {
   static constexpr int team = DIM / QUARTER;
-  static constexpr int at_once = 128 / team;  // rows
+  static constexpr int at_once = 128 / team;  // rows per round
   static constexpr int rounds = ROWS / at_once;
-  static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // whose rows are rotated by twos
-  static_assert(rounds <= team);                           // the scale of each row is made by one of the team
+  static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // two rounds are rotated together
+  static_assert(rounds <= team);                           // one thread of the team computes a row's scale
   static constexpr bool fitted = !INT8 && DIM <= FIT_DIM;
 
   int thread;
@@ -261,10 +265,11 @@ struct Queries {
 
   __device__ int row(int round) const { return thread / team + round * at_once; }
 
-  // From row `first` of `head` on; zeros outside of its `length` rows, which may be none, and where no tile is `first` is -1.
+  // Loads the rows of `head` from `first` on. Rows outside 0 ... length - 1 are zero. Without a tile, `length` is 0 and
+  // `first` may be negative.
   __device__ void load(const uint16_t* head, int64_t stride, int first, int length) {
     thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread), "+l"(stride));  // or all addresses are made before a loop over tiles, and spilled
+    asm volatile("" : "+r"(thread), "+l"(stride));  // else addresses are computed before the tile loop, and spilled
     const uint16_t* at = head + int64_t(first + row(0)) * stride + QUARTER * member();
 #pragma unroll
     for (int i = 0; i < rounds; ++i, at += at_once * stride) {
@@ -274,17 +279,18 @@ struct Queries {
     }
   }
 
-  // Whether a member's part of the thread's row of a round isn't finite: then nothing in the part is.
+  // Whether the team's row of a round is non-finite. The rotation spreads a NaN over its part, so one channel of each
+  // thread suffices.
   __device__ bool is_hidden(const float (&y)[QUARTER]) const {
     constexpr uint32_t members = (1u << team) - 1;
     return __ballot_sync(~0u, y[0] != y[0]) >> thread % 32 / team * team & members;
   }
 
-  // store(row, column, codes of a quarter); scales go to `scale`.
+  // Calls store(row, column, codes of a quarter). Writes the rows' scales to `scale`.
   template <typename T, typename Store>
   __device__ void quantize(float (&scale)[ROWS], Store&& store) {
     const QueryRotation<T> rotation(thread);
-    float y[rounds][QUARTER], largest;  // magnitude of the member's row
+    float y[rounds][QUARTER], largest;  // largest magnitude of the row whose scale this thread computes
 #pragma unroll 1
     for (;;) {
       float any = 0.0f;
@@ -293,7 +299,7 @@ struct Queries {
         if (i % 2 == 0) rotation(y[i], y[i + 1], raw[i], raw[i + 1]);
         float of_row = 0.0f;
 #pragma unroll
-        for (int c = 0; c < QUARTER; ++c) of_row = fmaxf(of_row, fabsf(y[i][c]));  // NaN isn't larger than anything
+        for (int c = 0; c < QUARTER; ++c) of_row = fmaxf(of_row, fabsf(y[i][c]));  // fmaxf ignores NaN
 #pragma unroll
         for (int lane = team / 2; lane > 0; lane /= 2) of_row = fmaxf(of_row, __shfl_xor_sync(~0u, of_row, lane));
         largest = i == 0 || i == member() ? of_row : largest;
@@ -304,7 +310,7 @@ struct Queries {
       for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = nan_where_nonfinite<T>(raw[i / 2][i % 2]);
     }
     const float restores = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, restores);
-    int2 sums = {};  // of the member's row
+    int2 sums = {};  // of the same row
 #pragma unroll
     for (int i = 0; i < rounds; ++i) {
       const float factor = __shfl_sync(~0u, inverse, i, team);
@@ -319,10 +325,12 @@ struct Queries {
         const int2 of_row = fit.sums(team);
         sums = i == member() ? of_row : sums;
       }
-      if (INT8 && is_hidden(y[i])) codes[0] = codes[1] = codes[2] = codes[3] = NAN_CODES<true>;  // it has no NaN: the whole row
+      // int8 has no NaN: all of the row becomes INT8_NAN
+      if (INT8 && is_hidden(y[i])) codes[0] = codes[1] = codes[2] = codes[3] = NAN_CODES<true>;
       store(row(i), QUARTER * member(), uint4{codes[0], codes[1], codes[2], codes[3]});
     }
-    // the definition divides both operands by PART, where it should their product
+    // The definition divides both Q and K by PART, although their product should be divided only once. The scale of Q
+    // compensates.
     if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART * Fit::factor(sums) : 1.0f;
   }
 };

@@ -1,4 +1,5 @@
-// rotation.rotate of parts of 64 channels, as the default recipe has it: of rows on a warp's tensor core, of means as the definition adds.
+// rotation.rotate for parts of 64 channels, as in the default recipe. Rows are rotated on tensor cores, means by
+// additions in the definition's order.
 #pragma once
 
 #include <type_traits>
@@ -12,15 +13,15 @@ constexpr int PART = 64;  // channels that are rotated together
 constexpr int QUARTER = PART / 4;
 constexpr int QUARTERS = PART / QUARTER;
 
-constexpr uint64_t SIGNS = 0xB8B7B848'4748B848;  // bits of the channels whose sign the definition turns
+constexpr uint64_t SIGNS = 0xB8B7B848'4748B848;  // bit i: the definition flips the sign of channel i
 
-// Bit by bit the parity of what two numbers below 64 have in common, of which the definition's matrix has the sign.
+// The parity of the bits of x < 64. parity(i & j) is the sign of element (i, j) of the definition's matrix.
 __device__ constexpr uint32_t parity(uint32_t x) {
   x ^= x >> 4, x ^= x >> 2;
   return (x ^ x >> 1) & 1;
 }
 
-// Of two channels' numbers, 1 / PART, in a word, the signs.
+// Two matrix elements +-1 / PART in a word. Bits 0 and 1 of `signs` are their signs.
 template <typename T>
 __device__ uint32_t matrix_word(uint32_t signs) {
   constexpr uint32_t factors = std::is_same_v<T, __half> ? 0x24002400 : 0x3C803C80;
@@ -36,18 +37,21 @@ __device__ void mma_halves(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
     ptx::mma_bf16(d, a, b);
 }
 
-// Rows of K of which a quad of lanes has a part, lane c of it after the rotation channels 4c ... 4c + 3 of every quarter; before it the same, or, as
-// ldmatrix leaves rows (LOADED), 2c, 2c + 1, 8 + 2c and 9 + 2c. The tensor core rotates quarters; the rest are sums and differences of theirs. Products
-// are exact; sums are those of the tensor core, which are the definition's where 24 bits hold them.
+// Rotates rows of K. A quad of lanes has one part of a row. After the rotation, lane c of the quad has channels
+// 4c ... 4c + 3 of every quarter. Before it, the lane has the same channels, or those of ldmatrix (LOADED): 2c, 2c + 1,
+// 8 + 2c and 9 + 2c. Tensor cores rotate the quarters. The rest are sums and differences of quarters. Products are
+// exact. Sums are those of the tensor core; they equal the definition's where 24 bits hold them.
 template <typename T, bool LOADED>
 struct KeyRotation {
-  uint32_t matrix[2][2], odd[2][2];  // of the operand's columns 4a and 4a + 1, then 4a + 2 and 4a + 3: two channels each; and of odd quarters
+  // [a][i]: B operand whose product gives lane c of a quad the channels 4c + 2a and 4c + 2a + 1. Word i has two input
+  // channels. `odd` is for odd quarters, whose signs differ.
+  uint32_t matrix[2][2], odd[2][2];
 
   __device__ explicit KeyRotation(uint32_t thread) {
     const uint32_t lane = thread % 4, column = thread % 32 / 4, to = column / 2 * 4 + column % 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t from = LOADED ? 8 * i + 2 * lane : 4 * lane + 2 * i;  // and the one behind it
+      const uint32_t from = LOADED ? 8 * i + 2 * lane : 4 * lane + 2 * i;  // this channel and the next
       matrix[0][i] = matrix_word<T>(uint32_t(SIGNS >> from) ^ parity(to & from) * 3 ^ (column & 1) << 1);
       matrix[1][i] = from & 2 ? matrix[0][i] ^ 0x80008000 : matrix[0][i];
 #pragma unroll
@@ -55,7 +59,7 @@ struct KeyRotation {
     }
   }
 
-  // Of two rows; load(words, quarter) gives those of the first, of the second, and so again.
+  // Rotates two rows. load(words, quarter) gives a word of the first row, of the second, of the first, of the second.
   template <typename Load>
   __device__ void operator()(float (&y)[QUARTERS][2][4], Load&& load) const {
 #pragma unroll
@@ -73,18 +77,18 @@ struct KeyRotation {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float &a = y[0][i / 4][i % 4], &b = y[1][i / 4][i % 4], &c = y[2][i / 4][i % 4], &d = y[3][i / 4][i % 4];
-      const float sums[] = {a + b, a - b, c - d, c + d};  // all signs of the last quarter are turned
+      const float sums[] = {a + b, a - b, c - d, c + d};  // the last quarter has all signs flipped
       a = sums[0] + sums[2], b = sums[1] + sums[3], c = sums[0] - sums[2], d = sums[1] - sums[3];
     }
   }
 };
 
-// Rows of Q of which a quad of lanes has a part, each a quarter: by the tensor core alone, as above.
+// Rotates rows of Q by tensor cores alone. A quad of lanes has one part of a row, each lane one quarter.
 template <typename T>
 struct QueryRotation {
-  uint32_t matrix[QUARTER / 2];  // for each word of a lane's quarter, of the operand's first columns
+  uint32_t matrix[QUARTER / 2];  // B operand of product 0, for each word of a lane's quarter
 
-  // Of the operand's columns 2c and 2c + 1 become, of the j-th product, lane c's channels 2j and 2j + 1.
+  // Columns 2c and 2c + 1 of product j are lane c's channels 2j and 2j + 1.
   __device__ explicit QueryRotation(uint32_t thread) {
     const uint32_t lane = thread % 4, column = thread % 32 / 4;
 #pragma unroll
@@ -94,7 +98,7 @@ struct QueryRotation {
     }
   }
 
-  // Two rows, of which the quad's lanes have the words.
+  // Rotates two rows, `upper` to y and `lower` to z.
   __device__ void operator()(float (&y)[QUARTER], float (&z)[QUARTER], const uint4 (&upper)[2], const uint4 (&lower)[2]) const {
     const uint32_t above[] = {upper[0].x, upper[0].y, upper[0].z, upper[0].w, upper[1].x, upper[1].y, upper[1].z, upper[1].w};
     const uint32_t below[] = {lower[0].x, lower[0].y, lower[0].z, lower[0].w, lower[1].x, lower[1].y, lower[1].z, lower[1].w};
@@ -111,7 +115,7 @@ struct QueryRotation {
   }
 };
 
-// A part that 16 lanes have, four channels each, as the definition rounds it, by a warp.
+// Rotates a part that 16 lanes have, four channels each, with the definition's rounding. Called by a whole warp.
 __device__ inline float4 rotated(float4 x) {
   const uint32_t lane = threadIdx.x % (PART / 4);
   const auto scaled = [&](float value, uint32_t i) { return __fmul_rn(value, SIGNS >> (4 * lane + i) & 1 ? -1.0f / PART : 1.0f / PART); };

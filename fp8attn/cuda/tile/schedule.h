@@ -1,11 +1,11 @@
-// Which tile of queries comes when.
+// The tile scheduler.
 #pragma once
 
 #include "../params.h"
 
 namespace fp8attn {
 
-constexpr int ALL_BLOCKS = 1 << 30;  // of keys: as many as a tile's rows see
+constexpr int ALL_BLOCKS = 1 << 30;  // as an end: all key blocks that the tile's rows attend to
 
 struct Tile {
   int batch, head, kv_head, first_row;
@@ -13,28 +13,29 @@ struct Tile {
   __device__ bool exists() const { return first_row >= 0; }
 };
 
-// A fixed order of all tiles. Heads are taken in groups that share keys or fit into L2 together; inside a group the last tiles go
-// first, which in a causal call are the long ones.
+// A fixed order of all tiles. Heads come in groups that have the same keys or fit into L2 together. Within a group the
+// last tiles come first: in causal calls these are the longest.
 struct Schedule {
   const Params& p;
   int tile_rows, tiles;
-  bool across_batches;  // a head of all batches comes before the next one
+  bool across_batches;  // one head of all batches comes before the next head
 
   __device__ Schedule(const Params& params, int rows, bool batches_first = false)
       : p(params), tile_rows(rows), tiles((params.q_length + rows - 1) / rows), across_batches(batches_first) {}
 
-  // This CTA's position after that of `round`; its first is its number. Whoever is free takes the next, or they take turns, to and fro.
+  // The position of this CTA's tile after that of `round`; the first is blockIdx.x. With a counter, a free CTA takes
+  // the next position. Otherwise the order is static, and its direction alternates between rounds.
   __device__ int after(int round) const {
     if (p.counter != nullptr) return gridDim.x + atomicAdd(p.counter, 1);
     return (round + 1) * gridDim.x + (round % 2 == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
-  // Tiles of all heads.
+  // Number of tiles of all heads.
   __device__ int size() const { return tiles * p.batches * p.q_heads; }
 
   __device__ static Tile none() { return {0, 0, 0, -1}; }
 
-  // None after the last.
+  // The tile at a position; none() after the last.
   __device__ Tile at(int position) const {
     if (position >= size()) return none();
     const int group = p.heads_side_by_side;
@@ -47,7 +48,7 @@ struct Schedule {
   }
 };
 
-// A place in the ring of shared-memory stages, which barriers go round in two phases.
+// A position in a ring of shared-memory stages, and the phase parity of its barriers.
 template <int STAGES>
 struct Ring {
   int stage = 0;

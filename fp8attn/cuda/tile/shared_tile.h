@@ -1,4 +1,4 @@
-// Tiles in shared memory, where tensor cores find them.
+// Tiles of tensor-core operands in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,9 @@
 
 namespace fp8attn {
 
-// ROWS rows of BYTES bytes, in chunks of 16. The same chunk of eight rows in a row lies in eight different groups of four banks: by 16 bytes
-// of padding behind each row, or by an XOR of the chunk's number with bits of the row's.
+// ROWS rows of BYTES bytes, in chunks of 16 bytes. The same chunk of eight consecutive rows is in eight different
+// groups of four banks: by 16 bytes of padding after each row, or (SWIZZLE) by an XOR of the chunk index with bits of
+// the row index.
 template <int ROWS, int BYTES, bool SWIZZLE>
 struct alignas(128) SharedTile {
   static constexpr int rows = ROWS, chunks = BYTES / 16;
@@ -25,8 +26,9 @@ struct alignas(128) SharedTile {
 
   __device__ const uint8_t* at(int row, int chunk) const { return bytes + offset(row, chunk); }
 
-  // From the offset of a lane's own row and chunk, that of the row `rows` below, a multiple of 8, and of the chunk `chunks` on, a multiple
-  // of a power of two above the lane's own: one instruction, where the compiler, which doesn't know this, would need five.
+  // The offset of the chunk that is `rows` rows and `chunks` chunks after the one at `lane_offset`. `rows` is a
+  // multiple of 8. `chunks` is a multiple of a power of two above the lane's chunk index. This takes one instruction;
+  // the compiler, which cannot assume this, would need five.
   __device__ static int moved(int lane_offset, int rows, int chunks) {
     return (SWIZZLE ? lane_offset ^ 16 * chunks : lane_offset + 16 * chunks) + rows * pitch;
   }
@@ -39,11 +41,12 @@ struct alignas(128) SharedTile {
   }
 };
 
-// What an instance has no use for.
+// A tile that an instance does not use.
 template <int BYTES, bool SWIZZLE>
 struct SharedTile<0, BYTES, SWIZZLE> {};
 
-// f(row, chunk) for every chunk of a tile, shared out among THREADS threads; a thread has the same ones each time.
+// Distributes the chunks of a tile over THREADS threads, and calls f(row, chunk) for those of this thread. A thread
+// gets the same chunks in every call.
 template <typename Tile, int THREADS, typename F>
 __device__ void for_chunks(int thread, F&& f) {
   static_assert(THREADS % Tile::chunks == 0);
@@ -54,8 +57,8 @@ __device__ void for_chunks(int thread, F&& f) {
   }
 }
 
-// Sixteen e4m3 as halves: words' lower pairs in the first chunk, their upper pairs in the second. Along head_dim it is an order of the
-// summands, the same for Q and K; along V's keys it undoes fp8attn.layout.key_of_slot.
+// Converts 16 e4m3 codes to halves. The lower pair of each word goes to the first chunk, the upper pair to the second.
+// Along head_dim this reorders the summands, equally for Q and K. Along V's keys it undoes fp8attn.layout.key_of_slot.
 __device__ inline void spread(const uint4& codes, uint4& first, uint4& second) {
   ptx::halves_of_e4m3(codes.x, first.x, second.x);
   ptx::halves_of_e4m3(codes.y, first.y, second.y);
@@ -63,7 +66,7 @@ __device__ inline void spread(const uint4& codes, uint4& first, uint4& second) {
   ptx::halves_of_e4m3(codes.w, first.w, second.w);
 }
 
-// A chunk of e4m3 becomes two of halves.
+// Stores a chunk of e4m3 codes as two chunks of halves.
 template <typename Halves>
 __device__ void store_halves(Halves& tile, int row, int chunk, const uint4& codes) {
   uint4 first, second;

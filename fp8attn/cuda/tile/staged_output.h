@@ -1,4 +1,4 @@
-// From accumulators to memory through shared memory, so that the copy engine stores while the warpgroup goes on.
+// Stores the output from accumulators through shared memory, by TMA, while the warpgroup continues.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,13 +10,14 @@
 
 namespace fp8attn {
 
-// Of each warp of a warpgroup: boxes of its 16 rows that are written, or being stored. Chunks of 16 bytes are swizzled as TMA does.
+// Output boxes of each warp of a warpgroup, for its 16 rows. A box is being written or being stored. Chunks of 16 bytes
+// have TMA's swizzle.
 template <int BOXES>
 struct alignas(1024) OutputBoxes {
   uint8_t bytes[4][BOXES][OUTPUT_ROWS * OUTPUT_BYTES];
 };
 
-// A warp's 16 rows of the output, and by what they are multiplied on the way.
+// Normalises and stores the 16 output rows of a warp.
 template <typename Scales, int BOXES>
 struct StagedOutput {
   const Params& p;
@@ -36,7 +37,7 @@ struct StagedOutput {
     }
   }
 
-  // Normalises, descales and stores COUNT of the channels, from FIRST on.
+  // Normalises, descales and stores COUNT channels, from FIRST on.
   template <int FIRST, int COUNT, int N>
   __device__ void store(const float (&o)[N]) const {
     switch (p.out_type) {
@@ -50,7 +51,7 @@ struct StagedOutput {
   }
 
  private:
-  // Of a thread's row r the channels x and x + 1.
+  // The output of channels x and x + 1 of the thread's row r.
   __device__ float2 value(float a, float b, int r, int x) const {
     const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[x]), mean = reinterpret_cast<const float2&>(scales.channel_mean[x]);
     return {there[r] ? fmaf(a * inverse[r], scale.x, mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, mean.y) : 0.0f};
@@ -69,10 +70,11 @@ struct StagedOutput {
   template <typename T, int FIRST, int COUNT, int N>
   __device__ void store_as(const float (&o)[N]) const {
     constexpr int width = OUTPUT_BYTES / sizeof(T);
-    constexpr bool evenly = (Scales::channels + width - 1) / width % BOXES == 0;  // else a tile's first box lies where the last tile's last one does
+    // else the first box of a tile uses the same buffer as the last box of the previous tile
+    constexpr bool evenly = (Scales::channels + width - 1) / width % BOXES == 0;
     const int column = lane % 4 * 2;
 #pragma unroll
-    for (int box = 0; box < (COUNT + width - 1) / width; ++box) {  // of the last one the rest is behind the tensor's end
+    for (int box = 0; box < (COUNT + width - 1) / width; ++box) {  // the last box may extend beyond the tensor
       uint8_t* to = boxes.bytes[threadIdx.x % 128 / 32][box % BOXES];
       if (lane == 0) {
         if (FIRST == 0 && box == 0 && !evenly)
@@ -92,7 +94,7 @@ struct StagedOutput {
             *reinterpret_cast<float2*>(to + row * OUTPUT_BYTES + chunk * 16 + lane % 2 * 8) = value(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], r, x + 8 * j);
           }
       } else {
-        // of each four matrices the rows 0 ... 7 and 8 ... 15 of one group of 8 channels, then of the next
+        // four matrices at a time: rows 0 ... 7 and 8 ... 15 of one group of 8 channels, then of the next group
         uint8_t* row = to + lane % 16 * OUTPUT_BYTES;
 #pragma unroll
         for (int j = 0; j < width / 8 && box * width + 8 * j < COUNT; j += 2) {

@@ -1,4 +1,5 @@
-// What a CTA of the quantizer of K and V has: a slice of the channels of a token_chunk of tokens, in shared memory, and what CTAs of a cluster tell each other.
+// The data of one CTA of the K/V quantizer: a slice of the channels of one token chunk, in shared memory, and what the
+// CTAs of a cluster exchange.
 #pragma once
 
 #include "../config.h"
@@ -9,21 +10,22 @@
 
 namespace fp8attn {
 
-constexpr int CHANNELS = 64;             // of a slice: 128 bytes of a token
-constexpr int CHUNKS = CHANNELS / 8;     // of 16 bytes
-constexpr int WORDS = CHANNELS / 2;      // of two channels
-constexpr int WARPS = CHUNKS;            // in writing V each has a chunk of its own
-constexpr int THREADS = LANES * CHUNKS;  // in measuring it each has a chunk of the tokens of a lane
+constexpr int CHANNELS = 64;             // channels of a slice: 128 bytes of a token
+constexpr int CHUNKS = CHANNELS / 8;     // 16-byte chunks of a token
+constexpr int WORDS = CHANNELS / 2;      // words of a token, two channels each
+constexpr int WARPS = CHUNKS;            // each warp writes one chunk of V's channels
+constexpr int THREADS = LANES * CHUNKS;  // each thread measures one chunk of V's channels, for the tokens of one lane
 constexpr int BLOCKS = TOKEN_CHUNK / KEYS;
-constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane
-constexpr int GROUP = 16;               // keys that V's order permutes among themselves
-constexpr int RUN = BLOCKS * GROUP;     // and whose errors cancel
+constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane in one block
+constexpr int GROUP = 16;               // keys within which V's storage order permutes
+constexpr int RUN = BLOCKS * GROUP;     // tokens over which V's rounding errors cancel
 constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(CHANNELS == PART && THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
 using TokenChunkTile = uint32_t[TOKEN_CHUNK][WORDS];
 
-// Of the lanes of a warp, or of a token_chunk: sums of channels; the least and the most, two channels to a word.
+// Moments of V's channels over the lanes of a warp, or over a token chunk: sums, minima and maxima. Minima and maxima
+// are packed, two channels to a word.
 struct Moments {
   float sum[CHANNELS];
   uint32_t low[WORDS], high[WORDS];
@@ -35,27 +37,31 @@ struct alignas(128) QuantizeStorage {
   union {
     struct {
       Moments warps[WARPS];
-      Moments token_chunks[C.token_chunks];  // what all tell
+      Moments token_chunks[C.token_chunks];  // received from all token chunks
     } values;
-    float sampled[LANES * CHANNELS];  // sums of keys: lanes of as many channels as the CTA has, all of them if there is one token_chunk
+    // Sums of sampled keys: (LANES, the channels whose mean of K this CTA computes). With one token chunk these are all
+    // channels of the slice.
+    float sampled[LANES * CHANNELS];
   };
-  // what others tell, and it itself
+  // received from CTAs of the cluster, this one included
   alignas(16) float key_mean[CHANNELS];
-  uint4 nonfinite[MOST_SLICES][BLOCKS];               // of every slice STEPS words: a bit of each lane for tokens whose keys become NaN
-  alignas(16) float largest[MOST_SLICES][BLOCKS];  // magnitudes of keys of every slice
-  // what it tells
+  uint4 nonfinite[MOST_SLICES][BLOCKS];  // per slice STEPS words, with one bit per lane: tokens whose keys become NaN
+  alignas(16) float largest[MOST_SLICES][BLOCKS];  // largest magnitudes of K's blocks, per slice
+  // sent to CTAs of the cluster
   struct {
     Moments token_chunk;
     alignas(16) float key_mean[CHANNELS];
     uint4 nonfinite[BLOCKS];
   } own;
-  float shift[CHANNELS], factor[CHANNELS];  // V's means, and inverses of its scales
-  float of_warps[WARPS][BLOCKS];            // largest magnitudes of keys
+  float shift[CHANNELS], factor[CHANNELS];  // V's means and inverse scales
+  float of_warps[WARPS][BLOCKS];            // largest magnitudes of K's blocks, per warp
   uint64_t stats_full, largest_full;
 };
-static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));  // of two token_chunks or more sums of keys lie where nobody tells anything
+// With two token chunks or more, `sampled` stays within `warps`. It must not overlap `token_chunks`, into which other
+// CTAs may already store.
+static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
 
-// A CTA's coord in its cluster, and its head.
+// Coordinates of a CTA in its cluster, and its head.
 struct ClusterCoord {
   int token_chunks, slices, token_chunk, slice, first, count, batch, head, pair;
 
@@ -69,7 +75,8 @@ struct ClusterCoord {
 
   __device__ int rank_of(int its_token_chunk, int its_slice) const { return its_token_chunk * slices + its_slice; }
 
-  // Binary logarithm of the words of a token whose mean of keys a token_chunk's CTA makes; the last token_chunks may have none to make.
+  // Binary logarithm of the number of words (channel pairs) whose mean of K the CTA of one token chunk computes. The
+  // last token chunks may have none.
   __device__ int log_words() const {
     int found = 5;
     static_assert(WORDS == 1 << 5);
@@ -77,17 +84,17 @@ struct ClusterCoord {
     return found;
   }
 
-  // Of the slice's first channel, among those of all heads.
+  // Index of the slice's first channel, among the channels of all heads.
   __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
 };
 
-// Chunk `chunk` of a run of V's tokens lies at another one: then neither the 8 chunks of a token nor one of 8 runs share a bank. Of K's tokens every
-// one is such a run.
+// Swizzle: the position of a chunk in a token of V's run `run`. Then neither the 8 chunks of a token nor the same chunk
+// of 8 runs have bank conflicts. For K, every token counts as a run.
 __device__ inline int chunk_at(int run, int chunk) { return chunk ^ run % CHUNKS; }
 
 __device__ inline bool any(uint4 words) { return (words.x | words.y | words.z | words.w) != 0; }
 
-// Of the blocks of a tile, which are loaded one after another, this thread's copies up to those of the n-th.
+// Waits for this thread's copies of blocks 0 ... n of a tile. Every block is one group of copies.
 __device__ inline void wait_for_block(int n) {
   static_assert(BLOCKS == 4);
   switch (n) {
@@ -102,14 +109,14 @@ __device__ inline void wait_for_block(int n) {
   }
 }
 
-// To all slices of the token_chunk who is nonfinite.
+// Sends the non-finite tokens of this slice to all slices of the token chunk.
 template <QuantizeConfig C>
 __device__ void broadcast_nonfinite(QuantizeStorage<C>& shared, const ClusterCoord& coord, uint64_t* barrier) {
   const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
   if (slice < coord.slices) dsmem_store(coord.rank_of(coord.token_chunk, slice), &shared.nonfinite[coord.slice][n], shared.own.nonfinite[n], barrier);
 }
 
-// The order of quantize.lane_sum.
+// Sum in the order of quantize.lane_sum.
 template <int N>
 __device__ float halving_sum(const float (&lanes)[N]) {
   if constexpr (N == 1) {
@@ -122,7 +129,7 @@ __device__ float halving_sum(const float (&lanes)[N]) {
   }
 }
 
-// Whether some of the token_chunk's tokens don't exist, or are nonfinite by one of the slices from `first` up to `end`.
+// Whether some tokens of the token chunk don't exist, or are non-finite in one of the slices first ... end - 1.
 template <QuantizeConfig C>
 __device__ bool is_careful(const QuantizeStorage<C>& shared, const ClusterCoord& coord, int first, int end) {
   bool nonfinite = false;

@@ -1,4 +1,5 @@
-// A token_chunk of K: its part of the sample's mean, largest magnitudes and scales of its blocks, its codes.
+// K's side of a token chunk: this CTA's channels of the sampled mean, the blocks' largest magnitudes and scales, the
+// codes.
 #pragma once
 
 #include "../ptx/ldmatrix.h"
@@ -6,15 +7,16 @@
 
 namespace fp8attn {
 
-// Of the sample of K a thread's share at a time: a word of the tokens of a lane. An item is a lane and one of the CTA's words.
+// One item of the sample of K: one word of the tokens of one lane. The items of a CTA are its pairs of lane and word.
 template <typename T>
 struct Sample {
   uint32_t raw[STEPS];
 
-  // `k` is the head's first token of the slice.
+  // `k`: the head's first token, at the slice's first channel.
   __device__ void load(const QuantizeParams& p, const ClusterCoord& coord, const T* k, int item) {
     const int words = 1 << coord.log_words(), lane = item / words;
-    const int64_t step = coord.token_chunks * LANES;  // every sample_step-th group of LANES tokens, which is one in as many as there are token_chunks
+    // quantize.sample_step, the number of token chunks: one of that many groups of LANES tokens is sampled
+    const int64_t step = coord.token_chunks * LANES;
     const T* from = k + 2 * (coord.token_chunk * words + item % words) + lane * p.k_strides[2];
 #pragma unroll
     for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < p.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
@@ -31,7 +33,7 @@ struct Sample {
   }
 };
 
-// The mean of the sample of the CTA's words, if it has some. `sample` is the thread's first item's.
+// The sampled mean of this CTA's words, if it has any. `sample`: the thread's first item, already loaded.
 template <QuantizeConfig C, typename T>
 __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k, Sample<T>& sample) {
   const int words = 1 << coord.log_words(), first = coord.token_chunk * words;
@@ -55,40 +57,43 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
   shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), p.inverse_sample);
 }
 
-// K's mean, which every token_chunk makes for itself, by a warp: of four channels a lane, of which there are as many as half its lanes.
+// Rotates and stores K's mean. Every token chunk computes it redundantly, in one warp. A lane has four channels; 16
+// lanes have all of them.
 template <QuantizeConfig C>
 __device__ void finish_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int lane) {
   constexpr int count = CHANNELS / 4;
   float4* means = reinterpret_cast<float4*>(shared.key_mean);
   const float4 mean = removable(rotated(means[lane % count]));
-  __syncwarp();  // all have read
+  __syncwarp();  // all lanes have read `means`
   if (lane >= count) return;
   means[lane] = mean;
   if (coord.token_chunk == 0) reinterpret_cast<float4*>(p.k_mean + coord.channel())[lane] = mean;
 }
 
-// What a thread looks at of K's tile: of each block its warp has 16 rows, a quad of lanes two of them, a thread four channels of every quarter.
+// How threads divide K's tile. A warp has 16 rows of each block, a quad of lanes two of them, and a thread four
+// channels of every quarter of these two.
 template <typename T>
 struct Keys {
-  static constexpr int distance = 8;           // of a quad's rows
-  static constexpr int at_once = 32 / CHUNKS;  // rows of which a warp copies chunks
+  static constexpr int distance = 8;           // between the two rows of a quad
+  static constexpr int at_once = 32 / CHUNKS;  // rows that a warp copies at a time
   const KeyRotation<T, true> rotation = KeyRotation<T, true>(threadIdx.x);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
 
-  // The i-th of block n.
+  // The thread's i-th token of block n.
   __device__ int token(int n, int i) const { return n * KEYS + warp * 16 + lane / 4 + distance * i; }
 
-  // Neither the 8 chunks of a token nor one of 8 tokens next to each other share a bank.
+  // Neither the 8 chunks of a token nor the same chunk of 8 adjacent tokens have bank conflicts.
   __device__ static uint4& chunk_of(TokenChunkTile& tile, int token, int chunk) { return reinterpret_cast<uint4*>(tile[token])[chunk_at(token, chunk)]; }
 
-  // Of block n, for f(token, chunk) of every chunk that the thread copies.
+  // Calls f(token, chunk) for every chunk of block n that this thread copies.
   template <typename F>
   __device__ void for_chunks(int n, F&& f) const {
 #pragma unroll
     for (int i = 0; i < 16; i += at_once) f(n * KEYS + warp * 16 + lane / CHUNKS + i, lane % CHUNKS);
   }
 
-  // `from` is the slice's first token of the token_chunk. Zeros behind the end. Every block is a group of copies.
+  // `from`: the token chunk's first token, at the slice's first channel. Tokens from `count` on are zero. Every block
+  // is one group of copies.
   __device__ void load(TokenChunkTile& tile, const T* from, int64_t stride, int count) const {
     from += (warp * 16 + lane / CHUNKS) * stride + lane % CHUNKS * 8;
 #pragma unroll 1
@@ -101,7 +106,7 @@ struct Keys {
     }
   }
 
-  // Waits for block n, of which rows that don't exist become NaN.
+  // Waits for the warp's rows of block n. Rows that don't exist become NaN.
   __device__ void wait_for(TokenChunkTile& tile, int n, int count) const {
     wait_for_block(n);
     if ((n + 1) * KEYS > count) {
@@ -112,7 +117,7 @@ struct Keys {
     __syncwarp();
   }
 
-  // What isn't finite of block n becomes NaN.
+  // Non-finite elements of the warp's rows of block n become NaN.
   __device__ void write_nan(TokenChunkTile& tile, int n) const {
     __syncwarp();
     for_chunks(n, [&](int token, int chunk) {
@@ -122,7 +127,7 @@ struct Keys {
     __syncwarp();
   }
 
-  // Both rows of block n, rotated and without their mean.
+  // The thread's two rows of block n, rotated, minus the mean.
   __device__ void rotated(float (&y)[QUARTERS][2][4], TokenChunkTile& tile, int n, const float4 (&mean)[QUARTERS]) const {
     rotation(y, [&](uint32_t (&words)[4], int quarter) { ptx::ldmatrix(words, &chunk_of(tile, n * KEYS + warp * 16 + lane % 16, 2 * quarter + lane / 16)); });
 #pragma unroll
@@ -130,13 +135,15 @@ struct Keys {
   }
 };
 
-// Bytes that a CTA is told before it knows scales of blocks, and who is nonfinite: int8 has no NaN, so that one channel's hides a token of all slices.
+// Bytes that a CTA receives on largest_full: the largest magnitudes of all slices, and for int8 also their non-finite
+// tokens. int8 has no NaN: one non-finite channel makes the token's row non-finite in all slices.
 template <QuantizeConfig C>
 __device__ int bytes_of_largest(const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   return coord.slices * int(sizeof(shared.largest[0]) + (C.int8 ? sizeof(shared.nonfinite[0]) : 0));
 }
 
-// Largest magnitudes of K's blocks, as they come in, to all slices of the token_chunk. Infinities become NaN in the tile.
+// Finds the largest magnitudes of K's blocks as they arrive, and sends them to all slices of the token chunk.
+// Infinities become NaN in the tile.
 template <QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Keys<T>& keys, const float4 (&mean)[QUARTERS]) {
 #pragma unroll 1
@@ -151,9 +158,10 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coo
 #pragma unroll
       for (int i = 0; i < QUARTERS; ++i) {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[i][c / 4][c % 4]));  // NaN isn't larger than anything
+        for (int c = 0; c < 8; ++c) largest = fmaxf(largest, fabsf(y[i][c / 4][c % 4]));  // fmaxf ignores NaN
       }
-      nonfinite[0] = y[0][0][0] != y[0][0][0], nonfinite[1] = y[0][1][0] != y[0][1][0];  // a part has none or nothing else
+      // the rotation spreads a NaN over all channels of its part
+      nonfinite[0] = y[0][0][0] != y[0][0][0], nonfinite[1] = y[0][1][0] != y[0][1][0];
       again = __any_sync(~0u, largest == INFINITE);
       if (again) keys.write_nan(shared.tile, n);
     }
@@ -179,7 +187,8 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coo
   dsmem_store(coord.rank_of(coord.token_chunk, threadIdx.x), shared.largest[coord.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
 }
 
-// Scales of K's blocks, of int8 negative where a token is nonfinite. Returns the inverse of that of the block of the thread's number, modulo BLOCKS.
+// Stores the scales of K's blocks. An int8 scale is negative if a token of the block is non-finite. Returns the inverse
+// scale of block threadIdx.x % BLOCKS.
 template <QuantizeConfig C>
 __device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   const int block = threadIdx.x % BLOCKS;
@@ -195,7 +204,8 @@ __device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>
   return __fdiv_rn(1.0f, scale);
 }
 
-// K's codes; `inverse` is a thread's of finish_blocks. CAREFUL: some tokens are nonfinite, or don't exist.
+// Writes K's codes. `inverse`: what finish_blocks returned to this thread. CAREFUL: some tokens are non-finite or don't
+// exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
 __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const Keys<T>& keys, const float4 (&mean)[QUARTERS], float inverse) {
   const int odd = keys.lane % 2;
@@ -213,10 +223,10 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
     keys.rotated(y, shared.tile, n, mean);
 #pragma unroll
     for (int quarter = 0; quarter < QUARTERS; quarter += 2) {
-      uint32_t codes[2][2];  // of either quarter, of either row
+      uint32_t codes[2][2];  // [quarter][row]
 #pragma unroll
       for (int j = 0; j < 4; ++j) codes[j / 2][j % 2] = codes_of<C.int8>(y[quarter + j / 2][j % 2], factor);
-      // of two lanes the first gets eight channels of the first quarter, the second of the second
+      // of two lanes, the even one gets eight channels of the first quarter, the odd one eight of the second
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);

@@ -1,17 +1,18 @@
-// A token_chunk of V: its moments as it comes in, means and scales of what all token_chunks tell, its codes.
+// V's side of a token chunk: its moments, the means and scales from the moments of all token chunks, the codes.
 #pragma once
 
 #include "token_chunk.h"
 
 namespace fp8attn {
 
-// What a thread loads of V's tile and then looks at by itself: a chunk of the tokens of a lane. Lanes of a warp lie WARPS apart, as they are first added.
+// What a thread loads and measures of V's tile: one chunk of the tokens of one lane. The lanes of a warp are WARPS
+// apart, because quantize.lane_sum adds such lanes first.
 struct Mine {
   int chunk, lane;
 
   __device__ Mine() : chunk(threadIdx.x % CHUNKS), lane(threadIdx.x / 32 + threadIdx.x % 32 / CHUNKS * WARPS) {}
 
-  // The i-th of block n.
+  // The thread's i-th token of block n.
   __device__ int token(int n, int i) const { return n * KEYS + i * LANES + lane; }
 
   __device__ uint4& at(TokenChunkTile& tile, int n, int i) const {
@@ -19,7 +20,8 @@ struct Mine {
     return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * chunk_at(2 * n + i / 2, chunk)]);
   }
 
-  // `from` is the slice's first token of the token_chunk. Zeros behind the end. Every block is a group of copies.
+  // `from`: the token chunk's first token, at the slice's first channel. Tokens from `count` on are zero. Every block
+  // is one group of copies.
   template <typename T>
   __device__ void load(TokenChunkTile& tile, const T* from, int64_t stride, int count) const {
     from += lane * stride + chunk * 8;
@@ -32,26 +34,26 @@ struct Mine {
   }
 };
 
-// Moments of a thread's chunk.
+// Moments of a thread's chunk: 8 channels.
 template <typename T>
 struct ChunkMoments {
   static constexpr uint32_t above = Pair<T>::infinities, below = above | 0x80008000;
   float sum[8] = {};
   uint32_t low[4] = {above, above, above, above}, high[4] = {below, below, below, below};
 
-  // A token's; of one that doesn't `exist` the words are zeros.
+  // Adds one token. The words of a token that doesn't exist are zero.
   __device__ void add(uint4 words, bool exists) {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = Pair<T>::floats(word[i]);
       sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
-      const uint32_t counts = exists ? word[i] : ~0u;  // NaN is neither less nor more than anything
+      const uint32_t counts = exists ? word[i] : ~0u;  // NaN changes neither minimum nor maximum
       low[i] = least<T>(low[i], counts), high[i] = most<T>(high[i], counts);
     }
   }
 
-  // The same but for elements whose bits are set in `bad`.
+  // Adds one token without the elements whose bits are set in `bad`.
   __device__ void add_finite(uint4 words, uint4 bad) {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w}, out[4] = {bad.x, bad.y, bad.z, bad.w};
 #pragma unroll
@@ -62,7 +64,7 @@ struct ChunkMoments {
     }
   }
 
-  // Whether all there was is finite, and no sum overflowed.
+  // Whether all elements were finite and no sum overflowed.
   __device__ bool is_finite() const {
     float zero = 0.0f;
 #pragma unroll
@@ -70,7 +72,7 @@ struct ChunkMoments {
     return zero == 0.0f;
   }
 
-  // With the lanes `distance` threads away.
+  // Adds the moments of the lane `distance` threads away.
   __device__ void join(int distance) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], distance);
@@ -82,7 +84,7 @@ struct ChunkMoments {
   }
 };
 
-// Moments of V's tile, as it comes in. Elements that aren't finite become NaN in it, and their tokens nonfinite.
+// Measures V's tile as it arrives. Non-finite elements become NaN in the tile, and their tokens go to own.nonfinite.
 template <QuantizeConfig C, typename T>
 __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Mine& mine) {
   ChunkMoments<T> found;
@@ -112,7 +114,7 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
   // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
   found.join(16);
   found.join(8);
-  __syncthreads();  // the sample lay there
+  __syncthreads();  // `warps` overlaps `sampled`, which has been read
   Moments* warps = shared.values.warps;
   if (threadIdx.x % 32 < CHUNKS) {
     Moments& of_warp = warps[threadIdx.x / 32];
@@ -140,7 +142,7 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
   __syncthreads();
 }
 
-// V's mean and scale of a channel, which every token_chunk makes for itself.
+// Mean and scale of one channel of V. Every token chunk computes them redundantly.
 template <QuantizeConfig C, typename T>
 __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int channel) {
   const Moments* token_chunks = shared.values.token_chunks;
@@ -153,7 +155,7 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
     const float2 lows = Pair<T>::floats(token_chunks[i].low[channel / 2]), highs = Pair<T>::floats(token_chunks[i].high[channel / 2]);
     low = fminf(low, channel % 2 ? lows.y : lows.x), high = fmaxf(high, channel % 2 ? highs.y : highs.x);
   }
-  // token_chunks are lanes of quantize.lane_sum; those that aren't there add zeros
+  // token chunks are the lanes of quantize.lane_sum; chunks that don't exist add zeros
   const float mean = removable(coarse(__fmul_rn(halving_sum(sum), p.inverse_length), low, high));
   const float scale = scale_of(fmaxf(fmaxf(high - mean, mean - low), 0.0f));
   shared.shift[channel] = mean, shared.factor[channel] = __fdiv_rn(1.0f, scale);
@@ -162,8 +164,9 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
   p.v_scale[coord.channel() + channel] = scale;
 }
 
-// V's codes, transposed, in layout.key_of_slot's order. A warp has a chunk; a thread one of its words, and a run's tokens, of which a group's codes are
-// 16 bytes of either channel. CAREFUL: some aren't finite, or don't exist.
+// Writes V's codes, transposed, with keys in the order of layout.key_of_slot. A warp has one chunk of channels. A
+// thread has one word of that chunk and the tokens of one run. The codes of a group of tokens are 16 bytes of each
+// channel. CAREFUL: some tokens are non-finite or don't exist.
 template <bool CAREFUL, QuantizeConfig C, typename T>
 __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   static_assert(TOKEN_CHUNK == 8 * RUN);

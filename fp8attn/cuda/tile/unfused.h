@@ -1,4 +1,5 @@
-// Attention of a warp of 16 rows by steps that meet in shared memory: scores, softmax, values. The ladder's first rungs.
+// Attention of one warp, 16 rows, in steps that exchange data through shared memory: scores, softmax, values. For the
+// first rungs of the ladder.
 #pragma once
 
 #include <mma.h>
@@ -39,10 +40,11 @@ struct Eight {
 template <PortableConfig C>
 struct Unfused {
   using Sum = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
-  static constexpr int keys = C.keys / 32, channels = C.value_dim / 32;  // of a lane
+  static constexpr int keys = C.keys / 32, channels = C.value_dim / 32;  // per lane
 
-  int first;                                                               // of the warp's rows in the tile
-  std::conditional_t<C.tensor_pv, Sum[C.value_dim / 16], float[16][channels]> o;  // of every row the channels lane, lane + 32, ...
+  int first;  // the warp's first row in the tile
+  // without tensor cores, [row][i] is channel lane + 32 i
+  std::conditional_t<C.tensor_pv, Sum[C.value_dim / 16], float[16][channels]> o;
 
   template <typename Storage>
   __device__ explicit Unfused(Storage& shared) : first(threadIdx.x / 32 * 16) {
@@ -83,7 +85,7 @@ struct Unfused {
   template <typename Storage>
   __device__ void store(const Params& p, Storage& shared, const Tile& tile) {
     if constexpr (C.tensor_pv) {
-      // which lane has what of a fragment is nobody's business: they go through the place of the scores
+      // the layout of a wmma fragment is unspecified, so fragments go through the shared memory of the scores
       constexpr int columns = C.keys < C.value_dim ? C.keys : C.value_dim;
 #pragma unroll
       for (int from = 0; from < C.value_dim; from += columns) {
@@ -102,7 +104,7 @@ struct Unfused {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  // Normalises and stores COUNT times 32 columns, sum(r, c) of them the lane's, from column `from` on.
+  // Normalises and stores COUNT * 32 columns, from column `from` on. sum(r, c): row r, column from + lane + 32 c.
   template <int COUNT, typename Storage, typename F>
   __device__ void store_columns(const Params& p, const Storage& shared, const Tile& tile, int from, F&& sum) const {
 #pragma unroll
@@ -122,7 +124,7 @@ struct Unfused {
     }
   }
 
-  // Q * K^T by multiply-adds: a lane has the keys lane, lane + 32, ...
+  // Q * K^T by multiply-adds. A lane has the keys lane, lane + 32, ...
   template <typename Storage, typename K>
   __device__ void scalar_scores(Storage& shared, const K& k) {
     float s[16][keys] = {};
@@ -165,8 +167,9 @@ struct Unfused {
       wmma::store_matrix_sync(shared.s.template row<float>(first) + key, s[key / 16], shared.s.pitch / 4, wmma::mem_row_major);
   }
 
-  // Scores become P; alpha is what sums so far are to be multiplied with. Two lanes have a row, each half of its keys in a row: one shuffle
-  // for a maximum or a sum of all 16 rows, and chunks of eight rows lie in different banks.
+  // Turns scores into P. alpha is the factor that rescales earlier sums. Two lanes have a row, each one contiguous half
+  // of its keys: one shuffle gives a maximum or a sum of all 16 rows, and the chunks of eight rows are in different
+  // banks.
   template <typename Storage>
   __device__ void softmax_of_rows(const Params& p, Storage& shared, int start, bool whole) {
     constexpr int mine = C.keys / 2;
@@ -225,7 +228,7 @@ struct Unfused {
       to[j / 8] = {words[0], words[1], words[2], words[3]};
     }
     sum += __shfl_xor_sync(~0u, sum, 16);
-    __syncwarp();  // all have read the old maximum
+    __syncwarp();  // all lanes have read the old maximum
     if (lane() < 16) {
       shared.m[row] = m_new;
       shared.l[row] = fmaf(shared.l[row], alpha, sum);
@@ -233,7 +236,7 @@ struct Unfused {
     }
   }
 
-  // Scores become P; alpha is what sums so far are to be multiplied with.
+  // Turns scores into P. alpha is the factor that rescales earlier sums.
   template <typename Storage>
   __device__ void softmax(const Params& p, Storage& shared, int start) {
     const bool by_key = p.k_group == 1;
@@ -272,7 +275,7 @@ struct Unfused {
       }
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-      __syncwarp();  // all have read the old maximum
+      __syncwarp();  // all lanes have read the old maximum
       if (lane() == 0) {
         shared.m[row] = m_new;
         shared.l[row] = fmaf(shared.l[row], alpha, sum);
@@ -281,7 +284,7 @@ struct Unfused {
     }
   }
 
-  // O * alpha + P * V by multiply-adds.
+  // O = O * alpha + P * V by multiply-adds.
   template <typename Storage, typename V>
   __device__ void scalar_values(Storage& shared, const V& v) {
 #pragma unroll
@@ -299,7 +302,8 @@ struct Unfused {
     }
   }
 
-  // O * alpha + P * V by nvcuda::wmma. A fragment of alphas has each where O has the sums of its row.
+  // O = O * alpha + P * V by nvcuda::wmma. alpha is loaded as an accumulator fragment, so that it has the same layout
+  // as O.
   template <typename Storage, typename V>
   __device__ void tensor_values(Storage& shared, V& v) {
     using namespace nvcuda;

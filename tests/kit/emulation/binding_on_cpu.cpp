@@ -1,4 +1,4 @@
-// The binding where there is no GPU: its operators for CPU tensors, a launcher and a driver that write down what they are told.
+// The binding without a GPU: its operators for CPU tensors, with a launcher and a driver that record their arguments.
 #include "binding.cpp"
 
 #include <cstring>

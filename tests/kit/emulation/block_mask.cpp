@@ -1,7 +1,7 @@
-// What the Hopper kernel knows of a mask before it runs.
+// The kernel of block_mask.cuh.
 #include "masks.h"
 
-// Returns whether it came to an end.
+// `params`: Params from its first pointer on. Returns whether the kernel ended.
 extern "C" bool build_block_mask(const void* params, int bytes, int64_t blocks) {
   fp8attn::Params p = {};
   memcpy(&p.q, params, bytes);

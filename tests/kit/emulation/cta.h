@@ -1,4 +1,5 @@
-// A CTA on a CPU, or a cluster of them: threads are fibers, warps run in a random order and ahead of each other. What CUDA has built in, for g++.
+// A CTA or a cluster of CTAs on a CPU: threads are fibers, and warps run in a random order and ahead of each other.
+// CUDA's built-in variables and functions, for g++.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,17 +45,17 @@ struct Copy {
   int bytes, count;  // the rest is zero
 };
 
-// One of wgmma, as a thread has it: accumulators in its registers, and a's if it has no descriptor.
+// A wgmma product, as one thread has it: its accumulators, and its registers of A if A has no descriptor.
 struct Product {
   uint32_t* d;
   int n;
   const uint32_t* a;
   uint64_t a_descriptor, b_descriptor;
   bool add, int8, is_unsigned;
-  std::vector<uint32_t> before;  // what is added to, if nothing of the thread's in flight writes it
+  std::vector<uint32_t> before;  // accumulators to add to, unless a product in flight writes them
 };
 
-// What one asks for in groups, which end in their order.
+// Asynchronous operations in groups, which complete in order.
 template <typename T>
 struct Groups {
   std::vector<T> open;
@@ -77,7 +78,7 @@ struct Groups {
 using Deed = std::function<void()>;
 
 struct Thread {
-  int index, rank;  // in its CTA, and the CTA's in its cluster
+  int index, rank;  // of the thread in its CTA, and of the CTA in its cluster
   int cluster_round;
   bool done;
   Groups<Copy> copies;
@@ -89,40 +90,41 @@ extern Thread* current;
 extern Index block, grid;
 extern int threads, cluster;  // threads of a CTA, CTAs of a cluster
 
-constexpr int64_t SHARED = 1 << 18;  // bytes of shared memory of each
+constexpr int64_t SHARED = 1 << 18;  // bytes of shared memory per CTA
 
-// A thread's own CTA's.
+// The shared memory of the current thread's CTA.
 inline uint8_t* shared_memory(uint8_t* of_all) { return of_all + current->rank * SHARED; }
 
-// Others run.
+// Lets other threads run.
 void yield();
 
-// Perhaps the other warps do, for a while.
+// Lets other warps run for a while, at random.
 void perhaps_rest();
 
-// Others run until a barrier's phase isn't of this parity.
+// Lets other threads run until the barrier's phase has another parity.
 void wait_for_phase(const uint64_t* barrier, uint32_t parity);
 
-// The copy engine does it some time later.
+// Runs `deed` at some later time, as the copy engine does.
 void later(Deed deed);
 
-// Whether what may happen now or later happens now.
+// Whether an operation that may happen now or later happens now. Random.
 bool at_once();
 
-// Waits for `count` threads of the CTA.
+// Barrier `id` of `count` threads of the CTA.
 void barrier(int id, int count);
 
-// Waits, from the thread's arrival on, for those of all threads of the cluster.
+// Barrier of all threads of the cluster, in two halves.
 void cluster_arrive();
 void cluster_wait();
 
-// Waits for the 32 lanes of the warp, the last of which calls f with the arguments of all.
+// Waits for the 32 lanes of the warp. The last lane calls f with the arguments of all lanes.
 void together(void* argument, void (*f)(void** arguments));
 
-// Whether the other 31 lanes have been here before; nobody waits.
+// Whether this is the last of the 32 lanes to get here. Does not wait.
 bool is_last_of_warp();
 
-// A warpgroup's four warps come here the same way, each for the n-th time, or the run fails: PTX's `.sync.aligned` of a warpgroup.
+// The n-th call of each of a warpgroup's four warps must have the same call path, or the run fails: PTX's
+// `.sync.aligned` of a warpgroup.
 void meet_in_warpgroup();
 
 }  // namespace cta
@@ -251,7 +253,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
   return found;
 }
 
-// Of halves, whose products and sums floats hold, or round so that rounding once more does no harm.
+// Computed in float32, which holds the products and sums of halves, or rounds them such that the second rounding is
+// harmless.
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
   const float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
   return __floats2half2_rn(x.x * y.x + z.x, x.y * y.y + z.y);

@@ -1,10 +1,10 @@
-// The Hopper kernel of short sequences, an instance of which instance.h names.
+// The fused small kernel. instance.h names the instance.
 #include "fused_small.cuh"
 
 #include "instance.h"
 #include "run.h"
 
-// Params as in hopper.cpp. Returns whether it came to an end.
+// Params as in hopper.cpp. Returns whether the kernel ended.
 extern "C" bool forward(const void* params, int bytes, int ctas) {
   using fp8attn::Instance;
   fp8attn::Params p = {};

@@ -1,10 +1,10 @@
-// The portable kernel, an instance of which instance.h names.
+// The portable kernel. instance.h names the instance.
 #include "combine.cuh"
 #include "instance.h"
 #include "portable.cuh"
 #include "run.h"
 
-// Params without its tensor maps, from its first pointer to its last. Returns whether it came to an end.
+// `params`: Params from its first pointer on, without the tensor maps. Returns whether the kernel ended.
 extern "C" bool forward(const void* params, int bytes, int ctas) {
   fp8attn::Params p = {};
   constexpr int size = offsetof(fp8attn::Params, mask_rows) + sizeof(p.mask_rows) - offsetof(fp8attn::Params, q);

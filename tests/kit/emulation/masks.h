@@ -1,4 +1,4 @@
-// What is made of a mask before the Hopper kernel runs. Included once.
+// The kernel of block_mask.cuh, which runs before the Hopper kernel. Included once.
 #pragma once
 
 #include "block_mask.cuh"
@@ -11,7 +11,7 @@ bool build_block_mask_of(const Params& p, int64_t blocks) {
   return cta::run(read_blocks<T>, p, (blocks + READERS - 1) / READERS, 32 * READERS);
 }
 
-// Returns whether it came to an end.
+// Returns whether the kernel ended.
 inline bool build_block_mask_on_cpu(const Params& p, int64_t blocks) {
   switch (p.mask_type) {
     case 0:

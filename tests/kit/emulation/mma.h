@@ -1,4 +1,5 @@
-// nvcuda::wmma with a layout of its own: every lane has operands whole, and eight neighbours of an accumulator.
+// nvcuda::wmma with another fragment layout than a GPU's: every lane has the whole operands, and eight adjacent
+// elements of an accumulator.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// The quantizer of K and V, all instances.
+// The K/V quantizer, all instances.
 #include "quantize.cuh"
 #include "run.h"
 
@@ -12,7 +12,8 @@ struct Instance {
 template <class Instance>
 bool run(const QuantizeParams& p, int ctas) {
   const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
-  return cta::run(p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>, p, ctas, THREADS, cluster, 100);  // it takes some 40 rounds
+  // it takes about 40 rounds
+  return cta::run(p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>, p, ctas, THREADS, cluster, 100);
 }
 
 template <bool INT8>
@@ -22,7 +23,7 @@ bool quantize(const QuantizeParams& p, int ctas, bool few) {
 
 }  // namespace fp8attn
 
-// Returns whether it came to an end.
+// Returns whether the kernel ended.
 extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, bool few, bool int8) {
   if (bytes != sizeof(*params)) abort();
   return int8 ? fp8attn::quantize<true>(*params, ctas, few) : fp8attn::quantize<false>(*params, ctas, few);

@@ -1,4 +1,4 @@
-// fp8attn/cuda/tile/quantize.h's Queries: one tile of a warpgroup.
+// Queries of fp8attn/cuda/tile/quantize.h: one tile of one warpgroup.
 #include "run.h"
 #include "tile/quantize.h"
 
@@ -6,7 +6,8 @@ namespace fp8attn {
 
 float scales[ROWS];
 
-// p's q, its row stride and length; codes of all rows of the tile go to p.out, one after another.
+// Reads p.q with its row stride and length, from row p.causal_offset on. Codes of all rows of the tile go to p.out, one
+// row after another.
 template <typename T, int DIM, bool INT8>
 void quantize_tile(const Params p) {
   Queries<DIM, INT8> queries;

@@ -1,4 +1,4 @@
-// Runs a kernel, cluster after cluster: the scheduler of the threads' fibers. Included once.
+// Runs a kernel, one cluster after another: the scheduler of the threads' fibers. Included once.
 #pragma once
 
 #include <setjmp.h>
@@ -12,7 +12,7 @@
 #include "ptx/mbarrier.h"
 
 namespace fp8attn {
-alignas(1024) uint8_t bytes[16 * cta::SHARED], seen_by_engines[16 * cta::SHARED];  // of a cluster
+alignas(1024) uint8_t bytes[16 * cta::SHARED], seen_by_engines[16 * cta::SHARED];  // of all CTAs of a cluster
 }
 
 namespace cta {
@@ -24,14 +24,15 @@ int threads, cluster;
 namespace {
 
 constexpr size_t STACK = 1 << 17;
-constexpr long PATIENCE = 1 << 18;  // rounds without an end: a deadlock
+constexpr long PATIENCE = 1 << 18;  // more rounds count as a deadlock
 
 struct Meeting {
   int arrived = 0, round = 0, passed = 0;
   void* arguments[32];
 };
 
-// A thread's own flow of control. It begins by its context; from then on it is left and entered by longjmp, which asks the system for nothing.
+// The control flow of a thread. It starts by setcontext. From then on it is left and entered by longjmp, which needs no
+// system call.
 struct Fiber {
   ucontext_t context;
   jmp_buf place;
@@ -61,7 +62,7 @@ void enter(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
-// What a thread left unfinished would end after its CTA did.
+// Whether a thread ended with wgmma or TMA stores in flight, which would outlive its CTA.
 bool left_something;
 
 void run_thread() {
@@ -71,7 +72,8 @@ void run_thread() {
   leave();
 }
 
-// Of every warpgroup, the ways by which its warps came to meet_in_warpgroup; of every warp, how often it did.
+// Per warpgroup, the hashes of the call paths by which its warps reached meet_in_warpgroup; per warp, how often it
+// reached it.
 std::vector<std::vector<size_t>> ways;
 std::vector<size_t> met;
 bool went_another_way;
@@ -80,7 +82,7 @@ bool warp_rests;
 
 std::vector<Deed> in_flight, of_the_grid_before;
 
-// Some of what the copy engine has to do, in any order.
+// Runs some of the copies in flight, in random order.
 void copy_some() {
   std::shuffle(in_flight.begin(), in_flight.end(), random_order);
   for (int count = random_order() % (in_flight.size() + 1); count > 0; --count) {
@@ -109,7 +111,7 @@ void wait_for(Meeting& meeting, int round) {
   leave();
 }
 
-// Returns whether all threads came to an end, with nothing in flight.
+// Returns whether all threads ended, with nothing in flight.
 bool run_cluster(long patience) {
   const int count = cluster * threads;
   memset(fp8attn::bytes, 0xFF, cluster * SHARED);
@@ -134,7 +136,7 @@ bool run_cluster(long patience) {
     context.uc_stack.ss_size = STACK;
     makecontext(&context, run_thread, 0);
   }
-  std::vector<int> start(cluster);  // the round in which a CTA begins
+  std::vector<int> start(cluster);  // the round in which each CTA starts
   for (int& round : start) round = cluster > 1 ? random_order() % 20 : 0;
   int round = 0;
   for (int left = count; left > 0 && patience > 0; --patience, ++round) {
@@ -148,7 +150,8 @@ bool run_cluster(long patience) {
       if (round < start[warp * 32 / threads]) continue;
       bool runs = true;
       warp_rests = false;
-      for (int turns = 1 << random_order() % 11; turns > 0 && runs && !warp_rests; --turns) {  // a block takes a few hundred
+      // a key block takes a few hundred turns
+      for (int turns = 1 << random_order() % 11; turns > 0 && runs && !warp_rests; --turns) {
         runs = false;
         for (int i = 32 * warp; i < 32 * warp + 32; ++i) {
           if (all[i].done || !waits[i].over()) continue;
@@ -164,7 +167,8 @@ bool run_cluster(long patience) {
   return patience > 0 && !left_something && !went_another_way && in_flight.empty();
 }
 
-// CTAs of `size` threads, cluster after cluster of them. Returns whether all came to an end, each within `patience` rounds.
+// Runs `ctas` CTAs of `size` threads, one cluster after another. Returns whether all clusters ended, each within
+// `patience` rounds.
 template <typename Params>
 bool run(void (*of)(const Params), const Params& p, int ctas, int size, int cluster_size = 1, long patience = PATIENCE) {
   kernel = [of, &p] { of(p); };
@@ -226,7 +230,7 @@ void together(void* argument, void (*f)(void**)) {
   ++meeting.round;
 }
 
-// Return addresses of all that is called, by the chain of frames: x86-64 and AArch64 with -fno-omit-frame-pointer.
+// Hash of the return addresses on the stack, by the chain of frames: x86-64 and AArch64 with -fno-omit-frame-pointer.
 size_t way_here() {
   const char* const stack = stacks.get() + STACK * number();
   size_t hash = 0;

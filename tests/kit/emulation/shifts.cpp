@@ -1,4 +1,4 @@
-// What fp8attn/cuda/tile/quantize.h takes from channels of V, for channels one after another.
+// The mean that fp8attn/cuda/tile/quantize.h subtracts from each channel of V.
 #include "tile/quantize.h"
 
 extern "C" void shifts(const float* mean, const float* low, const float* high, float* shift, int channels) {

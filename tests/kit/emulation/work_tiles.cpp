@@ -1,4 +1,4 @@
-// fp8attn/cuda/tile/stream_k.h: what CTAs do of a call's tiles, in place of attention with sums of blocks that are made up.
+// fp8attn/cuda/tile/stream_k.h: the work tiles of CTAs. Synthetic sums over key blocks stand for attention.
 #include "tile/stream_k.h"
 
 #include "run.h"
@@ -7,8 +7,8 @@ namespace fp8attn {
 
 constexpr int CHANNELS = 64;
 
-// Of every tile of one warpgroup. p.q_scale is a score for each row and block, (B * Hq, Sq, blocks); to p.out go, of each row, the 16 channels that
-// each of its four threads has, and to p.lse maximum and sum.
+// A tile has one warpgroup. p.q_scale has a score for each row and block, (B * Hq, Sq, blocks). p.out gets each row's
+// 16 channels of each of its four threads, and p.lse each row's maximum and sum.
 template <int FIRST, int SECOND>
 void sum_blocks(const Params p) {
   using Part = Partial<FIRST, SECOND>;
@@ -52,7 +52,7 @@ void sum_blocks(const Params p) {
 
 }  // namespace fp8attn
 
-// Returns whether it came to an end. `parted`: whether the channels are in two accumulators.
+// Returns whether the kernel ended. `parted`: whether the channels are in two accumulators.
 extern "C" bool sum_blocks(const float* scores, float* out, float* rows, float* parts, int* words, const int* numbers, bool parted) {
   fp8attn::Params p = {};
   p.q_scale = scores, p.out = out, p.lse = rows, p.parts = parts, p.partials_ready = words;

@@ -1,4 +1,4 @@
-// CTAs of a cluster: what one has, the others have a constant distance away.
+// Thread block clusters. Shared memory of one CTA is cta::SHARED bytes after that of the CTA before.
 #pragma once
 
 #include "mbarrier.h"

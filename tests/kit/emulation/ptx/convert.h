@@ -1,4 +1,4 @@
-// The conversions of fp8attn/cuda/ptx/convert.h by arithmetic.
+// The conversions of fp8attn/cuda/ptx/convert.h, computed arithmetically.
 #pragma once
 
 #include "cta.h"
@@ -7,13 +7,13 @@ namespace fp8attn::ptx {
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 
-// Nearest even, saturating.
+// Rounds to nearest even. Saturates.
 inline uint32_t e4m3(float x) {
   if (x != x) return 0x7F;
   const float magnitude = std::min(std::fabs(x), 448.0f);
   const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
   const int steps = int(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
-  return (std::signbit(x) ? 0x80 : 0) | (8 * (exponent + 6) + steps);  // 16 steps are the next exponent's 8
+  return (std::signbit(x) ? 0x80 : 0) | (8 * (exponent + 6) + steps);  // 16 steps equal 8 steps of the next exponent
 }
 
 inline uint32_t e4m3x4(float a, float b, float c, float d) { return e4m3(a) | e4m3(b) << 8 | e4m3(c) << 16 | e4m3(d) << 24; }

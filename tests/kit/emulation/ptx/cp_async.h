@@ -1,4 +1,4 @@
-// Copies that happen as late as they may: until then their place holds NaN.
+// cp.async. Copies happen as late as allowed. Until then the destination holds NaN.
 #pragma once
 
 #include "mbarrier.h"

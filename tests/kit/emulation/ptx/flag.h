@@ -1,4 +1,4 @@
-// Words by which CTAs wait for each other. CTAs run one after another, so who waits for a later one waits for ever.
+// Flags in global memory. CTAs run one after another, so a CTA that waits for a later one never ends.
 #pragma once
 
 #include "cta.h"

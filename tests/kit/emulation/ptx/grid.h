@@ -1,4 +1,4 @@
-// One grid at a time.
+// Programmatic dependent launch. It has no effect here: grids run one at a time.
 #pragma once
 
 namespace fp8attn::ptx {

@@ -1,4 +1,4 @@
-// The larger of two numbers, or NaN.
+// The larger of two numbers, or NaN if one of them is NaN.
 #pragma once
 
 #include "cta.h"

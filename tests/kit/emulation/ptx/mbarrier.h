@@ -1,10 +1,11 @@
-// Barriers in shared memory: arrivals expected and pending, bytes to come, and the parity of the phase.
+// Barriers in shared memory: expected and pending arrivals, pending transaction bytes, and the parity of the phase.
 #pragma once
 
 #include "cta.h"
 
 namespace fp8attn {
-extern uint8_t bytes[], seen_by_engines[];  // shared memory, and what the copy engine and the tensor core see of it: what was there at the last fence
+// Shared memory, and its content as TMA and tensor cores see it: as of the last proxy fence.
+extern uint8_t bytes[], seen_by_engines[];
 }
 
 namespace fp8attn::ptx {
@@ -28,14 +29,15 @@ inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) { barrier_at(bar
 
 inline void fence_barrier_init() {}
 
-// By the last of a warp's lanes for all of them, and more than it must: what others wrote as well.
+// The last lane of a warp to arrive executes the fence for all of them. It does more than it must: it also publishes
+// writes of other threads.
 inline void fence_proxy_async() {
   if (cta::is_last_of_warp()) memcpy(cta::shared_memory(seen_by_engines), cta::shared_memory(bytes), cta::SHARED);
 }
 
 inline void fence_proxy_async_all() {}
 
-// What the copy engine brings both see.
+// Writes by TMA are visible to threads and to engines.
 inline void write_by_engine(void* to, const void* from, int64_t count) {
   memcpy(to, from, count);
   memcpy(seen_by_engines + (static_cast<uint8_t*>(to) - bytes), from, count);

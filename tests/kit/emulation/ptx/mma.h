@@ -1,11 +1,12 @@
-// mma.sync by the fragments of the PTX ISA: lane 4g + c has of A the rows g and g + 8, of B the column g, of D the columns 2c and 2c + 1.
+// mma.sync by the fragments of the PTX ISA: lane 4g + c has rows g and g + 8 of A, column g of B, and columns 2c and 2c
+// + 1 of D.
 #pragma once
 
 #include "cta.h"
 
 namespace fp8attn::ptx {
 
-// Operands of K summands, K / 8 of them in a word of A's and B's; value(word, i) is a word's i-th.
+// Operands have K summands, K / 8 of them in each word of A and B. F(word, i) is the i-th value of a word.
 template <int K, typename D, typename F>
 void multiply_add(D* d, const uint32_t* a, const uint32_t* b, F) {
   struct Lane {
@@ -55,7 +56,8 @@ inline void mma_e4m3(uint32_t* d, const uint32_t* a, const uint32_t* b) {
 }
 
 inline void mma_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
-  multiply_add<32>(d, a, b, [](uint32_t word, int i) { return float(int8_t(word >> 8 * i)); });  // sums of 32 products are exact
+  // sums of 32 products are exact
+  multiply_add<32>(d, a, b, [](uint32_t word, int i) { return float(int8_t(word >> 8 * i)); });
 }
 
 }  // namespace fp8attn::ptx

@@ -1,4 +1,4 @@
-// The copy engine by its definition: copies happen some time later, and until then their place holds NaN.
+// TMA by its definition. Copies happen at some later time. Until then the destination holds NaN.
 #pragma once
 
 #include "../tensor_map_on_cpu.h"
@@ -7,10 +7,11 @@
 namespace fp8attn::ptx {
 
 struct Place {
-  int at[4];  // of a box in its tensor, from the innermost dimension out
+  int at[4];  // coordinates of a box in its tensor, innermost dimension first
 };
 
-// f(where a chunk of 16 bytes of the box lies in memory, where in shared memory, how many of its bytes the tensor has), row by row.
+// Calls f(global address, offset in shared memory, number of bytes inside the tensor) for every 16-byte chunk of the
+// box, row by row.
 template <typename F>
 void for_chunks(const TensorMapOnCpu& map, uint8_t* box, Place place, F&& f) {
   const int64_t width = map.box[0].size;

@@ -1,4 +1,4 @@
-// A warpgroup's registers, which nobody counts here, and its barrier.
+// Register reallocation, which has no effect here, and the named barriers of a warpgroup.
 #pragma once
 
 #include "cta.h"

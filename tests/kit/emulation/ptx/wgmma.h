@@ -1,5 +1,6 @@
-// wgmma by the fragments and descriptors of the PTX ISA. A warp's products are made when it commits them, or as late as when it waits for them; until
-// then accumulators hold NaN. Operands are read then, those in registers as well.
+// wgmma by the fragments and descriptors of the PTX ISA. A warp's products are computed when it commits them, or as
+// late as when it waits for them. Until then the accumulators hold NaN. Operands, also those in registers, are read
+// when the product is computed.
 #pragma once
 
 #include "mbarrier.h"
@@ -43,7 +44,7 @@ using WgmmaInt8 = AnyWgmma<N, int32_t>;
 template <int N>
 using WgmmaUint8 = AnyWgmma<N, int32_t, true>;
 
-// Where an operand has a byte of a row.
+// Address of the byte (row, column) of an operand.
 inline const uint8_t* operand_at(uint64_t descriptor, int row, int column) {
   const auto field = [&](int from) { return int(descriptor >> from & 0x3FFF) << 4; };
   const int start = field(0), leading = field(16), group = field(32), mode = descriptor >> 62;
@@ -63,7 +64,8 @@ inline float operand_value(const cta::Product& product, uint8_t code) {
   return product.is_unsigned ? code : product.int8 ? int8_t(code) : e4m3_value(code);
 }
 
-// One product of a warp: its 16 of the 64 rows. Lane 4g + c has of A the rows g and g + 8, of D the columns 8j + 2c + {0, 1}.
+// Computes one product of a warp, which has 16 of the 64 rows. Lane 4g + c has rows g and g + 8 of A, and columns
+// 8j + 2c + {0, 1} of D.
 inline void multiply(cta::Product* const (&lanes)[32], int warp) {
   constexpr int K = 32, WIDEST = 256;
   const cta::Product& first = *lanes[0];
@@ -99,7 +101,7 @@ inline void multiply(cta::Product* const (&lanes)[32], int warp) {
   }
 }
 
-// Makes the products of all groups of a warp but the last `pending`.
+// Computes the products of all groups of a warp but the last `pending`.
 inline void multiply_but(void** all, int pending) {
   const auto thread = [&](int lane) -> cta::Thread& { return *static_cast<cta::Thread*>(all[lane]); };
   while (int(thread(0).products.committed.size()) > pending) {
