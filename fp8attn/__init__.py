@@ -3,6 +3,7 @@
 from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa
 from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
+from .integrations import patch
 from .recipe import PRECISE, Quantized, Recipe
 from .validate import BackendUnavailable
 
@@ -20,6 +21,7 @@ __all__ = [
     "explain",
     "import_kv",
     "info",
+    "patch",
     "quantize",
     "reference_sdpa",
     "sdpa",

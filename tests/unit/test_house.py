@@ -33,6 +33,7 @@ FLOORS = (
     {"eager", "hybrid"},
     {"api"},
     {"info", "calibration"},
+    {"integrations"},
     {"__init__", "__main__"},
 )
 """Modules of the package from the ground up: each imports from floors below its own only."""

@@ -1,0 +1,12 @@
+"""Switches models of other libraries over to fp8attn. No module here imports its library before it is asked to.
+
+fp8attn.patch(model)                              # any module that calls F.scaled_dot_product_attention
+fp8attn.integrations.transformers.register()      # then model.set_attn_implementation("fp8attn")
+fp8attn.integrations.diffusers.register()         # then pipe.transformer.set_attention_backend("fp8attn")
+"""
+
+from . import diffusers, transformers
+from .patching import Patched, patch
+from .switching import Report
+
+__all__ = ["Patched", "Report", "diffusers", "patch", "transformers"]

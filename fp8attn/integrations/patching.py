@@ -1,0 +1,85 @@
+"""Switches any module that calls F.scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Collection
+
+import torch
+
+from ..calibration.interception import intercepted
+from ..recipe import DEFAULT_RECIPE, Recipe
+from ..validate import Arguments, Backend
+from .switching import MIN_KEYS, Decode, Policy, Report, attention
+
+
+class Patched:
+    """A switched model: until `undo`, or inside `with`.
+
+    Attributes:
+        report: which calls fp8attn computed, and which not.
+    """
+
+    def __init__(self, model: torch.nn.Module, handler: _Switch) -> None:
+        self.report = handler.report
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(intercepted(model, handler, traceable=True))
+
+    def undo(self) -> None:
+        """The model calls PyTorch's attention again. Nothing happens if it already does."""
+        self._stack.close()
+
+    def __enter__(self) -> Report:
+        return self.report
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+class _Switch:
+    """The handler of the intercepted calls."""
+
+    def __init__(self, policy: Policy, skip: Collection[str]) -> None:
+        self.policy, self.skip, self.report = policy, tuple(skip), Report()
+
+    def attention(self, layer: str, arguments: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.skip):
+            self.report.count(layer, "skip names it")
+            return original()
+        return attention(self.policy, self.report, layer, arguments, original)
+
+    def unseen(self, layer: str, reason: str) -> None:
+        self.report.count(layer, reason)
+
+
+def patch(
+    model: torch.nn.Module,
+    recipe: Recipe = DEFAULT_RECIPE,
+    *,
+    min_keys: int = MIN_KEYS,
+    skip: Collection[str] = (),
+    decode: Decode = "sdpa",
+    backend: Backend = "auto",
+) -> Patched:
+    """Switch a model's calls of F.scaled_dot_product_attention to fp8attn, in any thread; nn.MultiheadAttention included.
+
+    `fp8attn.patch(model)` switches it for good, `with fp8attn.patch(model) as report:` inside the block.
+
+    Args:
+        model: any module.
+        recipe: of every call. Recipes with half-precision keys take no mask; calls with a mask then run without them.
+        min_keys: calls with fewer keys go to PyTorch.
+        skip: patterns of layer names, as of `fnmatch`, whose calls go to PyTorch.
+        decode: who computes calls of one query.
+        backend: as of `fp8attn.sdpa`.
+
+    Returns:
+        an object with the `report` and with `undo()`.
+
+    Raises:
+        TypeError, ValueError: an argument isn't as above; `model` isn't a module, or contains a DataParallel.
+    """
+    if isinstance(skip, str) or not all(isinstance(pattern, str) for pattern in skip):
+        raise TypeError(f"skip is {skip!r}; it must be a collection of patterns of layer names")
+    return Patched(model, _Switch(Policy(recipe, min_keys, decode, backend), skip))
