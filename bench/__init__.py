@@ -5,7 +5,7 @@ import os
 import sys
 
 if sys.argv[0] == "-m" and "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") + 1] == __name__:
-    # Python is about to run this package: until it does, argv[0] is "-m". Importing torch takes seconds
+    # Python is about to run this package; argv[0] is "-m" until then. Importing torch takes seconds
     lacking = [name for name in ("rich", "numpy") if importlib.util.find_spec(name) is None]
     if lacking:
         print(f"python -m {__name__} needs {' and '.join(lacking)}: pip install 'fp8attn[bench]'", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""python -m bench: gates first, then everyone side by side."""
+"""python -m bench: checks the gates, then times all peers side by side."""
 
 from __future__ import annotations
 
@@ -64,19 +64,20 @@ MODULES: dict[str, ModuleType] = {
     "plot": plot,
     "report": document,
 }
-"""Commands that are modules of their own: HELP, add_arguments(parser), main(arguments, device) -> exit code."""
+"""Commands that are separate modules. Each has HELP, add_arguments(parser) and main(arguments, device) -> exit code."""
 
 LARGEST_COMPILED = 1 << 30
-"""Bytes of a case that is run once to compile it, beside others: larger ones use the same kernels as smaller ones."""
+"""Largest cases, in bytes, that run once for compilation, in parallel with other cases. Larger ones use the same
+kernels as smaller ones."""
 
 
 FIRST_PEERS = ("fp8attn cuda", "SDPA flash", "SDPA cuDNN", "FA3 bf16")
-"""Parts of names of whom the first answer is about, for who names neither a suite nor a peer."""
+"""Parts of the names of the peers in the first answer, used if neither a suite nor a peer is named."""
 
 LAUNCHED: dict[Launch, str] = {"graph": "in a CUDA graph", "eager": "eager"}
 
 PROTOCOL = ("rounds", "milliseconds", "lead_in", "cache", "launch")
-"""Options that are fields of the protocol, whose defaults they have."""
+"""Options that are fields of `Protocol`. Their defaults are the protocol's."""
 
 
 def protocol_of(arguments: argparse.Namespace) -> Protocol:
@@ -85,12 +86,12 @@ def protocol_of(arguments: argparse.Namespace) -> Protocol:
 
 
 def markdown_file(text: str) -> Path | str:
-    """The type of an option that names a file, or by - standard output."""
+    """The type of an option that names a file, or standard output by `-`."""
     return text if text == "-" else output_file(text)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; without a command it is `run`."""
+    """The command line. Without a command it is `run`."""
     top = Parser(prog=PROGRAM, description=f"Benchmarks of fp8attn. Without a command: {DEFAULT}.")
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -141,10 +142,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def workloads_of(arguments: argparse.Namespace, default: Sequence[str], gpu: bool) -> list[cases.Workload]:
-    """What the suites that were asked for have of the cases that were.
+    """The workloads of the requested suites, filtered by the requested cases.
 
     Raises:
-        UsageError: nothing; or inputs were asked for of the suite that has its own.
+        UsageError: there are none; or --distribution is given and the only suite has its own distributions.
     """
     names = arguments.suite or default
     distribution = getattr(arguments, "distribution", None)
@@ -226,7 +227,7 @@ def run_quantize(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def compared_commits(arguments: argparse.Namespace, device: torch.device) -> tuple[Comparison, list[str]]:
-    """Two commits' changes, and what is red."""
+    """The changes between two commits, and descriptions of red rows."""
     gpu, gates, protocol = device.type == "cuda", Gates.load(), protocol_of(arguments)
     revisions = [commits.resolved(revision) for revision in (arguments.before, arguments.after)]
     works = workloads_of(arguments, ["prefill"] if gpu else ["tiny"], gpu)
@@ -255,14 +256,14 @@ def compared_commits(arguments: argparse.Namespace, device: torch.device) -> tup
 
 
 OF_COMMITS = ("suite", "to", *PROTOCOL)
-"""Options of `compare` that say how commits are measured."""
+"""Options of `compare` that determine how commits are measured."""
 
 
 def compared_files(arguments: argparse.Namespace) -> Comparison:
-    """Two results files' changes.
+    """The changes between two results files.
 
     Raises:
-        UsageError: an option is of --commits; there is no such file; or a filter matches nothing.
+        UsageError: an option is only for --commits; a file doesn't exist; or a filter matches nothing.
     """
     given = [name for name in OF_COMMITS if getattr(arguments, name) is not None]
     if given:
@@ -311,9 +312,10 @@ RUN = {
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """
+    """The parsed command line.
+
     Raises:
-        UsageError: there is no such command or option, or an argument isn't what it must be.
+        UsageError: there is no such command or option, or an argument has a wrong value.
     """
     if words and not words[0].startswith("-") and words[0] not in RUN:
         raise UsageError(f"there is no command {words[0]!r}; there are {', '.join(RUN)}")
@@ -325,12 +327,13 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 if a gate is red or a row short of what was required; 2 if what was asked for can't be done here."""
+    """Run a command and return the exit code: 0; 1 if a gate is red or a row is slower than required; 2 if the request
+    can't be done here."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in RUN else DEFAULT
     try:
         arguments = parsed(words)
-        if INTERPRETING:  # it computes with NumPy what the hardware computes silently
+        if INTERPRETING:  # NumPy warns about what hardware computes silently
             warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
         with replacing(getattr(arguments, "json", None)) as file:
             arguments.json = file
@@ -342,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if not torch.cuda.is_available() and not INTERPRETING:
-        # fp8attn.bench is imported after fp8attn, whose kernels are decorated by then
+        # fp8attn.bench is imported after fp8attn, whose kernels are decorated already
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     sys.exit(main())

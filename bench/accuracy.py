@@ -33,7 +33,7 @@ PICTURE = RESULTS / "accuracy.svg"
 LENGTHS = (128, 512, 2048, 16384, 65536, 131072, 524288)
 LENGTHS_ON_CPU = (128, 512, 2048, 16384)
 LONG_QUERIES = 256
-"""At most, where length is what matters: float64 attention of 512k of them would take hours."""
+"""Most queries of cases that vary the length. float64 attention of 512k queries would take hours."""
 
 BY_LENGTH = ("normal", "one-sign", "sinks", "outliers")
 
@@ -51,7 +51,7 @@ def by_distribution(length: int, heads: int, dim: int, causal: bool) -> Case:
 
 
 def workloads(gpu: bool) -> list[Workload]:
-    """What is looked at; without a GPU, small cases and few queries."""
+    """The workloads to measure. Without a GPU, small cases and few queries."""
     dims, length, heads = ((64, 128, 256), 4096, 2) if gpu else ((64, 128), 1024, 1)
     found = [(by_distribution(length, heads, dim, causal), name) for name in cases.DISTRIBUTIONS for dim in dims for causal in (False, True)]
     lengths, queries = (LENGTHS, LONG_QUERIES) if gpu else (LENGTHS_ON_CPU, 32)
@@ -60,11 +60,11 @@ def workloads(gpu: bool) -> list[Workload]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One row's errors on a case, or why there are none.
+    """One row's errors on a case, or the reason why there are none.
 
     Attributes:
         errors: means over `seeds` draws of the inputs.
-        standard_error: of the mean of relative_l2, None of one draw.
+        standard_error: standard error of the mean of relative_l2; None for one draw.
     """
 
     case: Case
@@ -76,28 +76,29 @@ class Result:
     standard_error: float | None = None
 
     def record(self) -> Record:
-        """One flat JSON object, errors to five digits."""
+        """One flat JSON object, with errors to five digits."""
         case = {name: getattr(self.case, name) for name in ("q_heads", "q_length", "kv_length", "head_dim", "causal")}
         errors: dict[str, Any] = dict.fromkeys(Errors.__dataclass_fields__)
         if self.errors is not None:
-            # cosines lie next to one
+            # cosines are close to one
             errors = {name: float(f"{x:.5g}") if name != "cosine" else round(x, 8) for name, x in dataclasses.asdict(self.errors).items()}
         draws = {"seeds": self.seeds, "standard_error": None if self.standard_error is None else float(f"{self.standard_error:.3g}")}
         return {"case": self.case.name, **case, "backend": self.row, "distribution": self.distribution, **errors, **draws, "refused": self.refused}
 
 
 def effort(case: Case, rows: Sequence[Peer], gpu: bool, seeds: int) -> float:
-    """About how many seconds all rows of a case take."""
+    """Estimated seconds that all rows of a case take."""
     return seeds * sum(row.effort(case, gpu) for row in rows)
 
 
 def measure(
     case: Case, distribution: str, rows: Sequence[Peer], gates: Gates, device: torch.device, seeds: int = 1, tick: Tick = no_tick
 ) -> list[Result]:
-    """Every row's errors; those of `seeds` draws of the inputs, the first of which is everyone's, are averaged. Who refuses one has none.
+    """Every row's errors, averaged over `seeds` draws of the inputs. The first draw is the one that all commands use. A
+    row that refuses one has no errors.
 
     Args:
-        tick: told of every answer; in all they count as `effort`.
+        tick: called for every answer; in total, answers count as `effort`.
     """
     given: dict[str, list[Answer]] = {row.name: [] for row in rows}
     for seed in range(cases.SEED, cases.SEED + seeds):
@@ -106,7 +107,7 @@ def measure(
         expected = problem.expected(torch.float64)
         for row in rows:
             tick(row.name, 0.0)
-            given[row.name].append(dataclasses.replace(answer(row, problem, expected, gates.bad), attention=None))  # which would keep its inputs
+            given[row.name].append(dataclasses.replace(answer(row, problem, expected, gates.bad), attention=None))  # it would retain its inputs
             tick(row.name, row.effort(case, device.type == "cuda"))
     results = []
     for name, answers in given.items():
@@ -147,7 +148,7 @@ DRAWN = (
 
 
 def figure_of(records: Sequence[Record]) -> Any:
-    """Relative L2 error over the number of keys, a panel for each distribution.
+    """A figure of relative L2 error over the number of keys, with a panel for each distribution.
 
     Raises:
         UsageError: there is nothing to draw.
@@ -174,9 +175,10 @@ def figure_of(records: Sequence[Record]) -> Any:
 
 
 def records_of(source: Path) -> list[Record]:
-    """
+    """The records of a results file of this command.
+
     Raises:
-        UsageError: the file isn't of this command.
+        UsageError: the file isn't one.
     """
     try:
         records = [json.loads(line) for line in source.read_text().splitlines()]

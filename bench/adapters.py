@@ -1,6 +1,8 @@
-"""Other libraries' attention, each by its documented interface and used if it is installed; nothing of them is needed or copied here.
+"""Attention of other libraries, called through their documented interfaces if they are installed. No library is
+required, and none is copied here.
 
-Whatever a library wants of its inputs, layout, FP8 and scales, is made outside of what is timed. Per-tensor scales are amax / 448.
+Inputs are converted to a library's layout, FP8 format and scales outside of the timed part. Per-tensor scales are
+amax / 448.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ WORKSPACE_BYTES = 256 << 20
 
 
 def lacking(module: str, how: str) -> Callable[[], str | None]:
-    """What is missing of a GPU and a module, and how to get that."""
+    """A function that returns what is missing (a GPU, a module) and how to get it, or None."""
 
     def needs() -> str | None:
         there = importlib.util.find_spec(module.split(".")[0]) is not None
@@ -36,7 +38,7 @@ def lacking(module: str, how: str) -> Callable[[], str | None]:
 
 
 def per_tensor(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in e4m3, and the float32 number that restores it."""
+    """x in e4m3, and the float32 multiplier that restores it."""
     scale = (x.abs().amax().float() / E4M3_MAX).clamp(min=1e-12)
     return (x / scale).to(E4M3), scale
 
@@ -50,7 +52,7 @@ def _flex(problem: Problem) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     case = problem.case
-    torch._dynamo.reset()  # after eight shapes it would run uncompiled instead
+    torch._dynamo.reset()  # after eight shapes it would fall back to uncompiled code
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask = None
     if case.causal:
@@ -62,7 +64,10 @@ def _flex(problem: Problem) -> Attention:
 
 
 def _cudnn(problem: Problem) -> Attention:
-    """cuDNN's graph operation sdpa_fp8. On Hopper its output is e4m3: in units of V's scale it fits, being a mean of V's rows."""
+    """cuDNN's graph operation sdpa_fp8.
+
+    On Hopper its output is e4m3, in units of V's scale. It is in range, because it is a mean of V's rows.
+    """
     cudnn = importlib.import_module("cudnn")
     case = problem.case
     types = cudnn.data_type
@@ -92,7 +97,7 @@ def _cudnn(problem: Problem) -> Attention:
     def number(x: torch.Tensor | float) -> torch.Tensor:
         return torch.as_tensor(x, dtype=torch.float32, device=problem.device).reshape(1, 1, 1, 1)
 
-    # S is a probability: 448 times it is e4m3's range
+    # S is a probability, so the factor 448 fills e4m3's range
     constants = {scales["scale_s"]: number(E4M3_MAX), scales["descale_s"]: number(1 / E4M3_MAX)}
     constants |= {one: number(0.0) for one in amax}
     packs = []
@@ -114,7 +119,7 @@ def _in_v_scales(problem: Problem, out: torch.Tensor) -> torch.Tensor:
 
 
 def _flash3(fp8: bool, problem: Problem) -> Attention:
-    """flash_attn_interface.flash_attn_func: (B, S, H, D), one scale a batch and key/value head in FP8."""
+    """flash_attn_interface.flash_attn_func: (B, S, H, D); in FP8, one scale per batch entry and key/value head."""
     function = importlib.import_module("flash_attn_interface").flash_attn_func
     causal = problem.case.causal
     per_head = (problem.case.batch, problem.case.kv_heads)
@@ -131,18 +136,18 @@ def _flash3(fp8: bool, problem: Problem) -> Attention:
     def attention(i: int) -> torch.Tensor:
         tensors, scales = sets[i % len(sets)]
         found = function(*tensors, causal=causal, **scales)
-        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)  # early versions return the LSE too
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)  # the first versions return the LSE, too
 
     return attention
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, S, D) as (B · S, H, D), contiguous: requests one after the other."""
+    """(B, H, S, D) as (B · S, H, D), contiguous: the packed layout, one request after the other."""
     return sequence_first(x).flatten(0, 1)
 
 
 def starts(problem: Problem, length: int) -> torch.Tensor:
-    """Where requests of one length begin, and the last one ends: int32 (B + 1,)."""
+    """Start offsets of requests of one length, and the end of the last one: int32 (B + 1,)."""
     return torch.arange(problem.case.batch + 1, dtype=torch.int32, device=problem.device) * length
 
 
@@ -152,7 +157,10 @@ def unpacked(problem: Problem, out: torch.Tensor) -> torch.Tensor:
 
 
 def _flash3_two_level(problem: Problem) -> Attention:
-    """vLLM's FlashAttention-3, which adds up P · V in two levels: requests one after the other, scales as views of one number."""
+    """vLLM's FlashAttention-3 with two-level accumulation of P·V.
+
+    Requests are packed, and scales are expanded from one number.
+    """
     function = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
     case = problem.case
     q_starts, k_starts = starts(problem, case.q_length), starts(problem, case.kv_length)
@@ -176,16 +184,16 @@ def _flash3_two_level(problem: Problem) -> Attention:
 
 
 def _sage(problem: Problem) -> Attention:
-    """sageattention.sageattn, which chooses the kernel of the GPU, quantizes and attends."""
+    """sageattention.sageattn, which chooses the GPU's kernel, quantizes and attends."""
     function = importlib.import_module("sageattention").sageattn
     return lambda i: function(*problem.sets[i % len(problem.sets)], tensor_layout="HND", is_causal=problem.case.causal)
 
 
 def _sage_hopper() -> Callable[..., object]:
-    """SageAttention 2's Hopper kernel, from where it lies in this version of it.
+    """SageAttention 2's Hopper kernel, wherever this version has it.
 
     Raises:
-        ImportError: it lies nowhere.
+        ImportError: it has none.
     """
     name = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
     places = ("sageattention._qattn_sm90", "sageattention.core._qattn_sm90", "sageattention.sm90_compile")  # the last one wraps it as an operator
@@ -201,7 +209,10 @@ def _sage_hopper() -> Callable[..., object]:
 
 
 def _sage_kernel(problem: Problem) -> Attention:
-    """SageAttention 2's Hopper kernel alone, called as sageattn_qk_int8_pv_fp8_cuda_sm90 calls it: no public function leaves quantization out."""
+    """SageAttention 2's Hopper kernel alone, called as in sageattn_qk_int8_pv_fp8_cuda_sm90.
+
+    No public function leaves quantization out.
+    """
     core = importlib.import_module("sageattention.core")
     case = problem.case
     if case.kv_length % 128:
@@ -244,7 +255,7 @@ def _flashinfer(problem: Problem) -> Attention:
 
 
 def _flashinfer_fp8(problem: Problem) -> Attention:
-    """flashinfer.single_prefill_with_kv_cache in e4m3: one request, a scale a head."""
+    """flashinfer.single_prefill_with_kv_cache in e4m3: one request, one scale per head."""
     function = importlib.import_module("flashinfer").single_prefill_with_kv_cache
     case = problem.case
     if case.batch != 1:
@@ -265,7 +276,10 @@ def _flashinfer_fp8(problem: Problem) -> Attention:
 
 
 def _transformer_engine(problem: Problem) -> Attention:
-    """transformer_engine.pytorch.DotProductAttention under fp8_autocast with fp8_dpa: quantizes with scales from earlier calls."""
+    """transformer_engine.pytorch.DotProductAttention under fp8_autocast with fp8_dpa.
+
+    It quantizes with scales from previous calls.
+    """
     te = importlib.import_module("transformer_engine.pytorch")
     recipe = importlib.import_module("transformer_engine.common.recipe")
     case = problem.case
@@ -282,7 +296,7 @@ def _transformer_engine(problem: Problem) -> Attention:
         return out.view(case.batch, case.q_length, case.q_heads, case.value_dim).transpose(1, 2)
 
     for _ in range(2):
-        attention(0)  # the history that scales come from
+        attention(0)  # fills the history from which scales are computed
     return attention
 
 
@@ -311,25 +325,25 @@ PEERS = OWN + PYTORCH + OTHERS
 
 
 def chosen(substrings: Sequence[str] | None, among: Sequence[Peer] = PEERS, kind: str = "peer") -> tuple[Peer, ...]:
-    """Those with one of these in their names; all without any.
+    """Peers with one of the substrings in their names; all peers without substrings.
 
     Args:
-        kind: what an error calls them.
+        kind: name for a peer in error messages.
 
     Raises:
-        UsageError: nobody's name has one of them.
+        UsageError: no peer's name contains one of the substrings.
     """
     return tuple(command_line.chosen(substrings, among, "--peer", kind))
 
 
 def present(peers: Sequence[Peer]) -> tuple[tuple[Peer, ...], dict[str, str]]:
-    """Those that this machine has, and what the others need, by name."""
+    """The peers that this machine has, and what the missing ones need, by name."""
     needs = {peer.name: peer.needs() for peer in peers}
     return tuple(peer for peer in peers if needs[peer.name] is None), {name: need for name, need in needs.items() if need is not None}
 
 
 def here(peers: Sequence[Peer]) -> tuple[Peer, ...]:
-    """Those that this machine has; what the others need is printed to standard error.
+    """The peers that this machine has. What the missing ones need is printed to standard error.
 
     Raises:
         UsageError: it has none of them.

@@ -1,4 +1,5 @@
-"""Compiling, checking and timing candidate configs in a process of their own, which may crash or hang without ending the search."""
+"""Compiles, checks and times candidate configs in a separate process, which may crash or hang without ending the
+search."""
 
 from __future__ import annotations
 
@@ -37,38 +38,42 @@ from .space import Config, CudaConfig, from_json, to_json
 from .timing import Protocol, time_all
 
 CHECKED_LENGTH = 300
-"""Queries and keys of the problem that the oracle answers: three key blocks of 128, the last one cut."""
+"""Queries and keys of the problem for the oracle: three key blocks of 128, with the last one incomplete."""
 
 TYPICAL, WORST = 0.01, 0.15
-"""Relative error of the median and of the worst row against the pipeline's oracle. A tensor core keeps 13 bits of its sums, which moves
-one P in a hundred to the next e4m3 number, an eighth off; the output is rounded to bfloat16."""
+"""Largest relative error of the median row and of the worst row against the pipeline oracle. A tensor core keeps 13
+bits of its sums. This moves one P in a hundred to the next e4m3 number, an eighth off. The output is rounded to
+bfloat16."""
 
 SILENCE_SECONDS = 120.0
-"""After which a process that says nothing is ended: it hangs."""
+"""Seconds without output after which a process is killed, because it hangs."""
 
 PROTOCOL = Protocol(rounds=3, milliseconds=10.0, lead_in=5.0)
 
 FINALS = Protocol(rounds=9, milliseconds=20.0, lead_in=30.0)
-"""For those who are to be told apart by little: what a turn's neighbours draw moves a power-capped card's clock by several percent, for tens of
-milliseconds."""
+"""Protocol for candidates with small differences. The power draw of other turns changes a power-capped card's clock by
+several percent, for tens of milliseconds."""
 
 Gate = Literal["fits", "compiles", "correct", "timed"]
 Result = tuple[Gate, str | None, float | None, float | None]
-"""The last gate, why it wasn't passed or None, microseconds, and their ratio to the anchor's."""
+"""(the last gate, the reason why it wasn't passed or None, microseconds, their ratio to the anchor's)."""
 
 
 class Measured:
-    """Outcomes of candidates of one case, each timed in turns with an anchor.
+    """Outcomes of candidates on one case, each timed in turns with an anchor.
 
     Args:
-        anchor: the config that all are compared with.
+        anchor: the config with which all candidates are compared.
     """
 
     def __init__(self, case: Case, backend: str, anchor: Config, protocol: Protocol = PROTOCOL) -> None:
         self.case, self.backend, self.anchor, self.protocol = case, backend, anchor, protocol
 
     def __call__(self, configs: Sequence[Config]) -> Iterator[tuple[Config, Result]]:
-        """A crash or a hang is the doing of the candidate that was at work; the others are asked again."""
+        """Yield each config's result.
+
+        A crash or a hang is attributed to the candidate that was running; the rest are run again.
+        """
         waiting = list(configs)
         while waiting:
             results, culprit, words = self._ask(waiting)
@@ -77,7 +82,7 @@ class Measured:
             if not waiting:
                 return
             if culprit is None or culprit not in waiting:
-                if len(waiting) > 1:  # nobody is known to have done it: one by one
+                if len(waiting) > 1:  # the culprit is unknown: run them one by one
                     for config in waiting:
                         yield from self([config])
                     return
@@ -86,7 +91,8 @@ class Measured:
             waiting.remove(culprit)
 
     def _ask(self, configs: Sequence[Config]) -> tuple[dict[Config, Result], Config | None, str]:
-        """Results; who was at work when the process ended too early; and its last words."""
+        """Results; the config that was running when the process ended before its time; and the process's last
+        output."""
         request = {
             "case": dataclasses.asdict(self.case),
             "backend": self.backend,
@@ -123,7 +129,10 @@ class Measured:
 
 
 def _lines(process: subprocess.Popen, silence: float) -> Iterator[tuple[str, bool]]:
-    """Lines of standard output (True) and standard error (False) as they come; the process is killed if none comes for long."""
+    """Lines of standard output (True) and standard error (False) as they arrive.
+
+    The process is killed after `silence` seconds without any.
+    """
     assert process.stdout is not None and process.stderr is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, True)
@@ -145,7 +154,7 @@ def _lines(process: subprocess.Popen, silence: float) -> Iterator[tuple[str, boo
 
 
 def run_of(call: Call, config: Config, device: torch.device) -> Callable[[int], torch.Tensor]:
-    """A call by a config."""
+    """A function that runs a call with a config."""
     properties = device_of(device)
     if isinstance(config, CudaConfig):
         return lambda i: cuda_run.forward(call, properties, config)[0]
@@ -153,14 +162,15 @@ def run_of(call: Call, config: Config, device: torch.device) -> Callable[[int], 
 
 
 def checked_case(case: Case) -> Case:
-    """A small problem of the same kind."""
+    """A small problem of the same kind as a case."""
     return dataclasses.replace(
         case, name="checked", batch=1, q_heads=case.q_heads // case.kv_heads * 2, kv_heads=2, q_length=CHECKED_LENGTH, kv_length=CHECKED_LENGTH
     )
 
 
 def differs(case: Case, config: Config, device: torch.device) -> str | None:
-    """How a config's answer to a small problem is further from the pipeline's oracle than rounding explains, or None if it isn't."""
+    """How a config's answer to a small problem differs from the pipeline oracle by more than rounding, or None if it
+    doesn't."""
     small = checked_case(case)
     tensors = inputs(small, "normal", device)
     quantized = fp8attn.quantize(*tensors)
@@ -178,12 +188,12 @@ def differs(case: Case, config: Config, device: torch.device) -> str | None:
 
 
 def warm_triton(case: Case, config: dict[str, Any]) -> str | None:
-    """Compile into Triton's cache on disk; the compiler's words if it can't."""
+    """Compile a config into Triton's disk cache. Returns the compiler's message on failure."""
     device = torch.device("cuda", torch.cuda.current_device())
     found = from_json(config)
     assert not isinstance(found, CudaConfig)
     try:
-        for one in (checked_case(case), case):  # lengths that 16 divides are kernels of their own
+        for one in (checked_case(case), case):  # lengths divisible by 16 have separate kernels
             triton.forward(call_of(*inputs(one, "normal", device), **one.options), device_of(device), found, warmup=True)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -191,7 +201,7 @@ def warm_triton(case: Case, config: dict[str, Any]) -> str | None:
 
 
 def compiled_triton(case: Case, configs: Sequence[Config]) -> dict[Config, str]:
-    """Compile side by side; what couldn't be, and why."""
+    """Compile configs in parallel. Returns the failures with their reasons."""
     workers = min(len(configs), os.cpu_count() or 1, 12)
     wrong = {}
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -207,7 +217,10 @@ def compiled_triton(case: Case, configs: Sequence[Config]) -> dict[Config, str]:
 
 
 def compiled_cuda(configs: Sequence[CudaConfig]) -> dict[Config, str]:
-    """One library of all, loaded; without those that don't compile, which are found by halving."""
+    """Build and load one library of all configs that compile.
+
+    Configs that don't are found by bisection, and returned with their reasons.
+    """
     good, wrong = _that_compile(list(configs))
     if good:
         build.load(tuple(good), _arch())
@@ -215,7 +228,7 @@ def compiled_cuda(configs: Sequence[CudaConfig]) -> dict[Config, str]:
 
 
 def _that_compile(configs: list[CudaConfig]) -> tuple[list[CudaConfig], dict[Config, str]]:
-    """In another process, which may die of it."""
+    """The configs that compile, and the reasons for the rest. Compiles in another process, because it may die."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         reason = pool.submit(_builds, tuple(configs)).result()
     if reason is None:
@@ -241,7 +254,10 @@ def _builds(configs: tuple[CudaConfig, ...]) -> str | None:
 
 
 def main() -> None:
-    """Candidates from standard input; a line of JSON for each gate that ends one, and before each that one might not survive."""
+    """Evaluate candidates from standard input.
+
+    Prints a line of JSON for each candidate's last gate, and before each step that may crash.
+    """
     request = json.loads(sys.stdin.read())
     case, backend, anchor = Case(**request["case"]), request["backend"], from_json(request["anchor"])
     configs = [from_json(entry) for entry in request["configs"]]

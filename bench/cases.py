@@ -1,4 +1,4 @@
-"""What is measured: suites of attention problems, and the distributions their inputs come from."""
+"""Suites of attention problems, and the distributions of their inputs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 SEED = 6
-"""Of every input, unless another is named. The largest of FP8's own rounding errors depends on the draw: at 256 keys the exact model of the
-pipeline (fp8attn.reference.pipeline) is off by 0.04 to 0.09 somewhere, by over 0.06 in a third of the draws. A limit on it can be held on a fixed
-draw only; in this one the model stays below 0.045 in all of `seeds`, so that what exceeds the limit is a kernel's doing."""
+"""Seed of every input, unless another one is given. The largest of FP8's rounding errors depends on the draw. At 256
+keys the exact model of the pipeline (fp8attn.reference.pipeline) has a largest error of 0.04 to 0.09, and of over 0.06
+in a third of the draws. So a limit can hold for a fixed draw only. With this seed the model stays below 0.045 in all of
+`seeds`, so that a larger error is a kernel's fault."""
 
 DRAWN_ON_CPU = 1 << 24
-"""Inputs of at most this many elements are the same on every machine; larger ones are drawn where they are used."""
+"""Inputs of at most this many elements are drawn on the CPU, and are the same on every machine. Larger ones are drawn
+on the device."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. Causal ones are square, so that top left and bottom right alignment are the same."""
+    """One attention problem. Causal cases are square, so that top-left and bottom-right alignment are the same."""
 
     name: str
     batch: int
@@ -47,29 +49,30 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of Q·Kᵀ and P·V, a multiply-add as two; causal counts half."""
+        """FLOPs of Q·Kᵀ and P·V. A multiply-add counts as two; causal cases count half."""
         return 2 * self.scores * (self.head_dim + self.value_dim) // (2 if self.causal else 1)
 
     @property
     def least_bytes(self) -> int:
-        """That must cross device memory whatever the schedule: q, k and v once in e4m3, the output once in bfloat16."""
+        """Bytes that must cross device memory with any schedule: q, k and v once in e4m3, the output once in
+        bfloat16."""
         q = self.batch * self.q_heads * self.q_length * self.head_dim
         kv = self.batch * self.kv_heads * self.kv_length * (self.head_dim + self.value_dim)
         return q + kv + 2 * self.batch * self.q_heads * self.q_length * self.value_dim
 
     def record(self) -> dict[str, Any]:
-        """The fields as those of a flat JSON object, `case` being the name."""
+        """The fields as a flat JSON object; `case` is the name."""
         fields = asdict(self)
         return {"case": fields.pop("name"), **fields}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of sdpa, PyTorch's and ours."""
+        """Keyword arguments of sdpa, both PyTorch's and fp8attn's."""
         return {"is_causal": self.causal, "enable_gqa": self.q_heads != self.kv_heads}
 
 
 def square(name: str, batch: int, heads: int, length: int, dim: int, causal: bool = False, kv_heads: int | None = None) -> Case:
-    """As many queries as keys, values as wide as keys."""
+    """A case with as many queries as keys, and values as wide as keys."""
     return Case(name, batch, heads, heads if kv_heads is None else kv_heads, length, length, dim, dim, causal)
 
 
@@ -85,10 +88,10 @@ SEEDS = (
 )
 
 SEEDS_ON_CPU = (square("small", 1, 2, 128, 64), square("mission-256, 2 heads", 1, 2, 256, 64))
-"""What Triton's interpreter does in a second or two: one case inside a key block, one across two of them."""
+"""Cases that Triton's interpreter runs in a second or two: one within a key block, one across two blocks."""
 
 TOKENS, HIDDEN = 16384, 2048
-"""In all, and of all heads, in the suite `prefill`: every case has the same q, k and v by size."""
+"""Total tokens, and channels of all heads, in the suite `prefill`. All its cases have q, k and v of the same size."""
 
 PREFILL = tuple(
     square(f"D{dim} {_mask(causal)} {length // 1024}k", TOKENS // length, HIDDEN // dim, length, dim, causal)
@@ -112,7 +115,8 @@ DECODE_LIKE = tuple(
     Case(f"B{batch} GQA 32/8 D128 {queries} on {keys // 1024}k", batch, 32, 8, queries, keys, 128, 128, causal=False)
     for batch, queries, keys in ((32, 1, 8192), (8, 1, 65536), (8, 16, 8192), (8, 64, 8192), (1, 128, 131072))
 )
-"""A few new tokens, which see all keys: one, what speculative decoding verifies, and the end of a chunked prefill."""
+"""A few new queries that see all keys: one token, the tokens that speculative decoding verifies, and the last part of a
+chunked prefill."""
 
 LONG = tuple(
     square(f"H{heads} D128 {_mask(causal)} {length // 1024}k", 1, heads, length, 128, causal)
@@ -121,7 +125,8 @@ LONG = tuple(
 )
 
 DIFFUSION = (
-    # tokens and heads of CogVideoX-2B and -1.5, Wan 2.1 14B at 480p and 720p, HunyuanVideo at 720p; from their published shapes
+    # tokens and heads of CogVideoX-2B and -1.5, Wan 2.1 14B at 480p and 720p, HunyuanVideo at 720p, from their
+    # published shapes
     square("video 17k H30 D64", 1, 30, 17776, 64),
     square("video 44k H30 D64", 1, 30, 45056, 64),
     square("video 32k H40 D128", 1, 40, 32760, 128),
@@ -130,8 +135,8 @@ DIFFUSION = (
 )
 
 MODELS = (
-    # tokens, heads and head dims of models by their published configurations: CLIP's ViT-L/14 at 336 pixels, SD3.5-medium and FLUX.1 at 1024 pixels
-    # with their text, Wan 2.1 1.3B at 480p, Llama 3.1 8B's prefill, Gemma 2 9B's
+    # tokens, heads and head dims of models, from their published configurations: CLIP's ViT-L/14 at 336 pixels,
+    # SD3.5-medium and FLUX.1 at 1024 pixels with their text, Wan 2.1 1.3B at 480p, Llama 3.1 8B's prefill, Gemma 2 9B's
     square("ViT-L 577 B8 H16 D64", 8, 16, 577, 64),
     square("SD3.5 4429 H24 D64", 1, 24, 4429, 64),
     square("Flux 4608 H24 D128", 1, 24, 4608, 128),
@@ -139,7 +144,7 @@ MODELS = (
     square("Llama 8192 GQA 32/8 D128 causal", 1, 32, 8192, 128, True, kv_heads=8),
     square("Gemma 4096 GQA 16/8 D256 causal", 1, 16, 4096, 256, True, kv_heads=8),
 )
-"""What a user of a model meets, and the benchmark's first answer."""
+"""Problems of models that users run; the benchmark's first answer."""
 
 TINY = (
     square("tiny full", 1, 2, 128, 64),
@@ -159,7 +164,7 @@ ACCURACY: tuple[Workload, ...] = (
     *((_few_queries(keys, 1024), "one-sign") for keys in (16384, 131072, 524288)),
     *((square(f"4k keys D{dim}", 1, 4, 4096, dim), name) for name in ("outliers", "channel-bias") for dim in (64, 128)),
 )
-"""Where FP8 attention is known to go wrong."""
+"""Cases in which FP8 attention is known to have large errors."""
 
 ACCURACY_ON_CPU: tuple[Workload, ...] = (
     (square("256 keys D128", 1, 1, 256, 128), "normal"),
@@ -183,7 +188,7 @@ NEEDS_GPU = ("models", "prefill", "gqa", "small", "decode-like", "long", "diffus
 
 
 def suite(name: str, gpu: bool) -> tuple[Case, ...]:
-    """The cases of a suite; without a GPU, those of `seeds` that the interpreter can do."""
+    """The cases of a suite. Without a GPU, `seeds` has only the cases that the interpreter can run."""
     return SEEDS_ON_CPU if name == "seeds" and not gpu else SUITES[name]
 
 
@@ -192,7 +197,8 @@ def accuracy(gpu: bool) -> tuple[Workload, ...]:
 
 
 def workloads(names: Sequence[str], distribution: str, gpu: bool) -> list[Workload]:
-    """What these suites consist of, each once; `accuracy` has distributions of its own, the others get `distribution`."""
+    """All workloads of these suites, without duplicates. `accuracy` has its own distributions; all other suites get
+    `distribution`."""
     found: list[Workload] = []
     for name in names:
         found += accuracy(gpu) if name == "accuracy" else [(case, distribution) for case in suite(name, gpu)]
@@ -205,7 +211,7 @@ def normal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.G
 
 
 def one_sign(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """V is |N(0, 1)|: sums of one sign, which short accumulators shrink."""
+    """V is |N(0, 1)|: sums of one sign, which narrow accumulators underestimate."""
     return q, k, v.abs()
 
 
@@ -227,21 +233,24 @@ def channel_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: t
 
 
 def query_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Those of Q do."""
+    """The first four channels of Q have means of 10, -20, 30 and -50."""
     bias = q.new_zeros(q.shape[-1])
     bias[:4] = q.new_tensor([10.0, -20.0, 30.0, -50.0])
     return q + bias, k, v
 
 
 def both_biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Those of Q and of K."""
+    """`channel_bias` of K and `query_bias` of Q."""
     return channel_bias(*query_bias(q, k, v, generator), generator)
 
 
 def sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Queries have a common part, and the first four keys lie along it: their scores are about 10, those of other keys N(0, 2), and most of the
-    probability is theirs. Their values are a fiftieth of the others', so that the answer isn't: what language models do with their first
-    tokens (arXiv:2309.17453, section 3.1; arXiv:2410.13835 on value-state drains)."""
+    """Attention sinks: queries have a common part, and the first four keys lie along it.
+
+    The scores of these keys are about 10, those of other keys N(0, 2), so they get most of the probability. Their
+    values are a fiftieth of the other values, so they contribute little to the answer. Language models treat their
+    first tokens like this (arXiv:2309.17453, section 3.1; arXiv:2410.13835 on value-state drains).
+    """
     common = torch.ones(q.shape[-1], device=q.device)
     k, v = k.clone(), v.clone()
     k[:, :, :4] = common * (10 * q.shape[-1] ** -0.5)
@@ -250,8 +259,9 @@ def sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Ge
 
 
 def recent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Four pairs of channels turn with the token's position, as rotary embeddings make them (arXiv:2104.09864), by a period of 512 tokens and of 4,
-    16 and 64 times as many: scores of a query are up to 12 higher with keys near it. Layers of language models look back so."""
+    """Four pairs of channels rotate with the token's position, as in rotary embeddings (arXiv:2104.09864), with periods
+    of 512 tokens and of 4, 16 and 64 times as many. A query's scores are up to 12 higher for keys near it, as in layers
+    of language models that attend to recent tokens."""
     q, k = q.clone(), k.clone()
     for x, first in ((q, k.shape[2] - q.shape[2]), (k, 0)):
         token = torch.arange(first, first + x.shape[2], device=x.device, dtype=torch.float64)
@@ -263,7 +273,7 @@ def recent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.G
 
 
 def heavy_tails(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Student's t with three degrees of freedom, over its standard deviation."""
+    """Student's t with three degrees of freedom, divided by its standard deviation."""
 
     def tailed(x: torch.Tensor) -> torch.Tensor:
         squares = torch.zeros_like(x)
@@ -275,7 +285,7 @@ def heavy_tails(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: to
 
 
 def one_hot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Query i is twice key i, so that nearly all of its attention goes there."""
+    """Query i is twice key i, so that nearly all of its attention goes to that key."""
     return 2 * k[:, :, : q.shape[2]].repeat_interleave(q.shape[1] // k.shape[1], 1), k, v
 
 

@@ -1,4 +1,5 @@
-"""What all commands have in common: errors of one line, filters that must match something, and paths that are checked before any work."""
+"""Common parts of all commands: one-line errors, filters that must match something, and paths that are checked before
+any work."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .machine import HERE, IS_CHECKOUT, ROOT
 T = TypeVar("T")
 
 PARTIAL = ".partial"
-"""Suffix of a results file whose run isn't over."""
+"""Suffix of the results file of an unfinished run."""
 
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 
@@ -25,7 +26,7 @@ PICTURES = (".svg", ".png")
 
 
 class UsageError(ValueError):
-    """What was asked for can't be done here. `main` prints it as one line; the exit code is 2."""
+    """The request can't be done here. `main` prints it as one line; the exit code is 2."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +40,7 @@ def checkout(what: str) -> Path:
     """The root of the repository.
 
     Args:
-        what: needs it.
+        what: the request that needs it, for the error.
 
     Raises:
         UsageError: this is an installed package.
@@ -80,10 +81,11 @@ def _name(one: Any) -> str:
 
 
 def chosen(wanted: str | Sequence[str] | None, among: Sequence[T], option: str, kind: str = "case", name: Callable[[T], str] = _name) -> list[T]:
-    """Those with one of the wanted substrings in their names, whatever the capitals; all of them if nothing is wanted.
+    """Items with one of the wanted substrings in their names, ignoring case; all items if nothing is wanted.
 
     Args:
-        option: that `wanted` was given by, for the error; kind: what it filters.
+        option: the option that gave `wanted`, for the error.
+        kind: what the items are called in the error.
 
     Raises:
         UsageError: one of the substrings is in no name.
@@ -111,7 +113,10 @@ def _writable_folder(folder: Path, path: Path) -> None:
 
 
 def output_file(text: str) -> Path:
-    """The type of an option that names a file to write: its folder exists and is writable, and it is no folder itself."""
+    """The type of an option that names a file to write.
+
+    The folder must exist and be writable, and the path must not be a folder.
+    """
     path = Path(text)
     if not text or path.is_dir():
         raise _refused(path, "is a folder; it must be a file")
@@ -124,12 +129,12 @@ def output_file(text: str) -> Path:
 
 
 def matplotlib_lacks() -> str | None:
-    """How to get what pictures need, None if it is here."""
+    """How to install what pictures need, or None if it is installed."""
     return None if importlib.util.find_spec("matplotlib") else "pictures need matplotlib: pip install matplotlib"
 
 
 def picture_file(text: str) -> Path:
-    """The same of a picture, whose format is the suffix."""
+    """The type of an option that names a picture to write. Its suffix determines the format."""
     path = output_file(text)
     lacking = matplotlib_lacks()
     if lacking is not None:
@@ -140,7 +145,7 @@ def picture_file(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """The type of an option that names a folder to write into, which is made if it doesn't exist."""
+    """The type of an option that names a folder to write into. The folder is created if it doesn't exist."""
     path = Path(text)
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
@@ -164,7 +169,7 @@ def input_file(text: str) -> Path:
 
 
 def sibling(path: Path, name: str) -> Path:
-    """A file of another name beside one.
+    """The picture file `name` in the folder of `path`.
 
     Raises:
         UsageError: it can't be written.
@@ -192,8 +197,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path | None) -> Iterator[Path | None]:
-    """A file beside `file` to append results to, which takes its place at the end: a run that is refused, or whose gates are red, leaves what
-    `file` held, and so does one that is cut short, whose results stay in the file beside it."""
+    """A temporary file next to `file`, for appending results. It replaces `file` at the end.
+
+    A run that is refused or has red gates leaves `file` unchanged. So does an interrupted run, whose results stay in
+    the temporary file.
+    """
     if file is None or (file.exists() and not file.is_file()):
         yield file
         return

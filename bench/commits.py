@@ -1,4 +1,5 @@
-"""Two commits of fp8attn in one interleaved run on one GPU: a process each, which take turns, case by case."""
+"""Compares two commits of fp8attn in one interleaved run on one GPU: one process per commit, which take turns case by
+case."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ from .worker import Worker
 
 
 def resolved(revision: str) -> str:
-    """The commit that a revision names.
+    """The commit of a revision.
 
     Raises:
-        UsageError: git knows no such commit, there is no git, or no repository.
+        UsageError: git knows no such commit, or there is no git or no repository.
     """
     checkout("compare --commits")
     try:
@@ -52,7 +53,7 @@ def tree_of(commit: str) -> Iterator[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One row of both commits, or why there is none. `broken` says which gates are red."""
+    """One row of both commits, or the reason why there is none. `broken` names the red gates."""
 
     before: Result
     after: Result
@@ -65,10 +66,10 @@ class Pair:
 def interleaved(
     before: Worker, after: Worker, chosen: Sequence[Workload], peers: Sequence[Peer], protocol: Protocol, gates: Gates, tick: Tick = no_tick
 ) -> Iterator[Pair]:
-    """Every case and peer that both have: a turn each, in the order A B, B A, A B, …
+    """Time every case and peer that both commits have. They take turns in the order A B, B A, A B, …
 
     Args:
-        tick: told of every case and peer, which count as 1.
+        tick: called for every case and peer, which count as 1.
 
     Raises:
         ValueError: a process ended.

@@ -1,4 +1,4 @@
-"""Two results files, case by case: what got faster, what got slower, and what is noise."""
+"""Compares two results files case by case: what got faster, what got slower, and what is noise."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .command_line import UsageError, chosen
 from .machine import PROGRAM
 
 LEAST_NOISE = 0.02
-"""Of two that took turns: less is never called a change."""
+"""Smallest noise of two commits that took turns. A smaller difference is never called a change."""
 
 BETWEEN_RUNS = 0.05
-"""Of two runs, one after the other: 28 rows measured twice in a row on an H100 differed by up to 4.1 %, the card's clock and temperature."""
+"""Smallest noise of two separate runs. 28 rows that were measured twice in a row on an H100 differed by up to 4.1 %,
+because of the card's clock and temperature."""
 
 Key = tuple[str, str, str]
 
@@ -29,9 +30,9 @@ class Change:
     """One row of both runs.
 
     Attributes:
-        before_us, after_us: medians.
-        ratio: before over after, more than 1 is faster than before.
-        noise: how far from 1 the ratio may be without meaning anything.
+        before_us, after_us: medians in microseconds.
+        ratio: before divided by after; more than 1 is faster than before.
+        noise: largest distance of the ratio from 1 that means nothing.
     """
 
     case: str
@@ -51,20 +52,25 @@ class Change:
 
 
 def uncertainty(rounds: Sequence[float]) -> float:
-    """Three standard errors of the median of some rounds' numbers, relative to it: of a normal distribution with their quartiles, so
-    that one odd round in five doesn't count."""
+    """Three standard errors of the median of the rounds' numbers, relative to the median.
+
+    They are those of a normal distribution with the same quartiles, so that one outlier in five rounds doesn't count.
+    """
     lower, median, upper = np.percentile(rounds, (25, 50, 75))
     return float(3 * 1.25 * (upper - lower) / 1.35 / math.sqrt(len(rounds)) / median)
 
 
 def round_ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
-    """Of two that took turns, of every round the one's time over the other's: the card's clock, which moves from round to round, cancels."""
+    """For two runs that took turns, the ratio of their times in every round.
+
+    The card's clock, which changes between rounds, cancels.
+    """
     return [a / b for a, b in zip(these, those, strict=True)]
 
 
 def change(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
-    """Two rows of runs of their own: the ratio of their medians, and as noise what both runs' rounds say, or in files without
-    rounds p90 over p50."""
+    """The change between rows of two separate runs: the ratio of their medians, and noise from the rounds of both runs,
+    or from p90 over p50 if a file has no rounds."""
     if old.get("round_us") and new.get("round_us"):
         noise = math.hypot(uncertainty(old["round_us"]), uncertainty(new["round_us"]))
     else:
@@ -73,14 +79,14 @@ def change(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
 
 
 def paired(key: Key, old: dict[str, Any], new: dict[str, Any]) -> Change:
-    """Two rows that took turns: the median of their rounds' ratios, and its uncertainty."""
+    """The change between two rows that took turns: the median of their rounds' ratios, and its uncertainty."""
     ratios = round_ratios(old["round_us"], new["round_us"])
     return Change(*key, old["p50_us"], new["p50_us"], statistics.median(ratios), max(uncertainty(ratios), LEAST_NOISE))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows that both files time, and the keys of those that only one does."""
+    """All rows that both files time, and the keys of rows that only one file has."""
 
     changes: tuple[Change, ...]
     only_before: tuple[Key, ...]
@@ -88,7 +94,7 @@ class Comparison:
 
     @property
     def mean_ratio(self) -> float:
-        """Geometric mean; 1 if there are no rows."""
+        """Geometric mean of the ratios; 1 if there are no rows."""
         logs = [math.log(change.ratio) for change in self.changes]
         return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
@@ -97,7 +103,7 @@ def timed(path: Path) -> dict[Key, dict[str, Any]]:
     """The timed rows of a results file.
 
     Raises:
-        UsageError: a line isn't a timed result, or two lines are of the same row.
+        UsageError: a line isn't a timed result, or two lines are for the same row.
     """
     rows: dict[Key, dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -117,18 +123,18 @@ def timed(path: Path) -> dict[Key, dict[str, Any]]:
 
 
 def spread(record: dict[str, Any]) -> float:
-    """p90 over p50, less 1."""
+    """p90 over p50, minus 1."""
     return record["p90_us"] / record["p50_us"] - 1
 
 
 def compare(before: Path, after: Path, backend: str | None = None, case: str | None = None) -> Comparison:
-    """Rows of `after` against those of `before`.
+    """Compare rows of `after` with rows of `before`.
 
     Args:
-        backend, case: substrings of the names of those that count.
+        backend, case: substrings; only rows with these in their names are compared.
 
     Raises:
-        UsageError: a file isn't of timed results, or has nothing of what was asked for.
+        UsageError: a file has no timed results, or nothing matches the filters.
     """
     files = [timed(path) for path in (before, after)]
     keys = list(dict.fromkeys(key for file in files for key in file))
@@ -153,12 +159,12 @@ def markdown(comparison: Comparison) -> str:
 
 
 def summary(comparison: Comparison) -> str:
-    """One line: how many rows are faster, slower and as before, and the geometric mean."""
+    """One line: the numbers of rows that are faster, slower and unchanged, and the geometric mean."""
     verdicts = [change.verdict for change in comparison.changes]
     counts = ", ".join(f"{verdicts.count(name)} {name}" for name in ("faster", "slower", "no change"))
     return f"{len(verdicts)} rows: {counts}; geometric mean × {comparison.mean_ratio:.3f}"
 
 
 def short_of(comparison: Comparison, required: float) -> Sequence[Change]:
-    """Rows whose ratio is below what is required."""
+    """Rows whose ratio is below the required one."""
     return [change for change in comparison.changes if change.ratio < required]

@@ -1,4 +1,4 @@
-"""Compiling what cases need before anyone is timed, side by side."""
+"""Compiles in parallel what cases need, before anything is timed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from .progress import Progress
 
 
 def compile_one(case: Case, name: str) -> str | None:
-    """Have the peer of this name answer once, so that its kernels are in the caches on disk; the compiler's words if fp8attn's can't be."""
+    """Have a peer answer once, so that its kernels are in the disk caches.
+
+    Returns the compiler's message if fp8attn's kernels don't compile.
+    """
     peer = next(peer for peer in (*adapters.PEERS, *rows.ROWS) if peer.name == name)
     try:
         peer.prepare(Problem.of(case, "normal", torch.device("cuda", torch.cuda.current_device()), rotate=False))(0)
         torch.cuda.synchronize()
     except fp8attn.BackendUnavailable:
-        pass  # a machine without nvcc has Triton's kernels only; nothing is wrong with it
+        pass  # a machine without nvcc has Triton's kernels only, which is no error
     except Exception as error:
         if peer.own:
             return f"{name}: {type(error).__name__}: {error}"
@@ -34,13 +37,15 @@ def compile_one(case: Case, name: str) -> str | None:
 
 
 def compile_all(cases: Iterable[Case], peers: Sequence[Peer], bar: Progress) -> Iterator[tuple[Case, str | None]]:
-    """Compile what those of these peers that compile need for each case, once, and yield each case as one of its peers is through, with what is wrong
-    or None."""
+    """Compile, for each case, what the peers that compile need.
+
+    Yields the case when one of its peers is done, with an error message or None.
+    """
     keep_triton_cache()
-    # a peer holds what can't be sent to a process
+    # pass the peer's name, because a peer can't be sent to a process
     wanted = [(case, peer.name) for case in dict.fromkeys(cases) for peer in peers if peer.compiles]
     task = bar.add_task("compiling", total=len(wanted))
-    random.Random(0).shuffle(wanted)  # neighbours need the same kernels, and each would compile them
+    random.Random(0).shuffle(wanted)  # neighbours need the same kernels, and would each compile them
     workers = min(len(wanted), os.cpu_count() or 1, 12)
     if workers == 0:
         return
@@ -55,6 +60,6 @@ def compile_all(cases: Iterable[Case], peers: Sequence[Peer], bar: Progress) -> 
 
 
 def compile_first(cases: Iterable[Case], peers: Sequence[Peer], bar: Progress) -> None:
-    """`compile_all` where what goes wrong does so again, and is reported, when the answer is wanted."""
+    """`compile_all`, ignoring errors. They occur again and are reported when the answer is needed."""
     for _ in compile_all(cases, peers, bar):
         pass

@@ -1,4 +1,4 @@
-"""A results file as a report: Markdown tables, and pictures beside them."""
+"""Turns a results file into a report: Markdown tables, and pictures next to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELP = "a results file of `run` as a folder with report.md and its pictures, PNG
 Record = dict[str, Any]
 
 SHARES = {"against_sdpa": ".2f", "share_of_limit": ".0%", "relative_l2": ".4f"}
-"""What is said of the first of our kernels, and how."""
+"""Numbers that are reported for the first of fp8attn's rows, and their formats."""
 
 
 def _cases(records: Sequence[Record]) -> list[list[Record]]:
@@ -35,8 +35,12 @@ def _cases(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """For kernels alone and from bfloat16 on: a row for each case, each backend's median µs and TFLOP/s, and of fp8attn's first timed row its
-    speed against PyTorch's fastest backend, its share of the hardware's limit and its error; then what was refused, and why."""
+    """Tables for kernels alone and from bfloat16 on.
+
+    Each has one row per case with each backend's median µs and TFLOP/s; and for fp8attn's first timed row, its speed
+    relative to PyTorch's fastest backend, its fraction of the hardware's limit and its error. A list of what was
+    refused, and why, follows.
+    """
     first = records[0]
     versions = ", ".join(f"{name} {first[name]}" for name in ("driver", "torch", "triton") if first.get(name))
     where = first["gpu"] or "Triton's interpreter on a CPU: the times mean nothing for speed"
@@ -71,10 +75,10 @@ def markdown_of(source: Path) -> str:
 
 
 def write(source: Path, folder: Path, tick: Tick = no_tick) -> list[Path]:
-    """report.md and what pictures there is something for.
+    """Write report.md and all pictures for which there are results.
 
     Args:
-        tick: told of every kind of picture, which counts as 1.
+        tick: called for every kind of picture, which counts as 1.
 
     Raises:
         UsageError: the file isn't a results file of `run`.

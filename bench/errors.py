@@ -1,4 +1,4 @@
-"""How far an answer is from the exact one."""
+"""Errors of an answer relative to the exact one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 
 def standard_error(numbers: Sequence[float]) -> float:
-    """Of the mean of two numbers or more."""
+    """Standard error of the mean of two or more numbers."""
     return statistics.stdev(numbers) / math.sqrt(len(numbers))
 
 
 @dataclass(frozen=True)
 class Bad:
-    """Which elements are bad: |error| > rtol · |expected| + atol_rms · rms(expected), or not a number.
+    """Definition of bad elements: |error| > rtol · |expected| + atol_rms · rms(expected), or NaN.
 
-    The absolute part is a share of the answer's own size: attention over S keys averages, so that N(0, 1) values give an answer of
-    about sqrt(e / S), and a fixed bound of 0.05 would let zeros pass for the answer from a few thousand keys on.
+    The absolute part is relative to the size of the answer. Attention over S keys averages, so that N(0, 1) values give
+    an answer of about sqrt(e / S). With a fixed bound of 0.05, zeros would pass as the answer from a few thousand keys
+    on.
     """
 
     rtol: float
@@ -29,15 +30,15 @@ class Bad:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of an answer against the exact one, over all elements.
+    """Errors of an answer against the exact one, over all elements.
 
     Attributes:
-        max_abs, mean_abs: of |error|.
+        max_abs, mean_abs: maximum and mean of |error|.
         rmse: root of the mean squared error.
         relative_l2: ‖error‖ / ‖expected‖.
-        bad_share: of elements that `Bad` calls bad.
+        bad_share: fraction of elements that are `Bad`.
         sqnr_db: signal to quantization noise, 10 log10(‖expected‖² / ‖error‖²).
-        cosine: of the angle between the answers, 0 where one of them is zero.
+        cosine: cosine of the angle between the answers, 0 if one of them is zero.
     """
 
     max_abs: float
@@ -50,9 +51,11 @@ class Errors:
 
     @classmethod
     def of(cls, out: torch.Tensor, expected: torch.Tensor, bad: Bad) -> Errors:
-        """
+        """The errors of `out`.
+
         Args:
-            out: any float dtype. expected: float32, of out's shape.
+            out: any float dtype.
+            expected: float32, of out's shape.
 
         Raises:
             ValueError: the shapes differ.
@@ -73,13 +76,13 @@ class Errors:
             relative_l2=relative,
             bad_share=1.0 - int(good.sum()) / good.numel(),
             sqnr_db=math.inf if relative == 0 else -20 * math.log10(relative),
-            # from lengths alone: float32 products of long answers would lose the digits that it is about
+            # computed from norms only, because float32 products of long answers would lose the significant digits
             cosine=(size**2 + signal**2 - noise**2) / (2 * size * signal) if size and signal else 0.0,
         )
 
     @classmethod
     def mean(cls, several: Sequence[Errors]) -> Errors:
-        """Of several answers: means, the largest of all for max_abs."""
+        """Means over several answers; the maximum for max_abs."""
         means = {name: statistics.fmean(getattr(errors, name) for errors in several) for name in cls.__dataclass_fields__}
         return cls(**means | {"max_abs": max(errors.max_abs for errors in several)})
 

@@ -1,11 +1,16 @@
-"""No speed without correctness. Three gates in a row: everything compiles; fp8attn's answers to the suite `seeds` are within the limits in
-gates.json; and in every case that is timed, its rows are within those limits that mean the same at any length. A red one has no speed.
+"""Gates: no speed without correctness.
 
-The limits are for N(0, 1) inputs, where FP8's rounding alone makes a relative L2 error of 0.050 to 0.055:
-- max_abs, mean_abs: of |error|. They bound what a user sees of short sequences; beyond a few thousand keys zeros would nearly pass.
-- relative_l2: the floor and a fifth. Scale-free, so that it means the same at any length.
-- bad_share: of elements with |error| > rtol · |expected| + atol_rms · rms(expected), rtol and atol_rms from "bad". The right answer has
-  less than 0.001 of them; zeros have over 0.8, an answer that is a fifth too small everywhere 0.18.
+There are three gates in a row. Everything compiles. fp8attn's answers to the suite `seeds` are within the limits in
+gates.json. In every timed case, fp8attn's rows are within those limits that mean the same at any length. A red row has
+no speed.
+
+The limits are for N(0, 1) inputs, where FP8's rounding alone gives a relative L2 error of 0.050 to 0.055:
+- max_abs, mean_abs: maximum and mean of |error|. They bound what a user sees for few keys. Beyond a few thousand keys,
+  zeros would nearly pass.
+- relative_l2: that error plus a fifth. It is scale-free, so it means the same at any length.
+- bad_share: fraction of elements with |error| > rtol · |expected| + atol_rms · rms(expected), with rtol and atol_rms
+  from "bad". The right answer has less than 0.001 of them. Zeros have over 0.8. An answer that is a fifth too small
+  everywhere has 0.18.
 """
 
 from __future__ import annotations
@@ -30,16 +35,17 @@ SCALE_FREE = ("relative_l2", "bad_share")
 
 @dataclass(frozen=True)
 class Gates:
-    """The limits: names of `Errors`' fields and the most they may be."""
+    """The limits: names of `Errors`' fields and their largest allowed values."""
 
     limits: dict[str, float]
     bad: Bad
 
     @classmethod
     def load(cls, path: Path = FILE) -> Gates:
-        """
+        """Read the limits.
+
         Raises:
-            ValueError: a limit isn't on an error there is, or isn't a number that can be exceeded.
+            ValueError: a limit isn't for a field of `Errors`, or isn't finite.
         """
         content = json.loads(path.read_text())
         limits = {name: float(limit) for name, limit in content["limits"].items()}
@@ -49,7 +55,7 @@ class Gates:
         return cls(limits, Bad(**content["bad"]))
 
     def broken(self, errors: Errors, scale_free: bool = False) -> tuple[str, ...]:
-        """Names of the limits that `errors` exceeds; NaN exceeds every limit.
+        """Names of the limits that `errors` exceeds. NaN exceeds every limit.
 
         Args:
             scale_free: only limits that mean the same at any length.
@@ -60,7 +66,8 @@ class Gates:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One gate: a case and one of fp8attn's rows, or what compiles them. `broken` names the limits exceeded, or says why there was no answer."""
+    """One gate: a case and one of fp8attn's rows, or its compilation. `broken` names the exceeded limits, or says why
+    there was no answer."""
 
     case: Case
     backend: str
@@ -73,15 +80,15 @@ class Verdict:
 
 
 def compiles(case: Case, wrong: str | None) -> Verdict:
-    """The gate before the first answer."""
+    """The verdict on compilation, before the first answer."""
     return Verdict(case, "compiler", None, () if wrong is None else (wrong,))
 
 
 def judge(case: Case, gates: Gates, device: torch.device, peers: Sequence[Peer] = OWN, tick: Tick = no_tick) -> list[Verdict]:
-    """A verdict on each of these of fp8attn's own rows that this machine can have.
+    """A verdict on each of fp8attn's rows in `peers` that this machine can run.
 
     Args:
-        tick: told of every answer, which counts as the peer's `effort`.
+        tick: called for every answer, which counts as the peer's `effort`.
     """
     problem = Problem.of(case, "normal", device, rotate=False)
     expected = problem.expected()
@@ -98,5 +105,5 @@ def judge(case: Case, gates: Gates, device: torch.device, peers: Sequence[Peer] 
 
 
 def all_green(verdicts: Sequence[Verdict]) -> bool:
-    """Whether every gate is green; none at all isn't."""
+    """Whether every gate is green. False if there is none."""
     return bool(verdicts) and all(verdict.green for verdict in verdicts)

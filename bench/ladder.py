@@ -1,4 +1,5 @@
-"""The ladder: what each feature of the portable CUDA kernel is worth, from one interleaved run, beside the kernels to beat."""
+"""The ladder: the gain of each feature of the portable CUDA kernel, from one interleaved run with other kernels for
+comparison."""
 
 from __future__ import annotations
 
@@ -48,10 +49,12 @@ class Result:
     """One rung, or one peer, on one case.
 
     Attributes:
-        config: of a rung; None of a peer.
-        against_previous, against_first: median of the rung before and of rung 0 over this one's; more than 1 is faster.
-        conflicts: of the wavefronts of shared memory, those that conflicts of banks added, percent, by Nsight Compute; None if not asked for.
-        resources: what ptxas says of the kernel: of a thread, registers and bytes of stack and spills.
+        config: the rung's config; None for a peer.
+        against_previous, against_first: median of the previous rung and of rung 0, divided by this one's; more than 1
+            is faster.
+        conflicts: percentage of shared-memory wavefronts that bank conflicts added, by Nsight Compute; None if not
+            measured.
+        resources: ptxas's numbers for the kernel: registers of a thread, bytes of stack and spills.
         refused: why there is no timing, or None.
     """
 
@@ -93,26 +96,26 @@ class Result:
 
 
 def rungs(dim: int) -> dict[str, PortableConfig]:
-    """What is measured at a head dim: the ladder, and what is best on the GPU that it was tuned on."""
+    """The rungs at a head dim: the ladder, and the best configs on the GPU on which they were tuned."""
     return {**LADDER[dim], **BEST[dim]}
 
 
 def recipe_of(config: PortableConfig) -> Recipe:
-    """What a rung's inputs are quantized by."""
+    """The recipe that quantizes a rung's inputs."""
     return Recipe(qk="int8") if config.int8 else Recipe()
 
 
 def configs(device: Device) -> tuple[PortableConfig, ...]:
-    """What is compiled for all cases, at once."""
+    """The configs that are compiled for all cases, at once."""
     everything = (config for case in CASES for config in rungs(case.head_dim).values())
     return tuple(config for config in dict.fromkeys(everything) if portable.fits(config, device))
 
 
 def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> list[Result]:
-    """Every rung of a case in order, then the Hopper kernel where it runs, then PyTorch's backends.
+    """Every rung of a case in order, then the Hopper kernel if the device has it, then PyTorch's backends.
 
     Args:
-        tick: told of every turn, which counts as 1.
+        tick: called for every turn, which counts as 1.
 
     Raises:
         BuildError: the kernels can't be compiled here.
@@ -155,7 +158,7 @@ def measure(case: Case, bad: Bad, protocol: Protocol, device: torch.device, tick
 
 
 def _compared(results: list[Result], timings: dict[str, Timing]) -> list[Result]:
-    """With timings, and speeds against the rung before and the first."""
+    """The results with timings, and with speeds relative to the previous rung and to rung 0."""
     found: list[Result] = []
     first = previous = None
     for result in results:
@@ -175,7 +178,7 @@ def _compared(results: list[Result], timings: dict[str, Timing]) -> list[Result]
 
 
 def with_conflicts(results: Sequence[Result], counters: Sequence[profile.Counters]) -> list[Result]:
-    """The rungs with what Nsight Compute counted of their kernels."""
+    """The rungs with the bank conflicts that Nsight Compute counted for their kernels."""
     found = []
     for result in results:
         config = result.config
@@ -185,7 +188,7 @@ def with_conflicts(results: Sequence[Result], counters: Sequence[profile.Counter
 
 
 def figure_of(records: Sequence[dict[str, Any]]) -> Any:
-    """TFLOP/s of every rung and peer, a panel for each case.
+    """A figure of the TFLOP/s of every rung and peer, with a panel for each case.
 
     Raises:
         ValueError: nothing was timed.
@@ -212,7 +215,7 @@ def figure_of(records: Sequence[dict[str, Any]]) -> Any:
 
 
 def draw(records: Sequence[dict[str, Any]], to: Path) -> None:
-    """The picture; the format is `to`'s suffix.
+    """Draw the picture. The suffix of `to` determines the format.
 
     Raises:
         ValueError: nothing was timed.
@@ -221,7 +224,7 @@ def draw(records: Sequence[dict[str, Any]], to: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> Sheet:
-    """Rungs in order, then peers."""
+    """A table of rungs in order, then peers."""
     headers = (
         "p50 µs", "p90", "samples", "× previous", "× rung 0", "TFLOP/s", "conflicts, %", "registers", "shared bytes", "spills", "relative L2",
         "max error",
@@ -243,7 +246,7 @@ def table(results: Sequence[Result]) -> Sheet:
 
 
 def lacking(device: torch.device) -> str | None:
-    """Why the ladder can't be measured here, or None."""
+    """The reason why the ladder can't be measured here, or None."""
     if device.type != "cuda":
         return NO_GPU
     return fp8attn.api.cuda_unavailable(device)
@@ -264,9 +267,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def records_of(source: Path) -> list[dict[str, Any]]:
-    """
+    """The records of a results file of this command.
+
     Raises:
-        UsageError: the file isn't of this command.
+        UsageError: the file isn't one.
     """
     try:
         records = [json.loads(line) for line in source.read_text().splitlines()]

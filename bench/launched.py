@@ -1,5 +1,8 @@
-"""The process that a tool of CUDA's watches: instances of the CUDA kernels on small problems, or the ladder's rungs. Started by bench.sanitize
-and bench.ladder."""
+"""The process that a CUDA tool observes.
+
+It runs instances of the CUDA kernels on small problems, or the ladder's rungs. bench.sanitize and bench.ladder start
+it.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "int8, causal": ((1, 2, 200, 128), (1, 2, 300, 128), dict(recipe=Recipe(qk="int8"), is_causal=True)),
     "smoothed queries": ((1, 2, 150, 64), (1, 1, 201, 64), dict(recipe=Recipe(smooth_q=True))),
 }
-"""A problem of every shape class: q's and k's shape, and options; a mask of some shape is drawn, from some key on, of numbers if it has a dtype.
-Keys beside a mask are as many as the CUDA quantizer takes."""
+"""One problem of every shape class: the shapes of q and of k, and options. A mask of the given shape is drawn, with
+visible keys from some key on, and with numbers if it has a dtype. Problems with a mask have no more keys than the CUDA
+quantizer supports."""
 
 
 def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
@@ -56,14 +60,20 @@ def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
 
 
 def drawn_mask(shape: tuple[int, ...], shown_from: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Seven keys of ten from `shown_from` on; of numbers, N(0, 1) for these and -inf for the others."""
+    """A mask with seven of ten keys from `shown_from` on.
+
+    If it has numbers, they are N(0, 1) for these keys and -inf for all other keys.
+    """
     shown = (torch.rand(shape, generator=generator) > 0.3) & (torch.arange(shape[-1]) >= shown_from)
     return shown if dtype == torch.bool else torch.randn(shape, generator=generator).masked_fill(~shown, -torch.inf).to(dtype)
 
 
 def quantized(tensors: Tensors, options: dict) -> Call:
-    """A problem's call. CUDA's kernel quantizes keys and values where it takes them, the definition all else: nobody watches Triton's kernels, which
-    would have to be compiled."""
+    """A problem's call.
+
+    CUDA's kernel quantizes keys and values if it supports them. Otherwise the definition does, because Triton's kernels
+    aren't observed and would have to be compiled.
+    """
     q, k, v = tensors
     recipe = options.get("recipe", Recipe())
     if recipe.smooth_q or ops.unsupported_cuda_quantize(k, v, recipe) is not None:
@@ -73,7 +83,7 @@ def quantized(tensors: Tensors, options: dict) -> Call:
 
 
 def on_the_way(tensors: Tensors, options: dict) -> bool:
-    """Whether nothing but CUDA kernels quantizes a problem's tensors."""
+    """Whether only CUDA kernels quantize a problem's tensors."""
     q, k, v = tensors
     recipe = options.get("recipe", Recipe())
     if recipe != FUSED_RECIPES[recipe.qk]:
@@ -83,7 +93,7 @@ def on_the_way(tensors: Tensors, options: dict) -> bool:
 
 
 def instances(call: Call, device: Device) -> list[cuda_run.Config]:
-    """Those of the shipped that run a call, and the rungs of its head dim."""
+    """The shipped instances that can run a call, and the rungs of its head dim."""
     portables = (*portable.group(portable.padded_dim(call), device, call.int8), *ladder.rungs(128 if call.head_dim > 64 else 64).values())
     found: list[cuda_run.Config] = [c for c in dict.fromkeys(portables) if portable.fits(c, device) and portable.takes(c, call)]
     if configs.unsupported_call(call, device) is None:
@@ -92,9 +102,10 @@ def instances(call: Call, device: Device) -> list[cuda_run.Config]:
 
 
 def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda_run.Config]]]:
-    """A problem of each shape class with all instances that run it, compiled and loaded: rungs together, what ships as it ships.
+    """A problem of each shape class with all instances that can run it, compiled and loaded. Rungs are in one library,
+    shipped instances in their own.
 
-    Problems that CUDA kernels quantize on their way are attended with from bfloat16 here.
+    Problems that CUDA kernels can quantize also run once from bfloat16.
     """
     properties = device_of(device)
     found: dict[str, tuple[Call, list[cuda_run.Config]]] = {}
@@ -111,7 +122,7 @@ def loaded(device: torch.device) -> dict[str, tuple[Call, list[cuda_run.Config]]
 
 
 def every_shape(device: torch.device) -> None:
-    """Each shape class by all instances that run it."""
+    """Run each shape class with all instances that can run it."""
     for shape, (call, several) in loaded(device).items():
         for config in several:
             cuda_run.forward(call, device_of(device), config)
@@ -120,7 +131,7 @@ def every_shape(device: torch.device) -> None:
 
 
 def rungs(case: Case, device: torch.device) -> None:
-    """Each rung once, between the profiler's start and stop."""
+    """Run each rung once, between the profiler's start and stop."""
     properties = device_of(device)
     build.load(ladder.configs(properties), properties.arch)
     tensors = Problem.of(case, "normal", device, rotate=False).sets[0]
@@ -137,9 +148,10 @@ def rungs(case: Case, device: torch.device) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """
+    """Run all shape classes, or the rungs of a case.
+
     Args:
-        words: none, for every shape; or a JSON object with the fields of a case, for the rungs on it.
+        words: empty for all shape classes; or a JSON object with the fields of a case, for its rungs.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     if words:

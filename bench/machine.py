@@ -1,4 +1,4 @@
-"""On what it was measured: the part of every JSON line that isn't the measurement."""
+"""Describes the machine of a measurement: the part of every JSON line that isn't a result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import fp8attn
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-"""Of the repository, in a checkout: of nothing in an installed package."""
+"""Root of the repository in a checkout; meaningless in an installed package."""
 
 IS_CHECKOUT = (ROOT / "pyproject.toml").is_file() and (ROOT / "fp8attn").is_dir()
 
 PACKAGE = __name__.rpartition(".")[0]
-"""`bench` in a checkout, `fp8attn.bench` where fp8attn is installed."""
+"""`bench` in a checkout, `fp8attn.bench` if fp8attn is installed."""
 
 PROGRAM = f"python -m {PACKAGE}"
 
@@ -33,7 +33,7 @@ READINGS = {
     "power_w": "power.draw",
     "temperature_c": "temperature.gpu",
 }
-"""What is recorded of a GPU at work, and nvidia-smi's names for it."""
+"""Readings that are recorded while a GPU works, and nvidia-smi's names for them."""
 
 
 def module(name: str) -> list[str]:
@@ -42,17 +42,17 @@ def module(name: str) -> list[str]:
 
 
 def module_folder() -> Path | None:
-    """Where Python finds this package by its name; None where it is installed and found everywhere."""
+    """The folder from which Python imports this package by its name; None if the package is installed."""
     return ROOT if PACKAGE == "bench" else None
 
 
 def keep_triton_cache() -> None:
-    """torch.compile would move Triton's cache, where what was compiled before it wouldn't be found."""
+    """Fix Triton's cache folder. torch.compile would change it, and kernels compiled before wouldn't be found."""
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None if it isn't there or fails."""
+    """The output of a command, or None if it doesn't exist or fails."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -70,8 +70,11 @@ def _nvidia_smi(device: torch.device, *fields: str) -> list[str] | None:
 
 
 def commit() -> str:
-    """HEAD, and whether the tree differs from it; FP8ATTN_COMMIT, if set, for a tree that was copied without its history; unknown of an installed
-    package, which may lie inside another repository."""
+    """The commit of HEAD, and whether the tree differs from it.
+
+    FP8ATTN_COMMIT overrides it, for a tree that was copied without its history. It is unknown for an installed package,
+    which may be inside another repository.
+    """
     if "FP8ATTN_COMMIT" in os.environ:
         return os.environ["FP8ATTN_COMMIT"]
     if not IS_CHECKOUT:
@@ -101,10 +104,11 @@ def machine(device: torch.device) -> dict[str, str | int | None]:
 
 
 class Sensors:
-    """A GPU's clocks, power and temperature while it works: by NVML if its Python module is here, else by nvidia-smi, else None.
+    """A GPU's clocks, power and temperature while it works: by NVML if its Python module is installed, else by
+    nvidia-smi, else None.
 
     Attributes:
-        quick: whether a reading takes well under a millisecond, so that one fits into every turn of a timing.
+        quick: whether a reading takes well under a millisecond, so that every turn of a timing has time for one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,7 +117,7 @@ class Sensors:
         self.quick = self._handle is not None
 
     def read(self) -> dict[str, float | None]:
-        """MHz, watts and degrees Celsius now; None for what can't be read."""
+        """Current MHz, watts and degrees Celsius; None for values that can't be read."""
         if self._handle is None:
             values = _nvidia_smi(self.device, *READINGS.values())
             return {name: _number(values[i]) if values else None for i, name in enumerate(READINGS)}
@@ -136,12 +140,12 @@ def _nvml_handle(device: torch.device) -> tuple[Any, Any]:
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # NVML's errors are of a module that may not be here
+    except Exception:  # NVML's errors are classes of a module that may not be installed
         return None, None
 
 
 def typical(readings: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    """The median of every reading; None where there is none."""
+    """The median of every reading; None if there is none."""
     found: dict[str, float | None] = {}
     for name in READINGS:
         there = [value for reading in readings if (value := reading[name]) is not None]

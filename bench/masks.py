@@ -1,4 +1,5 @@
-"""What masks cost: attention with documents, windows, padding, arbitrary and additive masks, over the default without one, and beside PyTorch."""
+"""The cost of masks: attention with documents, windows, padding, arbitrary and additive masks, relative to no mask, and
+next to PyTorch."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class MaskedCase(Case):
 
 
 def documents(case: Case, device: torch.device) -> torch.Tensor:
-    """Eight documents of a random length each, one after the other, causal: bool (Sq, Sk)."""
+    """Eight consecutive documents of random lengths, causal: bool (Sq, Sk)."""
     generator = torch.Generator().manual_seed(SEED)
     ends = (torch.rand(7, generator=generator).sort().values * case.kv_length).to(device)
     row, key = (torch.arange(n, device=device) for n in (case.q_length, case.kv_length))
@@ -55,30 +56,31 @@ def documents(case: Case, device: torch.device) -> torch.Tensor:
 
 
 def window(case: Case, device: torch.device) -> torch.Tensor:
-    """The last 1024 keys: bool (Sq, Sk)."""
+    """A window of the last 1024 keys: bool (Sq, Sk)."""
     distance = torch.arange(case.q_length, device=device)[:, None] - torch.arange(case.kv_length, device=device)
     return (distance >= 0) & (distance < 1024)
 
 
 def padding(case: Case, device: torch.device) -> torch.Tensor:
-    """Of each sequence a half of the keys to all: bool (B, 1, 1, Sk)."""
+    """Padding: each sequence has between half and all of the keys: bool (B, 1, 1, Sk)."""
     lengths = torch.linspace(0.5, 1.0, case.batch, device=device) * case.kv_length
     return torch.arange(case.kv_length, device=device) < lengths.view(-1, 1, 1, 1)
 
 
 def anywhere(case: Case, device: torch.device) -> torch.Tensor:
-    """Seven keys of ten: bool (Sq, Sk)."""
+    """Seven of ten keys at random: bool (Sq, Sk)."""
     generator = torch.Generator(device).manual_seed(SEED)
     return torch.rand(case.q_length, case.kv_length, device=device, generator=generator) < 0.7
 
 
 def added(shown: torch.Tensor) -> torch.Tensor:
-    """The same, bfloat16, 0 and -inf."""
+    """A boolean mask as an additive one: bfloat16, 0 and -inf."""
     return torch.zeros(shown.shape, dtype=torch.bfloat16, device=shown.device).masked_fill_(~shown, -torch.inf)
 
 
 def distances(case: Case, device: torch.device) -> torch.Tensor:
-    """What ALiBi adds (arXiv:2108.12409), symmetric: bfloat16 (1, Hq, Sq, Sk); PyTorch's fused backends take no masks of three dimensions."""
+    """ALiBi's bias (arXiv:2108.12409), symmetric: bfloat16 (1, Hq, Sq, Sk), because PyTorch's fused backends don't take
+    3D masks."""
     slopes = 2.0 ** (-8.0 * torch.arange(1, case.q_heads + 1, device=device) / case.q_heads)
     row, key = (torch.arange(n, device=device) for n in (case.q_length, case.kv_length))
     distance = (row[:, None] - key).abs_().neg_().to(torch.bfloat16)
@@ -96,7 +98,10 @@ MASKS: dict[str, Callable[[Case, torch.device], torch.Tensor]] = {
 
 
 def _flex(problem: Problem) -> Attention:
-    """FlexAttention as its users would: a mask as one of blocks, made beforehand; what isn't 0 and -inf is added to scores."""
+    """FlexAttention as its users call it: with a block mask that is made beforehand.
+
+    Other values than 0 and -inf are added to scores.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     case, mask = problem.case, problem.case.options["attn_mask"]
@@ -111,7 +116,7 @@ def _flex(problem: Problem) -> Attention:
     def adds(score, b, h, query, key):
         return score + mask[b * batched, h * headed, query * rowed, key]
 
-    torch._dynamo.reset()  # after eight shapes it would run uncompiled instead
+    torch._dynamo.reset()  # after eight shapes it would fall back to uncompiled code
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     options: dict[str, Any] = {"score_mod": adds}
     if hides:
@@ -128,9 +133,10 @@ ROWS_OF_TABLE = (
 
 
 def shares_shown(case: Case, mask: torch.Tensor) -> tuple[float, float]:
-    """Of pairs of a query and a key, and of blocks of 64 queries and 128 keys, the last ones shorter: those that a mask shows."""
+    """The visible fractions of a mask: of (query, key) pairs, and of blocks of 64 queries and 128 keys (the last ones
+    may be smaller)."""
     pairs = blocks = count = 0.0
-    for plane in mask.reshape(-1, *mask.shape[-2:]):  # one at a time: all of ALiBi's are gigabytes
+    for plane in mask.reshape(-1, *mask.shape[-2:]):  # one at a time, because all of ALiBi's take gigabytes
         full = (plane if mask.dtype == torch.bool else plane != -torch.inf).expand(case.q_length, case.kv_length)
         whole = F.pad(full, (0, -case.kv_length % KEYS, 0, -case.q_length % ROWS))
         pairs += float(full.float().mean())
@@ -141,11 +147,11 @@ def shares_shown(case: Case, mask: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Result:
-    """One row's attention with one mask; or our default's without.
+    """One row's attention with one mask; or the default kernel's without a mask.
 
     Attributes:
         pairs, blocks: `shares_shown`.
-        against_without: its median over that of our default kernel without a mask; more than 1 costs more.
+        against_without: median divided by that of the default kernel without a mask; more than 1 costs more.
     """
 
     case: Case
@@ -179,10 +185,10 @@ class Result:
 
 
 def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> list[Result]:
-    """Every row with a mask, and our default without, from one interleaved run.
+    """Every row with a mask, and the default kernel without one, from one interleaved run.
 
     Args:
-        tick: told of every turn, which counts as 1.
+        tick: called for every turn, which counts as 1.
     """
     mask = MASKS[name](case, device)
     fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(Case)}
@@ -204,7 +210,7 @@ def measure(case: Case, name: str, rows: Sequence[Peer], bad: Bad, protocol: Pro
 
 
 def table(results: Sequence[Result]) -> Sheet:
-    """A row for each kind of mask, a column for each row of the results: microseconds."""
+    """A table of microseconds: a row for each kind of mask, a column for each row of the results."""
     names = list(dict.fromkeys(result.row for result in results))
     headers = ("pairs", "blocks", *names, "cuda × no mask", "relative L2")
     made = report.table_of(f"Masks, {results[0].case.name}, µs", ("mask",), headers, "Medians of one interleaved run each; –: refused.")

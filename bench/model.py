@@ -1,6 +1,7 @@
-"""A small language model of bytes, trained here, then asked how likely held-out text is: with attention in bfloat16 and with every recipe.
+"""Trains a small byte-level language model, then measures its perplexity on held-out text, with attention in bfloat16
+and with every recipe.
 
-The text is Python's own: the sources of its standard library, which every machine that runs this has. Every twentieth file is held out.
+The text is the source code of Python's standard library, which every machine has. Every twentieth file is held out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ HELP = "perplexity of a small transformer, trained here on real text: attention 
 
 BYTES = 256
 HELD_OUT = 20
-"""One file in so many."""
+"""One of this many files is held out."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Causal attention of q, k and v (B, H, S, D)."""
@@ -45,7 +46,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of its training."""
+    """Sizes of the model and of its training."""
 
     layers: int = 6
     heads: int = 8
@@ -88,7 +89,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits of the next byte (B, S, 256) of bytes (B, S)."""
+    """Logits of the next byte, (B, S, 256), for bytes (B, S)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -107,10 +108,10 @@ class Transformer(nn.Module):
 
 
 def corpus(limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 bytes to train on and bytes held out: the standard library's sources in the order of their names.
+    """uint8 bytes for training and held-out bytes: the standard library's sources, ordered by name.
 
     Args:
-        limit: of bytes in all.
+        limit: of the total number of bytes.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
@@ -128,10 +129,11 @@ def corpus(limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(size: Size, text: torch.Tensor, device: torch.device, seconds: float, log: Callable[[str], None], tick: Tick = no_tick) -> Transformer:
-    """Trained in bfloat16 for `size.steps` steps, or as long as `seconds` last: the learning rate falls to zero by the nearer end.
+    """Train a model in bfloat16 for `size.steps` steps or `seconds`, whichever is over first. The learning rate falls
+    to zero by that end.
 
     Args:
-        tick: told of every step; in all they count as 1.
+        tick: called for every step; in total, steps count as 1.
     """
     torch.manual_seed(SEED)
     model = Transformer(size).to(device)
@@ -163,7 +165,7 @@ def train(size: Size, text: torch.Tensor, device: torch.device, seconds: float, 
 
 
 def trained(size: Size, text: torch.Tensor, device: torch.device, seconds: float, log: Callable[[str], None], tick: Tick = no_tick) -> Transformer:
-    """`train`'s model, from the cache folder if it was trained before: of the same size, on the same bytes, for as long."""
+    """The model of `train`, from the cache folder if one of the same size was trained on the same bytes for as long."""
     key = repr((asdict(size), seconds, device.type, torch.__version__)).encode()
     path = cache_folder() / f"model-{hashlib.sha256(key + text.numpy().tobytes()).hexdigest()[:16]}.pt"
     model = Transformer(size).to(device)
@@ -189,7 +191,7 @@ def attend_with(row: Peer) -> Attend:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of held-out windows: float64 nats (N, S) of every byte, and the likeliest byte (N, S)."""
+    """Predictions for held-out windows: float64 nats (N, S) of every byte, and the likeliest byte (N, S)."""
 
     nats: torch.Tensor
     likeliest: torch.Tensor
@@ -197,7 +199,7 @@ class Predictions:
 
 @torch.inference_mode()
 def predictions(model: Transformer, windows: torch.Tensor, attend: Attend, batch: int) -> Predictions:
-    """Of every byte but the first of windows (N, S + 1)."""
+    """Predictions of every byte but the first of windows (N, S + 1)."""
     nats, likeliest = [], []
     for part in windows.split(batch):
         with torch.autocast(part.device.type, torch.bfloat16):
@@ -212,10 +214,10 @@ class Result:
     """One row's predictions.
 
     Attributes:
-        perplexity: e to the mean nats of a byte.
-        gap: perplexity over the baseline's, minus 1.
-        gap_error: standard error of the gap, windows being independent draws.
-        agreement: the share of bytes whose likeliest next byte is the baseline's.
+        perplexity: e to the power of the mean nats of a byte.
+        gap: perplexity divided by the baseline's, minus 1.
+        gap_error: standard error of the gap, with windows as independent draws.
+        agreement: fraction of bytes with the same likeliest next byte as the baseline.
     """
 
     row: str
@@ -239,10 +241,10 @@ class Result:
 
 
 def evaluate(model: Transformer, windows: torch.Tensor, rows: Sequence[Peer], batch: int, tick: Tick = no_tick) -> Iterator[Result]:
-    """The baseline first, whatever the rows; a row that raises is refused.
+    """Evaluate the baseline, then all rows. A row that raises is refused.
 
     Args:
-        tick: told of every row, which counts as 1, and the baseline as another.
+        tick: called for every row, which counts as 1, and for the baseline.
     """
     tick("bfloat16", 0.0)
     baseline = predictions(model, windows, in_bfloat16, batch)

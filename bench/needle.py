@@ -1,10 +1,14 @@
-"""A needle in a haystack, for one attention head and lengths that no small model is trained for.
+"""A needle in a haystack, for one attention head and lengths for which no small model is trained.
 
-Every token holds one word of a vocabulary: its value is the word's code, |N(0, 1)| in every channel. A query is N(0, 1); the keys are, too, but
-for one, the query's needle, which lies along it so that its softmax weight is a set share. What the head gives is then share · (the needle's
-code) + (1 - share) · (the mean of all codes), up to the draw, and the word is read as a next layer can, by a linear map: the code whose share, on
-top of that mean, is nearest. All sums are of one sign, so an accumulator that cuts its terms off shrinks the haystack; what is read is then off
-by the same part of the mean code, and the smaller the needle's share, the earlier that hides the word.
+Every token holds one word of a vocabulary: its value is the word's code, |N(0, 1)| in every channel. Queries and keys
+are N(0, 1), except for one key per query, the query's needle. It lies along the query, so that its softmax weight is a
+given share. The head's output is then share · (the needle's code) + (1 - share) · (the mean of all codes), up to the
+draw. The word is read with a linear map, as a next layer can: it is the code that, times the share and added to that
+mean, is nearest.
+
+All sums have one sign, so an accumulator that truncates its terms makes the haystack's part too small. The result is
+then off by the same fraction of the mean code. The smaller the needle's share, the fewer keys are enough to hide the
+word.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ LENGTHS_ON_CPU = (256, 1024)
 
 @dataclass(frozen=True)
 class Haystack:
-    """A problem and what should be found.
+    """A problem and its solution.
 
     Attributes:
-        codes: float32 (WORDS, D), one row a word.
-        share: of a query's softmax weight that its needle has.
+        codes: float32 (WORDS, D), one row per word.
+        share: a needle's part of its query's softmax weight.
         words: int64 (1, H, Sq), the word that each query's needle holds.
     """
 
@@ -54,7 +58,7 @@ class Haystack:
     words: torch.Tensor
 
     def found(self, out: torch.Tensor) -> float:
-        """The share of queries whose word can be read from `out` (1, H, Sq, D)."""
+        """Fraction of queries whose word can be read from `out` (1, H, Sq, D)."""
         above = out.float() - (1 - self.share) * self.codes.mean(0)
         likelihood = 2 * above @ (self.share * self.codes).T - (self.share * self.codes).square().sum(-1)
         return float((likelihood.argmax(-1) == self.words).double().mean())
@@ -65,7 +69,7 @@ def case_of(keys: int, heads: int = 4, queries: int = 256, dim: int = 128) -> Ca
 
 
 def haystack(case: Case, share: float, device: torch.device) -> Haystack:
-    """Needles lie at random places, one for each query; to other queries they are hay.
+    """Place one needle per query at random. For other queries, a needle is hay.
 
     Raises:
         ValueError: there are more queries than keys.
@@ -83,7 +87,7 @@ def haystack(case: Case, share: float, device: torch.device) -> Haystack:
     held = torch.randint(WORDS, (1, heads, keys), generator=generator, device=device)
     places = torch.stack([torch.randperm(keys, generator=generator, device=device)[:queries] for _ in range(heads)]).unsqueeze(0)
     squares = q.square().sum(-1, keepdim=True)
-    # the hay's scores are N(0, |q|²/D): their exponentials are exp(|q|²/2D) on average
+    # the hay's scores are N(0, |q|²/D), and the mean of their exponentials is exp(|q|²/2D)
     score = math.log(share / (1 - share) * (keys - 1)) + squares / (2 * dim)
     k.scatter_(2, places.unsqueeze(-1).expand(-1, -1, -1, dim), q * (score * dim**0.5 / squares))
     tensors = (q.bfloat16(), k.bfloat16(), codes.bfloat16()[held])
@@ -92,7 +96,7 @@ def haystack(case: Case, share: float, device: torch.device) -> Haystack:
 
 @dataclass(frozen=True)
 class Result:
-    """What one row found, as a share of the needles, and its errors."""
+    """The fraction of needles that one row found, and its errors."""
 
     keys: int
     share: float
@@ -109,10 +113,10 @@ class Result:
 
 
 def measure(hay: Haystack, rows: Sequence[Peer], gates: Gates, tick: Tick = no_tick) -> list[Result]:
-    """What every row finds.
+    """The results of every row.
 
     Args:
-        tick: told of every row, which counts as its `effort`.
+        tick: called for every row, which counts as its `effort`.
     """
     problem, expected, results = hay.problem, hay.problem.expected(), []
     about = (problem.case.kv_length, hay.share)
@@ -128,7 +132,7 @@ def measure(hay: Haystack, rows: Sequence[Peer], gates: Gates, tick: Tick = no_t
 
 
 def table(results: Sequence[Result]) -> Sheet:
-    """Needles found, by length; a row of the table for each share and each of the benchmark's rows."""
+    """A table of needles found by length, with a row for each share and each of the benchmark's rows."""
     lengths = list(dict.fromkeys(result.keys for result in results))
     caption = f"Of {results[0].trials}; guessing finds 1 in {WORDS}."
     made = report.table_of("Needles found", ("share, row",), [f"{keys} keys" for keys in lengths], caption)

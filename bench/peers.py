@@ -1,4 +1,5 @@
-"""Who is compared, each by name: fp8attn's kernels, PyTorch's attention backends, and what else is installed."""
+"""The peers of the comparison, by name: fp8attn's kernels, PyTorch's attention backends, and other installed
+libraries."""
 
 from __future__ import annotations
 
@@ -26,15 +27,16 @@ from .timing import input_sets
 KERNEL, END_TO_END = "kernel alone", "end to end"
 
 MOST_SCORES = 1 << 28
-"""Of PyTorch's math backend, which stores them all, more than once."""
+"""Most scores for PyTorch's math backend, which stores all of them more than once."""
 
 MOST_CHECKED = 1 << 37
-"""Scores that the exact answer is computed of; of larger problems it is computed for the last CHECKED_ROWS queries only."""
+"""Most scores for which the exact answer is computed. For larger problems it is computed for the last CHECKED_ROWS
+queries only."""
 
 CHECKED_ROWS = 1024
 
 Attention = Callable[[int], torch.Tensor]
-"""The answer (B, Hq, Sq, Dv) to the input set of this number, modulo the number of sets."""
+"""The answer (B, Hq, Sq, Dv) to an input set, given by its number modulo the number of sets."""
 
 
 def as_it_is(problem: Problem, out: torch.Tensor) -> torch.Tensor:
@@ -46,7 +48,7 @@ def needs_nothing() -> str | None:
 
 
 def device_here() -> torch.device:
-    """The GPU that everything runs on, or the CPU."""
+    """The GPU on which everything runs, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -69,14 +71,14 @@ def needs_cudnn() -> str | None:
 
 
 def needs_flash() -> str | None:
-    """PyTorch has it for CPUs, too."""
+    """PyTorch has flash attention for CPUs, too."""
     there = not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
     return None if there else "a build of torch with flash attention"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its inputs: `sets` are copies of the same q, k and v."""
+    """A case with its inputs. `sets` are copies of the same q, k and v."""
 
     case: Case
     distribution: str
@@ -85,9 +87,10 @@ class Problem:
 
     @classmethod
     def of(cls, case: Case, distribution: str, device: torch.device, *, rotate: bool, seed: int = SEED) -> Problem:
-        """
+        """A problem with inputs of a distribution.
+
         Args:
-            rotate: whether calls that are timed should walk over as many copies as keep them out of L2.
+            rotate: whether to make enough copies that timed calls, which walk over them, don't find them in L2.
         """
         first = inputs(case, distribution, device, seed)
         copies = input_sets(sum(x.nbytes for x in first), device) if rotate else 1
@@ -96,13 +99,14 @@ class Problem:
 
     @property
     def checked_rows(self) -> int:
-        """How many of the last queries have an expected answer."""
+        """Number of last queries for which there is an expected answer."""
         return self.case.q_length if self.case.scores <= MOST_CHECKED else min(CHECKED_ROWS, self.case.q_length)
 
     def expected(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Exact attention of the last `checked_rows` unquantized queries, computed in `dtype`, float32 (B, Hq, rows, Dv)."""
+        """Exact attention of the last `checked_rows` unquantized queries, computed in `dtype`: float32
+        (B, Hq, rows, Dv)."""
         q, k, v = self.sets[0]
-        # the last rows of a square causal problem are one that is causal from the bottom right
+        # the last rows of a square causal problem are a causal problem aligned to the bottom right
         return cast(
             torch.Tensor,
             fp8attn.reference_sdpa(
@@ -116,12 +120,12 @@ class Peer:
     """One row of the table.
 
     Attributes:
-        stages: of KERNEL and END_TO_END, those whose table it stands in; what takes bfloat16 as it is stands in both.
+        stages: the tables (KERNEL, END_TO_END) in which the row is. A peer that takes bfloat16 directly is in both.
         prepare: everything that isn't timed.
         own: whether it is fp8attn's.
-        jit: whether its first answer to a case compiles what a cache on disk keeps, as fp8attn's own do.
-        needs: what this machine lacks for it, or None.
-        restored: the answer in the inputs' units, where that isn't a part of the call.
+        jit: whether its first answer to a case compiles to a disk cache, as fp8attn's do.
+        needs: what this machine doesn't have for it, or None.
+        restored: converts the answer to the inputs' units, if the call doesn't do it.
     """
 
     name: str
@@ -137,7 +141,10 @@ class Peer:
         return self.own or self.jit
 
     def effort(self, case: Case, gpu: bool) -> float:
-        """About how many seconds an answer takes, for estimates of what is left. On a CPU Triton's kernels are interpreted."""
+        """Estimated seconds of an answer, for estimates of the remaining time.
+
+        On a CPU, Triton's kernels are interpreted.
+        """
         if gpu:
             return 0.3
         elements = case.q_heads * case.q_length * case.head_dim + case.kv_heads * case.kv_length * (case.head_dim + case.value_dim)
@@ -156,7 +163,7 @@ def _cuda(recipe: fp8attn.Recipe, problem: Problem) -> Attention:
     options = problem.case.options | {"recipe": recipe}
     calls = [call_of(*tensors, **options) for tensors in problem.sets]
     device = device_of(problem.device)
-    fp8attn.explain(*problem.sets[0], **options, backend="cuda")  # says what is missing
+    fp8attn.explain(*problem.sets[0], **options, backend="cuda")  # raises with the reason if something is missing
     return lambda i: cuda_run.forward(calls[i % len(calls)], device)[0]
 
 
@@ -180,7 +187,7 @@ def _pytorch(backend: SDPBackend, problem: Problem) -> Attention:
 ROTATED_INT8 = fp8attn.Recipe(rotate=256, qk="int8")
 
 CUDA_RECIPES = {"": fp8attn.Recipe(), " rotated": fp8attn.Recipe(rotate=256), " int8": fp8attn.PRECISE, " int8 rotated": ROTATED_INT8}
-"""Whole calls by CUDA's kernels, by what their names say of the recipe."""
+"""Recipes of end-to-end rows with CUDA kernels, by the words that their names add."""
 
 OWN = (
     Peer("fp8attn cuda", (KERNEL,), functools.partial(_cuda, fp8attn.Recipe()), own=True, needs=needs_cuda_kernels),
@@ -205,11 +212,11 @@ PYTORCH = tuple(
 
 @dataclass(frozen=True)
 class Answer:
-    """A peer's answer to a problem: its errors and how to repeat it, or why there is none.
+    """A peer's answer to a problem: its errors and how to repeat it, or the reason why there is none.
 
     Attributes:
-        unavailable: there can be none on this machine, and nothing is wrong.
-        seconds: that the first answer took, what it compiles, loads and plans included.
+        unavailable: this machine can't run the peer, which is no error.
+        seconds: duration of the first answer, with compilation, loading and planning.
     """
 
     errors: Errors | None = None
@@ -220,7 +227,7 @@ class Answer:
 
 
 def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> Answer:
-    """Ask a peer once. Whatever it raises is a refusal, and so is an answer that isn't finite."""
+    """Ask a peer once. Any exception is a refusal, and so is a non-finite answer."""
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -230,7 +237,7 @@ def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> An
             out = peer.restored(problem, attention(0))
             errors = Errors.of(out[:, :, -problem.checked_rows :], expected, bad)
         except Exception as error:
-            # PyTorch says in warnings why a backend can't
+            # PyTorch explains in warnings why a backend can't run
             told = [warning.message for warning in caught if not issubclass(warning.category, DeprecationWarning)]
             said = [str(message).split(" (Triggered internally")[0] for message in told]
             words = "; ".join([f"{type(error).__name__}: {error}".strip(), *said])
@@ -241,7 +248,8 @@ def answer(peer: Peer, problem: Problem, expected: torch.Tensor, bad: Bad) -> An
 
 
 def poison(problem: Problem) -> None:
-    """Leave NaN in the memory that the allocator hands out next for a bfloat16 output, so that what a kernel doesn't write shows."""
+    """Fill the memory that the allocator will use next for a bfloat16 output with NaN, so that elements that a kernel
+    doesn't write are visible."""
     case = problem.case
     shape = (case.batch, case.q_heads, case.q_length, case.value_dim)
     torch.full(shape, torch.nan, dtype=torch.bfloat16, device=problem.device)

@@ -1,4 +1,4 @@
-"""Pictures from a results file: speed over length, error against speed, and the roofline."""
+"""Pictures of a results file: speed over length, error over speed, and the roofline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Style:
 
 DASHED, DOTTED, DASH_DOTTED, LONG = "--", ":", "-.", (0, (8, 2))
 
-# of Okabe and Ito's palette, and darker ones for white paper: told apart by the colour-blind, but for wine and grey
+# Okabe and Ito's palette, with darker colours for white paper; distinguishable with colour blindness, except for wine
+# and grey
 VERMILLION, ORANGE, BLUE, SKY, GREEN, PINK = "#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7"
 BLACK, GREY, BROWN, INDIGO, WINE = "#000000", "#666666", "#7F4A00", "#332288", "#882255"
 
@@ -82,11 +83,11 @@ STYLES = {
     "e4m3 one level": Style(GREEN, "D"),
     "FA3 e4m3, modelled": Style(INDIGO, "x", LONG),
 }
-"""Rows that are drawn, in this order. Those of one picture that share a colour have another marker and another line."""
+"""Rows that are drawn, in this order. Rows of one picture with the same colour differ in marker and line."""
 
 
 def records_of(source: Path) -> list[Record]:
-    """A results file's lines that were timed.
+    """The timed lines of a results file.
 
     Raises:
         UsageError: it isn't a results file.
@@ -99,13 +100,13 @@ def records_of(source: Path) -> list[Record]:
 
 
 def drawn(records: Sequence[Record]) -> list[str]:
-    """Backends with a style that have a row."""
+    """Backends that have a style and a row."""
     there = {record["backend"] for record in records}
     return [name for name in STYLES if name in there]
 
 
 def series(records: Sequence[Record], backend: str, dim: int, causal: bool) -> tuple[list[int], list[float]]:
-    """Lengths and TFLOP/s of one backend at one head dim, 16k tokens in all, hidden 2048."""
+    """Lengths and TFLOP/s of one backend at one head dim, for 16k tokens in total and hidden size 2048."""
     found = {
         record["q_length"]: record["tflops"]
         for record in records
@@ -133,7 +134,7 @@ def load_pyplot() -> Any:
     """matplotlib's pyplot, without a display.
 
     Raises:
-        UsageError: it isn't installed.
+        UsageError: matplotlib isn't installed.
     """
     lacking = matplotlib_lacks()
     if lacking is not None:
@@ -141,7 +142,7 @@ def load_pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
-    # text stays text, and the same results give the same bytes
+    # text stays text, and equal results give equal bytes
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fp8attn", "font.family": "sans-serif"})
     from matplotlib import pyplot
 
@@ -149,7 +150,10 @@ def load_pyplot() -> Any:
 
 
 def legend_below(figure: Any, axes: Sequence[Any], columns: int) -> None:
-    """What any of these axes show, below all of them, in as many columns as fit. The figure's layout is constrained, which leaves room for it."""
+    """A legend of all axes below them, in as many columns as fit.
+
+    The figure's layout must be constrained, which leaves room for it.
+    """
     shown: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -163,13 +167,13 @@ def legend_below(figure: Any, axes: Sequence[Any], columns: int) -> None:
 
 
 def save(figure: Any, to: Path) -> None:
-    """Write a figure, and let it go; the format is `to`'s suffix."""
+    """Write and close a figure. The suffix of `to` determines the format."""
     figure.savefig(to, dpi=110, metadata={"Date": None} if to.suffix == ".svg" else None)
     load_pyplot().close(figure)
 
 
 def speed(records: Sequence[Record]) -> Any:
-    """TFLOP/s over length by head dim, full and causal.
+    """A figure of TFLOP/s over length by head dim, full and causal.
 
     Raises:
         ValueError: there is no row to draw.
@@ -200,7 +204,7 @@ def speed(records: Sequence[Record]) -> Any:
 
 
 def error(records: Sequence[Record]) -> Any:
-    """Relative L2 error against TFLOP/s of the longest square case of every head dim.
+    """A figure of relative L2 error over TFLOP/s, for the longest square case of every head dim.
 
     Raises:
         ValueError: there is no row to draw.
@@ -228,10 +232,10 @@ def error(records: Sequence[Record]) -> Any:
 
 
 def roofline(records: Sequence[Record]) -> Any:
-    """TFLOP/s of fp8attn's kernels and the fastest other over FLOP a byte, under the measured ceilings.
+    """A figure of TFLOP/s of fp8attn's kernels and of other kernels over FLOP per byte, under the measured ceilings.
 
     Raises:
-        ValueError: there is no row to draw, or nobody measured the GPU's ceilings.
+        ValueError: there is no row to draw, or the GPU's ceilings weren't measured.
     """
     if not records:
         raise ValueError("no timed row")
@@ -273,9 +277,10 @@ KINDS: dict[str, Callable[[Sequence[Record]], Any]] = {"speed": speed, "error": 
 
 
 def figure_of(source: Path, kind: str) -> Any:
-    """
+    """A figure of one kind from a results file.
+
     Raises:
-        UsageError: the file has nothing of the kind.
+        UsageError: the file has no results for this kind.
     """
     try:
         return KINDS[kind](records_of(source))
@@ -286,10 +291,10 @@ def figure_of(source: Path, kind: str) -> Any:
 
 
 def draw(to: Path, source: Path = SOURCE, kind: str = "speed") -> None:
-    """One picture; the format is `to`'s suffix, .png or .svg.
+    """Draw one picture. The suffix of `to`, .png or .svg, determines the format.
 
     Raises:
-        UsageError: the file has nothing of the kind.
+        UsageError: the file has no results for this kind.
     """
     save(figure_of(source, kind), to)
 

@@ -1,4 +1,5 @@
-"""What a recipe costs: quantizing, attention alone, and all of it from bfloat16, every recipe beside the default and PyTorch in bfloat16."""
+"""The cost of recipes: quantization, attention alone, and both from bfloat16, relative to the default recipe and to
+PyTorch in bfloat16."""
 
 from __future__ import annotations
 
@@ -32,21 +33,23 @@ from .timing import Protocol, Timing, time_all
 HELP = "what each recipe costs: quantizing, attention alone, and both from bfloat16"
 
 SHAPES = ((64, 4096, False), (64, 16384, True), (128, 4096, False), (128, 4096, True), (128, 16384, True), (256, 4096, False))
-"""Head dims, lengths and whether they are causal."""
+"""Head dims, lengths, and whether they are causal."""
 
 CASES = tuple(
     square(f"D{dim} {'causal' if causal else 'full'} {length // 1024}k", TOKENS // length, HIDDEN // dim, length, dim, causal=causal)
     for dim, length, causal in SHAPES
 )
 PARTS = ("quantize", "kernel", "whole")
-"""Of a call: q, k and v quantized; attention to them; both, by one call, which may quantize on its way."""
+"""Parts of a call: quantization of q, k and v; attention to them; both in one call, which may fuse them."""
 
 SETTLE = 600.0
-"""Milliseconds before two are compared to a percent: a card that idled 0.1 s while they were captured is 8 % faster for up to 100 ms."""
+"""Milliseconds of uncounted turns before two are compared to a percent. A card that was idle for 0.1 s during graph
+capture is 8 % faster for up to 100 ms."""
 
 
 class Ratio(NamedTuple):
-    """A part's time over the default's, of rounds that these two have alone; and both's SM clock then, MHz, None if nobody could read it."""
+    """A part's time divided by the default's, from rounds of these two alone; and the SM clocks of both, MHz, None if
+    they can't be read."""
 
     mean: float
     standard_error: float
@@ -56,14 +59,14 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Price:
-    """One recipe on one case; or PyTorch's fastest backend in bfloat16, which has nothing but a whole.
+    """One recipe on one case; or PyTorch's fastest backend in bfloat16, which only has the part "whole".
 
     Attributes:
-        plan: the backend, the kernel and, if it is one, that the instance is a general one.
+        plan: the backend, the kernel, and whether the instance is a general one.
         timings: by part.
-        against_default: by part, this one's time over the default recipe's: of rounds of these two alone, because among many it matters beside whom
-            one is; more than 1 costs more.
-        against_bfloat16: PyTorch's median over this whole one's; more than 1 is faster.
+        against_default: by part, this recipe's time divided by the default recipe's. It is from rounds of these two
+            alone, because in larger rounds a result depends on the neighbours. More than 1 costs more.
+        against_bfloat16: PyTorch's median divided by the median of this recipe's "whole"; more than 1 is faster.
         refused: why there are no timings, or None.
     """
 
@@ -105,7 +108,10 @@ def plan_of(plan: fp8attn.Plan) -> str:
 
 
 def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]]:
-    """A recipe's runs by part, but the whole, which `answer` has. One that keeps keys has no other."""
+    """A recipe's runs by part, without "whole", which `answer` has.
+
+    A recipe with half-precision keys has no other part.
+    """
     if recipe.keeps_keys:
         return {}
     sets, options = problem.sets, problem.case.options | {"recipe": recipe, "out_dtype": torch.bfloat16}
@@ -117,22 +123,22 @@ def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]
 
 
 def names_of(recipes: Mapping[str, Recipe]) -> list[str]:
-    """What `measure` times of recipes, by "recipe: part"."""
+    """Names of the timed runs of recipes: "recipe: part"."""
     return [f"{name}: {part}" for name, recipe in recipes.items() for part in (("whole",) if recipe.keeps_keys else PARTS)]
 
 
 def effort(recipes: Mapping[str, Recipe], protocol: Protocol) -> float:
-    """About how many seconds a case takes."""
+    """Estimated seconds of a case."""
     names = names_of(recipes)
     beside = protocol.settle / 1e3 + 2 * protocol.rounds * protocol.turn_seconds
     return len(names) * beside + (len(names) + len(FLASH_AND_CUDNN)) * protocol.rounds * protocol.turn_seconds
 
 
 def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> list[Price]:
-    """Every recipe of a case, then PyTorch in bfloat16, from one interleaved run.
+    """Every recipe on a case, then PyTorch in bfloat16, from one interleaved run.
 
     Args:
-        tick: told of every turn; in all they count as `effort`.
+        tick: called for every turn; in total, turns count as `effort`.
     """
     problem = Problem.of(case, "normal", device, rotate=True)
     expected = problem.expected()
@@ -169,8 +175,11 @@ def measure(case: Case, recipes: dict[str, Recipe], bad: Bad, protocol: Protocol
 
 
 def by_twos(runs: Mapping[str, Attention], name: str, sets: int, protocol: Protocol, device: torch.device) -> Ratio | None:
-    """A recipe's part over the default's, from rounds that these two have alone; of the default's, beside itself, what is noise. None where the
-    default has no such part, or there is no memory."""
+    """The ratio of a recipe's part to the default's, from rounds of these two alone. For the default's own part, it is
+    the noise.
+
+    None if the default has no such part, or there isn't enough memory.
+    """
     default = f"{DEFAULT}: {name.rpartition(': ')[2]}"
     if default not in runs:
         return None
@@ -182,13 +191,14 @@ def by_twos(runs: Mapping[str, Attention], name: str, sets: int, protocol: Proto
 
 
 def over(this: Timing, default: Timing) -> tuple[float, float]:
-    """The mean of rounds' ratios and its standard error, 0 of one round."""
+    """The mean of the rounds' ratios and its standard error, which is 0 for one round."""
     ratios = round_ratios(this.round_us, default.round_us)
     return statistics.fmean(ratios), standard_error(ratios) if len(ratios) > 1 else 0.0
 
 
 def compared(prices: Iterable[Price], timed: dict[str, Timing], ratios: Mapping[str, Ratio]) -> list[Price]:
-    """With timings and what they are over the default's, both by "recipe: part", and what a whole is over PyTorch's."""
+    """The prices with timings and ratios to the default (both by "recipe: part"), and with the ratio of "whole" to
+    PyTorch's."""
     found = []
     bfloat16 = timed.get(f"{BFLOAT16}: whole")
     for price in prices:
@@ -200,7 +210,7 @@ def compared(prices: Iterable[Price], timed: dict[str, Timing], ratios: Mapping[
 
 
 def table(prices: Sequence[Price]) -> Sheet:
-    """A row for each recipe."""
+    """A table with a row for each recipe."""
     shown = {"kernel": "kernel", "quantize": "quantize", "whole": "from bf16"}
     headers = (*(f"{name} {what}" for name in shown.values() for what in ("µs", "× default")), "× bfloat16", "relative L2")
     made = report.table_of(
@@ -223,7 +233,7 @@ def table(prices: Sequence[Price]) -> Sheet:
 
 
 def is_meant(name: str, words: str) -> bool:
-    """Whether a recipe is asked for by its name, or by a part of it that is no recipe's whole name."""
+    """Whether `words` select a recipe: they are its name, or a part of it that isn't another recipe's whole name."""
     return name == words or (words not in RECIPES and words in name)
 
 
@@ -246,10 +256,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_recipes(wanted: Sequence[str] | None) -> dict[str, Recipe]:
-    """The default and those that are meant.
+    """The default recipe and the selected recipes.
 
     Raises:
-        UsageError: one of the words means no recipe.
+        UsageError: an element of `wanted` selects no recipe.
     """
     for words in wanted or ():
         if not any(is_meant(name, words) for name in RECIPES):

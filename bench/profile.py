@@ -1,8 +1,10 @@
-"""One call under Nsight Compute: what its kernels keep busy, what they wait for, and a verdict by a rule that is shown.
+"""Profiles one call with Nsight Compute: what its kernels keep busy, what they wait for, and a verdict by a rule that
+is printed.
 
-The profiled process is this module's other half, `bench.profiled`: it brackets one call with the CUDA profiler's start and stop, so that nothing
-else is measured, and names quantization and forward by NVTX ranges. ncu replays each kernel a few dozen times; its counters are of
-runs without neighbours, its durations are not to be quoted: `--clock-control none` leaves the clock where the power cap puts it.
+The profiled process runs `bench.profiled`. It encloses one call in the CUDA profiler's start and stop, so that nothing
+else is measured, and marks quantization and forward as NVTX ranges. ncu replays each kernel a few dozen times. Its
+counters are from runs without other kernels. Its durations must not be quoted: `--clock-control none` leaves the clock
+at the power cap.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ SECTIONS = (
 )
 
 MUCH = 50.0
-"""Percent of a unit's peak from which on it can be what bounds a kernel."""
+"""Percent of a unit's peak from which on the unit can be what bounds a kernel."""
 
 SATURATED = 70.0
-"""Percent of the memory's peak from which on it is."""
+"""Percent of a memory's peak from which on the memory bounds a kernel."""
 
 STALL = "smsp__average_warps_issue_stalled_"
 STALLED = "_per_issue_active.ratio"
@@ -48,18 +50,24 @@ STALLED = "_per_issue_active.ratio"
 
 @dataclass(frozen=True)
 class Counters:
-    """What Nsight Compute counted of one kernel. Percentages are of the unit's peak while an SM has work, DRAM's and L2's of the whole time.
+    """Nsight Compute's counters of one kernel.
+
+    Percentages are of the unit's peak while an SM has work; for DRAM and L2, over the whole time.
 
     Attributes:
-        microseconds: under the profiler.
-        sm_clock_ghz: while it ran.
-        tensor, xu, fma, alu: busy pipes. XU computes exponentials, but conversions too.
-        issue: issue slots used, all four schedulers' together.
-        shared: wavefronts of shared memory. conflicts: of them, those that conflicts of banks added, percent.
-        dram, l2: throughput. l2_hits: percent of the sectors asked for.
-        occupancy: warps resident, percent. registers: of a thread at launch. shared_bytes: of a block.
+        microseconds: duration under the profiler.
+        sm_clock_ghz: SM clock while it ran.
+        tensor, xu, fma, alu: busy pipes. XU computes exponentials, but also conversions.
+        issue: used issue slots of all four schedulers together.
+        shared: wavefronts of shared memory.
+        conflicts: percentage of these wavefronts that bank conflicts added.
+        dram, l2: throughput.
+        l2_hits: percentage of requested sectors that hit.
+        occupancy: resident warps, percent.
+        registers: registers of a thread at launch.
+        shared_bytes: shared memory of a block.
         local_loads: instructions that read spilled registers.
-        stalls: why a warp's next instruction waits, cycles per instruction issued, the longest first.
+        stalls: why a warp's next instruction waits, in cycles per issued instruction, the longest first.
     """
 
     kernel: str
@@ -104,19 +112,19 @@ METRICS = {
 WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 TO_BASE = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6, "hz": 1e-9, "Khz": 1e-6, "Mhz": 1e-3, "Ghz": 1.0}
-"""Microseconds or GHz of one."""
+"""Factors from units to microseconds or GHz."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What bounds a kernel, and the rule that says so, with the numbers in it."""
+    """What bounds a kernel, and the rule that says so, with its numbers."""
 
     name: str
     rule: str
 
 
 def judge(c: Counters) -> Verdict:
-    """The first of these rules that holds."""
+    """The verdict of the first of these rules that holds."""
     units = {"tensor": c.tensor, "XU": c.xu, "issue": c.issue, "ALU": c.alu, "FMA": c.fma}
     busiest = max(units, key=lambda name: units[name])
     others = ", ".join(f"{name} {value:.0f} %" for name, value in units.items() if name != busiest)
@@ -144,10 +152,11 @@ def _number(text: str) -> float:
 
 
 def parse(text: str) -> list[Counters]:
-    """Every kernel in the CSV that `ncu --csv --page raw` prints: a line of names, one of units, one a kernel.
+    """Every kernel in the CSV that `ncu --csv --page raw` prints: a line of names, a line of units, and one line per
+    kernel.
 
     Raises:
-        UsageError: it isn't that, or a counter is missing.
+        UsageError: the text isn't such a CSV, or a counter is missing.
     """
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     if len(rows) < 3 or "Kernel Name" not in rows[0]:
@@ -159,7 +168,7 @@ def parse(text: str) -> list[Counters]:
     found = []
     for row in rows[2:]:
         cells = dict(zip(names, row, strict=True))
-        # "n/a" and nothing: a unit that this kernel has no use for
+        # "n/a" or nothing: this kernel doesn't use the unit
         values = {name: _number(cells[metric]) if cells[metric] not in ("", "n/a") else 0.0 for name, metric in METRICS.items()}
         for name in ("microseconds", "sm_clock_ghz"):
             values[name] *= TO_BASE[units[METRICS[name]]]
@@ -176,7 +185,7 @@ def parse(text: str) -> list[Counters]:
 
 
 def target(case: cases.Case, peer: str, distribution: str) -> list[str]:
-    """The profiled call."""
+    """The words after `python` that run the profiled call."""
     return [*module("profiled"), json.dumps({"case": asdict(case), "peer": peer, "distribution": distribution})]
 
 
@@ -184,7 +193,7 @@ def ncu() -> str:
     """The path of Nsight Compute.
 
     Raises:
-        UsageError: it isn't here.
+        UsageError: it isn't installed.
     """
     found = shutil.which("ncu")
     if found is None:
@@ -193,7 +202,7 @@ def ncu() -> str:
 
 
 def command(ncu: str, profiled: Sequence[str], clock_control: str, nvtx: str | None) -> list[str]:
-    """What is run: ncu, and under it Python with the words `profiled`."""
+    """The command line: ncu, which runs Python with the words `profiled`."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
     ranges = ["--nvtx", "--nvtx-include", f"{nvtx}/"] if nvtx else []
     words = ["--clock-control", clock_control, "--profile-from-start", "off", *sections, *ranges, "--csv", "--page", "raw"]
@@ -201,10 +210,10 @@ def command(ncu: str, profiled: Sequence[str], clock_control: str, nvtx: str | N
 
 
 def measure(profiled: Sequence[str], clock_control: str, nvtx: str | None) -> str:
-    """ncu's CSV.
+    """The CSV that ncu prints.
 
     Raises:
-        UsageError: ncu isn't here, or failed.
+        UsageError: ncu isn't installed, or it failed.
     """
     done = subprocess.run(command(ncu(), profiled, clock_control, nvtx), cwd=module_folder(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -222,7 +231,7 @@ PERCENT = ("tensor", "xu", "fma", "alu", "issue", "shared", "conflicts", "dram",
 
 
 def table(found: Sequence[Counters], title: str) -> Sheet:
-    """A column for each kernel."""
+    """A table with a column for each kernel."""
     headers = [short(c.kernel) for c in found]
     made = report.table_of(title, ("",), headers, "Percent of the unit's peak. Stalls: cycles per instruction issued.")
     made.add_row("µs under the profiler", *(f"{c.microseconds:.1f}" for c in found))
@@ -259,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def by_name() -> dict[str, cases.Case]:
-    """Every suite's cases."""
+    """All cases of all suites, by name."""
     return {case.name: case for suite in cases.SUITES.values() for case in suite}
 
 
@@ -267,10 +276,10 @@ OF_MEASURING = ("case", "peer", "distribution", "clock_control", "nvtx", "raw")
 
 
 def texts_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """ncu's CSV by case, or the one file's.
+    """ncu's CSV by case, or that of the given file.
 
     Raises:
-        UsageError: what was asked for isn't there, or ncu isn't, or it failed.
+        UsageError: a requested case or peer doesn't exist, ncu isn't installed, or it failed.
     """
     if arguments.source is not None:
         given = [name for name in OF_MEASURING if getattr(arguments, name) is not None]

@@ -1,4 +1,5 @@
-"""The process that Nsight Compute profiles: one call, warmed up, between the profiler's start and stop. Started by bench.profile."""
+"""The process that Nsight Compute profiles: one warmed-up call, between the profiler's start and stop. bench.profile
+starts it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ WARM_UP_CALLS = 3
 
 @contextmanager
 def named_ranges() -> Iterator[None]:
-    """Inside, calls go by operators, and quantizing and attending are NVTX ranges; outside they cost nothing."""
+    """Inside, calls go through operators, and quantization and attention are NVTX ranges.
+
+    Outside, ranges cost nothing.
+    """
     library, repeat = api.ops.library_ops, api.eager.repeat
     api.ops.library_ops = Ranged(library)  # type: ignore[assignment]
     api.eager.repeat = lambda *_: None  # type: ignore[assignment]
@@ -32,7 +36,7 @@ def named_ranges() -> Iterator[None]:
 
 
 class Ranged:
-    """fp8attn's operators, each in an NVTX range: `quantize`, or `forward` whatever the backend."""
+    """fp8attn's operators, each in an NVTX range: `quantize`, or `forward` for any backend."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -52,7 +56,8 @@ class Ranged:
 
 
 def main(words: str) -> None:
-    """
+    """Run the profiled call.
+
     Args:
         words: a JSON object with the fields of `case`, the `peer`'s name and the `distribution`.
     """

@@ -1,4 +1,5 @@
-"""How far a command is and how long it will still take, on standard error: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of a command and its remaining time, on standard error: a bar on a terminal, otherwise a line from time to
+time."""
 
 from __future__ import annotations
 
@@ -15,18 +16,23 @@ from rich.table import Column
 from rich.text import Text
 
 INTERVAL = 10.0
-"""Seconds between two lines where there is no terminal; a run of hours waits longer, a twentieth of what it has taken."""
+"""Seconds between two lines if there is no terminal. A long run waits longer: a twentieth of the time that has
+passed."""
 
 Tick = Callable[[str, float], object]
-"""What is told of work as it is done: what is at work, and how much of a task's total has been done since the last time."""
+"""A function that is called as work is done, with what is being done now, and how much of a task's total has been done
+since the last call."""
 
 
 def no_tick(doing: str, done: float) -> None:
-    """For work that nobody watches."""
+    """A tick that does nothing."""
 
 
 def seconds_left(completed: float, total: float | None, elapsed: float, guess: float | None = None) -> float | None:
-    """An estimate from the work that is done, which is in any unit; before any is from a guess of how long all takes, None without one."""
+    """An estimate from the finished work, in any unit.
+
+    Before any work is finished, it comes from a guess of the total duration; None without one.
+    """
     if total is not None and completed > 0 and elapsed > 0:
         return max(elapsed * (total - completed) / completed, 0.0)
     return None if guess is None else max(guess - elapsed, 0.0)
@@ -40,7 +46,7 @@ def clock_time(seconds: float) -> str:
 
 
 def times(task: Task) -> str:
-    """How long it has taken, and how long it will."""
+    """The elapsed and the remaining time of a task."""
     elapsed = task.elapsed or 0.0
     left = seconds_left(task.completed, task.total, elapsed, task.fields.get("guess"))
     return f"{clock_time(elapsed)} so far, {'no estimate yet' if left is None else f'about {clock_time(left)} left'}"
@@ -55,8 +61,8 @@ class Progress:
     """The progress of a command's tasks, one after the other.
 
     Args:
-        command: its name, which lines begin with.
-        terminal: whether standard error is one, where a bar is drawn; None to look.
+        command: its name, with which lines begin.
+        terminal: whether standard error is a terminal, on which a bar is drawn; None to detect it.
     """
 
     def __init__(self, command: str, terminal: bool | None = None, interval: float = INTERVAL, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +70,7 @@ class Progress:
         self.command, self.interval, self.clock = command, interval, clock
         description = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"), markup=False)
         columns = (description, BarColumn(bar_width=12), TaskProgressColumn(), _Times())
-        # what a task has taken is looked up in every line, too; without a terminal nothing of this is drawn
+        # lines read a task's elapsed time from the bar, too; without a terminal the bar isn't drawn
         self._bar = Bar(*columns, console=console, transient=True, expand=True, get_time=clock, redirect_stdout=False)
         self._terminal = sys.stderr.isatty() and not console.is_dumb_terminal if terminal is None else terminal
         self._over = threading.Event()
@@ -85,10 +91,11 @@ class Progress:
             self._lines.join()
 
     def add_task(self, description: str, total: float | None, seconds: float | None = None) -> TaskID:
-        """
+        """Start a task.
+
         Args:
-            total: work, in any unit; None if nobody knows how much there is.
-            seconds: a guess of how long all of it takes.
+            total: work, in any unit; None if it isn't known.
+            seconds: a guess of the total duration.
         """
         task = self._bar.add_task(description, total=total, guess=seconds)
         if not self._terminal:
@@ -102,7 +109,7 @@ class Progress:
         self._bar.advance(task, amount)
 
     def ticks(self, task: TaskID, prefix: str = "") -> Tick:
-        """What advances a task, and names what is at work after a prefix."""
+        """A tick that advances a task, and describes the current work after a prefix."""
 
         def tick(doing: str, done: float) -> None:
             self._bar.update(task, description=f"{prefix}{doing}", advance=done)
@@ -110,7 +117,7 @@ class Progress:
         return tick
 
     def line(self) -> str | None:
-        """How far the task at work is, None if there is none or it is done."""
+        """A line about the current task, or None if there is none or it is done."""
         if not self._bar.tasks or self._bar.tasks[-1].finished:
             return None
         task = self._bar.tasks[-1]

@@ -1,4 +1,4 @@
-"""The fused quantizer against the bandwidth that a copy reaches."""
+"""The fused quantizer compared with the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .cases import HIDDEN, TOKENS, Case, Tensors, inputs, square
 from .timing import Protocol, Timing, time_all
 
 COPIED_BYTES = 1 << 30
-"""Of the tensor that is copied; in the interpreter's run there is nothing to learn from so much."""
+"""Bytes of the tensor that is copied on a GPU. The interpreter's run copies less, because its bandwidth means
+nothing."""
 
 ON_GPU = tuple(
     square(f"D{dim} {length // 1024}k", TOKENS // length, HIDDEN // dim, length, dim) for dim in (64, 128, 256) for length in (4096, 16384)
@@ -28,7 +29,8 @@ def cases(gpu: bool) -> tuple[Case, ...]:
 
 
 def traffic(tensors: Tensors, quantized: tuple[Quantized, ...]) -> int:
-    """Bytes that the algorithm must move: q and k read once, v twice (for its statistics, then to be written), all results written once."""
+    """Bytes that the algorithm must move: q and k are read once, v twice (for its statistics and for writing), and all
+    results are written once."""
     q, k, v = tensors
     written = sum(x.data.nbytes + x.scale.nbytes + (0 if x.mean is None else x.mean.nbytes) for x in quantized)
     return q.nbytes + k.nbytes + 2 * v.nbytes + written
@@ -36,7 +38,7 @@ def traffic(tensors: Tensors, quantized: tuple[Quantized, ...]) -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """One case: bytes moved and how fast, beside a copy in the same run."""
+    """One case: bytes moved and their time, and a copy in the same run."""
 
     case: Case
     traffic: int
@@ -50,7 +52,7 @@ class Result:
 
     @property
     def copy_gb_per_s(self) -> float:
-        """Bytes read and bytes written."""
+        """Bytes read plus bytes written."""
         return self.copied / self.copy_timing.p50_us / 1e3
 
     def record(self) -> dict[str, Any]:

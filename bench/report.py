@@ -34,28 +34,30 @@ ERROR_HEADERS = ("max error", "mean error", "relative L2", "bad", "SQNR dB")
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal; elsewhere as COLUMNS says, or 80 columns."""
+    """Standard output: as wide as the terminal; without one, as COLUMNS says, or 80 columns."""
     return Console()
 
 
 def progress(command: str) -> Progress:
-    """Of a command, by its name."""
+    """The progress of a command."""
     return Progress(command)
 
 
 def say(line: str, style: str | None = None) -> None:
-    """A line to standard output as it is, which no width breaks where there is no terminal."""
+    """Print a line to standard output unchanged. Without a terminal it isn't wrapped."""
     console().print(Text(line, style=style or ""), soft_wrap=True)
 
 
 def table_of(
     title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None, *, optional: Sequence[str] = (), words: Sequence[str] = ()
 ) -> Sheet:
-    """A table's frame.
+    """An empty table.
 
     Args:
-        left: headers of words before the numbers; right: of numbers; words: of words after them.
-        optional: of `right`, what may be left out where there is no room, the least important first.
+        left: headers of words before the numbers.
+        right: headers of numbers.
+        words: headers of words after the numbers.
+        optional: headers of `right` that may be left out if there is no room, the least important first.
     """
     made = Sheet(title, caption, optional)
     for headers, justify in ((left, "left"), (right, "right"), (words, "left")):
@@ -69,7 +71,7 @@ def number_of(x: float | None, form: str) -> str:
 
 
 def us_of(x: float | None) -> str:
-    """Microseconds; tenths where they could mean anything."""
+    """Microseconds, with tenths if they are significant."""
     return number_of(x, ".1f" if x is None or x < 1e5 else ".0f")
 
 
@@ -80,7 +82,7 @@ def _error_cells(errors: Errors | None) -> tuple[str, ...]:
 
 
 def gate_table(verdicts: Sequence[Verdict], gates: Gates) -> Sheet:
-    """Each verdict with its errors, and what is broken."""
+    """Each verdict with its errors and its broken limits."""
     limits = ", ".join(f"{name} ≤ {limit:g}" for name, limit in gates.limits.items())
     bad = f"bad: |error| > {gates.bad.rtol:g}·|expected| + {gates.bad.atol_rms:g}·rms(expected)"
     table = table_of("Gates", ("case, backend",), ERROR_HEADERS, f"Limits: {limits}; {bad}", words=("verdict",))
@@ -93,7 +95,7 @@ def gate_table(verdicts: Sequence[Verdict], gates: Gates) -> Sheet:
 
 
 def _by_case(results: Iterable[Result]) -> list[list[Result]]:
-    """Results in runs of one case and one distribution."""
+    """Results in groups of one case and one distribution."""
     groups: dict[tuple, list[Result]] = {}
     for result in results:
         groups.setdefault((result.case, result.distribution), []).append(result)
@@ -104,10 +106,10 @@ SPEED_HEADERS = ("p50 µs", "p90", "p99", "TFLOP/s", "× SDPA", "of limit")
 
 
 def speed_tables(results: Sequence[Result], gpu: bool, launched: str = "") -> list[Sheet]:
-    """One table for kernels alone and one from bfloat16 on; PyTorch's backends, which take bfloat16, stand in both.
+    """One table for kernels alone and one from bfloat16 on. PyTorch's backends, which take bfloat16, are in both.
 
     Args:
-        launched: how calls were, for the tables' titles.
+        launched: how calls were launched, for the tables' titles.
     """
     tables = []
     for stage in (KERNEL, END_TO_END):
@@ -131,7 +133,7 @@ def speed_tables(results: Sequence[Result], gpu: bool, launched: str = "") -> li
 
 
 def peer_table(needs: dict[str, str | None]) -> Sheet:
-    """Who can be compared here, and what the others need."""
+    """The peers that this machine has, and what the missing ones need."""
     table = table_of("Peers", ("peer", "here", "needs"), ())
     for name, need in needs.items():
         table.add_row(name, "yes" if need is None else "no", need or "", style=None if need is None else "dim")
@@ -162,13 +164,13 @@ def compare_table(comparison: Comparison) -> Sheet:
 
 
 def json_line(benchmark: str, record: dict[str, Any], machine: dict[str, Any]) -> str:
-    """One line of strict JSON; numbers that aren't finite, which JSON doesn't have, become null."""
+    """One line of strict JSON. Non-finite numbers, which JSON doesn't have, become null."""
     line = {"benchmark": benchmark, **record, **machine}
     return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}, allow_nan=False) + "\n"
 
 
 def append(file: Path | None, lines: Iterable[str]) -> None:
-    """Add lines to a file as soon as they are known, so that a run that is cut short leaves what it measured."""
+    """Append lines to a file as soon as they are known, so that an interrupted run leaves its results."""
     if file is not None:
         with file.open("a") as stream:
             stream.writelines(lines)

@@ -1,4 +1,5 @@
-"""Whose numerics are judged: every recipe, PyTorch in bfloat16, other people's FP8 kernels, and models of those that aren't here."""
+"""The rows of accuracy benchmarks: every recipe, PyTorch in bfloat16, FP8 kernels of other libraries, and models of
+kernels that aren't installed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .adapters import OTHERS, per_tensor
 from .peers import END_TO_END, KERNEL, OWN, PYTORCH, ROTATED_INT8, Attention, Peer, Problem, needs_gpu
 
 PLAIN = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False, rotate=0)
-"""A scale for each tensor and nothing removed or rotated: what FP8 attention is given by who only casts."""
+"""One scale per tensor, nothing removed or rotated: FP8 attention by a plain cast."""
 
 RECIPES = {
     "rotated": Recipe(rotate=256),
@@ -37,23 +38,24 @@ RECIPES = {
     "int8, recent 256": Recipe(qk="int8", recent=256),
     "per tensor": PLAIN,
 }
-"""Beside the default."""
+"""Recipes in addition to the default."""
 
 BASELINE = "SDPA flash"
 
 FLASH_AND_CUDNN = tuple(peer for peer in PYTORCH if peer.name in (BASELINE, "SDPA cuDNN"))
-"""PyTorch's backends that anyone would take."""
+"""The PyTorch backends that users choose."""
 
 EXACT = 2
-"""Of the CUDA Hopper kernel's shipped configs (fp8attn.cuda.configs.HopperConfig); Triton's exponentials are all exact."""
+"""`exact` of the CUDA Hopper kernel's shipped configs (fp8attn.cuda.configs.HopperConfig). Triton's exponentials are
+all exact."""
 
 
 Operands = tuple[Quantized, Quantized, Quantized]
 
 
 def by_oracle(quantized: Callable[..., Operands], bits: int | None, exact: int | None, problem: Problem, compute: ComputeType = "e4m3") -> Attention:
-    """The pipeline's oracle on what q, k and v are `quantized` to; `bits` of its accumulator and `exact` exponentials as `fp8attn.reference.pipeline`
-    has them."""
+    """The pipeline oracle on operands that `quantized` makes from q, k and v. `bits` and `exact` are accumulator_bits
+    and exact of `fp8attn.reference.pipeline`."""
     causal: reference.Causal = "top_left" if problem.case.causal else "none"
 
     def attention(i: int) -> torch.Tensor:
@@ -65,7 +67,7 @@ def by_oracle(quantized: Callable[..., Operands], bits: int | None, exact: int |
 
 
 def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Problem) -> Attention:
-    """The same on what quantization is by definition."""
+    """The pipeline oracle on operands quantized by the definition."""
     if recipe.keeps_keys:
         causal: reference.Causal = "top_left" if problem.case.causal else "none"
         return lambda i: hybrid.modelled(*problem.sets[i % len(problem.sets)], recipe, causal=causal, exact=exact)[0].to(torch.bfloat16)
@@ -73,7 +75,8 @@ def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Probl
 
 
 def cast_by_tensor(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Operands:
-    """As others' kernels are given them: PLAIN, but for the largest of Q and K, which is e4m3's largest, and V, rounded to nearest."""
+    """Operands as other libraries' kernels get them: like PLAIN, but the largest element of Q and K is e4m3's largest
+    number, and V is rounded to nearest."""
     (q, q_scale), (k, k_scale), (v, v_scale) = (per_tensor(x) for x in (q, k, v))
     return (
         Quantized(q, q_scale.view(1, 1, 1), "tensor", "rows", q.shape[2]),
@@ -83,7 +86,10 @@ def cast_by_tensor(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Operand
 
 
 def by_recipe(recipe: Recipe, problem: Problem) -> Attention:
-    """The kernel that `sdpa` takes; without a GPU the oracle, which is as exact as the interpreter and reaches further."""
+    """The kernel that `sdpa` chooses.
+
+    Without a GPU, the oracle, which is as exact as the interpreter and handles longer inputs.
+    """
     if problem.device.type != "cuda":
         return modelled(recipe, None, None, problem)
     options = problem.case.options | {"recipe": recipe}
@@ -91,7 +97,8 @@ def by_recipe(recipe: Recipe, problem: Problem) -> Attention:
 
 
 def one_level(problem: Problem) -> Attention:
-    """A Triton kernel of ours that does as others do: scales of tensors, P·V in one chain of the tensor core's accumulator."""
+    """fp8attn's Triton kernel with the numerics of other kernels: per-tensor scales, and P·V in one chain of the tensor
+    core's accumulator."""
     options = problem.case.options | {"recipe": dataclasses.replace(PLAIN, two_level=False)}
     return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options, backend="triton"))
 
@@ -108,17 +115,17 @@ ROWS = (
     Peer("e4m3 one level", (END_TO_END,), one_level, own=True, needs=_needs_short_accumulators),
     Peer("fp8attn modelled", (END_TO_END,), functools.partial(modelled, Recipe(), None, None)),
     Peer("fp8attn modelled, direct codes", (END_TO_END,), functools.partial(modelled, Recipe(), None, EXACT)),
-    # arXiv:2407.08608, section 3.3, as released: a scale a tensor, one chain
+    # arXiv:2407.08608, section 3.3, as released: one scale per tensor, one chain
     Peer("FA3 e4m3, modelled", (END_TO_END,), functools.partial(by_oracle, cast_by_tensor, reference.TENSOR_CORE_BITS, None)),
     *(peer for peer in OTHERS if "e4m3" in peer.name or (peer.name.startswith("Sage") and KERNEL not in peer.stages)),
 )
-"""In the order of tables."""
+"""All rows, in the order of tables."""
 
 
 def chosen(substrings: Sequence[str] | None) -> tuple[Peer, ...]:
-    """Rows with one of these in their names, all without any.
+    """Rows with one of the substrings in their names; all rows without substrings.
 
     Raises:
-        UsageError: no row's name has one of them.
+        UsageError: no row's name contains one of the substrings.
     """
     return adapters.chosen(substrings, ROWS, "row")

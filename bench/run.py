@@ -25,12 +25,13 @@ class Result:
     """One case and one backend.
 
     Attributes:
-        against_sdpa: median of the case's fastest PyTorch backend over this one's; more than 1 is faster.
-        limit: the least time the hardware needs for the case in e4m3, whoever runs it; None if nobody measured the GPU's ceilings.
+        against_sdpa: median of the case's fastest PyTorch backend divided by this one's; more than 1 is faster.
+        limit: the least time that the hardware needs for the case in e4m3, with any backend; None if the GPU's ceilings
+            weren't measured.
         refused: why there is no timing, or None.
-        unavailable: this machine can't have the backend, and nothing is wrong.
-        first_s: seconds that the first answer took, compiling included; None if there is none.
-        broken: limits of gates.json that one of fp8attn's own rows exceeds: it is red, and has no timing.
+        unavailable: this machine can't run the backend, which is no error.
+        first_s: seconds of the first answer, with compilation; None if there is none.
+        broken: limits of gates.json that one of fp8attn's own rows exceeds. Such a row is red, and has no timing.
         readings: the GPU's clocks, power and temperature in the backend's turns.
     """
 
@@ -54,7 +55,7 @@ class Result:
 
     @property
     def share_of_limit(self) -> float | None:
-        """The hardware's least time over the median."""
+        """The hardware's least time divided by the median."""
         return None if self.timing is None or self.limit is None else self.limit.us / self.timing.p50_us
 
     def record(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class Result:
 
 
 def effort(case: Case, peer: Peer, protocol: Protocol, gpu: bool) -> tuple[float, float]:
-    """About how many seconds a peer's answer takes, and its turns."""
+    """Estimated seconds of a peer's answer, and of its turns."""
     once = peer.effort(case, gpu)
     return once, protocol.rounds * protocol.turn_seconds if gpu else (1 + protocol.rounds) * once
 
@@ -92,7 +93,7 @@ def side_by_side(
     """A result for every peer, in the peers' order.
 
     Args:
-        tick: told of every answer and turn; in all they count as the peers' `effort`.
+        tick: called for every answer and turn; in total, they count as the peers' `effort`.
     """
     gpu = device.type == "cuda"
     problem = Problem.of(case, distribution, device, rotate=protocol.cache == "rotate")
@@ -122,8 +123,11 @@ def side_by_side(
 
 
 def red(peer: Peer, given: Answer, distribution: str, gates: Gates) -> tuple[str, ...]:
-    """What is wrong with the answer of one of fp8attn's own rows, which then isn't timed: limits that mean the same at any length, for
-    the inputs they were set for; an answer that isn't finite; an exception other than that the machine can't have it."""
+    """What is wrong with the answer of one of fp8attn's own rows. Such a row isn't timed.
+
+    It is: exceeded limits that mean the same at any length, for the inputs for which they were set; a non-finite
+    answer; or an exception, unless it says that this machine can't run the row.
+    """
     if not peer.own or given.unavailable:
         return ()
     if given.refused is not None:
@@ -133,7 +137,7 @@ def red(peer: Peer, given: Answer, distribution: str, gates: Gates) -> tuple[str
 
 
 def ask_all(problem: Problem, peers: Sequence[Peer], bad: Bad, tick: Tick = no_tick) -> dict[str, Answer]:
-    """Every peer's answer, by its name."""
+    """Every peer's answer, by the peer's name."""
     tick("the exact answer", 0.0)
     expected = problem.expected()
     answers = {}

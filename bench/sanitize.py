@@ -1,4 +1,4 @@
-"""compute-sanitizer over the CUDA kernels: a problem of every shape class by every instance that runs it."""
+"""Runs the CUDA kernels under compute-sanitizer: a problem of every shape class with every instance that can run it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ PLACES = re.compile(r"\+?0x[0-9a-f]+|\(\d+,\d+,\d+\)")
 SHAPES_DONE = re.compile(r": \d+ instances$", re.MULTILINE)
 
 PRINTED = 100_000
-"""Findings that a tool prints, so that all are counted."""
+"""Most findings that a tool prints; large enough that all are counted."""
 
 SHOWN = 8
-"""Kinds of findings that are printed."""
+"""Number of kinds of findings in the table."""
 
 
 def command(sanitizer: str, tool: str) -> list[str]:
@@ -49,10 +49,11 @@ def command(sanitizer: str, tool: str) -> list[str]:
 
 
 def judged(code: int, output: str) -> tuple[int | None, str]:
-    """Findings, None if the tool didn't come to an end; and its last words.
+    """The number of findings, None if the tool didn't finish; and its last words.
 
     Args:
-        code: exit code. output: of the tool and what it watched.
+        code: exit code.
+        output: output of the tool and of the observed process.
     """
     found = SUMMARY.findall(output)
     if not found or code not in (0, FOUND):
@@ -62,17 +63,18 @@ def judged(code: int, output: str) -> tuple[int | None, str]:
 
 
 def kinds(output: str) -> Counter[str]:
-    """How often the tool found what: a finding's first two lines, which say what and in which kernel, without addresses and threads.
+    """How often the tool found each kind of finding: its first two lines, which say what it is and in which kernel,
+    without addresses and threads.
 
     Args:
-        output: of the tool and what it watched.
+        output: output of the tool and of the observed process.
     """
     return Counter(PLACES.sub("", f"{what.strip()} {where.strip()}") for what, where in FINDING.findall(output))
 
 
 def watched(sanitizer: str, tool: str, seconds: float) -> tuple[int | None, str, str]:
-    """As `judged` has them, findings and the tool's last words; and all that was printed."""
-    # torch's cache would hide who reads or writes beside a tensor
+    """The results of `judged`: findings and the tool's last words; and the whole output."""
+    # torch's cache would hide accesses outside of a tensor
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
@@ -86,7 +88,7 @@ def watched(sanitizer: str, tool: str, seconds: float) -> tuple[int | None, str,
 
 
 def table(judgements: Sequence[tuple[str, int | None, str, Counter[str]]]) -> Sheet:
-    """Of each tool its name, findings and last words, and its commonest kinds of findings below."""
+    """A table of tools with their findings and last words, and below each its most frequent kinds of findings."""
     made = report.table_of("compute-sanitizer", ("tool",), ("findings",), "–: the tool didn't come to an end.", words=("its words",))
     for tool, findings, words, counted in judgements:
         made.add_row(tool, report.number_of(findings, "d"), words)
@@ -112,7 +114,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     judgements = []
     with report.progress("sanitize") as bar:
         task = bar.add_task("compiling all instances", total=len(tools))
-        launched.loaded(device)  # compilers aren't to be watched
+        launched.loaded(device)  # compile now, so that compilers aren't observed
         for tool in tools:
             bar.update(task, description=f"{tool}, {arguments.timeout:.0f} s at most")
             findings, words, output = watched(sanitizer, tool, arguments.timeout)

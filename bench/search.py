@@ -1,7 +1,9 @@
-"""Evolutionary search over kernel configs: structure outside, tiles inside, an elite of three kept per case.
+"""Evolutionary search over kernel configs: an outer layer of structure, an inner layer of tiles, and an elite of three
+per case.
 
-Every candidate passes four gates in turn: it fits, it compiles, it is correct against the oracle, it is timed, in turns with the config
-that ships. All that was tried, and what rejected it, is in a journal; a search that finds its journal goes on where that ends.
+Every candidate passes four gates in turn: it fits; it compiles; it agrees with the oracle; it is timed, in turns with
+the shipped config. A journal records all candidates and their outcomes. A search that finds its journal continues where
+it ends.
 """
 
 from __future__ import annotations
@@ -44,30 +46,32 @@ HELP = "search for better kernel configs, evolving what ships; resumable, every 
 
 ELITE = 3
 BATCH = 12
-"""Candidates of a generation that fit: compiled side by side, then timed in turns."""
+"""Candidates of a generation that fit. They are compiled in parallel, then timed in turns."""
 
 PATIENCE = 200
-"""Draws in vain, after which what is left of the space is listed."""
+"""Number of draws without a new candidate after which the rest of the space is listed."""
 
 LENGTH = 4096
-"""Of the case that stands for its kind: long enough to fill a GPU, short enough that starts and ends of tiles count."""
+"""Length of the case that represents its kind: long enough to fill a GPU, and not so long that starts and ends of tiles
+don't matter."""
 
 CASES = tuple(case for case in cases.PREFILL if case.q_length == LENGTH)
 CUDA_TABLES: dict[type, tuple[Path, str]] = {
     cuda_configs.HopperConfig: (Path(cuda_configs.__file__), "SPEEDS"),
     portable.PortableConfig: (Path(portable.__file__), "MEASURED"),
 }
-"""Of each CUDA kernel, the file and the name of what ships."""
+"""For each CUDA kernel, the file and the name of the shipped table."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate.
+    """The outcome of a candidate.
 
     Attributes:
-        gate: the last one it came to.
-        reason: why it didn't pass that, or None.
-        us: median of a call. ratio: over the shipped config's in the same turns; less than 1 is faster.
+        gate: the last gate that it reached.
+        reason: why it didn't pass that gate, or None.
+        us: median of a call, in microseconds.
+        ratio: `us` divided by the shipped config's in the same turns; less than 1 is faster.
     """
 
     config: Config
@@ -82,16 +86,16 @@ class Outcome:
 
 
 Evaluate = Callable[[Sequence[Config]], Iterable[Outcome]]
-"""Outcomes of candidates that fit."""
+"""A function that gives the outcomes of candidates that fit."""
 
 
 def elite_of(outcomes: Iterable[Outcome], count: int = ELITE) -> list[Outcome]:
-    """The fastest."""
+    """The fastest outcomes."""
     return sorted((one for one in outcomes if one.score < math.inf), key=lambda one: one.score)[:count]
 
 
 def fingerprint() -> str:
-    """Of the package's sources, but for the tables: times of other kernels are no times of these."""
+    """Hash of the package's sources without the tables. Times of other kernels aren't valid for these."""
     root = Path(fp8attn.__file__).parent
     tables = [path for path, _ in CUDA_TABLES.values()]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".h", ".cuh", ".cpp", ".cu") and path not in tables)
@@ -99,7 +103,10 @@ def fingerprint() -> str:
 
 
 class Journal:
-    """A file of JSON lines: every candidate of every search, with its outcome. Lines of another case, GPU or source are kept and left alone."""
+    """A file of JSON lines: every candidate of every search, with its outcome.
+
+    Lines for another case, GPU or source stay and are ignored.
+    """
 
     def __init__(self, path: Path | None, key: dict[str, str]) -> None:
         self.path, self.key = path, key
@@ -121,7 +128,8 @@ class Journal:
 def proposed(
     space: Sequence[Space], parents: Sequence[Config], tried: set[Config], fits: Callable[[Config], str | None], dice: random.Random, count: int
 ) -> tuple[list[Config], list[Outcome]]:
-    """New candidates that fit, at most `count`, none if the space is exhausted; and those met on the way that don't fit."""
+    """At most `count` new candidates that fit, none if the space is exhausted; and the candidates that were drawn and
+    don't fit."""
     fresh: list[Config] = []
     rejected: list[Outcome] = []
     seen = set(tried)
@@ -161,11 +169,11 @@ def search(
     batch: int = BATCH,
     progress: Callable[[list[Outcome], int], object] = lambda elite, tried: None,
 ) -> list[Outcome]:
-    """The elite when the time is up or everything has been tried, fastest first.
+    """The elite when the time is up or everything has been tried, the fastest first.
 
     Args:
         seeds: the first generation.
-        deadline: of `clock`; a generation that has begun is finished.
+        deadline: of `clock`; a generation that has started is finished.
     """
     generation = 0
     candidates = [config for config in seeds if config not in journal.outcomes]
@@ -185,7 +193,7 @@ def search(
 
 
 def rendered(table: dict[str, dict[str, dict]]) -> str:
-    """Triton's shipped table as text: GPU name -> kind of call -> config, keys sorted, a line for each kind."""
+    """Triton's shipped table as text: GPU name -> kind of call -> config, with sorted keys and one line per kind."""
     blocks = []
     for gpu, kinds in sorted(table.items()):
         lines = ",\n".join(f"    {json.dumps(kind)}: {json.dumps(config)}" for kind, config in sorted(kinds.items()))
@@ -194,7 +202,10 @@ def rendered(table: dict[str, dict[str, dict]]) -> str:
 
 
 def write_triton(best: dict[str, HopperConfig | PortableConfig], gpu: str, path: Path = tune.SHIPPED) -> None:
-    """Put the best configs of one GPU, by kind of call, into the shipped table; other GPUs and other kinds stay."""
+    """Write the best configs of one GPU, by kind of call, into the shipped table.
+
+    Other GPUs and other kinds don't change.
+    """
     table = json.loads(path.read_text())
     table.setdefault(gpu, {}).update({kind: tune.to_json(config) for kind, config in best.items()})
     path.write_text(rendered(table))
@@ -205,8 +216,11 @@ CudaSpeeds = dict[CudaConfig, float]
 
 
 def speeds_from(outcomes: Sequence[Sequence[Outcome]]) -> CudaSpeeds:
-    """Of the configs that were timed in every one of some cases, all of the same head dims: the fastest of each tile height, by the geometric
-    mean of its ratios, and how fast it is beside the fastest of all."""
+    """Relative speeds of configs that were timed in all of some cases with the same head dims.
+
+    For each tile height, it has the fastest config by the geometric mean of its ratios, and its speed relative to the
+    fastest of all.
+    """
     ratios: dict[CudaConfig, list[float]] = {}
     for case in outcomes:
         for one in case:
@@ -220,7 +234,8 @@ def speeds_from(outcomes: Sequence[Sequence[Outcome]]) -> CudaSpeeds:
 
 
 def merged(table: CudaSpeeds, found: CudaSpeeds) -> CudaSpeeds:
-    """CUDA's shipped table with `found` in the place of the entries of the same head dims that do the same calls."""
+    """CUDA's shipped table, with `found` in place of the entries with the same head dims that support the same
+    calls."""
 
     def group(c: CudaConfig) -> tuple:
         does = (c.operands, c.general) if isinstance(c, portable.PortableConfig) else ("", c.scores)
@@ -232,7 +247,7 @@ def merged(table: CudaSpeeds, found: CudaSpeeds) -> CudaSpeeds:
 
 
 def written_as(config: CudaConfig) -> str:
-    """Python that makes a config, without the fields at the end that have their defaults."""
+    """The Python expression that makes a config, without trailing fields that have their defaults."""
     fields = dataclasses.fields(config)
     values = [getattr(config, field.name) for field in fields]
     while fields[len(values) - 1].default == values[-1]:
@@ -241,7 +256,7 @@ def written_as(config: CudaConfig) -> str:
 
 
 def with_speeds(source: str, speeds: CudaSpeeds, name: str = "SPEEDS") -> str:
-    """The text of a module of CUDA configs with another table `name`.
+    """The text of a module of CUDA configs with the table `name` replaced.
 
     Raises:
         ValueError: it has no such table.
@@ -256,8 +271,10 @@ def with_speeds(source: str, speeds: CudaSpeeds, name: str = "SPEEDS") -> str:
 
 
 def write_cuda(found: Sequence[CudaSpeeds], tables: dict[type, tuple[Path, str]] | None = None) -> None:
-    """Put what was found for some head dims each into CUDA's shipped tables, those of `CUDA_TABLES` unless others are given; they count from the
-    next start of Python on."""
+    """Write the results, one for each pair of head dims, into CUDA's shipped tables (default: `CUDA_TABLES`).
+
+    They take effect at the next start of Python.
+    """
     shipped: dict[type, CudaSpeeds] = {
         cuda_configs.HopperConfig: dict(cuda_configs.SPEEDS.items()),
         portable.PortableConfig: dict(portable.MEASURED.items()),
@@ -280,11 +297,12 @@ def table_of(title: str, elite: Sequence[Outcome], flops: int) -> Sheet:
 
 
 FINAL_SHARE = 0.1
-"""Of a search's time, about what the finals take at its end."""
+"""Approximate fraction of a search's time that the finals take at its end."""
 
 
 def journal_file(text: str) -> Path:
-    """The type of an option that names a journal: a file that can be written and, if it is there, was written by a search."""
+    """The type of an option that names a journal: a file that can be written and, if it exists, was written by a
+    search."""
     path = command_line.output_file(text)
     if path.is_file():
         try:
@@ -358,10 +376,10 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
 def one_search(
     arguments: argparse.Namespace, backend: str, case: Case, call: Call, device: Device, journal: Journal, show: Callable[[str, float], None]
 ) -> list[Outcome]:
-    """The elite of one case and backend; at the end longer turns with the shipped config alone decide.
+    """The elite of one case and backend. At the end, it is decided by longer turns with the shipped config alone.
 
     Args:
-        show: told what is at work and which share of all is done, about.
+        show: called with the current work and the approximate finished fraction.
     """
     seeds = shipped(backend, call, device)
     began, seconds = time.monotonic(), 60 * arguments.minutes
@@ -380,7 +398,7 @@ def one_search(
         dice=random.Random(arguments.seed), batch=arguments.batch, progress=progress,
     )  # fmt: skip
     finalists = list(dict.fromkeys([seeds[0], *(one.config for one in elite)]))
-    # by twos: among many it would matter beside whom one is
+    # in pairs, because in larger rounds a result depends on the neighbours
     again: list[Outcome] = []
     for i, config in enumerate(finalists):
         show(f"{backend}, {case.name}: finals, {i + 1} of {len(finalists)}", 1 - FINAL_SHARE * (1 - i / len(finalists)))

@@ -1,4 +1,4 @@
-"""Tables for people that fit any width: no number is ever cut."""
+"""Tables for people that fit any width. No number is ever cut."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 BETWEEN = 3
-"""Columns of a terminal that each column of a table takes beside its content: a space on both sides and a line; and a line more for all."""
+"""Terminal columns that each table column takes in addition to its content: a space on both sides and a line. The table
+has one more line."""
 
 NAME = 25
-"""Columns of a terminal that a name gets, if it needs so many, before numbers are left out."""
+"""Terminal columns that a name gets, if it needs them, before numbers are left out."""
 
 FOLDED = 16
-"""Columns of a terminal that a long word can be folded to."""
+"""Terminal columns to which a long word can be folded."""
 
 
 def _lines_width(cell: object) -> int:
@@ -31,16 +32,17 @@ def _word_width(text: object) -> int:
 
 @dataclass(frozen=True)
 class _Width:
-    """Of a column: what its cells need, and what they and the header look best in."""
+    """Widths of a column: the least that its cells need, and the best for cells and header."""
 
     least: int
     best: int
 
 
 def _width(column: Column, name: int) -> _Width:
-    """
+    """The widths of a column.
+
     Args:
-        name: what words get at least, if they need so much.
+        name: least width of words, if they need it.
     """
     cells = list(column.cells)
     best = max(map(_lines_width, (column.header, *cells)), default=0)
@@ -54,8 +56,10 @@ def _total(widths: Sequence[int]) -> int:
 
 
 class Sheet(Table):
-    """A table whose right-justified columns are numbers and whose others are words. Where it is wider than there is room for, headers and words are
-    folded first; then columns are left out, those in `optional`, and a note says which; then it is split into several, one below the other.
+    """A table in which right-justified columns are numbers and all other columns are words.
+
+    If there isn't enough room, headers and words are folded first. Then columns in `optional` are left out, and a note
+    names them. Then the table is split into several, one below the other.
 
     Args:
         caption: what numbers mean, below the table.
@@ -67,7 +71,7 @@ class Sheet(Table):
         self.heading, self.notes, self.optional = title, caption, tuple(optional)
 
     def add_group(self, name: str) -> None:
-        """A row with a name for the rows below it."""
+        """Add a row with a name for the rows below it."""
         self.add_section()
         self.add_row(name, style="bold cyan")
 
@@ -86,7 +90,8 @@ class Sheet(Table):
         return Measurement(min(FOLDED, options.max_width), options.max_width)
 
     def _fitted(self, room: int) -> tuple[list[tuple[list[int], list[int]]], list[str], int]:
-        """Of each part its columns and their widths; headers of columns that are left out; and the least width that has all columns."""
+        """The columns and widths of each part; headers of columns that are left out; and the least width for all
+        columns."""
         everything, full = list(range(len(self.columns))), 0
         widths: list[_Width] = []
 
@@ -115,7 +120,7 @@ class Sheet(Table):
         return next((i for i, column in enumerate(self.columns) if column.justify == "right"), len(self.columns))
 
     def _grown(self, columns: Sequence[int], widths: Sequence[_Width], room: int) -> list[int]:
-        """The least widths, and what room is left to those that lack the most, words first."""
+        """The least widths, plus the remaining room for the columns that need most, words first."""
         found = [width.least for width in widths]
         words = [self.columns[i].justify != "right" for i in columns]
         for _ in range(room - _total(found)):
@@ -138,5 +143,5 @@ class Sheet(Table):
 
 
 def _shown(cell: object) -> Text:
-    """A cell as it is: brackets in a name or in an error are no markup."""
+    """A cell's text unchanged: brackets in a name or in an error aren't markup."""
     return cell if isinstance(cell, Text) else Text(str(cell))

@@ -1,4 +1,4 @@
-"""What a search moves in: the configs of every kernel, split into structure and tiles."""
+"""The search space: the configs of every kernel, split into structure and tiles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Space:
 
     Attributes:
         kernel: their class.
-        fixed: fields that aren't searched: what a call demands, and what would change an answer beyond rounding.
+        fixed: fields that aren't searched: requirements of the call, and fields that would change an answer beyond
+            rounding.
         structure: fields of the outer layer and their values: switches, roles, stages.
         tiles: fields of the inner layer: sizes and counts.
     """
@@ -66,7 +67,7 @@ class Space:
         return {name: getattr(config, name) for name in self.structure}, {name: getattr(config, name) for name in self.tiles}
 
     def owns(self, config: Config) -> bool:
-        """Whether a config lies in this space."""
+        """Whether a config is in this space."""
         return type(config) is self.kernel and all(getattr(config, name) == value for name, value in self.fixed.items())
 
     def everything(self) -> Iterator[Config]:
@@ -75,8 +76,11 @@ class Space:
             yield self.kernel(**self.fixed, **dict(zip(values, point, strict=True)))
 
     def bred(self, parents: Sequence[Config], dice: random.Random) -> Iterator[Config]:
-        """A child structure with a few tiles: the outer layer mutates one parent's structure in a field, crosses two parents', or
-        draws anew; the inner layer keeps the parent's tiles, and takes each step away from them in one field."""
+        """A child structure with a few tiles.
+
+        The outer layer mutates one field of a parent's structure, crosses the structures of two parents, or draws a new
+        one. The inner layer takes the parent's tiles, and all single steps from them in one field.
+        """
         mine = [parent for parent in parents if self.owns(parent)]
         if not mine or dice.random() < 0.25:
             structure = {name: dice.choice(values) for name, values in self.structure.items()}
@@ -96,7 +100,7 @@ class Space:
 
 
 def spaces(backend: str, call: Call, device: Device) -> list[Space]:
-    """Where a call's configs may lie."""
+    """The spaces that may contain a call's config."""
     if backend == "cuda":
         return [_cuda_space(cuda_run.choose(call, device))]
     found = [
@@ -114,7 +118,8 @@ def spaces(backend: str, call: Call, device: Device) -> list[Space]:
 
 
 def _cuda_space(shipped: CudaConfig) -> Space:
-    """Around the instance that runs a call: the Hopper kernel's where that does, else the portable kernel's."""
+    """The space around the instance that runs a call: of the Hopper kernel if that runs it, else of the portable
+    kernel."""
     if isinstance(shipped, CudaHopperConfig):
         fixed = {name: getattr(shipped, name) for name in ("head_dim", "value_dim", "exact", "general", "int8", "fuse_q_quant", "masked", "added")}
         structure = {"consumers": (1, 2, 3, 4), "overlap": (False, True), "stages": (2, 3, 4, 5, 6)}
@@ -132,7 +137,7 @@ def _cuda_space(shipped: CudaConfig) -> Space:
 
 
 def unsupported_config(config: Config, call: Call, device: Device) -> str | None:
-    """Why a config can't run a call on a device, or None if it can."""
+    """The reason why a config can't run a call on a device, or None if it can."""
     if isinstance(config, CudaHopperConfig):
         return cuda_configs.unsupported_config(config, device)
     if isinstance(config, CudaPortableConfig):
@@ -141,7 +146,7 @@ def unsupported_config(config: Config, call: Call, device: Device) -> str | None
 
 
 def shipped(backend: str, call: Call, device: Device) -> list[Config]:
-    """The config that runs a call today, then the others that the tables and rules have for it."""
+    """The config that runs a call now, then all other configs that tables and rules have for it."""
     if backend == "cuda":
         first = cuda_run.choose(call, device)
         others = cuda_configs.serving(call) if isinstance(first, CudaHopperConfig) else cuda_portable.serving(call, device)
@@ -153,6 +158,6 @@ def shipped(backend: str, call: Call, device: Device) -> list[Config]:
 
 
 def unsupported_call(backend: str, call: Call, device: Device) -> str | None:
-    """Why a backend has no config for a call, or None if it has."""
+    """The reason why a backend has no config for a call, or None if it has one."""
     planned = cuda_run.plan(call, device) if backend == "cuda" else None
     return planned if isinstance(planned, str) else None

@@ -1,4 +1,5 @@
-"""What a recipe costs, in short: from the lines of `price` what the command prints, its last line and the documents say."""
+"""Summaries of the cost of a recipe, from the lines of `price`: for the command's output, the last line of its file,
+and the documents."""
 
 from __future__ import annotations
 
@@ -6,18 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SUMMARY = "price summary"
-"""`benchmark` of lines that say in short what the lines of their file say of one recipe."""
+"""`benchmark` of lines that summarise the lines of their file for one recipe."""
 
 DEFAULT, BFLOAT16 = "default", "bfloat16"
-"""Recipes that others are compared with."""
+"""Recipes with which all other recipes are compared."""
 
 SUMMED = ("kernel", "whole")
-"""Parts that a recipe's summary has."""
+"""Parts in a recipe's summary."""
 
 
 def summaries(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of every recipe but the default what it costs over that, from `Price.record`s of one run: by part a ratio and its standard error for each case,
-    and the least and the largest ratio; of the default itself, which is beside itself, the noise."""
+    """The cost of every recipe relative to the default, from `Price.record`s of one run.
+
+    For each part it has a ratio and its standard error for each case, and the least and the largest ratio. The ratios
+    of the default to itself are the noise.
+    """
     found = []
     for recipe in dict.fromkeys(record["recipe"] for record in records if record["recipe"] not in (DEFAULT, BFLOAT16)):
         one: dict[str, Any] = {"recipe": recipe}
@@ -34,7 +38,7 @@ def summaries(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ratios(records: Sequence[Mapping[str, Any]], recipe: str, part: str) -> dict[str, list[float]]:
-    """Ratio and standard error by case; older files have no standard errors, and so none of these."""
+    """Ratio and standard error by case. Older files have no standard errors, so they give none."""
     found = {}
     for record in records:
         ratio, error = record.get(f"{part}_against_default"), record.get(f"{part}_standard_error")

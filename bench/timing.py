@@ -1,4 +1,4 @@
-"""How long calls take: CUDA graphs and events on a GPU, the wall clock in the interpreter."""
+"""Times calls: with CUDA graphs and events on a GPU, with the wall clock in the interpreter."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ from .machine import Sensors, typical
 from .progress import Tick, no_tick
 
 Run = Callable[[int], object]
-"""One call on the input set of this number, modulo the number of sets."""
+"""One call on an input set, given by its number modulo the number of sets."""
 
 SAMPLE_MILLISECONDS = 1.0
-"""A sample is so many calls that it takes this long, where MOST_CALLS allow."""
+"""A sample has as many calls as take this long, up to MOST_CALLS."""
 
 MOST_CALLS = 256
 
 WARM_UP_CALLS = 3
 
 FLUSH_MILLISECONDS = 0.1
-"""What writing over L2 takes, about: counted into a turn's length, not into its samples."""
+"""Approximate time to overwrite L2. It counts for a turn's length, but not for its samples."""
 
 CYCLES_PER_SECOND = 2e9
-"""No less than a GPU's clock, to make it wait for a time."""
+"""Upper bound of a GPU's clock, to make it wait for at least a given time."""
 
 
 Cache = Literal["rotate", "cold", "warm"]
-"""What calls find in L2: `rotate`, another input set each, together twice L2's size; `cold`, nothing: L2 is written over before every
-call, which is a sample of its own; `warm`, their own inputs."""
+"""What calls find in L2. `rotate`: each has another input set, and all sets together have twice L2's size. `cold`:
+nothing, because L2 is overwritten before every call, which is a sample of its own. `warm`: their own inputs."""
 
 Launch = Literal["graph", "eager"]
-"""`graph`: calls are captured, so that the CPU's part isn't counted; `eager`: one by one, the CPU's part counts where it is longer."""
+"""`graph`: calls are captured, so that CPU time isn't counted. `eager`: calls are launched one by one, and CPU time
+counts if it is longer."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How everyone is timed.
+    """How everything is timed.
 
     Attributes:
-        rounds: turns that each gets.
-        milliseconds: of a turn on a GPU.
-        lead_in: milliseconds of the same work before a turn, untimed: a power-capped card's clock follows what it did just before.
-        settle: milliseconds of everyone's turns before the first round, uncounted: a card that was idle starts at a higher clock, which falls while
-            the first turns last, for some more than for others.
+        rounds: turns of each peer.
+        milliseconds: length of a turn on a GPU.
+        lead_in: milliseconds of the same work before a turn, untimed. A power-capped card's clock depends on what it
+            did just before.
+        settle: milliseconds of everyone's turns before the first round, uncounted. A card that was idle starts at a
+            higher clock, which falls during the first turns, more for some peers than for other peers.
     """
 
     rounds: int = 5
@@ -63,17 +65,17 @@ class Protocol:
 
     @property
     def turn_seconds(self) -> float:
-        """Of one turn on a GPU, at least."""
+        """Least duration of one turn on a GPU."""
         return (self.milliseconds + self.lead_in) / 1e3
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: statistics over samples, each the mean of `calls` calls back to back.
+    """Microseconds of one call: statistics over samples. Each sample is the mean of `calls` calls back to back.
 
     Attributes:
         p50_us, p90_us, p99_us, mean_us, std_us: over all samples of all rounds.
-        round_us: the median of each round. How far they lie apart is the noise between rounds: the card's clock and temperature.
+        round_us: the median of each round. Their spread is the noise between rounds: the card's clock and temperature.
         method: how calls were launched.
     """
 
@@ -89,7 +91,8 @@ class Timing:
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[float]], calls: int, method: str) -> Timing:
-        """
+        """The statistics of samples.
+
         Args:
             rounds: microseconds of each round's samples.
         """
@@ -105,11 +108,12 @@ def tflops(flops: int, microseconds: float) -> float:
 
 
 def input_sets(bytes_of_one: int, device: torch.device) -> int:
-    """Copies of the inputs that calls of one sample walk over.
+    """Number of copies of the inputs that the calls of one sample walk over.
 
-    Calls that all read the same few megabytes would find them in L2, where a model's next layer wouldn't find its own. Together the copies
-    are twice L2's size, so that e4m3's half of the bytes is past it too, as far as MOST_CALLS allow: a problem of 100 KB is warm whatever is done.
-    What a call writes for itself on the way, as quantized inputs, stays warm: it is so in use. Outputs share the memory of their graph.
+    If all calls read the same few megabytes, they would find them in L2, where a model's next layer wouldn't find its
+    inputs. The copies together have twice L2's size, so that their e4m3 halves exceed L2, too. MOST_CALLS limits them:
+    a problem of 100 KB stays warm in any case. Data that a call writes for itself, such as quantized inputs, stays
+    warm, as it does in use. Outputs share the memory of their graph.
     """
     if device.type != "cuda":
         return 1
@@ -118,10 +122,13 @@ def input_sets(bytes_of_one: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What a peer repeats in its turn: `calls` calls, `milliseconds` in all; `launch_seconds` of CPU time that a wait must hide.
+    """What a peer repeats in its turn.
 
     Attributes:
-        flush: what is written before every replay, or None.
+        calls: number of calls.
+        milliseconds: time of all of them.
+        launch_seconds: CPU time that a wait must hide.
+        flush: tensor that is written before every replay, or None.
     """
 
     replay: Callable[[], object]
@@ -133,7 +140,10 @@ class Work:
 
 
 def writes(replay: Callable[[], object], answer: torch.Tensor) -> bool:
-    """Whether a replay writes what was returned when it was recorded. Kernels that are launched on a stream of their own aren't in a graph."""
+    """Whether a replay writes the tensor that was returned at capture.
+
+    Kernels that are launched on another stream aren't in a graph.
+    """
     stored = answer.view(torch.uint8)
     stored.fill_(0xFF)  # NaN in every type
     replay()
@@ -141,15 +151,15 @@ def writes(replay: Callable[[], object], answer: torch.Tensor) -> bool:
 
 
 def captured(run: Run, calls: int) -> Callable[[], object]:
-    """The replay of a graph of calls on input sets 0, 1, …; memory that calls free goes to the graph's later calls.
+    """The replay of a graph of calls on input sets 0, 1, … Memory that calls free is used by the graph's later calls.
 
     Raises:
-        RuntimeError: it can't be captured, or not all of it is.
+        RuntimeError: the calls can't be captured, or not completely.
     """
     graph, answer = torch.cuda.CUDAGraph(), None
     with torch.cuda.graph(graph):
         for i in range(calls):
-            answer = None  # its memory is the next call's
+            answer = None  # free its memory for the next call
             answer = run(i)
     if isinstance(answer, torch.Tensor) and not writes(graph.replay, answer):
         raise RuntimeError("the graph doesn't write the answer")
@@ -167,7 +177,7 @@ def looped(run: Run, calls: int) -> Callable[[], object]:
 
 
 def warm_up(run: Run) -> None:
-    """Compile, load and plan what a call needs, on a side stream, as capture wants it."""
+    """Compile, load and plan what a call needs, on a side stream, as capture requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -182,7 +192,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def work_of(run: Run, sets: int, protocol: Protocol, device: torch.device) -> Work:
-    """`run` captured, or looped if it can't be or isn't to be."""
+    """`run` captured; or looped if capture isn't possible or not wanted."""
     warm_up(run)
     make, method = captured, "CUDA graph"
     if protocol.launch == "eager":
@@ -223,9 +233,9 @@ def turn(work: Work, milliseconds: float, lead_in: float = 0.0, busy: Callable[[
     before = max(math.ceil(lead_in / work.milliseconds), 1)
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2))
     if work.launch_seconds:
-        torch.cuda._sleep(int((count + before) * work.launch_seconds * CYCLES_PER_SECOND))  # meanwhile all is launched
+        torch.cuda._sleep(int((count + before) * work.launch_seconds * CYCLES_PER_SECOND))  # everything is launched in the meantime
     for _ in range(before):
-        work.replay()  # untimed: the launch of the next ones hides behind it, and the previous peer's cache lines go
+        work.replay()  # untimed: it hides the launch of the next ones, and evicts the previous peer's cache lines
     for start, end in zip(starts, ends, strict=True):
         if work.flush is not None:
             work.flush.zero_()
@@ -240,17 +250,17 @@ def turn(work: Work, milliseconds: float, lead_in: float = 0.0, busy: Callable[[
 
 @dataclass(frozen=True)
 class Timed:
-    """A peer's timing, and the GPU's sensors as they stood in its turns."""
+    """A peer's timing, and the readings of the GPU's sensors in its turns."""
 
     timing: Timing
     readings: dict[str, float | None]
 
 
 def in_turn(names: Sequence[str], index: int) -> list[str]:
-    """Whose turn comes when in a round.
+    """The order of turns in a round.
 
-    Every round has an order of its own: a power-capped card slows whoever comes after a kernel that drew much, and not after one that drew little. Of
-    two every second round goes backwards; of more nobody has two turns in a row.
+    Every round has a different order, because a power-capped card slows a kernel that follows one with a high power
+    draw. With two peers, every second round is reversed. With more, no peer has two turns in a row.
     """
     if len(names) < 3:
         return list(names) if index % 2 == 0 else list(names)[::-1]
@@ -263,16 +273,16 @@ def in_turn(names: Sequence[str], index: int) -> list[str]:
 
 
 def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> dict[str, Timed]:
-    """Everyone's timing, from rounds in which each takes its turn, so that a clock that falls or rises falls or rises for all.
+    """All peers' timings, from rounds in which each takes its turn, so that changes of the clock affect all of them.
 
     On a CPU, where kernels are interpreted, a turn is one call.
 
     Args:
         sets: number of input sets that calls walk over.
-        tick: told of every turn; a turn counts as 1.
+        tick: called for every turn, which counts as 1.
 
     Returns:
-        by name; without those who ran out of memory, of which captured calls keep theirs.
+        By name, without peers that ran out of memory: captured calls retain theirs.
     """
     sensors = Sensors(device)
     turns = {}
@@ -287,7 +297,7 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
         last = i == protocol.rounds - 1
         for name in in_turn(list(turns), i):
             tick(f"{name}, round {i + 1} of {protocol.rounds}", 0.0)
-            # a slow reading once at the end of a peer's turns, a quick one in each
+            # a slow reading once at the end of a peer's turns, a quick one in each turn
             read = (lambda name=name: readings[name].append(sensors.read())) if sensors.quick or last else None
             samples[name].append(turns[name].take(read))
             tick(name, 1.0)
@@ -296,7 +306,7 @@ def time_all(runs: Mapping[str, Run], sets: int, protocol: Protocol, device: tor
 
 @dataclass(frozen=True)
 class Turns:
-    """What is asked of a peer in every round: `take` gives microseconds of a call in each of the turn's samples."""
+    """A peer's turns. `take` runs one and gives microseconds of a call in each of its samples."""
 
     take: Callable[[Callable[[], object] | None], list[float]]
     calls: int
@@ -304,7 +314,7 @@ class Turns:
 
 
 def settled(turns: Collection[Turns], milliseconds: float) -> None:
-    """Whole rounds that nobody counts, until so long has passed."""
+    """Run whole uncounted rounds until so many milliseconds have passed."""
     start = time.perf_counter()
     while turns and (time.perf_counter() - start) * 1e3 < milliseconds:
         for one in turns:
@@ -312,7 +322,7 @@ def settled(turns: Collection[Turns], milliseconds: float) -> None:
 
 
 def turns_of(run: Run, sets: int, protocol: Protocol, device: torch.device) -> Turns:
-    """A run made ready for its turns."""
+    """A run prepared for its turns."""
     if device.type != "cuda":
         run(0)
         return Turns(lambda busy: [_wall_clock(run)], 1, "wall clock")

@@ -1,6 +1,7 @@
-"""A process that holds one prepared call and times it on request, so that two versions of fp8attn can take turns on one GPU.
+"""A process that holds one prepared call and times it on request, so that two versions of fp8attn can take turns on one
+GPU.
 
-Requests and replies are lines of JSON on standard input and output; whatever libraries print goes to standard error.
+Requests and replies are lines of JSON on standard input and output. Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .timing import Protocol, Turns, turns_of
 
 
 class Worker:
-    """The other end: a process whose fp8attn is the one in a folder.
+    """The client's end: a process that imports fp8attn from a folder.
 
     Args:
-        tree: a folder with a folder fp8attn in it; bench is this one's.
-        name: of it, for messages.
+        tree: a folder that contains the folder fp8attn; bench is this process's.
+        name: name of the process, for messages.
     """
 
     def __init__(self, tree: Path, name: str) -> None:
@@ -47,7 +48,8 @@ class Worker:
             raise ValueError(f"{name}: fp8attn was imported from {where}, not from {tree}")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """
+        """Send a request and return its reply.
+
         Raises:
             ValueError: the process ended.
         """
@@ -76,7 +78,7 @@ class Worker:
 
 
 class Held:
-    """What the process keeps between requests."""
+    """The state of the process between requests."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -87,7 +89,7 @@ class Held:
         return {"fp8attn": fp8attn.__file__}
 
     def prepare(self, case: dict[str, Any], distribution: str, peer: str, protocol: dict[str, Any], bad: dict[str, float]) -> dict[str, Any]:
-        """Errors of the peer's answer, or why there is none; its turns are then ready."""
+        """Prepare a peer's turns. Returns the errors of its answer, or the reason why there is none."""
         self.release()
         how = Protocol(**protocol)
         problem = Problem.of(Case(**case), distribution, self.device, rotate=how.cache == "rotate")
@@ -118,7 +120,7 @@ class Held:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed from here on isn't a reply
+    os.dup2(2, 1)  # output from here on isn't a reply
     held = Held()
     do: dict[str, Callable[..., dict[str, Any]]] = {name: getattr(held, name) for name in ("hello", "prepare", "turn", "release")}
     for line in sys.stdin:

@@ -1,4 +1,5 @@
-"""Keeps the process's settings out of the numerics: autocast, function modes (torch.set_default_device is one), TF32."""
+"""Isolates the numerics from settings of the process: autocast, function modes (such as torch.set_default_device) and
+TF32."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ import torch
 Result = TypeVar("Result")
 
 DEVICES = ("cpu", "cuda")
-"""Device types of the operators, whose autocast is switched off inside."""
+"""Device types of the operators. Autocast is switched off for them inside an operator."""
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast gives to attention on a device, or None outside of autocast."""
+    """The dtype to which autocast casts attention on a device, or None outside of autocast."""
     if device.type not in DEVICES or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -35,7 +36,10 @@ def _without_autocast() -> Iterator[None]:
 
 
 def shielded(implementation: Callable[..., Result]) -> Callable[..., Result]:
-    """An operator's implementation that neither autocast nor function modes reach. Both stay as they are for its caller."""
+    """Wrap an operator's implementation so that autocast and function modes don't affect it.
+
+    Both stay active for its caller.
+    """
 
     @functools.wraps(implementation)
     def run(*arguments, **options) -> Result:
@@ -52,7 +56,10 @@ def _is_exact(device: torch.device) -> bool:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b as exact as its dtype, also where the process allows TF32 or bfloat16 for float32: then by float64."""
+    """a @ b as exactly as its dtype allows.
+
+    If the process allows TF32 or bfloat16 for float32, it is computed in float64.
+    """
     if a.dtype != torch.float32 or _is_exact(a.device):
         return a @ b
     return (a.double() @ b.double()).float()

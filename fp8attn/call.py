@@ -1,4 +1,4 @@
-"""One attention call after validation: what every backend's forward gets."""
+"""One attention call after validation: the input of every backend's forward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .recipe import SCALE_BLOCK, ComputeType, Granularity
 from .reference import Causal, causal_offset
 
 GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
-"""Rows of q or k under one scale; 0 means all of a head's."""
+"""Rows of q or k under one scale, by granularity. 0: all rows of a head."""
 
 GRANULARITIES: dict[int, Granularity] = {0: "head", SCALE_BLOCK: "block", 1: "token"}
-"""The granularity of so many rows, scales being (B, H, n)."""
+"""The granularity of a number of rows under one scale. Scales are (B, H, n)."""
 
 HALVES = (torch.bfloat16, torch.float16)
-"""What kernels quantize on their way."""
+"""Dtypes of q that kernels can quantize themselves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,17 +24,20 @@ class Call:
     """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 
     Attributes:
-        q: (B, Hq, Sq, D) e4m3 or int8; or bfloat16 or float16, which only some kernels take: they quantize it by the token, to k's type.
+        q: (B, Hq, Sq, D) e4m3 or int8. Some kernels also take bfloat16 or float16: they quantize it per token, to k's
+            dtype.
         q_scale: float32 (B, Hq, n), one per `q_group` rows; None if q isn't quantized.
-        k: (B, Hkv, Sk, D), e4m3 or int8, as q.
-        k_scale: float32 (B, Hkv, n), one per `k_group` rows; of int8, negative where a key under it isn't finite.
+        k: (B, Hkv, Sk, D), e4m3 or int8, the same as q.
+        k_scale: float32 (B, Hkv, n), one per `k_group` rows. For int8, negative if a key under it is non-finite.
         v: (B, Hkv, Dv, S_padded) e4m3 in the layout of quantized V.
-        v_scale: float32 (B, Hkv, Dv). v_mean: float32 (B, Hkv, Dv) or None.
+        v_scale: float32 (B, Hkv, Dv).
+        v_mean: float32 (B, Hkv, Dv) or None.
         attn_mask: (B, Hq, Sq, Sk), bool or float, any strides, or None.
-        bias: float32 (B, Hq, ceil(Sq / 64), Sk rounded up to a multiple of 4), contiguous, or None: times the softmax scale it is added to the
-            scores of every 64 queries, whose mean it is the part of.
+        bias: float32 (B, Hq, ceil(Sq / 64), Sk rounded up to a multiple of 4), contiguous, or None. It is multiplied by
+            the softmax scale and added to the scores of every 64 queries, whose mean causes it.
         kv_length: Sk.
-        return_lse: LSE of the scores of q and k as they are stored: what smoothing took from K is the caller's to add.
+        return_lse: whether to return the LSE of the scores of the stored q and k. The caller adds the part that
+            smoothing removed with K's mean.
     """
 
     q: torch.Tensor
@@ -58,17 +61,17 @@ class Call:
 
     @property
     def int8(self) -> bool:
-        """Whether Q·Kᵀ is of int8."""
+        """Whether Q·Kᵀ is computed in int8."""
         return self.k.dtype == torch.int8
 
     @property
     def fuse_q_quant(self) -> bool:
-        """Whether the kernel is to quantize q."""
+        """Whether the kernel must quantize q."""
         return self.q.dtype in HALVES
 
     @property
     def mask_bytes(self) -> torch.Tensor | None:
-        """attn_mask as kernels read it: bool as bytes."""
+        """attn_mask as kernels read it, with bool viewed as bytes."""
         if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
             return self.attn_mask.view(torch.uint8)
         return self.attn_mask
@@ -98,7 +101,7 @@ class Call:
         return self.v.shape[2]
 
     def tiles(self, rows: int) -> int:
-        """Tiles of so many rows of queries, of all heads."""
+        """Number of tiles of `rows` query rows, over all heads."""
         return self.batch * self.q_heads * -(-self.q_length // rows)
 
     @property
@@ -107,7 +110,8 @@ class Call:
 
 
 def unsupported_tma(x: torch.Tensor, name: str) -> str | None:
-    """Why TMA can't load from x (B, H, S, D), or None if it can (CUDA driver API, cuTensorMapEncodeTiled)."""
+    """The reason why TMA can't load from x (B, H, S, D), or None if it can (CUDA driver API,
+    cuTensorMapEncodeTiled)."""
     if x.data_ptr() % 16:
         return f"{name} doesn't start at a multiple of 16 bytes"
     for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
@@ -117,7 +121,7 @@ def unsupported_tma(x: torch.Tensor, name: str) -> str | None:
 
 
 def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """(B, Hq, Sq, Dv), stored as (B, Sq, Hq, Dv) if that is how q lies in memory, else contiguous."""
+    """An uninitialised (B, Hq, Sq, Dv), stored as (B, Sq, Hq, Dv) if q is stored like that, else contiguous."""
     batch, heads, length, _ = q.shape
     if q.stride(1) < q.stride(2):
         return torch.empty(batch, length, heads, value_dim, dtype=out_dtype, device=q.device).transpose(1, 2)
@@ -125,10 +129,10 @@ def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> tor
 
 
 def empty_lse(q: torch.Tensor, return_lse: bool) -> torch.Tensor:
-    """(B, Hq, Sq) float32; an empty tensor if nobody asked for it."""
+    """An uninitialised float32 (B, Hq, Sq), or an empty tensor if the LSE isn't returned."""
     return torch.empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32, device=q.device)
 
 
 def empty_key_mean(k: torch.Tensor, wanted: bool) -> torch.Tensor:
-    """(B, Hkv, D) float32; an empty tensor if nobody asked for it."""
+    """An uninitialised float32 (B, Hkv, D), or an empty tensor if it isn't wanted."""
     return torch.empty((*k.shape[:2], k.shape[3]) if wanted else (0,), dtype=torch.float32, device=k.device)

@@ -1,4 +1,4 @@
-"""What a GPU is and can do, as far as kernels and configs care."""
+"""Properties of a GPU that kernels and configs depend on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Device:
     """One GPU, or an architecture without a GPU at hand.
 
     Attributes:
-        name: marketing name, the key of the shipped config tables.
+        name: marketing name, the key of the tables of shipped configs.
         arch: compute capability as one integer, 90 for 9.0.
         sm_count: number of multiprocessors.
-        shared_memory: bytes of shared memory that one thread block can have.
-        emulated: whether this is Triton's interpreter, which computes what the architecture would.
+        shared_memory: maximum bytes of shared memory of one thread block.
+        emulated: whether this is Triton's interpreter, which computes what the architecture would compute.
     """
 
     name: str
@@ -28,7 +28,8 @@ class Device:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel may be launched before the one before it has ended, and waits for it by itself."""
+        """Whether a kernel may start before the previous one has ended, and wait for its results itself (programmatic
+        dependent launch)."""
         return self.arch >= 90 and not self.emulated
 
     @property
@@ -40,14 +41,16 @@ class Device:
     def has_short_accumulators(self) -> bool:
         """Whether FP8 tensor cores accumulate with fewer mantissa bits than float32.
 
-        About 13 bits on Ada and Hopper (SageAttention2, arXiv:2411.10958, section 3.3; DeepSeek-V3, arXiv:2412.19437,
-        section 3.3.2); the datacenter Blackwell accumulates in float32. Consumer Blackwell is treated as Ada.
+        They keep about 13 bits on Ada and Hopper (SageAttention2, arXiv:2411.10958, section 3.3; DeepSeek-V3,
+        arXiv:2412.19437, section 3.3.2). Datacenter Blackwell accumulates in float32. Consumer Blackwell is treated as
+        Ada.
         """
         return self.has_fp8_units and self.arch // 10 not in (10, 11)
 
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
-"""Largest shared memory of one thread block in bytes, by architecture (CUDA C++ Programming Guide, compute capabilities)."""
+"""Maximum shared memory of one thread block in bytes, by architecture (CUDA C++ Programming Guide, compute
+capabilities)."""
 
 ARCHITECTURES = {
     80: Device("NVIDIA A100-SXM4-80GB", 80, 108, SHARED_MEMORY[80]),
@@ -56,19 +59,21 @@ ARCHITECTURES = {
     100: Device("NVIDIA B200", 100, 148, SHARED_MEMORY[100]),
     120: Device("NVIDIA GeForce RTX 5090", 120, 170, SHARED_MEMORY[120]),
 }
-"""A typical GPU of every architecture the kernels are compiled and tested for."""
+"""A typical GPU of every architecture for which the kernels are compiled and tested."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one GPU was measured to do at most, each unit busy by itself.
+    """Measured peak rates of one GPU, each with only this unit busy.
 
     Attributes:
-        tensor_flop_per_clk: of one SM's tensor cores on e4m3, float32 accumulators; a multiply-add is two.
-        exact_exponentials_per_clk: ex2.approx results of one SM, float32.
-        codes_per_clk: e4m3 codes of 2^x of one SM, written directly without the MUFU unit.
-        clock_hz: that is sustained while the tensor cores are saturated: such a card is power-capped. Lighter work clocks higher.
-        dram_bytes_per_s: read from device memory.
+        tensor_flop_per_clk: FLOP per clock of one SM's tensor cores, e4m3 with float32 accumulators; a multiply-add
+            counts as two.
+        exact_exponentials_per_clk: float32 results of ex2.approx per clock and SM.
+        codes_per_clk: e4m3 codes of 2^x per clock and SM, computed directly without the MUFU unit.
+        clock_hz: the sustained clock while the tensor cores are saturated and the card is power-capped. Lighter work
+            clocks higher.
+        dram_bytes_per_s: bytes per second read from device memory.
     """
 
     tensor_flop_per_clk: int
@@ -79,10 +84,10 @@ class Ceilings:
 
 
 CEILINGS = {
-    # 1630 TFLOP/s sustained; the clock is what that takes at 8192 FLOP/clk and SM
+    # 1630 TFLOP/s sustained; the clock is the one that gives this rate at 8192 FLOP per clock and SM
     "NVIDIA H100 80GB HBM3": Ceilings(8192, 16.0, 57.0, 1630e12 / (8192 * 132), 3.1e12),
 }
-"""By the GPU's name; micro-benchmarks, CUDA 13.0, 700 W. A GPU that nobody measured has none."""
+"""Ceilings by the GPU's name. Micro-benchmarks, CUDA 13.0, 700 W. GPUs that weren't measured have no entry."""
 
 
 def ceilings_of(device: Device) -> Ceilings | None:
@@ -91,7 +96,7 @@ def ceilings_of(device: Device) -> Ceilings | None:
 
 
 INTERPRETER = Device("Triton interpreter", 90, 1, SHARED_MEMORY[90], emulated=True)
-"""What kernels see on a machine without a GPU: an H100's numerics, one program at a time."""
+"""The device that kernels see on a machine without a GPU: an H100's numerics, one program at a time."""
 
 
 @functools.cache
@@ -108,7 +113,7 @@ def _cuda_device(index: int) -> Device:
 
 
 def device_of(device: torch.device) -> Device:
-    """The `Device` behind a torch device; CPU tensors run in Triton's interpreter."""
+    """The `Device` of a torch device. CPU tensors run in Triton's interpreter."""
     if device.type != "cuda":
         return INTERPRETER
     return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,7 +1,9 @@
-"""Recipes that keep some keys in half precision: all others by FP8, those by another kernel, merged by their LSE.
+"""Recipes with some keys in half precision. FP8 kernels attend to the other keys, another kernel attends to the
+half-precision keys, and the results are merged by their LSE.
 
-The keys that a row has left are a range of its own, from the first that isn't a sink up to some keys before the last that it sees: a causal mask
-aligned to the bottom right of a part of K and V. So every kernel of FP8 attention serves as it is.
+The FP8 keys of a row are one contiguous range: from the first key that isn't a sink to some keys before the last one
+that the row sees. This is a causal mask, aligned to the bottom right, on a slice of K and V. So every FP8 attention
+kernel serves unchanged.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from .reference import Causal, causal_offset
 from .validate import Checked
 
 Others = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""FP8 attention to the other keys: out (B, Hq, Sq, Dv); LSE (B, Hq, Sq) of K without its mean; that mean (B, Hkv, D), rotated, or None."""
+"""FP8 attention to the keys that aren't in half precision: out (B, Hq, Sq, Dv); LSE (B, Hq, Sq) for K without its mean;
+that mean (B, Hkv, D), rotated, or None."""
 
 
 def parts(q_length: int, kv_length: int, causal: Causal) -> Iterator[tuple[slice, Causal]]:
-    """Rows of queries of which the last sees the last key, or none sees less than all."""
+    """Ranges of query rows with their masks. In each, the last row sees the last key, or all rows see all keys."""
     if causal != "top_left" or q_length <= kv_length:
         yield slice(0, q_length), causal
     else:
@@ -30,7 +33,7 @@ def parts(q_length: int, kv_length: int, causal: Causal) -> Iterator[tuple[slice
 
 
 def other_keys(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> tuple[slice, Causal]:
-    """The part of K, which may be empty, to which FP8 attends, and its mask."""
+    """The slice of K (it may be empty) to which FP8 kernels attend, and its mask."""
     end = kv_length if causal == "none" else min(q_length + causal_offset(causal, q_length, kv_length), kv_length)
     keys = slice(recipe.sinks, max(end - recipe.recent, recipe.sinks))
     return keys, "none" if causal == "none" else "bottom_right"
@@ -41,14 +44,15 @@ def attend(
     to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others],
     to_kept: Callable[[torch.Tensor, Others | tuple[None, None, None], Causal], tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention by such a recipe, part by part.
+    """Attention with some keys in half precision, one range of query rows at a time.
 
     Args:
-        to_others: FP8 attention of queries to keys and values by `recipe.of_others`.
-        to_kept: attention of queries to the keys that are kept, merged with what that gave; None where there are no others.
+        to_others: FP8 attention of queries to keys and values, with `recipe.of_others`.
+        to_kept: attention of queries to the half-precision keys, merged with the result of `to_others`, or with None if
+            there are no FP8 keys.
 
     Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), as `to_kept` gives them.
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), as `to_kept` returns them.
     """
     found = []
     for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
@@ -70,7 +74,10 @@ def by_kernels(
     to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others],
     half_keys: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` with an operator for kept keys: half_keys, or modelled_half_keys. LSE is empty if not asked for."""
+    """`attend` with an operator for the half-precision keys: half_keys or modelled_half_keys.
+
+    LSE is empty unless `return_lse`.
+    """
     q, k, v = checked.floats
     rotated = rotation.part_of(q.shape[3], recipe.rotate)
 
@@ -87,7 +94,7 @@ def modelled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, *, causal: Causal = "none", softmax_scale: float | None = None,
     exact: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The oracle: `reference.pipeline` of the other keys as quantization is defined, `reference.with_half_keys`.
+    """The oracle: `reference.pipeline` for the FP8 keys, quantized by definition, then `reference.with_half_keys`.
 
     Args:
         exact: see `reference.pipeline`.

@@ -1,4 +1,4 @@
-"""What is here, what works here and, where something doesn't, why and what to do."""
+"""Diagnosis: what is installed, what works and, where something doesn't, why and what to do."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .ops import has_kernels
 from .triton import run
 
 LONGEST = 2000
-"""Characters of a line: a compiler's words can be many pages."""
+"""Maximum characters of a line. A compiler's message can be many pages."""
 
 
 @triton.jit
 def _sum_kernel(x, count, out):
-    """The sum of `count` numbers: a loop whose length is loaded, as those of the attention kernels are."""
+    """The sum of `count` numbers. Its loop bound is loaded, as in the attention kernels."""
     total = 0.0
     for i in range(tl.load(count)):
         total += tl.load(x + i)
@@ -36,7 +36,7 @@ def _check_sum(kernel: Any, device: torch.device) -> None:
     """Run `_sum_kernel`, compiled or interpreted.
 
     Raises:
-        Exception: Triton's, if it can't run it.
+        Exception: Triton's own error, if it can't run the kernel.
         RuntimeError: the sum is wrong.
     """
     x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float32, device=device)
@@ -47,17 +47,17 @@ def _check_sum(kernel: Any, device: torch.device) -> None:
 
 
 def _check_attention(backend: Backend) -> None:
-    """Attend on the CPU to 16 keys of the same score, whose values are 0 to 15.
+    """Attend on the CPU to 16 keys with equal scores and the values 0 to 15.
 
     Raises:
-        Exception: the backend's, if it can't.
-        RuntimeError: the answer isn't their mean.
+        Exception: the backend's own error, if it can't run.
+        RuntimeError: the result isn't the mean of the values.
     """
     with torch.autocast("cpu", enabled=False):
         q = torch.zeros(1, 1, 16, 16, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
         v = torch.arange(16, dtype=torch.float32, device="cpu").view(1, 1, 16, 1).expand(1, 1, 16, 16).to(torch.float8_e4m3fn)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter divides by zero aloud
+            warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter warns of divisions by zero
             out = sdpa(q, q, v.contiguous(), q_scale=1.0, k_scale=1.0, v_scale=1.0, backend=backend)
     if not (out == 7.5).all():
         raise RuntimeError(f"the mean of 0 to 15 came out as {out.flatten()[0].item()}")
@@ -69,7 +69,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _interpreter_fault(check: Callable[[], None]) -> str | None:
-    """Why a check that runs in Triton's interpreter fails and what to do, or None if it passes."""
+    """The reason why a check fails in Triton's interpreter, with a remedy; or None if it passes."""
     try:
         check()
     except Exception as error:
@@ -89,7 +89,8 @@ def _interpreter_fault(check: Callable[[], None]) -> str | None:
 
 
 def _triton_backend(device: torch.device) -> str:
-    """Whether it runs a kernel: on a GPU a tiny one, which shows that Triton can compile; in the interpreter attention itself."""
+    """Try Triton: on a GPU, a tiny kernel, which shows that Triton can compile; in the interpreter, attention
+    itself."""
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return "not tried while a CUDA graph is being captured"
@@ -108,7 +109,7 @@ def _triton_backend(device: torch.device) -> str:
 
 
 def _cuda_backend(device: torch.device) -> str:
-    """Whether its kernels load, if they are compiled already; else whether anything is known that would stop them from being compiled."""
+    """Try the CUDA kernels: load them if they are compiled already, else look for known obstacles to compiling them."""
     reason = cuda_unavailable(device)
     if reason is not None:
         return reason
@@ -137,7 +138,7 @@ def _cuda_version() -> str:
 
 
 def _no_gpu() -> str:
-    """That there is none, and why torch can't use one."""
+    """State that there is no GPU, and why torch can't use one."""
     try:
         torch.cuda.init()
     except Exception as error:
@@ -155,7 +156,7 @@ def _hopper_kernel(device: Device) -> str:
 
 
 def _cuda_kernels(device: Device) -> str:
-    """Which of them a GPU gets, and what they multiply."""
+    """Which CUDA kernels a GPU gets, and what they multiply."""
     if device.arch < 80:
         return "need sm_80"
     operands = "e4m3 as it is" if device.has_fp8_units else "e4m3 as half"
@@ -163,7 +164,10 @@ def _cuda_kernels(device: Device) -> str:
 
 
 def _line(tell: Callable[[], str]) -> str:
-    """What a function says, on one line; if it raises, what. A machine that is asked for a diagnosis may have any fault."""
+    """The text that a function returns, or the error that it raises, on one line.
+
+    A machine under diagnosis may have any fault.
+    """
     try:
         text = tell()
     except Exception as error:
@@ -173,10 +177,11 @@ def _line(tell: Callable[[], str]) -> str:
 
 
 def info() -> dict[str, str]:
-    """Versions, GPUs and backends, each as one line of text; a backend's line starts with `works` or says what is missing or fails.
+    """Versions, GPUs and backends, each as one line of text. A backend's line starts with `works` or says what is
+    missing or fails.
 
-    A backend is tried before it is said to work: a tiny kernel is run by Triton, on the GPU or in the interpreter, and compiled CUDA kernels are
-    loaded. CUDA kernels that aren't compiled yet are not compiled for it. It never raises.
+    Every backend is tried: Triton runs a tiny kernel, on the GPU or in the interpreter, and compiled CUDA kernels are
+    loaded. CUDA kernels that aren't compiled yet are not compiled here. The function never raises.
     """
     lines = {
         "python": platform.python_version(),

@@ -1,9 +1,9 @@
-"""The key order of quantized V, defined once for PyTorch, Triton and the tests.
+"""The key order of quantized V. Defined once for PyTorch, Triton and the tests.
 
 V is stored transposed, (B, H, D, S_padded), because FP8 tensor cores take K-major operands only. Its keys are permuted
-inside groups of 16 so that a thread's accumulators of Q·Kᵀ are, as they stand, the bytes of its A operand of P·V
-(PTX ISA, wgmma and mma.m16n8k32 fragments): the accumulator gives thread c of a quad the columns 2c, 2c+1, 8+2c, 8+2c+1,
-the operand wants columns 4c … 4c+3.
+inside groups of 16. With this order, a thread's accumulators of Q·Kᵀ, converted to e4m3, are the bytes of its A operand
+of P·V without a shuffle (PTX ISA, fragments of wgmma and mma.m16n8k32): the accumulator gives thread c of a quad the
+columns 2c, 2c+1, 8+2c, 8+2c+1, and the operand needs the columns 4c … 4c+3.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PADDING = SCALE_BLOCK
 def key_of_slot(slot):
     """The key stored at position `slot` of quantized V.
 
-    Integer arithmetic on anything that has it: int, torch tensor, Triton tensor. With a slot's low bits written
-    c1 c0 h p (c: thread in the quad, h: half of the group, p: element of the pair), its key's are h c1 c0 p.
+    `slot` is anything with integer arithmetic: an int, a torch tensor or a Triton tensor. If the low bits of a slot are
+    c1 c0 h p (c: thread in the quad, h: half of the group, p: element of the pair), those of its key are h c1 c0 p.
     """
     return (slot & ~15) | ((slot & 2) << 2) | ((slot & 12) >> 1) | (slot & 1)
 
@@ -32,5 +32,5 @@ def padded_length(length: int) -> int:
 
 
 def slots(length: int, device: torch.device | None = None) -> torch.Tensor:
-    """key_of_slot(0 … length-1) as an int64 tensor; `length` is a multiple of 16."""
+    """key_of_slot(0 … length - 1) as an int64 tensor; `length` is a multiple of 16."""
     return key_of_slot(torch.arange(length, device=device))

@@ -1,13 +1,16 @@
 """The definition of quantization in plain torch. The fused kernels give the same bytes.
 
-Where float32 addition would depend on the order (the means), the order is part of the definition: see `lane_sum`.
+Where float32 addition depends on the order (the means), the order is part of the definition: see `lane_sum`.
 
-Non-finite input is neither laundered into a finite answer nor spread further than it must:
-- a scale is the largest finite magnitude over 256 (448 for values, 127 for int8), but for `fit`; a mean is taken over the finite elements;
-- a NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN; int8 has none: all of the row becomes INT8_NAN;
-- a key that isn't finite has no part in what means of queries add to scores: its own scores are NaN without it;
-- a token whose v has a NaN or ±inf gets NaN in all of its *k*, and zeros in v's place: exactly the rows that attend to the
-  token come out NaN. A NaN in v itself would reach rows that the mask hides it from, through 0 · NaN.
+Non-finite input never gives a finite answer, and spreads no further than it must:
+- A scale is the largest finite magnitude divided by 256 (448 for values, 127 for int8); `fit` may adjust it. A mean is
+  taken over the finite elements.
+- A NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN. int8 has no NaN: the whole row
+  becomes INT8_NAN.
+- A non-finite key is left out of the score bias (what means of queries add to scores). Its scores are NaN without it.
+- A token with a NaN or ±inf in v gets NaN in its whole *k* row, and zeros in place of these elements of v. So exactly
+  the output rows that attend to the token come out NaN. A NaN in v itself would reach, through 0 · NaN, rows whose mask
+  hides the token.
 """
 
 from __future__ import annotations
@@ -40,48 +43,53 @@ TOKEN_CHUNK = 512
 """Tokens that one program adds up."""
 
 LANES = 32
-"""Running sums that it keeps: the part of a lane are the tokens congruent to it."""
+"""Running sums of one program. A lane sums the tokens whose index is congruent to it modulo LANES."""
 
 SAMPLE = 512
-"""Tokens at most that K's mean is taken over."""
+"""Maximum number of tokens that K's mean is taken over."""
 
 LARGEST_BIAS = 2.0**100
-"""What means of queries add to scores, over the softmax scale, is kept within ±this: an infinite one would hide its key."""
+"""The score bias (over the softmax scale) is clamped to ± this. An infinite bias would hide its key."""
 
 LARGEST_MEAN = 2.0**100
-"""Means from here on aren't removed: below, x - mean is finite for every finite float32 x."""
+"""Means of at least this magnitude aren't removed. Below it, x - mean is finite for every finite float32 x."""
 
 MEAN_STEP = 2.0**-5
-"""V's means are rounded to multiples of this part of their channel's largest power of two."""
+"""V's means are rounded to multiples of this fraction of a power of two: the largest one that doesn't exceed the
+channel's largest magnitude."""
 
 MEAN_STEPS = 4.0
-"""V's means smaller than so many steps are not removed."""
+"""V's means below this many steps aren't removed."""
 
 RUN = 64
-"""Tokens of V whose errors cancel."""
+"""Tokens of V whose errors cancel among themselves."""
 
 FEEDBACK = 2.0**-3
-"""How much of what rounding earlier tokens of a run of V's left over is added before the next is rounded."""
+"""Fraction of a run's accumulated rounding error that is added to the next token of V before it is rounded."""
 
 LARGEST_CORRECTION = 2.0**-5
-"""At most this part of the token's own value: a quarter to half a step of e4m3."""
+"""Bound of that correction as a fraction of the token's own value: a quarter to half a step of e4m3."""
 
 FIT_DIM = 64
-"""Channels up to which scales of rows are fitted to their codes: the more there are, the less of a row's errors lies along it."""
+"""Largest number of channels for which row scales are fitted. With more, less of a row's error lies along the row."""
 
 FIT_STEP = 2.0**5
-"""What products of halves are rounded to for it: the spacing of halves from 2^15 on, which are larger than any of these products."""
+"""Products of halves are rounded to multiples of this in `fit`: the spacing of halves from 2^15 on. The products are
+smaller than that."""
 
 ROUNDER = 1.5 * 2.0**23
-"""x + ROUNDER · step - ROUNDER · step is float32 x rounded to a multiple of step."""
+"""x + ROUNDER · step - ROUNDER · step rounds float32 x to a multiple of step."""
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Scales are normal float32 numbers, so that their inverse is finite."""
+"""Scales are normal float32 numbers, so that their inverses are finite."""
 
 
 def lane_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum (…, N, D) over N in a fixed order: lanes of rows LANES apart, each from the first on, then a halving tree of the lanes."""
+    """Sum x (…, N, D) over N in a fixed order: (…, D).
+
+    Each of LANES lanes adds its rows, which are LANES apart, from the first on. A halving tree adds the lanes.
+    """
     steps = -(-x.shape[-2] // LANES)
     padded = x.new_zeros(*x.shape[:-2], steps * LANES, x.shape[-1])
     padded[..., : x.shape[-2], :] = x
@@ -95,7 +103,8 @@ def lane_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum (B, H, S, D) over tokens in a fixed order: `lane_sum` of every token_chunk of tokens, then of the token_chunks."""
+    """Sum x (B, H, S, D) over tokens in a fixed order, (B, H, D): `lane_sum` inside every chunk of TOKEN_CHUNK tokens,
+    then over the chunks."""
     batch, heads, length, dim = x.shape
     token_chunks = -(-length // TOKEN_CHUNK)
     padded = x.new_zeros(batch, heads, token_chunks * TOKEN_CHUNK, dim)
@@ -104,32 +113,33 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def finite_or_zero(x: torch.Tensor) -> torch.Tensor:
-    """float32 x, non-finite elements as zeros."""
+    """x as float32, with non-finite elements replaced by zeros."""
     x = x.float()
     return torch.where(x.isfinite(), x, 0.0)
 
 
 def value_mean(v: torch.Tensor) -> torch.Tensor:
-    """Mean over tokens, (B, H, S, D) -> float32 (B, H, D). Non-finite elements count as zeros."""
+    """Mean over tokens: (B, H, S, D) -> float32 (B, H, D). Non-finite elements count as zeros."""
     return ordered_sum(finite_or_zero(v)) * (1 / max(v.shape[2], 1))
 
 
 def sample_step(length: int) -> int:
-    """Of how many groups of LANES tokens one is sampled."""
+    """The sampling period: of this many groups of LANES tokens, one is sampled."""
     return max(1, -(-length // SAMPLE))
 
 
 def sample_size(length: int) -> int:
-    """Tokens that are sampled."""
+    """Number of tokens that are sampled."""
     stride = sample_step(length) * LANES
     return length // stride * LANES + min(length % stride, LANES)
 
 
 def key_mean(k: torch.Tensor) -> torch.Tensor:
-    """Mean over a sample of the tokens, (B, H, S, D) -> float32 (B, H, D). Non-finite elements count as zeros.
+    """Mean over a sample of the tokens: (B, H, S, D) -> float32 (B, H, D). Non-finite elements count as zeros.
 
-    Softmax doesn't change whatever is subtracted, so that a mean known to 4 % of a standard deviation serves as well as the exact
-    one, and k needs to be read once only. The sample is every sample_step-th group of LANES tokens, all of them up to SAMPLE.
+    Softmax doesn't change, whatever constant is subtracted. So a mean known to 4 % of a standard deviation serves as
+    well as the exact one, and k is read only once. The sample is every sample_step-th group of LANES tokens; up to
+    SAMPLE tokens, it is all of them.
     """
     tokens = torch.arange(k.shape[2], device=k.device)
     tokens = tokens[tokens // LANES % sample_step(k.shape[2]) == 0]
@@ -137,12 +147,15 @@ def key_mean(k: torch.Tensor) -> torch.Tensor:
 
 
 def of_every_query(mean: torch.Tensor, length: int) -> torch.Tensor:
-    """Means of groups of queries, or what else there is of every group, (B, H, G, D) -> (B, H, length, D)."""
+    """Means (or other values) of groups of queries, repeated for every query: (B, H, G, D) -> (B, H, length, D)."""
     return mean.repeat_interleave(QUERY_GROUP, 2)[:, :, :length]
 
 
 def query_means(q: torch.Tensor) -> torch.Tensor:
-    """Means of every QUERY_GROUP queries, (B, H, S, D) -> float32 (B, H, ceil(S / 64), D). Non-finite elements count as zeros."""
+    """Means of every QUERY_GROUP queries: (B, H, S, D) -> float32 (B, H, ceil(S / 64), D).
+
+    Non-finite elements count as zeros.
+    """
     batch, heads, length, dim = q.shape
     groups = -(-length // QUERY_GROUP)
     padded = q.new_zeros(batch, heads, groups * QUERY_GROUP, dim, dtype=torch.float32)
@@ -152,18 +165,19 @@ def query_means(q: torch.Tensor) -> torch.Tensor:
 
 
 def bias_pitch(kv_length: int) -> int:
-    """The length of a row of Quantized.bias: kv_length rounded up."""
+    """Row length of Quantized.bias: kv_length rounded up to a multiple of BIAS_ALIGNMENT."""
     return -(-kv_length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
 
 
 def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What means of queries add to scores, over the softmax scale.
+    """The score bias: what means of queries add to scores, divided by the softmax scale.
 
     Args:
-        means: float32 (B, Hq, G, D). keys: float32 (B, Hkv, Sk, D), in the means' basis.
+        means: float32 (B, Hq, G, D).
+        keys: float32 (B, Hkv, Sk, D), rotated as the means are.
 
     Returns:
-        float32 (B, Hq, G, Sk rounded up): zero for keys that aren't finite, and behind the last.
+        float32 (B, Hq, G, Sk rounded up to a multiple of 4): zero for non-finite keys and past the last key.
     """
     batch, heads, groups, dim = means.shape
     kv_heads, length = keys.shape[1:3]
@@ -173,7 +187,7 @@ def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     if bias.numel() == 0:
         return bias
     keys = torch.where(keys.isfinite().all(-1, keepdim=True), keys, 0.0).contiguous()
-    # by heads of K, one after the other: how a product of all is summed depends on how many there are
+    # one head of K at a time: in a batched product, the order of summation depends on the batch size
     rows, products = means.reshape(batch, kv_heads, -1, dim), bias.view(batch, kv_heads, -1, pitch)
     for b in range(batch):
         for h in range(kv_heads):
@@ -182,21 +196,24 @@ def score_bias(means: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized) -> Quantized:
-    """`q`, whose means were subtracted, with what they add to the scores of k (B, Hkv, Sk, D), which isn't rounded for it."""
+    """q, whose means were subtracted, with the bias that they add to the scores of k (B, Hkv, Sk, D). k isn't rounded
+    for it."""
     assert q.mean is not None
     return replace(q, bias=score_bias(q.mean, centre(rotation.rotate(k, k_quantized.rotated), k_quantized.mean)))
 
 
 def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`mean` (B, H, D) of x (B, H, S, D) rounded to a coarse grid; of a constant channel, the constant.
+    """`mean` (B, H, D) of x (B, H, S, D), rounded to a coarse grid. For a constant channel, the constant itself.
 
-    bfloat16 values minus an arbitrary mean no longer lie symmetrically between e4m3 values, and the rounding of a channel gets
-    a bias of about 3e-4 of its values. Over 16k keys that is a quarter of the error. Minus a multiple of the largest values'
-    spacing they stay on their grid, ties and all. Removing most of a mean serves as well as all of it.
+    bfloat16 values minus an arbitrary mean no longer lie symmetrically between e4m3 values, so the rounding of a
+    channel gets a bias of about 3e-4 of its values. Over 16k keys that is a quarter of the error. A multiple of the
+    spacing of the largest values keeps the differences on the grid of the values, ties included. Removing most of a
+    mean serves as well as removing all of it.
 
-    A mean that is small beside the largest values is often that of a few hundred draws around zero. Removed, it would be all that is left of
-    tokens whose values are smaller still, rounded as coarsely as it is large, and such tokens are where language models' attention goes
-    when it has nowhere to go (arXiv:2410.13835, value-state drains). It stays.
+    A mean that is small relative to the largest values is often the mean of a few hundred draws around zero. Subtracted
+    from tokens with even smaller values, it would dominate them, and they would be rounded as coarsely as the mean is
+    large. Language models attend to such tokens when no other token is relevant (value-state drains, arXiv:2410.13835).
+    So a small mean isn't removed.
     """
     x = x.float()
     if x.numel() == 0:
@@ -205,53 +222,61 @@ def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     high = torch.where(x.isfinite(), x, -torch.inf).amax(-2)
     largest = torch.maximum(high, -low).clamp(min=0.0)
     step = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * MEAN_STEP
-    # + 0.0: of minus and plus zero, plus zero, whichever comes out as the minimum
+    # + 0.0: -0.0 becomes +0.0, because either may come out as the minimum
     rounded = torch.where(mean.abs() < step * MEAN_STEPS, 0.0, (mean + step * ROUNDER) - step * ROUNDER)
     return torch.where(low == high, low + 0.0, rounded)
 
 
 def removable(mean: torch.Tensor) -> torch.Tensor:
-    """`mean`, or zero where it overflowed or is LARGEST_MEAN or more: removing any constant leaves the attention as it is."""
+    """`mean`, or zero where it overflowed or is LARGEST_MEAN or more.
+
+    Attention is the same whatever constant is removed.
+    """
     return torch.where(mean.abs() < LARGEST_MEAN, mean, 0.0)
 
 
 def centre(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-    """x - mean in float32, finite wherever x is, NaN elsewhere."""
+    """x - mean in float32: finite where x is finite, NaN elsewhere."""
     x = x.float()
     y = x if mean is None else x - mean.unsqueeze(-2)
     return torch.where(x.isfinite(), y, torch.nan)
 
 
 def scale_of(largest: torch.Tensor, code: float = E4M3_MAX) -> torch.Tensor:
-    """The scale that maps `largest` to `code`; 1 where there is nothing but zeros."""
-    # by a tensor: dividing by a number, torch multiplies with its inverse on GPUs
+    """The scale that maps `largest` to `code`; 1 where all elements are zero."""
+    # divide by a tensor: on GPUs, torch replaces division by a number with multiplication by its inverse
     scale = largest / torch.full_like(largest, code)
     return torch.where(largest > 0, scale.clamp(min=SMALLEST_SCALE), 1.0)
 
 
 def encode(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round y / scale to e4m3, to nearest even, saturating; NaN becomes 0x7F."""
+    """y / scale rounded to e4m3, to nearest even, saturating. NaN becomes 0x7F."""
     data = (y * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return torch.where(y.isnan(), E4M3_NAN, data.view(torch.uint8)).view(E4M3)
 
 
 def feedback(length: int) -> float:
-    """FEEDBACK, or 0 for so few tokens that they are quantized in one launch, which has no time for it."""
+    """The feedback factor: FEEDBACK, or 0 for up to TOKEN_CHUNK tokens, which one launch quantizes without time for
+    feedback."""
     return FEEDBACK if length > TOKEN_CHUNK else 0.0
 
 
 def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round V's y / scale, (B, H, S, D) over (B, H, D) or what broadcasts to it, to e4m3 so that errors of neighbouring tokens cancel.
+    """Round V's y / scale to e4m3 so that errors of neighbouring tokens cancel. y: (B, H, S, D); scale: broadcastable
+    to (B, H, D).
 
-    An output is a weighted sum of V's rows, and its error of their errors. Rounded to nearest, these are independent of each other. Softmax's
-    weights are positive: what they have in common adds errors up, and errors whose sum over every RUN of tokens is small cancel there. Each token
-    is rounded with FEEDBACK of what is residual to the ones before it, which makes its own error larger by 2 % (Spang and Schultheiss, "Reduction of
-    Quantizing Noise by Use of Feedback", 1962, whose filter has one zero; here it is damped, and starts anew with every run, so that runs are
-    independent). The output's share of V's error falls by 17 % for N(0, 1) scores, and by 57 % where weights vary slowly. The limit keeps
-    tokens of small values, where attention goes that has nowhere to go, from paying for large ones.
+    An output is a weighted sum of V's rows, and its error is the weighted sum of their errors. With rounding to
+    nearest, these errors are independent. Softmax's weights are positive, so their common part adds errors up; errors
+    whose sum over every RUN of tokens is small cancel in that part. Therefore FEEDBACK times the residual of the
+    earlier tokens in the run is added to a token before it is rounded. This makes a token's own error 2 % larger (Spang
+    and Schultheiss, "Reduction of Quantizing Noise by Use of Feedback", 1962; their filter has one zero, this one is
+    damped and restarts with every run, so that runs are independent). The part of the output's error that comes from V
+    falls by 17 % for N(0, 1) scores, and by 57 % where weights vary slowly. The correction is bounded by
+    LARGEST_CORRECTION: otherwise, large tokens would add errors to tokens of small values, which get attention when no
+    other token is relevant.
 
-    In half precision, of which hardware takes two channels at a time: every operation rounds, what is residual once a token. There is no negative
-    zero.
+    All arithmetic is in half precision, because hardware processes two channels of it at a time. Every operation
+    rounds; the residual is rounded once per token. No code is negative zero.
     """
     z = (y * (1.0 / scale).unsqueeze(-2)).half()
     batch, heads, length, dim = z.shape
@@ -269,7 +294,7 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def fit_steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products of halves, in FIT_STEP, rounded to nearest even."""
+    """Products of halves in units of FIT_STEP, rounded to nearest even."""
     return (a.float() * b.float() / FIT_STEP).round()
 
 
@@ -279,18 +304,21 @@ def is_fitted(granularity: Granularity, qk: ProductType, dim: int) -> bool:
 
 
 def fit(y: torch.Tensor, scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """What the scale of a row is multiplied by once its e4m3 codes are known, so that codes times scale have the least squared error:
-    1 + ⟨code, rest⟩ / ⟨code, code⟩, rest being what rounding left over.
+    """Factors that fit row scales to e4m3 codes, so that codes times scale have the least squared error.
 
-    What a row's errors have along the row multiplies all of its scores, and the larger these are, the less softmax forgives it. A scale makes up
-    for it. In half precision, in which rests are exact; products are rounded to FIT_STEP, of a code and an eighth of it for ⟨code, code⟩, so that
-    sums are those of integers, the same in any order.
+    The factor is 1 + ⟨code, rest⟩ / ⟨code, code⟩, where rest is the rounding error of the row. The part of this error
+    that lies along the row multiplies all of the row's scores, and softmax amplifies it more, the larger the scores
+    are. The scale compensates for that part. Rests are exact in half precision. Products are rounded to FIT_STEP (for
+    ⟨code, code⟩, the product of a code and an eighth of it), so that sums are sums of integers and don't depend on the
+    order.
 
     Args:
-        y: float32 (…, D). scale: float32 (…), by which it was encoded to `data`, e4m3 (…, D).
+        y: float32 (…, D).
+        scale: float32 (…), with which y was encoded.
+        data: e4m3 (…, D), the codes.
 
     Returns:
-        float32 (…), within 1 ± 1/8; 1 of rows with a NaN.
+        float32 (…), within 1 ± 1/8; 1 for rows with a NaN.
     """
     code = data.half()
     rest = (y * (1.0 / scale).unsqueeze(-1)).half() - code
@@ -299,24 +327,24 @@ def fit(y: torch.Tensor, scale: torch.Tensor, data: torch.Tensor) -> torch.Tenso
 
 
 def encode_int8(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round y / scale, 127 at most, to int8, to nearest even; NaN becomes INT8_NAN."""
+    """y / scale, at most 127 in magnitude, rounded to int8, to nearest even. NaN becomes INT8_NAN."""
     return torch.where(y.isnan(), INT8_NAN, (y * (1.0 / scale)).round()).to(torch.int8)
 
 
 def row_type(qk: ProductType) -> torch.dtype:
-    """What q and k are stored as."""
+    """The dtype in which q and k are stored."""
     return torch.int8 if qk == "int8" else E4M3
 
 
 def largest_code(qk: ProductType) -> float:
-    """What the largest element under a scale of q or k is stored as."""
+    """The code of the largest element under a scale of q or k."""
     return INT8_MAX if qk == "int8" else E4M3_LARGEST
 
 
 def empty_rows(x: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """An uninitialised tensor of bytes for a quantized x (B, H, S, D): its rows start at multiples of ROW_ALIGNMENT bytes.
+    """An uninitialised tensor for a quantized x (B, H, S, D). Its rows start at multiples of ROW_ALIGNMENT bytes.
 
-    Stored as (B, S, H, …) if that is how x lies in memory, because outputs lie as queries do.
+    It is stored as (B, S, H, …) if x is, because an output is stored in the order of its queries.
     """
     batch, heads, length, dim = x.shape
     pitch = -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -337,14 +365,14 @@ def scale_shape(granularity: Granularity, batch: int, heads: int, length: int, d
 
 
 def row_scales(scale: torch.Tensor, granularity: Granularity, length: int) -> torch.Tensor:
-    """Scales of q or k as one number per row: (B, H, S), or broadcastable to it."""
+    """Scales of q or k, one per row: (B, H, S), or broadcastable to it."""
     if granularity == "block":
         return scale.repeat_interleave(SCALE_BLOCK, -1)[..., :length]
     return scale
 
 
 def _largest(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """Largest finite magnitude of (B, H, S, D) under each scale, in the scales' shape."""
+    """Largest finite magnitude of y (B, H, S, D) under each scale, in the scales' shape."""
     magnitude = y.abs().nan_to_num(nan=0.0)
     batch, heads, length, dim = y.shape
     shape = scale_shape(granularity, batch, heads, length, dim)
@@ -366,7 +394,10 @@ def _largest(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 
 
 def marked(scale: torch.Tensor, poisoned: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """Scales of int8 keys, of which `poisoned` (bool (B, H, S)) aren't finite: NaN for single ones, negative where one of many is poisoned."""
+    """Scales of int8 keys that record the non-finite keys `poisoned`, bool (B, H, S).
+
+    A `token` scale becomes NaN. Any other scale becomes negative if it covers a non-finite key.
+    """
     if granularity == "token":
         return scale.masked_fill(poisoned, torch.nan)
     return torch.where(_largest(poisoned.float().unsqueeze(-1), granularity) > 0, -scale, scale)
@@ -381,8 +412,17 @@ def _quantize_rows(
     factor: float,
     qk: ProductType,
 ) -> Quantized:
-    """`poisoned`: keys whose values aren't finite, None for queries. `part`: channels that are rotated together. `factor`: of the scales that are
-    kept, a power of two."""
+    """Quantize rows of q or k, (B, H, S, D).
+
+    Args:
+        x: (B, H, S, D), any float dtype.
+        granularity: what one scale covers.
+        mean: float32 (B, H, D) to subtract, in the rotated basis; or None.
+        poisoned: bool (B, H, S), keys whose values are non-finite; None for queries.
+        part: number of channels that are rotated together.
+        factor: a power of two by which the stored scales are multiplied.
+        qk: type of the codes.
+    """
     length = x.shape[2]
     y = centre(rotation.rotate(x, part), mean)
     largest = _largest(y, granularity)
@@ -402,21 +442,24 @@ def _quantize_rows(
 
 
 def without_means(q: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries (B, H, S, D) minus the means of their groups, float32, and the means as `Quantized` has them: rotated if the recipe says so."""
+    """Queries (B, H, S, D) minus the means of their groups, in float32, and the means as `Quantized.mean` holds them.
+
+    These are rotated if the recipe says so.
+    """
     means = query_means(q)
     stored = rotation.rotate_queries(means, rotation.part_of(q.shape[-1], recipe.rotate))
     return q.float() - of_every_query(means, q.shape[2]), stored
 
 
 def quantize_q(q: torch.Tensor, recipe: Recipe) -> Quantized:
-    """Quantize queries (B, H, S, D), any float dtype. Smoothed, they are without `bias`."""
+    """Quantize queries (B, H, S, D) of any float dtype. Smoothed queries come without `bias`."""
     part = rotation.part_of(q.shape[-1], recipe.rotate)
     q, means = without_means(q, recipe) if recipe.smooth_q else (q, None)
     return replace(_quantize_rows(q, recipe.q, None, None, part, max(part, 1), recipe.qk), mean=means)
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
-    """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, any float dtypes."""
+    """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, of any float dtypes."""
     part = rotation.part_of(k.shape[-1], recipe.rotate)
     k_mean = removable(rotation.rotate(key_mean(k), part)) if recipe.smooth_k else None
     v_mean = removable(coarse(value_mean(v), v)) if recipe.smooth_v else None
@@ -431,7 +474,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quant
 def quantize(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """Quantize q, or k and v, or all three; what isn't given comes back as None. A smoothed q has a `bias` if there is k."""
+    """Quantize q, or k and v, or all three. An operand that isn't given comes back as None. A smoothed q has a `bias`
+    if k is given."""
     q_quantized = None if q is None else quantize_q(q, recipe)
     if k is None or v is None:
         return q_quantized, None, None
@@ -442,7 +486,7 @@ def quantize(
 
 
 def values_layout(rows: torch.Tensor) -> torch.Tensor:
-    """(B, H, S, D) e4m3 -> (B, H, D, S_padded): transposed, keys permuted inside groups of 16, zeros behind the end."""
+    """e4m3 (B, H, S, D) -> (B, H, D, S_padded): transposed, keys permuted inside groups of 16, zeros past the end."""
     batch, heads, length, dim = rows.shape
     padded = torch.zeros(batch, heads, padded_length(length), dim, dtype=torch.uint8, device=rows.device)
     padded[:, :, :length] = rows.view(torch.uint8)
@@ -457,10 +501,10 @@ def rows_layout(values: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def import_values(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 values of the user's own, (B, H, S, D), in the layout of quantized V, and the tokens that hold a NaN.
+    """The user's own e4m3 values (B, H, S, D) in the layout of quantized V, and the tokens that hold a NaN.
 
     Returns:
-        data (B, H, D, S_padded) with zeros in the place of NaN, and a bool (B, H, S).
+        data (B, H, D, S_padded) with zeros in place of NaN, and a bool (B, H, S).
     """
     code = v.view(torch.uint8)
     is_nan = (code & E4M3_NAN) == E4M3_NAN
@@ -468,25 +512,25 @@ def import_values(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def poison(k: Quantized, tokens: torch.Tensor) -> Quantized:
-    """`k` with one scale per token, NaN for `tokens` (bool (B, H, S)): rows that attend to them come out NaN."""
+    """k with one scale per token, NaN for `tokens` (bool (B, H, S)): output rows that attend to these come out NaN."""
     scale = row_scales(k.scale, k.granularity, k.length).expand(tokens.shape).masked_fill(tokens, torch.nan)
     return Quantized(k.data, scale, "token", "rows", k.length, k.mean)
 
 
 def token_means(mean: torch.Tensor, length: int) -> torch.Tensor:
-    """`Quantized.mean` of `length` tokens, broadcastable to (B, H, S, D)."""
+    """`Quantized.mean` for `length` tokens, broadcastable to (B, H, S, D)."""
     return of_every_query(mean, length) if mean.dim() == 4 else mean.unsqueeze(-2)
 
 
 def numbers(x: Quantized) -> torch.Tensor:
-    """The float32 numbers (B, H, S, D) that rows are stored as, over their scales."""
+    """The codes of quantized rows as float32 (B, H, S, D), without their scales; NaN where they are INT8_NAN."""
     return torch.where(x.data == INT8_NAN, torch.nan, x.data.float()) if x.data.dtype == torch.int8 else x.data.float()
 
 
 def dequantize(x: Quantized) -> torch.Tensor:
-    """The float32 (B, H, S, D) that `x` stands for, its mean added back."""
+    """The values (B, H, S, D) that `x` represents, in float32, with the mean added back."""
     if x.layout == "rows":
-        # 127 times a scale that was rounded up may be above the largest float32
+        # 127 times a scale that was rounded up may exceed the largest float32
         y = (numbers(x) * row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)).clamp(-FLOAT_MAX, FLOAT_MAX)
     else:
         y = rows_layout(x.data, x.length).float() * x.scale.unsqueeze(-2)

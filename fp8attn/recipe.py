@@ -1,4 +1,4 @@
-"""The vocabulary of FP8 attention: what a scale covers, which numeric choices a recipe makes, and what a quantized tensor is."""
+"""Definitions that all modules share: scale granularities, the numeric choices of a recipe, and quantized tensors."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 
 E4M3_LARGEST = 256.0
-"""What the largest element under a scale of Q or K is stored as. Large elements have the large errors, and beside the number an error of e4m3's is
-smallest right below a power of two: from 256 down to 128 steps are 16, from 448 down to 256 they are 32 (docs/accuracy.md)."""
+"""Code of the largest element under a scale of Q or K. Large elements have the largest errors, and e4m3's relative
+error is smallest right below a power of two: steps are 16 between 128 and 256, and 32 between 256 and 448
+(docs/accuracy.md)."""
 
 INT8_MAX = 127.0
 INT8_NAN = -128
-"""What all of a row of int8 holds that has an element that isn't finite: no other row holds it."""
+"""Every element of an int8 row that holds a non-finite element. No other row holds this code."""
 
 SCALE_BLOCK = 128
 """Rows that one `block` scale covers. A kernel's key block divides it, so a block scale is one scalar per key block."""
 
 QUERY_GROUP = 64
-"""Queries that one mean covers: a warpgroup's rows, so that what it adds to scores is one number per key there."""
+"""Queries that share one mean: the rows of a warpgroup, so that the mean adds one number per key to their scores."""
 
 BIAS_ALIGNMENT = 4
-"""Rows of what these means add to scores start at multiples of so many float32."""
+"""Rows of the score bias that these means cause start at multiples of this many float32 elements."""
 
 KEPT_KEYS = tuple(range(0, 1025, SCALE_BLOCK))
-"""How many keys of each end a recipe may keep in half precision."""
+"""Numbers of keys that a recipe may leave in half precision at each end (`sinks`, `recent`)."""
 
 ROW_ALIGNMENT = 16
-"""Rows of quantized q and k start at multiples of this many bytes, which is what TMA asks for."""
+"""Rows of quantized q and k start at multiples of this many bytes, as TMA requires."""
 
 
 @dataclass(frozen=True)
@@ -50,36 +51,42 @@ class Recipe:
     """Every numeric choice of the pipeline.
 
     Attributes:
-        q: granularity of Q's scales, one of `tensor | head | block | token`. A single row's, `token`, of e4m3 and up to 64 channels, is fitted to the
-            row's codes for the least squared error (fp8attn.quantize.fit), and so is K's.
-        k: granularity of K's scales, one of `tensor | head | block | token`. All but `token` cost the kernel nothing.
-        v: granularity of V's scales, one of `tensor | head | channel`. V is rounded so that errors of neighbouring keys cancel
-            (fp8attn.quantize.encode_values), whatever the recipe.
-        smooth_k: subtract K's mean over tokens, estimated from 512 of them, before quantizing. Softmax doesn't change; channels
-            with a large common part no longer eat e4m3's precision (SageAttention, arXiv:2410.02367, section 4.2).
-        smooth_v: subtract V's mean over tokens, where it isn't small, before quantizing and add it back after normalisation, which is exact
-            because the probabilities of a row sum to one.
-        smooth_q: subtract the mean of every 64 queries before quantizing, and add its product with K to the scores, in float32 (SageAttention 2,
-            arXiv:2411.10958, section 3). For a Q whose channels have large common parts: they no longer eat its precision, nor K's, whose
-            rounding they would multiply. Takes a pass over Q, a product with K a 64th as large as Q·Kᵀ, which lies in memory (4 bytes for
-            every 64 scores), and kernels that add masks.
-        rotate: multiply Q and K by one orthonormal matrix before quantizing, so that outliers of single channels or tokens spread over so many
-            channels, the largest power of two at most that divides the head dim (fp8attn.rotation): 16, 64, 256 for all that can be, 0 for none.
-            Scores don't change, nor does the kernel's time (docs/accuracy.md).
-        qk: what Q and K are stored and multiplied as. `int8` has uniform steps: of a row like N(0, 1) a third of e4m3's rounding error, and exact
-            products (SageAttention 2, arXiv:2411.10958). P and V stay e4m3.
-        compute: `e4m3` multiplies the stored bytes on FP8 tensor cores; `f16` dequantizes them to half in the kernel, all but int8.
-        sinks, recent: the first keys, and of every query the last ones that it sees, so many of each, stay what they were and are attended to in
-            half precision, all others as above: for layers that look back a little way, or at sinks. Multiples of 128 up to 1024. Of keys, values
-            and queries that aren't quantized yet, without attn_mask (StreamingLLM's sinks and window, arXiv:2309.17453; KIVI's residual,
-            arXiv:2402.02750).
-        two_level: accumulate P·V of every key block in a fresh accumulator that is added to the running float32 output
-            outside the tensor core. `None` means: where the hardware's FP8 accumulators are shorter than float32.
+        q: granularity of Q's scales: `tensor | head | block | token`. With `token`, e4m3 and at most 64 channels, each
+            row's scale is fitted to its codes for the least squared error (fp8attn.quantize.fit).
+        k: granularity of K's scales: `tensor | head | block | token`. `token` scales are fitted as Q's are. All
+            granularities but `token` are free in the kernel.
+        v: granularity of V's scales: `tensor | head | channel`. V is always rounded so that errors of neighbouring keys
+            cancel (fp8attn.quantize.encode_values).
+        smooth_k: subtract K's mean over tokens before quantizing. The mean is estimated from 512 tokens. Softmax
+            doesn't change, and channels with a large common part no longer use up e4m3's precision (SageAttention,
+            arXiv:2410.02367, section 4.2).
+        smooth_v: subtract V's mean over tokens before quantizing, unless it is small, and add it back after
+            normalisation. This is exact because the probabilities of a row sum to one.
+        smooth_q: subtract the mean of every 64 queries before quantizing, and add the product of that mean with K to
+            the scores in float32 (SageAttention 2, arXiv:2411.10958, section 3). Use it where Q's channels have large
+            common parts: these use up Q's precision and multiply K's rounding errors. It costs a pass over Q, a product
+            with K that is a 64th of Q·Kᵀ, memory for that product (4 bytes per 64 scores), and kernels that add masks.
+        rotate: multiply Q and K by one orthonormal matrix before quantizing, which spreads outliers of single channels
+            or tokens over several channels (fp8attn.rotation). The number of channels is the largest power of two that
+            divides the head dim and is at most this value: 16, 64, or 256 for the maximum; 0 doesn't rotate. Scores
+            don't change, nor does the kernel's time (docs/accuracy.md).
+        qk: type in which Q and K are stored and multiplied. `int8` has uniform steps: its rounding error of a row like
+            N(0, 1) is a third of e4m3's, and its products are exact (SageAttention 2, arXiv:2411.10958). P and V stay
+            e4m3.
+        compute: `e4m3` multiplies the stored bytes on FP8 tensor cores. `f16` dequantizes them to half in the kernel;
+            it doesn't affect int8 Q and K.
+        sinks, recent: numbers of keys in half precision: the first `sinks` keys, and the last `recent` keys that each
+            query sees. They are neither quantized nor smoothed; all other keys are. For layers that attend to recent
+            keys or to sinks. Multiples of 128 up to 1024. Queries, keys and values must not be quantized yet, and
+            attn_mask must be None (sinks and window: StreamingLLM, arXiv:2309.17453; residual: KIVI, arXiv:2402.02750).
+        two_level: accumulate P·V of every key block in a fresh accumulator and add that to the running float32 output
+            outside the tensor core. `None` does so where the hardware's FP8 accumulators are narrower than float32.
 
-    The default is the most accurate recipe that costs the kernel nothing. `text` has the fields in order, as an operator takes them.
+    The default is the most accurate recipe that is free in the kernel. `text` holds the fields in order, separated by
+    spaces, for operators, which take no objects.
 
     Raises:
-        ValueError: a field isn't one of the values above.
+        ValueError: a field has none of the values above.
     """
 
     q: Granularity = "token"
@@ -113,19 +120,19 @@ class Recipe:
         }
         for field in fields(self):
             value = getattr(self, field.name)
-            # True == 1 and 16.0 == 16
+            # compare types too, because True == 1 and 16.0 == 16
             if not any((isinstance(a, str) or type(value) is type(a)) and value == a for a in allowed[field.name]):
                 raise ValueError(f"Recipe.{field.name} is {value!r}; it must be one of {allowed[field.name]}")
-        # made here, because torch.compile may make a field's number a symbol
+        # computed here, because torch.compile may replace a field's number by a symbol
         object.__setattr__(self, "text", " ".join(str(getattr(self, field.name)) for field in fields(self)))
 
     @staticmethod
     @functools.cache
     def of_text(text: str) -> Recipe:
-        """The recipe that has this `text`.
+        """The recipe with this `text`.
 
         Raises:
-            ValueError: none has.
+            ValueError: the text isn't that of a recipe.
         """
         words: dict[str, Any] = {"True": True, "False": False, "None": None}
         values: list[Any] = [words[word] if word in words else int(word) if word.isdecimal() else word for word in text.split()]
@@ -140,23 +147,25 @@ class Recipe:
 
     @property
     def of_others(self) -> Recipe:
-        """What becomes of all other keys."""
+        """The recipe of the keys that don't stay in half precision."""
         return replace(self, sinks=0, recent=0)
 
 
 DEFAULT_RECIPE = Recipe()
 
 PRECISE = Recipe(qk="int8")
-"""For layers that need a more exact answer: Q and K as int8, for 1.0 to 1.2 times the default's time. `rotate=256`, which other quantizers do, takes
-another 1 % of the error on average, and scales of single keys, k="token", 1 % more, for three times the time (docs/accuracy.md).
+"""For layers that need a more exact answer: Q and K are int8, at 1.00 to 1.07 times the default's time on an H100. Two
+options lower the error further, by 1 % each: `rotate=256`, which other quantizers run, and `k="token"`, one scale per
+key, at 1.2 to 1.6 times the time (docs/benchmark-tables.md).
 
-By the oracle, exponentials exact, relative L2 at 1k keys, D 64 and 128, in brackets the default's: N(0, 1) 0.034 and 0.035 (0.050, 0.051), outliers
-0.030 and 0.030 (0.060, 0.053), biased channels of K 0.034 and 0.035 (0.051, 0.051), attention sinks 0.025 and 0.026 (0.045, 0.031), heavy tails 0.026
-and 0.027 (0.042, 0.044), V of one sign 0.0019 and 0.0019 (0.0024, 0.0024), one-hot 0.027 (0.027). What is left is V's and P's rounding.
+Relative L2 error of the pipeline oracle with exact exponentials, 1k keys, D 64 and 128; the default's in brackets:
+N(0, 1) 0.034 and 0.035 (0.050, 0.051), outliers 0.030 and 0.030 (0.060, 0.053), biased channels of K 0.034 and 0.035
+(0.051, 0.051), attention sinks 0.025 and 0.026 (0.045, 0.031), heavy-tailed 0.026 and 0.027 (0.042, 0.044), V of one
+sign 0.0019 and 0.0019 (0.0024, 0.0024), one-hot 0.027 (0.027). The rest is the rounding of V and P.
 """
 
 FUSED_RECIPES: dict[ProductType, Recipe] = {recipe.qk: recipe for recipe in (DEFAULT_RECIPE, PRECISE)}
-"""Recipes that kernels quantize with as they attend, or right before."""
+"""Recipes that the fused kernels support: they quantize inside the attention kernel or right before it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,19 +173,24 @@ class Quantized:
     """An e4m3 or int8 tensor with the scales that restore it.
 
     Attributes:
-        data: float8_e4m3fn, or int8, which only rows can be. Layout `rows`: (B, H, S, D), unit last stride. Layout `values`: (B, H, D, S_padded), V
-            transposed, its keys permuted by `fp8attn.layout.key_of_slot` and padded with zeros to whole groups.
-        scale: float32 multiplier that restores values. Its shape says what it covers: (1, 1, 1) `tensor`, (B, H, 1)
-            `head`, (B, H, ceil(S / 128)) `block`, (B, H, S) `token`; for values (1, 1, 1), (B, H, 1) or (B, H, D) `channel`.
-            int8 has no NaN: the scale of a key that isn't finite is NaN if it is the token's own, else it is negative, and the key INT8_NAN.
+        data: float8_e4m3fn, or int8 (layout `rows` only). Layout `rows`: (B, H, S, D), unit last stride. Layout
+            `values`: (B, H, D, S_padded): V transposed, its keys permuted by `fp8attn.layout.key_of_slot` and padded
+            with zeros to whole groups.
+        scale: float32 multiplier that restores values. Its shape depends on `granularity`: (1, 1, 1) `tensor`,
+            (B, H, 1) `head`, (B, H, ceil(S / 128)) `block`, (B, H, S) `token`; for values (1, 1, 1), (B, H, 1) or
+            (B, H, D) `channel`. int8 has no NaN: a non-finite key is stored as INT8_NAN. Its scale is NaN with `token`,
+            and negative with any other granularity.
         granularity: what one scale covers.
         layout: `rows` for q and k, `values` for v.
         length: S, the number of tokens.
-        mean: float32 (B, H, D) that was subtracted before quantizing; of queries (B, H, ceil(S / 64), D), of every 64 of them; or None.
-        rotated: 2^k, the channels that were rotated together if it stands for rows of q or k times fp8attn.rotation's matrix: of k over sqrt(2^k),
-            of q times as much. Else 0.
-        bias: of queries whose means were subtracted, what these add to the scores of the keys that they were quantized with, over the softmax
-            scale: float32 (B, H, ceil(S / 64), Sk rounded up to a multiple of 4). Else None.
+        mean: float32 (B, H, D) that was subtracted before quantizing; for queries (B, H, ceil(S / 64), D), one mean for
+            every 64 of them; or None.
+        rotated: number of channels that were rotated together, a power of two; 0 if the rows aren't rotated. With R =
+            fp8attn.rotation's matrix and n = `rotated`, `data` and `scale` represent k · R / sqrt(n) or
+            q · R · sqrt(n).
+        bias: for queries whose means were subtracted: what these means add to the scores of the keys that they were
+            quantized with, divided by the softmax scale. float32 (B, H, ceil(S / 64), Sk rounded up to a multiple of
+            4). Else None.
     """
 
     data: torch.Tensor
@@ -198,7 +212,7 @@ class Quantized:
 
     @property
     def multiplier(self) -> torch.Tensor:
-        """The scale without the sign that says that an int8 key under it isn't finite."""
+        """The scales without the sign that says that an int8 key under the scale is non-finite."""
         return self.scale.abs() if self.data.dtype == torch.int8 else self.scale
 
     @property

@@ -1,7 +1,7 @@
 """The two oracles, and the combination of partial results.
 
-`attention` is exact attention in float32 or float64. `pipeline` models the kernels: the same quantized inputs, the same
-key blocks, P rounded in the same place; a kernel differs from it by a few float32 roundings only.
+`attention` is exact attention in float32 or float64. `pipeline` models the kernels: it takes the same quantized inputs,
+walks the same key blocks and rounds P in the same place. A kernel differs from it by a few float32 roundings only.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ Causal = Literal["none", "top_left", "bottom_right"]
 
 LOG2E = math.log2(math.e)
 P_OFFSET = 8.0
-"""P is computed as 2^(score - m + 8), m being its key block's largest score: e4m3 reaches 448, and P down to 2^-14 of the largest stay normal."""
+"""P is computed as 2^(score - m + 8), where m is the largest score of its key block. So the largest P is 256, below
+e4m3's maximum of 448, and P down to 2^-14 of the largest stay normal numbers."""
 
 FALL = 64.0
-"""How far m may be below the row's largest score so far: sums of P stay in float32's range."""
+"""How far m may be below the row's largest score so far. It keeps sums of P in float32's range."""
 
 LARGEST_FACTOR = 2.0**100
-"""Scale factors of the scores are kept inside 2^±100, where their products with any dot product of e4m3 or int8 are finite."""
+"""Scale factors of scores are clamped to 2^±100, where their products with any dot product of e4m3 or int8 are
+finite."""
 
 LOWEST_SCORE = -torch.finfo(torch.float32).max
-"""The least that an additive mask adds to a score in base 2: only -inf hides a key. torch.finfo(dtype).min times log2 e is beyond float32, so every
-finite number below -2.3587e38 adds this. A score is rounded off next to it: a row with no higher score weighs all its keys alike, as PyTorch does."""
+"""The lowest value that an additive mask adds to a score in base 2. Only -inf hides a key. torch.finfo(dtype).min times
+log2 e is beyond float32, so every finite number below -2.3587e38 adds this value. A score is rounded off next to it: a
+row with no higher score weighs all its keys alike, as PyTorch does."""
 
 CHUNK_ELEMENTS = 1 << 25
-"""Scores held at a time by the exact oracle."""
+"""Number of scores that the exact oracle holds at a time."""
 
 
 def causal_offset(causal: Causal, q_length: int, kv_length: int) -> int:
-    """Row i sees keys j <= i + offset; without a causal mask the offset is past the last key."""
+    """The causal offset: row i sees keys j <= i + offset. Without a causal mask the offset is past the last key."""
     return {"none": kv_length, "top_left": 0, "bottom_right": kv_length - q_length}[causal]
 
 
 def hidden_keys(
     attn_mask: torch.Tensor | None, causal: Causal, rows: torch.Tensor, keys: torch.Tensor, q_length: int, kv_length: int
 ) -> torch.Tensor:
-    """bool, broadcastable to (B, H, len(rows), len(keys)): True where the row doesn't see the key.
+    """Hidden keys: bool, broadcastable to (B, H, len(rows), len(keys)), True where the row doesn't see the key.
 
-    attn_mask is already cut to these rows and keys. Additive masks hide a key with -inf.
+    attn_mask is already cut to these rows and keys. An additive mask hides a key with -inf.
     """
     hidden = keys > rows.unsqueeze(-1) + causal_offset(causal, q_length, kv_length)
     if attn_mask is not None:
@@ -60,7 +63,7 @@ def _per_query_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _cut(attn_mask: torch.Tensor | None, rows: slice, keys: slice) -> torch.Tensor | None:
-    """attn_mask's rows and keys; a dimension of 1 is broadcast, not cut."""
+    """attn_mask cut to these rows and keys. A dimension of 1 is broadcast, not cut."""
     if attn_mask is None:
         return None
     attn_mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
@@ -79,10 +82,11 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of (B, H, S, D) tensors, computed in `dtype`.
 
-    NaN and ±inf are treated as the kernels treat them: exactly the rows that attend to one come out NaN.
+    NaN and ±inf are treated as in the kernels: exactly the rows that attend to one come out NaN.
 
     Returns:
-        out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible keys.
+        out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible
+        keys.
     """
     batch, heads, q_length, dim = q.shape
     kv_length = k.shape[2]
@@ -116,44 +120,50 @@ def attention(
 
 
 def lowest(m: torch.Tensor) -> torch.Tensor:
-    """What the next key block's P are relative to if none of its scores is larger; otherwise it is the largest of them.
+    """The lower bound of m (the score that P is relative to) for the next key block, from the last block's m.
 
-    Online softmax (Milakov and Gimelshein, arXiv:1805.02867) has the largest score so far there. But sums are multiplied by 2^(m - m_new) in any
-    case, and may be by more than 1: where m follows its blocks down as well, P are as large as their block allows, and so rounded as little.
-    Beside a sink far above all other keys e4m3 would have these as subnormal numbers, or lose them. m that is 0 or more falls to 0 at most, because
-    among such scores kernels compare floats as integers; less falls to -FALL; and beyond ±FALL m only grows.
+    m of the next block is the larger of this bound and the block's largest score. In online softmax (Milakov and
+    Gimelshein, arXiv:1805.02867), the bound is the largest score so far. But the sums are multiplied by 2^(m - m_new)
+    in any case, and this factor may exceed 1. If m may also fall with the scores of its blocks, P are as large as their
+    block allows, and so have the smallest rounding error. After a sink far above all other keys, e4m3 would hold these
+    P as subnormal numbers or as zero.
+
+    If m >= 0, it falls to 0 at most, because for such scores the kernels compare floats as integers. If m < 0, it falls
+    to -FALL at most. Beyond ±FALL, m only grows.
 
     Args:
-        m: of the last block, in base 2; -inf: no key is visible so far.
+        m: m of the last block, in base 2; -inf if no key is visible so far.
     """
     return torch.where(m.abs() >= FALL, m, torch.where(m >= 0, torch.zeros_like(m), -FALL))
 
 
 CODE_ROUND = 0.458
-"""Mean of 8 (log2(1 + f) - f), what e4m3 codes taken linear in the exponent are too high by, in code steps."""
+"""Mean of 8 (log2(1 + f) - f): how much too high, in code steps, e4m3 codes linear in the exponent are."""
 
 
 def direct_code(y: torch.Tensor) -> torch.Tensor:
-    """2^y as the e4m3 number whose code is 8 (y + 7) to the nearest, 2^f taken as 1 + f and as little below it as above.
+    """2^y as the e4m3 number whose code is nearest to 8 (y + 7).
 
-    The linear work_tile per octave is Schraudolph's (Neural Computation 11, 1999), on 8-bit codes. y is at most 8.
+    2^f is approximated by 1 + f, shifted so that the error is zero on average. This is Schraudolph's linear
+    approximation per octave (Neural Computation 11, 1999), on 8-bit codes. y is at most 8.
     """
     code = (8 * (y + 7) - CODE_ROUND).round().clamp(min=0)
     return torch.where(y.isnan(), E4M3_NAN, code.nan_to_num(0.0)).to(torch.uint8).view(E4M3).float()
 
 
 TENSOR_CORE_BITS = 13
-"""Mantissa bits of the terms that Hopper's FP8 tensor cores add up in one instruction: measured, see `chained`."""
+"""Mantissa bits of the terms that Hopper's FP8 tensor cores add in one instruction. Measured, see `chained`."""
 
 TENSOR_CORE_TERMS = 32
-"""Products of FP8 that one instruction adds to an accumulator (PTX ISA, wgmma, K of 8-bit types)."""
+"""FP8 products that one instruction adds to an accumulator (PTX ISA, wgmma, K of 8-bit types)."""
 
 
 def chained(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor, bits: int) -> torch.Tensor:
-    """acc + p @ v as a tensor core with short accumulators leaves it, for acc (…, M, D), p (…, M, N), v (…, N, D).
+    """acc + p @ v on a tensor core with narrow accumulators: acc (…, M, D), p (…, M, N), v (…, N, D).
 
-    An instruction aligns the accumulator and 32 products to the largest of them and cuts each off `bits` bits below. With 13 this model gives
-    what an H100 was measured to lose of softmax-like sums of |N(0, 1)|: 1.7 % at 1k keys in one chain, 13 % at 8k, 48 % at 64k.
+    An instruction aligns the accumulator and 32 products to the largest of them, and truncates each `bits` bits below.
+    With 13 bits, this model gives the loss that was measured on an H100 for softmax-like sums of |N(0, 1)| in one
+    chain: 1.7 % at 1k keys, 13 % at 8k, 48 % at 64k.
     """
     for start in range(0, p.shape[-1], TENSOR_CORE_TERMS):
         part = slice(start, start + TENSOR_CORE_TERMS)
@@ -165,7 +175,8 @@ def chained(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor, bits: int) -> t
 
 
 def half_summed(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """P·V of a block (…, M, N) and (…, N, Dv) by a tensor core that sums in half precision, rounding to nearest after every 32 keys."""
+    """P·V of a block, (…, M, N) and (…, N, Dv), on a tensor core that sums in half precision and rounds to nearest
+    after every 32 keys."""
     total = p.new_zeros(*p.shape[:-1], v.shape[-1], dtype=torch.float16)
     for keys in zip(p.split(TENSOR_CORE_TERMS, -1), v.split(TENSOR_CORE_TERMS, -2), strict=True):
         total = (total.float() + product(*keys)).half()
@@ -187,19 +198,22 @@ def pipeline(
     p_offset: float = P_OFFSET,
     half_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel with key blocks of `block_n` computes, in float32.
+    """The result of a kernel with key blocks of `block_n`, in float32.
 
     Args:
-        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact: below 2^24. A smoothed q has its `bias`.
-        exact: of every eight groups of 16 keys, those, as far apart as can be, whose exponentials are exact; the others' e4m3 codes are those of
-            `direct_code`, and rows are normalised by sums of rounded P. None: all are exact, and sums are of P before it is rounded.
-        accumulator_bits: P·V of all key blocks is one chain in a tensor core's accumulator of so many mantissa bits, and P relative to the row's
-            largest score so far, as FlashAttention-3's FP8 kernel has both (`chained`). None: in float32, and `lowest`.
+        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact, below 2^24.
+            A smoothed q has its `bias`.
+        exact: in every eight groups of 16 keys, the number of groups with exact exponentials, evenly spaced. The other
+            groups' e4m3 codes come from `direct_code`. Rows are normalised by sums of rounded P. None: all exponentials
+            are exact, and sums are of P before rounding.
+        accumulator_bits: model FlashAttention-3's FP8 kernel: P·V of all key blocks is one chain in a tensor core's
+            accumulator with this many mantissa bits (`chained`), and P is relative to the row's largest score so far.
+            None: accumulate in float32, and P is relative to the m of `lowest`.
         p_offset: binary logarithm of the largest P.
-        half_sums: P·V of a block is summed in half precision (`half_summed`).
+        half_sums: sum P·V of a block in half precision (`half_summed`).
 
     Returns:
-        out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of q and k as they are stored.
+        out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of the stored q and k.
 
     Raises:
         ValueError: q is smoothed and has no bias.
@@ -235,7 +249,7 @@ def pipeline(
         m_new = torch.maximum(m if accumulator_bits is not None else lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
         alpha = torch.exp2(m - reference)
-        y = (x - reference) + p_offset  # in this order: next to a score of 2^24 and more the offset would be rounded off
+        y = (x - reference) + p_offset  # in this order: next to a score of 2^24 or more the offset would be rounded off
         p = torch.exp2(y)
         rounded = p.to(probability).float()
         if exact is not None:
@@ -255,7 +269,8 @@ def pipeline(
 
 
 def kept_keys(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_length: int, kv_length: int, sinks: int, recent: int) -> torch.Tensor:
-    """bool (len(rows), len(keys)): the keys of a row that Recipe(sinks=..., recent=...) keeps in half precision."""
+    """The keys that Recipe(sinks=..., recent=...) leaves in half precision for each row: bool (len(rows),
+    len(keys))."""
     last = (rows + causal_offset(causal, q_length, kv_length)).clamp(max=kv_length - 1).unsqueeze(-1)
     return (keys <= last) & ((keys < sinks) | (keys > last - recent))
 
@@ -264,14 +279,16 @@ def with_half_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, *,
     sinks: int, recent: int, causal: Causal = "none", softmax_scale: float | None = None, dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of (B, H, S, D) tensors to the keys that a recipe keeps in half precision, exact, and to `others`, of which it is given.
+    """Attention of (B, H, S, D) tensors: exact for the half-precision keys of a recipe, merged with `others` for the
+    FP8 keys.
 
     Args:
-        others: (B, Hq, Sq, Dv), attention to all other keys; None where there are none.
-        others_lse: (B, Hq, Sq), its natural-log LSE, of scores of K as it was.
+        others: (B, Hq, Sq, Dv), attention to the FP8 keys; None if there are none.
+        others_lse: (B, Hq, Sq), its natural-log LSE, for scores of unsmoothed K.
 
     Returns:
-        out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible keys.
+        out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible
+        keys.
     """
     rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
     kept = kept_keys(rows, keys, causal, q.shape[2], k.shape[2], sinks, recent).expand(1, 1, -1, -1)
@@ -282,29 +299,31 @@ def with_half_keys(
 
 
 def smoothing_shift(q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """What K's mean, (B, Hkv, D), adds to every score of a row of q, (B, Hq, Sq, D): float32 (B, Hq, Sq).
+    """The amount that K's mean, (B, Hkv, D), adds to every score of a row of q, (B, Hq, Sq, D): float32 (B, Hq, Sq).
 
-    Softmax doesn't see it; the LSE does.
+    Softmax doesn't depend on it; the LSE does.
     """
     mean = _per_query_head(k_mean, q.shape[1]).unsqueeze(-2)
     return softmax_scale * (q.float() * mean).sum(-1)
 
 
 def unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int) -> torch.Tensor:
-    """The LSE of scores of K as it was.
+    """The LSE for scores of unsmoothed K.
 
     Args:
-        lse: float32 (B, Hq, Sq), of scores of K without its mean.
-        q: (B, Hq, Sq, D), not rotated. k_mean: float32 (B, Hkv, D), `rotated` as Quantized.rotated says.
+        lse: float32 (B, Hq, Sq), the LSE for scores of K without its mean.
+        q: (B, Hq, Sq, D), not rotated.
+        k_mean: float32 (B, Hkv, D), rotated by `rotated` channels (see Quantized.rotated).
     """
     return lse + smoothing_shift(rotation.rotate_queries(q, rotated), k_mean, softmax_scale)
 
 
 def combine(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a union of key sets from attention over each.
+    """Attention over a union of key sets, from attention over each set.
 
     Args:
-        outs: (N, …, D), normalised outputs. lses: (N, …), their natural-log LSE.
+        outs: (N, …, D), normalised outputs.
+        lses: (N, …), their natural-log LSE.
 
     Returns:
         out (…, D) and LSE (…), as if all keys had been attended to at once.

@@ -1,15 +1,18 @@
-"""Rotation of Q and K by one orthonormal matrix, which leaves their products as they are.
+"""Rotation of Q and K by one orthonormal matrix, which doesn't change their products.
 
-Random-looking signs, then a Walsh-Hadamard transform, spread what a few channels or tokens have over the channels of their part of a row, so
-that a scale no longer serves an outlier at the cost of its neighbours (QuIP#, arXiv:2402.04396, section 3; FlashAttention-3,
-arXiv:2407.08608, section 3.3). The signs are those of the Rudin-Shapiro sequence, anew in every part: its own Walsh spectrum is flat, so rows
-whose channels are all alike are spread as well as single channels are.
+Random-looking signs, then a Walsh-Hadamard transform, spread outliers of single channels or tokens over the channels of
+a part of a row. So one outlier no longer determines the scale, and with it the precision, of its neighbours (QuIP#,
+arXiv:2402.04396, section 3; FlashAttention-3, arXiv:2407.08608, section 3.3). The signs are the Rudin-Shapiro sequence,
+which restarts in every part. Its own Walsh spectrum is flat, so rows whose channels are all alike are spread as well as
+single channels are.
 
-Parts are of 2^k channels. A head dim of 2^k m, m odd, has parts of 2^k at most, or of 64: as many as a quad of lanes of the CUDA attention kernel has
-of a row, or a CTA of the quantizer, and most of what larger parts gain is gained by then (docs/accuracy.md).
+A part is 2^k consecutive channels that are rotated together. For a head dim of 2^k m with m odd, parts have at most 2^k
+channels, and at most 64 by default. 64 channels are what a quad of lanes of the CUDA attention kernel holds of a row,
+and what a CTA of the quantizer processes; larger parts gain little more (docs/accuracy.md).
 
-Butterflies only add; to keep them finite wherever x is, both operands are divided by 2^k first, and Q's scales make up for it: the product of two
-transforms that aren't normalised is 2^k too large, of two so divided 2^k too small.
+The butterflies only add. To keep their results finite wherever x is finite, both operands are first divided by 2^k, the
+size of a part. The product of two unnormalised transforms is too large by a factor of 2^k, so the product of two
+transforms divided this way is too small by a factor of 2^k. Q's scales compensate for it.
 """
 
 from __future__ import annotations
@@ -21,24 +24,31 @@ import torch
 from .recipe import Rotation
 
 NAMED: tuple[Rotation, ...] = get_args(Rotation)
-"""What `Recipe.rotate` may be."""
+"""Values that `Recipe.rotate` allows."""
 
 
 def part_of(dim: int, most: int) -> int:
-    """2^k, the channels that are rotated together: the largest power of two that divides `dim`, `most` at most, which is a power of two or 0."""
+    """The size of a part, the number of channels that are rotated together: the largest power of two that divides `dim`
+    and is at most `most`.
+
+    `most` is a power of two, or 0 for no rotation.
+    """
     part = most
-    while part > 1 and dim % part:  # a number also where torch.compile knows none for `dim`
+    while part > 1 and dim % part:  # a number even if torch.compile doesn't know `dim`
         part //= 2
     return part
 
 
 def named(dim: int, part: int) -> Rotation:
-    """Of a recipe's rotations, one that rotates `part` channels of `dim` together."""
+    """A value of `Recipe.rotate` that rotates `part` channels of `dim` together."""
     return next(most for most in NAMED if part_of(dim, most) == part)
 
 
 def sign_bit(channel):
-    """1 where a channel's sign is turned; of numbers up to 255, ints or tensors: the parity of pairs of ones in the binary number."""
+    """1 where the sign of a channel is flipped, else 0. `channel`: ints or tensors up to 255.
+
+    It is the parity of the number of pairs of adjacent ones in the binary number.
+    """
     pairs = channel & (channel >> 1)
     pairs = pairs ^ (pairs >> 4)
     pairs = pairs ^ (pairs >> 2)
@@ -46,9 +56,9 @@ def sign_bit(channel):
 
 
 def rotate(x: torch.Tensor, part: int) -> torch.Tensor:
-    """x (…, D) float32, `part` channels rotated together, over sqrt(part); as it is if `part` is 0.
+    """Rotate x (…, D) in parts of `part` channels, and divide by sqrt(part). float32; only converted if `part` is 0.
 
-    Of a row with an element that isn't finite no element of its part is.
+    If an element is non-finite, all elements of its part are.
     """
     if part == 0:
         return x.float()
@@ -59,9 +69,10 @@ def rotate(x: torch.Tensor, part: int) -> torch.Tensor:
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
         y = torch.stack((low + high, low - high), -2).flatten(-3)
         distance *= 2
-    return y + 0.0  # a zero is positive, whoever adds up what
+    return y + 0.0  # no zero is negative, so the order of the additions doesn't matter
 
 
 def rotate_queries(q: torch.Tensor, part: int) -> torch.Tensor:
-    """q (…, D) as it is restored: rotated, times what K was divided by."""
+    """q (…, D) rotated and multiplied by sqrt(part), so that its products with `rotate(k, part)` are those of q and
+    k."""
     return rotate(q, part) * max(part, 1)

@@ -1,7 +1,7 @@
-"""Every check of the arguments, once. An error names the argument, what it was and what it must be.
+"""Checks of all arguments, each made once. An error names the argument, its value and what it must be.
 
-`check` is for attention, `check_quantize` and `check_import` are for quantization; `check_call` and the other checks of operators hold what kernels
-rely on, whoever calls the operator.
+`check` is for attention; `check_quantize` and `check_import` are for quantization. `check_call` and the other checks of
+operators guarantee what the kernels rely on, because users can call the operators directly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ E4M3_BYTES = (E4M3, torch.uint8)
 MIN_DIM, MAX_DIM, DIM_STEP = 16, 256, 8
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-"""Tensors of other types may hold their elements elsewhere, or stand for others than they hold."""
+"""Tensors of other types may keep their elements elsewhere, or represent other values than they hold."""
 
 Backend = Literal["auto", "triton", "cuda", "reference", "modelled"]
 BACKENDS: tuple[Backend, ...] = ("auto", "triton", "cuda", "reference", "modelled")
@@ -52,7 +52,7 @@ Scale = torch.Tensor | float
 
 
 class BackendUnavailable(RuntimeError):
-    """The chosen backend can't run here; the message says why and what to do."""
+    """The chosen backend can't run here. The message says why and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +80,11 @@ class Arguments:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """What the user quantized.
+    """A tensor that the user quantized.
 
     Attributes:
         data: (B, H, S, D), e4m3 or int8.
-        scale: float32, in the shape that `Quantized.scale` has for `granularity`.
+        scale: float32, in the shape of `Quantized.scale` for `granularity`.
     """
 
     data: torch.Tensor
@@ -102,12 +102,13 @@ class Checked:
     """A call that passed every check, in the one form that all backends take.
 
     Attributes:
-        query, key, value: of one batch size, and key and value of one number of heads; sizes of 1 are expanded, without a copy.
+        query, key, value: tensors of one batch size; key and value have the same number of heads. Sizes of 1 are
+            expanded without a copy.
         attn_mask: (B, Hq, Sq, Sk), bool or float, expanded; or None.
-        causal: the causal mask; `none` where it would hide no key.
-        softmax_scale: what multiplies Q·Kᵀ, unless there is `scale`.
-        out_dtype: the output's.
-        scale: what multiplies Q·Kᵀ if torch.compile doesn't know it, a float64 on the CPU; else None.
+        causal: the causal mask; `none` if it would hide no key.
+        softmax_scale: factor of Q·Kᵀ, ignored if `scale` is given.
+        out_dtype: dtype of the output.
+        scale: factor of Q·Kᵀ if torch.compile doesn't know its value, a float64 scalar tensor on the CPU; else None.
     """
 
     query: torch.Tensor | Quantized | Stored
@@ -126,37 +127,38 @@ class Checked:
 
     @property
     def floats(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """query, key and value of a call that `is_float`."""
+        """query, key and value. Only for calls with `is_float`."""
         query, key, value = self.query, self.key, self.value
         assert isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
         return query, key, value
 
     @property
     def device(self) -> torch.device:
-        """That of all tensors."""
+        """The device of all tensors."""
         return self.query.data.device if isinstance(self.query, Stored) else self.query.device
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """An argument as autocast passes it on: a floating-point tensor in `dtype`, anything else as it is."""
+    """An argument as autocast passes it on: a floating-point tensor is cast to `dtype`, anything else is returned as it
+    is."""
     return x.to(dtype) if isinstance(x, torch.Tensor) and not is_causal_bias(x) and x.dtype in FLOATS else x
 
 
 def is_stored(x: object) -> TypeGuard[torch.Tensor]:
-    """Whether x is quantized by the user: e4m3, as such or as bytes, or int8."""
+    """Whether the user quantized x: e4m3, also as uint8 bytes, or int8."""
     return isinstance(x, torch.Tensor) and (x.dtype in E4M3_BYTES or x.dtype == torch.int8)
 
 
 def as_stored(x: torch.Tensor) -> torch.Tensor:
-    """What the user quantized, bytes of e4m3 as e4m3."""
+    """A tensor that the user quantized, with uint8 bytes viewed as e4m3."""
     return x if x.dtype == torch.int8 else x.view(E4M3)
 
 
 def check(a: Arguments) -> Checked:
-    """All arguments of attention but `backend`, which depends on the machine.
+    """Check all arguments of attention but `backend`, which depends on the machine.
 
     Raises:
-        TypeError, ValueError: an argument isn't as fp8attn.sdpa's docstring says.
+        TypeError, ValueError: an argument isn't as the docstring of fp8attn.sdpa says.
         RuntimeError: an argument requires grad, or has a tangent.
     """
     check_recipe(a.recipe)
@@ -171,7 +173,7 @@ def check(a: Arguments) -> Checked:
     if a.recipe.keeps_keys:
         _check_kept(a)
     query = expanded("query", _with_scale("q", a.query, a.q_scale, for_values=False), batch, heads)
-    if isinstance(query, Stored):  # unlike keys and values, queries are taken as they are
+    if isinstance(query, Stored):  # unlike keys and values, queries aren't converted
         query = Quantized(query.data, query.scale, query.granularity, "rows", query.shape[2])
     key = expanded("key", _with_scale("k", a.key, a.k_scale, for_values=False), batch, kv_heads)
     value = expanded("value", _with_scale("v", a.value, a.v_scale, for_values=True), batch, kv_heads)
@@ -186,17 +188,17 @@ def check(a: Arguments) -> Checked:
 
 
 def _is_known(number: float) -> bool:
-    """Whether torch.compile knows a number."""
+    """Whether torch.compile knows the value of a number."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
 
     return has_static_value(number)
 
 
 def check_quantize(query: object, key: object, value: object, recipe: Recipe) -> None:
-    """The arguments of fp8attn.quantize.
+    """Check the arguments of fp8attn.quantize.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: an argument isn't as the docstring of fp8attn.quantize says.
         RuntimeError: an argument requires grad, or has a tangent.
     """
     check_recipe(recipe)
@@ -232,10 +234,10 @@ def check_quantize(query: object, key: object, value: object, recipe: Recipe) ->
 
 
 def check_import(key: object, value: object, k_scale: object, v_scale: object) -> tuple[Stored, Stored]:
-    """The arguments of fp8attn.import_kv, key and value with their scales.
+    """Check the arguments of fp8attn.import_kv, and give key and value with their scales.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: an argument isn't as the docstring of fp8attn.import_kv says.
         RuntimeError: an argument requires grad, or has a tangent.
     """
     check_operand("key", key, "rows")
@@ -268,7 +270,7 @@ def check_backend(backend: object) -> None:
 
 
 def check_plain(name: str, x: torch.Tensor) -> None:
-    """That a tensor's elements are where its address and strides say."""
+    """Check that a tensor's elements lie where its address and strides say."""
     if type(x) not in PLAIN_TYPES:
         raise TypeError(
             f"{name} is a {type(x).__name__}, a subclass of torch.Tensor; it must be a torch.Tensor:"
@@ -281,7 +283,7 @@ def check_plain(name: str, x: torch.Tensor) -> None:
 
 
 def check_operand(name: str, x: object, layout: Layout) -> None:
-    """q, k or v by itself: type, rank, dtype, strides, head dim."""
+    """Check q, k or v on its own: type, rank, dtype, strides, head dim."""
     if isinstance(x, Quantized):
         check_quantized(name, x, layout)
     elif not isinstance(x, torch.Tensor):
@@ -304,7 +306,7 @@ def _check_dim(what: str, dim: int) -> None:
 
 
 def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
-    """That the tensors of a `Quantized` have the types, shapes and device that its attributes say."""
+    """Check that the tensors of a `Quantized` have the dtypes, shapes and device that its attributes say."""
     if x.layout != layout:
         raise ValueError(f"{name} is Quantized in the layout {x.layout!r}; it must be {layout!r}")
     dtypes = (E4M3, torch.int8) if layout == "rows" else (E4M3,)
@@ -328,7 +330,7 @@ def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
 
 
 def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None, device: torch.device | None) -> None:
-    """A tensor that isn't an operand; `shape` and `device` are what they must be, if that matters."""
+    """Check a tensor that isn't an operand. `shape` or `device` None accepts any."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
     check_plain(name, x)
@@ -346,7 +348,8 @@ def _check_contiguous(name: str, x: torch.Tensor | None) -> None:
 
 
 def _check_kinds(a: Arguments) -> None:
-    """Devices and dtypes of q, k and v against each other, and that only what the user quantized has a scale."""
+    """Check that q, k and v have compatible devices and dtypes, and that only tensors that the user quantized have a
+    scale."""
     for name, x in (("key", a.key), ("value", a.value)):
         if x.device != a.query.device:
             raise ValueError(f"{name} is on {x.device}; it must be on query's device, {a.query.device}")
@@ -361,7 +364,7 @@ def _check_kinds(a: Arguments) -> None:
 
 
 def _check_alike(floats: dict[str, torch.Tensor]) -> None:
-    """Device and dtype of tensors that are quantized together, by name."""
+    """Check that tensors that are quantized together have one device and dtype. `floats`: the tensors by name."""
     names = list(floats)
     for first, name in ((names[0], name) for name in names[1:]):
         if floats[name].device != floats[first].device:
@@ -371,7 +374,7 @@ def _check_alike(floats: dict[str, torch.Tensor]) -> None:
 
 
 def _broadcast_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> tuple[int, int, int]:
-    """Batch, query heads and key/value heads of a call; sizes of 1 fit any other, as in F.scaled_dot_product_attention."""
+    """Batch size, query heads and key/value heads. A size of 1 fits any other, as in F.scaled_dot_product_attention."""
     batches = {"query": q[0], "key": k[0], "value": v[0]}
     like, batch = next(((name, size) for name, size in batches.items() if size != 1), ("query", 1))
     for name, size in batches.items():
@@ -396,7 +399,12 @@ def _broadcast_sizes(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bo
 
 
 def expanded(name: str, x: torch.Tensor | Quantized | Stored, batch: int, heads: int) -> torch.Tensor | Quantized | Stored:
-    """x with so many batch entries and heads, sizes of 1 expanded; x itself if it has them. What is `Quantized` isn't: kernels read it as it lies."""
+    """x with `batch` entries and `heads` heads: sizes of 1 are expanded without a copy. x itself if it has them
+    already.
+
+    Raises:
+        ValueError: x is a `Quantized` of other sizes: kernels read it as it lies in memory.
+    """
     if x.shape[0] == batch and x.shape[1] == heads:
         return x
 
@@ -411,7 +419,7 @@ def expanded(name: str, x: torch.Tensor | Quantized | Stored, batch: int, heads:
 
 
 def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.Tensor | None, Causal]:
-    """attn_mask, expanded to `full`, and the causal mask."""
+    """attn_mask, expanded to `full` = (B, Hq, Sq, Sk), and the causal mask."""
     for name, flag in (("is_causal", a.is_causal), ("enable_gqa", a.enable_gqa), ("return_lse", a.return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is a {type(flag).__name__}; it must be a bool")
@@ -431,17 +439,20 @@ def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.T
         attn_mask = None
     if attn_mask is not None:
         attn_mask = _checked_mask(attn_mask, a.query.device, full)
-    # the last query sees all keys, so that CTAs may share them
+    # a single query aligned to the bottom right sees all keys; without a causal mask, CTAs may split the keys
     return attn_mask, "none" if causal == "bottom_right" and full[2] == 1 else causal
 
 
 def is_causal_bias(x: object) -> TypeGuard[Any]:
-    """Whether x is a torch.nn.attention.bias.CausalBias. By its name: importing its module imports torch._dynamo, which takes two seconds."""
+    """Whether x is a torch.nn.attention.bias.CausalBias.
+
+    Compared by name: importing its module imports torch._dynamo, which takes two seconds.
+    """
     return type(x).__name__ == "CausalBias" and type(x).__module__ == "torch.nn.attention.bias"
 
 
 def _checked_mask(attn_mask: object, device: torch.device, full: tuple[int, int, int, int]) -> torch.Tensor:
-    """attn_mask, expanded to (B, Hq, Sq, Sk)."""
+    """attn_mask, checked and expanded to `full` = (B, Hq, Sq, Sk)."""
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a torch.Tensor or None")
     check_plain("attn_mask", attn_mask)
@@ -456,7 +467,7 @@ def _checked_mask(attn_mask: object, device: torch.device, full: tuple[int, int,
 
 
 def _check_options(a: Arguments) -> None:
-    """dropout_p, scale and out_dtype."""
+    """Check dropout_p, scale and out_dtype."""
     if not isinstance(a.dropout_p, Real) or a.dropout_p != 0:
         raise ValueError(f"dropout_p is {a.dropout_p}; it must be 0: fp8attn is for inference")
     if a.scale is not None:
@@ -466,7 +477,10 @@ def _check_options(a: Arguments) -> None:
 
 
 def check_scale(name: str, scale: object) -> None:
-    """A finite number. One that torch.compile traces may have another value in the next call: then the operator alone checks it."""
+    """Check that a scale is a finite number.
+
+    A number that torch.compile traces may have another value in the next call, so then only the operator checks it.
+    """
     if not isinstance(scale, (Real, torch.SymFloat)) or isinstance(scale, bool):
         raise TypeError(f"{name} is a {type(scale).__name__}; it must be a number")
     if not is_compiling() and not math.isfinite(scale):
@@ -474,13 +488,13 @@ def check_scale(name: str, scale: object) -> None:
 
 
 def check_no_gradients(a: Arguments) -> None:
-    """That nobody expects derivatives, which fp8attn doesn't compute."""
+    """Check that no derivative is expected. fp8attn doesn't compute derivatives."""
     for name in ("query", "key", "value", "attn_mask", "q_scale", "k_scale", "v_scale"):
         _check_no_gradient(name, getattr(a, name))
 
 
 def _tensors_of(name: str, x: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """An argument's tensors, by name."""
+    """The tensors of an argument, with their names."""
     if isinstance(x, torch.Tensor):
         yield name, x
     elif isinstance(x, Quantized):
@@ -503,7 +517,7 @@ def _kept_by(recipe: Recipe) -> str:
 
 
 def _check_kept(a: Arguments) -> None:
-    """That a recipe can keep some of the keys as they are."""
+    """Check that the arguments allow a recipe that leaves some keys in half precision."""
     if a.attn_mask is not None and not is_causal_bias(a.attn_mask):
         raise ValueError(f"attn_mask is given and {_kept_by(a.recipe)}; it must be None")
     for name, x in (("query", a.query), ("key", a.key), ("value", a.value)):
@@ -512,7 +526,7 @@ def _check_kept(a: Arguments) -> None:
 
 
 def _check_pair(query: torch.Tensor | Quantized | Stored, key: torch.Tensor | Quantized | Stored) -> None:
-    """That query and key were quantized alike."""
+    """Check that query and key were quantized with the same `qk` and `rotate`."""
     types = tuple(x.data.dtype for x in (query, key) if not isinstance(x, torch.Tensor))
     if len(types) == 2 and types[0] != types[1]:
         raise TypeError(f"query is stored as {types[0]}, key as {types[1]}; both must be quantized with recipes of the same `qk`")
@@ -528,7 +542,7 @@ def _check_pair(query: torch.Tensor | Quantized | Stored, key: torch.Tensor | Qu
 
 
 def _check_smoothed(query: Quantized, kv_length: int) -> None:
-    """That means of queries, and what they add to the scores of keys, are of these queries and as many keys."""
+    """Check that the mean and bias of a smoothed query have the shapes for its queries and for this number of keys."""
     batch, heads, length, dim = query.shape
     groups = -(-length // QUERY_GROUP)
     if query.mean is not None:
@@ -547,14 +561,14 @@ def _check_smoothed(query: Quantized, kv_length: int) -> None:
 
 
 def _with_scale(name: str, x: Operand, scale: object, for_values: bool) -> torch.Tensor | Quantized | Stored:
-    """x, with its scale if the user quantized it."""
+    """x, together with its scale if the user quantized it."""
     if not is_stored(x):
         return x
     return Stored(as_stored(x), *named_scale(name, x, scale, for_values))
 
 
 def named_scale(name: str, x: torch.Tensor, scale: object, for_values: bool) -> tuple[torch.Tensor, Granularity]:
-    """The scale of what the user quantized, in the shape that `Quantized` has it, and what it covers."""
+    """The scale of a tensor that the user quantized, in the shape of `Quantized.scale`, and its granularity."""
     batch, heads, length, dim = x.shape
     if scale is None:
         raise ValueError(f"{name} is {x.dtype} and {name}_scale is None; it must be the float32 multiplier that restores {name}")
@@ -582,10 +596,10 @@ def named_scale(name: str, x: torch.Tensor, scale: object, for_values: bool) -> 
 
 
 def check_call(c: Call) -> None:
-    """What the kernels rely on in a call, whoever called the operator.
+    """Check what the kernels rely on. Users can call the operator directly.
 
     Raises:
-        TypeError, ValueError: a field isn't as `Call` says.
+        TypeError, ValueError: a field isn't as the docstring of `Call` says.
     """
     check_rows("q", c.q, (E4M3, torch.int8))
     check_rows("k", c.k, (c.q.dtype,))
@@ -623,13 +637,13 @@ def _check_groups(heads: int, kv_heads: int) -> None:
 
 
 def check_dims(*dims: int) -> None:
-    """Head dims of an operator's operands."""
+    """Check the head dims of an operator's operands."""
     for dim in dims:
         _check_dim("head_dim is", dim)
 
 
 def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype) -> None:
-    """Numbers and options of operators of attention."""
+    """Check the numbers and options of attention operators."""
     check_scale("softmax_scale", softmax_scale)
     if causal not in CAUSAL:
         raise ValueError(f"causal is {causal!r}; it must be one of {CAUSAL}")
@@ -638,14 +652,14 @@ def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype) -> N
 
 
 def _scales(name: str, group: int, length: int) -> int:
-    """How many scales a head's rows have."""
+    """Number of scales of one head's rows."""
     if group not in (0, 1, SCALE_BLOCK):
         raise ValueError(f"{name} is {group}; it must be 0 (a head's rows), 1 or {SCALE_BLOCK}")
     return 1 if group == 0 else -(-length // group)
 
 
 def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """An operator's operand: (B, H, S, D) with a unit last stride."""
+    """Check an operand of an operator: (B, H, S, D) with a unit last stride."""
     _check_tensor(name, x, dtypes, None, None)
     if x.dim() != 4:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions")
@@ -654,7 +668,7 @@ def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 
 
 def check_floats(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None) -> None:
-    """Operands of operators that take them as they are: `check`'s rules, nothing expanded."""
+    """Check the operands of operators that take unquantized tensors: the rules of `check`, but nothing is expanded."""
     check_rows("q", q, FLOATS)
     check_rows("k", k, (q.dtype,))
     check_rows("v", v, (q.dtype,))
@@ -669,7 +683,7 @@ def check_floats(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: t
 
 
 def check_score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity) -> None:
-    """Arguments of the operator of this name."""
+    """Check the arguments of the operator score_bias."""
     check_rows("k_data", k_data, (E4M3, torch.int8))
     batch, kv_heads, length, dim = k_data.shape
     check_quantized("k", Quantized(k_data, k_scale, k_granularity, "rows", length), "rows")
@@ -679,7 +693,7 @@ def check_score_bias(q_mean: torch.Tensor, k_data: torch.Tensor, k_scale: torch.
 
 
 def check_import_operands(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> None:
-    """Arguments of the operator import_kv."""
+    """Check the arguments of the operator import_kv."""
     check_rows("k_data", k_data, (E4M3, torch.int8))
     check_rows("v", v, (E4M3,))
     batch, heads, length, _ = k_data.shape
@@ -690,7 +704,7 @@ def check_import_operands(k_data: torch.Tensor, k_scale: torch.Tensor, k_granula
 def check_half_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None
 ) -> None:
-    """Tensors of the operator half_keys."""
+    """Check the tensors of the operator half_keys."""
     check_floats(q, k, v, None)
     if (others is None) != (others_lse is None):
         raise ValueError(f"{'others' if others is None else 'others_lse'} is None; others and others_lse go together")
@@ -705,7 +719,7 @@ def check_half_keys(
 
 
 def check_unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor) -> None:
-    """Tensors of the operator unsmoothed_lse."""
+    """Check the tensors of the operator unsmoothed_lse."""
     check_rows("q", q, FLOATS)
     _check_tensor("lse", lse, (torch.float32,), tuple(q.shape[:3]), q.device)
     _check_tensor("k_mean", k_mean, (torch.float32,), None, q.device)

@@ -1,4 +1,5 @@
-"""Finds recipes for the layers of a model: captures its calls of attention, tries recipes on them, keeps the cheapest that are good enough.
+"""Finds recipes for the layers of a model: captures its attention calls, tries recipes on them, chooses the cheapest
+within a tolerance.
 
 with fp8attn.capture(model) as calls:
     model(sample)

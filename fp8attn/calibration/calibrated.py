@@ -29,14 +29,15 @@ CANDIDATES = (
     Recipe(k="token", rotate=256, qk="int8"),
     Recipe(compute="f16", k="token", rotate=256),
 )
-"""Recipes from the cheapest on, from half to answer on an H100 (docs/accuracy.md, prices): rotation of other than 64 channels takes other quantizers,
-keys in half precision another kernel, which is dear where attention is short, scales of single keys the kernels' general instances, half tensor
-cores half the rate and more."""
+"""Candidate recipes, the cheapest one first. Times are from half-precision inputs to the output on an H100
+(docs/benchmark-tables.md). Rotating other than 64 channels needs other quantizers. Half-precision keys need another
+kernel, which is expensive for small problems. One scale per key needs the kernels' general instances. Half-precision
+tensor cores have half the rate or less."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The recipes of a model's layers; `print` shows them.
+    """The recipes of a model's layers. `print` shows them.
 
     Attributes:
         tolerance: the largest relative L2 error of a head.
@@ -49,7 +50,8 @@ class Calibration:
     layers: dict[str, LayerChoice]
 
     def recipe_for(self, layer: str, *, masked: bool = False) -> Recipe | None:
-        """The recipe for a layer's calls without attn_mask, or with it. None: F.scaled_dot_product_attention computes them.
+        """The recipe for a layer's calls without attn_mask, or with it. None: F.scaled_dot_product_attention computes
+        them.
 
         Raises:
             KeyError: the calibration doesn't have the layer.
@@ -60,15 +62,17 @@ class Calibration:
         return self.layers[layer].masked if masked else self.layers[layer].recipe
 
     def applied(self, model: torch.nn.Module, *, strict: bool = False, backend: Backend = "auto") -> contextlib.AbstractContextManager[AppliedReport]:
-        """Inside, `sdpa` computes the model's calls of F.scaled_dot_product_attention, each with the recipe of its layer.
+        """Inside, `sdpa` computes the model's calls of F.scaled_dot_product_attention, each with the recipe of its
+        layer.
 
-        F.scaled_dot_product_attention still computes calls that `sdpa` doesn't take (dropout, gradients, float64, other head dims) and calls of
-        layers without a recipe; the report says why. See `capture` for the calls that are seen.
+        F.scaled_dot_product_attention still computes calls that `sdpa` doesn't take (dropout, gradients, float64, other
+        head dims) and calls of layers without a recipe; the report says why. See `capture` for the calls that are seen.
 
         torch.compile compiles the model again inside, with `sdpa` in its graphs.
 
         Args:
-            model: the module that was captured, or one with the same layers. torch.compile, DistributedDataParallel or FSDP may wrap it.
+            model: the module that was captured, or one with the same layers. torch.compile, DistributedDataParallel or
+                FSDP may wrap it.
             strict: raise an error for calls that F.scaled_dot_product_attention would compute.
             backend: as in `sdpa`.
 
@@ -105,7 +109,7 @@ class Calibration:
 
     @staticmethod
     def _described(recipe: Recipe | None) -> str:
-        """A recipe, without fields that have their default."""
+        """A recipe as text, without fields that have their defaults."""
         if recipe is None:
             return "F.scaled_dot_product_attention"
         default = Recipe()
@@ -116,15 +120,17 @@ class Calibration:
 def calibrate(
     calls: Sequence[AttentionCall], *, tolerance: float = 0.06, recipes: Sequence[Recipe] = CANDIDATES, device: torch.device | str | None = None
 ) -> Calibration:  # fmt: skip
-    """Choose for each layer the cheapest recipes with which no head exceeds the tolerance; if there is none, those with the smallest error.
+    """Choose for each layer the cheapest recipes with which no head exceeds the tolerance. If there are none, choose
+    those with the smallest error.
 
-    Errors are those of the kernels on a GPU, elsewhere those of the oracle that models the kernels. Autocast and other settings of the process don't
-    change them.
+    On a GPU, errors are measured with the kernels; elsewhere, with the oracle that models the kernels. Autocast and
+    other settings of the process don't affect them.
 
     Args:
         calls: calls of one model, from `capture`; several of a layer if possible.
         tolerance: the largest relative L2 error of a head, compared with exact attention in float32.
-        recipes: the recipes to try, the cheapest one first. Calls with attn_mask get a recipe of their own that keeps no keys.
+        recipes: the recipes to try, the cheapest one first. Calls with attn_mask get a separate recipe, without
+            half-precision keys.
         device: the device for the measurement, by default the one on which the model made the call.
 
     Raises:

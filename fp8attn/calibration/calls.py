@@ -23,7 +23,8 @@ class AttentionCall:
     """One call of scaled dot-product attention.
 
     Attributes:
-        layer: the name of the module that made the call; `name#1`, `name#2` and so on for further calls in one forward of the module.
+        layer: the name of the module that made the call; `name#1`, `name#2` and so on for further calls in one forward
+            of the module.
         query, key, value, attn_mask, is_causal, scale: as in F.scaled_dot_product_attention, with enable_gqa=True.
         causal_alignment: `top_left` or `bottom_right`, as in `sdpa`.
         device: the device on which the model made the call, if the tensors are on another one.
@@ -70,7 +71,7 @@ class AttentionCall:
 
 
 class CaptureReport:
-    """What `capture` recorded and what it didn't; `print` shows it.
+    """What `capture` recorded and what it didn't. `print` shows it.
 
     Attributes:
         left_out: for each layer, the number of calls that weren't recorded or were dropped again, by reason.
@@ -170,7 +171,10 @@ class _Recorder:
             self.uses[x.data_ptr()] += 1
 
     def make_room(self, nbytes: int, is_first: bool) -> bool:
-        """Whether a call of this size fits. For the first call of a kind, calls that aren't the first are dropped, the latest one first."""
+        """Whether a call of this size fits.
+
+        For the first call of a kind, calls that aren't the first are dropped, the latest one first.
+        """
         repeats = [(layer, place) for layer, place in self.kept if place[1] > 0] if is_first else []
         while self.nbytes + nbytes > self.max_bytes:
             if not repeats:
@@ -214,21 +218,25 @@ class _Recorder:
 def capture(
     model: torch.nn.Module, *, calls_per_layer: int = 4, max_bytes: int = 16 << 30, device: torch.device | str | None = "cpu"
 ) -> Iterator[CapturedCalls]:
-    """Inside, the calls of F.scaled_dot_product_attention that the model makes are recorded. The model computes what it always computes.
+    """Inside, the calls of F.scaled_dot_product_attention that the model makes are recorded. The model's results don't
+    change.
 
-    Recorded are calls that happen in the forward of one of the model's modules: in any thread, under any name of the function, also inside of
-    nn.MultiheadAttention, with the dtypes that autocast casts to. Calls that `sdpa` doesn't take are only counted in the report.
+    Calls are recorded if they happen in the forward of one of the model's modules: in any thread, under any name of the
+    function, also inside nn.MultiheadAttention, with the dtypes to which autocast casts. Calls that `sdpa` doesn't
+    support are only counted in the report.
 
-    Not seen are attention by other functions (flash_attn, xFormers, FlexAttention, matrix products), methods other than forward that no forward
-    calls, torch.jit modules, forwards that are generators, other processes and CUDA graphs that were captured before. A model that torch.compile
-    compiled runs eagerly inside; torch.compile raises an error if it was told fullgraph=True.
+    Not seen are attention by other functions (flash_attn, xFormers, FlexAttention, matrix products), methods other than
+    forward that no forward calls, torch.jit modules, forwards that are generators, other processes, and CUDA graphs
+    that were captured before. A model that torch.compile compiled runs eagerly inside; torch.compile raises an error if
+    it was called with fullgraph=True.
 
     Args:
-        calls_per_layer: the largest number of calls of a layer. Of each kind of call (prefill or decode, with or without a mask), the first call is
-            recorded and then others at even distances; the yielded list drops calls as more are made.
-        max_bytes: the largest size of all copies together. The first call of a kind takes the place of calls that aren't the first of theirs.
+        calls_per_layer: the largest number of calls of a layer. Of each kind of call (prefill or decode, with or
+            without a mask), the first call is recorded, and then further calls at even distances. Calls are dropped
+            from the yielded list as more are made.
+        max_bytes: the largest size of all copies together, in bytes. The first call of a kind replaces calls that
+            aren't the first of their kind.
         device: where copies are stored. None: on the device of the model's tensors.
-
     Yields:
         The list of recorded calls. Its attribute `report` says what was recorded and what wasn't.
 
@@ -280,7 +288,10 @@ def _call_of(layer: str, a: Arguments) -> AttentionCall:
 
 
 def _kind(checked: Checked) -> tuple:
-    """Equal for calls that differ in lengths only. One query, fewer queries than keys, as many, and more are kinds of their own."""
+    """A value that is equal for calls that differ only in lengths.
+
+    Calls with one query, fewer queries than keys, as many, and more are different kinds.
+    """
     (_, heads, q_length, _), (_, kv_heads, kv_length, _) = checked.query.shape, checked.key.shape
     lengths = "one query" if q_length == 1 else (q_length > kv_length) - (q_length < kv_length)
     return lengths, heads, kv_heads, checked.causal, checked.attn_mask is not None

@@ -25,17 +25,19 @@ MASS_ROWS = 128
 
 @dataclass(frozen=True)
 class HeadErrors:
-    """The errors of a recipe on a layer: for each query head, the largest one of all calls and batch entries.
+    """The errors of a recipe on a layer. For each query head, the largest error of all calls and batch entries.
 
-    If the calls of a layer differ in their number of heads, each number is of a group of neighbouring heads. There are as many groups as the greatest
-    common divisor of the numbers of heads. This happens in decode: some libraries pass the query heads of one key/value head as its queries.
+    If the calls of a layer differ in their number of heads, each number is for a group of neighbouring heads. There are
+    as many groups as the greatest common divisor of the numbers of heads. This happens in decode: some libraries pass
+    the query heads of one key/value head as its queries.
 
     Attributes:
-        relative_l2: ‖error‖ / ‖exact‖; infinite if an answer isn't finite.
-        relative_l1: the same, of sums of magnitudes.
+        relative_l2: ‖error‖ / ‖exact‖; infinite if an answer is non-finite.
+        relative_l1: the same with sums of magnitudes.
         sqnr_db: 10 log10(‖exact‖² / ‖error‖²).
-        cosine: of the angle between answer and exact answer.
-        attention_mass: the part of a row's probability that is on other keys than in exact attention, mean over rows: half of Σ|P − P̂|.
+        cosine: cosine of the angle between answer and exact answer.
+        attention_mass: the part of a row's probability that lies on other keys than in exact attention, mean over rows:
+            half of Σ|P − P̂|.
     """
 
     relative_l2: tuple[float, ...]
@@ -52,7 +54,7 @@ WORST: dict[str, tuple[Callable[..., float], float]] = {
     "cosine": (min, -1.0),
     "attention_mass": (max, 1.0),
 }
-"""For each field of HeadErrors, how to choose the worst of several numbers, and what stands for a number that isn't finite."""
+"""For each field of HeadErrors, how to choose the worst of several numbers, and what replaces a non-finite number."""
 
 
 def merged(several: Sequence[HeadErrors]) -> HeadErrors:
@@ -74,9 +76,11 @@ def _grouped(numbers: tuple[float, ...], groups: int) -> list[tuple[float, ...]]
 
 @shielded
 def errors_of(call: AttentionCall, recipes: Sequence[Recipe]) -> list[HeadErrors | None]:
-    """The errors of each recipe on a call: by the kernels on a GPU, elsewhere by the oracle that models them.
+    """The errors of each recipe on a call, measured with the kernels on a GPU, elsewhere with the oracle that models
+    them.
 
-    None: the recipe keeps keys and the call has a mask. Autocast, the default device and the precision of float32 products have no effect.
+    None: the recipe has half-precision keys and the call has a mask. Autocast, the default device and the precision of
+    float32 products have no effect.
 
     Raises:
         TypeError, ValueError: `sdpa` doesn't take an argument of the call.
@@ -108,7 +112,7 @@ def _errors(checked: Checked, recipe: Recipe, exact: torch.Tensor) -> HeadErrors
 
 
 def _defined(checked: Checked, recipe: Recipe) -> Operands:
-    """The operands, quantized by the definition: the same bytes as by the kernels."""
+    """The operands, quantized by the definition. The kernels give the same bytes."""
     q, k, v = quantize_ref(*checked.floats, recipe.of_others)
     assert q is not None and k is not None and v is not None
     return q, k, v
@@ -138,7 +142,7 @@ def _worst_entry(x: torch.Tensor, choose: Callable[..., float], worst: float) ->
 
 
 def _attention_mass(checked: Checked, q: Quantized, k: Quantized, recipe: Recipe) -> torch.Tensor:
-    """HeadErrors.attention_mass, (B, Hq)."""
+    """HeadErrors.attention_mass of one call, (B, Hq)."""
     query, key, _ = checked.floats
     length, kv_length = query.shape[2], key.shape[2]
     rows = torch.linspace(0, length - 1, min(length, MASS_ROWS), device=query.device, dtype=torch.float64).round().long()
@@ -161,7 +165,7 @@ def _scores(checked: Checked, q: torch.Tensor, k: torch.Tensor, rows: torch.Tens
 
 
 def _probabilities(checked: Checked, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Softmax of such scores; zeros for rows without visible keys."""
+    """Softmax of the scores that `_scores` returns, with masks applied; zeros for rows without visible keys."""
     mask = None if checked.attn_mask is None else checked.attn_mask[:, :, rows]
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.float()

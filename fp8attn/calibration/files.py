@@ -1,10 +1,14 @@
 """The file format of a calibration: JSON with a version.
 
-    {"format": "fp8attn.calibration", "version": 2, "tolerance": 0.06, "recipes": [recipe, …], "layers": {name: layer, …}}
-    layer: {"recipe": recipe | null, "masked": recipe | null, "within": bool, "tried": [errors, …], "tried_masked": [errors | null, …]}
+    {"format": "fp8attn.calibration", "version": 2, "tolerance": 0.06, "recipes": [recipe, …], "layers": {name: layer,
+    …}}
 
-A recipe is an object with fields of `Recipe`. Errors are an object with the fields of `HeadErrors`, each a list of numbers; "inf" and "-inf" stand
-for infinite ones. Version 1 had no "format", "version", "masked" and "tried_masked"; its "tried" was of all calls of the layer.
+    layer: {"recipe": recipe | null, "masked": recipe | null, "within": bool, "tried": [errors, …],
+            "tried_masked": [errors | null, …]}
+
+A recipe is an object with fields of `Recipe`. Errors are an object with the fields of `HeadErrors`, each a list of
+numbers. The strings "inf" and "-inf" represent infinite numbers. Version 1 had no "format", "version", "masked" and
+"tried_masked"; its "tried" covered all calls of the layer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Calls of scaled dot-product attention that a model's modules make, handed to a handler together with the module's name.
+"""Intercepts calls of scaled dot-product attention in a model's modules, and hands them to a handler with the module's
+name.
 
-While a model is intercepted, each of its modules has an instance attribute `forward` that calls the module's own forward. It keeps a stack, one per
-thread, of the modules that are in their forward. The outermost module also enters a TorchFunctionMode, which receives the calls of attention.
+While a model is intercepted, each of its modules has an instance attribute `forward` that calls the module's own
+forward. It maintains a stack, one per thread, of the modules that are in their forward. The outermost module also
+enters a TorchFunctionMode, which receives the calls of attention.
 
 Reasons for this design:
 - Function modes belong to a thread, so every thread that runs the model must enter one.
 - try/finally restores the stack after every exception. Forward hooks don't run after all of them.
 - torch.compile guards on an instance attribute `forward`, so it compiles the model again. It doesn't guard on hooks.
-- Nothing outside of the model changes. A patched F.scaled_dot_product_attention would reach other models and break torch's CausalBias.
+- Nothing outside of the model changes. A patched F.scaled_dot_product_attention would reach other models and break
+  torch's CausalBias.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ INTERCEPTED = dict.fromkeys(
         F.multi_head_attention_forward,
     )
 )
-"""The functions that the function mode doesn't just call."""
+"""The functions that the function mode handles itself. It calls all other functions unchanged."""
 
 UNFLATTEN = torch.Tensor.unflatten
 """torch.compile can't trace this method inside a function mode; it can trace torch.unflatten."""
@@ -49,13 +52,13 @@ NOT_COMPILED = "fp8attn.capture records calls outside of graphs; for capture, co
 
 
 class Handler(Protocol):
-    """What happens to the calls."""
+    """Handles the intercepted calls."""
 
     def attention(self, layer: str, arguments: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the result of a call. `original` makes the call as the model made it."""
 
     def unseen(self, layer: str, reason: str) -> None:
-        """Take note that a layer computed attention without a call."""
+        """Note that a layer computed attention without a call."""
 
 
 class Invocation:
@@ -128,7 +131,7 @@ class Interception:
 
 
 def _with_globals(function: Callable, **changed: object) -> Callable:
-    """A copy of a function for which some of its global names mean something else."""
+    """A copy of a function in which some of its global names are replaced."""
     names = {**function.__globals__, **changed}
     del names["__name__"]  # torch.compile looks up globals in the module of this name, where they aren't changed
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -166,7 +169,7 @@ class _Forward:
 
     Attributes:
         module: the module.
-        links: the contexts, the outermost one first. A tuple, which other threads may read while it is replaced.
+        links: the contexts, the outermost one first. A tuple, because other threads may read it while it is replaced.
         before: the attribute that the module had before, or None.
         during: the attribute that it has now.
     """
@@ -177,7 +180,7 @@ class _Forward:
         self.before = module.__dict__.get("forward")
         inner = type(module).forward if self.before is None else self.before
 
-        # without inner.__dict__: by its attributes torch.compile would find inner, and skip this function
+        # without inner.__dict__: torch.compile would find inner through its attributes, and skip this function
         @functools.wraps(inner, updated=())
         def forward(*args, **kwargs):
             links = self.links
@@ -192,7 +195,10 @@ class _Forward:
 
 
 def _run(links: tuple[Link, ...], inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a module's own forward in its contexts. The mode of the innermost context is entered last, so it receives calls first."""
+    """Run a module's own forward in its contexts.
+
+    The mode of the innermost context is entered last, so it receives calls first.
+    """
     if not links:
         return inner(*args, **kwargs)
     interception, names = links[0]
@@ -240,7 +246,7 @@ def intercepted(model: nn.Module, handler: Handler, *, traceable: bool) -> Itera
 def _link(module: nn.Module, link: Link) -> _Forward:
     with _lock:
         forward = _forwards.get(module)
-        # other code may have wrapped ours; then the wrapper is wrapped again
+        # other code may have wrapped our forward; then the wrapper is wrapped again
         if forward is None or module.__dict__.get("forward") is not forward.during:
             forward = _forwards[module] = _Forward(module)
             module.__dict__["forward"] = forward.during
@@ -249,7 +255,10 @@ def _link(module: nn.Module, link: Link) -> _Forward:
 
 
 def _unlink(forward: _Forward, interception: Interception) -> None:
-    """Remove a context. A forward without contexts only calls the module's own; so it may stay where other code wrapped it."""
+    """Remove a context.
+
+    A forward without contexts only calls the module's own, so it may stay where other code wrapped it.
+    """
     with _lock:
         forward.links = tuple(link for link in forward.links if link[0] is not interception)
         module = forward.module()
@@ -263,7 +272,12 @@ def _unlink(forward: _Forward, interception: Interception) -> None:
 
 @dataclass
 class _FastPath:
-    """torch's switch for the fast path of nn.TransformerEncoderLayer: how many contexts need it to be off, and what it was before the first."""
+    """torch's switch for the fast path of nn.TransformerEncoderLayer.
+
+    Attributes:
+        contexts: number of contexts that need it to be off.
+        before: its value before the first of them.
+    """
 
     contexts: int = 0
     before: bool = True
@@ -274,9 +288,10 @@ _fast_path = _FastPath()
 
 @contextlib.contextmanager
 def _no_fast_path(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch off the fast path, which calls no attention. torch.compile takes it even inside a function mode.
+    """Switch off the fast path, which makes no attention call. torch.compile takes it even inside a function mode.
 
-    The switch belongs to the process, so the fast path is off for other models, too. It is touched only if one of the modules has a fast path.
+    The switch belongs to the process, so the fast path is off for other models, too. It is touched only if one of the
+    modules has a fast path.
     """
     if not any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in modules):
         yield

@@ -14,7 +14,8 @@ WRAPPERS = {
 
 
 def layer_names(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """The modules of a model that have a forward in Python, with their names, the shortest path first. A module may be used in several places.
+    """The modules of a model with a forward in Python, and their names, the shortest path first. A module may be used
+    in several places.
 
     Raises:
         TypeError: `model` isn't a module.
@@ -44,7 +45,10 @@ def layer_names(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 
 def name_in(caller: str, names: tuple[str, ...]) -> str:
-    """The name of a module that `caller` calls: the caller's if the module calls itself, else the first below the caller's, else the first."""
+    """The name of a module that `caller` calls.
+
+    It is the caller's own name if the module calls itself, else the first name below the caller's, else the first name.
+    """
     if caller in names:
         return caller
     for name in names:
@@ -54,7 +58,7 @@ def name_in(caller: str, names: tuple[str, ...]) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that a wrapper, or a wrapper of a wrapper, holds; any other module itself."""
+    """The module that a wrapper holds, also through several wrappers. Any other module is returned itself."""
     attribute = _wrapped_attribute(model)
     return model if attribute is None else unwrapped(getattr(model, attribute))
 
@@ -66,7 +70,7 @@ def unwrapped_name(layer: str) -> str:
 
 
 def shown(layer: str) -> str:
-    """A name for people to read."""
+    """A layer's name for people to read."""
     return layer or "(the model itself)"
 
 

@@ -14,13 +14,15 @@ MAX_REASONS = 8
 OTHER_REASONS = "other reasons"
 
 NO_SDPA = ("AttnProcessor", "AttnAddedKVProcessor", "SlicedAttnProcessor", "SlicedAttnAddedKVProcessor")
-"""Attention processors of diffusers that don't call F.scaled_dot_product_attention, beside those that are named after xFormers."""
+"""Attention processors of diffusers that don't call F.scaled_dot_product_attention, in addition to those named after
+xFormers."""
 
 
 class Reasons(dict[str, Counter[str]]):
     """For each layer, the number of calls by reason.
 
-    A layer has at most MAX_REASONS. Messages may contain lengths, which differ from call to call, and further ones count as OTHER_REASONS.
+    A layer has at most MAX_REASONS of them. Messages may contain lengths, which differ between calls, so further
+    reasons count as OTHER_REASONS.
     """
 
     def count(self, layer: str, reason: str) -> None:
@@ -56,7 +58,7 @@ def likely_causes(model: nn.Module, interception: Interception, known: Reasons) 
 
 
 def _causes_in_settings(module: nn.Module) -> Iterator[str]:
-    """What a module of transformers or diffusers says about its attention."""
+    """Reasons in the attention settings of a module of transformers or diffusers."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if isinstance(implementation, str) and "sdpa" not in implementation:
         yield f"model.config._attn_implementation is {implementation!r}; load the model with attn_implementation='sdpa'"

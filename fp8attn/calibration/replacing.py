@@ -27,20 +27,24 @@ NOT_MASKED = "attn_mask is given, and all recipes of the calibration keep keys"
 REFUSED_IN_GRAPH = "fp8attn.sdpa doesn't take the arguments; call the model without torch.compile to see why"
 
 Compiled = dict[str, set[str | None]]
-"""For each layer that torch.compile traced, the reasons why calls go to F.scaled_dot_product_attention; None for calls that go to fp8attn."""
+"""For each layer that torch.compile traced, the reasons why calls go to F.scaled_dot_product_attention; None for calls
+that go to fp8attn."""
 
 _compiled: weakref.WeakKeyDictionary[torch.nn.Module, Compiled] = weakref.WeakKeyDictionary()
 """By model, because a later context with equal recipes uses the graphs of an earlier one."""
 
 
 class AppliedReport:
-    """Which calls fp8attn computed, and which it didn't; `print` shows it.
+    """Which calls fp8attn computed, and which it didn't. `print` shows it.
 
     Attributes:
-        replaced: for each layer, the number of calls that fp8attn computed. Calls inside graphs of torch.compile aren't counted.
-        fallbacks: for each layer, the number of calls that F.scaled_dot_product_attention computed, by reason; likewise.
-        compiled: the layers inside graphs of torch.compile, of this context and of earlier ones with the same model: for each layer, the reasons why
-            F.scaled_dot_product_attention computes calls, and None if fp8attn computes calls.
+        replaced: for each layer, the number of calls that fp8attn computed. Calls inside graphs of torch.compile aren't
+            counted.
+        fallbacks: for each layer, the number of calls that F.scaled_dot_product_attention computed, by reason. Calls
+            inside graphs of torch.compile aren't counted.
+        compiled: the layers inside graphs of torch.compile, of this context and of earlier ones with the same model.
+            For each layer, the reasons why F.scaled_dot_product_attention computes calls, and None if fp8attn computes
+            calls.
     """
 
     def __init__(self, calibrated: Mapping[str, LayerChoice], compiled: Compiled) -> None:
@@ -88,7 +92,7 @@ class AppliedReport:
         """Note a call that torch.compile traces. It runs while torch.compile traces, not when the graph runs."""
         self.compiled.setdefault(layer, set()).add(reason)
 
-    # what torch._dynamo.assume_constant_result does, without importing torch._dynamo, which takes seconds
+    # does what torch._dynamo.assume_constant_result does, without importing torch._dynamo, which takes seconds
     note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -97,7 +101,8 @@ class _Replacer:
 
     def __init__(self, layers: Mapping[str, LayerChoice], backend: Backend, strict: bool, report: AppliedReport) -> None:
         self.layers = layers
-        # torch.compile doesn't guard on an object that it also finds as a global, as fp8attn.PRECISE: it would keep a graph for other recipes
+        # torch.compile doesn't guard on an object that it also finds as a global, such as fp8attn.PRECISE: it would
+        # reuse a graph for other recipes
         self.copies = {layer: replace(choice, recipe=_copied(choice.recipe), masked=_copied(choice.masked)) for layer, choice in layers.items()}
         self.backend = backend
         self.strict = strict
@@ -122,7 +127,7 @@ class _Replacer:
         try:
             out = self.by_fp8attn(arguments, recipe)
         except (TypeError, ValueError, RuntimeError) as error:
-            # after the call, because calls that succeed shouldn't be checked twice
+            # after the call, so that calls that succeed aren't checked twice
             if self.strict or not _is_refused(arguments, recipe):
                 raise
             return self.fall_back(layer, str(error), original)
@@ -167,7 +172,10 @@ def _copied(recipe: Recipe | None) -> Recipe | None:
 
 
 def _is_refused(a: Arguments, recipe: Recipe) -> bool:
-    """Whether fp8attn.sdpa doesn't take the arguments. Other errors, such as a failed launch, aren't a reason to fall back."""
+    """Whether fp8attn.sdpa doesn't take the arguments.
+
+    Other errors, such as a failed launch, aren't a reason to fall back.
+    """
     a = as_cast(a)
     try:
         check(Arguments(a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe))

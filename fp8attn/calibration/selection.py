@@ -1,11 +1,11 @@
-"""Which calls of a layer `capture` keeps."""
+"""Selects the calls of a layer that `capture` records."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
 Place = tuple[Hashable, int]
-"""A call: its kind, and the number of calls of this kind before it."""
+"""Identifies a call: its kind, and the number of calls of this kind before it."""
 
 
 class _Kind:
@@ -13,8 +13,8 @@ class _Kind:
 
     Attributes:
         seen: the number of calls so far.
-        stride: a call is kept if its number is a multiple.
-        kept: the numbers of the calls that are kept.
+        stride: a call is recorded if its number is a multiple of this.
+        kept: the numbers of the recorded calls.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class _Kind:
 
 
 class Selection:
-    """Keeps at most `limit` calls: the first of each kind, and others at even distances.
+    """Selects at most `limit` calls: the first of each kind, and then further calls at even distances.
 
     So calls of a diffusion model come from all of its steps, and calls of a language model from prefill and decode.
     """
@@ -37,7 +37,7 @@ class Selection:
         """Decide about the next call.
 
         Returns:
-            The call's place if it is kept, else None; and the places of earlier calls that are dropped now.
+            The call's place if it is recorded, else None; and the places of earlier calls that are dropped now.
         """
         of_kind = self.kinds.setdefault(kind, _Kind())
         number = of_kind.seen
@@ -49,7 +49,7 @@ class Selection:
         while sum(len(each.kept) for each in self.kinds.values()) > self.limit:
             largest_kind, largest = max(self.kinds.items(), key=lambda item: len(item[1].kept))
             if len(largest.kept) == 1:
-                of_kind.kept.remove(number)  # there are more kinds than calls to keep
+                of_kind.kept.remove(number)  # there are more kinds than the limit
                 break
             largest.stride *= 2
             dropped += [(largest_kind, i) for i in largest.kept if i % largest.stride]
@@ -58,6 +58,6 @@ class Selection:
         return (place if number in of_kind.kept else None), [other for other in dropped if other != place]
 
     def forget(self, place: Place) -> None:
-        """Drop a call for a reason of the caller's."""
+        """Remove a call that the caller doesn't record."""
         kind, number = place
         self.kinds[kind].kept.remove(number)

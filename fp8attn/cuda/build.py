@@ -1,19 +1,21 @@
-"""Compiling the CUDA kernels and their binding to torch on first use, and loading them.
+"""Compiles the CUDA kernels and their binding to torch on first use, and loads them.
 
-A build lies in a folder named by the hash of all that went into it. It is made beside that folder and renamed when it is whole, under
-a lock, so that processes which start together compile once and none loads half of it. What a wheel brings compiled (`prebuild`) is taken
-instead where it is of these sources and, the binding, of this torch.
+The folder of a build is named by the hash of all its inputs. A build is made in a temporary folder next to it, under a
+lock, and renamed when it is complete. So processes that start together compile once, and none loads an incomplete
+build. Libraries that a wheel contains (`prebuild`) are used instead if they were compiled from the same sources and,
+for the binding, for this torch.
 
-Kernels are compiled by nvcc alone to libraries that know no torch; what ptxas says of them goes into build_meta.json. The binding, one for all
-of them, is handed the address of what it launches.
+nvcc alone compiles kernels, to libraries that don't depend on torch; the output of ptxas goes into build_meta.json. One
+binding serves all of them: it gets the address of the function that it launches.
 
 Environment variables (an empty value counts as not set):
-    FP8ATTN_CACHE: folder of the builds; default: `fp8attn` in XDG_CACHE_HOME or in ~/.cache.
-    CUDA_HOME, PYTORCH_NVCC, CXX: the toolkit, nvcc and the C++ compiler. The last two are commands of one word or several, `ccache g++`.
-    MAX_JOBS: number of compilers that run at the same time; default: one per CPU.
-    FP8ATTN_COMPILE_TIMEOUT: seconds after which a compiler, or another process that compiles the same library, is given up; default: 3600.
+    FP8ATTN_CACHE: folder of the builds; default: `fp8attn` in XDG_CACHE_HOME or in ~/.cache. CUDA_HOME, PYTORCH_NVCC,
+    CXX: the toolkit, nvcc and the C++ compiler. The last two are commands of one or more words, such as `ccache g++`.
+    MAX_JOBS: number of compilers that run at the same time; default: one per CPU. FP8ATTN_COMPILE_TIMEOUT: seconds
+    after which fp8attn stops waiting for a compiler, or for another process that compiles the same library; default:
+    3600.
 
-Whatever stops a build, or the loading of what was built, is raised as a BuildError: attention then goes on in Triton.
+Any failure of a build, or of loading it, is raised as a BuildError; attention then runs in Triton.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
 PREBUILT = SOURCES / "prebuilt"
-"""Where a wheel brings what is compiled."""
+"""Folder of the libraries that a wheel contains."""
 
 NAMESPACE = "fp8attn_cuda"
-"""Of the binding's operators."""
+"""Namespace of the binding's operators."""
 
 BINDING_SOURCES = ("binding.cpp", "params.h", "tensor_map.h")
 
@@ -64,7 +66,10 @@ CUDA_FLAGS = ("-std=c++20", "-O3")
 
 
 def cuda_flags(arch: int) -> tuple[str, ...]:
-    """For GPUs of one architecture; Hopper's with what its kernel needs and no later GPU has."""
+    """nvcc's flags for GPUs of one architecture.
+
+    Hopper's include features that its kernel needs and no later GPU has (sm_90a).
+    """
     name = f"{arch}a" if arch == 90 else str(arch)
     return (*CUDA_FLAGS, f"-gencode=arch=compute_{name},code=sm_{name}")
 
@@ -78,8 +83,8 @@ class Library:
     """Loaded kernels.
 
     Attributes:
-        operators: the binding's, which launch an instance by its launcher.
-        launchers: addresses of what launches each instance.
+        operators: the binding's operators, which launch an instance through its launcher.
+        launchers: for each instance, the address of its launch function.
     """
 
     operators: Any
@@ -87,7 +92,7 @@ class Library:
 
 
 def cuda_home() -> str | None:
-    """Where the CUDA toolkit is, as torch finds it.
+    """The folder of the CUDA toolkit, as torch finds it, or None.
 
     Raises:
         BuildError: torch can't look for it.
@@ -110,7 +115,10 @@ def _cpp_extension() -> ModuleType:
 
 @functools.cache
 def missing() -> str | None:
-    """What a compilation lacks on this machine and what to do, or None if it lacks nothing. It runs no compiler; `obstacle` does."""
+    """What a compilation needs and this machine doesn't have, and what to do; or None.
+
+    It runs no compiler; `obstacle` does.
+    """
     if torch.version.cuda is None:
         return "torch is a CPU build; install one with CUDA"
     try:
@@ -130,27 +138,27 @@ def missing() -> str | None:
 
 
 def _given(name: str) -> str:
-    """What an environment variable is, for a message that has just named it; nothing if it isn't set."""
+    """The value of an environment variable, for a message that has just named it; empty if it isn't set."""
     return f", which is {os.environ[name]!r}," if os.environ.get(name) else ""
 
 
 def _command(name: str, default: str) -> list[str]:
-    """Words of the command in an environment variable, or of the default.
+    """The words of the command in an environment variable, or of the default command.
 
     Raises:
-        BuildError: a shell couldn't split it, either.
+        BuildError: the value can't be split like a shell command.
     """
     text = os.environ.get(name, "")
     try:
         program, *options = shlex.split(text) or [default]
     except ValueError as error:
         raise BuildError(f"{name} is {text!r}: {error}; it must be a command, such as g++ or 'ccache g++'") from error
-    # it is run in another folder
+    # an absolute path, because the command runs in another folder
     return [os.path.abspath(program) if os.sep in program else program, *options]
 
 
 def cxx() -> list[str]:
-    """The C++ compiler's command; it may not be there.
+    """The command of the C++ compiler. The compiler may not exist.
 
     Raises:
         BuildError: CXX isn't a command.
@@ -159,7 +167,7 @@ def cxx() -> list[str]:
 
 
 def nvcc() -> list[str]:
-    """Its command; it may not be there.
+    """The command of nvcc. nvcc may not exist.
 
     Raises:
         BuildError: PYTORCH_NVCC isn't a command, or torch can't look for the toolkit.
@@ -168,10 +176,10 @@ def nvcc() -> list[str]:
 
 
 def jobs() -> int:
-    """How many compilers run at the same time.
+    """Number of compilers that run at the same time.
 
     Raises:
-        BuildError: MAX_JOBS isn't a number of them.
+        BuildError: MAX_JOBS isn't a positive integer.
     """
     text = os.environ.get("MAX_JOBS", "")
     if not text:
@@ -182,10 +190,10 @@ def jobs() -> int:
 
 
 def timeout() -> float:
-    """Seconds after which a compiler, or another process that compiles, is given up.
+    """Seconds after which fp8attn stops waiting for a compiler, or for another process that compiles.
 
     Raises:
-        BuildError: FP8ATTN_COMPILE_TIMEOUT isn't a number of seconds.
+        BuildError: FP8ATTN_COMPILE_TIMEOUT isn't a positive number.
     """
     text = os.environ.get("FP8ATTN_COMPILE_TIMEOUT", "")
     if not text:
@@ -196,11 +204,11 @@ def timeout() -> float:
 
 
 def _run(command: Sequence[str], folder: Path | None, seconds: float) -> subprocess.CompletedProcess[str]:
-    """A program, run to its end: what it said, in any encoding, and its exit code.
+    """Run a program to its end, and return its output, in any encoding, and its exit code.
 
     Raises:
         OSError: it can't be started.
-        subprocess.TimeoutExpired: it was killed, because it took longer than that.
+        subprocess.TimeoutExpired: it took longer than `seconds`, and was killed.
     """
     return subprocess.run(
         command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=seconds
@@ -208,14 +216,14 @@ def _run(command: Sequence[str], folder: Path | None, seconds: float) -> subproc
 
 
 VERSION_SECONDS = 60.0
-"""A program that hasn't said its version by then won't."""
+"""Seconds to wait for a program to print its version."""
 
 
 def version_of(*command: str) -> str:
-    """What a program says of its version, nothing if it isn't there.
+    """The output of a program's `--version`; empty if the program doesn't exist.
 
     Raises:
-        BuildError: it is there and doesn't run.
+        BuildError: it exists and doesn't run.
     """
     if shutil.which(command[0]) is None:
         return ""
@@ -232,7 +240,7 @@ def version_of(*command: str) -> str:
 
 
 def _ending(done: subprocess.CompletedProcess[str]) -> str:
-    """How a program failed, and its words."""
+    """How a program failed, and its output."""
     said = (done.stderr + done.stdout).strip() or "no output"
     if done.returncode >= 0:
         return f"failed with exit code {done.returncode}: {said}"
@@ -244,7 +252,7 @@ def _ending(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def source_files() -> list[Path]:
-    """Everything written by hand that is compiled."""
+    """All handwritten sources that are compiled."""
     return sorted(p for p in SOURCES.rglob("*") if p.suffix in (".h", ".cuh", ".cpp"))
 
 
@@ -253,10 +261,10 @@ def _hash(parts: Sequence[str]) -> str:
 
 
 def _cache_place() -> tuple[str, Path]:
-    """Which environment variable says where builds lie, and the folder, which may not be there.
+    """The environment variable that determines the cache folder, and the folder, which may not exist.
 
     Raises:
-        BuildError: none says it, and the user has no home.
+        BuildError: no variable determines it, and the user has no home.
     """
     name, inside = "FP8ATTN_CACHE", ""
     if not os.environ.get(name):
@@ -272,10 +280,12 @@ def _cache_place() -> tuple[str, Path]:
 
 
 def cache_folder() -> Path:
-    """Where builds lie, made if it isn't there: FP8ATTN_CACHE, or fp8attn in the user's cache folder. A `~` at its beginning is the user's home.
+    """The cache folder, created if it doesn't exist: FP8ATTN_CACHE, or fp8attn in the user's cache folder. `~` at its
+    start is the user's home.
 
     Raises:
-        BuildError: it can't be made or read; or others can write to it, and so could make this process load what they like.
+        BuildError: it can't be created or read; or another user can write to it, and so could make this process load
+            any code.
     """
     name, folder = _cache_place()
     try:
@@ -292,7 +302,7 @@ def cache_folder() -> Path:
 
 
 def _unusable(folder: Path, error: OSError) -> BuildError:
-    """The cache folder, or something in it, can't be made, read or written."""
+    """The error that the cache folder, or something in it, can't be created, read or written."""
     return BuildError(
         f"the cache folder {folder} (from {_cache_place()[0]}) can't be used: {error}; set FP8ATTN_CACHE to a folder of your own, mode 0700,"
         " on a file system that can be written to and has free space"
@@ -301,10 +311,10 @@ def _unusable(folder: Path, error: OSError) -> BuildError:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Inside, no other process holds the lock of this name.
+    """Inside, no other process holds the lock file at `path`.
 
     Raises:
-        BuildError: it can't be had.
+        BuildError: the lock can't be acquired.
     """
     limit = timeout()
     deadline = time.monotonic() + limit
@@ -331,7 +341,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def resources(report: str) -> dict[str, int]:
-    """What ptxas -v says of one kernel: registers of a thread; bytes of its stack, spilled to memory and read back; static shared memory."""
+    """Resources of one kernel, from the output of ptxas -v: registers of a thread; bytes of its stack, spill stores and
+    spill loads; bytes of static shared memory."""
     patterns = {
         "registers": r"Used (\d+) registers",
         "stack": r"(\d+) bytes stack frame",
@@ -344,23 +355,23 @@ def resources(report: str) -> dict[str, int]:
 
 
 def commit() -> str | None:
-    """Of the checkout that the sources lie in, or None if they lie in none."""
+    """The commit of the checkout that contains the sources, or None if they aren't in one."""
     if shutil.which("git") is None:
         return None
     try:
         tracked = _run(["git", "-C", str(SOURCES), "ls-files", "--error-unmatch", Path(__file__).name], None, VERSION_SECONDS)
         if tracked.returncode != 0:
-            return None  # somebody else's checkout, around site-packages
+            return None  # another project's checkout, around site-packages
         return _run(["git", "-C", str(SOURCES), "describe", "--always", "--abbrev=40", "--dirty"], None, VERSION_SECONDS).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):  # a library is of use without it
+    except (OSError, subprocess.TimeoutExpired):  # a library is usable without a commit
         return None
 
 
 def compile_by(command: Sequence[str], folder: Path) -> str:
-    """What a compiler says that runs in `folder`.
+    """Run a compiler in `folder`, and return its output.
 
     Raises:
-        BuildError: with its words.
+        BuildError: it fails. The message contains its output.
     """
     limit = timeout()
     try:
@@ -378,42 +389,43 @@ def compile_by(command: Sequence[str], folder: Path) -> str:
 
 
 def link_flags() -> list[str]:
-    """Of a shared library that takes the process's CUDA runtime, which is torch's: dlopen knows that by its name."""
+    """Flags of a shared library that uses the process's CUDA runtime, which is torch's: dlopen finds it by its name."""
     return ["-shared", *(f"-L{cuda_home()}/{name}" for name in ("lib64", "lib")), "-lcudart"]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The library of some instances for one architecture: of each, `launch_<name>`."""
+    """The library of some instances for one architecture. For each it has a function `launch_<name>`."""
 
     instances: tuple[Config, ...]
     arch: int
 
     @property
     def name(self) -> str:
-        """Another one for every library that a GPU may load."""
+        """A name that is different for every library that a GPU may load."""
         return f"kernels_{self.arch}_{_hash([c.name for c in self.instances])[:8]}"
 
     @property
     def announcement(self) -> str:
-        """What somebody waits for."""
+        """What is being compiled, for a message to the user."""
         return f"{len(self.instances)} CUDA kernels"
 
     def content(self) -> str:
-        """Hash of what the library does and where it can be loaded: sources, rendered sources, flags, CUDA."""
+        """Hash of everything that determines what the library does and where it can be loaded: sources, rendered
+        sources, flags, CUDA."""
         written = [path for path in source_files() if path.name == "params.h" or path.name not in BINDING_SOURCES]
         parts = [str(torch.version.cuda), *cuda_flags(self.arch), *_texts(written)]
         return _hash(parts + [f"{name}\0{text}" for name, text in render.files(self.instances).items()])
 
     def compilers(self) -> list[str]:
-        """Versions of those that make it."""
+        """Versions of the compilers that make it."""
         return [version_of(*nvcc()), version_of(*cxx())]
 
     def compile_into(self, folder: Path) -> dict[str, Any]:
-        """The library, in an empty folder; what build_meta.json says of it alone.
+        """Make the library in an empty folder, and return the entries of build_meta.json that only this library has.
 
         Raises:
-            BuildError: with the compiler's words.
+            BuildError: a compiler fails. The message contains its output.
         """
         rendered = render.files(self.instances)
         for name, text in rendered.items():
@@ -424,7 +436,7 @@ class Kernels:
         return self.facts(reports)
 
     def facts(self, reports: dict[str, str]) -> dict[str, Any]:
-        """What build_meta.json says of this library alone; `reports`, by instance, is what ptxas said."""
+        """The entries of build_meta.json that only this library has. `reports`: the output of ptxas, by instance."""
         return {
             "arch": self.arch,
             "instances": {c.name: dict(zip(c.__dataclass_fields__, astuple(c), strict=True)) for c in self.instances},
@@ -436,21 +448,22 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Binding:
-    """The library of torch's operators that launch any kernels."""
+    """The library of torch operators, which launch any kernel."""
 
     name = "binding"
     announcement = "the CUDA kernels' binding"
 
     def content(self) -> str:
-        """Hash of what the library does and where it can be loaded: sources, flags, torch."""
+        """Hash of everything that determines what the library does and where it can be loaded: sources, flags,
+        torch."""
         return _hash([torch.__version__, str(torch.version.cuda), *CXX_FLAGS, *_texts([SOURCES / name for name in BINDING_SOURCES])])
 
     def compilers(self) -> list[str]:
-        """Versions of those that make it."""
+        """Versions of the compilers that make it."""
         return [version_of(*cxx())]
 
     def compile_into(self, folder: Path) -> dict[str, Any]:
-        """As of `Kernels`."""
+        """Make the library in an empty folder. See `Kernels.compile_into`."""
         compile_by([*binding_command(SOURCES / "binding.cpp"), "-lc10_cuda", "-ltorch_cuda", *link_flags(), "-o", f"{self.name}.so"], folder)
         return {}
 
@@ -459,10 +472,10 @@ Part = Kernels | Binding
 
 
 def binding_command(source: Path) -> list[str]:
-    """How a file is compiled that knows torch."""
+    """The command that compiles a file that includes torch's headers."""
     cpp_extension = _cpp_extension()
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    # not -isystem, which breaks the compiler where the toolkit lies in /usr
+    # not -isystem, which breaks the compiler if the toolkit is in /usr
     includes = ["-I", str(SOURCES), *(x for path in cpp_extension.include_paths() for x in ("-isystem", path)), "-I", f"{cuda_home()}/include"]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
     return [*cxx(), *CXX_FLAGS, abi, "-fPIC", *includes, str(source), *libraries]
@@ -478,10 +491,10 @@ def fingerprint(part: Part) -> str:
 
 
 def compile_kernels(folder: Path, names: Sequence[str], arch: int) -> dict[str, str]:
-    """NAME.o of every NAME.cu in `folder`; by name, what ptxas says.
+    """Compile every NAME.cu in `folder` to NAME.o, and return the output of ptxas by name.
 
     Raises:
-        BuildError: with nvcc's words.
+        BuildError: nvcc fails. The message contains its output.
     """
     options = [*cuda_flags(arch), *_host_compiler(folder), "-Xcompiler=-fPIC", "-Xptxas=-v", "-I", str(SOURCES), "-I", str(folder)]
 
@@ -493,7 +506,8 @@ def compile_kernels(folder: Path, names: Sequence[str], arch: int) -> dict[str, 
 
 
 def _host_compiler(folder: Path) -> list[str]:
-    """nvcc's options for the C++ compiler in CXX. nvcc takes one program: of several words a script in `folder` makes one."""
+    """nvcc's options for the C++ compiler in CXX. nvcc takes a single program, so a command of several words becomes a
+    script in `folder`."""
     if not os.environ.get("CXX"):
         return []
     if len(cxx()) == 1:
@@ -505,7 +519,7 @@ def _host_compiler(folder: Path) -> list[str]:
 
 
 def write_meta(folder: Path, part: Part, seconds: float, facts: dict[str, Any]) -> None:
-    """build_meta.json: what was built, of what, with what."""
+    """Write build_meta.json: what was built, from which sources, with which compilers."""
     meta = facts | {
         "commit": commit(),
         "content": part.content(),
@@ -524,10 +538,10 @@ def make_in(folder: Path, part: Part) -> None:
     """Compile a library in an empty folder.
 
     Raises:
-        BuildError: with the compiler's words.
+        BuildError: a compiler fails. The message contains its output.
     """
     started = time.time()
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it: standard error is closed
+    with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         print(f"fp8attn: compiling {part.announcement}, once …", file=sys.stderr, flush=True)
     facts = part.compile_into(folder)
     library = folder / f"{part.name}.so"
@@ -537,7 +551,7 @@ def make_in(folder: Path, part: Part) -> None:
 
 
 def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
-    """What GPUs of an architecture load, library by library."""
+    """The instances that GPUs of an architecture load, by library."""
     hopper: tuple[tuple[Config, ...], ...] = (
         *GROUPS.values(),
         *(fused_small.INSTANCES, quantize.INSTANCES, quantize.INT8_INSTANCES),
@@ -547,8 +561,8 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
 
 
 def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:
-    """Compile ahead of time what GPUs of an architecture load, or some `libraries` of it, and the binding, for a wheel to bring: `folder` becomes
-    PREBUILT.
+    """Compile the binding and all libraries for an architecture, or only `libraries`, ahead of time. A wheel contains
+    `folder` as PREBUILT.
 
     Raises:
         BuildError: they can't be compiled here.
@@ -572,7 +586,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     """build_meta.json of a library, or None if there is none.
 
     Raises:
-        BuildError: it can't be read, or isn't whole.
+        BuildError: it can't be read, or is incomplete.
     """
     path = folder / "build_meta.json"
     try:
@@ -585,14 +599,15 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def _cure(folder: Path) -> str:
-    """What to do with a library that isn't whole."""
+    """What to do about a library that is incomplete."""
     return "install fp8attn again" if folder.parent == PREBUILT else f"delete {folder}: then it is compiled again"
 
 
 def _check_whole(folder: Path, part: Part) -> None:
-    """
+    """Check that a library has the size that was compiled. Loading an incomplete one could kill the process.
+
     Raises:
-        BuildError: the library isn't what was compiled. To load half of one could kill the process.
+        BuildError: it has another size, or can't be read.
     """
     path, expected = folder / f"{part.name}.so", (read_meta(folder) or {}).get("library_bytes")
     if expected is None:  # a build by an earlier version
@@ -606,11 +621,11 @@ def _check_whole(folder: Path, part: Part) -> None:
 
 
 def prebuilt(part: Part, brought: Path | None = None) -> Path | None:
-    """The folder of a library among those `brought`, with the package if nothing else is said, or None if it isn't among them, or of other sources
-    or another torch.
+    """The folder of a prebuilt library in `brought` (default: in the package). None if it isn't there, or was compiled
+    from other sources or for another torch.
 
     Raises:
-        BuildError: it is among them and its record can't be read.
+        BuildError: it is there and its record can't be read.
     """
     folder = (PREBUILT if brought is None else brought) / part.name
     meta = read_meta(folder)
@@ -618,10 +633,10 @@ def prebuilt(part: Part, brought: Path | None = None) -> Path | None:
 
 
 def build(part: Part) -> Path:
-    """The folder of a whole library, made if it is neither there nor came with the package.
+    """The folder of a complete library. It is compiled if it is neither in the package nor in the cache.
 
     Raises:
-        BuildError: it can't be made, or isn't whole.
+        BuildError: it can't be compiled, or is incomplete.
     """
     folder = prebuilt(part)
     if folder is None:
@@ -638,10 +653,10 @@ def build(part: Part) -> Path:
 
 
 def _built_in(wanted: Path, part: Part) -> Path:
-    """A library's folder in the cache, made if it isn't there.
+    """A library's folder in the cache. It is compiled if it doesn't exist.
 
     Raises:
-        BuildError: it can't be made.
+        BuildError: it can't be compiled.
         OSError: the cache can't be written to.
     """
     if not wanted.exists():
@@ -658,9 +673,11 @@ def _built_in(wanted: Path, part: Part) -> Path:
 
 
 def obstacle() -> str | None:
-    """Why a library can't be compiled here and what to do, as far as can be told without compiling one, or None.
+    """The reason why a library can't be compiled here, and what to do, as far as this is known without compiling one;
+    or None.
 
-    Beyond `missing`: whether the compilers run, what environment variables hold, and whether the cache folder can be written to and locked.
+    Beyond `missing`, it checks whether the compilers run, the values of environment variables, and whether the cache
+    folder can be written to and locked.
     """
     reason = missing()
     if reason is not None:
@@ -686,16 +703,16 @@ def obstacle() -> str | None:
 
 _libraries: dict[Kernels, Library] = {}
 _having: dict[tuple[Config, int], Library] = {}
-"""By configuration and architecture, the first library that was loaded with it."""
+"""By config and architecture, the first loaded library that contains it."""
 _failures: dict[Part, str] = {}
 _loading = threading.Lock()
 
 
 def load_binding() -> Any:
-    """The binding's operators, compiled if this is their first use on this machine.
+    """The binding's operators, compiled on their first use on this machine.
 
     Raises:
-        BuildError: they can't be; remembered, so that only the first call tries.
+        BuildError: they can't be compiled or loaded. The failure is remembered, so that only the first call tries.
     """
     operators = getattr(torch.ops, NAMESPACE)
     if not hasattr(operators, "forward"):
@@ -706,27 +723,27 @@ def load_binding() -> Any:
 
 @contextlib.contextmanager
 def _remembered(part: Part) -> Iterator[None]:
-    """Inside, what fails before is raised again, and what fails is remembered."""
+    """Inside, a failure is remembered. An earlier failure of the same part is raised again."""
     if part in _failures:
         raise BuildError(_failures[part])
     try:
         yield
-    except Exception as error:  # whatever it is, Triton can go on
+    except Exception as error:  # whatever it is, attention can still run in Triton
         said = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         _failures[part] = str(error) if isinstance(error, BuildError) else f"{part.announcement} can't be loaded here: {said}"
         raise BuildError(_failures[part]) from error
 
 
 def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library:
-    """The kernels, compiled if this is their first use on this machine; None: the Hopper kernel's.
+    """The kernels, compiled on their first use on this machine. None: those of the Hopper kernel.
 
     Raises:
-        BuildError: they can't be; remembered, so that only the first call tries.
+        BuildError: they can't be compiled or loaded. The failure is remembered, so that only the first call tries.
     """
     kernels = Kernels(INSTANCES if instances is None else instances, arch)
     with _loading:
         if kernels not in _libraries:
-            # compiled at the same time
+            # compile both at the same time
             with _remembered(kernels), ThreadPoolExecutor(1) as pool:
                 binding = pool.submit(load_binding)
                 library = ctypes.CDLL(str(build(kernels) / f"{kernels.name}.so"))
@@ -739,7 +756,7 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
 
 
 def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
-    """The library with an instance: one that is loaded already, or that of its group.
+    """A library that contains an instance: one that is loaded already, or the one of its group.
 
     Raises:
         BuildError: it can't be compiled.
@@ -749,7 +766,10 @@ def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
 
 
 def unavailable(config: Config | None = None, arch: int = 90) -> str | None:
-    """Why an instance can't be had, as far as is known without compiling, or None; without one, why none can."""
+    """The reason why an instance isn't available, as far as is known without compiling, or None.
+
+    Without `config`: why none is.
+    """
     for part, words in list(_failures.items()):  # other threads add to them
         if isinstance(part, Binding) or (not _libraries if config is None else part.arch == arch and config in part.instances):
             return words
@@ -758,10 +778,12 @@ def unavailable(config: Config | None = None, arch: int = 90) -> str | None:
 
 
 def built(instances: tuple[Config, ...] | None = None, arch: int = 90) -> dict[str, Any] | None:
-    """build_meta.json of the build that would be loaded now, or None if there is none; of the Hopper kernel's instances unless others are given.
+    """build_meta.json of the build that would be loaded now, or None if there is none. By default, of the Hopper
+    kernel's instances.
 
     Raises:
-        BuildError: that can't be told: the record can't be read, the cache folder can't be used, or a compiler doesn't run.
+        BuildError: this can't be determined: the record can't be read, the cache folder can't be used, or a compiler
+            doesn't run.
     """
     folder = built_folder(Kernels(INSTANCES if instances is None else instances, arch))
     return None if folder is None else read_meta(folder)
@@ -771,7 +793,7 @@ def built_folder(part: Part) -> Path | None:
     """The folder of a library that is compiled already and would be loaded now, or None if there is none.
 
     Raises:
-        BuildError: that can't be told, as of `built`.
+        BuildError: this can't be determined, as in `built`.
     """
     folder = prebuilt(part)
     if folder is not None or missing() is not None:

@@ -1,4 +1,5 @@
-"""How the CUDA kernels run: their configs, which of them a call gets, and why none does."""
+"""Configs of the CUDA Hopper kernel: their fields, the compiled instances, the choice for a call, and reasons why none
+fits."""
 
 from __future__ import annotations
 
@@ -22,41 +23,44 @@ KEYS = 128
 """Keys of a block."""
 
 ONES = 8
-"""Channels of ones behind V's: the tensor core sums P's rows through them."""
+"""Channels of ones after V's channels: with them, the tensor core sums the rows of P."""
 
 VALUE_PART = 64
-"""Channels of V that P is multiplied with at a time where there are more than 128 and one such product is added while the next is in the making."""
+"""Channels of V in one product with P, for int8 with more than 128 channels. One such product is added to the output
+while the next one is computed."""
 
 OUTPUT_BYTES = 128
-"""Of a row of the output in shared memory; there are two where there are more than 64 channels."""
+"""Bytes of a row of the output in a shared-memory buffer. There are two buffers if there are more than 64 channels."""
 
 REGISTER_FILE = 65_536
 
 
 Scores = Literal["plain", "masked", "general", "added"]
-"""What is done to scores beside their softmax; each of these does what those before it do."""
+"""Operations on scores before softmax. Each value includes the operations of the values before it."""
 
 SCORES: tuple[Scores, ...] = get_args(Scores)
 
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One instance of the Hopper kernel; the fields of C++'s HopperConfig, in order.
+    """One instance of the Hopper kernel. The fields of C++'s HopperConfig, in order.
 
     Attributes:
-        head_dim: of Q and K in shared memory; the call's or more.
-        value_dim: of V in shared memory; the call's or more.
+        head_dim: channels of Q and K in shared memory; at least the call's.
+        value_dim: channels of V in shared memory; at least the call's.
         consumers: warpgroups of 64 query rows.
-        stages: of K and V in shared memory.
-        registers: of a consumer's thread.
-        overlap: whether the next block's scores are issued behind this block's P·V.
-        exact: of every eight groups of 16 keys, those whose exponentials are exact to float32 rounding. The e4m3 codes of the
-            others are written directly, 2^f taken as 1 + f: 0.042 code steps² more than rounding's 0.083, no MUFU instruction.
-        general: boolean masks, means of queries, scales by key, softmax scales that aren't positive; an instance without has none of them.
+        stages: stages of K and V in shared memory.
+        registers: registers of a consumer's thread.
+        overlap: whether the next block's scores are issued after this block's P·V, while it runs.
+        exact: in every eight groups of 16 keys, the number of groups with exponentials that are exact to float32
+            rounding. The e4m3 codes of the other groups are computed directly, with 2^f approximated by 1 + f. This
+            adds 0.042 code steps² to the 0.083 of rounding, and needs no MUFU instruction.
+        general: supports boolean masks, score bias of smoothed queries, scales per key, and softmax scales that aren't
+            positive.
         int8: Q and K are int8, not e4m3.
-        fuse_q_quant: Q is bfloat16 or float16, and becomes e4m3 or int8 in the kernel, every row with a scale of its own.
-        masked: boolean masks.
-        added: masks that are added to scores; of general instances.
+        fuse_q_quant: Q is bfloat16 or float16, and the kernel quantizes it to e4m3 or int8 with one scale per row.
+        masked: supports boolean masks.
+        added: supports masks that are added to scores. Only general instances have it.
     """
 
     head_dim: int
@@ -79,7 +83,8 @@ class HopperConfig:
 
     @property
     def value_widths(self) -> tuple[int, ...]:
-        """Channels of one product of P with V and its ones: of all, or of each of its parts."""
+        """Channels of each product of P with V, including the ones: one product with all of V, or one with each of its
+        parts."""
         if self.value_dim <= 128:
             return (self.value_dim + ONES,)
         if self.int8 and not self.skips_blocks:
@@ -88,48 +93,58 @@ class HopperConfig:
 
     @property
     def stream_k(self) -> bool:
-        """Whether CTAs may share tiles. Where registers are scarcest it would spill, and tiles of more than 128 channels gain nothing that pays for
-        int8's spills."""
+        """Whether CTAs may share tiles.
+
+        Not with four consumers, which have the fewest registers and would spill; and not for int8 with more than 128
+        channels of V, where the gain doesn't make up for spills.
+        """
         return not self.skips_blocks and self.consumers < 4 and not (self.int8 and self.value_dim > 128)
 
     @property
     def skips_blocks(self) -> bool:
-        """Whether only those blocks of keys are loaded in which a mask shows something."""
+        """Whether the kernel skips blocks of keys that the mask hides completely."""
         return self.general or self.masked
 
     @property
     def scores(self) -> Scores:
-        """What it is made for."""
+        """The most general operations on scores that the instance supports."""
         return "added" if self.added else "general" if self.general else "masked" if self.masked else "plain"
 
     @property
     def added_slots(self) -> int:
-        """Blocks of an additive mask, of numbers of 16 bits, that a consumer has in shared memory; where there is no room it loads them itself."""
+        """Blocks of a 16-bit additive mask that a consumer has in shared memory. 0 if there is no room: then consumers
+        load the mask themselves."""
         return 2 if self.added and self.head_dim <= 128 else 0
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread of the producer's warpgroup; what there is of single keys takes what consumers leave."""
+        """Registers of a producer's thread.
+
+        If the producer loads masks or values per key, it gets all registers that the consumers leave.
+        """
         return self.launched_with - self.consumers * self.registers if self.skips_blocks else 24
 
     @property
     def launched_with(self) -> int:
-        """Registers of a thread of each warpgroup together, which they then divide among themselves."""
+        """Sum over all warpgroups of the registers of a thread at launch.
+
+        The warpgroups redistribute these registers.
+        """
         return min(REGISTER_FILE // self.threads // 8 * 8, 255) * (self.consumers + 1)
 
     @property
     def panel(self) -> int:
-        """Bytes of a row of Q and K that lie together in shared memory, spanned by a swizzle."""
+        """Bytes of a row of Q or K that are contiguous in shared memory: the span of a swizzle."""
         return 128 if self.head_dim % 128 == 0 else 64 if self.head_dim % 64 == 0 else 32
 
     @property
     def threads(self) -> int:
-        """Of a CTA: the consumers' and the producer's warpgroup."""
+        """Threads of a CTA: those of the consumers and of the producer's warpgroup."""
         return 128 * (self.consumers + 1)
 
     @property
     def shared_bytes(self) -> int:
-        """sizeof(SharedStorage)."""
+        """sizeof(SharedStorage), in bytes."""
         q = self.consumers * ROWS * self.head_dim
         kv = self.stages * KEYS * (self.head_dim + self.value_dim + ONES)
         shown = self.stages * (16 * ROWS * self.consumers + 16) if self.skips_blocks else 0
@@ -139,16 +154,17 @@ class HopperConfig:
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * self.consumers * (2 * self.value_dim + 2 * ROWS) + 8 * self.stages
         tiles, barriers = 32 * 4, 8 * (2 * self.consumers + 4 * self.stages)
-        # swizzled boxes start at multiples of 1024
+        # swizzled boxes start at multiples of 1024 bytes
         return q + kv + round_up(128 + work_tiles + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)
 
     def does(self, call: Call) -> bool:
-        """Whether it has all that is done to a call's scores."""
+        """Whether the instance supports all operations on a call's scores."""
         return SCORES.index(self.scores) >= SCORES.index(scores_of(call))
 
     @property
     def partial_bytes(self) -> int:
-        """sizeof(Partial), of all consumers: sums of P·V, and m and sums of P of each thread's two rows. 0 where CTAs share no tiles."""
+        """sizeof(Partial) of all consumers, in bytes: sums of P·V, and m and sums of P of each thread's two rows. 0 if
+        CTAs share no tiles."""
         return self.consumers * 128 * (2 * self.value_dim + 16) if self.stream_k else 0
 
     @property
@@ -157,24 +173,24 @@ class HopperConfig:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """To the next multiple."""
+    """`size` rounded up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
 def unsupported_arch(device: Device) -> str | None:
-    """Why kernels of sm_90a can't run on a device, or None if they can."""
+    """The reason why kernels for sm_90a can't run on a device, or None if they can."""
     if device.emulated or device.arch // 10 != 9:
         return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
     return None
 
 
 def unsupported_shared_memory(size: int, device: Device) -> str | None:
-    """Why so many bytes of shared memory are too many, or None if they aren't."""
+    """The reason why `size` bytes of shared memory don't fit, or None if they do."""
     return f"it takes {size} bytes of shared memory; there are {device.shared_memory}" if size > device.shared_memory else None
 
 
 def unsupported_config(config: HopperConfig, device: Device) -> str | None:
-    """Why a config can't run on a device, or None if it can."""
+    """The reason why a config can't run on a device, or None if it can."""
     reason = unsupported_arch(device)
     if reason is not None:
         return reason
@@ -225,14 +241,19 @@ SPEEDS = {
     HopperConfig(192, 192, 2, 3, 232, False, 2, True, False, False, False, True): 1.0,
     HopperConfig(256, 256, 2, 2, 232, False, 2, True, False, False, False, True): 1.0,
 }
-"""What is compiled, and how fast each is beside the fastest of its head dims where there are plenty of tiles (H100, 16k tokens)."""
+"""The compiled instances, and the speed of each relative to the fastest one of its head dims, with plenty of tiles
+(H100, 16k tokens)."""
 
 INSTANCES = tuple(config for config in SPEEDS if not config.masked and not config.added)
 
 
 def _with_int8(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
-    """Sums' start leaves fewer issue slots, and the fewest at head dim 64, where all codes are direct: 3 to 7 % faster, errors 2 % larger. Up to 128
-    half as many are exact as of e4m3: 2 to 4 % faster, errors 1 % larger."""
+    """The int8 variants of configs, with fewer exact exponentials.
+
+    int8 accumulators start from a constant, which takes issue slots. Fewest are left at head dim 64, where all codes
+    are computed directly: 3 to 7 % faster, errors 2 % larger. Up to head dim 128, half as many groups are exact as for
+    e4m3: 2 to 4 % faster, errors 1 % larger.
+    """
 
     def exact(config: HopperConfig) -> int:
         return 0 if config.head_dim == 64 else config.exact // 2 if config.head_dim <= 128 else config.exact
@@ -241,32 +262,33 @@ def _with_int8(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
 
 
 INT8_INSTANCES = _with_int8(INSTANCES)
-"""The same for int8, compiled by themselves on their first use."""
+"""The same for int8, compiled separately on first use."""
 
 
 def _with_fused_q(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
-    """Of head dims whose rows a warpgroup's threads can share."""
+    """The fused-query variants of configs, for head dims whose rows the threads of a warpgroup can divide."""
     return tuple(replace(config, fuse_q_quant=True) for config in configs if config.head_dim == config.value_dim and 256 % config.head_dim == 0)
 
 
 FUSED_Q_INSTANCES = _with_fused_q(tuple(config for config in INSTANCES if not config.general))
-"""The same for Q that isn't quantized yet, likewise."""
+"""The same for Q that isn't quantized yet, compiled separately on first use."""
 
 INT8_FUSED_Q_INSTANCES = _with_int8(FUSED_Q_INSTANCES)
-"""And for such Q that becomes int8."""
+"""The same for Q that the kernel quantizes to int8."""
 
 MASKED_INSTANCES = tuple(config for config in SPEEDS if config.masked)
-"""For boolean masks, likewise."""
+"""Instances for boolean masks, compiled separately on first use."""
 
 INT8_MASKED_INSTANCES = _with_int8(MASKED_INSTANCES)
 
 ADDED_INSTANCES = tuple(config for config in SPEEDS if config.added)
-"""For masks that are added to scores, likewise."""
+"""Instances for masks that are added to scores, compiled separately on first use."""
 
 INT8_ADDED_INSTANCES = _with_int8(ADDED_INSTANCES)
 
 Group = tuple[Scores, bool, bool]
-"""What instances that are compiled together have in common: scores, where "plain" has general ones, too, int8, fuse_q_quant."""
+"""What instances that are compiled together have in common: (scores, int8, fuse_q_quant). The "plain" groups contain
+the general instances, too."""
 
 GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
     ("plain", False, False): INSTANCES,
@@ -279,7 +301,7 @@ GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
     ("masked", True, True): _with_fused_q(INT8_MASKED_INSTANCES),
     ("added", False, False): ADDED_INSTANCES,
     ("added", True, False): INT8_ADDED_INSTANCES,
-    ("added", False, True): _with_fused_q(ADDED_INSTANCES[:-1]),  # that of head dim 256 would spill in its loop
+    ("added", False, True): _with_fused_q(ADDED_INSTANCES[:-1]),  # without head dim 256, whose loop would spill
     ("added", True, True): _with_fused_q(INT8_ADDED_INSTANCES[:-1]),
 }
 
@@ -287,24 +309,24 @@ FUSED_Q_DIMS = frozenset(config.head_dim for config in FUSED_Q_INSTANCES)
 
 
 def scores_of(call: Call) -> Scores:
-    """The least that an instance must do to a call's scores."""
+    """The operations on scores that an instance must support for a call."""
     of_mask = scores_of_mask(call.attn_mask)
     general = call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
     return "general" if general and of_mask != "added" else of_mask
 
 
 def scores_of_mask(attn_mask: torch.Tensor | None) -> Scores:
-    """Likewise, by its mask."""
+    """The operations on scores that a call's mask requires."""
     return "plain" if attn_mask is None else "masked" if attn_mask.dtype == torch.bool else "added"
 
 
 def instances(scores: Scores, int8: bool, fuse_q_quant: bool) -> tuple[HopperConfig, ...]:
-    """Those that are compiled together with such ones."""
+    """All instances of a group, which are compiled together."""
     return GROUPS["plain" if scores == "general" else scores, int8, fuse_q_quant]
 
 
 Kind = tuple[Scores, bool, bool, int, int]
-"""What an instance must be made for: scores, int8, fuse_q_quant, head_dim, value_dim."""
+"""Properties that an instance must have: (scores, int8, fuse_q_quant, head_dim, value_dim)."""
 
 
 def kind(call: Call) -> Kind:
@@ -320,12 +342,12 @@ def _serving(of: Kind) -> tuple[HopperConfig, ...]:
 
 
 def serving(call: Call) -> tuple[HopperConfig, ...]:
-    """The instances of the smallest head dims that take a call's, with what it needs."""
+    """The instances that support a call, with the smallest head dims that are large enough."""
     return _serving(kind(call))
 
 
 def unsupported_call(call: Call, device: Device) -> str | None:
-    """Why no instance runs a call, or None if one does."""
+    """The reason why no instance can run a call, or None if one can."""
     if call.compute != "e4m3":
         return f"the CUDA kernel multiplies e4m3, the recipe computes in {call.compute}"
     if call.two_level is False:
@@ -337,14 +359,14 @@ def unsupported_call(call: Call, device: Device) -> str | None:
 
 
 def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
-    """Whether an instance may quantize q on its way, by what torch.compile knows of it."""
+    """Whether an instance may quantize q inside the kernel, judged by the properties that torch.compile knows."""
     return q.dtype in HALVES and q.shape[3] == value_dim and value_dim in FUSED_Q_DIMS
 
 
 def unsupported_q_quant(
     q: torch.Tensor, value_dim: int, softmax_scale: float, qk: ProductType, device: Device, attn_mask: torch.Tensor | None = None
 ) -> str | None:
-    """Why no instance quantizes q on its way to attention as recipe.FUSED_RECIPES[qk] says, or None if one does."""
+    """The reason why no instance can quantize q inside the kernel by recipe.FUSED_RECIPES[qk], or None if one can."""
     if not may_quantize(q, value_dim):
         dims = " or ".join(str(dim) for dim in sorted(FUSED_Q_DIMS))
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
@@ -366,15 +388,17 @@ def _unsupported_kind(of: Kind, device: Device) -> str | None:
 
 
 def choose(call: Call, device: Device) -> HopperConfig:
-    """The instance that runs a call, `unsupported_call` having said that there is one: which is done first, by rows and speed.
+    """The instance for a call: the one that is done first, estimated by rows and speed. `unsupported_call` must have
+    returned None.
 
-    Where all tiles are as long, the last round of them takes as long as any, unless CTAs share it; tiles of causal calls go to whoever is free.
+    If all tiles take the same time, the last round of tiles takes as long as any other, unless CTAs share it. Tiles of
+    causal calls are assigned to CTAs dynamically.
     """
     return _fastest(kind(call), call.batch * call.q_heads, call.q_length, -(-call.kv_length // KEYS), call.causal != "none", device.sm_count)
 
 
 def _measured(config: HopperConfig) -> HopperConfig:
-    """The same for e4m3 that is quantized before it comes."""
+    """The measured config that corresponds to a variant: e4m3, with Q quantized before the kernel."""
     plain = replace(config, int8=False, fuse_q_quant=False)
     return next(measured for measured in SPEEDS if replace(measured, exact=config.exact) == plain)
 
@@ -394,7 +418,7 @@ def _fastest(of: Kind, heads: int, q_length: int, blocks: int, is_causal: bool, 
 
 
 def stream_k_ctas(call: Call, config: HopperConfig, device: Device) -> int:
-    """CTAs that share the call's last tiles; 1: each is one CTA's."""
+    """Number of CTAs that share the call's last tiles; 1: each tile has one CTA."""
     if not config.stream_k or call.causal != "none":
         return 1
     return stream_k.split_ctas(call.tiles(config.tile_rows), -(-call.kv_length // KEYS), device.sm_count)

@@ -1,4 +1,7 @@
-"""The Hopper kernel of short sequences: quantization with the default recipe and attention in one launch. Its configs, and which calls it takes."""
+"""The fused kernel for few keys on Hopper: quantization with the default recipe and attention in one launch.
+
+Its configs, and the calls that it supports.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from ..device import Device
 from .configs import KEYS, ONES, ROWS, round_up, unsupported_arch, unsupported_shared_memory
 
 LONGEST = 512
-"""Keys that it takes: all of a head's lie in a CTA's shared memory."""
+"""Largest number of keys. All keys of a head must fit into a CTA's shared memory."""
 
 SLICE = 16
-"""Channels of K or V that a warpgroup has: K's mean, V's codes."""
+"""Channels of K or V that one warpgroup processes: K's mean, V's codes."""
 
 LANES = 32
 """Running sums of a mean."""
@@ -24,13 +27,14 @@ BLOCKS = LONGEST // KEYS
 
 @dataclass(frozen=True)
 class FusedSmallConfig:
-    """One instance; the fields of C++'s FusedSmallConfig, in order.
+    """One instance. The fields of C++'s FusedSmallConfig, in order.
 
     Attributes:
-        head_dim: of Q, K and V.
+        head_dim: channels of Q, K and V.
         cluster: CTAs that share a head's keys and values.
-        consumers: warpgroups of a CTA, of 64 query rows each; a cluster has one for every SLICE channels of K and of V.
-        exact: of every eight groups of 16 keys, those whose exponentials are exact: HopperConfig's.
+        consumers: warpgroups of a CTA, with 64 query rows each. A cluster has one warpgroup for every SLICE channels of
+            K and of V.
+        exact: number of groups of 16 keys, in every eight, with exact exponentials; see HopperConfig.
     """
 
     head_dim: int
@@ -40,17 +44,17 @@ class FusedSmallConfig:
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return 128 * self.consumers
 
     @property
     def cluster_tiles(self) -> int:
-        """Tiles of ROWS queries that a cluster takes."""
+        """Tiles of ROWS queries that a cluster processes."""
         return self.cluster * self.consumers
 
     @property
     def shared_bytes(self) -> int:
-        """sizeof(FusedSmallStorage)."""
+        """sizeof(FusedSmallStorage), in bytes."""
         slices = self.head_dim // SLICE
         kv = LONGEST * (2 * self.head_dim + ONES)
         q = self.consumers * ROWS * self.head_dim
@@ -65,31 +69,33 @@ class FusedSmallConfig:
 
 
 INSTANCES = (FusedSmallConfig(64, 4, 2, 2),)
-"""What is compiled."""
+"""The compiled instances."""
 
 CLUSTERED = 0.92
-"""Of a GPU's SMs, those that clusters of four find: 30 clusters at a time on an H100 of 132 SMs, as cudaOccupancyMaxActiveClusters says."""
+"""Fraction of a GPU's SMs that clusters of four can use: 30 clusters at a time on an H100 with 132 SMs, by
+cudaOccupancyMaxActiveClusters."""
 
 
 def unsupported_config(config: FusedSmallConfig, device: Device) -> str | None:
-    """Why a config can't run on a device, or None if it can."""
+    """The reason why a config can't run on a device, or None if it can."""
     return unsupported_arch(device) or unsupported_shared_memory(config.shared_bytes, device)
 
 
 def splits(config: FusedSmallConfig, q: torch.Tensor, k: torch.Tensor) -> int:
-    """Clusters for a head of K and V, each of which quantizes it: as many as leave no warpgroup a second tile of queries."""
+    """Number of clusters for a head of K and V, each of which quantizes it: enough that no warpgroup has a second query
+    tile."""
     tiles = q.shape[1] // k.shape[1] * -(-q.shape[2] // ROWS)
     return -(-tiles // config.cluster_tiles)
 
 
 def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a call of plain tensors may be one launch, by what torch.compile knows of them."""
+    """Whether a call of plain tensors may run in one launch, judged by the properties that torch.compile knows."""
     known = q.dtype in HALVES and q.dtype == k.dtype == v.dtype
     return known and any(q.shape[3] == v.shape[3] == c.head_dim for c in INSTANCES) and k.shape[2] <= LONGEST
 
 
 def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
-    """Why a call of plain tensors isn't done in one launch, or None if it is."""
+    """The reason why a call of plain tensors can't run in one launch, or None if it can."""
     if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return f"query, key and value are {q.dtype}, {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
     config = next((c for c in INSTANCES if q.shape[3] == v.shape[3] == c.head_dim), None)
@@ -115,5 +121,5 @@ def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_
 
 
 def choose(q: torch.Tensor) -> FusedSmallConfig:
-    """The instance of a call, `unsupported_call` having said that there is one."""
+    """The instance for a call. `unsupported_call` must have returned None."""
     return next(c for c in INSTANCES if c.head_dim == q.shape[3])

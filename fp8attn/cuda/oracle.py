@@ -1,4 +1,7 @@
-"""What a CUDA config computes, by the pipeline oracle: tests and searches hold it to that."""
+"""The pipeline oracle for a CUDA config: its key blocks, roundings and splits.
+
+Tests and searches compare kernels with it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ from .render import Attending as Config
 
 
 def parts_of_tail(call: Call, config: HopperConfig, split_ctas: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
-    """Work tiles of the tiles that CTAs share, as in tile/stream_k.h: head (batch · Hq + head), first row, first block, end block. Those of one
-    tile are in order."""
+    """Work tiles of the tiles that CTAs share, as in tile/stream_k.h: head (batch · Hq + head), first row, first block,
+    end block.
+
+    Work tiles of one tile are in order.
+    """
     tiles, blocks = call.tiles(config.tile_rows), -(-call.kv_length // KEYS)
     rest = tiles % max(min(tiles, sm_count), split_ctas)
     row_tiles, group, heads = -(-call.q_length // config.tile_rows), call.q_heads // call.kv_heads, call.batch * call.q_heads
@@ -39,9 +45,12 @@ def parts_of_tail(call: Call, config: HopperConfig, split_ctas: int, sm_count: i
 
 
 def _owners(call: Call, config: PortableConfig | HopperConfig, split_ctas: int) -> torch.Tensor:
-    """Which part of its row a score is in, of those with maxima of their own: int, of a shape that expands to (B, Hq, Sq, Sk)."""
+    """The part of its row that each score belongs to.
+
+    Each part has its own maximum. int, in a shape that expands to (B, Hq, Sq, Sk).
+    """
     if isinstance(config, PortableConfig):
-        # warps that share rows have the same part of every block each
+        # each of the warps that share rows has the same part of every block
         keys = torch.arange(call.kv_length, device=call.q.device)
         share = math.ceil(math.ceil(call.kv_length / config.keys) / split_ctas) * config.keys
         return keys // share * config.splits + keys % config.keys // (config.keys // config.splits)
@@ -54,10 +63,10 @@ def _owners(call: Call, config: PortableConfig | HopperConfig, split_ctas: int) 
 
 
 def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, split_ctas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """out float32 and LSE of a call with these operands, key blocks, roundings and sums in the config's order.
+    """out float32 and LSE of a call with these operands, with the config's key blocks, roundings and order of sums.
 
     Args:
-        split_ctas: as fp8attn.cuda.run.split_ctas_of says.
+        split_ctas: the result of fp8attn.cuda.run.split_ctas_of.
     """
     pipeline = functools.partial(reference.pipeline, *quantized, causal=call.causal, softmax_scale=call.softmax_scale)
     if isinstance(config, PortableConfig):

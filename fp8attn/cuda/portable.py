@@ -1,4 +1,5 @@
-"""How the portable kernel runs: its configs, the ladder of them, which ones a GPU gets, and why a config or a call can't run."""
+"""Configs of the portable kernel: their fields, the optimisation ladder, the instances for a GPU, and reasons why a
+config or a call can't run."""
 
 from __future__ import annotations
 
@@ -20,40 +21,44 @@ Operands = Literal["shared", "registers", "native"]
 
 LANES = 32
 HARD_LIMIT = 255
-"""Registers of a thread."""
+"""Maximum registers of a thread."""
 
 HALF_MAX = 65504.0
-"""Of half precision."""
+"""Largest half-precision number."""
 
 
 @dataclass(frozen=True)
 class PortableConfig:
-    """One instance of the portable kernel; the fields of C++'s PortableConfig, in order.
+    """One instance of the portable kernel. The fields of C++'s PortableConfig, in order.
 
     Attributes:
-        head_dim: of Q and K in shared memory; the call's or more.
-        value_dim: of V in shared memory; the call's or more.
-        warps: that attend, each with query rows of its own.
-        warp_rows: of each.
-        splits: warps that share rows, each with a part of every block's keys: their results are combined by their LSE at the end of the tile.
-        keys: of a block.
-        stages: of bytes of K and V in flight; 1 waits for each.
-        ctas: of an SM that registers must leave room for.
+        head_dim: channels of Q and K in shared memory; at least the call's.
+        value_dim: channels of V in shared memory; at least the call's.
+        warps: warps that attend, each to its own query rows.
+        warp_rows: query rows of a warp.
+        splits: warps that share rows, each with a part of every block's keys. Their results are combined by their LSE
+            at the end of the tile.
+        keys: keys of a block.
+        stages: stages of bytes of K and V in flight; 1 waits for each block.
+        ctas: CTAs per SM that registers must leave room for.
         tensor_qk: Q·Kᵀ on tensor cores.
         tensor_pv: P·V on tensor cores.
-        fused: scores and P stay in the registers of `mma.sync`; without, steps meet in shared memory, and tensor cores are `nvcuda::wmma`'s.
-        swizzle: an XOR of addresses keeps bank conflicts away; without, padding does.
-        producers: warps that load and convert, and nothing else; 0: all warps do all.
-        persistent: CTAs take tile after tile, as many of them as the GPU has room for.
-        fast_exp: one multiply-add and `ex2.approx.ftz`; without, an exact difference and `exp2f`.
-        operands: where e4m3 becomes half: in `shared` memory, once for a CTA; in `registers`, on the way to the tensor core; nowhere,
-            `native`.
-        e4m3_p: P is rounded to e4m3, also where it is multiplied as half: what recipes of compute type e4m3 say, and f16 doesn't.
-        general: masks, means of queries, scales by key, softmax scales that aren't positive; a fused instance without has none of them.
-        drift: warps wait for stages of K and V, not for one another, and may be a block apart.
-        int8: Q and K are int8, multiplied as they are.
-        half_sums: P·V of a block is summed in half precision, at twice the rate on GPUs that charge for float32 (GeForce's Ada); P is as much
-            smaller as keeps sums from overflowing.
+        fused: scores and P stay in the registers of `mma.sync`. Otherwise, they go through shared memory, and tensor
+            cores are used through `nvcuda::wmma`.
+        swizzle: avoid bank conflicts by an XOR of addresses; otherwise, by padding.
+        producers: warps that only load and convert. 0: all warps do everything.
+        persistent: as many CTAs as the GPU has room for, each of which processes several tiles.
+        fast_exp: one multiply-add and `ex2.approx.ftz`; otherwise, an exact difference and `exp2f`.
+        operands: where e4m3 becomes half: in `shared` memory, once for a CTA; in `registers`, on the way to the tensor
+            core; nowhere, `native`.
+        e4m3_p: P is rounded to e4m3, even if it is multiplied as half. True for recipes with compute type e4m3, false
+            for f16.
+        general: supports masks, score bias of smoothed queries, scales per key, and softmax scales that aren't
+            positive. Fused instances without it support none of these.
+        drift: warps wait for stages of K and V, not for one another, and may be one block apart.
+        int8: Q and K are int8, and are multiplied as int8.
+        half_sums: P·V of a block is summed in half precision. It has twice the rate on GPUs with slower float32 sums
+            (GeForce's Ada). P is scaled down so that sums don't overflow.
     """
 
     head_dim: int
@@ -85,28 +90,31 @@ class PortableConfig:
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return LANES * (self.warps + self.producers)
 
     @property
     def exchange_bytes(self) -> int:
-        """What warps that share rows tell each other of them."""
+        """Bytes that warps that share rows exchange."""
         return 4 * (self.splits // 2) * self.tile_rows * (self.value_dim + 8)
 
     @property
     def p_offset(self) -> int:
-        """Binary logarithm of the largest P. Sums in half precision of as many keys as a warp has of a block stay below 65504, were all P and V the
-        largest."""
+        """Binary logarithm of the largest P.
+
+        With half_sums, the sum over a warp's keys of a block stays below 65504, even if all P and V have the largest
+        value.
+        """
         return math.floor(math.log2(HALF_MAX / (E4M3_MAX * (self.keys // self.splits)))) if self.half_sums else int(P_OFFSET)
 
     @property
     def registers(self) -> int:
-        """That a thread may have, for `ctas` to fit an SM."""
+        """Registers that a thread may have, so that `ctas` CTAs fit an SM."""
         return min(REGISTER_FILE // (self.threads * self.ctas) // 8 * 8, HARD_LIMIT)
 
     @property
     def shared_bytes(self) -> int:
-        """sizeof(PortableStorage)."""
+        """sizeof(PortableStorage), in bytes."""
 
         def tile(rows: int, width: int, swizzle: bool) -> int:
             return round_up(rows * (width if swizzle else width + 16), 128) or 1
@@ -132,11 +140,11 @@ class PortableConfig:
 
 
 DIMS = (64, 128, 256)
-"""Head dims of instances; a call's are rounded up."""
+"""Head dims of instances. A call's head dims are rounded up."""
 
 
 def unsupported_config(config: PortableConfig, device: Device) -> str | None:
-    """Why a config can't run on a device, or None if it can."""
+    """The reason why a config can't run on a device, or None if it can."""
     c = config
     if device.emulated or device.arch < 80:
         return f"it needs sm_80 or later; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
@@ -221,7 +229,7 @@ def _rungs(dim: int) -> dict[str, PortableConfig]:
 
 
 LADDER = {dim: _rungs(dim) for dim in (64, 128)}
-"""The rungs by head dim, each with what the one before has and one feature more."""
+"""The rungs of the optimisation ladder by head dim. Each rung adds one feature to the one before."""
 
 
 def _best(fastest: PortableConfig) -> dict[str, PortableConfig]:
@@ -232,8 +240,8 @@ BEST = {
     64: _best(PortableConfig(64, 64, 8, 16, 2, 256, 2, 1, True, True, True, True, 0, False, True, "registers", True, False)),
     128: _best(PortableConfig(128, 128, 8, 16, 1, 128, 3, 1, True, True, True, True, 0, False, True, "registers", True, False, drift=True)),
 }
-"""By head dim, the features that pay on an H100 put together; then Q and K as int8, which every GPU from sm_80 on multiplies as it is, so that
-K's half of the conversions goes."""
+"""By head dim, the combination of features that is fastest on an H100; then the same with Q and K in int8. Every GPU
+from sm_80 on multiplies int8 directly, so K needs no conversion, which is half of all conversions."""
 
 
 MEASURED = {
@@ -252,12 +260,14 @@ MEASURED = {
     PortableConfig(128, 128, 4, 16, 1, 64, 2, 2, True, True, True, True, 0, False, True, "native", True, False): 1.0,
     PortableConfig(128, 128, 4, 16, 1, 64, 2, 2, True, True, True, True, 0, False, True, "native", True, True): 1.0,
 }
-"""What is compiled, and how fast each is beside the fastest of its head dims and operands where there are plenty of tiles (H100, 4k tokens;
-`native`, and int8 but for head dim 128: not measured). Native instances of head dim 256 have accumulators for more registers than there are."""
+"""The compiled instances, and the speed of each relative to the fastest one of its head dims and operands, with plenty
+of tiles (H100, 4k tokens). Not measured: `native`, and int8 except for head dim 128. There are no native instances of
+head dim 256: their accumulators need more registers than there are."""
 
 
 def _variants(config: PortableConfig, speed: float) -> dict[PortableConfig, float]:
-    """The same with P in half, but of eight warps of head dim 256, which would spill on sm_80; the fastest also with int8."""
+    """Variants of a config: with P in half, except for eight warps of head dim 256, which would spill on sm_80; and
+    with int8 for the fastest config."""
     halves = config.operands != "native" and (config.head_dim, config.warps) != (256, 8)
     found = [config, replace(config, e4m3_p=False)] if halves else [config]
     return {replace(c, int8=int8): speed for c in found for int8 in ((False, True) if speed == 1.0 else (False,))}
@@ -269,7 +279,7 @@ INSTANCES = tuple(SPEEDS)
 
 
 def takes(config: PortableConfig, call: Call) -> bool:
-    """Whether an instance does what a call asks for."""
+    """Whether an instance supports a call."""
     if config.head_dim < call.head_dim or config.value_dim < call.value_dim or config.int8 != call.int8:
         return False
     if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
@@ -279,19 +289,23 @@ def takes(config: PortableConfig, call: Call) -> bool:
 
 @functools.cache
 def group(dim: int, device: Device, int8: bool = False) -> tuple[PortableConfig, ...]:
-    """What is compiled together for the larger of a call's head dims, rounded up, and what Q and K are: what a GPU needs of it."""
+    """The instances that are compiled together for a head dim (the larger of a call's, rounded up) and for int8 or not,
+    and that a GPU needs."""
     able = (c for c in INSTANCES if c.head_dim == dim and c.int8 == int8 and fits(c, device))
     return tuple(c for c in able if c.operands != "native" or multiplies_e4m3(device))
 
 
 def multiplies_e4m3(device: Device) -> bool:
-    """Whether `mma.sync` of e4m3 is an instruction. Hopper's tensor cores take e4m3 by wgmma only; there it is compiled to conversions of both
-    operands and products of halves, which cost more than converting once."""
+    """Whether the GPU has an `mma.sync` instruction for e4m3.
+
+    Hopper's tensor cores take e4m3 only by wgmma. There, `mma.sync` of e4m3 is compiled to conversions of both operands
+    and products of halves, which cost more than converting once.
+    """
     return device.has_fp8_units and device.arch // 10 != 9
 
 
 def padded_dim(call: Call) -> int:
-    """The head dim of the instances that take a call's."""
+    """The head dim of the instances for a call."""
     return next(dim for dim in DIMS if dim >= max(call.head_dim, call.value_dim))
 
 
@@ -304,13 +318,13 @@ def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, int8: bool, de
 
 
 def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
-    """The shipped instances that a call is chosen among: e4m3 tensor cores where there are any and the recipe wants them."""
+    """The shipped instances for a call. They use e4m3 tensor cores if the GPU has them and the recipe allows them."""
     e4m3_p = call.compute == "e4m3"
     return _serving(padded_dim(call), scores_of(call) != "plain", e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
 
 
 def unsupported_call(call: Call, device: Device) -> str | None:
-    """Why no instance runs a call, or None if one does."""
+    """The reason why no instance can run a call, or None if one can."""
     if device.emulated or device.arch < 80:
         return unsupported_config(INSTANCES[0], device)
     if call.fuse_q_quant:
@@ -323,35 +337,40 @@ def unsupported_call(call: Call, device: Device) -> str | None:
 
 
 MOST_KEY_SPLITS = 64
-"""Of a tile: the combine reads as many parts of every row."""
+"""Largest number of key splits of a tile. The combine kernel reads as many parts of every row."""
 
 
 LEAST_KEYS = 512
-"""Of a CTA among several that share a tile: it takes longer with them, at 3 µs a block of 128 (H100), than a combine's launch."""
+"""Fewest keys of a CTA if several share a tile. At 3 µs per block of 128 keys (H100), its work then takes longer than
+the launch of the combine kernel."""
 
 
 def key_splits(call: Call, config: PortableConfig, device: Device) -> int:
-    """CTAs that share a tile, each with a range of its keys: as many as leave no SM without one, each with LEAST_KEYS. Flash-Decoding (Dao et
-    al., 2023)."""
+    """Number of CTAs that share a tile, each with a range of its keys: enough to occupy every SM, but each with at
+    least LEAST_KEYS. Flash-Decoding (Dao et al., 2023)."""
     if config.persistent:
         return 1
     return max(min(device.sm_count // call.tiles(config.tile_rows), call.kv_length // LEAST_KEYS, MOST_KEY_SPLITS), 1)
 
 
 SHORT = 64
-"""Rows of the smallest tile: calls with fewer have room for rows of other heads."""
+"""Rows of the smallest tile. In calls with fewer query rows, a tile has room for rows of several heads."""
 
 
 def rows_of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(B, H, S, D), a row of `heads` heads after the other, as (B, H / heads, heads · S, D), without a copy."""
+    """(B, H, S, D) as (B, H / heads, heads · S, D), without a copy: the rows of `heads` heads, one head after the
+    other."""
     batch, all_heads, length, dim = x.shape
     step = x.stride(1) if length == 1 else x.stride(2)
     return x.as_strided((batch, all_heads // heads, heads * length, dim), (x.stride(0), heads * x.stride(1), step, 1))
 
 
 def packed(call: Call) -> Call:
-    """A short call whose query heads of one key head are rows of one head, so that keys are read once for all of them; the call itself where
-    those rows don't see the same keys, or don't lie one after the other."""
+    """A call with few queries, in which the query heads of one key/value head become rows of one head, so that keys are
+    read once for all of them.
+
+    The call itself if those rows don't see the same keys, or aren't evenly spaced in memory.
+    """
     heads = call.q_heads // call.kv_heads
     assert call.q_scale is not None
     per_head = call.q_scale.shape[2] == 1
@@ -370,7 +389,8 @@ def packed(call: Call) -> Call:
 
 
 def choose(call: Call, device: Device) -> PortableConfig:
-    """The instance that runs a call: which is done first, by rows and speed, with `ctas` tiles at a time on an SM."""
+    """The instance for a call: the one that is done first, estimated by rows and speed, with `ctas` tiles at a time on
+    an SM."""
     call = packed(call)
 
     def time(config: PortableConfig) -> float:

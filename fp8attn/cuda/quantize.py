@@ -1,6 +1,8 @@
-"""The CUDA quantizer of K and V with the recipes of recipe.FUSED_RECIPES, for Hopper: its configs, which calls it takes, and what it fills.
+"""The CUDA quantizer of K and V for Hopper, for the recipes in recipe.FUSED_RECIPES: its configs, the calls that it
+supports, and its outputs.
 
-The bytes are those of fp8attn.quantize, as those of Triton's quantizer are; clusters of CTAs that hold a head in shared memory read it once.
+The bytes are those of fp8attn.quantize, as with Triton's quantizer. A cluster of CTAs holds one head in shared memory
+and reads it once.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from ..schedule import unsupported_size
 from .configs import round_up, unsupported_arch, unsupported_shared_memory
 
 CHANNELS = 64
-"""Of K or V that a CTA holds at a time, of TOKEN_CHUNK tokens."""
+"""Channels of K or V that a CTA holds at a time, for TOKEN_CHUNK tokens."""
 
 LARGEST_DIM = 256
 
 LARGEST_CLUSTER = 16
-"""CTAs; those of more than 8 aren't portable."""
+"""CTAs of the largest cluster. Clusters of more than 8 CTAs aren't portable."""
 
 THREADS = 256
 WARPS = 8
@@ -33,11 +35,11 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """One instance; the fields of C++'s QuantizeConfig, in order.
+    """One instance. The fields of C++'s QuantizeConfig, in order.
 
     Attributes:
-        token_chunks: of TOKEN_CHUNK tokens, at most; a power of two.
-        ctas: of an SM, at least: what registers must leave room for.
+        token_chunks: largest number of chunks of TOKEN_CHUNK tokens; a power of two.
+        ctas: CTAs per SM that registers must leave room for, at least.
         int8: K becomes int8, not e4m3.
     """
 
@@ -47,12 +49,12 @@ class QuantizeConfig:
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return THREADS
 
     @property
     def shared_bytes(self) -> int:
-        """sizeof(QuantizeStorage)."""
+        """sizeof(QuantizeStorage), in bytes."""
         moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * TOKEN_CHUNK // LANES, 4 * TOKEN_CHUNK // SCALE_BLOCK
         told = self.token_chunks * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
         own = moments + 4 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
@@ -64,39 +66,39 @@ class QuantizeConfig:
 
 
 INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
-"""What is compiled."""
+"""The compiled instances."""
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
-"""The same for int8, by themselves."""
+"""The same for int8, compiled separately."""
 
 
 def strips_of(k: torch.Tensor) -> int:
-    """Strips of a head's tokens."""
+    """Number of token chunks of a head."""
     return -(-k.shape[2] // TOKEN_CHUNK)
 
 
 def cluster_of(k: torch.Tensor) -> int:
-    """CTAs that share a head."""
+    """Number of CTAs that share a head."""
     return strips_of(k) * (k.shape[3] // CHANNELS)
 
 
 def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
-    """Those that are compiled together."""
+    """The instances that are compiled together."""
     return INT8_INSTANCES if int8 else INSTANCES
 
 
 def choose(k: torch.Tensor, qk: ProductType) -> QuantizeConfig:
-    """The instance of a call, `unsupported_call` having said that there is one."""
+    """The instance for a call. `unsupported_call` must have returned None."""
     return next(c for c in instances(qk == "int8") if c.token_chunks >= strips_of(k))
 
 
 def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:
-    """Why a config can't run on a device, or None if it can."""
+    """The reason why a config can't run on a device, or None if it can."""
     return unsupported_arch(device) or unsupported_shared_memory(config.shared_bytes, device)
 
 
 def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
-    """Why keys and values (B, H, S, D) aren't quantized by it, or None if they are."""
+    """The reason why this quantizer doesn't support keys and values (B, H, S, D), or None if it does."""
     for name in ("k", "v", "smooth_k", "smooth_v", "rotate"):
         wanted = getattr(FUSED_RECIPES[recipe.qk], name)
         if getattr(recipe, name) != wanted:
@@ -123,7 +125,7 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
 
 
 def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
-    """What the kernel fills."""
+    """Uninitialised key and value for the kernel to fill."""
     batch, heads, length, dim = k.shape
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -140,6 +142,6 @@ def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized,
 
 
 def filled(key: Quantized, value: Quantized) -> list[torch.Tensor]:
-    """Its tensors, in the order in which the binding takes them."""
+    """The tensors of key and value, in the order in which the binding takes them."""
     assert key.mean is not None and value.mean is not None
     return [key.data, key.scale, key.mean, value.data, value.scale, value.mean]

@@ -1,4 +1,5 @@
-"""C++ that is rendered rather than written: wrappers of wgmma, whose every width has another list of registers, and the instances of kernels."""
+"""Renders C++: wrappers of wgmma, which have a different list of registers for every width, and the instances of
+kernels."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ struct Wgmma{kind}<{n}> {{
 
 
 def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
-    """Specialisations of `Wgmma` and `WgmmaInt8` for these widths N of the (64, N) accumulator. PTX ISA, wgmma.mma_async, .e4m3 and .s8."""
+    """Specialisations of `Wgmma` and `WgmmaInt8` for the widths N of (64, N) accumulators.
+
+    PTX ISA, wgmma.mma_async, .e4m3 and .s8.
+    """
     text = "// Rendered by fp8attn/cuda/render.py.\n"
 
     def accumulator(n: int, constraint: str) -> dict[str, Any]:
@@ -103,11 +107,11 @@ KINDS = {
     FusedSmallConfig: ("fused_small.cuh", "FusedSmallStorage"),
     QuantizeConfig: ("quantize.cuh", "QuantizeStorage"),
 }
-"""Where kernels are, and what they have in shared memory."""
+"""The header of each kind of kernel, and its type of shared storage."""
 
 
 def literal(value: bool | int | str) -> str:
-    """A field's value in C++."""
+    """A field's value as a C++ literal."""
     return f"Operands::{value}" if isinstance(value, str) else str(value).lower()
 
 
@@ -141,7 +145,7 @@ def widths(configs: Sequence[Config]) -> list[int]:
 
 
 def files(configs: Sequence[Config]) -> dict[str, str]:
-    """Everything rendered, by file name."""
+    """All rendered files, by name."""
     int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
     found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else [])}
     found |= {f"{c.name}.cu": instance(c) for c in configs}

@@ -1,4 +1,4 @@
-"""The pipeline as Triton kernels."""
+"""The attention pipeline as Triton kernels."""
 
 try:
     import triton  # noqa: F401

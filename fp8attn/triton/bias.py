@@ -1,8 +1,10 @@
-"""What means of queries add to scores of keys, as fp8attn.quantize.score_bias defines it, by tensor cores.
+"""The score bias of smoothed queries on tensor cores, as fp8attn.quantize.score_bias defines it: what means of queries
+add to scores.
 
-Means are turned back to the channels that keys have before they are rotated, so that K is multiplied as it comes. Halves are numbers of TF32; a mean
-is the sum of two, and what is left of it is as small as a float32 sum's roundings (3xTF32, CUTLASS's examples 27 and 28, of which a factor that
-is a half needs two). A sum is over a head dim, in an order that no other head or key has a part in.
+Means are rotated back to the basis of unrotated keys, so that K is multiplied as it is stored. float16 and bfloat16 are
+exact in TF32. A mean is split into a sum of two TF32 numbers; the rest is as small as the rounding errors of a float32
+sum (3xTF32, CUTLASS examples 27 and 28; with a half-precision factor, two of the three products suffice). A sum runs
+over one head dim, in an order that doesn't depend on other heads or keys.
 """
 
 from __future__ import annotations
@@ -22,21 +24,22 @@ from .quantize import begin, load_tile, load_vector, power_of_2, sum_lanes, unro
 from .tile import is_finite
 
 TILES = {64: (64, 64), 128: (32, 32), 256: (16, 16)}
-"""Means and keys that are multiplied at a time, by width: as many as the least shared memory has room for, two parts of each."""
+"""Numbers of means and of keys in a tile, by width: as many as fit into the smallest shared memory, with two TF32 parts
+of each."""
 
 HALVES_ON_HOPPER = {64: (64, 64), 128: (64, 64), 256: (64, 32)}
-"""The same of keys that are halves and have one part, where there is room for more."""
+"""The same for half-precision keys on Hopper: they have one part, and shared memory is larger."""
 
 PROGRAMS = 4
-"""For every SM, if keys are enough for as many."""
+"""Programs per SM, if there are enough keys."""
 
 LARGEST_BIAS: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_BIAS)
-TF32: tl.constexpr = tl.constexpr(-0x2000)  # a float's bits that TF32 has
+TF32: tl.constexpr = tl.constexpr(-0x2000)  # mask of the float32 bits that TF32 keeps
 
 
 @triton.jit
 def high(x):
-    """x as TF32, not rounded but cut off; x minus it is exact."""
+    """x truncated to TF32. The difference to x is exact."""
     return (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
 
 
@@ -45,8 +48,15 @@ def bias_kernel(
     means, k, k_strides, k_mean, bias, heads, rows, length, pitch, segment,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (ROWS means x (B · Hkv)) x segments of keys. means: (B · Hkv, rows, DIM), contiguous: of all heads that share one of k.
-    bias: (B · Hkv, rows, pitch). segment: keys of a program, whole blocks of KEYS."""
+    """Compute the score bias.
+
+    Grid: (chunks of ROWS means) · (B · Hkv) in x, segments of keys in y.
+
+    Args:
+        means: (B · Hkv, rows, DIM), contiguous; `rows` covers all query heads that share a key/value head.
+        bias: (B · Hkv, rows, pitch).
+        segment: keys of one program, a multiple of KEYS.
+    """
     begin(DEPENDENT)
     chunks = tl.cdiv(rows, ROWS)
     pair = (tl.program_id(0) // chunks).to(tl.int64)
@@ -56,7 +66,7 @@ def bias_kernel(
     mean = load_tile(means + (pair * rows + first_row) * DIM, row, DIM, left, DIM, WIDTH, True, False)
     of_mean = tl.zeros([ROWS], tl.float32)
     if k_mean is not None:
-        # in an order of its own: tl.sum's follows the registers that the compiler chooses, by how k's rows lie
+        # a fixed order: that of tl.sum depends on the register layout, which the compiler chooses by k's strides
         of_mean = sum_lanes(tl.trans(mean * load_vector(k_mean + pair * DIM, 1, 0.0, DIM, WIDTH)[None, :]))
     if PART > 0:
         mean = unrotated(mean, PART)

@@ -1,4 +1,5 @@
-"""How the Triton kernels run: configs, what fits where, and the table of those that were measured to be best."""
+"""Configs of the Triton kernels: their fields, the conditions under which they fit, and the rules that choose one
+without measurement."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ class HopperConfig:
     """Tile sizes and resources of the Hopper kernel.
 
     Attributes:
-        consumers: warpgroups of 64 query rows, 1 to 3. One more warp loads.
+        consumers: warpgroups of 64 query rows, 1 to 3. One more warp per team loads.
         block_n: keys per block.
         stages: blocks of K and V in flight.
-        registers: of a consumer's thread.
-        polynomials: of every 8 exponentials, those that are polynomials on the FMA pipe.
-        overlap: whether a consumer issues the next block's Q · Kᵀ right behind P · V, which takes registers for both results.
-        teams: groups of consumers that share a tile's stream of K and V; each has a producer and stages of its own. One team
-            loads least, many are never in step, so that one's start and end of a tile hide behind the others' work.
+        registers: registers of a consumer's thread.
+        polynomials: how many of every 8 exponentials are computed as polynomials on the FMA pipe.
+        overlap: whether a consumer issues the next block's Q·Kᵀ right after P·V. This takes registers for both results.
+        teams: groups of consumers that share a tile's stream of K and V. Each team has its own producer and stages. One
+            team loads least; several teams drift apart, so that the start and end of one team's tile overlap with the
+            work of another.
     """
 
     consumers: int
@@ -71,29 +73,31 @@ def split_dim(dim: int, smallest: int) -> tuple[int, int]:
 
 
 def head_parts(call: Call) -> tuple[int, int]:
-    """Parts of D; tensor cores take 32 e4m3 or 16 half numbers of it at a time."""
+    """The parts of D. Tensor cores take 32 e4m3 or 16 half-precision channels at a time."""
     return split_dim(call.head_dim, 32)
 
 
 def value_parts(call: Call) -> tuple[int, int]:
-    """Parts of Dv. 256 is halved, so that one half's fresh accumulator is live at a time."""
+    """The parts of Dv. 256 is halved, so that only one half's fresh accumulator is live at a time."""
     parts = split_dim(call.value_dim, 16)
     return (128, 128) if parts == (256, 0) else parts
 
 
 @dataclass(frozen=True)
 class Traits:
-    """All that a kernel knows at compile time: its one constexpr argument.
+    """Everything that a kernel knows at compile time: its one constexpr argument.
 
     Attributes:
-        d0, d1: the parts of D; d1 may be 0. dv0, dv1: the parts of Dv.
-        q_group, k_group: rows under one scale, 0 for all.
+        d0, d1: the parts of D; d1 may be 0.
+        dv0, dv1: the parts of Dv.
+        q_group, k_group: rows under one scale; 0 for all rows of a head.
         int8: Q and K are int8.
-        half: P and the operands are half, not e4m3.
-        native: the compiler has e4m3; if not, it is stored as bytes and decoded in the kernel.
+        half: P and the operands are half precision, not e4m3.
+        native: the compiler supports e4m3. If not, e4m3 is stored as bytes and decoded in the kernel.
         two_level: P·V of every key block gets a fresh accumulator.
         positive: softmax_scale > 0.
-        folded: scores are scaled inside the exponent's FMA, which takes a positive factor and nothing that is added to scores.
+        folded: scores are scaled inside the FMA of the exponent. This requires a positive factor, and that nothing is
+            added to the scores.
     """
 
     config: Config
@@ -115,7 +119,7 @@ class Traits:
 
     @property
     def exp2(self) -> str | None:
-        """PTX of the exponential, or None for the compiler's."""
+        """PTX of the exponential, or None for the compiler's exponential."""
         return exp2.assembly(self.config.polynomials) if isinstance(self.config, HopperConfig) else None
 
     @classmethod
@@ -142,33 +146,34 @@ class Traits:
 
 
 ACCUMULATOR_REGISTERS = 208
-"""Registers of a thread that accumulators may take; the rest of 255 is for addresses and row statistics."""
+"""Registers of a thread that accumulators may take. The rest of 255 is for addresses and row statistics."""
 
 REGISTER_FILE = 65_536
 """32-bit registers of one SM."""
 
 
 def portable_shared_memory(config: PortableConfig, call: Call, device: Device) -> int:
-    """Bytes of shared memory that the compiler takes for a portable kernel at most."""
+    """Upper bound of the bytes of shared memory that the compiler allocates for a portable kernel."""
     element = 1 if call.compute == "e4m3" and device.has_fp8_units else 2
     head_dim, value_dim = sum(head_parts(call)), sum(value_parts(call))
     tile = config.block_m * config.block_n
     mask = 0 if call.attn_mask is None else call.attn_mask.element_size()
-    # of a key block in flight; numbers of single keys are float32
+    # bytes of a key block in flight; values per key are float32
     codes = config.block_n * (head_dim + value_dim)
     loads = codes + tile * mask + 4 * config.block_n * ((call.k_group == 1) + (call.bias is not None)) + 16
     queries = config.block_m * head_dim * element
-    # P changes its layout, and so do scores that a mask or int8's marks are brought to
+    # P changes its layout; so do scores to which a mask or the NaN of int8 keys is applied
     layouts = tile * (4 if mask or call.int8 else 2)
-    # from sm_90 on there may be two of Q, and warpgroups multiply what is in shared memory and keep it there until they have
+    # from sm_90 on, there may be two copies of Q; warpgroups multiply K and V in shared memory, and hold them there
+    # until they are done
     newer = device.arch >= 90
     kept = newer * (queries + (config.num_warps % 4 == 0) * codes * element)
     loop = loads * max(config.num_stages - 1, 1) + queries + layouts + kept
-    return max(loop, 4 * config.block_m * max(value_parts(call)))  # or the output, which is stored when the loop is over
+    return max(loop, 4 * config.block_m * max(value_parts(call)))  # or the output, which is staged after the loop
 
 
 def unsupported_config(config: Config, call: Call, device: Device) -> str | None:
-    """Why `config` can't run `call` on `device`, or None if it can."""
+    """The reason why `config` can't run `call` on `device`, or None if it can."""
     head_dim, value_dim = sum(head_parts(call)), sum(value_parts(call))
     live = max(config.block_n, *value_parts(call))  # scores and fresh P·V are live one after the other
     if isinstance(config, HopperConfig):
@@ -176,7 +181,7 @@ def unsupported_config(config: Config, call: Call, device: Device) -> str | None
         if config.teams not in (1, config.consumers) or (config.teams, config.consumers) == (2, 2):
             return f"{config.consumers} consumers in {config.teams} teams: there must be one team, or three of one consumer each"
         if config.consumers > 1 and call.attn_mask is not None and (call.k_group == 1 or call.int8 or call.bias is not None):
-            # an assertion in its axis analysis fails when a worker partition loads both
+            # an assertion in Triton's axis analysis fails if a worker partition loads both
             return "several consumers that load a mask and, of every key, a scale, int8's mark or a bias: Triton 3.6 can't compile it"
         if config.overlap:
             if value_parts(call)[1]:
@@ -221,7 +226,7 @@ def candidates(call: Call, device: Device) -> list[Config]:
 
 
 def unsupported_arch(call: Call) -> str | None:
-    """Why the Hopper kernel can't run a call on any device, or None if it can."""
+    """The reason why the Hopper kernel can't run a call on any device, or None if it can."""
     if call.compute != "e4m3":
         return f"the Hopper kernel multiplies e4m3, the recipe computes in {call.compute}"
     if call.kv_length == 0:
@@ -230,11 +235,13 @@ def unsupported_arch(call: Call) -> str | None:
 
 
 HOPPER_REGISTERS = {1: 240, 2: 240, 3: 160}
-"""Registers of a consumer's thread, by consumers: what the register file leaves beside 24 for the producer's."""
+"""Registers of a consumer's thread, by number of consumers: the register file without 24 registers for each producer
+thread."""
 
 
 def hopper_config(call: Call, device: Device) -> HopperConfig:
-    """As many consumers as fit and leave no SM empty, in teams of one and with overlap if that fits, as many stages as fit."""
+    """The default Hopper config: as many consumers as fit and leave no SM idle, with teams of one and overlap if they
+    fit, and as many stages as fit."""
     token_chunks = call.batch * call.q_heads * -(-call.q_length // ROWS)
     for consumers, overlap, teams in ((3, True, 3), (3, False, 1), (2, True, 1), (2, False, 1), (1, True, 1), (1, False, 1)):
         if consumers > 1 and token_chunks < device.sm_count * consumers:
@@ -247,7 +254,7 @@ def hopper_config(call: Call, device: Device) -> HopperConfig:
 
 
 def portable_config(call: Call, device: Device) -> PortableConfig:
-    """The first of a few good configs that fits: large tiles, then smaller ones."""
+    """The default portable config: the first of a few good configs that fits, from large tiles to small ones."""
     if device.emulated:
         return PortableConfig(64, 64, 4, 1)
     block_m = 64 if call.q_length > 32 else max(16, 1 << (call.q_length - 1).bit_length())

@@ -1,4 +1,4 @@
-"""2^x as PTX, some of it on the FMA pipe, because MUFU, where ex2.approx runs, takes four times as long."""
+"""2^x as PTX. Some exponentials run on the FMA pipe, because MUFU, which runs ex2.approx, takes four times as long."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import functools
 import struct
 
 PACK = 8
-"""Numbers that one work_tile of assembly takes."""
+"""Numbers that one block of inline assembly processes."""
 
 CONSTRAINTS = ",".join(["=f"] * PACK + ["f"] * PACK)
 
 COEFFICIENTS = (0.9999280735404958, 0.6932609854573365, 0.2426111221943299, 0.055171669074862734)
-"""2^f on [-1/2, 1/2] as a cubic c0 + c1 f + …, minimax in relative error, which is 7.5e-5."""
+"""Coefficients of the cubic c0 + c1 f + … for 2^f on [-1/2, 1/2]. Minimax in relative error, which is 7.5e-5."""
 
 LOWEST = -126.0
-"""Below, the polynomial gives 2^-126."""
+"""Below this x, the polynomial gives 2^-126."""
 
 ROUNDER = 1.5 * 2.0**23 + 127
-"""x + ROUNDER has x, rounded to an integer and biased as an exponent is, in its lowest bits."""
+"""The lowest bits of x + ROUNDER are x, rounded to an integer and biased like an exponent."""
 
 
 def _literal(value: float) -> str:
-    """A float32 as PTX writes it."""
+    """A float32 in PTX syntax."""
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
 
 
 def _polynomial(out: str, x: str) -> list[str]:
-    """Cody and Waite's scheme: 2^round(x) is put together as bits, 2^(the rest) is a polynomial. NaN stays NaN."""
+    """PTX of Cody and Waite's scheme: 2^round(x) is assembled from bits, 2^(x - round(x)) is a polynomial.
+
+    NaN stays NaN.
+    """
     c = [_literal(value) for value in COEFFICIENTS]
     return [
         f"max.NaN.f32 x, {x}, {_literal(LOWEST)};",
@@ -45,9 +48,11 @@ def _polynomial(out: str, x: str) -> list[str]:
 
 @functools.cache
 def assembly(polynomials: int) -> str | None:
-    """2 to the power of PACK numbers, `polynomials` of them, spread evenly, as polynomials; None if none is.
+    """PTX that computes 2 to the power of PACK numbers. `polynomials` of them, evenly spread, are polynomials. None if
+    there are none.
 
-    The idea is FlashAttention-4's (Zadouri et al., 2026: exponentials emulated on the FMA units), for another balance of units.
+    The idea is from FlashAttention-4 (Zadouri et al., 2026: exponentials emulated on the FMA units), for another
+    balance of units.
     """
     if polynomials == 0:
         return None

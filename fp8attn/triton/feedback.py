@@ -1,4 +1,4 @@
-"""Error feedback, one token of V at a time: quantize.encode_values."""
+"""Error feedback of quantize.encode_values, for one token of V at a time."""
 
 from __future__ import annotations
 
@@ -33,17 +33,20 @@ PTX: tl.constexpr = tl.constexpr(f"""{{
     and.b32 $0, codes, 255;
     shr.u32 $1, codes, 8;
 }}""")
-"""Two channels. Codes $0 and $1, residual $2; x in $3 and $4, residual $5, gain $6."""
+"""PTX for two channels. Outputs: codes $0 and $1, new residual $2. Inputs: x $3 and $4, residual $5, gain $6."""
 
 
 @triton.jit
 def feed_back(x, residual, gain, NATIVE: tl.constexpr):
-    """Round a token of each group: its codes, int32, and what is residual then.
+    """Round one token of each run: its codes, int32, and the new residual, float16.
 
     Args:
-        x: float32 values over their scales. residual: float16. gain: float16, quantize.feedback.
-        NATIVE: the architecture converts to e4m3 by itself. Then by PTX, for Triton doesn't take two halves at a time; and of its own conversions
-            back and forth, whose codes are packed then, ptxas 12.8 made some that read R1.
+        x: float32 values divided by their scales.
+        residual: float16, accumulated rounding error of the run.
+        gain: float16, quantize.feedback.
+        NATIVE: the architecture has instructions that convert to e4m3. They are called by PTX for two reasons. Triton
+            doesn't process two halves at a time. And ptxas 12.8 miscompiled some of Triton's own conversions to e4m3
+            and back, followed by packing of the codes: the result read R1.
     """
     if NATIVE:
         return tl.inline_asm_elementwise(PTX, "=r,=r,=r,r,r,r,r", [x, residual, gain], dtype=(tl.int32, tl.float16), is_pure=True, pack=2)

@@ -1,4 +1,4 @@
-"""Codes of rows of Q or K with scales of their own, and what fits these scales to them: quantize.fit."""
+"""Codes of rows of Q or K with `token` scales, and the factors that fit these scales to them: quantize.fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .. import quantize as quantize_ref
 from .tile import ROUNDER, e4m3_code, half_of_code
 
 FIT_STEP: tl.constexpr = tl.constexpr(quantize_ref.FIT_STEP)
-BASES: tl.constexpr = tl.constexpr(0x7A007A00)  # two of bits of halves from 1.5 * 2^15 on, which are FIT_STEP apart
+BASES: tl.constexpr = tl.constexpr(0x7A007A00)  # the half 1.5 * 2^15, twice; halves around it are FIT_STEP apart
 
 PTX: tl.constexpr = tl.constexpr(f"""{{
     .reg .b32 low, high, first, second, square, eighth, base;
@@ -36,7 +36,8 @@ PTX: tl.constexpr = tl.constexpr(f"""{{
     prmt.b32 $3, high, second, 0x5410;
     prmt.b32 $4, high, second, 0x7632;
 }}""")
-"""Of four numbers $5 to $8 the codes $0, and two halves' bits for each, those of 1.5 * 2^15 and steps: of its product and of its square, $1 to $4."""
+"""PTX for four numbers, $5 to $8. $0: their codes. $1 to $4: for each number the bits of two halves, 1.5 * 2^15 plus
+its product and 1.5 * 2^15 plus its square, both rounded to FIT_STEP."""
 
 
 @triton.jit
@@ -48,9 +49,11 @@ def fit_steps(a, b):
 
 @triton.jit
 def fitted_codes(y, NATIVE: tl.constexpr, CAREFUL: tl.constexpr):
-    """The e4m3 bytes of float32 rows y (M, N) over their scales, as e4m3_code has them, and what the scales (M,) are to be multiplied by.
+    """The e4m3 bytes of float32 rows y (M, N), already divided by their scales, as in e4m3_code; and the factors (M,)
+    for the scales.
 
-    NATIVE: the architecture converts by itself; by PTX, as feedback.feed_back does and for the same reasons. CAREFUL: y may be NaN.
+    NATIVE: the architecture has conversion instructions, called by PTX as in feedback.feed_back, for the same reasons.
+    CAREFUL: y may hold NaN.
     """
     if NATIVE:
         types: tl.constexpr = (tl.uint8, tl.int32)

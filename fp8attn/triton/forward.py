@@ -1,4 +1,4 @@
-"""The portable forward kernel: every feature, every architecture from sm_80 up, and Triton's interpreter."""
+"""The portable forward kernel: every feature, every architecture from sm_80 on, and Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from .tile import (
 
 @triton.jit
 def load_rows(base, rows, stride, length, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr):
-    """Columns START … START+WIDTH of some rows of a (length, DIM) matrix; zeros outside. CHECK: rows may reach the end."""
+    """Columns START … START+WIDTH of some rows of a (length, DIM) matrix; zeros outside.
+
+    CHECK: rows may lie past the end.
+    """
     columns = START + tl.arange(0, WIDTH)
     pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     if CHECK:
@@ -45,7 +48,7 @@ def load_rows(base, rows, stride, length, START: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def load_values(base, start, pitch, START: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
-    """A key block of V's channels START … START+WIDTH, as (block_n, WIDTH). V's padding makes every block whole."""
+    """Channels START … START+WIDTH of a key block of V, as (block_n, WIDTH). V's padding makes every block complete."""
     channels = START + tl.arange(0, WIDTH)
     pointers = base + channels[None, :].to(tl.int64) * pitch + (start + tl.arange(0, C.config.block_n))[:, None]
     if C.value_dim < START + WIDTH:
@@ -56,7 +59,7 @@ def load_values(base, start, pitch, START: tl.constexpr, WIDTH: tl.constexpr, C:
 
 @triton.jit
 def add_values(acc, alpha, p, v, C: tl.constexpr):
-    """acc · alpha + P · V for one part of V's channels."""
+    """acc · alpha + P·V for one part of V's channels."""
     v = operand(v, C.half)
     if C.two_level:
         return acc * alpha[:, None] + tl.dot(p, v)
@@ -69,7 +72,7 @@ def attend(
     q0, q1, row_factor, m, l, acc0, acc1, start, k_base, k_stride, k_scale, k_scale_stride, v_base, kv_padded,
     bias, bias_factor, mask, mask_strides, rows, q_length, kv_length, causal_offset, C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries attends to the keys start … start+block_n. MASKED: some row may not see some of them."""
+    """A tile of queries attends to the keys start … start+block_n. MASKED: some rows may not see some of these keys."""
     columns = tl.arange(0, C.config.block_n)
     keys = start + columns
     x = tl.dot(q0, operand(load_rows(k_base, keys, k_stride, kv_length, 0, C.d0, C.head_dim, MASKED), C.half).T)
@@ -126,8 +129,8 @@ def forward_kernel(
     k_scale,  # (B, Hkv, n)
     v,  # (B, Hkv, Dv, S_padded): e4m3, contiguous, keys permuted
     v_scale,  # (B, Hkv, Dv)
-    v_mean,  # (B, Hkv, Dv) float32, contiguous: what V lost; or None
-    bias,  # (B, Hq, ceil(Sq / 64), Sk rounded up) float32, contiguous: what means of queries add; or None
+    v_mean,  # (B, Hkv, Dv) float32, contiguous: the mean removed from V; or None
+    bias,  # (B, Hq, ceil(Sq / 64), Sk rounded up) float32, contiguous: the score bias of smoothed queries; or None
     mask,  # (B, Hq, Sq, Sk): bool as bytes, or float; or None
     out,  # (B, Hq, Sq, Dv)
     lse,  # (B, Hq, Sq) float32, contiguous; or None
@@ -147,14 +150,14 @@ def forward_kernel(
     softmax_scale,
     C: tl.constexpr,  # Traits
 ):
-    """Grid: tiles of queries x heads x batch, in one dimension."""
+    """Grid: query tiles x heads x batch, in one dimension."""
     BLOCK_M: tl.constexpr = C.config.block_m
     BLOCK_N: tl.constexpr = C.config.block_n
     DV0: tl.constexpr = C.dv0
     DV1: tl.constexpr = C.dv1
     tiles = tl.cdiv(q_length, BLOCK_M)
     program = tl.program_id(0)
-    # the last tiles of a causal head see the most keys: they go first
+    # the last tiles of a causal head see the most keys, so they run first
     first = (tiles - 1 - program % tiles) * BLOCK_M
     head = (program // tiles) % q_heads
     batch = (program // tiles // q_heads).to(tl.int64)
@@ -190,7 +193,7 @@ def forward_kernel(
     if DV1 > 0:
         acc1 = tl.zeros([BLOCK_M, DV1], tl.float32)
 
-    # keys before `whole` are seen by every row of the tile, keys from `end` on by none
+    # every row of the tile sees the keys before `whole`; no row sees the keys from `end` on
     end = kv_length
     whole = kv_length
     if C.causal:
@@ -233,14 +236,14 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
         warmup: compile only.
 
     Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty unless call.return_lse.
 
     Raises:
         ValueError: the call has more tokens or tiles than kernels can count.
     """
     check_counted("query", call.q)
     check_counted("key", call.k)
-    # the interpreter truncates where it should round to bfloat16
+    # the interpreter truncates to bfloat16 instead of rounding
     out = empty_output(call.q, call.value_dim, torch.float32 if device.emulated else call.out_dtype)
     lse = empty_lse(call.q, call.return_lse)
     if out.numel() == 0:
@@ -284,5 +287,5 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
 
 
 def stored(x: torch.Tensor, traits: Traits) -> torch.Tensor:
-    """e4m3 as the compiler knows it: a type of its own, or bytes; int8 as it is."""
+    """e4m3 in a form that the compiler supports: as its own type, or as bytes. int8 is returned unchanged."""
     return x if x.dtype == torch.int8 else x.view(torch.float8_e4m3fn if traits.native else torch.uint8)

@@ -1,7 +1,9 @@
-"""Keys that a recipe keeps in half precision, for a layer's sinks and recent tokens: attention to them, and to those in FP8 what it gave, as one.
+"""Attention to the keys that a recipe leaves in half precision (a layer's sinks and recent tokens), merged with the
+result of the FP8 kernels for all other keys.
 
-Every query has some hundred of such keys, whatever the length: the kernel is bound by the bytes of q and of both outputs. Softmax is exact, P as wide
-as V. What FP8 attention to all other keys gave is merged by its LSE (online softmax, arXiv:1805.02867), as `fp8attn.reference.combine` does.
+Every query has a few hundred such keys, whatever the length, so the kernel is bound by the bytes of q and of both
+outputs. Softmax is exact, and P has V's precision. The result of the FP8 kernels is merged by its LSE (online softmax,
+arXiv:1805.02867), as in `fp8attn.reference.combine`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .quantize import begin, load_vector, power_of_2, unrotated
 from .tile import LOG2E, inverse, is_finite
 
 TILES = {256: (64, 32, 4, 3), 512: (64, 32, 4, 2), 1024: (32, 16, 8, 2)}
-"""Rows of queries, keys at a time, warps and stages, by the bytes of a row, at most: as small that several programs share an SM."""
+"""Query rows of a tile, keys of a block, warps and stages, by the largest number of bytes of a row. Small enough for
+several programs per SM."""
 
 
 @triton.jit
@@ -27,8 +30,14 @@ def attend(
     q, m, l, acc, lowest, keys, last, k, k_stride, v, v_stride, length, factor, sinks, recent,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Queries (M, WIDTH) attend to those of `keys` (N,) that they keep, `last` (M,) being the last that each sees. MASKED: they may not keep all.
-    CAREFUL: keys and values may be other than finite. Otherwise `lowest` (M,) is no more than any score."""
+    """Queries (M, WIDTH) attend to the half-precision keys among `keys` (N,).
+
+    Args:
+        lowest: (M,), no more than any product of a query with a key so far, unless CAREFUL.
+        last: (M,), the last key that each query sees.
+        MASKED: some queries may not attend to some of `keys`.
+        CAREFUL: keys and values may be non-finite.
+    """
     x = tl.dot(q, load_rows(k, keys, k_stride, length, 0, q.shape[1], DIM, MASKED).T)
     value = load_rows(v, keys, v_stride, length, 0, acc.shape[1], VALUE_DIM, MASKED)
     if CAREFUL:
@@ -58,10 +67,12 @@ def kept_keys(
     q, k, k_stride, v, v_stride, rows, first_row, q_length, length, causal_offset, factor, sinks, recent,
     N: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Queries (M, WIDTH), of `rows` from `first_row` on, attend to the first `sinks` keys that they see and to the last `recent`. Base 2.
+    """Queries (M, WIDTH), `rows` from `first_row` on, attend to the first `sinks` and the last `recent` keys that they
+    see.
 
     Returns:
-        m (M,), sums of P relative to it (M,) and of P · V (M, VALUE_WIDTH), and no more than any score.
+        m (M,) in base 2, sums of P relative to it (M,), sums of P·V (M, VALUE_WIDTH), and a lower bound of all products
+        (M,).
     """
     M: tl.constexpr = q.shape[0]
     m = tl.full([M], -float("inf"), tl.float32)
@@ -70,10 +81,11 @@ def kept_keys(
     lowest = tl.zeros([M], tl.float32)
     columns = tl.arange(0, N)
     last = tl.minimum(rows + causal_offset, length - 1)
-    # keys that the first row sees, and the last one, which sees most
+    # number of keys that the first row sees, and that the last row sees, which is the most
     fewest = tl.maximum(tl.minimum(first_row + causal_offset + 1, length), 0)
     most = tl.maximum(tl.minimum(tl.minimum(first_row + M, q_length) + causal_offset, length), 0)
-    # blocks of sinks, a multiple of N, and of recent keys behind them; in the first of either, and from some recent one on, all rows keep all keys
+    # sinks are in blocks 0 … sinks_end (`sinks` is a multiple of N), recent keys in blocks recent_begin … recent_end;
+    # in the first sinks_whole blocks and in a range of recent blocks from `whole` on, all rows attend to all keys
     sinks_end = tl.cdiv(tl.minimum(sinks, most), N)
     sinks_whole = tl.minimum(sinks, fewest) // N
     recent_begin = tl.maximum(fewest - recent, sinks) // N
@@ -103,7 +115,8 @@ def kept_keys(
 
 @triton.jit
 def leading(x, like):
-    """The leading bits of float32 x that a tensor core has of operands of the type of `like`; x minus them is exact."""
+    """The leading bits of float32 x, as many as an operand of the type of `like` has on a tensor core. x minus them is
+    exact."""
     if like.dtype == tl.float32:
         return high(x)
     else:
@@ -112,8 +125,11 @@ def leading(x, like):
 
 @triton.jit
 def mean_scores(q, mean):
-    """Products (M,) of queries (M, WIDTH) with a mean (WIDTH,), as exact as float32's, in an order that layouts have no part in: on a tensor core, of
-    the mean as the sum of three of its operands (see bias.py)."""
+    """Products (M,) of queries (M, WIDTH) with a mean (WIDTH,), as exact as in float32.
+
+    A tensor core multiplies, with the mean as the sum of three operands (see bias.py). So the order of summation
+    doesn't depend on layouts.
+    """
     first = leading(mean, q)
     rest = mean - first.to(tl.float32)
     second = leading(rest, q)
@@ -135,8 +151,8 @@ def half_keys_kernel(
     q,  # (B, Hq, Sq, D)
     k,  # (B, Hkv, Sk, D)
     v,  # (B, Hkv, Sk, Dv)
-    others,  # (B, Hq, Sq, Dv): FP8 attention to the other keys; or None: there are none
-    others_lse,  # (B, Hq, Sq) float32, contiguous: theirs, of K without its mean; or None
+    others,  # (B, Hq, Sq, Dv): FP8 attention to all other keys; or None if there are none
+    others_lse,  # (B, Hq, Sq) float32, contiguous: its LSE, for K without its mean; or None
     k_mean,  # (B, Hkv, D) float32, contiguous: that mean, rotated; or None
     out,  # (B, Hq, Sq, Dv)
     lse,  # (B, Hq, Sq) float32, contiguous; or None
@@ -162,7 +178,10 @@ def half_keys_kernel(
     N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: M queries x heads x batch, in one dimension. PART: channels that k_mean was rotated in together."""
+    """Grid: tiles of M queries x heads x batch, in one dimension.
+
+    PART: channels that were rotated together in k_mean.
+    """
     begin(DEPENDENT)
     tiles = tl.cdiv(q_length, M)
     program = tl.program_id(0)
@@ -180,7 +199,8 @@ def half_keys_kernel(
         q, k, k_strides[2], v, v_strides[2], rows, first_row, q_length, kv_length, causal_offset, factor, sinks, recent,
         N, VALUE_WIDTH, DIM, VALUE_DIM, False,
     )  # fmt: skip
-    # a key whose scores are -inf counts as hidden, and 0 · NaN is NaN where it is
+    # the first pass treats keys with scores of -inf as hidden, and a hidden key adds 0 · NaN = NaN if its value is NaN:
+    # repeat with care
     if tl.max(tl.where(is_finite(lowest) & (tl.max(tl.where(is_finite(acc), 0, 1), 1) == 0), 0, 1), 0) > 0:
         m, l, acc, lowest = kept_keys(
             q, k, k_strides[2], v, v_strides[2], rows, first_row, q_length, kv_length, causal_offset, factor, sinks, recent,
@@ -220,23 +240,24 @@ def half_keys(
     """reference.with_half_keys by a kernel.
 
     Args:
-        k_mean: what K lost before it was quantized, in the channels that it was `rotated` to, which `others_lse` knows nothing of; or None.
+        k_mean: float32 (B, Hkv, D), the mean that was removed from K before quantizing, `rotated` like K; `others_lse`
+            doesn't include it. Or None.
         warmup: compile only.
     """
     check_counted("query", q)
     check_counted("key", k)
     batch, heads, length, dim = q.shape
     value_dim = v.shape[3]
-    # the interpreter truncates where it should round to bfloat16
+    # the interpreter truncates to bfloat16 instead of rounding
     out = empty_output(q, value_dim, torch.float32 if device.emulated else out_dtype)
     lse = empty_lse(q, return_lse)
     if out.numel() == 0:
         return out.to(out_dtype), lse
-    if device.emulated and q.dtype == torch.bfloat16:  # whose products it hasn't
+    if device.emulated and q.dtype == torch.bfloat16:  # the interpreter can't multiply bfloat16
         q, k, v = q.float(), k.float(), v.float()
     width, value_width = power_of_2(dim), power_of_2(value_dim)
     rows, keys, warps, stages = TILES[max(256, max(width, value_width) * q.element_size())]
-    if device.arch // 10 in (10, 11):  # Triton 3.6 ends in an error (TritonNvidiaGPUOptimizeTMemLayouts) where sums are in tensor memory: of 64 rows
+    if device.arch // 10 in (10, 11):  # with 64 rows, sums are in tensor memory, and Triton 3.6 fails (TritonNvidiaGPUOptimizeTMemLayouts)
         rows = min(rows, 32)
     launch(
         half_keys_kernel, (ceil_div(length, rows) * heads * batch,),

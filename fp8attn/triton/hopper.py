@@ -1,9 +1,9 @@
 """The Hopper kernel, in Gluon: TMA, wgmma, warp specialisation, persistent.
 
-One producer warp a team streams K and V through a ring of shared-memory stages; each consumer warpgroup owns 64 query rows
-and runs the whole inner loop of attention on them. Consumers never meet: while one is in its softmax the others keep the
-tensor cores busy. P stays in registers from accumulator to operand, because V's keys are stored in the order that makes
-the two register layouts the same (fp8attn.layout).
+One producer warp per team streams K and V through a ring of shared-memory stages. Each consumer warpgroup owns 64 query
+rows and runs the whole inner loop of attention on them. Consumers don't synchronise with each other: while one computes
+its softmax, another keeps the tensor cores busy. P stays in registers from accumulator to operand, because V's keys are
+stored in the order that makes the two register layouts the same (fp8attn.layout).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .tile import (
 
 @gluon.constexpr_function
 def score_layout(C: Traits):
-    """Registers of a consumer's scores, products of e4m3 or int8."""
+    """Register layout of a consumer's scores: products of e4m3 or int8."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.config.block_n, 32])
 
 
 @gluon.constexpr_function
 def lane_layout():
-    """Registers of (64, 4) partial row sums: one for each lane of a row's quad."""
+    """Register layout of (64, 4) partial row sums: one for each lane of a row's quad."""
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -58,26 +58,26 @@ def lane_layout():
 
 @gluon.constexpr_function
 def rows_layout(rows: int, width: int) -> gl.NVMMASharedLayout:
-    """Shared memory of a TMA box out of (B, H, S, D)."""
+    """Shared-memory layout of a TMA box of (B, H, S, D)."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.float8e4nv)
 
 
 @gluon.constexpr_function
 def values_layout(channels: int, keys: int) -> gl.NVMMASharedLayout:
-    """Shared memory of a TMA box out of (B · Hkv · Dv, S_padded)."""
+    """Shared-memory layout of a TMA box of (B · Hkv · Dv, S_padded)."""
     return gl.NVMMASharedLayout.get_default_for([channels, keys], gl.float8e4nv)
 
 
-# called for every launch
+# cached, because every launch calls them
 host_rows_layout = functools.cache(rows_layout)
 host_values_layout = functools.cache(values_layout)
 
 
 @gluon.jit
 def tile_at(position, shape, C: gl.constexpr):
-    """(batch, head, tile) of one place in the schedule.
+    """(batch, head, tile) at a position in the schedule.
 
-    Heads are taken in groups; inside a group the last tiles go first, which in a causal call are the long ones.
+    Heads are processed in groups. Inside a group the last tiles go first: in a causal call these are the long ones.
     """
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
     tiles = gl.cdiv(q_length, C.config.tile_rows)
@@ -90,7 +90,10 @@ def tile_at(position, shape, C: gl.constexpr):
 
 @gluon.jit
 def place_in(turn, TEAM: gl.constexpr, C: gl.constexpr):
-    """This team's place in the schedule's `turn`-th round: to and fro, so that nobody always gets the longer tiles."""
+    """This team's position in round `turn` of the schedule.
+
+    The order of teams alternates, so that no team always gets the longer tiles.
+    """
     ctas = gl.num_programs(0)
     teams = ctas * C.config.teams
     team = TEAM * ctas + gl.program_id(0)
@@ -99,7 +102,7 @@ def place_in(turn, TEAM: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def visible_end(row, shape, causal_offset, C: gl.constexpr):
-    """Keys that rows up to `row` see: 0 … end."""
+    """The end of the range of keys, 0 … end, that rows up to `row` see."""
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
     if C.causal:
         return gl.maximum(gl.minimum(kv_length, gl.minimum(row, q_length - 1) + causal_offset + 1), 0)
@@ -109,7 +112,8 @@ def visible_end(row, shape, causal_offset, C: gl.constexpr):
 
 @gluon.jit
 def produce(descriptors, buffers, barriers, shape, positions, causal_offset, TEAM: gl.constexpr, C: gl.constexpr):
-    """One warp: queries of every tile of a team, and its blocks of K and V, in the order the consumers want them."""
+    """One warp: loads the queries of every tile of a team, and its blocks of K and V, in the order in which the
+    consumers need them."""
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc = descriptors
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -151,7 +155,7 @@ def produce(descriptors, buffers, barriers, shape, positions, causal_offset, TEA
 
 @gluon.jit
 def release(barriers, n, blocks, block, TEAM: gl.constexpr, STAGES: gl.constexpr):
-    """Blocks that are loaded for the team's later rows and this consumer has no use for."""
+    """Free the blocks that are loaded for later rows of the team, and that this consumer doesn't need."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     for _ in range(n, blocks):
         stage = TEAM * STAGES + block % STAGES
@@ -166,13 +170,13 @@ def release(barriers, n, blocks, block, TEAM: gl.constexpr, STAGES: gl.constexpr
 
 @gluon.jit
 def empty_scores(C: gl.constexpr):
-    """Zeros that Q · Kᵀ can be added to."""
+    """A zero accumulator for Q·Kᵀ."""
     return gl.full([64, C.config.block_n], 0, gl.int32 if C.int8 else gl.float32, score_layout(C))
 
 
 @gluon.jit
 def start_scores(sq, buffers, stage, C: gl.constexpr):
-    """Issue Q · Kᵀ for the keys of one stage."""
+    """Issue Q·Kᵀ for the keys of one stage."""
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     BLOCK_N: gl.constexpr = C.config.block_n
     x = empty_scores(C)
@@ -184,7 +188,7 @@ def start_scores(sq, buffers, stage, C: gl.constexpr):
 
 @gluon.jit
 def start_values(acc, alpha, p, sV, C: gl.constexpr):
-    """Issue P · V for one part of V's channels: into a fresh accumulator, or onto acc · alpha."""
+    """Issue P·V for one part of V's channels: into a fresh accumulator if C.two_level, else added to acc · alpha."""
     LAYOUT: gl.constexpr = acc.type.layout
     p = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
     if C.two_level:
@@ -197,7 +201,7 @@ def start_values(acc, alpha, p, sV, C: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, alpha, fresh, C: gl.constexpr):
-    """acc · alpha + P · V."""
+    """acc · alpha + P·V."""
     if C.two_level:
         return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None] + fresh
     else:
@@ -209,15 +213,17 @@ def attend(
     m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias, mask, k, buffers, barriers, TEAM: gl.constexpr,
     C: gl.constexpr, MASKED: gl.constexpr, POSITIVE: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
-    """64 queries attend to key block n of `seen`, the team's `block`-th in all.
+    """64 queries attend to key block n of `seen` blocks. It is the team's `block`-th block overall.
 
     Args:
-        x: if C.config.overlap the block's Q · Kᵀ, else anything.
-        keys: what tells scales and visibility of keys, see `consume`. bias: what the mean of the 64 adds, or None.
-        mask: the head's (Sq, Sk), or None. k: the head's rows if they are int8.
-        MASKED: some row may not see some of the keys.
+        x: the block's Q·Kᵀ if C.config.overlap, else unused.
+        keys: tuple of values that determine scales and visibility of keys, see `consume`.
+        bias: pointer to the score bias of the 64 queries, or None.
+        mask: pointer to the head's (Sq, Sk), or None.
+        k: pointer to the head's rows if they are int8.
+        MASKED: some rows may not see some of the keys.
         POSITIVE: no m is negative.
-        PENDING: the tensor core may still be writing x, when this is called and when it returns.
+        PENDING: the tensor core may still be writing x, both on entry and on return.
     """
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -242,7 +248,7 @@ def attend(
         mbarrier.wait(k_full.index(stage), phase)
         x = start_scores(sq, buffers, stage, C)
     factor = score_factor(row_factor, 1.0 if C.k_group == 1 else block_scale, C.positive)
-    # V's barrier is seen to while the tensor core works; K's, behind P · V, would cost registers that spill
+    # wait for V here, while the tensor core works; a wait for K behind P·V would cost registers that spill
     mbarrier.wait(v_full.index(stage), phase)
     if PENDING or not C.config.overlap:
         x = warpgroup_mma_wait(0, deps=(x,))
@@ -267,7 +273,7 @@ def attend(
 
     fresh = start_values(acc0, alpha, p, sV0.index(stage), C)
     if C.config.overlap:
-        # past the last block this multiplies what happens to lie there, and nobody looks
+        # after the last block this multiplies stale data, and the result isn't used
         following = TEAM * STAGES + (block + 1) % STAGES
         if n + 1 < seen:
             mbarrier.wait(k_full.index(following), (block + 1) // STAGES & 1)
@@ -279,7 +285,7 @@ def attend(
     else:
         acc0 = add_values(acc0, alpha, warpgroup_mma_wait(0, deps=(fresh,)), C)
     if C.dv1 > 0:
-        # nothing moves above this line: the second part's fresh accumulator takes the registers of the first's
+        # nothing moves above this line: the second part's fresh accumulator reuses the registers of the first's
         acc0 = warpgroup_mma_wait(0, deps=(acc0,))
         fresh = warpgroup_mma_wait(0, deps=(start_values(acc1, alpha, p, sV1.index(stage), C),))
         acc1 = add_values(acc1, alpha, fresh, C)
@@ -289,7 +295,8 @@ def attend(
 
 @gluon.jit
 def load_channels(pointer, stride, START: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):
-    """One number for each channel START …, spread over the warpgroup: a register or two until the end of the tile."""
+    """One number for each channel START …, spread over the warpgroup: it takes one or two registers until the end of
+    the tile."""
     channels = START + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(pointer + channels * stride, mask=channels < DIM, other=0.0)
 
@@ -349,7 +356,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             acc0 = gl.full([64, C.dv0], 0.0, gl.float32, O0)
             acc1 = gl.full([64, C.dv1], 0.0, gl.float32, O1) if C.dv1 > 0 else acc0
 
-            # blocks that the team loads, that some row of mine sees, that all rows of mine see whole
+            # blocks that the team loads, that some row of this consumer sees, that all its rows see completely
             loaded = gl.cdiv(visible_end(tile * C.config.tile_rows + C.config.tile_rows - 1, shape, causal_offset, C), BLOCK_N)
             seen = gl.cdiv(visible_end(first + 63, shape, causal_offset, C), BLOCK_N)
             seen = gl.where(first < q_length, seen, 0)
@@ -379,7 +386,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                     False,
                 )  # fmt: skip
                 block += 1
-            # once none is negative, none will be. The rare others take the masked loop to the end
+            # once no m is negative, none will be; in the rare other case, the masked loop handles the rest
             if whole > opening:
                 whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
             if C.config.overlap:
@@ -390,7 +397,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                     C.config.overlap,
                 )  # fmt: skip
                 block += 1
-            # a loop may turn while the tensor core writes x; where two loops meet, compilers copy registers
+            # a loop may iterate while the tensor core writes x; but where two loops meet, compilers copy registers
             if C.config.overlap:
                 x = warpgroup_mma_wait(0, deps=(x,))
             for n in range(whole, seen):
@@ -428,10 +435,11 @@ def hopper_kernel(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, tensors, strides, batches, q_heads, kv_heads, q_length, kv_length, group,
     positions, causal_offset, softmax_scale, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: at most one CTA per SM; see `launch` for the arguments. Descriptors of parts that aren't there are None.
+    """Grid: at most one CTA per SM; see `run` for the arguments. Descriptors of absent parts are None.
 
-    Lengths stay out of tuples, in which Triton compiles a 1 in: with one key most of P is then 0 at compile time, and ptxas 12.8
-    packs two equal pairs of e4m3 into a register of which it writes but one half.
+    Lengths aren't passed in tuples, because Triton compiles a tuple element of 1 in as a constant. With one key, most
+    of P is then 0 at compile time, and ptxas 12.8 packs two equal pairs of e4m3 into a register and writes only one
+    half of it.
     """
     descriptors = (q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc)
     shape = (batches, q_heads, kv_heads, q_length, kv_length, group)
@@ -520,14 +528,14 @@ def hopper_kernel(
 
 
 def rows_descriptor(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor | None:
-    """TMA boxes of rows x width out of (B, H, S, D), zeros outside; None for no width."""
+    """A descriptor of TMA boxes of rows x width in (B, H, S, D), with zeros outside; None if the width is 0."""
     if width == 0:
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width], host_rows_layout(rows, width))
 
 
 def values_descriptor(v: torch.Tensor, channels: int, keys: int) -> TensorDescriptor | None:
-    """TMA boxes of channels x keys out of (B · Hkv · Dv, S_padded); None for no channels."""
+    """A descriptor of TMA boxes of channels x keys in (B · Hkv · Dv, S_padded); None if there are no channels."""
     if channels == 0:
         return None
     v = v.view(-1, v.shape[3])
@@ -541,7 +549,7 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         warmup: compile only.
 
     Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty unless call.return_lse.
     """
     out = empty_output(call.q, call.value_dim, call.out_dtype)
     lse = empty_lse(call.q, call.return_lse)

@@ -1,7 +1,8 @@
-"""Launching a compiled kernel at little cost to the CPU.
+"""Launches compiled kernels with little CPU time.
 
-Triton's own path from a call to its compiled kernel binds, specializes and hashes every argument in Python, which takes longer
-than a small kernel runs. Here a kernel is found by what specialization depends on, and its arguments go straight to it.
+Triton's own launch path binds, specializes and hashes every argument in Python, which takes longer than a small kernel
+runs. Here, a compiled kernel is looked up by the properties that specialization depends on, and called with the
+arguments directly.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ _compiled: dict[tuple, Any] = {}
 
 
 def ceil_div(a: int, b: int) -> int:
-    """triton.cdiv, which takes 3 µs on the host, because kernels may call it, too."""
+    """a / b, rounded up. triton.cdiv takes 3 µs on the host, because kernels may call it, too."""
     return -(-a // b)
 
 
 def check_counted(name: str, x: torch.Tensor) -> None:
-    """Raise ValueError if kernels can't count the tokens of x (B, H, S, D), or its tiles."""
+    """Check that kernels can count the tokens and tiles of x (B, H, S, D).
+
+    Raises:
+        ValueError: they can't.
+    """
     reason = unsupported_size(name, x)
     if reason is not None:
         raise ValueError(reason)
 
 
 def specialize(arguments: tuple, key: list) -> None:
-    """Append to `key` what a compiled kernel depends on in its arguments.
+    """Append to `key` the properties of the arguments on which a compiled kernel depends.
 
-    Follows Triton's rules: integers by width, divisibility by 16 and being 1, pointers by type and alignment to 16 bytes.
+    Follows Triton's rules: integers by width, divisibility by 16 and equality to 1; pointers by type and alignment to
+    16 bytes.
     """
     for argument in arguments:
         kind = type(argument)
@@ -56,13 +62,13 @@ def specialize(arguments: tuple, key: list) -> None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = False, dependent: bool = False, **options: Any) -> None:
-    """kernel[grid](*arguments, **options).
+    """Launch kernel[grid](*arguments, **options).
 
     Args:
-        arguments: all of the kernel's, in order, constexprs included.
+        arguments: all arguments of the kernel, in order, constexprs included.
         warmup: compile only.
-        dependent: launch before the kernel before has ended, for which the kernel waits by itself (quantize.begin).
-        options: Triton's, as num_warps.
+        dependent: launch before the previous kernel has ended. The kernel itself waits for it (quantize.begin).
+        options: Triton's options, such as num_warps.
     """
     if dependent:
         options["launch_pdl"] = True

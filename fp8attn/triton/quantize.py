@@ -1,12 +1,13 @@
-"""Fused quantization: q and k are read once, v twice, and all are written as bytes, v transposed and key-permuted.
+"""Fused quantization: reads q and k once and v twice, and writes all of them as bytes, v transposed and with permuted
+keys.
 
-Byte for byte what fp8attn.quantize defines. Three launches: `gather_kernel` takes statistics of token_chunks of v, makes k's mean and
-quantizes q, `finish_kernel` makes v's means and scales, `write_kernel` quantizes k and v. Only if a scale covers a head of k
-or more is k read twice, too. Where k and v are short the launches would take longer than the work: `short_kernel` does it in one. What means
-of queries add to scores is bias.py's.
+The result is byte for byte the one that fp8attn.quantize defines. There are three launches. `gather_kernel` computes
+statistics of token chunks of v and k's mean, and quantizes q. `finish_kernel` computes v's means and scales.
+`write_kernel` quantizes k and v. If a scale covers a head of k or more, k is read twice, too. For few tokens, the
+launches would take longer than the work, so `short_kernel` does everything in one. bias.py computes the score bias.
 
-Kernels are programmatic dependents of what runs before them, and let what comes after them start at once: it waits where it begins
-to touch memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
+Every kernel is a programmatic dependent of the previous one, and lets the next one start at once. It waits before it
+first touches memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from .tile import (
 
 TOKEN_CHUNK: tl.constexpr = tl.constexpr(quantize_ref.TOKEN_CHUNK)
 LANES: tl.constexpr = tl.constexpr(quantize_ref.LANES)
-CHANNELS: tl.constexpr = tl.constexpr(32)  # of one program of finish_kernel
+CHANNELS: tl.constexpr = tl.constexpr(32)  # channels of one program of finish_kernel
 # the interpreter runs plain Python functions as they are
 sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
 
-SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16 bits, what memory moves at once
+SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16-bit elements, one memory sector
 GROUPS_PER_LOAD: tl.constexpr = tl.constexpr(
     quantize_ref.TOKEN_CHUNK // quantize_ref.LANES
-)  # groups of a token_chunk that one program loads together, if it is to be quick
+)  # groups of a token chunk that one program of short_kernel loads together, for speed
 OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loads: butterflies among them need no shuffle
-SHORT = 1024  # tokens up to which short_kernel may be faster,
-SHORT_PROGRAMS = 4  # if it has no more programs than this for every SM
+SHORT = 1024  # largest number of keys for which short_kernel may be faster,
+SHORT_PROGRAMS = 4  # and largest number of its programs per SM
 MEAN_STEP: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEP)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
@@ -64,26 +65,26 @@ MEAN_STEPS: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEPS)
 GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
 RUN: tl.constexpr = tl.constexpr(quantize_ref.RUN)
 FEEDBACK: tl.constexpr = tl.constexpr(quantize_ref.FEEDBACK)
-TREE: tl.constexpr = tl.constexpr(4)  # lanes of queries that are added by exchanging them
+TREE: tl.constexpr = tl.constexpr(4)  # lanes of query sums that are added by exchanges between threads
 QUERY_GROUP: tl.constexpr = tl.constexpr(quantize_ref.QUERY_GROUP)
 
 
 def power_of_2(dim: int) -> int:
-    """The least that is 16 and `dim` or more; triton.next_power_of_2 takes as long as triton.cdiv."""
+    """The smallest power of two that is at least 16 and `dim`. triton.next_power_of_2 takes as long as triton.cdiv."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Traits:
-    """All that the kernel knows at compile time: its one constexpr argument.
+    """Everything that the kernel knows at compile time: its one constexpr argument.
 
     Attributes:
-        q_group, k_group: rows under one scale that the kernel makes, 1 or SCALE_BLOCK; 0 if scales are given.
+        q_group, k_group: rows under one scale that the kernel computes, 1 or SCALE_BLOCK; 0 if scales are given.
         int8: Q and K become int8, not e4m3.
-        smooth_q: means of queries are removed by the kernel.
-        k_extremes: whether K needs its channels' extremes, for scales of heads or of the tensor.
-        part: channels of Q and K that are rotated together, 0 if none are.
-        native: the architecture converts to e4m3 by itself.
+        smooth_q: the kernel removes means of queries.
+        k_extremes: whether the extremes of K's channels are computed, for scales of heads or of the tensor.
+        part: channels of Q and K that are rotated together, 0 for no rotation.
+        native: the architecture has instructions that convert to e4m3.
         dependent: the architecture has programmatic dependent launch.
     """
 
@@ -103,14 +104,15 @@ class Traits:
 
     @property
     def work_tiles(self) -> int:
-        """Of a block of q that are quantized one after another, in as many times fewer registers: rows have scales of their own."""
+        """Parts of a block of q that are quantized one after another, with as many times fewer registers. 1 if the
+        kernel computes block scales or means."""
         if self.q_group == SCALE_BLOCK or self.smooth_q:
             return 1
         return max(self.widths[0] // 64, 1)
 
     @property
     def q_factor(self) -> float:
-        """Of Q's scales: what rotating divided by."""
+        """Factor of Q's scales, which compensates for the division in the rotation."""
         return float(max(self.part, 1))
 
     @functools.cached_property
@@ -121,7 +123,7 @@ class Traits:
 
 @triton.jit
 def begin(DEPENDENT: tl.constexpr):
-    """What every kernel does before it touches memory."""
+    """The start of every kernel, before it touches memory: wait for the previous kernel, let the next one start."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -129,7 +131,8 @@ def begin(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def butterfly(x, DISTANCE: tl.constexpr):
-    """Rows (M, WIDTH): sums of channels DISTANCE apart in the place of the first, differences in that of the second."""
+    """A butterfly of rows (M, WIDTH): of two channels DISTANCE apart, the first becomes their sum, the second their
+    difference."""
     M: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     if DISTANCE < OF_THREAD:
@@ -142,9 +145,9 @@ def butterfly(x, DISTANCE: tl.constexpr):
 
 @triton.jit
 def with_signs(x, PART: tl.constexpr):
-    """Rows (M, WIDTH) over PART, channels with the signs of a rotation of PART together."""
+    """Rows (M, WIDTH) divided by PART, with the signs of a rotation of PART channels."""
     signs = (1 - 2 * sign_bit(tl.arange(0, x.shape[1]) % PART)).to(tl.float32) * (1.0 / PART)
-    return tl.fma(x, tl.broadcast_to(signs[None, :], x.shape), 0.0)  # no zero is negative: no sum of them will be, either
+    return tl.fma(x, tl.broadcast_to(signs[None, :], x.shape), 0.0)  # no zero is negative, so no sum of zeros will be
 
 
 @triton.jit
@@ -158,13 +161,13 @@ def transformed(x, PART: tl.constexpr):
 
 @triton.jit
 def rotated(x, PART: tl.constexpr):
-    """rotation.rotate of rows (M, WIDTH), PART channels together."""
-    return transformed(with_signs(x, PART), PART) + 0.0  # of the least numbers of float32 with_signs leaves zeros of either sign
+    """rotation.rotate of rows (M, WIDTH), in parts of PART channels."""
+    return transformed(with_signs(x, PART), PART) + 0.0  # with_signs makes zeros of either sign from the smallest float32 numbers
 
 
 @triton.jit
 def unrotated(y, PART: tl.constexpr):
-    """x of rows (M, WIDTH) that are rotation.rotate_queries of it."""
+    """The rows x (M, WIDTH) for which y is rotation.rotate_queries of x."""
     return with_signs(transformed(y, PART), PART)
 
 
@@ -174,7 +177,8 @@ def load_tile(
 ):  # fmt: skip
     """Rows of a (length, DIM) matrix as float32 (…, WIDTH), zeros outside.
 
-    CHECK: rows may reach the end. ONCE: L2 may drop them. PART: channels that are rotated together, 0 if none are.
+    CHECK: rows may lie past the end. ONCE: L2 may evict them first. PART: channels that are rotated together, 0 for no
+    rotation.
     """
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     columns = tl.arange(0, WIDTH)
@@ -192,7 +196,7 @@ def load_tile(
 
 @triton.jit
 def sum_lanes(total):
-    """(lanes, N) -> (N,) by a halving tree, the order of quantize.ordered_sum."""
+    """(lanes, N) -> (N,) by a halving tree, in the order of quantize.ordered_sum."""
     lanes: tl.constexpr = total.shape[0]
     N: tl.constexpr = total.shape[1]
     if lanes == 1:
@@ -207,9 +211,10 @@ def sum_token_chunk(
     base, first, step, stride, length,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Lanes' sums, minima and maxima (LANES, WIDTH) of the channels of TOKEN_CHUNK tokens: groups of LANES, `step` tokens apart.
+    """Sums, minima and maxima by lane and channel, (LANES, WIDTH), over TOKEN_CHUNK tokens: groups of LANES tokens,
+    `step` tokens apart.
 
-    CAREFUL: of its finite elements; rows may not exist.
+    CAREFUL: only finite elements count, and rows may lie past the end.
     """
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.full([LANES, WIDTH], float("inf"), tl.float32)
@@ -233,7 +238,11 @@ def sum_token_chunk(
 
 @triton.jit
 def token_chunk_statistics(base, token_chunk, stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
-    """Of one token_chunk of tokens: sums, minima and maxima (WIDTH,) of its finite elements, and whether it needs care: ragged, or not all finite."""
+    """Statistics of one token chunk: sums, minima and maxima (WIDTH,) of its finite elements, and whether it needs
+    care.
+
+    It needs care if it is incomplete or has non-finite elements.
+    """
     total = tl.zeros([LANES, WIDTH], tl.float32)
     low = tl.zeros([LANES, WIDTH], tl.float32)
     high = tl.zeros([LANES, WIDTH], tl.float32)
@@ -241,7 +250,7 @@ def token_chunk_statistics(base, token_chunk, stride, length, DIM: tl.constexpr,
     first = token_chunk * TOKEN_CHUNK
     if first + TOKEN_CHUNK <= length:
         total, low, high = sum_token_chunk(base, first, LANES, stride, length, DIM, WIDTH, PART, True, False, UNROLL)
-        # an element that isn't finite leaves a sum that isn't
+        # a non-finite element makes the sum non-finite
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
         total, low, high = sum_token_chunk(base, first, LANES, stride, length, DIM, WIDTH, PART, True, True, UNROLL if UNROLL < 4 else 4)
@@ -250,7 +259,8 @@ def token_chunk_statistics(base, token_chunk, stride, length, DIM: tl.constexpr,
 
 @triton.jit
 def gather_token_chunk(base, token_chunk, stride, length, sums, extremes, flag, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
-    """Statistics of one token_chunk of tokens: sums (DIM,), extremes (2, DIM), and whether it needs care. sums and flag may be None."""
+    """Store the statistics of one token chunk: sums (DIM,), extremes (2, DIM), and whether it needs care. `sums` and
+    `flag` may be None."""
     total, low, high, careful = token_chunk_statistics(base, token_chunk, stride, length, DIM, WIDTH, PART, 4 if WIDTH <= 128 else 2)
     columns = tl.arange(0, WIDTH)
     tl.store(extremes + columns, low, mask=columns < DIM)
@@ -269,7 +279,7 @@ def removable(mean):
 
 @triton.jit
 def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
-    """What is removed of one head's k, (WIDTH,): quantize.key_mean, PART channels rotated together."""
+    """The mean that is removed from one head's k, (WIDTH,): quantize.key_mean, rotated in parts of PART channels."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
     if (TOKEN_CHUNK - LANES) * step + LANES <= length:
@@ -285,7 +295,7 @@ def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WID
 
 @triton.jit
 def token_chunk_extremes(extremes, token_chunks, columns, DIM: tl.constexpr):
-    """Minima and maxima of channels over all token_chunks."""
+    """Minima and maxima of channels over all token chunks."""
     lanes = tl.arange(0, LANES)
     low = tl.full([LANES, columns.shape[0]], float("inf"), tl.float32)
     high = tl.full([LANES, columns.shape[0]], -float("inf"), tl.float32)
@@ -300,7 +310,7 @@ def token_chunk_extremes(extremes, token_chunks, columns, DIM: tl.constexpr):
 
 @triton.jit
 def token_chunk_sum(sums, token_chunks, columns, DIM: tl.constexpr):
-    """Sums of channels over all token_chunks."""
+    """Sums of channels over all token chunks."""
     lanes = tl.arange(0, LANES)
     total = tl.zeros([LANES, columns.shape[0]], tl.float32)
     for first in range(0, token_chunks, LANES):
@@ -311,7 +321,7 @@ def token_chunk_sum(sums, token_chunks, columns, DIM: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(low, high, mean):
-    """Of x - mean, from x's extremes: rounding is monotonic."""
+    """Largest magnitude of x - mean, from x's extremes. Exact, because rounding is monotonic."""
     return tl.maximum(tl.maximum(high - mean, mean - low), 0.0)
 
 
@@ -331,7 +341,8 @@ def store_rows(
 ):  # fmt: skip
     """Scale, encode and store a tile of q or k.
 
-    FACTOR: of the scales that are stored, but of zeros. CAREFUL: y may be NaN, `hidden` rows (M,) become NaN, rows may not exist.
+    FACTOR: multiplies the stored scales, except scales of zeros. CAREFUL: y may hold NaN, `hidden` rows (M,) become
+    NaN, and rows may lie past the end.
     """
     CODE: tl.constexpr = INT8_MAX if C.int8 else E4M3_LARGEST
     FITTED: tl.constexpr = GROUP == 1 and not C.int8 and DIM <= FIT_DIM
@@ -367,7 +378,7 @@ def store_rows(
         inside &= (rows < length)[:, None]
     if FITTED:
         codes, fit = fitted_codes(y, C.native, CAREFUL)
-        kept = tl.minimum(tl.maximum(kept * fit, SMALLEST_SCALE), FLOAT_MAX)  # of zeros 1, as it was
+        kept = tl.minimum(tl.maximum(kept * fit, SMALLEST_SCALE), FLOAT_MAX)  # the scale of zeros stays 1
         tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
         tl.store(pointers, codes, mask=inside)
     else:
@@ -376,7 +387,7 @@ def store_rows(
 
 @triton.jit
 def load_vector(vector, stride, behind, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """(WIDTH,), `behind` from DIM on."""
+    """A vector as (WIDTH,), with `behind` from DIM on."""
     columns = tl.arange(0, WIDTH)
     return tl.load(vector + columns * stride, mask=columns < DIM, other=behind)
 
@@ -395,13 +406,14 @@ def write_rows(
     """Quantize one block of one head's q or k.
 
     Args:
-        shift: what is subtracted, (1, WIDTH) or a number.
-        rows: (BLOCK,) tokens of the block in any order. hidden: (BLOCK,) bool, those that become NaN.
+        shift: (1, WIDTH) or a number, which is subtracted.
+        rows: (BLOCK,) tokens of the block in any order.
+        hidden: (BLOCK,) bool, rows that become NaN.
         whole: whether all rows exist and none is hidden.
     """
     careful = 1
     if whole:
-        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True, C.part)  # what comes after is to find v in L2
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True, C.part)  # L2 should hold v for later, not this
         if tl.sum(y * 0.0) == 0.0:  # NaN * 0 and inf * 0 are NaN
             careful = 0
             store_rows(
@@ -410,7 +422,7 @@ def write_rows(
     if careful == 1:
         y = load_tile(x, rows, x_stride, length, DIM, WIDTH, True, True, C.part)
         y = tl.where(is_finite(y), y, float("nan")) - shift
-        y = tl.where((rows < length)[:, None], y, 0.0)  # rows behind the end don't widen the block's scale
+        y = tl.where((rows < length)[:, None], y, 0.0)  # rows past the end must not increase the block's scale
         store_rows(y, rows, length, hidden, scale_out, scale_block, scale_stride, out, out_stride, DIM, WIDTH, GROUP, FACTOR, IS_KEY, C, True)
 
 
@@ -419,18 +431,19 @@ def write_values(
     v, v_stride, shift, scale, out, token_chunk, length, padded,
     DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a token_chunk of tokens of channels of one head's v, quantize.encode_values: all its runs at once, token after token.
+    """Quantize a token chunk of some channels of one head's v (quantize.encode_values). All its runs advance together,
+    token by token.
 
     Args:
-        shift: what is subtracted, (1, WIDTH) or a number.
+        shift: (1, WIDTH) or a number, which is subtracted.
         scale: (WIDTH,).
-        out: the channels' codes, four to a word.
-        CAREFUL: the token_chunk is ragged, or some tokens aren't finite.
+        out: the channels' codes, four per word.
+        CAREFUL: the token chunk is incomplete, or has non-finite tokens.
     """
     columns = tl.arange(0, WIDTH)
     inverse = tl.div_rn(1.0, scale)[None, :]
     gain = tl.where(length > TOKEN_CHUNK, FEEDBACK, 0.0).to(tl.float16)
-    # without feedback it doesn't matter whose turn it is: no more groups than there are, two by two
+    # without feedback the order of tokens doesn't matter, so process no more groups than there are, two at a time
     groups = tl.where(length <= TOKEN_CHUNK // 2, 2, 4)
     runs = token_chunk * TOKEN_CHUNK + tl.arange(0, TOKEN_CHUNK // RUN) * (groups * GROUP)
     residual = tl.zeros([TOKEN_CHUNK // RUN, WIDTH], tl.float16)
@@ -439,22 +452,22 @@ def write_values(
     for group in range(groups):
         first = runs + group * GROUP
         words0, words1, words2, words3 = zeros, zeros, zeros, zeros
-        # a conversion by integers is some 20 instructions: 16 of them after one another take 13 s to compile
+        # a conversion by integers takes about 20 instructions; 16 of them in a row take 13 s to compile
         for token in tl.range(GROUP, loop_unroll_factor=GROUP if NATIVE else 1):
             rows = first + token
             x = (load_tile(v, rows, v_stride, length, DIM, WIDTH, CAREFUL, False) - shift) * inverse
             if CAREFUL:
-                # a token's NaN goes into its key; behind the end there are zeros, not -mean
+                # a token's NaN goes into its key instead; codes past the end are zero, not -mean
                 x = tl.where(is_finite(x) & (rows < length)[:, None], x, 0.0)
             code, residual = feed_back(x, residual, gain, NATIVE)
-            # layout.key_of_slot: a word has two tokens next to each other, and those 8 behind
+            # layout.key_of_slot: a word holds two adjacent tokens, and the two tokens 8 places after them
             byte = code << (8 * (token % 2 + token // 8 * 2))
             word = token // 2 % 4
             words0 |= tl.where(word == 0, byte, 0)
             words1 |= tl.where(word == 1, byte, 0)
             words2 |= tl.where(word == 2, byte, 0)
             words3 |= tl.where(word == 3, byte, 0)
-        if group % 2 == 1:  # 32 bytes, which is what L2 writes at once
+        if group % 2 == 1:  # 32 bytes, which L2 writes at once
             low = tl.join(tl.join(before0, before1), tl.join(before2, before3))
             words = tl.permute(tl.join(low, tl.join(tl.join(words0, words1), tl.join(words2, words3))), (0, 1, 4, 3, 2))
             at = (first - GROUP)[:, None] // 4 + columns[None, :].to(tl.int64) * (padded // 4)
@@ -468,16 +481,18 @@ def write_values(
 
 @triton.jit
 def hidden_tokens(v, rows, v_stride, length, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Which of `rows` of one head's v aren't finite: 0 or 1."""
+    """Which of `rows` of one head's v are non-finite: 0 or 1."""
     values = load_tile(v, rows, v_stride, length, DIM, WIDTH, True, False)
     return tl.max(tl.where(is_finite(values), 0, 1), 1)
 
 
 @triton.jit
 def sum_queries(q, q_stride, first, length, LANE: tl.constexpr, DISTANCE: tl.constexpr, C: tl.constexpr):
-    """TREE lanes from LANE on of a group of queries, (TREE, WIDTH), as the halving tree has them once it has added those DISTANCE apart.
+    """Sums of a group of queries in TREE lanes from LANE on, (TREE, WIDTH), after the halving tree has added lanes down
+    to DISTANCE apart.
 
-    Loaded so that its first levels need no exchange: all lanes at once would go to every warp, and spill.
+    Rows are loaded so that the first levels need no exchange. Loading all lanes at once would distribute them over all
+    warps, and spill.
     """
     WIDTH: tl.constexpr = C.widths[0]
     if DISTANCE < LANES:
@@ -494,7 +509,7 @@ def sum_queries(q, q_stride, first, length, LANE: tl.constexpr, DISTANCE: tl.con
 
 @triton.jit
 def query_mean(q, q_stride, q_mean, group, length, C: tl.constexpr):
-    """quantize.query_means of one group of one head's q, (WIDTH,). It is stored, rotated, to q_mean, (G, Dq)."""
+    """quantize.query_means of one group of one head's q, (WIDTH,). It is stored, rotated, to q_mean (G, Dq)."""
     WIDTH: tl.constexpr = C.widths[0]
     total = sum_queries(q, q_stride, group * QUERY_GROUP, length, 0, TREE, C)
     count = tl.maximum(tl.minimum(length - group * QUERY_GROUP, QUERY_GROUP), 1)
@@ -511,7 +526,7 @@ def query_mean(q, q_stride, q_mean, group, length, C: tl.constexpr):
 def write_queries(
     q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item, heads, length, C: tl.constexpr
 ):  # fmt: skip
-    """Quantize one block of q, the item-th of (B · Hq) x blocks."""
+    """Quantize one block of q: number `item` of (B · Hq) x blocks."""
     blocks = tl.cdiv(length, BLOCK)
     pair = (item // blocks).to(tl.int64)
     batch = pair // heads
@@ -551,10 +566,12 @@ def gather_kernel(
     q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_extremes,
     v_sums, v_extremes, v_flags, q_heads, kv_heads, kv_pairs, q_length, kv_length, sample_step, inverse_sample_size, C: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of every token_chunk of v: sums (B, Hkv, token_chunks, Dv), extremes (…, 2, Dv), flags (…); k's mean and extremes; q quantized.
+    """Compute statistics of every token chunk of v and k's mean and extremes, and quantize q.
 
-    Grid: token_chunks of v, token_chunks of k if C.k_extremes, heads of k if C.smooth_k, blocks of q, in one dimension: long programs first. Dims
-    of 0 in C: there is no q, or no k and v.
+    Statistics of v: sums (B, Hkv, token_chunks, Dv), extremes (…, 2, Dv), flags (…).
+
+    Grid, in one dimension, long programs first: token chunks of v, token chunks of k if C.k_extremes, heads of k if
+    C.smooth_k, blocks of q. Dims of 0 in C mean that there is no q, or no k and v.
     """
     begin(C.dependent)
     item = tl.program_id(0)
@@ -593,7 +610,11 @@ def gather_kernel(
 def finish_kernel(
     k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, token_chunks, inverse_length, C: tl.constexpr
 ):  # fmt: skip
-    """v's means and scales, largest magnitudes of k and v, (B, Hkv, D) each; None isn't stored. Grid: (B · Hkv) x D / CHANNELS."""
+    """Compute v's means and scales, and the largest magnitudes of k and v, (B, Hkv, D) each. Outputs that are None
+    aren't stored.
+
+    Grid: (B · Hkv) x D / CHANNELS.
+    """
     begin(C.dependent)
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -622,11 +643,14 @@ def write_kernel(
     k, v, k_strides, v_strides, k_mean, v_mean, k_scale, v_scale, k_scale_strides, v_scale_strides, k_data, k_data_strides, v_data,
     v_flags, heads, length, padded, C: tl.constexpr,
 ):  # fmt: skip
-    """Quantize k and v. Grid: (token_chunks of v, which take longest, and blocks of k) x (B · Hkv), in one dimension."""
+    """Quantize k and v.
+
+    Grid: (token chunks of v, which take longest, and blocks of k) x (B · Hkv), in one dimension.
+    """
     begin(C.dependent)
     token_chunks = tl.cdiv(length, TOKEN_CHUNK)
     items = token_chunks + tl.cdiv(length, BLOCK)
-    # heads backwards: those that were read last are still in L2
+    # heads in reverse order, because the last ones read are still in L2
     from_last = tl.num_programs(0) - 1 - tl.program_id(0)
     pair = (from_last // items).to(tl.int64)
     item = items - 1 - from_last % items
@@ -669,9 +693,10 @@ def short_kernel(
     k_scale, k_scale_strides, v_mean, v_data, v_scale, q_heads, kv_heads, kv_pairs, q_length, kv_length, padded, sample_step,
     inverse_sample_size, inverse_length, C: tl.constexpr,
 ):  # fmt: skip
-    """All of it at once: every program that wants a mean makes it.
+    """The whole quantization in one launch: every program computes the means that it needs.
 
-    Grid: slices of v's channels of all heads, blocks of k, blocks of q, in one dimension. v_mean and v_scale are (B, Hkv, Dv).
+    Grid, in one dimension: slices of v's channels of all heads, blocks of k, blocks of q. v_mean and v_scale are
+    (B, Hkv, Dv).
     """
     begin(C.dependent)
     item = tl.program_id(0)
@@ -736,7 +761,10 @@ def short_kernel(
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def import_values_kernel(v, v_strides, v_data, hidden, heads, length, padded, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """quantize.import_values on bytes: v_data (B, H, D, S_padded), hidden (B, H, S) bytes. Grid: blocks x (B · H), in one dimension."""
+    """quantize.import_values on bytes: v_data (B, H, D, S_padded), hidden (B, H, S) bytes.
+
+    Grid: blocks x (B · H), in one dimension.
+    """
     blocks = tl.cdiv(length, BLOCK)
     program = tl.program_id(0)
     pair = (program // blocks).to(tl.int64)
@@ -755,12 +783,12 @@ def import_values_kernel(v, v_strides, v_data, hidden, heads, length, padded, DI
 WARPS = 8
 
 GIVEN = ("tensor", "head")
-"""Granularities whose scales are made before rows are written."""
+"""Granularities whose scales are computed before rows are written."""
 
 
 @functools.lru_cache(1024)
 def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device) -> Traits:
-    """Of a call; dims are 0 of what isn't there."""
+    """The `Traits` of a call. Dims of absent operands are 0."""
     there = k_dim > 0
     return Traits(
         q_dim, k_dim, v_dim, GROUPS[recipe.q], GROUPS[recipe.k], smooth_q=recipe.smooth_q and q_dim > 0,
@@ -774,12 +802,12 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
 def quantize(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, *, warmup: bool = False
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """quantize.quantize by the fused kernel: q, or k and v, or all three. A smoothed q is without `bias`.
+    """quantize.quantize by the fused kernels: q, or k and v, or all three. A smoothed q comes without `bias`.
 
     Args:
         warmup: compile only.
     """
-    if q is not None and recipe.smooth_q and recipe.q in GIVEN:  # scales of what is left of q, which nobody has yet
+    if q is not None and recipe.smooth_q and recipe.q in GIVEN:  # scales of q without its means, which aren't computed yet
         centred, means = quantize_ref.without_means(q, recipe)
         q_quantized, k_quantized, v_quantized = quantize(centred, k, v, replace(recipe, smooth_q=False), device, warmup=warmup)
         assert q_quantized is not None
@@ -804,12 +832,13 @@ def quantize(
     width = max(traits.widths)
     resources = dict(warmup=warmup, dependent=traits.dependent, num_warps=WARPS if width <= 128 else 16, maxnreg=128)
     if traits.int8 or traits.part > 0 or v is not None or traits.smooth_q:
-        # int8 is rounded by an addition: fused with the product before it, a tie of the rounded product is none. So are values, by what they are
-        # pushed. Nor would the products be rounded by which a rotation begins, where they are subnormal, nor means of queries
+        # int8 is rounded by an addition. Fused with the product before it, a tie of the rounded product would no longer
+        # be a tie. The same holds for values and their correction. And the products that start a rotation, and means of
+        # queries, would not be rounded where they are subnormal
         resources["enable_fp_fusion"] = False
     gathering = resources
     if (width <= 64 and not traits.smooth_q) or traits.work_tiles > 1:
-        # as many programs at a time as there are registers for, but for a few words
+        # as many programs at a time as registers allow, except for a few words
         gathering = resources | dict(num_warps=WARPS, maxnreg=80 if width <= 128 else 128)
     writing = resources | dict(maxnreg=80) if width <= 64 else resources
 
@@ -899,7 +928,8 @@ def quantize(
 
 
 def _reduced_scale(largest: torch.Tensor, granularity: Granularity, code: float, factor: float = 1.0) -> torch.Tensor:
-    """Scales of heads or of the tensor that map to `code`, times `factor`, from channels' largest magnitudes (B, H, D)."""
+    """Scales of heads or of the tensor that map to `code`, times `factor`, from channels' largest magnitudes
+    (B, H, D)."""
     largest = largest.amax(-1, keepdim=True) if granularity == "head" else largest.amax().view(1, 1, 1)
     return torch.where(largest > 0, quantize_ref.scale_of(largest, code) * factor, 1.0)
 
@@ -909,7 +939,7 @@ def _strides(x: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def _scale_strides(x: torch.Tensor | None, scale: torch.Tensor | None, last: int = -1) -> tuple[int, ...]:
-    """Strides of x's scale as if it had one for every head, and `last` for each."""
+    """Strides of x's scale, expanded to all heads, with `last` scales for each head (-1: as it is)."""
     return (0, 0, 0) if x is None or scale is None else scale.expand(x.shape[0], x.shape[1], last).stride()
 
 

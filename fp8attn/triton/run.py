@@ -1,4 +1,4 @@
-"""Which Triton kernel runs a call, with which config."""
+"""Chooses the Triton kernel and the config of a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import forward as portable
 
 try:
     from . import hopper
-except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may name it differently
+except (ImportError, AttributeError) as error:  # Gluon is experimental: another Triton may use other names
     hopper = None  # type: ignore[assignment]
     hopper_unavailable = f"this Triton's Gluon can't build it: {error}"
 else:
@@ -19,7 +19,7 @@ else:
 
 
 def unsupported_arch(call: Call, device: Device) -> str | None:
-    """Why the Hopper kernel can't run a call, or None if it can."""
+    """The reason why the Hopper kernel can't run a call, or None if it can."""
     if device.emulated or device.arch // 10 != 9:
         return f"the Hopper kernel needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
     if hopper is None:
@@ -28,7 +28,7 @@ def unsupported_arch(call: Call, device: Device) -> str | None:
 
 
 def choose(call: Call, device: Device) -> configs.Config:
-    """The config that runs `call` on `device`: from the table of measured ones, else by rule."""
+    """The config for `call` on `device`: from the table of measured configs, else by rule."""
     hopper_runs = unsupported_arch(call, device) is None
     if tune.wanted() and not device.emulated and not tune.known(call, device):
         tune.tune(call, device, forward)
@@ -39,13 +39,13 @@ def choose(call: Call, device: Device) -> configs.Config:
 
 
 def forward(call: Call, device: Device, config: configs.Config | None = None, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the kernel that `config` belongs to, or the one chosen for the call.
+    """Attention by the kernel of `config`, or of the config that `choose` gives.
 
     Args:
         warmup: compile only.
 
     Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty unless call.return_lse.
     """
     config = choose(call, device) if config is None else config
     kernel = hopper if isinstance(config, configs.HopperConfig) else portable

@@ -1,4 +1,4 @@
-"""What a tile of queries does with a tile of keys: shared by the kernels of this folder, Triton's and Gluon's alike."""
+"""The work of a query tile on a key block. Shared by the Triton and Gluon kernels of this folder."""
 
 import triton
 import triton.language as tl
@@ -26,18 +26,18 @@ FLOAT_MAX: tl.constexpr = tl.constexpr(quantize_ref.FLOAT_MAX)
 EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
 EXP2_PACK: tl.constexpr = tl.constexpr(exp2.PACK)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(quantize_ref.SMALLEST_SCALE)
-NOTHING: tl.constexpr = tl.constexpr(-quantize_ref.FLOAT_MAX)  # -inf - -inf would be NaN
+NOTHING: tl.constexpr = tl.constexpr(-quantize_ref.FLOAT_MAX)  # not -inf, because -inf - -inf is NaN
 
 INTERPRETING = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter; decided when they are decorated, by TRITON_INTERPRET=1."""
+"""Whether kernels run in Triton's interpreter. TRITON_INTERPRET=1 decides it when they are decorated."""
 
-# the interpreter runs plain Python functions as they are, and wants triton.language in the globals of all others
+# the interpreter runs plain Python functions as they are; all other functions need triton.language as a global
 key_of_slot = layout.key_of_slot if INTERPRETING else triton.jit(layout.key_of_slot)
 
 
 @triton.jit
 def score_factor(row_factor, key_scale, POSITIVE: tl.constexpr):
-    """Row factor times a key block's scale, kept where its product with any e4m3 dot product is finite."""
+    """Row factor times a key block's scale, clamped so that its product with any e4m3 dot product is finite."""
     factor = tl.minimum(row_factor * key_scale, LARGEST_FACTOR)
     if POSITIVE:
         return tl.maximum(factor, 1 / LARGEST_FACTOR)
@@ -46,7 +46,7 @@ def score_factor(row_factor, key_scale, POSITIVE: tl.constexpr):
 
 @triton.jit
 def power_of_two(x, EXP2: tl.constexpr):
-    """2^x, by the PTX of exp2.assembly if that is given."""
+    """2^x, by the PTX of exp2.assembly if EXP2 is given."""
     if EXP2 is None:
         return tl.exp2(x)
     else:
@@ -55,9 +55,10 @@ def power_of_two(x, EXP2: tl.constexpr):
 
 @triton.jit
 def origin_of(m, FOLDED: tl.constexpr):
-    """What is subtracted from scores in the exponent of P: m - P_OFFSET, or m where float32 can't hold that and scores are unfolded.
+    """The value that is subtracted from scores in the exponent of P.
 
-    In the second case P is at most 1. Scores are multiples of 16 there, so that the next smaller P is at most 2^-16.
+    It is m - P_OFFSET, or m if float32 can't represent that and scores are unfolded. In the second case P is at most 1,
+    and scores are multiples of 16, so that the next smaller P is at most 2^-16.
     """
     if FOLDED:
         return m - P_OFFSET
@@ -66,19 +67,19 @@ def origin_of(m, FOLDED: tl.constexpr):
 
 @triton.jit
 def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    """One key block of online softmax in base 2, whose P are relative to its own largest scores: reference.lowest.
+    """One key block of online softmax in base 2. P is relative to the block's own largest scores: reference.lowest.
 
     Args:
-        x: (M, N) scores over `factor` if FOLDED, else the scores. -inf where hidden.
+        x: (M, N) scores divided by `factor` if FOLDED, else the scores. -inf where hidden.
         factor: (M,), positive.
-        m: (M,) what P was relative to; NOTHING: no key is visible so far.
-        POSITIVE: no m is negative. Then scores are compared as integers, whose order is that of floats from zero up: the
-            hardware takes two new integers an instruction, but one float.
-        EXP2: see `power_of_two`; None where rows may have no visible keys, which need 2^-inf to be 0.
+        m: (M,), the scores that the last block's P was relative to; NOTHING if no key is visible so far.
+        POSITIVE: no m is negative. Then scores are compared as integers, whose order is that of floats from zero up.
+            The hardware compares two new integers per instruction, but only one new float.
+        EXP2: see `power_of_two`; None where rows may have no visible keys, because these need 2^-inf to be 0.
 
     Returns:
-        p = 2^(score - m + P_OFFSET) (M, N), the new m, (M,) what sums so far are to be multiplied with, and (M, 4) sums of p,
-        one for each lane of the quad that owns a row on tensor-core layouts: they need to meet only once, at the end.
+        p = 2^(score - m + P_OFFSET) (M, N); the new m; the factors (M,) for the sums so far; and sums of p, (M, 4), one
+        for each lane of the quad that owns a row in tensor-core layouts. These are added up only once, at the end.
     """
     if POSITIVE:
         largest = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
@@ -104,12 +105,13 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP
 def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
     """Scores (M, N) with the mask added and -inf where `rows` (M, 1) don't see the keys start + `columns` (1, N).
 
-    mask: pointer to the (Sq, Sk) matrix of the tile's head, or None; float masks hide with -inf, boolean ones with 0. A finite number
-        adds at least LOWEST_SCORE.
-    BY_ARITHMETIC: without predicates, of which M x N would be computed early, ahead of the scores, and spill. Takes a minimum
-        that drops NaN, as the hardware's does and NumPy's, in the interpreter, does not.
+    Args:
+        mask: pointer to the (Sq, Sk) matrix of the tile's head, or None. Float masks hide with -inf, boolean ones with
+            0. A finite number adds at least LOWEST_SCORE.
+        BY_ARITHMETIC: don't use predicates. M x N of them would be computed ahead of the scores, and spill. It needs a
+            minimum that drops NaN, as the hardware's does; NumPy's, which the interpreter uses, doesn't.
     """
-    # comparing columns, not keys, keeps the loop variable, which compilers widen to 64 bits, out of M x N comparisons
+    # compare columns, not keys: compilers widen the loop variable to 64 bits, which M x N comparisons must avoid
     limit = tl.minimum(rows + causal_offset, kv_length - 1) - start
     if mask is None and BY_ARITHMETIC:
         bound = ((limit.to(tl.float32) + 0.5) - columns.to(tl.float32)) * float("inf")
@@ -125,8 +127,9 @@ def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask
             value = value.to(tl.float32)
             hidden |= value == -float("inf")
             more = value * LOG2E
-            if mask.dtype.element_ty != tl.float16:  # whose least number times log2 e is far from overflowing
-                # the maximum also keeps the product from being fused with the sum: equal numbers must add the same to all scores
+            if mask.dtype.element_ty != tl.float16:  # the lowest float16 times log2 e is far from overflowing
+                # the maximum also keeps the product from being fused with the sum: equal mask values must add the same
+                # to all scores
                 more = tl.maximum(more, LOWEST_SCORE, propagate_nan=tl.PropagateNan.ALL)
             x += more
         else:
@@ -136,7 +139,8 @@ def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask
 
 @triton.jit
 def bias_row(bias, index, row, q_length, kv_length):
-    """Pointer to what the mean of a row's group of queries adds to scores. index: of batch and head in (B, Hq, G, Sk rounded up), 64 bits."""
+    """Pointer to the score bias of a row's group of queries. index: of batch and head in (B, Hq, G, Sk rounded up), 64
+    bits."""
     group = tl.minimum(row, q_length - 1) // QUERY_GROUP
     pitch = tl.cdiv(kv_length, BIAS_ALIGNMENT) * BIAS_ALIGNMENT
     return bias + (index * tl.cdiv(q_length, QUERY_GROUP) + group) * pitch
@@ -144,13 +148,17 @@ def bias_row(bias, index, row, q_length, kv_length):
 
 @triton.jit
 def add_bias(x, bias, factor, keys, kv_length):
-    """Scores (M, N) of a group of queries with what their mean adds, times `factor`. bias: the group's row. keys: (N,)."""
+    """Scores (M, N) of a group of queries plus their score bias times `factor`. bias: pointer to the group's row. keys:
+    (N,)."""
     return x + (tl.load(bias + keys, mask=keys < kv_length, other=0.0) * factor)[None, :]
 
 
 @triton.jit
 def poison_keys(x, marked, k, keys, stride, kv_length):
-    """Scores (M, N) of int8 with NaN for those of `keys` (N,) that are INT8_NAN; if not `marked`, none is. k: pointer to the head's rows."""
+    """int8 scores (M, N) with NaN for those of `keys` (N,) that are INT8_NAN.
+
+    If `marked` is false, there are none. k: pointer to the head's rows.
+    """
     if marked:
         first = tl.load(k + keys.to(tl.int64) * stride, mask=keys < kv_length, other=0)
         x = tl.where((first == INT8_NAN)[None, :], float("nan"), x)
@@ -159,16 +167,18 @@ def poison_keys(x, marked, k, keys, stride, kv_length):
 
 @triton.jit
 def poison_rows(l, q, rows, stride, q_length):
-    """Sums (M,) of P with NaN for those of `rows` (M,) that are INT8_NAN and see a key. q: pointer to the head's rows."""
+    """Sums (M,) of P with NaN for those of `rows` (M,) that are INT8_NAN and see a key. q: pointer to the head's
+    rows."""
     first = tl.load(q + rows.to(tl.int64) * stride, mask=rows < q_length, other=0)
     return tl.where((first == INT8_NAN) & (l != 0), float("nan"), l)
 
 
 @triton.jit
 def permute_keys(p):
-    """P's columns in the key order of quantized V.
+    """P with its columns in the key order of quantized V.
 
-    On tensor-core layouts this moves nothing: it renames the accumulator's registers to the operand's (see fp8attn.layout).
+    In tensor-core layouts this moves nothing: it renames the accumulator's registers to the operand's (see
+    fp8attn.layout).
     """
     M: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
@@ -178,13 +188,13 @@ def permute_keys(p):
 
 @triton.jit
 def log_sum_exp(m, l):
-    """Natural-log LSE; -inf where nothing is visible."""
+    """Natural-log LSE; -inf for rows without visible keys."""
     return (m - P_OFFSET + tl.log2(l)) / LOG2E
 
 
 @triton.jit
 def inverse(l):
-    """1 / l, and 0 for rows without visible keys."""
+    """1 / l; 0 for rows without visible keys."""
     return tl.where(l == 0, 0.0, 1.0 / l)
 
 
@@ -201,7 +211,10 @@ def scale_of(largest, CODE: tl.constexpr = E4M3_MAX):
 
 @triton.jit
 def e4m3_code(y, NATIVE: tl.constexpr):
-    """The e4m3 bytes of float32 y: nearest even, saturating; 0x7F for NaN. NATIVE: the architecture converts by itself."""
+    """The e4m3 bytes of float32 y: to nearest even, saturating; 0x7F for NaN.
+
+    NATIVE: the architecture has an instruction for it.
+    """
     if NATIVE:
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # cvt.rn.satfinite
     else:
@@ -218,14 +231,14 @@ def e4m3_code(y, NATIVE: tl.constexpr):
 
 @triton.jit
 def int8_code(y):
-    """The bytes of float32 y, 127 at most, rounded to nearest even; those of INT8_NAN for NaN."""
-    code = (y + ROUNDER).to(tl.uint32, bitcast=True).to(tl.uint8)  # the last bits of such a sum are those of a two's complement
+    """float32 y, at most 127 in magnitude, as int8 bytes, rounded to nearest even; INT8_NAN for NaN."""
+    code = (y + ROUNDER).to(tl.uint32, bitcast=True).to(tl.uint8)  # the last bits of the sum are y in two's complement
     return tl.where(y == y, code, INT8_NAN & 0xFF)
 
 
 @triton.jit
 def half_of_code(code):
-    """e4m3 bytes as float16, exactly, with integer operations alone."""
+    """e4m3 bytes as float16, exactly, without conversion instructions."""
     code = code.to(tl.uint16)
     half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
     return tl.where((code & 0x7F) == E4M3_NAN, float("nan"), half)
@@ -233,7 +246,8 @@ def half_of_code(code):
 
 @triton.jit
 def operand(x, HALF: tl.constexpr):
-    """Stored e4m3 as what the tensor core multiplies; int8 as it is. Where the compiler has no e4m3, it is stored as bytes."""
+    """Stored e4m3 as the operand that the tensor core multiplies; int8 unchanged. e4m3 is stored as bytes if the
+    compiler doesn't support it."""
     if x.dtype == tl.int8:
         return x
     elif x.dtype == tl.uint8:
@@ -246,7 +260,7 @@ def operand(x, HALF: tl.constexpr):
 
 @triton.jit
 def probabilities(p, HALF: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 P as an operand: half, e4m3, or half that holds e4m3 where the tensor core is emulated."""
+    """float32 P as an operand: half, e4m3, or halves that hold e4m3 numbers if the tensor core is emulated."""
     if HALF:
         return p.to(tl.float16)
     elif NATIVE:

@@ -1,8 +1,8 @@
-"""The table of measured configs, and measuring.
+"""The table of measured configs, and the measurement.
 
-First use never tunes: known GPUs have a shipped table, others the heuristics of `configs`. Tuning is an act of its own:
-`python -m bench search` prints and `--write` ships; FP8ATTN_AUTOTUNE=1 makes a process time the candidates of every kind of
-call it meets for the first time.
+A first call never tunes: known GPUs have a shipped table, other GPUs use the heuristics of `configs`. Tuning is
+explicit: `python -m bench search` prints configs, and `--write` ships them. With FP8ATTN_AUTOTUNE=1, a process times
+the candidates for every kind of call when it first meets it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _tuned: dict[tuple[str, str], Config] = {}
 
 
 def kind(call: Call) -> str:
-    """What a measured config depends on, as a key of the table."""
+    """The properties of a call on which its measured config depends, as a key of the table."""
     mask = "masked" if call.attn_mask is not None or call.bias is not None else "full" if call.causal == "none" else "causal"
     return f"d{sum(configs.head_parts(call))} dv{sum(configs.value_parts(call))} {call.compute} {mask}"
 
@@ -42,12 +42,12 @@ def from_json(entry: dict) -> Config:
 
 @functools.cache
 def table() -> dict[str, dict[str, Config]]:
-    """GPU name -> kind of call -> config."""
+    """The shipped table: GPU name -> kind of call -> config."""
     return {name: {k: from_json(e) for k, e in kinds.items()} for name, kinds in json.loads(SHIPPED.read_text()).items()}
 
 
 def measured(call: Call, device: Device) -> Config | None:
-    """The config measured to be best for calls of this kind, if there is one and it fits and fills the GPU."""
+    """The config that was measured to be best for this kind of call, if there is one and it fits and fills the GPU."""
     config = _tuned.get((device.name, kind(call))) or table().get(device.name, {}).get(kind(call))
     if config is None or not configs.fits(config, call, device) or not fills(config, call, device):
         return None
@@ -57,17 +57,20 @@ def measured(call: Call, device: Device) -> Config | None:
 
 
 def fills(config: Config, call: Call, device: Device) -> bool:
-    """Whether there is a tile for every SM: what was measured on large calls says little about smaller ones."""
+    """Whether there is a tile for every SM. Measurements on large calls say little about smaller ones."""
     if isinstance(config, HopperConfig):
         return call.tiles(config.tile_rows) >= device.sm_count * config.teams
     return call.tiles(config.block_m) >= device.sm_count
 
 
 def tune(call: Call, device: Device, run) -> list[tuple[float, Config]]:
-    """Milliseconds and config of every candidate, best first, and remember the best for the process.
+    """Time every candidate, and remember the best config for the process.
 
     Args:
         run: callable (call, device, config).
+
+    Returns:
+        (milliseconds, config) of every candidate, the best one first.
     """
     times = []
     for config in configs.candidates(call, device):

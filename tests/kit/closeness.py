@@ -1,4 +1,4 @@
-"""How close is close, and why."""
+"""Tolerances: how close results must be, and why."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from fp8attn.quantize import numbers, row_scales
 
 LOG2E = 1.4426950408889634
 TENSOR_CORE_STEP = 2.0**-13
-"""What FP8 tensor cores keep of a sum, relative to its largest term (Ada, Hopper)."""
+"""Precision of sums in FP8 tensor cores, relative to the largest term (Ada, Hopper)."""
 
 E4M3_STEP = 2.0**-3
-"""Largest distance of neighbouring e4m3 numbers, relative to the smaller."""
+"""Largest distance of neighbouring e4m3 numbers, relative to the smaller one."""
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2 error; the absolute one where `expected` is zero."""
+    """Relative L2 error; the absolute error if `expected` is zero."""
     difference = (actual.double() - expected.double()).norm()
     norm = expected.double().norm()
     return float(difference / norm) if norm > 0 else float(difference)
 
 
 def on_grid(x: torch.Tensor) -> torch.Tensor:
-    """`x` cut to multiples of a 64th of its largest power of two: sums of 64 of its numbers are exact, in any order and on tensor cores."""
+    """`x` truncated to multiples of a 64th of its largest power of two.
+
+    Sums of 64 such numbers are exact, in any order and on tensor cores.
+    """
     finite = x.double().nan_to_num(0.0, 0.0, 0.0)
     if not finite.any():
         return x
@@ -33,8 +36,12 @@ def on_grid(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_alike(actual: Quantized, expected: Quantized, share: float) -> None:
-    """Quantized keys whose rotated channels were added up in another order or by a tensor core, which cuts off what 24 bits don't hold: the mean
-    bit for bit, scales but for their last bits, of the codes all but a `share`, and those off by one."""
+    """Check that quantized keys agree, if their rotated channels were added in another order, or by a tensor core,
+    which truncates to 24 bits.
+
+    Means must be equal bit for bit, and scales up to their last bits. At most a `share` of the codes may differ, each
+    by one.
+    """
     assert actual.mean is not None and expected.mean is not None
     assert torch.equal(actual.mean, expected.mean), "means differ"
     torch.testing.assert_close(actual.scale, expected.scale, rtol=2.0**-20, atol=0)
@@ -47,20 +54,27 @@ def assert_alike(actual: Quantized, expected: Quantized, share: float) -> None:
 
 
 SHARE_OFF_GRID = 0.03
-"""Of rows of Q, those of which a tensor core's rotation may leave a code other than the definition's, or a P that its scale's last bit moved."""
+"""Fraction of Q's rows that may differ: a tensor core's rotation gives another code than the definition, or the last
+bit of the row's scale changes a P."""
 
 
 def assert_rows_alike(actual: torch.Tensor, expected: torch.Tensor, share: float) -> None:
-    """Outputs of queries of which a `share` at most has another code or P, off by one: other rows differ by their scales' last bits, and these by no
-    more than such a code can move weights."""
+    """Check outputs if at most a `share` of the queries have a code or a P that is off by one.
+
+    All other rows differ only by the last bits of their scales. These rows differ by no more than such a code can
+    change weights.
+    """
     error = (actual - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
     assert float((error > 2.0**-18).double().mean()) <= share, f"{int((error > 2.0**-18).sum())} of {error.numel()} rows differ"
     assert float(error.max()) <= E4M3_STEP, f"a row is off by {float(error.max()):.1e}"
 
 
 def score_step(q: Quantized, k: Quantized, softmax_scale: float) -> float:
-    """What a score may be off by because a tensor core keeps 13 bits of its sum, whose terms may be far larger than what they add up to: no more than
-    that part of the largest row of Q's norm times the largest of K's."""
+    """Upper bound of the error of a score that comes from the 13 bits of a tensor core's sums.
+
+    The terms may be far larger than their sum. The bound is this fraction of the largest norm of a row of Q times the
+    largest of K.
+    """
     norms = [
         float((numbers(x) * row_scales(x.multiplier, x.granularity, x.length).unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max())
         if x.data.numel()
@@ -71,19 +85,21 @@ def score_step(q: Quantized, k: Quantized, softmax_scale: float) -> float:
 
 
 def assert_same_pattern(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """NaN where expected and nowhere else, infinities likewise."""
+    """Check that NaN and infinities are exactly where they are expected."""
     assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places than expected"
     assert torch.equal(actual.isinf(), expected.isinf()), "infinities in other places than expected"
 
 
 def assert_matches_pipeline(out: torch.Tensor, oracle: torch.Tensor, emulated: bool, oracle_lse: torch.Tensor | None = None) -> None:
-    """A kernel's output against the oracle that models its pipeline.
+    """Compare a kernel's output with the oracle that models its pipeline.
 
-    They add the same numbers in another order. A score that differs in its last bits moves P = 2^score across the border between
-    two e4m3 numbers now and then, and then one of the row's P is off by up to 2^-3 of itself. Emulated, scores differ by
-    float32 rounding and about one P in 10^5 flips; a tensor core that keeps 13 bits of its sums flips about one in 100.
-    The rest is the rounding of the output's own dtype. A score of a thousand with 13 bits is off by an eighth and more, and its P by as much:
-    `oracle_lse` says how large scores are.
+    Both add the same numbers in different orders. A score that differs in its last bits occasionally moves P = 2^score
+    across the border between two e4m3 numbers. Then one of the row's P is off by up to 2^-3 of its value. In emulation,
+    scores differ by float32 rounding, and about one P in 10^5 changes. A tensor core with 13-bit sums changes about one
+    in 100. The rest is the rounding of the output's dtype.
+
+    A score of a thousand with 13 bits is off by an eighth and more, and its P by as much. `oracle_lse` is used as the
+    size of scores.
     """
     assert out.shape == oracle.shape, f"shape {tuple(out.shape)}, expected {tuple(oracle.shape)}"
     assert_same_pattern(out, oracle)
@@ -94,7 +110,7 @@ def assert_matches_pipeline(out: torch.Tensor, oracle: torch.Tensor, emulated: b
     half_ulp = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out.dtype]
     row_norm = oracle.norm(dim=-1)
     floor = float(row_norm.max()) * 1e-6 + 1e-30
-    # subnormal numbers of the output's dtype lie at this distance, however small they are
+    # distance of subnormal numbers of the output's dtype, however small they are
     spacing = torch.finfo(out.dtype).tiny * torch.finfo(out.dtype).eps
     row_error = ((out_float - oracle).abs() - spacing / 2).clamp(min=0).norm(dim=-1) / (row_norm + floor)
     worst = float(row_error.max())

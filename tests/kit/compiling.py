@@ -1,4 +1,4 @@
-"""What ptxas says of instances: registers, stack, spills."""
+"""ptxas reports of instances: registers, stack, spills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8attn.cuda import build, render
 
 
 def compiled(nvcc: str, config: render.Config, arch: int, folder: Path) -> str:
-    """What ptxas says of an instance; NAME.cubin is left in `folder`."""
+    """Compile an instance to NAME.cubin in `folder`, and return the output of ptxas."""
     for name, text in render.files((config,)).items():
         (folder / name).write_text(text)
     command = [nvcc, *build.cuda_flags(arch), "-I", str(build.SOURCES), "-I", str(folder), "-Xptxas=-v", "-cubin", f"{config.name}.cu"]

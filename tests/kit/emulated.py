@@ -1,4 +1,4 @@
-"""Attention by emulated instances of the CUDA kernels, and what it is held to."""
+"""Attention by emulated instances of the CUDA kernels, and the results that they must give."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ Operands = tuple[fp8attn.Quantized, fp8attn.Quantized, fp8attn.Quantized]
 
 
 class Emulated:
-    """fp8attn.cuda.run's launches, of instances that are compiled when they are first asked for, of sources that may be broken."""
+    """The launches of fp8attn.cuda.run for emulated instances.
+
+    An instance is compiled on first use, with `mutations` of its sources.
+    """
 
     def __init__(self, *mutations: emulation.Mutation) -> None:
         self.library = functools.cache(lambda config: emulation.library_of(config, *mutations))
@@ -47,7 +50,10 @@ class Emulated:
             return cuda_run.forward(call, device, config, split_ctas)
 
     def when_ready(self, call: Call, config: HopperConfig, device: Device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of a call of plain queries whose keys and values come while it runs, part by part, scales and means as well."""
+        """Output and LSE of a call with unquantized queries.
+
+        Keys, values, scales and means arrive part by part while it runs.
+        """
         heads = call.k.shape[0] * call.k.shape[1]
         ready, counter = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, True)
@@ -74,7 +80,7 @@ class Emulated:
 
 
 def normal(q_shape: tuple, k_shape: tuple, value_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v, float32; scales of heads are told apart."""
+    """q, k, v in float32. q is scaled differently in each head, so that the heads' scales differ."""
     generator = torch.Generator().manual_seed(sum(q_shape) + sum(k_shape))
     v_shape = (*k_shape[:3], value_dim or k_shape[3])
     q, k, v = (torch.randn(shape, generator=generator) for shape in (q_shape, k_shape, v_shape))
@@ -82,12 +88,15 @@ def normal(q_shape: tuple, k_shape: tuple, value_dim: int | None = None) -> tupl
 
 
 ROW_KINDS = ("numbers", "lowest", "low", "lowest but one", "runs", "any", "hidden")
-"""Rows of masks by `low_mask`."""
+"""Kinds of rows of masks in `low_mask`."""
 
 
 def low_mask(kinds: Sequence[str], rows: int, keys: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """An additive mask (rows, keys), each row of one of `kinds` in turn: numbers; the dtype's lowest number, or a low one, for every key; the lowest
-    number for every key but one; runs of 64 keys with numbers, the lowest number or -inf; each key any of these; -inf."""
+    """An additive mask (rows, keys). Row i has the kind `kinds[i % len(kinds)]`.
+
+    Kinds: numbers; the dtype's lowest number, or a low one, for every key; the lowest number for every key but one;
+    runs of 64 keys with numbers, the lowest number or -inf; any of these for each key; -inf.
+    """
     generator = torch.Generator().manual_seed(seed)
     lowest = torch.finfo(dtype).min
     low = -30_000.0 if dtype == torch.float16 else (-1e9, -1e12, -1e30)[seed % 3]
@@ -108,19 +117,19 @@ def low_mask(kinds: Sequence[str], rows: int, keys: int, dtype: torch.dtype, see
 
 
 def lse_of_scores(lse: torch.Tensor) -> torch.Tensor:
-    """An LSE without that of rows which see low numbers only: scores there are exact, and say nothing about rounding."""
+    """An LSE with zeros for rows that see low numbers only. Their scores are exact, and say nothing about rounding."""
     return lse.masked_fill(lse < -1e4, 0.0)
 
 
 def quantized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> Operands:
-    """By the definition: Triton's interpreter takes longer."""
+    """Operands quantized by the definition. Triton's interpreter would take longer."""
     operands = quantize(q, k, v, recipe)
     assert all(x is not None for x in operands)
     return operands  # type: ignore[return-value]
 
 
 def expected_of(operands: Operands, call: Call, config: Config, split_ctas: int | None, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle of a config, of a GPU with so many SMs."""
+    """The result of the oracle for a config on `device`, with its number of SMs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_oracle, "device_of", lambda _: device)
         return cuda_oracle.oracle(operands, call, config, split_ctas or cuda_run.split_ctas_of(call, config, device))
@@ -136,12 +145,12 @@ def check(
     exact: bool = False,
     **options,
 ) -> torch.Tensor:
-    """Output and LSE are the oracle's. Returns the output.
+    """Check that output and LSE are the oracle's. Returns the output.
 
     Args:
         tensors: q, k, v, not quantized yet.
-        moved: bytes by which rows of Q and K lie off multiples of 16.
-        exact: whether all that is rounded in another way is the order of a few float32 sums.
+        moved: distance in bytes of rows of Q and K from multiples of 16.
+        exact: whether results differ from the oracle only by the order of a few float32 sums.
     """
     recipe = options.pop("recipe", Recipe())
     if config.int8:
@@ -161,7 +170,7 @@ def check(
 
 
 def in_another_process(program: str) -> None:
-    """Run lines of Python that may import the tests."""
+    """Run lines of Python, which may import the tests, in another process."""
     tests = Path(__file__).resolve().parents[1]
     folders = (tests.parent, tests, tests / "kit", tests / "emulated", tests / "gpu")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}

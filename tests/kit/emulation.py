@@ -1,7 +1,11 @@
-"""The CUDA kernels on a CPU: their sources compiled by g++, with PTX instructions by their definition (tests/kit/emulation). They compute what a GPU
-would, but for the order of sums inside one tensor-core instruction. Deadlocks are seen, and reads of what nobody has written, copied or multiplied.
+"""The CUDA kernels on a CPU: g++ compiles their sources, and PTX instructions are replaced by C++ definitions
+(tests/kit/emulation).
 
-And the binding on a CPU, with a launcher that writes down the Params that it gets."""
+The results are those of a GPU, except for the order of sums inside one tensor-core instruction. The emulation detects
+deadlocks, and reads of memory that no instruction has written, copied or multiplied.
+
+It also runs the binding on a CPU, with a launcher that records the Params that it gets.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 Config = HopperConfig | PortableConfig | FusedSmallConfig
 
 MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", FusedSmallConfig: "fused_small.cpp"}
-"""What runs an instance."""
+"""The source that runs an instance."""
 
 QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
 
@@ -59,13 +63,13 @@ _numbers = (
 
 
 MAP = 128
-"""Bytes of a tensor map; the first eight are an address, as binding_on_cpu.cpp has them."""
+"""Bytes of a tensor map. The first eight are an address, as in binding_on_cpu.cpp."""
 
 OUTPUT_ROWS = 16
-"""Of a box of the output; fp8attn/cuda/params.h."""
+"""Rows of a box of the output; see fp8attn/cuda/params.h."""
 
 MAPS = 5 * MAP
-"""Before the first pointer of C++'s Params: of q, k, v, the output and a mask."""
+"""Bytes before the first pointer of C++'s Params: tensor maps of q, k, v, the output and a mask."""
 
 
 class Params(ctypes.Structure):
@@ -117,13 +121,13 @@ class QuantizeParams(ctypes.Structure):
 
 
 def cuda_headers() -> Path | None:
-    """Where cuda_fp16.h lies, or None."""
+    """The folder of cuda_fp16.h, or None."""
     folders = (Path(build.cuda_home() or "/usr/local/cuda") / "include", Path("/usr/local/cuda/include"))
     return next((folder for folder in folders if (folder / "cuda_fp16.h").exists()), None)
 
 
 def missing() -> str | None:
-    """What it takes and isn't here, or None."""
+    """What the emulation needs and this machine doesn't have, or None."""
     if shutil.which("g++") is None:
         return "g++ isn't here"
     return "CUDA's headers aren't here" if cuda_headers() is None else None
@@ -133,19 +137,22 @@ emulates = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 Mutation = tuple[str, str, str]
-"""A file of the kernels, what stands there once, and what it is broken into."""
+"""A change of a kernel source: the file, the text that it contains once, and the replacement."""
 
 
 def mutate(text: str, right: str, wrong: str, name: str) -> str:
-    """A source with a change in one place, which must be there."""
+    """A source with a change in one place, which must exist."""
     assert text.count(right) == 1, f"{name} has {right!r} {text.count(right)} times"
     return text.replace(right, wrong)
 
 
 @functools.cache
 def sources() -> dict[str, str]:
-    """The kernels' files, by their path in fp8attn/cuda, with what stands for PTX. Launches are cut out: they are syntax that g++ doesn't know, as is
-    inline assembly. Every CTA of a cluster has shared memory of its own."""
+    """The kernels' files by their path in fp8attn/cuda, with definitions in place of PTX.
+
+    Launches and inline assembly are removed, because g++ doesn't know their syntax. Every CTA of a cluster gets its own
+    shared memory.
+    """
     found = {str(path.relative_to(HERE)): path.read_text() for path in HERE.rglob("*.*")}
     for path in build.source_files():
         name = str(path.relative_to(build.SOURCES))
@@ -159,7 +166,7 @@ def sources() -> dict[str, str]:
 
 
 def included(name: str, files: dict[str, str]) -> dict[str, str]:
-    """A file and what it includes, directly or not."""
+    """A file and all files that it includes, directly or indirectly."""
     found: dict[str, str] = {}
     names = [name, "cta.h"]
     while names:
@@ -174,7 +181,7 @@ def included(name: str, files: dict[str, str]) -> dict[str, str]:
 
 
 def cache() -> Path:
-    """The folder of compiled libraries: a worker finds what another has compiled, and a run what an earlier one has."""
+    """The folder of compiled libraries. Workers share it, and it persists between runs."""
     folder = Path(os.environ.get("FP8ATTN_TEST_CACHE") or Path(tempfile.gettempdir()) / f"fp8attn-emulated-{os.getuid()}")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -182,7 +189,7 @@ def cache() -> Path:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Inside, no other process makes this folder. Whether somebody has made it."""
+    """Inside, no other process makes this folder. Yields whether it already exists."""
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder.exists()
@@ -193,7 +200,7 @@ FLAGS = ("-std=c++20", "-O1", "-fno-omit-frame-pointer", "-w", "-fPIC")
 
 @functools.cache
 def _compiler() -> str:
-    """What the compiler says of itself."""
+    """The version text of the compiler."""
     return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
 
 
@@ -204,7 +211,7 @@ def _compile(*arguments: str | Path) -> None:
 
 
 def _made(key: object, make: Callable[[Path], None]) -> Path:
-    """The folder that `make` fills for what `key` tells apart, once."""
+    """The folder that `make` fills, once for every `key`."""
     digest = hashlib.sha256(repr((key, FLAGS, _compiler())).encode()).hexdigest()[:32]
     folder = cache() / digest
     if not folder.exists():
@@ -217,7 +224,7 @@ def _made(key: object, make: Callable[[Path], None]) -> Path:
 
 
 def _precompiled() -> Path:
-    """The folder of what every file includes first, CUDA's headers above all, parsed."""
+    """The folder of the precompiled header that every file includes first; mainly CUDA's headers."""
 
     def make(folder: Path) -> None:
         (folder / "cta.h").write_text(sources()["cta.h"])
@@ -227,7 +234,8 @@ def _precompiled() -> Path:
 
 
 def library(name: str, *mutations: Mutation, instance: str = "") -> ctypes.CDLL:
-    """The library of one of tests/kit/emulation's .cpp, whose `instance.h` is given, of sources that are broken in some places."""
+    """The library of a .cpp file in tests/kit/emulation, with the given `instance.h` and with `mutations` of the
+    sources."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -240,7 +248,7 @@ def library(name: str, *mutations: Mutation, instance: str = "") -> ctypes.CDLL:
     def make(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             for file, text in needed.items():
-                if file != "cta.h":  # which would be found before it is precompiled
+                if file != "cta.h":  # it would be found before the precompiled one
                     (Path(temporary) / file).parent.mkdir(exist_ok=True)
                     (Path(temporary) / file).write_text(text)
             precompiled = _precompiled()
@@ -261,7 +269,7 @@ def instance_of(config: Config) -> str:
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy behind which lies a page that can't be read: a read past its end ends the process."""
+    """A contiguous copy that is followed by an unreadable page, so that a read past its end ends the process."""
     size = x.numel() * x.element_size()
     pages = -(-size // mmap.PAGESIZE)
     memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
@@ -273,7 +281,7 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
 
 
 def elsewhere(x: torch.Tensor, distance: int) -> torch.Tensor:
-    """The same elements where no copy of 16 bytes can follow."""
+    """The same elements, moved so that they can't be copied in units of 16 bytes."""
     buffer = torch.full((*x.shape[:3], x.shape[3] + 5), 0x55, dtype=torch.uint8)
     buffer[..., distance : distance + x.shape[3]].copy_(x.view(torch.uint8))
     return buffer[..., distance : distance + x.shape[3]].view(x.dtype)
@@ -284,19 +292,22 @@ def _aligned(x: torch.Tensor) -> bool:
 
 
 def mask_planes(mask: torch.Tensor) -> tuple[int, int, int, int]:
-    """Of a mask (B, Hq, Sq, Sk), as of binding.cpp's room_for_mask: how many batches, heads, groups of rows and rows of a group there are of it."""
+    """Numbers of batches, heads, row groups and rows per group that a mask (B, Hq, Sq, Sk) has without broadcasting.
+
+    See room_for_mask in binding.cpp.
+    """
     sizes = (*mask.shape[:2], -(-mask.shape[2] // ROWS), ROWS)
     batches, heads, groups, rows = (1 if mask.stride(i) == 0 else size for i, size in zip((0, 1, 2, 2), sizes, strict=True))
     return batches, heads, groups, rows
 
 
 def has_boxes(mask: torch.Tensor) -> bool:
-    """Whether boxes of a mask (B, Hq, Sq, Sk) can be had: rows of 16-bit numbers at multiples of 16 bytes."""
+    """Whether TMA can load boxes of a mask (B, Hq, Sq, Sk): it has rows of 16-bit numbers at multiples of 16 bytes."""
     return mask.element_size() == 2 and mask.stride(2) > 0 and (mask.stride(3) == 1 or mask.shape[3] == 1) and _aligned(mask)
 
 
 def _params_of(tensors: dict[str, torch.Tensor | None], softmax_scale: float, causal_offset: int) -> Params:
-    """What all instances are told, of these tensors where they are, and how their rows lie."""
+    """The Params that all instances have in common, for these tensors: addresses, strides, shapes."""
     p = Params()
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())
@@ -314,7 +325,7 @@ def _params_of(tensors: dict[str, torch.Tensor | None], softmax_scale: float, ca
 
 
 def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse, k_mean) -> Params:
-    """What binding.cpp's forward_from_fp16 makes of its arguments."""
+    """The Params that binding.cpp's forward_from_fp16 makes from its arguments."""
     p = _params_of(dict(q=q, k=k, v=v, out=out, lse=lse, k_mean=k_mean), softmax_scale, causal_offset)
     p.kv_length, p.value_dim, p.splits, p.inverse_length = k.size(2), v.size(3), splits, 1.0 / k.size(2)
     p.v_strides = (ctypes.c_int64 * 3)(*v.stride()[:3])
@@ -325,7 +336,7 @@ def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
     q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_rows, ready=None, ready_ctas=0,
 ) -> Params:  # fmt: skip
-    """What binding.cpp's forward makes of its arguments, or forward_when_ready."""
+    """The Params that binding.cpp's forward or forward_when_ready makes from its arguments."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
     tensors |= dict(bias=bias, parts=parts, part_rows=part_rows, ready=ready)
     p = _params_of(tensors, softmax_scale, causal_offset)
@@ -337,13 +348,13 @@ def params(
         p.mask_in_boxes = has_boxes(mask)
     p.ready_ctas = ready_ctas
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
-    if rows > 0 and parts is not None:  # of the tiles that CTAs share
+    if rows > 0 and parts is not None:  # partial results of the tiles that CTAs share
         p.stream_k_ctas, p.counter, p.partials_ready = p.key_splits, None, p.counter
     return p
 
 
 def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int, ready: torch.Tensor | None = None) -> QuantizeParams:
-    """What binding.cpp's quantize makes of its arguments."""
+    """The QuantizeParams that binding.cpp's quantize makes from its arguments."""
     p = QuantizeParams()
     tensors = dict(k=k, v=v, k_data=k_data, k_scale=k_scale, k_mean=k_mean, v_data=v_data, v_scale=v_scale, v_mean=v_mean)
     for name, x in tensors.items():
@@ -357,7 +368,10 @@ def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, samp
 
 
 def tensor_map(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
-    """Of boxes of bytes out of x, as tests/kit/emulation/tensor_map_on_cpu.h has it; from the innermost dimension out, whose stride is left out."""
+    """A tensor map of byte boxes in x, in the format of tests/kit/emulation/tensor_map_on_cpu.h.
+
+    Innermost dimension first; its stride is omitted.
+    """
     swizzle = {128: 3, 64: 2, 32: 1}[box[0]]
     unused = (0,) * (4 - len(sizes))
     words = (x.data_ptr(), 0, len(sizes), swizzle, *sizes, *unused, *(size << 32 | 1 for size in box), *unused, *strides, *unused, 0)
@@ -365,7 +379,7 @@ def tensor_map(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]
 
 
 def tensor_maps(launcher, rows, keys, panel, value_rows, *others) -> bytes:
-    """The tensor maps before Params' first pointer, by the arguments of `params`."""
+    """The tensor maps before the first pointer of Params, from the arguments of `params`."""
     if rows == 0:
         return bytes(MAPS)
     q, _, k, _, v, _, _, mask, _, out = others[7:17]
@@ -388,12 +402,12 @@ def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
 
 
 def _forward(library: ctypes.CDLL, *arguments) -> None:
-    """binding.cpp's forward of the portable kernel."""
+    """binding.cpp's forward for the portable kernel."""
     _run(library, bytes(params(*arguments)), arguments[5])
 
 
 def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
-    """And of the Hopper kernel."""
+    """binding.cpp's forward for the Hopper kernel."""
     p = params(*arguments)
     if p.mask_rows:
         blocks = p.mask_batches * p.mask_heads * p.mask_groups * -(-p.kv_length // KEYS)
@@ -410,8 +424,11 @@ def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
 
 
 def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:
-    """What the grid before the next one to be launched does while that runs, the last that is named first: `source`, contiguous, comes to `to`, and
-    `ready` becomes one more."""
+    """Schedule work of the previous grid that happens while the next launch runs: copy `source`, contiguous, to `to`,
+    and increment `ready`.
+
+    The work that was scheduled last is done first.
+    """
     size = source.numel() * source.element_size()
     assert source.is_contiguous() and to.is_contiguous() and size == to.numel() * to.element_size()
     library.operators.on_cpu.bring(*(ctypes.c_void_p(x.data_ptr()) for x in (to, source)), ctypes.c_int64(size), ctypes.c_void_p(ready.data_ptr()))
@@ -423,7 +440,7 @@ def _forward_from_fp16(library: ctypes.CDLL, *arguments) -> None:
 
 
 def library_of(config: Config, *mutations: Mutation) -> build.Library:
-    """What fp8attn.cuda.run launches instead of a compiled library."""
+    """The library that fp8attn.cuda.run launches in place of a compiled one."""
     emulated = library(MAIN[type(config)], *mutations, instance=instance_of(config))
 
     def operator(launch: Callable[..., None]) -> SimpleNamespace:
@@ -446,25 +463,26 @@ def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, *ten
 
 
 def quantizer(*mutations: Mutation) -> build.Library:
-    """What fp8attn.cuda.run launches instead of the compiled quantizer."""
+    """The library that fp8attn.cuda.run launches in place of the compiled quantizer."""
     default = functools.partial(_quantize, library("quantize.cpp", *mutations))
     return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(QUANTIZERS)})
 
 
 @functools.cache
 def binding() -> tuple[Any, ctypes.CDLL]:
-    """binding.cpp's operators for CPU tensors, and the library with what tests/kit/emulation/binding_on_cpu.cpp adds to them."""
+    """binding.cpp's operators for CPU tensors, and the library with the additions of
+    tests/kit/emulation/binding_on_cpu.cpp."""
     headers = cuda_headers()
     assert headers is not None
     with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
         folder = Path(temporary)
-        # another namespace: on a GPU's machine the binding itself is loaded, too
+        # another namespace, because on a machine with a GPU the binding itself is loaded, too
         text = (build.SOURCES / "binding.cpp").read_text()
         assert text.count("TORCH_LIBRARY(fp8attn_cuda,") == 1
         (folder / "binding.cpp").write_text(text.replace("TORCH_LIBRARY(fp8attn_cuda,", "TORCH_LIBRARY(fp8attn_on_cpu,"))
         for name in ("binding_on_cpu.cpp", "tensor_map_on_cpu.h"):
             shutil.copy(HERE / name, folder)
-        # torch's CPU builds have the headers of c10/cuda that aren't generated
+        # torch's CPU builds contain the headers of c10/cuda, except for the generated one
         generated = folder / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
         generated.parent.mkdir(parents=True)
         generated.write_text("#define C10_CUDA_BUILD_SHARED_LIBS\n")

@@ -1,8 +1,9 @@
-"""Calls of the public functions, drawn with and without a fault, each held to torch's own attention in float64.
+"""Random calls of the public functions, with and without a fault, compared with torch's own attention in float64.
 
-A call without a fault must return what torch returns, within the backend's rounding, whatever the process's settings are. A call with a fault must
-raise an error that names the argument. Anything else, a crash above all, is a defect. `python tests/kit/fuzz.py --calls 2000` runs without pytest, on
-a GPU under compute-sanitizer, too; with TRITON_INTERPRET=1 Triton's kernels take part on a CPU.
+A call without a fault must return what torch returns, within the backend's rounding, under any settings of the process.
+A call with a fault must raise an error that names the argument. Anything else, and above all a crash, is a defect.
+`python tests/kit/fuzz.py --calls 2000` runs without pytest, also on a GPU under compute-sanitizer. With
+TRITON_INTERPRET=1, Triton's kernels run on a CPU, too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NAMES = (
     *("v_scale", "q", "k", "v", "out_dtype", "return_lse", "backend", "dtype"),
 )
 NAMED = re.compile(rf"^({'|'.join(NAMES)})(\.\w+)? ")
-"""An error that says which argument it is about."""
+"""Matches an error message that names its argument."""
 
 CPU_BACKENDS = ("reference", "modelled", "auto", "modelled", "reference", "triton")
 GPU_BACKENDS = ("auto", "cuda", "triton", "auto", "cuda", "modelled", "reference")
@@ -49,7 +50,7 @@ class Subclass(torch.Tensor):
 
 @dataclasses.dataclass
 class Drawn:
-    """A call, what it must give, and which fault it has, if any."""
+    """A call, its state of the process, and its fault, if it has one."""
 
     function: str
     arguments: dict[str, Any]
@@ -67,10 +68,10 @@ class Drawn:
 
 
 def drawn_call(r: random.Random, device: torch.device) -> Drawn:
-    """A call, without a fault as far as this function goes."""
+    """A random call. This function itself adds no fault."""
     function = r.choice(("sdpa",) * 6 + ("reference_sdpa", "quantize", "import_kv", "explain", "triton_sdpa"))
     generator = torch.Generator().manual_seed(r.randrange(2**31))
-    gpu = device.type == "cuda"  # where every kind of call is compiled
+    gpu = device.type == "cuda"  # every kind of call is compiled there
     dtype = r.choice((torch.bfloat16, torch.float32) if gpu else (torch.bfloat16, torch.float16, torch.float32))
     batch, kv_heads, group = r.randint(1, 3), r.randint(1, 3), r.choice((1, 1, 2, 3))
     q_length, kv_length = r.choice((1, 70) if gpu else (1, 2, 17, 33, 70)), r.choice((33, 130) if gpu else (1, 3, 33, 64, 130))
@@ -112,7 +113,7 @@ LAYOUTS = ("contiguous", "bshd", "padded", "parameter")
 
 
 def _laid_out(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, in one of the layouts that models have; or some of them, for all batch entries or heads."""
+    """The same numbers in a layout that models use; or a part of them, for all batch entries or heads."""
     if kind == "bshd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if kind == "padded":
@@ -151,7 +152,7 @@ def _mask(kind: str, generator: torch.Generator, full: tuple[int, ...], device: 
 
 
 def _quantized(r: random.Random, arguments: dict[str, Any]) -> None:
-    """Operands quantized before the call, by fp8attn or by the user."""
+    """Quantize operands before the call, with fp8attn or as users do."""
     q, k, v = (arguments[name] for name in ("query", "key", "value"))
     kind = r.choice(("kv", "kv", "q", "user's kv", "user's"))
     recipe = arguments.get("recipe", Recipe())
@@ -239,7 +240,7 @@ def _change_quantized(r: random.Random, call: Drawn) -> None:
         )
     )  # fmt: skip
     if field == "data" and value.dim() == 4 and value.dtype == x.data.dtype and x.layout == "rows":
-        return  # a smaller head dim, which the other operand may have
+        return  # a smaller head dim, which the other operand may have, too
     call.arguments[name] = dataclasses.replace(x, **{field: value})
     call.fault = f"{'grad of ' if isinstance(value, torch.Tensor) and value.requires_grad else ''}{name}.{field}"
 
@@ -262,7 +263,7 @@ STATES = (
 
 @contextlib.contextmanager
 def state(name: str, device: torch.device) -> Iterator[None]:
-    """The process as a user may have set it."""
+    """Settings of the process that a user may have made."""
     with contextlib.ExitStack() as stack:
         if name.startswith("autocast"):
             stack.enter_context(torch.autocast(device.type, dtype=getattr(torch, name.split()[1])))
@@ -283,7 +284,7 @@ def state(name: str, device: torch.device) -> Iterator[None]:
 
 
 def restored(x: object, scale: object = None) -> torch.Tensor:
-    """An operand's numbers, float64 (B, H, S, D), in the basis that it is in."""
+    """The numbers of an operand, float64 (B, H, S, D), in the basis in which it is stored."""
     if isinstance(x, Quantized):
         return dequantize(x).double()
     assert isinstance(x, torch.Tensor)
@@ -307,7 +308,7 @@ def expected(call: Drawn) -> tuple[torch.Tensor, torch.Tensor, float]:
     """
     a = call.arguments
     q, k, v = (restored(a[name], a.get(f"{name[0]}_scale")) for name in ("query", "key", "value"))
-    # a rotation that only one of them has is taken from the other, by the definition
+    # if only one of query and key is rotated, rotate the other by the definition
     for mine, other in (("query", "key"), ("key", "query")):
         if isinstance(a[mine], Quantized) and a[mine].rotated and not isinstance(a[other], Quantized):
             part = a[mine].rotated
@@ -346,20 +347,23 @@ def expected(call: Drawn) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 def tolerance(call: Drawn) -> float:
-    """Largest relative L2 error: FP8's rounding of each operand and of P, int8's less, of few keys, or bfloat16's of the output."""
+    """Largest relative L2 error.
+
+    Up to 0.25: the rounding of FP8 in each operand and in P, with few keys. 0.02: the output's bfloat16 rounding.
+    """
     exact = call.function == "reference_sdpa" or call.arguments.get("backend") in ("reference",)
     exact = exact or (call.arguments.get("backend") == "auto" and call.arguments["value"].device.type == "cpu")
     return 0.02 if exact else 0.25
 
 
 def check(call: Drawn, device: torch.device) -> str | None:
-    """What is wrong with how fp8attn answers a call, or None."""
+    """What is wrong with fp8attn's answer to a call, or None."""
     function = getattr(fp8attn, call.function)
     grad = not call.state.startswith(("inference", "no grad"))
     if call.fault is not None and call.fault.startswith("grad") and not grad:
         call.fault = None
     if call.fault is not None and call.fault.startswith("strides") and call.state.startswith("autocast"):
-        return None  # autocast's cast may be a copy that has a unit stride
+        return None  # autocast may copy to a tensor with a unit stride
     try:
         with state(call.state, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -416,7 +420,7 @@ def _check_others(call: Drawn, result: Any) -> str | None:
         actual = dequantize(x).double()
         if x.rotated:
             part = x.rotated * (x.rotated if name == "query" else 1)
-            actual = fp8attn.rotation.rotate(actual.float(), x.rotated).double()  # signs and butterflies: turned back below
+            actual = fp8attn.rotation.rotate(actual.float(), x.rotated).double()  # signs and butterflies, undone below
             wanted = fp8attn.rotation.rotate(fp8attn.rotation.rotate(wanted.float(), x.rotated), x.rotated).double() * (part / x.rotated)
         error = float((actual - wanted).norm() / wanted.norm().clamp(min=1e-30)) if wanted.numel() else 0.0
         if not error <= 0.06:
@@ -425,7 +429,7 @@ def _check_others(call: Drawn, result: Any) -> str | None:
 
 
 def draw(r: random.Random, device: torch.device) -> Drawn:
-    """A call, half of them with a fault."""
+    """A random call. Half of all calls have a fault."""
     call = drawn_call(r, device)
     call.state = r.choice(STATES)
     if call.state == "meta by default":

@@ -1,4 +1,4 @@
-"""Instances of the Hopper kernel, and calls that ask for one."""
+"""Instances of the Hopper kernel, and calls that need a certain instance."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ EVERY = tuple(config for group in GROUPS.values() for config in group)
 def call(dim: int = 64, value_dim: int | None = None, length: int = 40, recipe: Recipe | None = None, **options):
     recipe = recipe or Recipe()
     q, k = torch.zeros(1, 2, length, dim), torch.zeros(1, 2, length, dim)
-    # by definition, which is what Triton's interpreter would take seconds to find
+    # quantized by the definition, because Triton's interpreter would take seconds
     return call_of(*quantize(q, k, torch.zeros(1, 2, length, value_dim or dim), recipe), recipe=recipe, **options)

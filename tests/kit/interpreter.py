@@ -1,7 +1,8 @@
-"""Triton's interpreter, made to do once what it does at every operation: the same results in a third of the time.
+"""Makes Triton's interpreter do once what it does in every operation: the same results in a third of the time.
 
-It patches `triton.language` at every call of a device function, derives dtypes, block types and types of tuples anew for every value, and computes
-every sum and product of integers twice, the second time with 64 bits, to see overflows.
+The interpreter patches `triton.language` at every call of a device function. It derives dtypes, block types and types
+of tuples anew for every value. It computes every integer sum and product twice, the second time with 64 bits, to detect
+overflows.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from triton.runtime import interpreter
 
 
 def quicken() -> None:
-    """For the rest of the process, in which no kernel may be compiled any more: `triton.language` stays patched."""
+    """Apply this for the rest of the process.
+
+    No kernel can be compiled afterwards, because `triton.language` stays patched.
+    """
     patch, patched = interpreter._patch_lang, set()
 
     def patch_once(fn: Any) -> SimpleNamespace:
         if fn not in patched:
-            patch(fn)  # of what the function's globals name
+            patch(fn)  # patches what the function's globals name
             patched.add(fn)
         return SimpleNamespace(restore=lambda: None)
 
@@ -47,7 +51,7 @@ def _remember_dtypes() -> None:
 
 def _remember_block_types() -> None:
     init = core.block_type.__init__
-    known: dict[tuple, dict[str, Any]] = {}  # by the element's name: a pointer's type can't be hashed
+    known: dict[tuple, dict[str, Any]] = {}  # by the element's name, because a pointer's type can't be hashed
 
     def remembered(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *map(core._unwrap_if_constexpr, shape))

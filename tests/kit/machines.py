@@ -1,4 +1,7 @@
-"""A machine that could compile the CUDA kernels and hasn't yet. Compilers are shell scripts: no CUDA toolkit is needed."""
+"""A machine that could compile the CUDA kernels and hasn't done so.
+
+Its compilers are shell scripts, so no CUDA toolkit is needed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ echo "$0 $*" >> "{log}"
 
 
 def program(path: Path, text: str) -> Path:
-    """Something that can be run."""
+    """Write an executable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -38,14 +41,14 @@ def program(path: Path, text: str) -> Path:
 
 
 class Machine:
-    """A machine that could compile and hasn't: its folders, compilers and environment.
+    """A machine that could compile and hasn't done so: its folders, compilers and environment.
 
     Attributes:
-        folder: empty but for what follows.
-        cache: where builds lie, not made yet.
-        toolkit: the CUDA toolkit's folder.
+        folder: contains only the following.
+        cache: folder of builds, which doesn't exist yet.
+        toolkit: folder of the CUDA toolkit.
         cxx: the C++ compiler.
-        log: where the compilers write down how they were called.
+        log: file in which the compilers record their calls.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -68,16 +71,16 @@ class Machine:
         patch.setattr(build, "load_binding", lambda: self.binding)
 
     def calls(self) -> list[list[str]]:
-        """How compilers were called, but for their version."""
+        """The calls of compilers, except for those that ask for a version."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return [words for words in map(str.split, lines) if words[-1] != "--version"]
 
     def build(self) -> Path:
-        """The library's folder, compiled if it isn't there."""
+        """The library's folder. It is compiled if it doesn't exist."""
         return build.build(Kernels(INSTANCE, 90))
 
     def failure(self) -> str:
-        """Why the library can't be had. Attention that asks for it raises it as a BuildError, as often as it asks."""
+        """The reason why the library isn't available. Every attempt to load it must raise this as a BuildError."""
         with pytest.raises(BuildError) as caught:
             build.load(INSTANCE)
         words = str(caught.value)
@@ -88,7 +91,7 @@ class Machine:
 
 
 def fails(number: int) -> Callable[..., None]:
-    """Instead of a function that asks the operating system for something."""
+    """A replacement of a function that calls the operating system. It raises the OSError `number`."""
 
     def refused(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -132,7 +135,7 @@ def cannot_be_read(machine: Machine) -> None:
 
 
 def refuses_files(number: int) -> Callable[[Machine], None]:
-    """What a read-only or full file system, or one that isn't the user's, does to a folder that is there."""
+    """The fault of a folder on a file system that is read-only, full or not the user's."""
 
     def fault(machine: Machine) -> None:
         machine.patch.setattr(tempfile, "mkdtemp", fails(number))

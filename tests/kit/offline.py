@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for an architecture that isn't here, through the same launch code that runs them."""
+"""Compiles the Triton kernels for an architecture without its GPU, with the launch code that also runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 
 
 class OfflineDriver:
-    """As much of a GPU driver as a launch with warmup=True asks for."""
+    """The part of a GPU driver that a launch with warmup=True uses."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -18,7 +18,7 @@ class OfflineDriver:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # kernels are cached by device: one for each architecture
+        return self.arch  # kernels are cached by device, so each architecture is a device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -26,9 +26,9 @@ class OfflineDriver:
 
 @contextmanager
 def architecture(arch: int):
-    """Inside, Triton believes in a GPU of this architecture; only launches with warmup=True work."""
+    """Inside, Triton assumes a GPU of this architecture. Only launches with warmup=True work."""
     driver = triton.runtime.driver
-    before = driver._active  # None before first use; asking for the default fails without a GPU
+    before = driver._active  # None before first use; asking for the default driver fails without a GPU
     driver.set_active(OfflineDriver(arch))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Operators called directly with one wrong argument each, and what they must say."""
+"""Direct calls of operators with one wrong argument each, and the errors that they must raise."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ QUANTIZE = ("token", "block", "channel", True, True, False, 64, "e4m3")
 
 
 def forward(name: str = "modelled", **fields) -> Callable[[], object]:
-    """A forward operator, called with some fields replaced."""
+    """A call of a forward operator, with some fields replaced."""
     return lambda: getattr(library_ops, f"{name}_forward")(*(FORWARD | fields).values())
 
 
 def plain(**fields) -> Callable[[], object]:
-    """The reference's operator."""
+    """A call of the reference's operator."""
     tensors = FLOATS | {"attn_mask": None} | {name: x for name, x in fields.items() if name in ("q", "k", "v", "attn_mask")}
     others = {"softmax_scale": 0.1, "causal": "none", "dtype": torch.float32, "out_dtype": torch.float32}
     return lambda: library_ops.reference_forward(*tensors.values(), *(others | {n: x for n, x in fields.items() if n in others}).values())

@@ -1,4 +1,4 @@
-"""Drawn tensors to quantize, and what it means that results are the same."""
+"""Random tensors to quantize, and the comparison of quantized results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAGNITUDES = (*["as drawn"] * 3, "subnormal", "largest")
 
 @dataclass(frozen=True)
 class Problem:
-    """A case, its magnitudes moved to the limits of its dtype and numbers that aren't finite planted."""
+    """A case with magnitudes at the limits of its dtype, and with non-finite numbers."""
 
     case: Case
     magnitude: str
@@ -36,23 +36,23 @@ class Problem:
         return tensors
 
     def like(self, first: Problem) -> Problem:
-        """This problem for the kernels of another."""
+        """This problem, changed so that it uses the kernels of another."""
         return dataclasses.replace(self, case=self.case.like(first.case))
 
 
 def at_limits(x: torch.Tensor, magnitude: str) -> torch.Tensor:
-    """x, changed in place to the largest or smallest numbers of its dtype."""
+    """x, scaled in place to the largest or smallest numbers of its dtype."""
     limits = torch.finfo(x.dtype)
     if magnitude == "largest":
         return x.clamp_(-1, 1).mul_(limits.max)
-    # Triton's interpreter takes bfloat16 subnormals for other numbers
+    # Triton's interpreter reads bfloat16 subnormals as other numbers
     if magnitude == "subnormal" and not (x.dtype == torch.bfloat16 and device_of(x.device).emulated):
         return x.mul_(limits.smallest_normal / 8)
     return x
 
 
 def plant(x: torch.Tensor, place: str, generator: torch.Generator) -> None:
-    """Numbers that aren't finite in x (B, H, S, D), in place."""
+    """Write non-finite numbers into x (B, H, S, D), in place."""
 
     def drawn(size: int) -> int:
         return int(torch.randint(size, (), generator=generator))
@@ -68,7 +68,7 @@ def plant(x: torch.Tensor, place: str, generator: torch.Generator) -> None:
 
 
 def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
-    """All that is stored, bit for bit."""
+    """Check that everything stored is equal bit for bit."""
     assert (actual is None) == (expected is None)
     if actual is None or expected is None:
         return
@@ -76,7 +76,7 @@ def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
         assert getattr(actual, field) == getattr(expected, field)
     assert actual.data.dtype == expected.data.dtype
     assert torch.equal(codes(actual), codes(expected)), f"{int((codes(actual) != codes(expected)).sum())} bytes differ"
-    # one NaN is as good as another
+    # all NaN are equivalent
     assert torch.equal(*(x.scale.nan_to_num(nan=-torch.inf).view(torch.int32) for x in (actual, expected))), "scales differ"
     assert (actual.mean is None) == (expected.mean is None)
     if actual.mean is not None and expected.mean is not None:
@@ -91,7 +91,7 @@ def codes(x: Quantized) -> torch.Tensor:
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Channels of their own means and widths."""
+    """k and v whose channels have different means and standard deviations."""
     generator = torch.Generator().manual_seed(sum(shape))
     k, v = (
         torch.randn(shape, generator=generator) * torch.rand(shape[3], generator=generator) + torch.randn(shape[3], generator=generator)

@@ -1,4 +1,5 @@
-"""What hypothesis draws: shapes, layouts, recipes, masks, distributions and seeds, never tensor elements."""
+"""Hypothesis strategies: they draw shapes, layouts, recipes, masks, distributions and seeds, but never tensor
+elements."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from fp8attn import Recipe
 from fp8attn.recipe import ROW_GRANULARITIES, SCALE_BLOCK, VALUE_GRANULARITIES
 
 SEVERAL = 8 if GPU else 1
-"""Cases of one example. Those that share Triton kernels cost next to nothing beside compiling them for the first."""
+"""Cases of one example. Compiling Triton kernels for the first case takes most of the time; cases that share its
+kernels cost almost nothing."""
 
 DIMS = (16, 24, 40, 64, 72, 96, 128, 136, 192, 256)
 FINITE = ("normal", "outliers", "channel bias", "biased queries", "one sign", "tiny", "huge", "zeros", "constant", "duplicated keys")
@@ -24,7 +26,7 @@ MASKS = ("none", "causal", "bottom right", "bool", "float", "half", "bool broadc
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem, small enough to print and complete enough to repeat."""
+    """One attention problem. It is small enough to print and complete enough to repeat."""
 
     batch: int
     kv_heads: int
@@ -97,7 +99,7 @@ class Case:
         if self.mask in ("float", "half"):
             bias = torch.randn(shape, generator=generator)
             bias = bias.masked_fill(torch.rand(shape, generator=generator) < 0.2, -torch.inf).to(device)
-            # of half precision rows at multiples of 16 bytes
+            # in half precision, rows start at multiples of 16 bytes
             return bias if self.mask == "float" else torch.nn.functional.pad(bias.to(torch.bfloat16), (0, -shape[3] % 8))[..., : shape[3]]
         if self.mask == "float broadcast":
             return torch.randn((self.batch, 1, 1, self.kv_length), generator=generator).to(device, torch.float16)
@@ -106,7 +108,7 @@ class Case:
         return None
 
     def options(self, device: torch.device) -> dict:
-        """Keyword arguments of sdpa that aren't q, k, v."""
+        """Keyword arguments of sdpa besides q, k, v."""
         return dict(
             attn_mask=self.attn_mask(device),
             is_causal=self.mask in ("causal", "bottom right"),
@@ -120,7 +122,8 @@ class Case:
         return self.scale is None or self.scale > 0
 
     def like(self, first: Case) -> Case:
-        """This case for the kernels of another: with all of it that they are compiled for, strides as divisible as its."""
+        """This case, changed so that it uses the kernels compiled for another: with the same properties, and strides
+        with the same divisibility."""
         return replace(
             first,
             batch=self.batch,
@@ -138,7 +141,8 @@ class Case:
 
 
 def like_length(length: int, first: int) -> int:
-    """`length`, moved to the remainder by 16 that `first` has: one token if it is one, one block if it is one, else several."""
+    """`length`, changed to the remainder modulo 16 of `first`: one token if `first` is one, at most one block if
+    `first` is, else several blocks."""
     if first == 1:
         return 1
     whole, part = divmod(length, SCALE_BLOCK)
@@ -188,7 +192,11 @@ def cases(draw, distributions: tuple[str, ...] = FINITE, masks: tuple[str, ...] 
 
 
 def given_several(one: st.SearchStrategy, part: int = 1, **others: st.SearchStrategy) -> Callable[[Callable], Callable]:
-    """@given of `drawn`, SEVERAL cases: as many in all as other tests have examples, or a `part`-th where each compiles, or interprets, much."""
+    """@given with `drawn`, a tuple of SEVERAL cases.
+
+    The total number of cases is that of other tests' examples, divided by `part`. Use `part` where each case compiles
+    or interprets much.
+    """
     examples = max(settings().max_examples // (SEVERAL * part), 1)
     return lambda test: settings(max_examples=examples)(given(drawn=st.tuples(*[one] * SEVERAL), **others)(test))
 
@@ -199,7 +207,7 @@ def alike(drawn: tuple) -> tuple[Any, ...]:
 
 
 def noted(drawn: tuple) -> Iterator[Any]:
-    """One case after the other: the last that is printed is the one that failed."""
+    """Yield one case after the other, and note it. The last case that is printed is the one that failed."""
     for case in drawn:
         if len(drawn) > 1:
             note(repr(case))

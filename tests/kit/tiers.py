@@ -1,4 +1,4 @@
-"""Which tests run: the default tier, the thorough one, or a tenth of it."""
+"""Selects the tests to run: the default tier, the thorough tier, or a tenth of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TENTHS = 10
 
 
 class Test(Protocol):
-    """What pytest collects of a test."""
+    """The part of pytest's test items that this module uses."""
 
     nodeid: str
 
@@ -19,21 +19,24 @@ class Test(Protocol):
 
 
 def is_thorough(test: Test) -> bool:
-    """Whether a test is in the thorough tier only."""
+    """Whether a test is only in the thorough tier."""
     return test.get_closest_marker("thorough") is not None
 
 
 def tenth_of(test: Test) -> int:
-    """The tenth of the thorough tier that a test is in, from 0 on: by its name, so that it stays there when others come and go."""
+    """The tenth, from 0 on, of the thorough tier that contains a test.
+
+    It depends on the test's name only, and not on other tests.
+    """
     return zlib.crc32(test.nodeid.encode()) % TENTHS
 
 
 def chosen(tests: Iterable[Test], thorough: bool, tenth: int | None) -> list[Test]:
-    """The tests of a tier, the thorough ones last.
+    """The tests of a tier, with the thorough ones last.
 
     Args:
-        thorough: whether all of them run.
-        tenth: else, the tenth of the thorough ones that runs beside the others; None: none of them.
+        thorough: whether all thorough tests run.
+        tenth: if not `thorough`, the tenth of the thorough tests that runs, too; None for none of them.
     """
     tests = list(tests)
     more = [test for test in tests if is_thorough(test) and (thorough or tenth_of(test) == tenth)]
@@ -41,7 +44,7 @@ def chosen(tests: Iterable[Test], thorough: bool, tenth: int | None) -> list[Tes
 
 
 class Deadline:
-    """Up to when thorough tests are begun."""
+    """The time after which no more thorough tests start."""
 
     def __init__(self, minutes: float | None) -> None:
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
