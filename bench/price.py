@@ -112,7 +112,7 @@ def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]
 
     A recipe with half-precision keys has no other part.
     """
-    if recipe.keeps_keys:
+    if recipe.has_half_keys:
         return {}
     sets, options = problem.sets, problem.case.options | {"recipe": recipe, "out_dtype": torch.bfloat16}
     operands = [fp8attn.quantize(*tensors, recipe=recipe) for tensors in sets]
@@ -124,7 +124,7 @@ def parts_of(problem: Problem, recipe: Recipe) -> dict[str, Callable[[int], Any]
 
 def names_of(recipes: Mapping[str, Recipe]) -> list[str]:
     """Names of the timed runs of recipes: "recipe: part"."""
-    return [f"{name}: {part}" for name, recipe in recipes.items() for part in (("whole",) if recipe.keeps_keys else PARTS)]
+    return [f"{name}: {part}" for name, recipe in recipes.items() for part in (("whole",) if recipe.has_half_keys else PARTS)]
 
 
 def effort(recipes: Mapping[str, Recipe], protocol: Protocol) -> float:

@@ -68,7 +68,7 @@ def by_oracle(quantized: Callable[..., Operands], bits: int | None, exact: int |
 
 def modelled(recipe: Recipe, bits: int | None, exact: int | None, problem: Problem) -> Attention:
     """The pipeline oracle on operands quantized by the definition."""
-    if recipe.keeps_keys:
+    if recipe.has_half_keys:
         causal: reference.Causal = "top_left" if problem.case.causal else "none"
         return lambda i: hybrid.modelled(*problem.sets[i % len(problem.sets)], recipe, causal=causal, exact=exact)[0].to(torch.bfloat16)
     return by_oracle(lambda q, k, v: cast(Operands, quantize(q, k, v, recipe)), bits, exact, problem, recipe.compute)

@@ -411,7 +411,7 @@ for _name in ("auto", "triton", "cuda", "modelled"):
 
 def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sdpa` of a checked call by kernels, or their model."""
-    if a.recipe.keeps_keys:
+    if a.recipe.has_half_keys:
         return _with_half_keys(checked, a.recipe, a.return_lse, chosen)
     if options is not None and not (checked.query is a.query and checked.key is a.key and checked.value is a.value):
         options = None  # expanded, or quantized by the user: not what the next call comes with
@@ -485,9 +485,9 @@ def _from_fp16(chosen: str):
 
 def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sdpa` by a recipe that keeps keys."""
-    others = recipe.of_others
+    others = recipe.of_fp8_keys
 
-    def to_others(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal) -> hybrid.Others:
+    def to_fp8_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal) -> hybrid.Fp8Attention:
         part = replace(checked, query=q, key=k, value=v, causal=causal)
         plain = _plain(part, others) if chosen in ("auto", "cuda") else None
         if plain is not None:
@@ -495,8 +495,8 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
         prepared = _prepare(part, others, chosen)
         return *_forward(chosen)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
 
-    to_kept = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
-    out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_others, to_kept)
+    to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
+    out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_fp8_keys, to_half_keys)
     return (out, lse) if return_lse else out
 
 
@@ -663,7 +663,7 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
         return Plan("reference", "attention", None, "float32", (*because, *missing, "exact, whatever the recipe"))
     if chosen == "modelled":
         return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
-    if recipe.keeps_keys:
+    if recipe.has_half_keys:
         return _explain_half_keys(checked, recipe, backend)
     properties = device_of(device)
     plain = _plain(checked, recipe) if chosen != "triton" else None
@@ -701,9 +701,9 @@ def _explain_half_keys(checked: Checked, recipe: Recipe, backend: Backend) -> Pl
     q, k, v = checked.floats
     kept = f"{recipe.sinks} first keys and {recipe.recent} last ones in half precision, by Triton"
     rows, part_causal = next(hybrid.parts(q.shape[2], k.shape[2], checked.causal))
-    keys, others_causal = hybrid.other_keys(q[:, :, rows].shape[2], k.shape[2], part_causal, recipe)
+    keys, fp8_causal = hybrid.fp8_keys(q[:, :, rows].shape[2], k.shape[2], part_causal, recipe)
     if keys.start >= keys.stop:
         return Plan("triton", "half_keys", None, "half", (f"backend={backend!r} on {q.device}", kept, "there are no others"))
-    part = replace(checked, query=q[:, :, rows], key=k[:, :, keys], value=v[:, :, keys], causal=others_causal)
-    others = _explained(part, recipe.of_others, backend)
+    part = replace(checked, query=q[:, :, rows], key=k[:, :, keys], value=v[:, :, keys], causal=fp8_causal)
+    others = _explained(part, recipe.of_fp8_keys, backend)
     return replace(others, because=(*others.because, kept))

@@ -18,7 +18,7 @@ from .recipe import SCALE_BLOCK, Recipe
 from .reference import Causal, causal_offset
 from .validate import Checked
 
-Others = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Fp8Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """FP8 attention to the keys that aren't in half precision: out (B, Hq, Sq, Dv); LSE (B, Hq, Sq) for K without its mean;
 that mean (B, Hkv, D), rotated, or None."""
 
@@ -32,7 +32,7 @@ def parts(q_length: int, kv_length: int, causal: Causal) -> Iterator[tuple[slice
         yield slice(kv_length, q_length), "none"
 
 
-def other_keys(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> tuple[slice, Causal]:
+def fp8_keys(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> tuple[slice, Causal]:
     """The slice of K (it may be empty) to which FP8 kernels attend, and its mask."""
     end = kv_length if causal == "none" else min(q_length + causal_offset(causal, q_length, kv_length), kv_length)
     keys = slice(recipe.sinks, max(end - recipe.recent, recipe.sinks))
@@ -41,27 +41,27 @@ def other_keys(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) ->
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, recipe: Recipe,
-    to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others],
-    to_kept: Callable[[torch.Tensor, Others | tuple[None, None, None], Causal], tuple[torch.Tensor, torch.Tensor]],
+    to_fp8_keys: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Fp8Attention],
+    to_half_keys: Callable[[torch.Tensor, Fp8Attention | tuple[None, None, None], Causal], tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention with some keys in half precision, one range of query rows at a time.
 
     Args:
-        to_others: FP8 attention of queries to keys and values, with `recipe.of_others`.
-        to_kept: attention of queries to the half-precision keys, merged with the result of `to_others`, or with None if
+        to_fp8_keys: FP8 attention of queries to keys and values, with `recipe.of_fp8_keys`.
+        to_half_keys: attention of queries to the half-precision keys, merged with the result of `to_fp8_keys`, or with None if
             there are no FP8 keys.
 
     Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), as `to_kept` returns them.
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), as `to_half_keys` returns them.
     """
     found = []
     for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
         part = q[:, :, rows]
-        keys, others_causal = other_keys(part.shape[2], k.shape[2], part_causal, recipe)
-        others: Others | tuple[None, None, None] = (None, None, None)
+        keys, fp8_causal = fp8_keys(part.shape[2], k.shape[2], part_causal, recipe)
+        fp8_out: Fp8Attention | tuple[None, None, None] = (None, None, None)
         if keys.start < keys.stop and part.numel() > 0:
-            others = to_others(part, k[:, :, keys], v[:, :, keys], others_causal)
-        found.append(to_kept(part, others, part_causal))
+            fp8_out = to_fp8_keys(part, k[:, :, keys], v[:, :, keys], fp8_causal)
+        found.append(to_half_keys(part, fp8_out, part_causal))
     if len(found) == 1:
         return found[0]
     return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], -1)
@@ -71,7 +71,7 @@ def by_kernels(
     checked: Checked,
     recipe: Recipe,
     return_lse: bool,
-    to_others: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Others],
+    to_fp8_keys: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Fp8Attention],
     half_keys: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` with an operator for the half-precision keys: half_keys or modelled_half_keys.
@@ -81,13 +81,13 @@ def by_kernels(
     q, k, v = checked.floats
     rotated = rotation.part_of(q.shape[3], recipe.rotate)
 
-    def to_kept(part: torch.Tensor, others: Others | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_half_keys(part: torch.Tensor, fp8_out: Fp8Attention | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
         return half_keys(
-            part, k, v, *others, rotated, recipe.sinks, recipe.recent, checked.softmax_scale, part_causal, checked.out_dtype, return_lse,
+            part, k, v, *fp8_out, rotated, recipe.sinks, recipe.recent, checked.softmax_scale, part_causal, checked.out_dtype, return_lse,
             scale=checked.scale,
         )  # fmt: skip
 
-    return attend(q, k, v, checked.causal, recipe, to_others, to_kept)
+    return attend(q, k, v, checked.causal, recipe, to_fp8_keys, to_half_keys)
 
 
 def modelled(
@@ -104,20 +104,20 @@ def modelled(
     """
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
 
-    def to_others(part: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, others_causal: Causal) -> Others:
-        query, key, value = quantize(part, keys, values, recipe.of_others)
+    def to_fp8_keys(part: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fp8_causal: Causal) -> Fp8Attention:
+        query, key, value = quantize(part, keys, values, recipe.of_fp8_keys)
         assert query is not None and key is not None and value is not None
         out, lse = reference.pipeline(
-            query, key, value, block_n=SCALE_BLOCK, causal=others_causal, softmax_scale=scale, compute=recipe.compute, exact=exact
+            query, key, value, block_n=SCALE_BLOCK, causal=fp8_causal, softmax_scale=scale, compute=recipe.compute, exact=exact
         )  # fmt: skip
         return out, lse, key.mean
 
-    def to_kept(part: torch.Tensor, others: Others | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, k_mean = others
+    def to_half_keys(part: torch.Tensor, fp8_out: Fp8Attention | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, k_mean = fp8_out
         if lse is not None and k_mean is not None:
             lse = reference.unsmoothed_lse(lse, part, k_mean, scale, rotation.part_of(part.shape[3], recipe.rotate))
         return reference.with_half_keys(
             part, k, v, out, lse, sinks=recipe.sinks, recent=recipe.recent, causal=part_causal, softmax_scale=scale
         )  # fmt: skip
 
-    return attend(q, k, v, causal, recipe, to_others, to_kept)
+    return attend(q, k, v, causal, recipe, to_fp8_keys, to_half_keys)

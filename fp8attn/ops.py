@@ -354,39 +354,39 @@ for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by
 
 
 def _half_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8_out: torch.Tensor | None, fp8_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
     rotated: int, sinks: int, recent: int, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    validate.check_half_keys(q, k, v, others, others_lse, k_mean)
+    validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
     offset = causal_offset(causal, q.shape[2], k.shape[2])
     with current(q.device):
         return half_keys(
-            q, k, v, others, others_lse, k_mean, rotated, sinks, recent, softmax_scale, offset, out_dtype, return_lse, device_of(q.device)
+            q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, offset, out_dtype, return_lse, device_of(q.device)
         )  # fmt: skip
 
 
 def _half_keys_modelled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8_out: torch.Tensor | None, fp8_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
     rotated: int, sinks: int, recent: int, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    validate.check_half_keys(q, k, v, others, others_lse, k_mean)
+    validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
-    if others_lse is not None and k_mean is not None:
-        others_lse = reference.unsmoothed_lse(others_lse, q, k_mean, softmax_scale, rotated)
+    if fp8_lse is not None and k_mean is not None:
+        fp8_lse = reference.unsmoothed_lse(fp8_lse, q, k_mean, softmax_scale, rotated)
     found = reference.with_half_keys(
-        q, k, v, others, others_lse, sinks=sinks, recent=recent, causal=causal, softmax_scale=softmax_scale
+        q, k, v, fp8_out, fp8_lse, sinks=sinks, recent=recent, causal=causal, softmax_scale=softmax_scale
     )  # fmt: skip
     return _laid_out(q, found, out_dtype, return_lse)
 
 
-def _fake_half_keys(q, k, v, others, others_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse):
+def _fake_half_keys(q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
 for _name, _kept in (("half_keys", _half_keys), ("modelled_half_keys", _half_keys_modelled)):
     register(
-        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor? others, Tensor? others_lse, Tensor? k_mean, int rotated, int sinks, int recent,"
+        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor? fp8_out, Tensor? fp8_lse, Tensor? k_mean, int rotated, int sinks, int recent,"
         " float softmax_scale, str causal, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
         _kept,
         _fake_half_keys,

@@ -39,7 +39,7 @@ QUERY_GROUP = 64
 BIAS_ALIGNMENT = 4
 """Rows of the score bias that these means cause start at multiples of this many float32 elements."""
 
-KEPT_KEYS = tuple(range(0, 1025, SCALE_BLOCK))
+HALF_KEY_COUNTS = tuple(range(0, 1025, SCALE_BLOCK))
 """Numbers of keys that a recipe may leave in half precision at each end (`sinks`, `recent`)."""
 
 ROW_ALIGNMENT = 16
@@ -115,8 +115,8 @@ class Recipe:
             "qk": get_args(ProductType),
             "compute": get_args(ComputeType),
             "two_level": (None, False, True),
-            "sinks": KEPT_KEYS,
-            "recent": KEPT_KEYS,
+            "sinks": HALF_KEY_COUNTS,
+            "recent": HALF_KEY_COUNTS,
         }
         for field in fields(self):
             value = getattr(self, field.name)
@@ -141,12 +141,12 @@ class Recipe:
         return Recipe(**dict(zip((field.name for field in fields(Recipe)), values, strict=True)))
 
     @property
-    def keeps_keys(self) -> bool:
+    def has_half_keys(self) -> bool:
         """Whether some keys stay in half precision."""
         return self.sinks > 0 or self.recent > 0
 
     @property
-    def of_others(self) -> Recipe:
+    def of_fp8_keys(self) -> Recipe:
         """The recipe of the keys that don't stay in half precision."""
         return replace(self, sinks=0, recent=0)
 

@@ -268,7 +268,7 @@ def pipeline(
     return out, lse
 
 
-def kept_keys(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_length: int, kv_length: int, sinks: int, recent: int) -> torch.Tensor:
+def half_key_mask(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_length: int, kv_length: int, sinks: int, recent: int) -> torch.Tensor:
     """The keys that Recipe(sinks=..., recent=...) leaves in half precision for each row: bool (len(rows),
     len(keys))."""
     last = (rows + causal_offset(causal, q_length, kv_length)).clamp(max=kv_length - 1).unsqueeze(-1)
@@ -276,26 +276,26 @@ def kept_keys(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_length: 
 
 
 def with_half_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8_out: torch.Tensor | None, fp8_lse: torch.Tensor | None, *,
     sinks: int, recent: int, causal: Causal = "none", softmax_scale: float | None = None, dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of (B, H, S, D) tensors: exact for the half-precision keys of a recipe, merged with `others` for the
     FP8 keys.
 
     Args:
-        others: (B, Hq, Sq, Dv), attention to the FP8 keys; None if there are none.
-        others_lse: (B, Hq, Sq), its natural-log LSE, for scores of unsmoothed K.
+        fp8_out: (B, Hq, Sq, Dv), attention to the FP8 keys; None if there are none.
+        fp8_lse: (B, Hq, Sq), its natural-log LSE, for scores of unsmoothed K.
 
     Returns:
         out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible
         keys.
     """
     rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
-    kept = kept_keys(rows, keys, causal, q.shape[2], k.shape[2], sinks, recent).expand(1, 1, -1, -1)
+    kept = half_key_mask(rows, keys, causal, q.shape[2], k.shape[2], sinks, recent).expand(1, 1, -1, -1)
     out, lse = attention(q, k, v, kept, softmax_scale=softmax_scale, dtype=dtype)
-    if others is None or others_lse is None:
+    if fp8_out is None or fp8_lse is None:
         return out, lse
-    return combine(torch.stack((out, others.to(dtype))), torch.stack((lse, others_lse.to(dtype))))
+    return combine(torch.stack((out, fp8_out.to(dtype))), torch.stack((lse, fp8_lse.to(dtype))))
 
 
 def smoothing_shift(q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float) -> torch.Tensor:

@@ -170,8 +170,8 @@ def check(a: Arguments) -> Checked:
     attn_mask, causal = _check_masks(a, (batch, heads, a.query.shape[2], a.key.shape[2]))
     _check_options(a)
     check_no_gradients(a)
-    if a.recipe.keeps_keys:
-        _check_kept(a)
+    if a.recipe.has_half_keys:
+        _check_half_keys_call(a)
     query = expanded("query", _with_scale("q", a.query, a.q_scale, for_values=False), batch, heads)
     if isinstance(query, Stored):  # unlike keys and values, queries aren't converted
         query = Quantized(query.data, query.scale, query.granularity, "rows", query.shape[2])
@@ -214,8 +214,8 @@ def check_quantize(query: object, key: object, value: object, recipe: Recipe) ->
         raise ValueError(f"{'key' if key is None else 'value'} is None; key and value are quantized together")
     if not floats:
         raise ValueError("query, key and value are None; at least query, or key and value, must be tensors")
-    if recipe.keeps_keys:
-        raise ValueError(f"{_kept_by(recipe)}; it must keep none: such recipes are sdpa's, of query, key and value as they are")
+    if recipe.has_half_keys:
+        raise ValueError(f"{_half_keys_of(recipe)}; it must keep none: such recipes are sdpa's, of query, key and value as they are")
     if "key" not in floats and recipe.smooth_q:
         raise ValueError("key is None and recipe.smooth_q is True; key and value must be given, or query to sdpa as it is, beside quantized ones")
     _check_alike(floats)
@@ -512,17 +512,17 @@ def _check_no_gradient(name: str, x: object) -> None:
             raise RuntimeError(f"{part} has a tangent; fp8attn has no forward-mode derivative: detach {part}")
 
 
-def _kept_by(recipe: Recipe) -> str:
+def _half_keys_of(recipe: Recipe) -> str:
     return f"recipe keeps keys (sinks={recipe.sinks}, recent={recipe.recent})"
 
 
-def _check_kept(a: Arguments) -> None:
+def _check_half_keys_call(a: Arguments) -> None:
     """Check that the arguments allow a recipe that leaves some keys in half precision."""
     if a.attn_mask is not None and not is_causal_bias(a.attn_mask):
-        raise ValueError(f"attn_mask is given and {_kept_by(a.recipe)}; it must be None")
+        raise ValueError(f"attn_mask is given and {_half_keys_of(a.recipe)}; it must be None")
     for name, x in (("query", a.query), ("key", a.key), ("value", a.value)):
         if isinstance(x, Quantized) or is_stored(x):
-            raise TypeError(f"{name} is quantized already and {_kept_by(a.recipe)}; it must be one of {FLOATS}")
+            raise TypeError(f"{name} is quantized already and {_half_keys_of(a.recipe)}; it must be one of {FLOATS}")
 
 
 def _check_pair(query: torch.Tensor | Quantized | Stored, key: torch.Tensor | Quantized | Stored) -> None:
@@ -702,17 +702,17 @@ def check_import_operands(k_data: torch.Tensor, k_scale: torch.Tensor, k_granula
 
 
 def check_half_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8_out: torch.Tensor | None, fp8_lse: torch.Tensor | None, k_mean: torch.Tensor | None
 ) -> None:
     """Check the tensors of the operator half_keys."""
     check_floats(q, k, v, None)
-    if (others is None) != (others_lse is None):
-        raise ValueError(f"{'others' if others is None else 'others_lse'} is None; others and others_lse go together")
-    if others is not None and others_lse is not None:
-        check_rows("others", others, FLOATS)
-        _check_tensor("others", others, FLOATS, (*q.shape[:3], v.shape[3]), q.device)
-        _check_tensor("others_lse", others_lse, (torch.float32,), tuple(q.shape[:3]), q.device)
-        _check_contiguous("others_lse", others_lse)
+    if (fp8_out is None) != (fp8_lse is None):
+        raise ValueError(f"{'fp8_out' if fp8_out is None else 'fp8_lse'} is None; fp8_out and fp8_lse go together")
+    if fp8_out is not None and fp8_lse is not None:
+        check_rows("fp8_out", fp8_out, FLOATS)
+        _check_tensor("fp8_out", fp8_out, FLOATS, (*q.shape[:3], v.shape[3]), q.device)
+        _check_tensor("fp8_lse", fp8_lse, (torch.float32,), tuple(q.shape[:3]), q.device)
+        _check_contiguous("fp8_lse", fp8_lse)
     if k_mean is not None:
         _check_tensor("k_mean", k_mean, (torch.float32,), (*k.shape[:2], k.shape[3]), k.device)
         _check_contiguous("k_mean", k_mean)

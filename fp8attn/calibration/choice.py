@@ -44,7 +44,7 @@ def choose(recipes: Sequence[Recipe], tolerance: float, tried: Tried, tried_mask
     If no call with a mask was measured, calls without one decide, and the other way round.
     """
     recipe, within = cheapest(recipes, tolerance, tried or tried_masked)
-    masked, masked_within = cheapest(recipes, tolerance, without_kept_keys(recipes, tried_masked or tried))
+    masked, masked_within = cheapest(recipes, tolerance, without_half_keys(recipes, tried_masked or tried))
     return LayerChoice(recipe, masked, (within or not tried) and (masked_within or not tried_masked), tried, tried_masked)
 
 
@@ -59,6 +59,6 @@ def cheapest(recipes: Sequence[Recipe], tolerance: float, tried: Tried) -> tuple
     return recipes[chosen], worst[chosen] <= tolerance
 
 
-def without_kept_keys(recipes: Sequence[Recipe], tried: Tried) -> Tried:
+def without_half_keys(recipes: Sequence[Recipe], tried: Tried) -> Tried:
     """The errors, with None for recipes with half-precision keys."""
-    return tuple(None if recipe.keeps_keys else errors for recipe, errors in zip(recipes, tried, strict=True))
+    return tuple(None if recipe.has_half_keys else errors for recipe, errors in zip(recipes, tried, strict=True))

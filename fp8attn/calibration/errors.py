@@ -89,13 +89,13 @@ def errors_of(call: AttentionCall, recipes: Sequence[Recipe]) -> list[HeadErrors
     with torch.no_grad():
         out, _ = reference.attention(*checked.floats, checked.attn_mask, causal=checked.causal, softmax_scale=checked.softmax_scale)
         exact = out.double().flatten(2)
-        return [None if recipe.keeps_keys and checked.attn_mask is not None else _errors(checked, recipe, exact) for recipe in recipes]
+        return [None if recipe.has_half_keys and checked.attn_mask is not None else _errors(checked, recipe, exact) for recipe in recipes]
 
 
 def _errors(checked: Checked, recipe: Recipe, exact: torch.Tensor) -> HeadErrors:
     """The errors on one call, whose exact answer is given as (B, Hq, Sq · Dv)."""
     on_gpu = checked.device.type == "cuda"
-    quantized = quantize(*checked.floats, recipe=recipe.of_others) if on_gpu else _defined(checked, recipe)
+    quantized = quantize(*checked.floats, recipe=recipe.of_fp8_keys) if on_gpu else _defined(checked, recipe)
     out = _by_kernels(checked, quantized, recipe) if on_gpu else _by_oracle(checked, quantized, recipe)
     out = out.double().flatten(2)
     error = out - exact
@@ -113,13 +113,13 @@ def _errors(checked: Checked, recipe: Recipe, exact: torch.Tensor) -> HeadErrors
 
 def _defined(checked: Checked, recipe: Recipe) -> Operands:
     """The operands, quantized by the definition. The kernels give the same bytes."""
-    q, k, v = quantize_ref(*checked.floats, recipe.of_others)
+    q, k, v = quantize_ref(*checked.floats, recipe.of_fp8_keys)
     assert q is not None and k is not None and v is not None
     return q, k, v
 
 
 def _by_kernels(checked: Checked, quantized: Operands, recipe: Recipe) -> torch.Tensor:
-    query, key, value = checked.floats if recipe.keeps_keys else quantized
+    query, key, value = checked.floats if recipe.has_half_keys else quantized
     return sdpa(
         query, key, value, checked.attn_mask, is_causal=checked.causal != "none", scale=checked.softmax_scale, enable_gqa=True,
         causal_alignment="top_left" if checked.causal == "none" else checked.causal, recipe=recipe, out_dtype=torch.float32,
@@ -128,7 +128,7 @@ def _by_kernels(checked: Checked, quantized: Operands, recipe: Recipe) -> torch.
 
 def _by_oracle(checked: Checked, quantized: Operands, recipe: Recipe) -> torch.Tensor:
     causal, scale = checked.causal, checked.softmax_scale
-    if recipe.keeps_keys:
+    if recipe.has_half_keys:
         return hybrid.modelled(*checked.floats, recipe, causal=causal, softmax_scale=scale)[0]
     return reference.pipeline(
         *quantized, checked.attn_mask, block_n=SCALE_BLOCK, causal=causal, softmax_scale=scale, compute=recipe.compute
@@ -148,9 +148,9 @@ def _attention_mass(checked: Checked, q: Quantized, k: Quantized, recipe: Recipe
     rows = torch.linspace(0, length - 1, min(length, MASS_ROWS), device=query.device, dtype=torch.float64).round().long()
     exact = _scores(checked, query, key, rows)
     approximate = _scores(checked, dequantize(replace(q, mean=None)), dequantize(k), rows, q.bias)
-    if recipe.keeps_keys:
+    if recipe.has_half_keys:
         keys = torch.arange(kv_length, device=rows.device)
-        kept = reference.kept_keys(rows, keys, checked.causal, length, kv_length, recipe.sinks, recipe.recent)
+        kept = reference.half_key_mask(rows, keys, checked.causal, length, kv_length, recipe.sinks, recipe.recent)
         approximate = torch.where(kept, exact, approximate)
     return (_probabilities(checked, approximate, rows) - _probabilities(checked, exact, rows)).abs().sum(-1).mean(-1) / 2
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recipe import Recipe
-from .choice import LayerChoice, Tried, cheapest, without_kept_keys
+from .choice import LayerChoice, Tried, cheapest, without_half_keys
 from .errors import HeadErrors
 from .names import unwrapped_name
 
@@ -91,7 +91,7 @@ def _parts(found: Any) -> Parts:
 
 def _layer(where: str, found: Any, recipes: tuple[Recipe, ...], tolerance: float) -> LayerChoice:
     recipe, masked = (_recipe_or_none(f"{where}.{name}", _field(found, where, name)) for name in ("recipe", "masked"))
-    _must(masked is None or not masked.keeps_keys, f"{where}.masked", _field(found, where, "masked"), "a recipe without sinks and recent")
+    _must(masked is None or not masked.has_half_keys, f"{where}.masked", _field(found, where, "masked"), "a recipe without sinks and recent")
     within = _within(where, found)
     tried, tried_masked = (_tried(f"{where}.{name}", _field(found, where, name), len(recipes)) for name in ("tried", "tried_masked"))
     return LayerChoice(recipe, masked, within, tried, tried_masked)
@@ -101,8 +101,8 @@ def _layer_1(where: str, found: Any, recipes: tuple[Recipe, ...], tolerance: flo
     """A layer in version 1. Its errors decide about the recipe for calls with a mask."""
     recipe, within = _recipe(f"{where}.recipe", _field(found, where, "recipe")), _within(where, found)
     tried = _tried(f"{where}.tried", _field(found, where, "tried"), len(recipes))
-    masked = cheapest(recipes, tolerance, without_kept_keys(recipes, tried))[0] if recipe.keeps_keys and tried else recipe
-    return LayerChoice(recipe, None if masked is not None and masked.keeps_keys else masked, within, tried)
+    masked = cheapest(recipes, tolerance, without_half_keys(recipes, tried))[0] if recipe.has_half_keys and tried else recipe
+    return LayerChoice(recipe, None if masked is not None and masked.has_half_keys else masked, within, tried)
 
 
 def _within(where: str, found: Any) -> bool:

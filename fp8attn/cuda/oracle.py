@@ -22,7 +22,7 @@ from .portable import PortableConfig
 from .render import Attending as Config
 
 
-def parts_of_tail(call: Call, config: HopperConfig, split_ctas: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
+def stream_k_work_tiles(call: Call, config: HopperConfig, split_ctas: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
     """Work tiles of the tiles that CTAs share, as in tile/stream_k.h: head (batch · Hq + head), first row, first block,
     end block.
 
@@ -56,7 +56,7 @@ def _owners(call: Call, config: PortableConfig | HopperConfig, split_ctas: int) 
         return keys // share * config.splits + keys % config.keys // (config.keys // config.splits)
     found = torch.zeros(call.batch * call.q_heads, call.q_length, call.kv_length, dtype=torch.int32)
     parts: Counter[tuple[int, int]] = Counter()
-    for head, row, begin, end in parts_of_tail(call, config, split_ctas, device_of(call.q.device).sm_count):
+    for head, row, begin, end in stream_k_work_tiles(call, config, split_ctas, device_of(call.q.device).sm_count):
         found[head, row : row + config.tile_rows, begin * KEYS : end * KEYS] = parts[head, row]
         parts[head, row] += 1
     return found.view(call.batch, call.q_heads, call.q_length, call.kv_length).to(call.q.device)

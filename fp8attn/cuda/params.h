@@ -9,10 +9,6 @@ namespace fp8attn {
 
 constexpr int OUTPUT_ROWS = 16, OUTPUT_BYTES = 128;  // rows and bytes per row of a TMA box of the output
 
-constexpr int SCALE_BLOCK = 128;  // keys under one scale of K, with block granularity
-constexpr int BIAS_ALIGNMENT = 4;  // rows of `bias` are padded to a multiple of this many keys
-constexpr uint8_t INT8_NAN = 0x80;  // every byte of a non-finite int8 row; no byte of any other row
-
 enum class OutType : int { bf16, f16, f32 };
 
 // Strides are in elements. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.

@@ -72,14 +72,14 @@ INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled separately."""
 
 
-def strips_of(k: torch.Tensor) -> int:
+def token_chunks_of(k: torch.Tensor) -> int:
     """Number of token chunks of a head."""
     return -(-k.shape[2] // TOKEN_CHUNK)
 
 
 def cluster_of(k: torch.Tensor) -> int:
     """Number of CTAs that share a head."""
-    return strips_of(k) * (k.shape[3] // CHANNELS)
+    return token_chunks_of(k) * (k.shape[3] // CHANNELS)
 
 
 def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
@@ -89,7 +89,7 @@ def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
 
 def choose(k: torch.Tensor, qk: ProductType) -> QuantizeConfig:
     """The instance for a call. `unsupported_call` must have returned None."""
-    return next(c for c in instances(qk == "int8") if c.token_chunks >= strips_of(k))
+    return next(c for c in instances(qk == "int8") if c.token_chunks >= token_chunks_of(k))
 
 
 def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:

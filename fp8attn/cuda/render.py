@@ -1,19 +1,73 @@
-"""Renders C++: wrappers of wgmma, which have a different list of registers for every width, and the instances of
-kernels."""
+"""Renders C++: the constants and the config structs that Python and C++ share, wrappers of wgmma, which have a different
+list of registers for every width, and the instances of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from typing import Any
+from dataclasses import astuple, fields
+from typing import Any, get_args
 
-from .configs import KEYS, ONES, HopperConfig
+from .. import layout, recipe, reference
+from .. import quantize as quantize_ref
+from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .fused_small import FusedSmallConfig
-from .portable import PortableConfig
+from .portable import Operands, PortableConfig
 from .quantize import QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
 Config = Attending | QuantizeConfig
+
+CONSTANTS: dict[str, int | float] = {
+    "ROWS": ROWS,
+    "KEYS": KEYS,
+    "ONES": ONES,
+    "VALUE_PART": VALUE_PART,
+    "SCALE_BLOCK": recipe.SCALE_BLOCK,
+    "BIAS_ALIGNMENT": recipe.BIAS_ALIGNMENT,
+    "E4M3_MAX": recipe.E4M3_MAX,
+    "E4M3_LARGEST": recipe.E4M3_LARGEST,
+    "INT8_LARGEST": recipe.INT8_MAX,
+    "LOG2E": reference.LOG2E,
+    "P_OFFSET": reference.P_OFFSET,
+    "FALL": reference.FALL,
+    "LARGEST_FACTOR": reference.LARGEST_FACTOR,
+    "LOWEST_SCORE": reference.LOWEST_SCORE,
+    "NOTHING": -quantize_ref.FLOAT_MAX,
+    "CODE_ROUND": reference.CODE_ROUND,
+    "LANES": quantize_ref.LANES,
+    "TOKEN_CHUNK": quantize_ref.TOKEN_CHUNK,
+    "GROUP": layout.GROUP,
+    "RUN": quantize_ref.RUN,
+    "SMALLEST_SCALE": quantize_ref.SMALLEST_SCALE,
+    "LARGEST_MEAN": quantize_ref.LARGEST_MEAN,
+    "MEAN_STEP": quantize_ref.MEAN_STEP,
+    "MEAN_STEPS": quantize_ref.MEAN_STEPS,
+    "ROUNDER": quantize_ref.ROUNDER,
+    "FEEDBACK": quantize_ref.FEEDBACK,
+    "LARGEST_CORRECTION": quantize_ref.LARGEST_CORRECTION,
+    "FIT_DIM": quantize_ref.FIT_DIM,
+    "FIT_STEP": quantize_ref.FIT_STEP,
+}
+"""Constants of C++ that Python defines, with the docstrings there: int, or float in float32."""
+
+
+def constants() -> str:
+    """constants.h."""
+    lines = [f"constexpr {type(x).__name__} {name} = {x if isinstance(x, int) else f'{float(x).hex()}f'};" for name, x in CONSTANTS.items()]
+    nan = f"constexpr uint8_t INT8_NAN = {recipe.INT8_NAN & 0xFF:#x};"
+    return "\n".join((RENDERED, "#pragma once\n", "#include <cstdint>\n", "namespace fp8attn {\n", *lines, nan, "\n}  // namespace fp8attn\n"))
+
+
+def structs() -> str:
+    """config.h: the config of each kernel, its one template parameter; the fields are explained in Python."""
+    text = f"{RENDERED}\n#pragma once\n\nnamespace fp8attn {{\n\nenum class Operands : int {{ {', '.join(get_args(Operands))} }};\n"
+    for kind in KINDS:
+        members = "".join(f"  {field.type} {field.name};\n" for field in fields(kind))
+        text += f"\nstruct {kind.__name__} {{\n{members}}};\n"
+    return text + "\n}  // namespace fp8attn\n"
+
+
+RENDERED = "// Rendered by fp8attn/cuda/render.py."
 
 WRAPPER = """
 template <>
@@ -147,7 +201,7 @@ def widths(configs: Sequence[Config]) -> list[int]:
 def files(configs: Sequence[Config]) -> dict[str, str]:
     """All rendered files, by name."""
     int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
-    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else [])}
+    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "constants.h": constants(), "config.h": structs()}
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):
         found["combine.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "combine.cuh"\n'

@@ -64,7 +64,7 @@ class Policy:
 
     def recipe_for(self, attn_mask: object) -> Recipe:
         """The recipe of a call with such a mask."""
-        return self.recipe if attn_mask is None or is_causal_bias(attn_mask) else self.recipe.of_others
+        return self.recipe if attn_mask is None or is_causal_bias(attn_mask) else self.recipe.of_fp8_keys
 
 
 class Report:

@@ -63,7 +63,7 @@ def attend(
 
 
 @triton.jit
-def kept_keys(
+def attend_to_half_keys(
     q, k, k_stride, v, v_stride, rows, first_row, q_length, length, causal_offset, factor, sinks, recent,
     N: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
@@ -151,15 +151,15 @@ def half_keys_kernel(
     q,  # (B, Hq, Sq, D)
     k,  # (B, Hkv, Sk, D)
     v,  # (B, Hkv, Sk, Dv)
-    others,  # (B, Hq, Sq, Dv): FP8 attention to all other keys; or None if there are none
-    others_lse,  # (B, Hq, Sq) float32, contiguous: its LSE, for K without its mean; or None
+    fp8_out,  # (B, Hq, Sq, Dv): FP8 attention to all other keys; or None if there are none
+    fp8_lse,  # (B, Hq, Sq) float32, contiguous: its LSE, for K without its mean; or None
     k_mean,  # (B, Hkv, D) float32, contiguous: that mean, rotated; or None
     out,  # (B, Hq, Sq, Dv)
     lse,  # (B, Hq, Sq) float32, contiguous; or None
     q_strides,
     k_strides,
     v_strides,
-    others_strides,
+    fp8_out_strides,
     out_strides,
     q_heads,
     kv_heads,
@@ -195,14 +195,14 @@ def half_keys_kernel(
     k += batch * k_strides[0] + kv_head * k_strides[1]
     v += batch * v_strides[0] + kv_head * v_strides[1]
     factor = softmax_scale * LOG2E
-    m, l, acc, lowest = kept_keys(
+    m, l, acc, lowest = attend_to_half_keys(
         q, k, k_strides[2], v, v_strides[2], rows, first_row, q_length, kv_length, causal_offset, factor, sinks, recent,
         N, VALUE_WIDTH, DIM, VALUE_DIM, False,
     )  # fmt: skip
     # the first pass treats keys with scores of -inf as hidden, and a hidden key adds 0 · NaN = NaN if its value is NaN:
     # repeat with care
     if tl.max(tl.where(is_finite(lowest) & (tl.max(tl.where(is_finite(acc), 0, 1), 1) == 0), 0, 1), 0) > 0:
-        m, l, acc, lowest = kept_keys(
+        m, l, acc, lowest = attend_to_half_keys(
             q, k, k_strides[2], v, v_strides[2], rows, first_row, q_length, kv_length, causal_offset, factor, sinks, recent,
             N, VALUE_WIDTH, DIM, VALUE_DIM, True,
         )  # fmt: skip
@@ -210,8 +210,8 @@ def half_keys_kernel(
     index = (batch * q_heads + head) * q_length + rows
     channels = tl.arange(0, VALUE_WIDTH)
     inside = (rows < q_length)[:, None] & (channels < VALUE_DIM)[None, :]
-    if others is not None:
-        theirs = tl.load(others_lse + index, mask=rows < q_length, other=-float("inf")) * LOG2E
+    if fp8_out is not None:
+        theirs = tl.load(fp8_lse + index, mask=rows < q_length, other=-float("inf")) * LOG2E
         if k_mean is not None:
             mean = load_vector(k_mean + (batch * kv_heads + kv_head) * DIM, 1, 0.0, DIM, WIDTH)
             if PART > 0:
@@ -220,8 +220,8 @@ def half_keys_kernel(
         m_new = tl.maximum(m, theirs)
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha, weight = tl.exp2(m - shift), tl.exp2(theirs - shift)
-        others += batch * others_strides[0] + head * others_strides[1]
-        answer = tl.load(others + rows[:, None].to(tl.int64) * others_strides[2] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        fp8_out += batch * fp8_out_strides[0] + head * fp8_out_strides[1]
+        answer = tl.load(fp8_out + rows[:, None].to(tl.int64) * fp8_out_strides[2] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
         m = m_new
         l = l * alpha + weight
         acc = acc * alpha[:, None] + answer * weight[:, None]
@@ -233,14 +233,14 @@ def half_keys_kernel(
 
 
 def half_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: torch.Tensor | None, others_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8_out: torch.Tensor | None, fp8_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
     rotated: int, sinks: int, recent: int, softmax_scale: float, causal_offset: int, out_dtype: torch.dtype, return_lse: bool, device: Device,
     *, warmup: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """reference.with_half_keys by a kernel.
 
     Args:
-        k_mean: float32 (B, Hkv, D), the mean that was removed from K before quantizing, `rotated` like K; `others_lse`
+        k_mean: float32 (B, Hkv, D), the mean that was removed from K before quantizing, `rotated` like K; `fp8_lse`
             doesn't include it. Or None.
         warmup: compile only.
     """
@@ -261,8 +261,8 @@ def half_keys(
         rows = min(rows, 32)
     launch(
         half_keys_kernel, (ceil_div(length, rows) * heads * batch,),
-        q, k, v, others, others_lse, k_mean, out, lse if return_lse else None,
-        q.stride(), k.stride(), v.stride(), (0, 0, 0, 0) if others is None else others.stride(), out.stride(),
+        q, k, v, fp8_out, fp8_lse, k_mean, out, lse if return_lse else None,
+        q.stride(), k.stride(), v.stride(), (0, 0, 0, 0) if fp8_out is None else fp8_out.stride(), out.stride(),
         heads, k.shape[1], length, k.shape[2], causal_offset, softmax_scale, sinks, recent,
         dim, value_dim, width, value_width, rotated, rows, keys, device.has_dependent_launch,
         warmup=warmup, dependent=device.has_dependent_launch, num_warps=warps, num_stages=stages,

@@ -4,7 +4,7 @@ keys.
 The result is byte for byte the one that fp8attn.quantize defines. There are three launches. `gather_kernel` computes
 statistics of token chunks of v and k's mean, and quantizes q. `finish_kernel` computes v's means and scales.
 `write_kernel` quantizes k and v. If a scale covers a head of k or more, k is read twice, too. For few tokens, the
-launches would take longer than the work, so `short_kernel` does everything in one. bias.py computes the score bias.
+launches would take longer than the work, so `fused_small_kernel` does everything in one. bias.py computes the score bias.
 
 Every kernel is a programmatic dependent of the previous one, and lets the next one start at once. It waits before it
 first touches memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
@@ -49,12 +49,12 @@ CHANNELS: tl.constexpr = tl.constexpr(32)  # channels of one program of finish_k
 # the interpreter runs plain Python functions as they are
 sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
 
-SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of short_kernel: with 16-bit elements, one memory sector
+SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of fused_small_kernel: with 16-bit elements, one memory sector
 GROUPS_PER_LOAD: tl.constexpr = tl.constexpr(
     quantize_ref.TOKEN_CHUNK // quantize_ref.LANES
-)  # groups of a token chunk that one program of short_kernel loads together, for speed
+)  # groups of a token chunk that one program of fused_small_kernel loads together, for speed
 OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loads: butterflies among them need no shuffle
-SHORT = 1024  # largest number of keys for which short_kernel may be faster,
+SHORT = 1024  # largest number of keys for which fused_small_kernel may be faster,
 SHORT_PROGRAMS = 4  # and largest number of its programs per SM
 MEAN_STEP: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEP)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_MEAN)
@@ -688,7 +688,7 @@ def write_kernel(
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
-def short_kernel(
+def fused_small_kernel(
     q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_data, k_data_strides,
     k_scale, k_scale_strides, v_mean, v_data, v_scale, q_heads, kv_heads, kv_pairs, q_length, kv_length, padded, sample_step,
     inverse_sample_size, inverse_length, C: tl.constexpr,
@@ -870,7 +870,7 @@ def quantize(
         v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
         v_scale = new(batch, kv_heads, v_dim)
         launch(
-            short_kernel, (programs,),
+            fused_small_kernel, (programs,),
             q, k, v, _strides(q), k.stride(), v.stride(), *queries, k_mean, _bytes(k_data), k_data.stride(), k_scale, _scale_strides(k, k_scale),
             v_mean, _words(v_data), v_scale, q_heads, kv_heads, pairs, q_length, kv_length, v_data.shape[3], *sample, 1 / kv_length, traits,
             **resources,

@@ -170,7 +170,11 @@ def test_masks_and_prices_tell_of_every_turn(monkeypatch: pytest.MonkeyPatch) ->
     assert total(told) == protocol.rounds * 3
     told.clear()
     monkeypatch.setattr(price, "by_recipe", lambda recipe, problem: exact(problem))
-    monkeypatch.setattr(price, "parts_of", lambda problem, recipe: {} if recipe.keeps_keys else dict.fromkeys(("quantize", "kernel"), exact(problem)))
+
+    def parts_of(problem: Problem, recipe: Recipe) -> dict:
+        return {} if recipe.has_half_keys else dict.fromkeys(("quantize", "kernel"), exact(problem))
+
+    monkeypatch.setattr(price, "parts_of", parts_of)
     monkeypatch.setattr(price, "FLASH_AND_CUDNN", tuple(peer for peer in peers.PYTORCH if peer.name == "SDPA math"))
     recipes = {price.DEFAULT: Recipe(), "recent 128": Recipe(recent=128)}
     price.measure(CASE, recipes, BAD, protocol, CPU, lambda *what: told.append(what))

@@ -199,11 +199,17 @@ def test_writing_cudas_table(tmp_path: Path) -> None:
     assert other.read_text() == search.CUDA_TABLES[CudaPortableConfig][0].read_text()
     written: dict = {}
     text = path.read_text()
-    exec(text[text.index("SPEEDS = {") : text.index('"""What is compiled')], {"HopperConfig": CudaConfig}, written)
+    exec(table_in(text, "SPEEDS"), {"HopperConfig": CudaConfig}, written)
     others = {c: s for c, s in SPEEDS.items() if (c.head_dim, c.skips_blocks) != (64, False)}
     assert written["SPEEDS"] == {**others, **found}
     with pytest.raises(ValueError, match="no table SPEEDS"):
         search.with_speeds("x = 1\n", SPEEDS)
+
+
+def table_in(source: str, name: str) -> str:
+    """The assignment of a table in a module's source."""
+    start = source.index(f"{name} = {{\n")
+    return source[start : source.index("\n}\n", start) + 3]
 
 
 def test_writing_the_portable_kernels_table(tmp_path: Path) -> None:
@@ -216,7 +222,7 @@ def test_writing_the_portable_kernels_table(tmp_path: Path) -> None:
     search.write_cuda([{new: 1.0}], {CudaConfig: search.CUDA_TABLES[CudaConfig], CudaPortableConfig: (copy, name)})
     written: dict = {}
     text = copy.read_text()
-    exec(text[text.index("MEASURED = {") : text.index('"""What is compiled')], {"PortableConfig": CudaPortableConfig}, written)
+    exec(table_in(text, "MEASURED"), {"PortableConfig": CudaPortableConfig}, written)
     same = {c for c in portable.MEASURED if (c.head_dim, c.operands, c.general) == (128, "registers", False)}
     assert old in same and written["MEASURED"] == {c: s for c, s in portable.MEASURED.items() if c not in same} | {new: 1.0}
 

@@ -375,7 +375,7 @@ def test_takes(dim: int) -> None:
         k = torch.zeros(1, heads, length, dim, dtype=torch.float16)
         for qk in PRODUCTS:
             assert quantize.unsupported_call(k, k, Recipe(q="block", qk=qk), H100) is None
-            assert quantize.choose(k, qk).token_chunks >= quantize.strips_of(k) and quantize.choose(k, qk).int8 == (qk == "int8")
+            assert quantize.choose(k, qk).token_chunks >= quantize.token_chunks_of(k) and quantize.choose(k, qk).int8 == (qk == "int8")
         assert quantize.cluster_of(k) <= quantize.LARGEST_CLUSTER
 
 

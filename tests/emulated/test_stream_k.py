@@ -17,7 +17,7 @@ from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs, run, stream_k
 from fp8attn.cuda.configs import GROUPS, INSTANCES, KEYS, ROWS, HopperConfig
-from fp8attn.cuda.oracle import oracle, parts_of_tail
+from fp8attn.cuda.oracle import oracle, stream_k_work_tiles
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantize import quantize
 from fp8attn.recipe import ProductType
@@ -81,7 +81,7 @@ def test_each_block_of_a_shared_tile_is_somebodys(groups: tuple[int, int, int], 
     if rest == 0 or sharing <= rest:
         return
     seen: dict[tuple[int, int], int] = {}
-    for head, row, begin, end in parts_of_tail(call, ONE, sharing, sm_count):
+    for head, row, begin, end in stream_k_work_tiles(call, ONE, sharing, sm_count):
         assert begin == seen.get((head, row), 0) < end
         seen[head, row] = end
     assert set(seen.values()) == {blocks} and all(row % ROWS == 0 for _, row in seen) and len(seen) == rest

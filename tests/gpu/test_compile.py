@@ -31,7 +31,7 @@ INT8_SCORES = dict.fromkeys(TENSOR_CORES, "mma.sync.aligned.m16n8k32.row.col.sat
 """The same for Q·Kᵀ of int8."""
 
 
-QUANTIZERS = ("short_kernel", "gather_kernel", "finish_kernel", "write_kernel", "bias_kernel")
+QUANTIZERS = ("fused_small_kernel", "gather_kernel", "finish_kernel", "write_kernel", "bias_kernel")
 
 CONVERTS_STACK_POINTER = re.compile(r"F2FP\S*UNPACK_B R\d+, R1\b")
 
@@ -60,7 +60,7 @@ PROBLEMS: dict[str, tuple[Problem, ...]] = {
 """What is compiled in one process. Other head dims are the Hopper kernel's business."""
 
 BESIDE = {
-    "e4m3": {"import_values_kernel", "half_keys_kernel", "short_kernel", "gather_kernel", "finish_kernel", "write_kernel"},
+    "e4m3": {"import_values_kernel", "half_keys_kernel", "fused_small_kernel", "gather_kernel", "finish_kernel", "write_kernel"},
     "smoothed": {"bias_kernel"},
 }
 """Kernels that are compiled beside attention's."""
@@ -173,7 +173,7 @@ def test_compiles(arch: int, problems: str, tmp_path: Path) -> None:
         assert not entry["converts stack pointer"], f"{entry['case']}: {entry['kernel']} has a conversion by ptxas 12.8 that reads R1"
         # a rotation's first products are rounded before they are added up, which shows where they are subnormal
         assert not (entry["kernel"] in QUANTIZERS and entry["fuses"]), f"{entry['case']}: {entry['kernel']} fuses"
-        writes_e4m3 = ("short_kernel", "write_kernel") if " int8 " in entry["case"] else ("short_kernel", "gather_kernel", "write_kernel")
+        writes_e4m3 = ("fused_small_kernel", "write_kernel") if " int8 " in entry["case"] else ("fused_small_kernel", "gather_kernel", "write_kernel")
         if entry["kernel"] in writes_e4m3 and arch >= 89:
             assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
         if entry["kernel"] == "bias_kernel":

@@ -53,6 +53,22 @@ def test_instances_are_told_apart_by_name() -> None:
     assert len({c.name for c in EVERY}) == len(EVERY) == len(set(EVERY))
 
 
+@pytest.mark.parametrize("name", render.CONSTANTS)
+def test_a_constant_is_written_once(name: str) -> None:
+    """In Python; the kernels use it, and none defines it."""
+    sources = [path.read_text() for path in build.source_files()]
+    assert not [text for text in sources if re.search(rf"constexpr \w+ {name} =", text)]
+    assert any(re.search(rf"\b{name}\b", text) for text in sources)
+
+
+def test_constants_are_those_of_python_in_float32() -> None:
+    lines = dict(re.findall(r"constexpr (?:int|float) (\w+) = (\S+);", render.constants()))
+    assert lines.keys() == render.CONSTANTS.keys()
+    for name, x in render.CONSTANTS.items():
+        text = lines[name]
+        assert int(text) == x if isinstance(x, int) else torch.tensor(float.fromhex(text.removesuffix("f"))).item() == torch.tensor(x).item()
+
+
 @pytest.mark.parametrize(
     "change, reason",
     (
@@ -142,7 +158,7 @@ def test_direct_codes() -> None:
 
 def test_everything_rendered_is_compiled_once() -> None:
     files = render.files(INSTANCES)
-    assert {f"{c.name}.cu" for c in INSTANCES} | {"wgmma_shapes.h", "build_block_mask.cu"} == files.keys()
+    assert {f"{c.name}.cu" for c in INSTANCES} | {"wgmma_shapes.h", "constants.h", "config.h", "build_block_mask.cu"} == files.keys()
     for c in INSTANCES:
         assert re.findall(r'^extern "C" cudaError_t launch_(\w+)\(', files[f"{c.name}.cu"], re.MULTILINE) == [c.name]
 

@@ -154,6 +154,7 @@ def sources() -> dict[str, str]:
     shared memory.
     """
     found = {str(path.relative_to(HERE)): path.read_text() for path in HERE.rglob("*.*")}
+    found |= {"constants.h": render.constants(), "config.h": render.structs()}
     for path in build.source_files():
         name = str(path.relative_to(build.SOURCES))
         if path.suffix != ".cpp" and name not in found:

@@ -59,7 +59,7 @@ def plain(**fields) -> Callable[[], object]:
 
 
 def half_keys(**fields) -> Callable[[], object]:
-    arguments = {**FLOATS, "others": torch.zeros(2, 4, 70, 16), "others_lse": torch.zeros(2, 4, 70), "k_mean": torch.zeros(2, 2, 32)}
+    arguments = {**FLOATS, "fp8_out": torch.zeros(2, 4, 70, 16), "fp8_lse": torch.zeros(2, 4, 70), "k_mean": torch.zeros(2, 2, 32)}
     arguments |= fields
     return lambda: library_ops.modelled_half_keys(*arguments.values(), 32, 128, 128, 0.1, "none", torch.float32, False)
 
@@ -85,9 +85,9 @@ OPERATOR_ERRORS: list[Sample] = [
     (forward(out_dtype=torch.int8), TypeError, "out_dtype is torch.int8; it must be one of"),
     (plain(k=torch.zeros(2, 3, 200, 32)), ValueError, "q has 4 heads; they must be a multiple of k's 3"),
     (plain(v=torch.zeros(2, 2, 199, 16)), ValueError, r"v has shape \(2, 2, 199, 16\); it must be \(2, 2, 200, 16\)"),
-    (half_keys(others=None), ValueError, "others is None; others and others_lse go together"),
-    (half_keys(others=torch.zeros(2, 4, 70, 8)), ValueError, r"others has shape \(2, 4, 70, 8\); it must be \(2, 4, 70, 16\)"),
-    (half_keys(others_lse=torch.zeros(2, 70, 4).transpose(1, 2)), ValueError, "others_lse has strides .*; it must be contiguous"),
+    (half_keys(fp8_out=None), ValueError, "fp8_out is None; fp8_out and fp8_lse go together"),
+    (half_keys(fp8_out=torch.zeros(2, 4, 70, 8)), ValueError, r"fp8_out has shape \(2, 4, 70, 8\); it must be \(2, 4, 70, 16\)"),
+    (half_keys(fp8_lse=torch.zeros(2, 70, 4).transpose(1, 2)), ValueError, "fp8_lse has strides .*; it must be contiguous"),
     (half_keys(k_mean=torch.zeros(2, 32, 2).transpose(1, 2)), ValueError, "k_mean has strides .*; it must be contiguous"),
     (lambda: library_ops.quantize(*FLOATS.values(), "row", *QUANTIZE[1:]), ValueError, "Recipe.q is 'row'; it must be one of"),
     (lambda: library_ops.quantize(FLOATS["q"][:1], FLOATS["k"], FLOATS["v"], *QUANTIZE), ValueError, "query has batch 1; it must be key's, 2"),

@@ -56,18 +56,18 @@ def score_error(case: Case, q: torch.Tensor, k: torch.Tensor, device: torch.devi
 def split(case: Case, recipe: Recipe) -> list[tuple[slice, str, slice, str]]:
     """Rows, their mask; their other keys, theirs."""
     parts = hybrid.parts(case.q_length, case.kv_length, case.causal)
-    return [(rows, causal, *hybrid.other_keys(rows.stop - rows.start, case.kv_length, causal, recipe)) for rows, causal in parts]
+    return [(rows, causal, *hybrid.fp8_keys(rows.stop - rows.start, case.kv_length, causal, recipe)) for rows, causal in parts]
 
 
 @given_several(drawn_cases(), part=2)
 def test_every_key_is_attended_to_once(drawn: tuple[Case, ...]) -> None:
     for case in noted(drawn):
         keys = torch.arange(case.kv_length)
-        for rows, causal, others, others_causal in split(case, case.recipe):
+        for rows, causal, others, fp8_causal in split(case, case.recipe):
             queries = torch.arange(rows.stop - rows.start)
-            kept = reference.kept_keys(queries, keys, causal, len(queries), case.kv_length, case.recipe.sinks, case.recipe.recent)
-            assert others_causal in ("none", "bottom_right")
-            seen = ~reference.hidden_keys(None, others_causal, queries, keys[others] - others.start, len(queries), others.stop - others.start)
+            kept = reference.half_key_mask(queries, keys, causal, len(queries), case.kv_length, case.recipe.sinks, case.recipe.recent)
+            assert fp8_causal in ("none", "bottom_right")
+            seen = ~reference.hidden_keys(None, fp8_causal, queries, keys[others] - others.start, len(queries), others.stop - others.start)
             by_fp8 = torch.zeros_like(kept)
             by_fp8[:, others] = seen
             offset = reference.causal_offset(causal, len(queries), case.kv_length)
@@ -110,12 +110,12 @@ def test_is_fp8_and_half_precision_merged(drawn: tuple[Case, ...], device: torch
         mask = dict(is_causal=case.causal != "none", causal_alignment="bottom_right" if case.causal == "bottom_right" else "top_left")
         out, lse = sdpa(q, k, v, recipe=case.recipe, **options, **mask)
         expected, expected_lse = [], []
-        for rows, causal, keys, others_causal in split(case, case.recipe):
+        for rows, causal, keys, fp8_causal in split(case, case.recipe):
             others = None, None
             if keys.start < keys.stop:
                 others = sdpa(
-                    q[:, :, rows], k[:, :, keys], v[:, :, keys], recipe=case.recipe.of_others, **options,
-                    is_causal=others_causal != "none", causal_alignment="bottom_right",
+                    q[:, :, rows], k[:, :, keys], v[:, :, keys], recipe=case.recipe.of_fp8_keys, **options,
+                    is_causal=fp8_causal != "none", causal_alignment="bottom_right",
                 )  # fmt: skip
             one, one_lse = reference.with_half_keys(
                 q[:, :, rows], k, v, *others, sinks=case.recipe.sinks, recent=case.recipe.recent, causal=causal, softmax_scale=case.scale,
@@ -247,7 +247,7 @@ def test_explained(device: torch.device) -> None:
     assert plan.kernel == "half_keys" and "there are no others" in plan.because
 
 
-original_attend, original_kept_keys = kernel.attend, kernel.kept_keys
+original_attend, original_half_keys = kernel.attend, kernel.attend_to_half_keys
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def never_careful(
     q, k, k_stride, v, v_stride, rows, first_row, q_length, length, causal_offset, factor, sinks, recent,
     N: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    return original_kept_keys(
+    return original_half_keys(
         q, k, k_stride, v, v_stride, rows, first_row, q_length, length, causal_offset, factor, sinks, recent, N, VALUE_WIDTH, DIM, VALUE_DIM, False
     )  # fmt: skip
 
@@ -289,7 +289,7 @@ MUTANTS = {
     "one recent key more": ("attend", attends_to_one_more),
     "no mask": ("attend", never_masks),
     "K's mean forgotten": ("mean_scores", forgets_the_mean),
-    "0 · NaN": ("kept_keys", never_careful),
+    "0 · NaN": ("attend_to_half_keys", never_careful),
 }
 
 
@@ -304,7 +304,7 @@ def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, device: torc
 
     def is_right() -> bool:
         out = fp8attn.triton_sdpa(q, k, v, is_causal=True, recipe=Recipe(recent=128), out_dtype=torch.float32)
-        keys, _ = hybrid.other_keys(330, 330, "top_left", Recipe(recent=128))
+        keys, _ = hybrid.fp8_keys(330, 330, "top_left", Recipe(recent=128))
         others = fp8attn.triton_sdpa(q, k[:, :, keys], v[:, :, keys], is_causal=True, causal_alignment="bottom_right", return_lse=True)
         expected, _ = reference.with_half_keys(q, k, v, *others, sinks=0, recent=128, causal="top_left", dtype=torch.float64)
         return torch.equal(out.isnan(), expected.isnan()) and relative(out.nan_to_num(), expected.nan_to_num()) < 1e-5

@@ -263,7 +263,7 @@ def test_short_sequences_take_one_launch(device: torch.device, monkeypatch: pyte
     hardware = dataclasses.replace(device_of(device), sm_count=10)
     for heads, length, dim in ((1, triton_quantize.SHORT, 32), (1, triton_quantize.SHORT + 1, 32), (1, 8, 24), (20, 8, 32)):
         triton_quantize.quantize(*normal((1, heads, length, dim), device, 3), Recipe(), hardware)
-    assert names == ["short_kernel"] + ["gather_kernel", "finish_kernel", "write_kernel"] * 3
+    assert names == ["fused_small_kernel"] + ["gather_kernel", "finish_kernel", "write_kernel"] * 3
 
 
 def test_more_token_chunks_than_lanes(device: torch.device) -> None:

@@ -8,8 +8,6 @@
 
 namespace fp8attn {
 
-constexpr int ONES = 8;  // channels of ones behind V's
-
 // Issues P * V into a fresh accumulator, for so many channels: rows of KEYS bytes each.
 template <int CHANNELS>
 __device__ void issue_pv(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {
@@ -37,8 +35,6 @@ __device__ void rescale_and_add(float (&o)[FIRST], float (&o_second)[SECOND], co
     to = fmaf(to, alpha[i / 2 % 2], fresh[i]);
   }
 }
-
-constexpr int VALUE_PART = 64;  // channels of a part of P * V; the last has the ones, too
 
 // P * V in parts, two of them in the making: part I into `fresh`, the next into `next`. Adds them and those behind them to the output. Each width has
 // accumulators of its own: for a product into some of another's registers ptxas makes all of them wait for each other (C7511).

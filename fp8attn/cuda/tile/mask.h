@@ -8,14 +8,11 @@
 
 #include "../params.h"
 #include "../ptx/max.h"
+#include "constants.h"
 
 namespace fp8attn {
 
-constexpr int ROWS = 64;   // query rows of a warpgroup
-constexpr int KEYS = 128;  // keys of a block
-
 constexpr float INFINITE = __builtin_huge_valf();
-constexpr float LOG2E = 1.4426950408889634f;
 
 // A thread's part of an accumulator of wgmma m64nN, or of adjacent ones of mma m16n8. In row r = 0, 1 and group j of 8
 // columns, it holds the columns 8j + 2 (lane % 4) + {0, 1}, in elements 4j + 2r + {0, 1}.
@@ -93,9 +90,6 @@ template <typename Place>
 __device__ float biased(float score, const Params& p, const Place& tile, int row, int key) {
   return fmaf(bias_row(p, tile.batch, tile.head, row)[key], p.score_scale, score);
 }
-
-// The least that a finite mask element adds to a score in base 2: reference.LOWEST_SCORE.
-constexpr float LOWEST_SCORE = -3.4028234664e38f;
 
 // What a mask element adds to a score, before the factor log2 e. -inf masks the key out.
 __device__ inline float mask_value(uint8_t visible) { return visible ? 0.0f : -INFINITE; }

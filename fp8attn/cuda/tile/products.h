@@ -6,7 +6,7 @@
 
 #include <bit>
 
-#include "../config.h"
+#include "config.h"
 #include "../ptx/convert.h"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/mma.h"

@@ -10,22 +10,9 @@
 
 namespace fp8attn {
 
-constexpr int LANES = 32;  // running sums of a mean: lane i sums the tokens congruent to i
-constexpr int TOKEN_CHUNK = 512;
 constexpr int STEPS = TOKEN_CHUNK / LANES;
 constexpr int SLICE = 16;  // channels of K or V per warpgroup of the fused small kernel
 constexpr int QUADS = SLICE / 4;
-constexpr float SMALLEST_SCALE = 0x1p-126f;
-constexpr float LARGEST_MEAN = 0x1p100f;
-constexpr float MEAN_STEP = 0x1p-5f;
-constexpr float MEAN_STEPS = 4.0f;
-constexpr float ROUNDER = 0x1.8p23f;
-constexpr float FEEDBACK = 0x1p-3f;
-constexpr float LARGEST_CORRECTION = 0x1p-5f;
-constexpr float E4M3_LARGEST = 256.0f;
-constexpr float INT8_LARGEST = 127.0f;
-constexpr int FIT_DIM = 64;
-constexpr float FIT_STEP = 0x1p5f;
 
 // Four codes of non-finite elements.
 template <bool INT8>

@@ -10,11 +10,6 @@
 
 namespace fp8attn {
 
-constexpr float P_OFFSET = 8.0f;              // P = 2^(s - m + 8): e4m3 reaches 448
-constexpr float FALL = 64.0f;                 // how far m may be below the row's largest score so far
-constexpr float NOTHING = -3.4028234664e38f;  // m where nothing is visible so far: -inf - -inf would be NaN
-constexpr float LARGEST_FACTOR = 0x1p100f;
-constexpr float E4M3_MAX = 448.0f;
 constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by less than 1/16
 
 // Of a product of a number of Q and one of K.
@@ -57,7 +52,6 @@ __device__ inline float follow(float& m, float largest) {
 // doesn't saturate: y must stay below 8.8. The mean of the excess is subtracted, so that exact exponentials can mix in.
 constexpr float CODE = 0x1p-24f;
 constexpr int LOG_OF_CODES = 3 - 24;  // of 8 * CODE
-constexpr float CODE_ROUND = 0.458f;
 
 // A row's 2^(s factor - m + 8).
 struct ExactRow {

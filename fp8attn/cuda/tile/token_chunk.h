@@ -2,7 +2,7 @@
 // CTAs of a cluster exchange.
 #pragma once
 
-#include "../config.h"
+#include "config.h"
 #include "../params.h"
 #include "../ptx/cp_async.h"
 #include "quantize.h"
@@ -17,9 +17,8 @@ constexpr int WARPS = CHUNKS;            // each warp writes one chunk of V's ch
 constexpr int THREADS = LANES * CHUNKS;  // each thread measures one chunk of V's channels, for the tokens of one lane
 constexpr int BLOCKS = TOKEN_CHUNK / KEYS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane in one block
-constexpr int GROUP = 16;               // keys within which V's storage order permutes
-constexpr int RUN = BLOCKS * GROUP;     // tokens over which V's rounding errors cancel
 constexpr int MOST_SLICES = 256 / CHANNELS;
+static_assert(RUN == BLOCKS * GROUP);
 static_assert(CHANNELS == PART && THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
 using TokenChunkTile = uint32_t[TOKEN_CHUNK][WORDS];

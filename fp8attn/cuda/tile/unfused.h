@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "../config.h"
+#include "config.h"
 #include "../params.h"
 #include "mask.h"
 #include "online_softmax.h"
