@@ -195,7 +195,8 @@ def run_side_by_side(arguments: argparse.Namespace, device: torch.device) -> int
     if first:
         report.say(f"More: --suite {', '.join(cases.NAMES)}; --peer for others; python -m bench --help for other commands.")
     if arguments.markdown:
-        text = document.markdown([result.record() | about | {"launch": launch} for launch, found in results.items() for result in found])
+        texts = {launch: document.markdown([result.record() | about | {"launch": launch} for result in found]) for launch, found in results.items()}
+        text = "\n".join(texts.values() if len(texts) == 1 else (f"## Calls {LAUNCHED[launch]}\n\n{one}" for launch, one in texts.items()))
         if arguments.markdown == "-":
             print(text)
         else:
