@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
 
 common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-settings.register_profile("default", max_examples=15, **common)
+settings.register_profile("default", max_examples=20, **common)
 # kernels are compiled for most examples there: shrinking one would take longer than all the tests
 on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
 settings.register_profile("gpu", max_examples=32, **on_gpu)
