@@ -347,14 +347,22 @@ SYNCS = {
 """Lines of the kernel that wait, by what for, and what would be there without; some of int8; and one that adds in the definition's order."""
 
 
+def file_of(name: str) -> str:
+    """The file that a line of SYNCS is in."""
+    (file,) = (file for file, text in emulation.included("quantize.cpp", emulation.sources()).items() if SYNCS[name][0] in text)
+    return file
+
+
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored((file_of(name), *SYNCS[name]) for name in SYNCS)
+
+
 @pytest.mark.anywhere
 @pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", SYNCS)
 def test_the_emulation_sees_what_is_missing(name: str) -> None:
-    files = emulation.included("quantize.cpp", emulation.sources())
-    (file,) = (file for file, text in files.items() if SYNCS[name][0] in text)
-    quantizer = by(emulation.quantizer((file, *SYNCS[name])))
+    quantizer = by(emulation.quantizer((file_of(name), *SYNCS[name])))
 
     def check_several() -> None:
         for length in range(1900, 1908):

@@ -92,6 +92,10 @@ FIT_MUTANTS = {
 """Of fitted scales."""
 
 
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored(("tile/quantize.h", *mutation) for mutation in (INT8_MUTANTS | FIT_MUTANTS).values())
+
+
 @pytest.mark.anywhere
 @pytest.mark.thorough
 @emulation.emulates

@@ -362,6 +362,10 @@ WIDE_MUTANTS = {
 """The same of int8 with more than 128 channels, whose products with V come in parts and whose ordinary blocks have a way of their own."""
 
 
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored((file, right, wrong) for _, file, right, wrong in (TIMING_MUTANTS | WIDE_MUTANTS).values())
+
+
 @pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", TIMING_MUTANTS | WIDE_MUTANTS)

@@ -84,6 +84,10 @@ LOW_MUTANTS = {
 }
 
 
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored(LOW_MUTANTS.values())
+
+
 @pytest.mark.thorough
 @emulation.emulates
 @pytest.mark.parametrize("name", LOW_MUTANTS)

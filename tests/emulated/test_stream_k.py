@@ -143,6 +143,10 @@ MUTANTS = {
 }
 
 
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored((f"tile/{file}", right, wrong) for file, right, wrong in MUTANTS.values())
+
+
 @pytest.mark.anywhere
 @pytest.mark.thorough
 @emulation.emulates

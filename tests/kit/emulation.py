@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +144,12 @@ def mutate(text: str, right: str, wrong: str, name: str) -> str:
     """A source with a change in one place, which must exist."""
     assert text.count(right) == 1, f"{name} has {right!r} {text.count(right)} times"
     return text.replace(right, wrong)
+
+
+def assert_anchored(mutations: Iterable[Mutation]) -> None:
+    """Each mutation changes a source: what it breaks is there, once."""
+    for file, right, wrong in mutations:
+        assert mutate(sources()[file], right, wrong, file) != sources()[file]
 
 
 @functools.cache

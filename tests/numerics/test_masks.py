@@ -154,8 +154,8 @@ def test_masks_of_all_kinds(reader: ctypes.CDLL) -> None:
 
 
 MUTANTS = {
-    "odd lanes": ("lane % 2 == 0 ? shown[0] : shown[2]", "shown[0]"),
-    "halves of eight keys": ("shown[2]) >> lane / 2, high", "shown[2]), high"),
+    "odd lanes": ("lane % 2 == 0 ? visible_lanes[0] : visible_lanes[2]", "visible_lanes[0]"),
+    "halves of eight keys": ("visible_lanes[2]) >> lane / 2, high", "visible_lanes[2]), high"),
     "rows that don't exist": ("const bool exists = first + i < rows &&", "const bool exists ="),
     "keys that don't exist": ("(!CAREFUL || n < exist), visible", "true, visible"),
     "numbers": ("adds |= exists && visible && value != 0.0f", "adds |= false"),
@@ -164,6 +164,10 @@ MUTANTS = {
     "aligned or not": ("reinterpret_cast<uintptr_t>(mask) % sizeof(Four<T>) == 0;", "true;"),
     "heads": ("plane % p.mask_heads * p.mask_strides[1]", "plane / p.mask_heads * p.mask_strides[1]"),
 }
+
+
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored(("block_mask.cuh", *mutation) for mutation in MUTANTS.values())
 
 
 @pytest.mark.anywhere
