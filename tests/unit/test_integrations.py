@@ -111,6 +111,29 @@ def test_language_models_switch_over(transformers: ModuleType, kind: str, padded
     assert found < 2e-5 if kind in CAPPED else 1e-4 < found < 0.2
 
 
+def test_a_switched_model_is_compiled_whole(transformers: ModuleType) -> None:
+    """Without a graph break, in as many graphs over lengths as with SDPA; its answers are the eager model's."""
+    model = decoder(transformers, "Llama")
+    integrations.transformers.register("fp8attn_exact", **EXACT)
+    graphs: list[str] = []
+
+    def run(implementation: str) -> None:
+        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+            graphs.append(implementation)
+            return graph
+
+        model.set_attn_implementation(implementation)
+        compiled = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, backend=backend, dynamic=True)
+        for length in (12, 10, 8):
+            ids = prompt(False)["input_ids"][:, :length]
+            torch.testing.assert_close(compiled(ids), model(input_ids=ids, use_cache=False).logits)
+
+    with torch.no_grad():
+        run("sdpa")
+        run("fp8attn_exact")
+    assert graphs.count("fp8attn_exact") == graphs.count("sdpa") > 0
+
+
 @pytest.mark.parametrize("options", ({}, {"cache_implementation": "static"}), ids=("dynamic", "static"))
 @pytest.mark.parametrize("kind", ("Llama", "Mistral", "Gemma3Text"))
 def test_generate_with_left_padding_gives_the_same_tokens(transformers: ModuleType, kind: str, options: dict) -> None:
