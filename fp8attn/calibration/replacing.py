@@ -125,10 +125,10 @@ class _Replacer:
         if torch.compiler.is_compiling():
             return self.trace(layer, arguments, recipe, original)
         try:
-            out = self.by_fp8attn(arguments, recipe)
+            out = by_fp8attn(arguments, recipe, self.backend)
         except (TypeError, ValueError, RuntimeError) as error:
             # after the call, so that calls that succeed aren't checked twice
-            if self.strict or not _is_refused(arguments, recipe):
+            if self.strict or refusal(arguments, recipe) is None:
                 raise
             return self.fall_back(layer, str(error), original)
         self.report.count_replaced(layer)
@@ -136,16 +136,10 @@ class _Replacer:
 
     def trace(self, layer: str, arguments: Arguments, recipe: Recipe, original: Callable[[], torch.Tensor]) -> torch.Tensor:
         """`attention` while torch.compile traces."""
-        if not self.strict and _is_refused(arguments, recipe):
+        if not self.strict and refusal(arguments, recipe) is not None:
             return self.fall_back(layer, REFUSED_IN_GRAPH, original)
         self.report.note_traced(layer, None)
-        return self.by_fp8attn(arguments, recipe)
-
-    def by_fp8attn(self, a: Arguments, recipe: Recipe) -> torch.Tensor:
-        """Call fp8attn.sdpa."""
-        return sdpa(
-            a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe, backend=self.backend
-        )  # fmt: skip
+        return by_fp8attn(arguments, recipe, self.backend)
 
     def fall_back(self, layer: str, reason: str, original: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Make the call as the model made it."""
@@ -171,17 +165,24 @@ def _copied(recipe: Recipe | None) -> Recipe | None:
     return None if recipe is None else replace(recipe)
 
 
-def _is_refused(a: Arguments, recipe: Recipe) -> bool:
-    """Whether fp8attn.sdpa doesn't take the arguments.
+def by_fp8attn(a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
+    """A model's call, by fp8attn.sdpa."""
+    return sdpa(
+        a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe, backend=backend
+    )  # fmt: skip
+
+
+def refusal(a: Arguments, recipe: Recipe) -> str | None:
+    """Why fp8attn.sdpa doesn't take the arguments, or None if it does.
 
     Other errors, such as a failed launch, aren't a reason to fall back.
     """
     a = as_cast(a)
     try:
         check(Arguments(a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe))
-    except (TypeError, ValueError, RuntimeError):
-        return True
-    return False
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return None
 
 
 @contextlib.contextmanager

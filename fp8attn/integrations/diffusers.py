@@ -55,13 +55,14 @@ def register(name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None, :]
+        layer = f"{query.shape[1]} queries, {key.shape[1]} keys"
         if return_lse:
             out, lse = sdpa(
                 q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=policy.recipe_for(attn_mask), return_lse=True, backend=backend
             )
+            report.count(layer, None)
             return out.transpose(1, 2), lse.transpose(1, 2)
         arguments = Arguments(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe)
-        layer = f"{query.shape[1]} queries, {key.shape[1]} keys"
 
         def original() -> torch.Tensor:
             return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

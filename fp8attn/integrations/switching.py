@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
-from ..api import sdpa
 from ..calibration.reasons import Reasons
+from ..calibration.replacing import by_fp8attn, refusal
 from ..recipe import DEFAULT_RECIPE, Recipe
-from ..validate import Arguments, Backend, BackendUnavailable, check, check_backend, is_causal_bias
+from ..validate import Arguments, Backend, BackendUnavailable, check_backend, is_causal_bias
 
 MIN_KEYS = 2048
 """The fewest keys that fp8attn is called for by default. From bf16, calls of 1k tokens have 0.71 to 0.82 times the speed
@@ -113,14 +113,12 @@ def attention(policy: Policy, report: Report, layer: str, a: Arguments, original
     reason = policy.reason_for_pytorch(a)
     recipe = policy.recipe_for(a.attn_mask)
     if reason is None and torch.compiler.is_compiling():
-        reason = unsupported(a, recipe)
+        reason = refusal(a, recipe)
     if reason is None:
         try:
-            out = sdpa(
-                a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe, backend=policy.backend
-            )  # fmt: skip
+            out = by_fp8attn(a, recipe, policy.backend)
         except (TypeError, ValueError, BackendUnavailable) as error:
-            if torch.compiler.is_compiling() or unsupported(a, recipe) is None:
+            if torch.compiler.is_compiling() or refusal(a, recipe) is None:
                 raise
             reason = str(error)
         else:
@@ -128,12 +126,3 @@ def attention(policy: Policy, report: Report, layer: str, a: Arguments, original
             return out
     report.count(layer, reason)
     return original()
-
-
-def unsupported(a: Arguments, recipe: Recipe) -> str | None:
-    """Why `fp8attn.sdpa` doesn't take the arguments, or None if it does."""
-    try:
-        check(Arguments(a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe))
-    except (TypeError, ValueError, RuntimeError) as error:
-        return str(error)
-    return None

@@ -12,9 +12,9 @@ import torch
 import fp8attn
 from fp8attn import Recipe
 from fp8attn.calibration import CapturedCalls
+from models import TOKENS, prompt
 
 RECIPES = (Recipe(recent=128), Recipe())
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128}
 
 
@@ -43,17 +43,8 @@ def model_of(transformers: ModuleType, kind: str, layers: int = 2, attn_implemen
     return model.eval().requires_grad_(False)
 
 
-def prompt(padded: bool) -> dict[str, torch.Tensor]:
-    """Two sequences of 9 tokens, one of them padded on the left."""
-    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if padded:
-        ids[0, :4] = mask[0, :4] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def generated(model: torch.nn.Module, padded: bool = False, **options) -> torch.Tensor:
-    return model.generate(**prompt(padded), max_new_tokens=3, do_sample=False, **options)
+    return model.generate(**prompt(9, 4 if padded else 0), max_new_tokens=3, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("options", ({}, {"cache_implementation": "static"}), ids=("dynamic", "static"))
@@ -139,12 +130,12 @@ def test_compiled_after_calibration(transformers: ModuleType, compiled_calls: Ca
     model = model_of(transformers, "llama")
     calls = captured(model, padded=False)
     with fp8attn.capture(model) as more:  # torch.compile makes transformers pass masks
-        model(**prompt(padded=True))
+        model(**prompt(9, 4))
     calibration = fp8attn.calibrate([*calls, *more], recipes=RECIPES)
     compiled, found = compiled_calls(model)
     with calibration.applied(compiled, backend="reference") as report:
-        out = compiled(**prompt(padded=False), use_cache=False).logits
-    torch.testing.assert_close(out, model(**prompt(padded=False), use_cache=False).logits, atol=1e-5, rtol=1e-5)
+        out = compiled(**prompt(9), use_cache=False).logits
+    torch.testing.assert_close(out, model(**prompt(9), use_cache=False).logits, atol=1e-5, rtol=1e-5)
     assert report.compiled_by_fp8attn == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert not any("scaled_dot_product" in call for call in found)
 

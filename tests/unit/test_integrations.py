@@ -16,6 +16,7 @@ from torch import nn
 import fp8attn
 from fp8attn import Recipe, integrations
 from fp8attn.integrations.switching import MIN_KEYS, Policy, Report
+from models import TOKENS, prompt
 
 EXACT = dict(min_keys=0, decode="fp8attn", backend="reference")
 """Every call by fp8attn, exactly."""
@@ -23,7 +24,6 @@ EXACT = dict(min_keys=0, decode="fp8attn", backend="reference")
 MODELLED = dict(min_keys=0, decode="fp8attn", backend="modelled")
 """Every call with the numerics of the FP8 kernels."""
 
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -71,19 +71,10 @@ def decoder(transformers: ModuleType, kind: str) -> nn.Module:
     return model
 
 
-def prompt(padded: bool) -> dict[str, torch.Tensor]:
-    """Two sequences of 12 tokens; padded: the first has five less, on the left."""
-    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if padded:
-        ids[0, :5] = mask[0, :5] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def logits(model: nn.Module, implementation: str, padded: bool) -> torch.Tensor:
     """Of the tokens that aren't padding."""
     model.set_attn_implementation(implementation)
-    inputs = prompt(padded)
+    inputs = prompt(12, 5 if padded else 0)
     with torch.no_grad():
         return model(**inputs).logits[inputs["attention_mask"].bool()]
 
@@ -125,7 +116,7 @@ def test_a_switched_model_is_compiled_whole(transformers: ModuleType) -> None:
         model.set_attn_implementation(implementation)
         compiled = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, backend=backend, dynamic=True)
         for length in (12, 10, 8):
-            ids = prompt(False)["input_ids"][:, :length]
+            ids = prompt(12)["input_ids"][:, :length]
             torch.testing.assert_close(compiled(ids), model(input_ids=ids, use_cache=False).logits)
 
     with torch.no_grad():
@@ -142,7 +133,7 @@ def test_generate_with_left_padding_gives_the_same_tokens(transformers: ModuleTy
     found = []
     for implementation in ("sdpa", "fp8attn_exact"):
         model.set_attn_implementation(implementation)
-        found.append(model.generate(**prompt(True), max_new_tokens=5, do_sample=False, **options))
+        found.append(model.generate(**prompt(12, 5), max_new_tokens=5, do_sample=False, **options))
     assert torch.equal(*found)
     assert set(report.replaced.values()) == {5} and not report.fallbacks
 
@@ -150,7 +141,7 @@ def test_generate_with_left_padding_gives_the_same_tokens(transformers: ModuleTy
 def encoder(transformers: ModuleType, kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A model that isn't a decoder, and its inputs."""
     torch.manual_seed(0)
-    ids = prompt(True)
+    ids = prompt(12, 5)
     sides = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     if kind == "bert":
         return transformers.BertModel(transformers.BertConfig(**SIZES)), ids
@@ -255,7 +246,7 @@ def test_diffusers_gets_masks_and_the_lse(diffusers: ModuleType) -> None:
     """By its registry's function: (B, S, H, D), a mask of keys, the LSE (B, S, H)."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    integrations.diffusers.register("fp8attn_exact", min_keys=0, backend="reference")
+    report = integrations.diffusers.register("fp8attn_exact", min_keys=0, backend="reference")
     q, k, v = (torch.randn(2, n, 4, 16) for n in (9, 12, 12))
     keys = torch.rand(2, 12) > 0.3
     out, lse = dispatch_attention_fn(q, k, v, keys, backend="fp8attn_exact", attention_kwargs={"return_lse": True})
@@ -263,6 +254,7 @@ def test_diffusers_gets_masks_and_the_lse(diffusers: ModuleType) -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
     torch.testing.assert_close(lse, expected_lse.transpose(1, 2))
     torch.testing.assert_close(dispatch_attention_fn(q, k, v, keys, backend="fp8attn_exact"), expected.transpose(1, 2))
+    assert report.replaced == {"9 queries, 12 keys": 2} and not report.fallbacks
 
 
 def test_names_of_diffusers_are_its_own(diffusers: ModuleType) -> None:
@@ -369,6 +361,21 @@ def test_a_patched_model_is_compiled_whole() -> None:
         for length in (30, 40, 50):
             given = tensors(20, length)
             torch.testing.assert_close(compiled(*given), F.scaled_dot_product_attention(*given))
+
+
+def test_a_graph_under_autocast_computes_what_the_eager_call_does() -> None:
+    """Mixed dtypes, which autocast makes one, go to fp8attn in both."""
+    model, (q, k, v) = Attending(), tensors()
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(q, k, v)
+
+    with fp8attn.patch(model, **MODELLED) as report:
+        expected = run(q, k.bfloat16(), v)
+        assert report.replaced.total() == 1
+        assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(q, k.bfloat16(), v), expected)
+    assert not torch.equal(run(q, k.bfloat16(), v), expected), "it is FP8's answer"
 
 
 @pytest.mark.parametrize(
