@@ -17,6 +17,8 @@ from .quantize import QuantizeConfig
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
 Config = Attending | QuantizeConfig
 
+RENDERED = "// Rendered by fp8attn/cuda/render.py."
+
 CONSTANTS: dict[str, int | float] = {
     "ROWS": ROWS,
     "KEYS": KEYS,
@@ -67,8 +69,6 @@ def structs() -> str:
     return text + "\n}  // namespace fp8attn\n"
 
 
-RENDERED = "// Rendered by fp8attn/cuda/render.py."
-
 WRAPPER = """
 template <>
 struct Wgmma<{n}> {{
@@ -116,7 +116,7 @@ def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
 
     PTX ISA, wgmma.mma_async, .e4m3 and .s8.
     """
-    text = "// Rendered by fp8attn/cuda/render.py.\n"
+    text = f"{RENDERED}\n"
 
     def accumulator(n: int, constraint: str) -> dict[str, Any]:
         half = n // 2
@@ -139,7 +139,7 @@ def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
     return text
 
 
-INSTANCE = """// Rendered by fp8attn/cuda/render.py.
+INSTANCE = """{rendered}
 #include "{header}"
 
 namespace fp8attn {{
@@ -176,6 +176,7 @@ def instance(config: Config) -> str:
     if isinstance(config, HopperConfig):
         checked = f"  static constexpr int partial_bytes = {config.partial_bytes};\n"
     return INSTANCE.format(
+        rendered=RENDERED,
         header=header,
         kind=type(config).__name__,
         storage=storage,
@@ -204,7 +205,7 @@ def files(configs: Sequence[Config]) -> dict[str, str]:
     found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "constants.h": constants(), "config.h": structs()}
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):
-        found["combine.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "combine.cuh"\n'
+        found["combine.cu"] = f'{RENDERED}\n#include "combine.cuh"\n'
     if any(isinstance(c, HopperConfig) and c.skips_blocks for c in configs):
-        found["build_block_mask.cu"] = '// Rendered by fp8attn/cuda/render.py.\n#include "block_mask.cuh"\n'
+        found["build_block_mask.cu"] = f'{RENDERED}\n#include "block_mask.cuh"\n'
     return found
