@@ -97,8 +97,8 @@ fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, con
   return p;
 }
 
-// What a call is told beside its tensors: an instance's launcher, its tile and box sizes (no rows: it has no use for tensor maps), the grid; fp8attn.call.Call's
-// numbers.
+// A call's arguments beside its tensors: an instance's launcher, its tile and box sizes (0 rows: no tensor maps), the grid,
+// and the numbers of fp8attn.call.Call.
 struct Launch {
   int64_t launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length;
   double softmax_scale;
@@ -110,7 +110,7 @@ bool has_boxes(const Tensor& mask) {
   return mask.element_size() == 2 && (mask.stride(3) == 1 || mask.size(3) == 1) && mask.stride(2) > 0 && is_aligned(mask);
 }
 
-// What the Hopper kernel's instances make of a mask: p is told of how much of it, and where.
+// The storage for the block mask that the Hopper kernel builds of a mask; sets its fields of p.
 Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
   const auto planes = [&](int i, int64_t size) { return mask.stride(i) == 0 ? 1 : size; };
   p.mask_batches = planes(0, mask.size(0));
@@ -225,7 +225,7 @@ void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double so
   attend_from_fp16({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
 }
 
-// What the quantizer's launch is told beside tensors. `sampled`: tokens that K's mean is made of.
+// The quantizer's arguments beside tensors. `sampled`: the number of tokens of K's mean.
 struct QuantizeLaunch {
   int64_t launcher, ctas, sampled;
 };

@@ -37,7 +37,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   ptx::tma_prefetch(p.out_map);
   const int64_t scale_step = p.k_group == KEYS ? p.k_scale_strides[2] : 0;  // scales of single keys are the consumers' to read
   Ring<C.stages> ring;
-  // a barrier is told of its bytes once they are on their way and what else it stands for is written
+  // mbarrier_expect comes last: after the copies are issued, and after the other data that the barrier guards is written
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const std::conditional_t<S::skips_blocks, const Tile&, Tile> tile = shared.tiles[round % TILES];  // where registers are scarce it stays there
     for (int c = 0; c < C.consumers; ++c) {
@@ -72,7 +72,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       if constexpr (S::skips_blocks) {
         kv_block.next = after;
         shared.side.keys[stage].kv_block = kv_block;
-        if (after == blocks) write_next_work_tile<C>(shared, schedule, round);  // before K is there, for who brings the rest
+        if (after == blocks) write_next_work_tile<C>(shared, schedule, round);  // before K arrives: the other producer warps read it
       }
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);

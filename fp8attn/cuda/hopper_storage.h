@@ -99,7 +99,7 @@ struct alignas(1024) SharedStorage {
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
-// Where the blocks of a work_tile end.
+// The K/V blocks of a work tile: from begin_of up to, but without, end_of.
 template <HopperConfig C>
 __device__ int end_of(const WorkTile& work_tile) {
   return Shape<C>::stream_k ? work_tile.end : ALL_BLOCKS;
@@ -110,7 +110,7 @@ __device__ int begin_of(const WorkTile& work_tile) {
   return Shape<C>::stream_k ? work_tile.begin : 0;
 }
 
-// The block behind the last that is loaded of a work_tile of a tile: for the last of its rows.
+// One past the last K/V block that a work tile loads: that of the tile's last row.
 template <HopperConfig C>
 __device__ int loaded_end(const Visible& visible, const Tile& tile, const WorkTile& work_tile) {
   return min(visible.blocks(tile.first_row + Shape<C>::tile_rows - 1), end_of<C>(work_tile));

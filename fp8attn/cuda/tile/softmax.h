@@ -34,7 +34,7 @@ __device__ inline void merge_rows(float& m, float& sum, float their_m, float the
   sum = fmaf(sum, mine, their_sum * theirs);
 }
 
-// m becomes what it is told. Returns by what sums so far are to be multiplied.
+// Set m to m_new. Returns the factor by which the sums so far must be multiplied.
 __device__ inline float become(float& m, float m_new) {
   const float alpha = ptx::exp2_approx(m - m_new);
   m = m_new;
@@ -133,8 +133,9 @@ template <int EXACT, int LARGEST>
 struct Softmax {
   float m[2] = {NOTHING, NOTHING};  // what P is relative to
 
-  // Whether the next step is an int_max_ok one: each of the warp's m may fall to 0, and its scores are calm. Floats from 0 up compare as integers, and as
-  // unsigned ones below those that are negative.
+  // Whether the next step may take the maximum of the scores' bits as integers: each m of the warp may fall to 0, and the
+  // scores are in range. As signed integers, floats of 0 and more compare like floats; as unsigned integers, negative
+  // floats are above them.
   __device__ bool prepare(const float (&factor)[2]) const { return __all_sync(~0u, is_low() & (LARGEST == 0 || in_range(factor))); }
 
   // From sums, which are scores over `factor`, to an operand `p` of P * V, and to what sums so far are to be multiplied with. Factors are no less than

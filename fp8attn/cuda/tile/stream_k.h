@@ -27,8 +27,8 @@ struct Tail {
   // No fewer CTAs than tiles.
   __device__ Tail(int of_call, int of_tile, int ctas) : tiles(of_call), blocks(of_tile), range((of_call * of_tile + ctas - 1) / ctas) {}
 
-  // A CTA's first or second work_tile, of tiles from position `first_tile` on. The one whose last blocks are another's comes first: who waits for it has
-  // a larger number, and so wasn't launched before.
+  // A CTA's work tile `number`, 0 or 1, of tiles from position `first_tile` on. Work tile 0 is the one that may leave the
+  // tile's last blocks to another CTA. That CTA waits for it, and has a larger number, so it wasn't launched earlier.
   __device__ WorkTile work_tile(const Schedule& schedule, int first_tile, int cta, int number) const {
     const int from = cta * range, to = min(from + range, tiles * blocks);
     if (from >= to) return {Schedule::none()};
@@ -39,7 +39,7 @@ struct Tail {
   }
 };
 
-// A CTA's work_tiles, one a round.
+// A CTA's work tiles, one per round.
 struct WorkTiles {
   int rounds;     // before the tail's
   WorkTile tail[3];  // the last one is none
@@ -81,7 +81,7 @@ struct Partial {
   }
 };
 
-// Of this CTA's work_tile, for the one with the tile's last blocks. Each warp hands over by itself.
+// Store m and O of this CTA's work tile for the CTA that computes the tile's last blocks. Each warp signals by itself.
 template <int FIRST, int SECOND>
 __device__ void store_partial(const Params& p, int consumer, int consumers, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND]) {
   using Part = Partial<FIRST, SECOND>;

@@ -63,18 +63,19 @@ __device__ void convert(const int32_t (&sums)[N], int start, float (&s)[N]) {
   for (int i = 0; i < N; ++i) s[i] = float(sums[i] - start);
 }
 
-// BEGIN: where sums start, or 0: they may be negative, and are never steady.
+// BEGIN: the accumulator's first value. With 0, sums may be negative, and no step works on the sums themselves.
 template <int EXACT, int LARGEST, int BEGIN>
 struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
   using Softmax<EXACT, LARGEST>::m;
 
-  // Whether the next step is an int_max_ok one of sums: factors are steady, and each of the warp's m may fall to 0; or as of Softmax, where none is of sums.
+  // Whether the next step may take the maximum of sums as integers: factors are small, and each m of the warp may fall to 0.
+  // With BEGIN 0, as in Softmax.
   __device__ bool prepare(const float (&factor)[2]) const {
     if (BEGIN == 0) return Softmax<EXACT, LARGEST>::prepare(factor);
     return __all_sync(~0u, this->is_low() & factors_small(factor));
   }
 
-  // Whether a step that isn't int_max_ok is of sums.
+  // Whether a step for which `prepare` is false may still work on the sums themselves.
   __device__ static bool takes_sums(const float (&factor)[2]) { return __all_sync(~0u, factors_small(factor)); }
 
   // As a step, from subnormals; those of hidden keys are -inf, as an integer less than any sum, too.
