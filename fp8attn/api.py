@@ -678,7 +678,7 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")
         if isinstance(planned, HopperConfig):
-            if half is not None and ops.unsupported_two_launches(*half) is None and early.begins_early(call, planned, properties):
+            if half is not None and ops.unsupported_two_launches(*half) is None and early.overlaps_quantization(call, planned, properties):
                 because.append("attention begins with heads whose key and value are quantized")
             return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
         if isinstance(planned, PortableConfig):

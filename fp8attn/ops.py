@@ -238,7 +238,7 @@ def _import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granu
     else:
         data, tokens = quantize_ref.import_values(v)
     k = Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])
-    return quantize_ref.poison(k, tokens).scale, data
+    return quantize_ref.with_nan_scales(k, tokens).scale, data
 
 
 def _fake_import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granularity, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

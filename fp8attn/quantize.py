@@ -393,21 +393,21 @@ def _largest(y: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     return padded.view(batch, heads, blocks, SCALE_BLOCK).amax(-1)
 
 
-def marked(scale: torch.Tensor, poisoned: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """Scales of int8 keys that record the non-finite keys `poisoned`, bool (B, H, S).
+def record_nonfinite(scale: torch.Tensor, nonfinite: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """Scales of int8 keys that record the non-finite keys `nonfinite`, bool (B, H, S).
 
     A `token` scale becomes NaN. Any other scale becomes negative if it covers a non-finite key.
     """
     if granularity == "token":
-        return scale.masked_fill(poisoned, torch.nan)
-    return torch.where(_largest(poisoned.float().unsqueeze(-1), granularity) > 0, -scale, scale)
+        return scale.masked_fill(nonfinite, torch.nan)
+    return torch.where(_largest(nonfinite.float().unsqueeze(-1), granularity) > 0, -scale, scale)
 
 
 def _quantize_rows(
     x: torch.Tensor,
     granularity: Granularity,
     mean: torch.Tensor | None,
-    poisoned: torch.Tensor | None,
+    nonfinite: torch.Tensor | None,
     part: int,
     factor: float,
     qk: ProductType,
@@ -418,7 +418,7 @@ def _quantize_rows(
         x: (B, H, S, D), any float dtype.
         granularity: what one scale covers.
         mean: float32 (B, H, D) to subtract, in the rotated basis; or None.
-        poisoned: bool (B, H, S), keys whose values are non-finite; None for queries.
+        nonfinite: bool (B, H, S), keys whose values are non-finite; None for queries.
         part: number of channels that are rotated together.
         factor: a power of two by which the stored scales are multiplied.
         qk: type of the codes.
@@ -429,10 +429,10 @@ def _quantize_rows(
     scale = scale_of(largest, largest_code(qk))
     kept = torch.where(largest > 0, scale * factor, 1.0)
     hidden = y.isnan().any(-1) if qk == "int8" else torch.zeros_like(y[..., 0], dtype=torch.bool)
-    if poisoned is not None:
-        hidden = hidden | poisoned
+    if nonfinite is not None:
+        hidden = hidden | nonfinite
         if qk == "int8":
-            kept = marked(kept, hidden, granularity)
+            kept = record_nonfinite(kept, hidden, granularity)
     y = y.masked_fill(hidden.unsqueeze(-1), torch.nan)
     data = empty_rows(x, row_type(qk))
     data.copy_((encode_int8 if qk == "int8" else encode)(y, row_scales(scale, granularity, length).unsqueeze(-1)))
@@ -463,8 +463,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quant
     part = rotation.part_of(k.shape[-1], recipe.rotate)
     k_mean = removable(rotation.rotate(key_mean(k), part)) if recipe.smooth_k else None
     v_mean = removable(coarse(value_mean(v), v)) if recipe.smooth_v else None
-    poisoned = ~v.isfinite().all(-1)
-    k_quantized = _quantize_rows(k, recipe.k, k_mean, poisoned, part, 1.0, recipe.qk)
+    nonfinite = ~v.isfinite().all(-1)
+    k_quantized = _quantize_rows(k, recipe.k, k_mean, nonfinite, part, 1.0, recipe.qk)
     y = centre(v, v_mean).nan_to_num(nan=0.0)
     scale = scale_of(_largest(y, recipe.v))
     rows = encode_values(y, scale)
@@ -511,7 +511,7 @@ def import_values(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values_layout(code.masked_fill(is_nan, 0).view(E4M3)), is_nan.any(-1)
 
 
-def poison(k: Quantized, tokens: torch.Tensor) -> Quantized:
+def with_nan_scales(k: Quantized, tokens: torch.Tensor) -> Quantized:
     """k with one scale per token, NaN for `tokens` (bool (B, H, S)): output rows that attend to these come out NaN."""
     scale = row_scales(k.scale, k.granularity, k.length).expand(tokens.shape).masked_fill(tokens, torch.nan)
     return Quantized(k.data, scale, "token", "rows", k.length, k.mean)

@@ -18,12 +18,14 @@ from . import build, configs, quantize, run, stream_k
 from .configs import KEYS, HopperConfig
 
 EARLY_BLOCKS = 13
-"""In the time of which attention that begins before all keys and values are quantized gets on (H100: 12 to 16 us at D 128 and 256)."""
+"""K/V blocks that attention computes in the time that it gains by beginning before all keys and values are quantized.
+12 to 16 us at D 128 and 256, on an H100."""
 
 
-def begins_early(call: Call, config: HopperConfig, device: Device) -> bool:
-    """Whether attention begins with heads that are ready while others are still being quantized. Then nobody shares a tile, and whoever is free takes
-    the next, of which there must be more than SMs.
+def overlaps_quantization(call: Call, config: HopperConfig, device: Device) -> bool:
+    """Whether attention begins with heads that are ready while others are still being quantized.
+
+    Then CTAs don't split tiles, and a CTA that is free takes the next tile. So there must be more tiles than SMs.
     """
     tiles = call.tiles(config.tile_rows)
     if tiles <= device.sm_count or call.attn_mask is not None:  # a mask is read in between
@@ -49,7 +51,7 @@ class Both(NamedTuple):
 
     Attributes:
         call: of `key` and `value`, which the quantizer is to fill, with a plain query.
-        early: whether attention begins with heads whose keys and values are ready, as `begins_early` says.
+        early: whether attention begins with heads whose keys and values are ready, as `overlaps_quantization` says.
     """
 
     key: Quantized
@@ -67,7 +69,7 @@ def plan_both(
     key, value = quantize.empty(k, v, qk)
     call = default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask)
     config = configs.choose(call, device)
-    return Both(key, value, call, config, begins_early(call, config, device))
+    return Both(key, value, call, config, overlaps_quantization(call, config, device))
 
 
 def quantize_and_attend(
@@ -111,8 +113,8 @@ def launch_of_both(
     device: Device,
     attn_mask: torch.Tensor | None = None,
 ) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
-    """The library of `quantize_and_attend`'s attention, what the binding is told beside q, k and v, tensors like those that the quantizer fills, and
-    what else there is to be."""
+    """The library of `quantize_and_attend`'s attention, the launch arguments that aren't tensors, tensors like those that
+    the quantizer fills, and the scratch tensors."""
     key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, False, device, attn_mask)
     library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, qk, device)
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.split_ctas_of(call, config, device))

@@ -120,7 +120,10 @@ class Scratch(NamedTuple):
 
 
 def launch_of(call: Call, device: Device, config: Config, library: build.Library, split_ctas: int) -> tuple[tuple[int | float, ...], Scratch]:
-    """What the binding is told beside tensors, and what it is to be given beside operands, `parts` of the portable kernel excepted."""
+    """The launch arguments that aren't tensors, and the scratch tensors.
+
+    The portable kernel's `parts` isn't among the scratch tensors.
+    """
     tiles, scratch = call.tiles(config.tile_rows), Scratch()
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
@@ -160,7 +163,7 @@ def forward_from_fp16(
 def launch_from_fp16(
     q: torch.Tensor, k: torch.Tensor, softmax_scale: float, causal: Causal, device: Device
 ) -> tuple[build.Library, tuple[int | float, ...]]:
-    """The library of `forward_from_fp16`'s instance, and what the binding is told beside tensors."""
+    """The library of `forward_from_fp16`'s instance, and the launch arguments that aren't tensors."""
     config = fused_small.choose(q)
     library = build.load_with(config, fused_small.INSTANCES, device.arch)
     splits = fused_small.splits(config, q, k)
@@ -193,7 +196,7 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
 
 
 def launch_of_quantizer(k: torch.Tensor, qk: ProductType, device: Device) -> tuple[build.Library, tuple[int, ...]]:
-    """The library of the quantizer's instance, and what the binding is told beside tensors."""
+    """The library of the quantizer's instance, and the launch arguments that aren't tensors."""
     config = quantize.choose(k, qk)
     library = build.load_with(config, quantize.instances(config.int8), device.arch)
     return library, (library.launchers[config], k.shape[0] * k.shape[1] * quantize.cluster_of(k), sample_size(k.shape[2]))

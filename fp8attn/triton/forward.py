@@ -22,10 +22,10 @@ from .tile import (
     log_sum_exp,
     operand,
     permute_keys,
-    poison_keys,
-    poison_rows,
     probabilities,
     score_factor,
+    set_nonfinite_keys,
+    set_nonfinite_rows,
     softmax_step,
 )
 
@@ -87,7 +87,7 @@ def attend(
         index = start // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
         block_scale = tl.load(k_scale + index * k_scale_stride)
         if C.int8:
-            x = poison_keys(x, block_scale < 0, k_base, keys, k_stride, kv_length)
+            x = set_nonfinite_keys(x, block_scale < 0, k_base, keys, k_stride, kv_length)
             block_scale = tl.abs(block_scale)
         factor = score_factor(row_factor, block_scale, C.positive)
     if not C.folded:
@@ -216,7 +216,7 @@ def forward_kernel(
 
     l = tl.sum(l, 1)
     if C.int8:
-        l = poison_rows(l, q, rows, q_strides[2], q_length)
+        l = set_nonfinite_rows(l, q, rows, q_strides[2], q_length)
     out += batch * out_strides[0] + head * out_strides[1]
     v_scale += batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
     if v_mean is not None:

@@ -31,9 +31,9 @@ from .tile import (
     inverse,
     log_sum_exp,
     permute_keys,
-    poison_keys,
-    poison_rows,
     score_factor,
+    set_nonfinite_keys,
+    set_nonfinite_rows,
     softmax_step,
 )
 
@@ -241,7 +241,7 @@ def attend(
         index = n * BLOCK_N // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
         block_scale = gl.load(k_scale + index * k_scale_stride)
         if C.int8:
-            marked = block_scale < 0
+            any_nonfinite = block_scale < 0
             block_scale = gl.abs(block_scale)
 
     if not C.config.overlap:
@@ -258,7 +258,7 @@ def attend(
     if C.k_group == 1:
         s *= key_scale[None, :]
     elif C.int8:
-        s = poison_keys(s, marked, k, n * BLOCK_N + columns, k_stride, kv_length)
+        s = set_nonfinite_keys(s, any_nonfinite, k, n * BLOCK_N + columns, k_stride, kv_length)
     if not C.folded:
         s *= factor[:, None]
     if bias is not None:
@@ -420,7 +420,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
                 mean1 = load_channels(mean_base, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
             l = gl.convert_layout(gl.sum(l, 1), R)
             if C.int8:
-                l = poison_rows(l, q + batch * q_strides[0] + head * q_strides[1], rows, q_strides[2], q_length)
+                l = set_nonfinite_rows(l, q + batch * q_strides[0] + head * q_strides[1], rows, q_strides[2], q_length)
             out_base = out + batch * out_strides[0] + head * out_strides[1]
             store_part(acc0, l, scale0, mean0, out_base, out_strides[2], rows, q_length, 0, C.value_dim)
             if C.dv1 > 0:

@@ -909,7 +909,7 @@ def quantize(
     else:
         k_scale = _reduced_scale(k_largest, recipe.k, largest_code)
         if traits.int8:
-            k_scale = quantize_ref.marked(k_scale, ~(k.isfinite().all(-1) & v.isfinite().all(-1)), recipe.k)
+            k_scale = quantize_ref.record_nonfinite(k_scale, ~(k.isfinite().all(-1) & v.isfinite().all(-1)), recipe.k)
     if v_largest is not None:
         v_scale = _reduced_scale(v_largest, recipe.v, quantize_ref.E4M3_MAX)
 

@@ -154,19 +154,19 @@ def add_bias(x, bias, factor, keys, kv_length):
 
 
 @triton.jit
-def poison_keys(x, marked, k, keys, stride, kv_length):
+def set_nonfinite_keys(x, any_nonfinite, k, keys, stride, kv_length):
     """int8 scores (M, N) with NaN for those of `keys` (N,) that are INT8_NAN.
 
-    If `marked` is false, there are none. k: pointer to the head's rows.
+    If `any_nonfinite` is false, there are none. k: pointer to the head's rows.
     """
-    if marked:
+    if any_nonfinite:
         first = tl.load(k + keys.to(tl.int64) * stride, mask=keys < kv_length, other=0)
         x = tl.where((first == INT8_NAN)[None, :], float("nan"), x)
     return x
 
 
 @triton.jit
-def poison_rows(l, q, rows, stride, q_length):
+def set_nonfinite_rows(l, q, rows, stride, q_length):
     """Sums (M,) of P with NaN for those of `rows` (M,) that are INT8_NAN and see a key. q: pointer to the head's
     rows."""
     first = tl.load(q + rows.to(tl.int64) * stride, mask=rows < q_length, other=0)

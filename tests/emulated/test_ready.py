@@ -43,10 +43,10 @@ def instance(head_dim: int, consumers: int) -> HopperConfig:
         (34, 1024, 4096, "none", 64, 4, True),  # which share none
     ),
 )
-def test_begins_early(heads: int, queries: int, keys: int, causal: Causal, dim: int, consumers: int, begins: bool) -> None:
+def test_overlaps_quantization(heads: int, queries: int, keys: int, causal: Causal, dim: int, consumers: int, begins: bool) -> None:
     q, k = (torch.empty(1, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
     key, value = quantize.empty(k, k, "e4m3")
-    assert early.begins_early(call_of(q, key, value, causal), instance(dim, consumers), H100) is begins
+    assert early.overlaps_quantization(call_of(q, key, value, causal), instance(dim, consumers), H100) is begins
 
 
 @pytest.mark.anywhere
@@ -128,7 +128,7 @@ def test_has_the_bits_of_quantizing_first(
         expected.append(first_and_then(q, k, v, qk, causal, properties))
     key, value = quantize.empty(problems[0][1], problems[0][2], qk)
     call = call_of(problems[0][0], key, value, causal)
-    assert early.begins_early(call, configs.choose(call, properties), properties)
+    assert early.overlaps_quantization(call, configs.choose(call, properties), properties)
     for i in range(30):
         q, k, v = problems[i % 3]
         actual = early.quantize_and_attend(q, k, v, dim**-0.5, qk, causal, dtype, True, properties)

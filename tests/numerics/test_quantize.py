@@ -423,18 +423,18 @@ def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: 
     int8 keys that aren't finite mark their scale: with NaN if it is their own, by its sign if it isn't.
     """
     tensors = problem.tensors(device)
-    poisoned = ~tensors[2].isfinite().all(-1, keepdim=True)
+    nonfinite = ~tensors[2].isfinite().all(-1, keepdim=True)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
         y = centred(x, quantized).masked_fill(bad_elements(x, quantized), torch.nan)
         largest = largest_under_each_scale(y, quantized.granularity)
         code = largest_code(quantized)
         expected = unfitted(quantized, largest, x is tensors[0])
-        hidden = y.isnan().any(-1, keepdim=True) | (poisoned if x is tensors[1] else False)
+        hidden = y.isnan().any(-1, keepdim=True) | (nonfinite if x is tensors[1] else False)
         if code == INT8_MAX and x is tensors[1]:
             mark = largest_under_each_scale(hidden.float(), quantized.granularity) > 0
             expected = torch.where(mark, torch.nan if quantized.granularity == "token" else -expected, expected)
         if is_fitted(quantized):
-            fitted = expected * fitting(y.masked_fill(hidden & (poisoned if x is tensors[1] else False), torch.nan), quantized, largest)
+            fitted = expected * fitting(y.masked_fill(hidden & (nonfinite if x is tensors[1] else False), torch.nan), quantized, largest)
             expected = torch.where(largest > 0, fitted.clamp(SMALLEST_SCALE, torch.finfo(torch.float32).max), 1.0)
         torch.testing.assert_close(quantized.scale, expected, rtol=0, atol=0, equal_nan=True)
         spread = element_scales(dataclasses.replace(quantized, scale=largest))
@@ -663,8 +663,8 @@ def test_nan_is_stored_where_it_must_be(problem: Problem, device: torch.device) 
     """As 0x7F for each element of q and k that isn't finite, for all of a key whose value isn't, and never in v; as -128 for all of a row of int8."""
     q, k, v = problem.tensors(device)
     quantized = by_torch(q, k, v, problem.case.recipe)
-    poisoned = ~v.isfinite().all(-1, keepdim=True)
-    bad = (bad_elements(q, quantized[0]), bad_elements(k, quantized[1]) | poisoned, torch.zeros_like(v, dtype=torch.bool))
+    nonfinite = ~v.isfinite().all(-1, keepdim=True)
+    bad = (bad_elements(q, quantized[0]), bad_elements(k, quantized[1]) | nonfinite, torch.zeros_like(v, dtype=torch.bool))
     for x, expected in zip(quantized, bad, strict=True):
         if x.data.dtype == torch.int8:
             assert torch.equal(x.data == INT8_NAN, expected.any(-1, keepdim=True).expand(x.shape))
@@ -836,18 +836,18 @@ def check_import(
     dtype = torch.uint8 if as_bytes else E4M3
     imported, values = fp8attn.import_kv(k.view(dtype), v.view(dtype), k_scale, v_scale)
 
-    poisoned = ((v & 0x7F) == E4M3_NAN).any(-1)
+    nonfinite = ((v & 0x7F) == E4M3_NAN).any(-1)
     assert torch.equal(codes(imported), k) and imported.data.data_ptr() == k.data_ptr()
     assert (imported.granularity, imported.layout, imported.length, imported.mean) == ("token", "rows", length, None)
     tokens = torch.arange(length, device=device)
     scale_of_token = {"tensor": tokens * 0, "head": tokens * 0, "block": tokens // SCALE_BLOCK, "token": tokens}[k_granularity]
-    expected = k_scale[..., scale_of_token].expand(batch, heads, length).masked_fill(poisoned, torch.nan)
+    expected = k_scale[..., scale_of_token].expand(batch, heads, length).masked_fill(nonfinite, torch.nan)
     torch.testing.assert_close(imported.scale, expected, rtol=0, atol=0, equal_nan=True)
     assert (values.layout, values.length, values.mean) == ("values", length, None)
     assert torch.equal(values.scale, v_scale)
     assert torch.equal(token_codes(values), v.masked_fill((v & 0x7F) == E4M3_NAN, 0))
     for data, hidden in (import_values(v.view(dtype)), triton_quantize.import_values(v.view(E4M3), device_of(device))):
-        assert torch.equal(data.view(torch.uint8), codes(values)) and torch.equal(hidden, poisoned)
+        assert torch.equal(data.view(torch.uint8), codes(values)) and torch.equal(hidden, nonfinite)
 
 
 def test_importing_what_was_quantized_changes_nothing(device: torch.device) -> None:
