@@ -13,7 +13,7 @@ from .tile import e4m3_code, half_of_code
 LARGEST_CORRECTION: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_CORRECTION)
 _TWO = 2 * struct.pack(">e", quantize_ref.LARGEST_CORRECTION).hex()
 
-PTX: tl.constexpr = tl.constexpr(f"""{{
+FEEDBACK_PTX: tl.constexpr = tl.constexpr(f"""{{
     .reg .b32 z, most, correction, rest, codes;
     .reg .b16 code;
     cvt.rn.f16x2.f32 z, $4, $3;
@@ -49,7 +49,7 @@ def feed_back(x, residual, gain, NATIVE: tl.constexpr):
             and back, followed by packing of the codes: the result read R1.
     """
     if NATIVE:
-        return tl.inline_asm_elementwise(PTX, "=r,=r,=r,r,r,r,r", [x, residual, gain], dtype=(tl.int32, tl.float16), is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(FEEDBACK_PTX, "=r,=r,=r,r,r,r,r", [x, residual, gain], dtype=(tl.int32, tl.float16), is_pure=True, pack=2)
     else:
         z = x.to(tl.float16)
         most = tl.minimum(tl.abs(z) * LARGEST_CORRECTION, tl.abs(residual))

@@ -11,7 +11,7 @@ from .tile import ROUNDER, e4m3_code, half_of_code
 FIT_STEP: tl.constexpr = tl.constexpr(quantize_ref.FIT_STEP)
 BASES: tl.constexpr = tl.constexpr(0x7A007A00)  # the half 1.5 * 2^15, twice; halves around it are FIT_STEP apart
 
-PTX: tl.constexpr = tl.constexpr(f"""{{
+FIT_PTX: tl.constexpr = tl.constexpr(f"""{{
     .reg .b32 low, high, first, second, square, eighth, base;
     .reg .b16 codes, more;
     mov.b32 base, {BASES.value};
@@ -57,7 +57,7 @@ def fitted_codes(y, NATIVE: tl.constexpr, CAREFUL: tl.constexpr):
     """
     if NATIVE:
         types: tl.constexpr = (tl.uint8, tl.int32)
-        codes, steps = tl.inline_asm_elementwise(PTX, "=r,=r,=r,=r,=r,r,r,r,r", [y], dtype=types, is_pure=True, pack=4)
+        codes, steps = tl.inline_asm_elementwise(FIT_PTX, "=r,=r,=r,=r,=r,r,r,r,r", [y], dtype=types, is_pure=True, pack=4)
         both = tl.sum(steps - BASES, 1)
         product = (both << 16) >> 16  # |product| < 2^15, and so is the square
         square = (both - product) >> 16

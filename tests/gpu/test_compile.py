@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,41 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     return compiled
 
 
+def ambiguous_names() -> list[str]:
+    """In a process of its own: names that modules of one kernel give to different numbers."""
+    from triton.runtime.jit import JITFunction
+
+    from fp8attn.triton import bias, forward, half_keys, hopper, quantize
+
+    kernels = {f.__name__: f for module in (quantize, bias, forward, half_keys, hopper) for f in vars(module).values() if isinstance(f, JITFunction)}
+    assert {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel"} <= {*kernels}
+    found = set()
+    for kernel in kernels.values():
+        assert kernel.cache_key
+        values: dict[str, object] = {}
+        for (name, _), (value, _) in kernel.used_global_vals.items():
+            if values.setdefault(name, value) != value:
+                found.add(f"{kernel.__name__}: {name}")
+    return sorted(found)
+
+
+def by_itself(call: str, cache: Path) -> Any:
+    """What a function of this module returns in a process without a GPU, without the interpreter and with an empty cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    folders = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "kit", HERE)))
+    environment |= {"TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": folders}
+    program = f"import json, test_compile; print(json.dumps(test_compile.{call}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernels_are_found_in_the_cache_by_every_process(tmp_path: Path) -> None:
+    """Triton hashes constants that a kernel reads in the order of their names, and of one name by the address of its module: with two numbers
+    by one name, a process finds what another one has compiled by chance."""
+    assert by_itself("ambiguous_names()", tmp_path) == []
+
+
 @pytest.mark.anywhere
 @pytest.mark.parametrize(
     "arch, problems",
@@ -147,13 +183,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     ],
 )
 def test_compiles(arch: int, problems: str, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    folders = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "kit", HERE)))
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": folders}
-    program = f"import json, test_compile; print(json.dumps(test_compile.compile_all({arch}, {problems!r})))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    compiled = json.loads(done.stdout.splitlines()[-1])
+    compiled = by_itself(f"compile_all({arch}, {problems!r})", tmp_path)
 
     from fp8attn.device import SHARED_MEMORY
 
