@@ -168,11 +168,11 @@ def test_the_documents_say_what_the_run_found(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_command(device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["price", "--case", "D64", "--recipe", "int8", "--rounds", "2", "--milliseconds", "2", "--json", str(tmp_path / "price.jsonl")]
+    words = ["price", "--case", "D64 full", "--recipe", "int8", "--rounds", "2", "--milliseconds", "2", "--json", str(tmp_path / "price.jsonl")]
     if device.type != "cuda":
         assert command.main(words) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
         return
     assert command.main(words) == 0
     names = [json.loads(line)["recipe"] for line in (tmp_path / "price.jsonl").read_text().splitlines()]
-    assert names == ["default", "int8", "bfloat16"]
+    assert names == ["default", "int8", "bfloat16", "int8"], "the last line is the summary"
     assert command.main(["price", "--recipe", "nobody's"]) == 2 and "nobody's" in capsys.readouterr().err

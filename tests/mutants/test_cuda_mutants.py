@@ -20,7 +20,7 @@ from emulation import mutate
 from fp8attn import Recipe
 from fp8attn.api import call_of, cuda_unavailable
 from fp8attn.call import Call, empty_lse, empty_output
-from fp8attn.cuda import build, configs, fused_small
+from fp8attn.cuda import build, configs, early, fused_small
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.oracle import oracle
@@ -145,7 +145,7 @@ def check_ready() -> list[str]:
     call = call_by(quantized, "none")
     config = configs.FUSED_Q_INSTANCES[0]
     expected = oracle(quantized, call, config)
-    early = replace(call, q=q, q_scale=None, k=torch.full_like(call.k.view(torch.uint8), 0x7F).view(call.k.dtype), v=torch.zeros_like(call.v))
+    late = replace(call, q=q, q_scale=None, k=torch.full_like(call.k.view(torch.uint8), 0x7F).view(call.k.dtype), v=torch.zeros_like(call.v))
 
     def arrive(k: torch.Tensor, v: torch.Tensor, ready: torch.Tensor) -> None:
         ready += 1  # a CTA of each head
@@ -157,13 +157,13 @@ def check_ready() -> list[str]:
 
     counter, ready, *others = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4, 4))
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
-    arrive(torch.empty_like(early.k), torch.empty_like(early.v), *others)
+    arrive(torch.empty_like(late.k), torch.empty_like(late.v), *others)
     actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
-    early.forward_when_ready(early, device_of(device), config, *actual, counter.clone(), others[0], 2)
+    early.forward_when_ready(late, device_of(device), config, *actual, counter.clone(), others[0], 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        early.forward_when_ready(early, device_of(device), config, *actual, counter, ready, 2)
-    arrive(early.k, early.v, ready)
+        early.forward_when_ready(late, device_of(device), config, *actual, counter, ready, 2)
+    arrive(late.k, late.v, ready)
     torch.cuda.synchronize()
     return compare(actual, expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -76,9 +77,10 @@ def captured(model: torch.nn.Module, padded: bool) -> CapturedCalls:
 
 
 def test_layers_whose_numbers_of_heads_change(transformers: ModuleType) -> None:
-    """transformers passes query heads of one key/value head as queries where it decodes with a mask."""
+    """Newer releases of transformers pass query heads of one key/value head as queries where they decode with a mask."""
+    packs = hasattr(importlib.import_module("transformers.integrations.sdpa_attention"), "pack_gqa")
     calls = captured(model_of(transformers, "llama"), padded=True)
-    assert {call.query.shape[1] for call in calls} == {2, 4}
+    assert {call.query.shape[1] for call in calls} == ({2, 4} if packs else {4})
     for choice in fp8attn.calibrate(calls, recipes=RECIPES).layers.values():
         assert choice.tried == () and choice.tried_masked[0] is None and len(choice.tried_masked[1].relative_l2) == 2
         assert choice.recipe == choice.masked == Recipe() and choice.within

@@ -173,8 +173,9 @@ def test_encoders_switch_over(transformers: ModuleType, kind: str) -> None:
         with fp8attn.patch(model, **EXACT) as patched:
             assert error(model(**inputs)[0], expected) < 1e-5
     calls = {"bert": 2, "vit": 2, "whisper": 6, "t5": 6}[kind]
+    asks = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # in newer releases of transformers T5 does, too
     assert patched.replaced.total() == calls and not patched.fallbacks
-    assert report.replaced.total() + sum(reasons.total() for reasons in report.fallbacks.values()) == calls
+    assert report.replaced.total() + sum(reasons.total() for reasons in report.fallbacks.values()) == (calls if asks else 0)
     if kind == "t5":
         assert all("a position bias" in reasons for reasons in report.fallbacks.values())
 
