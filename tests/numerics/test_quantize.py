@@ -883,7 +883,14 @@ def test_batches_and_heads_are_independent(drawn: tuple[Case, ...], device: torc
             assert x.bias is None or torch.equal(one.bias, x.bias[-1:, -1:])
 
 
-@pytest.mark.parametrize("dim, smooth_k", ((16, True), (40, False), (64, False), (64, True), (96, True), (128, False), (256, True)))
+@pytest.mark.parametrize(
+    "dim, smooth_k",
+    (
+        (16, True),
+        *(pytest.param(*problem, marks=pytest.mark.thorough) for problem in ((40, False), (64, False), (64, True), (96, True), (256, True))),
+        (128, False),
+    ),
+)
 def test_what_means_of_queries_add(dim: int, smooth_k: bool, device: torch.device) -> None:
     """Of more rows and keys than a program has, heads that share one of K's, in several batches; the same bits for each by itself, however its rows
     lie."""
