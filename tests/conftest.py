@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -112,8 +111,7 @@ def sdpa(request: pytest.FixtureRequest, device: torch.device) -> Attention:
 def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For tests that take tens of gigabytes: one at a time among all workers, who give back what they don't use."""
     base = tmp_path_factory.getbasetemp()
-    with ((base.parent if WORKERS > 1 else base) / "whole_gpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with sharing.exclusive((base.parent if WORKERS > 1 else base) / "whole_gpu.lock"):
         yield
         torch.cuda.empty_cache()
 

@@ -522,7 +522,7 @@ def query_mean(q, q_stride, q_mean, group, length, C: tl.constexpr):
     return mean
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def write_queries(
     q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item, heads, length, C: tl.constexpr
 ):  # fmt: skip
@@ -687,6 +687,67 @@ def write_kernel(
         )  # fmt: skip
 
 
+@triton.jit(noinline=True)
+def small_values(v, v_strides, v_mean, v_data, v_scale, item, kv_heads, length, padded, inverse_length, C: tl.constexpr):
+    """Quantize a slice of the channels of one head's v."""
+    slices: tl.constexpr = (C.v_dim + SLICE - 1) // SLICE
+    pair = (item // slices).to(tl.int64)
+    channel = item % slices * SLICE
+    v += pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1] + channel
+    token_chunks = tl.cdiv(length, TOKEN_CHUNK)
+    sums = tl.zeros([LANES, SLICE], tl.float32)
+    low = tl.full([SLICE], float("inf"), tl.float32)
+    high = tl.full([SLICE], -float("inf"), tl.float32)
+    careful = 0
+    for token_chunk in range(token_chunks):
+        total, chunk_low, chunk_high, chunk_careful = token_chunk_statistics(v, token_chunk, v_strides[2], length, SLICE, SLICE, 0, GROUPS_PER_LOAD)
+        sums = tl.where((tl.arange(0, LANES) == token_chunk)[:, None], total[None, :], sums)
+        low = tl.minimum(low, chunk_low)
+        high = tl.maximum(high, chunk_high)
+        careful |= chunk_careful
+    mean = tl.zeros([SLICE], tl.float32)
+    if C.smooth_v:
+        mean = removable(coarse(sum_lanes(sums) * inverse_length, low, high))
+        store_vector(v_mean + pair * C.v_dim + channel, mean, SLICE)
+    scale = scale_of(largest_magnitude(low, high, mean))
+    store_vector(v_scale + pair * C.v_dim + channel, scale, SLICE)
+    v_data += (pair * C.v_dim + channel) * (padded // 4)
+    for token_chunk in range(token_chunks):
+        if careful == 0:
+            write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, length, padded, SLICE, SLICE, C.native, False)
+        else:
+            write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, length, padded, SLICE, SLICE, C.native, True)
+
+
+@triton.jit(noinline=True)
+def small_keys(
+    k, v, k_strides, v_strides, k_mean, k_data, k_data_strides, k_scale, k_scale_strides, item, kv_heads, length, sample_step, inverse_sample_size,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Quantize block `item` of k: number of a head times blocks, plus number of a block."""
+    blocks = tl.cdiv(length, BLOCK)
+    pair = (item // blocks).to(tl.int64)
+    batch = pair // kv_heads
+    head = pair % kv_heads
+    block = item % blocks
+    k += batch * k_strides[0] + head * k_strides[1]
+    v += batch * v_strides[0] + head * v_strides[1]
+    shift = 0.0
+    if C.smooth_k:
+        mean = sample_mean(k, sample_step, k_strides[2], length, inverse_sample_size, C.k_dim, C.widths[1], C.part, GROUPS_PER_LOAD)
+        if block == 0:
+            store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
+        shift = mean[None, :]
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    hidden = hidden_tokens(v, rows, v_strides[2], length, C.v_dim, C.widths[2])
+    write_rows(
+        k, k_strides[2], shift, rows, hidden > 0, ((block + 1) * BLOCK <= length) & (tl.max(hidden) == 0),
+        k_scale + batch * k_scale_strides[0] + head * k_scale_strides[1], block, k_scale_strides[2],
+        k_data + batch * k_data_strides[0] + head * k_data_strides[1], k_data_strides[2], length,
+        C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
 def fused_small_kernel(
     q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_data, k_data_strides,
@@ -704,55 +765,12 @@ def fused_small_kernel(
     slices: tl.constexpr = (C.v_dim + SLICE - 1) // SLICE
     q_first = kv_pairs * (slices + blocks)
     if item < kv_pairs * slices:
-        pair = (item // slices).to(tl.int64)
-        channel = item % slices * SLICE
-        v += pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1] + channel
-        token_chunks = tl.cdiv(kv_length, TOKEN_CHUNK)
-        sums = tl.zeros([LANES, SLICE], tl.float32)
-        low = tl.full([SLICE], float("inf"), tl.float32)
-        high = tl.full([SLICE], -float("inf"), tl.float32)
-        careful = 0
-        for token_chunk in range(token_chunks):
-            total, chunk_low, chunk_high, chunk_careful = token_chunk_statistics(
-                v, token_chunk, v_strides[2], kv_length, SLICE, SLICE, 0, GROUPS_PER_LOAD
-            )
-            sums = tl.where((tl.arange(0, LANES) == token_chunk)[:, None], total[None, :], sums)
-            low = tl.minimum(low, chunk_low)
-            high = tl.maximum(high, chunk_high)
-            careful |= chunk_careful
-        mean = tl.zeros([SLICE], tl.float32)
-        if C.smooth_v:
-            mean = removable(coarse(sum_lanes(sums) * inverse_length, low, high))
-            store_vector(v_mean + pair * C.v_dim + channel, mean, SLICE)
-        scale = scale_of(largest_magnitude(low, high, mean))
-        store_vector(v_scale + pair * C.v_dim + channel, scale, SLICE)
-        v_data += (pair * C.v_dim + channel) * (padded // 4)
-        for token_chunk in range(token_chunks):
-            if careful == 0:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, kv_length, padded, SLICE, SLICE, C.native, False)
-            else:
-                write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, kv_length, padded, SLICE, SLICE, C.native, True)
+        small_values(v, v_strides, v_mean, v_data, v_scale, item, kv_heads, kv_length, padded, inverse_length, C)
     elif item < q_first:
-        index = item - kv_pairs * slices
-        pair = (index // blocks).to(tl.int64)
-        batch = pair // kv_heads
-        head = pair % kv_heads
-        block = index % blocks
-        k += batch * k_strides[0] + head * k_strides[1]
-        v += batch * v_strides[0] + head * v_strides[1]
-        shift = 0.0
-        if C.smooth_k:
-            mean = sample_mean(k, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], C.part, GROUPS_PER_LOAD)
-            if block == 0:
-                store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
-            shift = mean[None, :]
-        rows = block * BLOCK + tl.arange(0, BLOCK)
-        hidden = hidden_tokens(v, rows, v_strides[2], kv_length, C.v_dim, C.widths[2])
-        write_rows(
-            k, k_strides[2], shift, rows, hidden > 0, ((block + 1) * BLOCK <= kv_length) & (tl.max(hidden) == 0),
-            k_scale + batch * k_scale_strides[0] + head * k_scale_strides[1], block, k_scale_strides[2],
-            k_data + batch * k_data_strides[0] + head * k_data_strides[1], k_data_strides[2], kv_length,
-            C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
+        item -= kv_pairs * slices
+        small_keys(
+            k, v, k_strides, v_strides, k_mean, k_data, k_data_strides, k_scale, k_scale_strides, item, kv_heads, kv_length, sample_step,
+            inverse_sample_size, C,
         )  # fmt: skip
     else:
         if C.q_dim > 0:

@@ -3,9 +3,11 @@ Triton's cache."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,16 @@ def locked(src: Any, target: Any = None, options: dict | None = None, **others: 
     backend = compiler.make_backend(target)
     parsed = backend.parse_options({**(options or {}), **src.parse_options()})
     key = compiler.get_cache_key(src, backend, parsed, env_vars=compiler.get_cache_invalidating_env_vars())
-    with (LOCKS / hashlib.sha256(key.encode()).hexdigest()).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(LOCKS / hashlib.sha256(key.encode()).hexdigest()):
         return compiler.compile(src, target=target, options=options, **others)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """One process at a time. Unlocks by itself: a child forked meanwhile would keep the lock as long as it has the file open."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)

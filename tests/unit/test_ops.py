@@ -62,7 +62,7 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
     ),
 )
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
-    q, k, v = inputs(device, dim=72, value_dim=48)
+    q, k, v = inputs(device, value_dim=64)
     arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
     options = (recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk)
     opcheck(library_ops.quantize, (*arguments, *options), test_utils=CHECKS)
