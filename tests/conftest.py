@@ -208,19 +208,25 @@ def length(item: pytest.Item) -> int:
 
 
 def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Long tests dealt out to the equal parts of the list that xdist's worksteal starts its workers with, first in each; then the others.
+    """Long tests first in each of the equal parts of the list that xdist's worksteal starts its workers with; then the others.
 
-    Neighbours among those stay together: they share kernels.
+    The first part has all tests that take the whole GPU, which would otherwise wait for each other, and no other long test if there are more
+    parts. Neighbours among the others stay together: they share kernels.
     """
-    long = sorted(filter(length, items), key=length, reverse=True)
-    others = [item for item in items if not length(item)]
+    alone = [item for item in items if "whole_gpu" in item.fixturenames]
+    rest = [item for item in items if "whole_gpu" not in item.fixturenames]
+    long = sorted(filter(length, rest), key=length, reverse=True)
+    others = [item for item in rest if not length(item)]
+    sharing = max(workers - 1, 1) if alone else workers
     parts: list[pytest.Item] = []
     for i in range(workers):
-        mine = long[workers - 1 - i :: workers]
+        mine = long[workers - 1 - i :: sharing] if i >= workers - sharing else []
+        if i == 0:
+            mine = alone + mine
         size = (len(items) + i) // workers - len(mine)
-        parts += [*mine, *others[:size]]
-        others = others[size:]
-    return parts
+        parts += [*mine, *others[: max(size, 0)]]
+        others = others[max(size, 0) :]
+    return parts + others
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -273,7 +273,7 @@ def test_more_token_chunks_than_lanes(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("granularity", ("tensor", "token"))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, pytest.param(torch.float32, marks=pytest.mark.thorough)))
 @pytest.mark.parametrize("magnitude", ("subnormal", "largest"))
 @pytest.mark.parametrize("qk", ("e4m3", "int8"))
 def test_limits_of_a_dtype(device: torch.device, qk: ProductType, magnitude: str, dtype: torch.dtype, granularity: Granularity) -> None:
@@ -301,7 +301,9 @@ def test_means_between_two_steps(device: torch.device, length: int) -> None:
     assert_same(by_triton(None, v, v, Recipe())[2], quantize(None, v, v, Recipe())[2])
 
 
-@pytest.mark.parametrize("smooth_k, smooth_v", ((False, False), (False, True), (True, False), (True, True)))
+@pytest.mark.parametrize(
+    "smooth_k, smooth_v", (*(pytest.param(*one, marks=pytest.mark.thorough) for one in ((False, True), (True, False))), (False, False), (True, True))
+)
 def test_public_function(device: torch.device, smooth_k: bool, smooth_v: bool) -> None:
     """Names what the operator returns as the definition does."""
     recipe = Recipe(smooth_k=smooth_k, smooth_v=smooth_v)

@@ -82,7 +82,7 @@ def test_layers_whose_numbers_of_heads_change(transformers: ModuleType) -> None:
     calls = captured(model_of(transformers, "llama"), padded=True)
     assert {call.query.shape[1] for call in calls} == ({2, 4} if packs else {4})
     for choice in fp8attn.calibrate(calls, recipes=RECIPES).layers.values():
-        assert choice.tried == () and choice.tried_masked[0] is None and len(choice.tried_masked[1].relative_l2) == 2
+        assert choice.tried == () and choice.tried_masked[0] is None and len(choice.tried_masked[1].relative_l2) == (2 if packs else 4)
         assert choice.recipe == choice.masked == Recipe() and choice.within
 
 

@@ -165,12 +165,19 @@ def test_the_gpu_record_is_green_and_of_all_parts() -> None:
 
 
 @pytest.mark.parametrize("workers", (1, 3, 20))
-@pytest.mark.parametrize("drawn, gpu, others", ((40, 60, 900), (0, 0, 7), (5, 0, 0), (2, 1, 30), (21, 20, 2)))
-def test_dealing_out_loses_no_test(drawn: int, gpu: int, others: int, workers: int) -> None:
-    """Every worker's part begins with as many long tests as another's, the drawn ones first."""
-    kinds = [0] * others + [1] * gpu + [2] * drawn
+@pytest.mark.parametrize(
+    "whole, drawn, gpu, others", ((0, 40, 60, 900), (0, 0, 0, 7), (0, 5, 0, 0), (0, 2, 1, 30), (0, 21, 20, 2), (25, 40, 60, 900))
+)
+def test_dealing_out_loses_no_test(whole: int, drawn: int, gpu: int, others: int, workers: int) -> None:
+    """Each part begins with as many long tests as another, the drawn ones first; but the first one with those that take the whole GPU."""
+    kinds = [0] * others + [1] * gpu + [2] * drawn + [3] * whole
     tests = [
-        SimpleNamespace(kind=kind, obj=SimpleNamespace(is_hypothesis_test=kind == 2), get_closest_marker=lambda name, kind=kind: kind == 1 or None)
+        SimpleNamespace(
+            kind=kind,
+            obj=SimpleNamespace(is_hypothesis_test=kind == 2),
+            get_closest_marker=lambda name, kind=kind: kind in (1, 3) or None,
+            fixturenames=["whole_gpu"] * (kind == 3),
+        )
         for kind in kinds
     ]
     order = dealt(tests, workers)
@@ -181,5 +188,7 @@ def test_dealing_out_loses_no_test(drawn: int, gpu: int, others: int, workers: i
         size = len(order) // (workers - i)
         part, order = [x.kind for x in order[:size]], order[size:]
         assert part == sorted(part, reverse=True)
-        counts.append(sum(kind > 0 for kind in part))
-    assert max(counts) - min(counts) <= 1
+        assert part.count(3) == (whole if i == 0 else 0)
+        if i > 0 or not whole:
+            counts.append(sum(kind > 0 for kind in part))
+    assert not counts or max(counts) - min(counts) <= 1

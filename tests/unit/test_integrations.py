@@ -168,14 +168,16 @@ def test_encoders_switch_over(transformers: ModuleType, kind: str) -> None:
         expected = model(**inputs)[0]
         report = integrations.transformers.register("fp8attn_exact", **EXACT)
         model.set_attn_implementation("fp8attn_exact")
+        # transformers 5.17 doesn't tell T5's encoder and decoder
+        told = all(part.config._attn_implementation == "fp8attn_exact" for part in model.modules() if hasattr(part, "set_attn_implementation"))
         assert error(model(**inputs)[0], expected) < 1e-5
         model.set_attn_implementation("sdpa")
         with fp8attn.patch(model, **EXACT) as patched:
             assert error(model(**inputs)[0], expected) < 1e-5
     calls = {"bert": 2, "vit": 2, "whisper": 6, "t5": 6}[kind]
-    asks = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")  # in newer releases of transformers T5 does, too
     assert patched.replaced.total() == calls and not patched.fallbacks
-    assert report.replaced.total() + sum(reasons.total() for reasons in report.fallbacks.values()) == (calls if asks else 0)
+    assert report.replaced.total() + sum(reasons.total() for reasons in report.fallbacks.values()) == (calls if told else 0)
+    assert told or kind == "t5"
     if kind == "t5":
         assert all("a position bias" in reasons for reasons in report.fallbacks.values())
 
