@@ -225,9 +225,10 @@ void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double so
   attend_from_fp16({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
 }
 
-// The quantizer's arguments beside tensors. `sampled`: the number of tokens of K's mean.
+// The quantizer's arguments beside tensors. `sampled`: the number of tokens of K's mean. `stats_bytes`: what its kernels
+// tell each other takes so much memory.
 struct QuantizeLaunch {
-  int64_t launcher, ctas, sampled;
+  int64_t launcher, ctas, sampled, stats_bytes;
 };
 
 // K and V, (B, H, S, D), into what fp8attn/cuda/quantize.py made room for. `ready`: (B, H), each 0: CTAs that are done with a head; or null.
@@ -253,12 +254,14 @@ void quantize_kv(const QuantizeLaunch& l, const Tensor& k, const Tensor& v, cons
   p.inverse_sample = 1.0 / l.sampled;
   p.half = k.scalar_type() == at::kHalf;
   p.ready = ready;
+  const std::optional<Tensor> stats = l.stats_bytes > 0 ? std::optional(at::empty({l.stats_bytes}, k.options().dtype(at::kByte))) : std::nullopt;  // until the launch
+  p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;
   check(reinterpret_cast<QuantizeLauncher>(l.launcher)(p, l.ctas, c10::cuda::getCurrentCUDAStream(k.get_device())));
 }
 
-void quantize(int64_t launcher, int64_t ctas, int64_t sampled, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
+void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
               const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
-  quantize_kv({launcher, ctas, sampled}, k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, ready ? ready->mutable_data_ptr<int>() : nullptr);
+  quantize_kv({launcher, ctas, sampled, stats_bytes}, k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, ready ? ready->mutable_data_ptr<int>() : nullptr);
 }
 
 // All that a launch follows from but the tensors' addresses; empty of tensors that are none of a plain forward pass.
@@ -404,10 +407,10 @@ std::optional<Tensor> repeat_from_fp16(int64_t options, const Tensor& q, const T
 // `words`: with a cluster a counter of tiles and a word for each head of k.
 void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side,
                    int64_t q_group, int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, int64_t quantizer, int64_t quantizer_ctas,
-                   int64_t sampled, int64_t cluster, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask, at::TensorList quantized,
+                   int64_t sampled, int64_t stats_bytes, int64_t cluster, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask, at::TensorList quantized,
                    const Tensor& out, int64_t words, int64_t split_ctas, int64_t floats) {
   plans<LaunchBoth>().add(facts(options, {&q, &k, &v, address(attn_mask)}),
-                          {{quantizer, quantizer_ctas, sampled},
+                          {{quantizer, quantizer_ctas, sampled, stats_bytes},
                            {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
                            cluster,
                            std::vector<Form>(quantized.begin(), quantized.end())},
@@ -448,7 +451,7 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("forward_from_fp16", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_fp16)));
 
   define(
-      "quantize(int launcher, int ctas, int sampled, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
+      "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
       " Tensor(f!) v_mean, Tensor(g!)? ready) -> ()");
   m.impl("quantize", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(quantize)));
 
@@ -462,7 +465,7 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("remember_from_fp16", torch::dispatch(any, TORCH_FN(remember_from_fp16)));
   define("repeat_from_fp16(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
   m.impl("repeat_from_fp16", torch::dispatch(any, TORCH_FN(repeat_from_fp16)));
-  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int cluster, Tensor q, Tensor k, Tensor v,"
+  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int stats_bytes, int cluster, Tensor q, Tensor k, Tensor v,"
          " Tensor? attn_mask, Tensor[] quantized, Tensor out, int words, int split_ctas, int floats) -> ()");
   m.impl("remember_both", torch::dispatch(any, TORCH_FN(remember_both)));
   define("repeat_both(int options, Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None) -> Tensor?");

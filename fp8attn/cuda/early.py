@@ -98,7 +98,7 @@ def quantize_and_attend(
     # nothing may run between the two launches, such as torch filling what it allocates (torch.utils.deterministic)
     out, lse = empty_output(q, call.value_dim, out_dtype), empty_lse(q, return_lse)
     run.quantize_into(key, value, k, v, device, ready=ready)
-    forward_when_ready(call, device, config, out, lse, counter, ready, quantize.cluster_of(k))
+    forward_when_ready(call, device, config, out, lse, counter, ready, quantize.ctas_of(k))
     return out, lse, key.mean
 
 
@@ -120,7 +120,7 @@ def launch_of_both(
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.split_ctas_of(call, config, device))
     if early:
         scratch = run.Scratch(1 + k.shape[0] * k.shape[1])
-    return library, (*launch, *quantizer, quantize.cluster_of(k) if early else 0), quantize.filled(key, value), scratch
+    return library, (*launch, *quantizer, quantize.ctas_of(k) if early else 0), quantize.filled(key, value), scratch
 
 
 def forward_when_ready(

@@ -5,6 +5,14 @@
 
 namespace fp8attn {
 
+// Allows a kernel `bytes` of dynamic shared memory.
+template <typename Params>
+cudaError_t take_shared_memory(void (*kernel)(Params), int bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
 // Launches `kernel` as a programmatic dependent of the kernel before it. `bytes`: dynamic shared memory.
 template <typename Params>
 cudaError_t launch_clusters(void (*kernel)(Params), const Params& p, int ctas, int cluster, int threads, int bytes, cudaStream_t stream) {

@@ -1,5 +1,6 @@
 // Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantize.py's default recipe, or its int8 variant. Gives the
-// same bytes in one launch, which reads K and V once.
+// same bytes. Heads that a cluster can hold take one launch, which reads K and V once; longer ones take three
+// (quantize_long.cuh).
 //
 // A cluster of CTAs has one head. Each CTA has a slice of 64 channels of a chunk of 512 tokens in shared memory, first
 // of V, then of K. V comes first because keys of tokens with non-finite values become NaN. CTAs exchange statistics
@@ -16,6 +17,7 @@
 #include "tile/token_chunk.h"
 #include "tile/token_chunk_keys.h"
 #include "tile/token_chunk_values.h"
+#include "quantize_long.cuh"
 
 namespace fp8attn {
 
@@ -50,7 +52,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const ClusterCoord coord(p);
+  const ClusterCoord coord(p, blockIdx.x, true);
   const Mine mine;
   if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   if (threadIdx.x == 0) {
@@ -88,34 +90,22 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
     write_values<false, C, T>(p, shared, coord);
   __syncthreads();
 
-  const Keys<T> keys;
-  keys.load(shared.tile, k, p.k_strides[2], coord.count);
-  float4 mean[QUARTERS];
-#pragma unroll
-  for (int i = 0; i < QUARTERS; ++i) mean[i] = *reinterpret_cast<const float4*>(&shared.key_mean[i * QUARTER + keys.column]);
-  find_largest<C, T>(shared, coord, keys, mean);
-  ptx::mbarrier_wait(&shared.largest_full, 0);
-  const float inverse = finish_blocks<C>(p, shared, coord);
-  if (is_careful(shared, coord, 0, coord.slices))
-    write_keys<true, C, T>(p, shared, coord, keys, mean, inverse);
-  else
-    write_keys<false, C, T>(p, shared, coord, keys, mean, inverse);
-  if (p.ready == nullptr) return;
-  ptx::fence_proxy_async_all();  // the attention kernel reads these tensors by TMA
-  __syncthreads();
-  if (threadIdx.x == 0) ptx::add_release(&p.ready[coord.pair], 1);
+  write_keys_of_token_chunk<C, T>(p, shared, coord, k);
 }
 
 template <class Instance>
 cudaError_t launch(const QuantizeParams& p, int ctas, cudaStream_t stream) {
-  constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
-  const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
-  const auto kernel = p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error != cudaSuccess) return error;
-  return launch_clusters(kernel, p, ctas, cluster, THREADS, bytes, stream);
+  if constexpr (IS_LONG<Instance::config>) {
+    return p.half ? launch_long<Instance, __half>(p, ctas, stream) : launch_long<Instance, __nv_bfloat16>(p, ctas, stream);
+  } else {
+    constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
+    const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
+    const auto kernel = p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>;
+    cudaError_t error = take_shared_memory(kernel, bytes);
+    if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+    return launch_clusters(kernel, p, ctas, cluster, THREADS, bytes, stream);
+  }
 }
 
 }  // namespace fp8attn

@@ -2,7 +2,7 @@
 supports, and its outputs.
 
 The bytes are those of fp8attn.quantize, as with Triton's quantizer. A cluster of CTAs holds one head in shared memory
-and reads it once.
+and reads it once. Longer heads take three launches, which read V twice.
 """
 
 from __future__ import annotations
@@ -32,13 +32,23 @@ LARGEST_CLUSTER = 16
 THREADS = 256
 WARPS = 8
 
+MOMENTS = CHANNELS * (4 + 2 + 2)
+"""sizeof(Moments), in bytes: sums, minima and maxima of CHANNELS channels."""
+
+NONFINITE = TOKEN_CHUNK // 8
+"""Bytes of one bit for each token of a chunk."""
+
+CHUNK_STATS_BYTES = MOMENTS + NONFINITE
+"""sizeof(ChunkStats): what one kernel tells the next of a slice of a token chunk of V."""
+
 
 @dataclass(frozen=True)
 class QuantizeConfig:
     """One instance. The fields of C++'s QuantizeConfig, in order.
 
     Attributes:
-        token_chunks: largest number of chunks of TOKEN_CHUNK tokens; a power of two.
+        token_chunks: largest number of chunks of TOKEN_CHUNK tokens that a cluster holds; a power of two. 1: heads may
+            have any number, and each chunk has a cluster.
         ctas: CTAs per SM that registers must leave room for, at least.
         int8: K becomes int8, not e4m3.
     """
@@ -53,20 +63,26 @@ class QuantizeConfig:
         return THREADS
 
     @property
+    def is_long(self) -> bool:
+        """Whether heads may be longer than a cluster can hold."""
+        return self.token_chunks == 1
+
+    @property
     def shared_bytes(self) -> int:
         """sizeof(QuantizeStorage), in bytes."""
-        moments, hidden, largest = CHANNELS * (4 + 2 + 2), 4 * TOKEN_CHUNK // LANES, 4 * TOKEN_CHUNK // SCALE_BLOCK
-        told = self.token_chunks * moments + 4 * CHANNELS + LARGEST_DIM // CHANNELS * (hidden + largest)
-        own = moments + 4 * CHANNELS + hidden + 8 * CHANNELS + WARPS * largest
-        return round_up(TOKEN_CHUNK * CHANNELS * 2 + WARPS * moments + told + own + 16, 128)
+        largest = 4 * TOKEN_CHUNK // SCALE_BLOCK
+        measured = max((WARPS + self.token_chunks) * MOMENTS, 4 * LANES * CHANNELS)
+        told = 4 * CHANNELS + LARGEST_DIM // CHANNELS * (NONFINITE + largest)
+        own = MOMENTS + 4 * CHANNELS + NONFINITE + 8 * CHANNELS + WARPS * largest
+        return round_up(TOKEN_CHUNK * CHANNELS * 2 + measured + told + own + 16, 128)
 
     @property
     def name(self) -> str:
         return "quantize_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
-"""The compiled instances."""
+INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2), QuantizeConfig(1, 3))
+"""The compiled instances. The last one takes heads that are longer than a cluster can hold."""
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
 """The same for int8, compiled separately."""
@@ -77,7 +93,7 @@ def token_chunks_of(k: torch.Tensor) -> int:
     return -(-k.shape[2] // TOKEN_CHUNK)
 
 
-def cluster_of(k: torch.Tensor) -> int:
+def ctas_of(k: torch.Tensor) -> int:
     """Number of CTAs that share a head."""
     return token_chunks_of(k) * (k.shape[3] // CHANNELS)
 
@@ -89,7 +105,13 @@ def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
 
 def choose(k: torch.Tensor, qk: ProductType) -> QuantizeConfig:
     """The instance for a call. `unsupported_call` must have returned None."""
-    return next(c for c in instances(qk == "int8") if c.token_chunks >= token_chunks_of(k))
+    is_long = ctas_of(k) > LARGEST_CLUSTER
+    return next(c for c in instances(qk == "int8") if c.is_long == is_long and (is_long or c.token_chunks >= token_chunks_of(k)))
+
+
+def stats_bytes(k: torch.Tensor) -> int:
+    """Bytes of what the kernels of a call tell each other."""
+    return k.shape[0] * k.shape[1] * ctas_of(k) * CHUNK_STATS_BYTES if ctas_of(k) > LARGEST_CLUSTER else 0
 
 
 def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:
@@ -112,9 +134,7 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
         return f"head dim is {dim}; it takes multiples of {CHANNELS} up to {LARGEST_DIM}"
     if k.numel() == 0:
         return f"key has shape {tuple(k.shape)}"
-    if cluster_of(k) > LARGEST_CLUSTER:
-        return f"there are {k.shape[2]} keys; of head dim {dim} it takes {LARGEST_CLUSTER * CHANNELS // dim * TOKEN_CHUNK}"
-    ctas = k.shape[0] * k.shape[1] * cluster_of(k)
+    ctas = k.shape[0] * k.shape[1] * ctas_of(k)
     if k.shape[2] <= TOKEN_CHUNK and ctas < device.sm_count:
         return f"there are {k.shape[2]} keys, {ctas} CTAs' work; of up to {TOKEN_CHUNK} it takes no less than {device.sm_count}"
     for name, x in (("key", k), ("value", v)):

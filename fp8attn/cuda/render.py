@@ -3,6 +3,7 @@ list of registers for every width, and the instances of kernels."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any, get_args
@@ -12,7 +13,7 @@ from .. import quantize as quantize_ref
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .fused_small import FusedSmallConfig
 from .portable import Operands, PortableConfig
-from .quantize import QuantizeConfig
+from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
 Config = Attending | QuantizeConfig
@@ -49,13 +50,19 @@ CONSTANTS: dict[str, int | float] = {
     "LARGEST_CORRECTION": quantize_ref.LARGEST_CORRECTION,
     "FIT_DIM": quantize_ref.FIT_DIM,
     "FIT_STEP": quantize_ref.FIT_STEP,
+    "CHUNK_STATS_BYTES": CHUNK_STATS_BYTES,
 }
 """Constants of C++ that Python defines, with the docstrings there: int, or float in float32."""
 
 
+def float32(x: float) -> float:
+    """The float32 next to x. nvcc warns of constants that aren't one."""
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
 def constants() -> str:
     """constants.h."""
-    lines = [f"constexpr {type(x).__name__} {name} = {x if isinstance(x, int) else f'{float(x).hex()}f'};" for name, x in CONSTANTS.items()]
+    lines = [f"constexpr {type(x).__name__} {name} = {x if isinstance(x, int) else f'{float32(x).hex()}f'};" for name, x in CONSTANTS.items()]
     nan = f"constexpr uint8_t INT8_NAN = {recipe.INT8_NAN & 0xFF:#x};"
     return "\n".join((RENDERED, "#pragma once\n", "#include <cstdint>\n", "namespace fp8attn {\n", *lines, nan, "\n}  // namespace fp8attn\n"))
 

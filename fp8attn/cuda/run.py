@@ -199,4 +199,4 @@ def launch_of_quantizer(k: torch.Tensor, qk: ProductType, device: Device) -> tup
     """The library of the quantizer's instance, and the launch arguments that aren't tensors."""
     config = quantize.choose(k, qk)
     library = build.load_with(config, quantize.instances(config.int8), device.arch)
-    return library, (library.launchers[config], k.shape[0] * k.shape[1] * quantize.cluster_of(k), sample_size(k.shape[2]))
+    return library, (library.launchers[config], k.shape[0] * k.shape[1] * quantize.ctas_of(k), sample_size(k.shape[2]), quantize.stats_bytes(k))

@@ -33,6 +33,7 @@ RESERVED_SHARED = 1024
 """Bytes of every CTA that the system keeps (CUDA C++ Programming Guide, compute capability 9.0)."""
 
 LONGEST = {64: 8192, 128: 4096, 192: 2560, 256: 2048}
+"""Tokens of the longest head that a cluster holds, by head dim. Longer ones take three launches."""
 
 PRODUCTS: tuple[ProductType, ...] = ("e4m3", "int8")
 
@@ -97,9 +98,11 @@ def like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def problems(draw, most: int) -> Problem:
-    """Of lengths with up to `most` token_chunks to a head."""
+    """Of lengths with up to `most` token_chunks to a head, or a few more than a cluster holds."""
     dim = draw(st.sampled_from((64, 64, 128, 128, 192, 256)))
     longest = min(LONGEST[dim], most * TOKEN_CHUNK)
+    if draw(st.integers(0, 3)) == 0:
+        longest = LONGEST[dim] + 2 * TOKEN_CHUNK
     edges = [n + i for n in range(TOKEN_CHUNK, longest, TOKEN_CHUNK) for i in (-1, 0, 1)]
     length = draw(st.one_of(st.integers(1, TOKEN_CHUNK), st.integers(TOKEN_CHUNK + 1, longest), st.sampled_from([1, *edges, longest])))
     case = Case(
@@ -144,7 +147,7 @@ def test_writes_the_bytes_of_triton(device: torch.device, recipe: Recipe, dim: i
 @emulation.emulates
 @pytest.mark.parametrize("dim", LONGEST)
 def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
-    for length in (LONGEST[dim], LONGEST[dim] - 130):
+    for length in (LONGEST[dim], LONGEST[dim] - 130, LONGEST[dim] + 1, LONGEST[dim] + 700):
         check(emulated, *normal((1, 1, length, dim), torch.float16), PRODUCTS[length % 256 == 0])
 
 
@@ -152,8 +155,8 @@ def test_emulated_the_longest(emulated: Quantizer, dim: int) -> None:
 @pytest.mark.parametrize("heads", (1, 40))
 @pytest.mark.parametrize("dim", LONGEST)
 def test_the_longest(device: torch.device, dim: int, heads: int) -> None:
-    """Also of more clusters than run at a time."""
-    for length in (LONGEST[dim], LONGEST[dim] - 130, TOKEN_CHUNK + 1, TOKEN_CHUNK, 77):
+    """Also of more clusters than run at a time, and of longer heads."""
+    for length in (LONGEST[dim], LONGEST[dim] - 130, TOKEN_CHUNK + 1, TOKEN_CHUNK, 77, LONGEST[dim] + 1, 4 * LONGEST[dim] - 9):
         for qk in PRODUCTS:
             check(by_cuda, *normal((1, heads, length, dim), device=device), qk)
 
@@ -166,13 +169,13 @@ def wide(shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[to
 
 @pytest.mark.anywhere
 @emulation.emulates
-@pytest.mark.parametrize("length", (1, 7, 300, 512, 513, 1300, 3000, 4096))
+@pytest.mark.parametrize("length", (1, 7, 300, 512, 513, 1300, 3000, 4096, 8193, 40_000))
 def test_emulated_the_order_of_sums(emulated: Quantizer, length: int) -> None:
     check_sums(emulated, *wide((1, 1, length, 64)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", (1, 7, 300, 512, 513, 1300, 3000, 4096))
+@pytest.mark.parametrize("length", (1, 7, 300, 512, 513, 1300, 3000, 4096, 8193, 40_000))
 @pytest.mark.parametrize("dim", (64, 128))
 def test_the_order_of_sums(device: torch.device, dim: int, length: int) -> None:
     check_sums(by_cuda, *wide((2, 8, length, dim), device))
@@ -206,8 +209,7 @@ def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 @pytest.mark.anywhere
 @emulation.emulates
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("length", (600, 1024))
-@pytest.mark.parametrize("dim", (64, 256))
+@pytest.mark.parametrize("length, dim", ((600, 64), (1024, 64), (8300, 64), (600, 256), (1024, 256), (2100, 256)))
 @pytest.mark.parametrize("qk", PRODUCTS)
 def test_emulated_what_is_not_finite(emulated: Quantizer, qk: ProductType, dim: int, length: int, dtype: torch.dtype) -> None:
     check(emulated, *not_finite((1, 2, length, dim), dtype), qk)
@@ -215,7 +217,7 @@ def test_emulated_what_is_not_finite(emulated: Quantizer, qk: ProductType, dim: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("length", (600, 1024, 2000))
+@pytest.mark.parametrize("length", (600, 1024, 2000, 9000))
 @pytest.mark.parametrize("dim", LONGEST)
 @pytest.mark.parametrize("qk", PRODUCTS)
 def test_what_is_not_finite(device: torch.device, qk: ProductType, dim: int, length: int, dtype: torch.dtype) -> None:
@@ -223,7 +225,7 @@ def test_what_is_not_finite(device: torch.device, qk: ProductType, dim: int, len
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim, length", ((64, 1000), (64, 8000), (128, 2048), (128, 4096), (256, 2001)))
+@pytest.mark.parametrize("dim, length", ((64, 1000), (64, 8000), (128, 2048), (128, 4096), (128, 4608), (64, 16_384), (256, 2001), (256, 4097)))
 @pytest.mark.parametrize("qk", PRODUCTS)
 def test_same_bits_a_hundred_times(device: torch.device, qk: ProductType, dim: int, length: int) -> None:
     """A bit that moves is a race."""
@@ -311,7 +313,7 @@ def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> N
 def read_guarded() -> None:
     """Where nothing behind K and V can be read."""
     quantizer = by(emulation.quantizer())
-    for shape, qk in zip(((1, 2, 601, 64), (2, 1, 1100, 128)), PRODUCTS, strict=True):
+    for shape, qk in zip(((1, 2, 601, 64), (2, 1, 1100, 128), (1, 2, 4097, 128), (2, 1, 2100, 256)), 2 * PRODUCTS, strict=True):
         k, v = normal(shape)
         check_bytes(quantizer, emulation.guarded(on_grid(k)), emulation.guarded(v), qk)
 
@@ -328,10 +330,10 @@ SYNCS = {
     "sums of the sample": ("  __syncthreads();\n  if (threadIdx.x >= 2 * words) return;", "  if (threadIdx.x >= 2 * words) return;"),
     "the sample lay there": ("  __syncthreads();  // `warps` overlaps `sampled`, which has been read\n", ""),
     "moments of all warps": ("  __syncthreads();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
-    "what there is to tell": ("  __syncthreads();\n}\n\n// Mean and scale of one channel", "}\n\n// Mean and scale of one channel"),
+    "what there is to tell": ("  __syncthreads();\n}\n\n// Mean (.x) and scale", "}\n\n// Mean (.x) and scale"),
     "facts": ("  ptx::mbarrier_wait(&shared.stats_full, 0);\n", ""),
     "shifts of all channels": ("coord, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "coord, threadIdx.x - CHANNELS);\n"),
-    "values before keys": ("  __syncthreads();\n\n  const Keys<T> keys;", "  const Keys<T> keys;"),
+    "values before keys": ("  __syncthreads();\n\n  write_keys_of", "  write_keys_of"),
     "magnitudes of all warps": ("  __syncthreads();\n  if constexpr (C.int8) broadcast_nonfinite", "  if constexpr (C.int8) broadcast_nonfinite"),
     "magnitudes of all slices": ("  ptx::mbarrier_wait(&shared.largest_full, 0);\n", ""),
     "copies of values": ("    wait_for_block(n);\n    if ((n + 1) * KEYS <= coord.count)", "    if ((n + 1) * KEYS <= coord.count)"),
@@ -342,6 +344,11 @@ SYNCS = {
     "int8's hidden keys of either row": ("C.int8 && nonfinite[i]", "C.int8 && nonfinite[0]"),
     "int8's marks of blocks": ("has_nonfinite_key ? -scale : scale", "scale"),
     "int8's steps": ("row_scale_of<C.int8>(largest)", "scale_of(largest)"),
+    "the cluster of a token chunk is there": ("  ptx::cluster_sync();", "  __syncthreads();"),
+    "copies of a token chunk's values": ("  ptx::cp_async_wait_but<0>();\n  ptx::cluster_sync();", "  ptx::cluster_sync();"),
+    "a token chunk's values that aren't finite": ("    mine.write_nan<T>(shared.tile);\n    __syncthreads();", "    __syncthreads();"),
+    "a token chunk's values before its keys": ("  __syncthreads();\n  write_keys_of", "  write_keys_of"),
+    "more token chunks than lanes": ("i + lane >= token_chunks", "lane >= token_chunks"),
     "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
 }
 """Lines of the kernel that wait, by what for, and what would be there without; some of int8; and one that adds in the definition's order."""
@@ -365,9 +372,9 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
     quantizer = by(emulation.quantizer((file_of(name), *SYNCS[name])))
 
     def check_several() -> None:
-        for length in range(1900, 1908):
-            k, v = not_finite((1, 2, length, 128), torch.bfloat16)
-            check_rounded(quantizer, wide((1, 2, length, 128))[0], v, 0.01)
+        for length, dim in (*((n, 128) for n in range(1900, 1908)), *((n, 256) for n in range(2049, 2053)), (20_000, 64)):
+            k, v = not_finite((1, 2, length, dim), torch.bfloat16)
+            check_rounded(quantizer, wide((1, 2, length, dim))[0], v, 0.01)
             if name in ("rows that don't exist", "keys that aren't finite"):
                 check(quantizer, 40 + k, v)  # whose mean is larger than what is left of any
             if "int8" in name:
@@ -383,8 +390,14 @@ def test_takes(dim: int) -> None:
         k = torch.zeros(1, heads, length, dim, dtype=torch.float16)
         for qk in PRODUCTS:
             assert quantize.unsupported_call(k, k, Recipe(q="block", qk=qk), H100) is None
-            assert quantize.choose(k, qk).token_chunks >= quantize.token_chunks_of(k) and quantize.choose(k, qk).int8 == (qk == "int8")
-        assert quantize.cluster_of(k) <= quantize.LARGEST_CLUSTER
+            chosen = quantize.choose(k, qk)
+            assert chosen.token_chunks >= quantize.token_chunks_of(k) and chosen.int8 == (qk == "int8") and not chosen.is_long
+        assert quantize.ctas_of(k) <= quantize.LARGEST_CLUSTER and quantize.stats_bytes(k) == 0
+    for length in (LONGEST[dim] + 1, 1 << 20):
+        k = torch.zeros(1, 1, 1, dim, dtype=torch.float16).expand(1, 3, length, dim)
+        for qk in PRODUCTS:
+            assert quantize.choose(k, qk).is_long and quantize.choose(k, qk).int8 == (qk == "int8")
+        assert quantize.stats_bytes(k) == 3 * quantize.ctas_of(k) * 576
 
 
 @pytest.mark.parametrize(
@@ -394,7 +407,6 @@ def test_takes(dim: int) -> None:
         ((1, 2, 600, 64), (1, 2, 600, 128), torch.float16, Recipe(), "the same of both"),
         ((1, 2, 600, 96), (1, 2, 600, 96), torch.float16, Recipe(), "head dim is 96; it takes multiples of 64 up to 256"),
         ((1, 65, 512, 128), (1, 65, 512, 128), torch.float16, Recipe(), "512 keys, 130 CTAs' work; of up to 512 it takes no less than 132"),
-        ((1, 2, 4097, 128), (1, 2, 4097, 128), torch.float16, Recipe(), "there are 4097 keys; of head dim 128 it takes 4096"),
         ((0, 2, 600, 64), (0, 2, 600, 64), torch.float16, Recipe(), "key has shape (0, 2, 600, 64)"),
         ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(k="token"), "recipe.k is 'token'; it takes 'block'"),
         ((1, 2, 600, 64), (1, 2, 600, 64), torch.float16, Recipe(smooth_v=False), "recipe.smooth_v is False"),
@@ -437,11 +449,14 @@ def test_the_binding_tells_it_all(dtype: torch.dtype) -> None:
     key, value = quantize.empty(k, v, "e4m3")
     tensors = (k, v, key.data, key.scale, key.mean, value.data, value.scale, value.mean)
     launcher = ctypes.cast(library.record_quantize, ctypes.c_void_p).value
-    for ready in (None, torch.zeros(2, 3, dtype=torch.int32)):
-        operators.quantize.default(launcher, 24, sample_size(700), *tensors, ready)
+    for ready, stats_bytes in ((None, 0), (torch.zeros(2, 3, dtype=torch.int32), 0), (None, 576 * 24)):
+        operators.quantize.default(launcher, 24, sample_size(700), stats_bytes, *tensors, ready)
         buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.QuantizeParams))
         assert library.recorded_quantize(buffer) == 24
-        assert buffer.raw == bytes(emulation.quantize_params(*tensors, sample_size(700), ready))
+        told = emulation.QuantizeParams.from_buffer_copy(buffer)
+        assert (told.chunk_stats is None) == (stats_bytes == 0)
+        told.chunk_stats = None
+        assert bytes(told) == bytes(emulation.quantize_params(*tensors, sample_size(700), ready))
     assert value.data.shape == (2, 3, 128, padded_length(700)) and value.data.dtype == E4M3
 
 

@@ -58,7 +58,7 @@ def test_every_cta_says_that_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None
     expected, (key, value) = run.quantize_kv(k, v, "int8", H100), quantize.empty(k, v, "int8")
     ready = torch.zeros(2, 3, dtype=torch.int32)
     run.quantize_into(key, value, k, v, H100, ready=ready)
-    assert (ready == quantize.cluster_of(k)).all() and quantize.cluster_of(k) == 4
+    assert (ready == quantize.ctas_of(k)).all() and quantize.ctas_of(k) == 4
     for x, y in zip((key, value), expected, strict=True):
         assert_same(x, y)
 

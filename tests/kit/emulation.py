@@ -117,6 +117,7 @@ class QuantizeParams(ctypes.Structure):
         ("inverse_sample", ctypes.c_float),
         ("half", ctypes.c_bool),
         ("ready", ctypes.c_void_p),
+        ("chunk_stats", ctypes.c_void_p),
     ]
 
 
@@ -361,8 +362,10 @@ def params(
     return p
 
 
-def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int, ready: torch.Tensor | None = None) -> QuantizeParams:
-    """The QuantizeParams that binding.cpp's quantize makes from its arguments."""
+def quantize_params(
+    k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int, ready: torch.Tensor | None = None, chunk_stats: torch.Tensor | None = None
+) -> QuantizeParams:
+    """The QuantizeParams that binding.cpp's quantize makes from its arguments; `chunk_stats` it allocates."""
     p = QuantizeParams()
     tensors = dict(k=k, v=v, k_data=k_data, k_scale=k_scale, k_mean=k_mean, v_data=v_data, v_scale=v_scale, v_mean=v_mean)
     for name, x in tensors.items():
@@ -371,6 +374,7 @@ def quantize_params(k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, samp
         setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*tensors[name].stride()[:3]))
     p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
     p.ready = None if ready is None else ready.data_ptr()
+    p.chunk_stats = None if chunk_stats is None else chunk_stats.data_ptr()
     p.inverse_length, p.inverse_sample, p.half = 1.0 / k.size(2), 1.0 / sampled, k.dtype == torch.float16
     return p
 
@@ -463,11 +467,12 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
     return build.Library(operators, {config: 0})
 
 
-def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, *tensors: torch.Tensor | None) -> None:
+def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, stats_bytes: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
-    p, config = quantize_params(*tensors[:-1], sampled, tensors[-1]), QUANTIZERS[launcher]
-    few = config.token_chunks == quantize.INSTANCES[0].token_chunks
-    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, few, config.int8) & 0xFF, "the emulated kernel doesn't come to an end"
+    stats = torch.full((stats_bytes // 4,), torch.nan) if stats_bytes else None
+    p, config = quantize_params(*tensors[:-1], sampled, tensors[-1], stats), QUANTIZERS[launcher]
+    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, config.token_chunks, config.int8)
+    assert ended & 0xFF, "the emulated kernel doesn't come to an end"
 
 
 def quantizer(*mutations: Mutation) -> build.Library:

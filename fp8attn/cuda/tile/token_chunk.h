@@ -21,6 +21,10 @@ constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(RUN == BLOCKS * GROUP);
 static_assert(CHANNELS == PART && THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
+// Whether heads may be longer than a cluster can hold. Then a cluster has one token chunk.
+template <QuantizeConfig C>
+constexpr bool IS_LONG = C.token_chunks == 1;
+
 using TokenChunkTile = uint32_t[TOKEN_CHUNK][WORDS];
 
 // Moments of V's channels over the lanes of a warp, or over a token chunk: sums, minima and maxima. Minima and maxima
@@ -29,6 +33,14 @@ struct Moments {
   float sum[CHANNELS];
   uint32_t low[WORDS], high[WORDS];
 };
+
+// What `measure_kv` finds of V in a slice of a token chunk: its moments, and per block STEPS words, with one bit per
+// lane: non-finite tokens.
+struct ChunkStats {
+  Moments moments;
+  uint4 nonfinite[BLOCKS];
+};
+static_assert(sizeof(ChunkStats) == CHUNK_STATS_BYTES);
 
 template <QuantizeConfig C>
 struct alignas(128) QuantizeStorage {
@@ -60,27 +72,36 @@ struct alignas(128) QuantizeStorage {
 // CTAs may already store.
 static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
 
-// Coordinates of a CTA in its cluster, and its head.
+// Coordinates of a CTA in its head, and the head.
 struct ClusterCoord {
   int token_chunks, slices, token_chunk, slice, first, count, batch, head, pair;
+  int first_token_chunk;  // of the CTA's cluster
 
-  __device__ explicit ClusterCoord(const QuantizeParams& p) : token_chunks((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK), slices(p.head_dim / CHANNELS) {
-    const int rank = ptx::cluster_rank();
+  // `cta`: number of the CTA: heads, their token chunks, their slices. `whole`: a cluster has all of a head, not only
+  // the slices of one token chunk.
+  __device__ ClusterCoord(const QuantizeParams& p, int cta, bool whole)
+      : token_chunks((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK), slices(p.head_dim / CHANNELS) {
+    const int rank = cta % (token_chunks * slices);
     token_chunk = rank / slices, slice = rank % slices;
     first = token_chunk * TOKEN_CHUNK, count = min(p.length - first, TOKEN_CHUNK);
-    pair = blockIdx.x / (token_chunks * slices);
+    pair = cta / (token_chunks * slices);
     batch = pair / p.heads, head = pair % p.heads;
+    first_token_chunk = whole ? 0 : token_chunk;
   }
 
-  __device__ int rank_of(int its_token_chunk, int its_slice) const { return its_token_chunk * slices + its_slice; }
+  __device__ int rank_of(int its_token_chunk, int its_slice) const { return (its_token_chunk - first_token_chunk) * slices + its_slice; }
 
   // Binary logarithm of the number of words (channel pairs) whose mean of K the CTA of one token chunk computes. The
   // last token chunks may have none.
   __device__ int log_words() const {
     int found = 5;
     static_assert(WORDS == 1 << 5);
-    for (int n = 2; n <= token_chunks; n *= 2) --found;
+    for (int n = 2; n <= min(token_chunks, WORDS); n *= 2) --found;
     return found;
+  }
+
+  __device__ ChunkStats& stats_of(const QuantizeParams& p, int its_token_chunk, int its_slice) const {
+    return static_cast<ChunkStats*>(p.chunk_stats)[(int64_t(pair) * token_chunks + its_token_chunk) * slices + its_slice];
   }
 
   // Index of the slice's first channel, among the channels of all heads.

@@ -2,7 +2,9 @@
 // codes.
 #pragma once
 
+#include "../ptx/flag.h"
 #include "../ptx/ldmatrix.h"
+#include "../ptx/mbarrier.h"
 #include "token_chunk.h"
 
 namespace fp8attn {
@@ -236,6 +238,28 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
       }
     }
   }
+}
+
+// Quantizes a slice of the keys of a token chunk: scales of blocks, codes. `k`: the token chunk's first token, at the
+// slice's first channel. The mean is in shared.key_mean; V is done with shared.tile. Says that the CTA is done.
+template <QuantizeConfig C, typename T>
+__device__ void write_keys_of_token_chunk(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k) {
+  const Keys<T> keys;
+  keys.load(shared.tile, k, p.k_strides[2], coord.count);
+  float4 mean[QUARTERS];
+#pragma unroll
+  for (int i = 0; i < QUARTERS; ++i) mean[i] = *reinterpret_cast<const float4*>(&shared.key_mean[i * QUARTER + keys.column]);
+  find_largest<C, T>(shared, coord, keys, mean);
+  ptx::mbarrier_wait(&shared.largest_full, 0);
+  const float inverse = finish_blocks<C>(p, shared, coord);
+  if (is_careful(shared, coord, 0, coord.slices))
+    write_keys<true, C, T>(p, shared, coord, keys, mean, inverse);
+  else
+    write_keys<false, C, T>(p, shared, coord, keys, mean, inverse);
+  if (p.ready == nullptr) return;
+  ptx::fence_proxy_async_all();  // the attention kernel reads these tensors by TMA
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::add_release(&p.ready[coord.pair], 1);
 }
 
 }  // namespace fp8attn

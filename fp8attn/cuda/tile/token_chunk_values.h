@@ -32,6 +32,16 @@ struct Mine {
       ptx::cp_async_commit();
     }
   }
+
+  // Non-finite elements of what the thread has loaded become NaN.
+  template <typename T>
+  __device__ void write_nan(TokenChunkTile& tile) const {
+#pragma unroll 1
+    for (int i = 0; i < STEPS; ++i) {
+      uint4& words = at(tile, i / OF_BLOCK, i % OF_BLOCK);
+      words = nan_where_nonfinite<T>(words);
+    }
+  }
 };
 
 // Moments of a thread's chunk: 8 channels.
@@ -142,6 +152,20 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
   __syncthreads();
 }
 
+// Mean (.x) and scale (.y) of a channel of V, from its sums over LANES or fewer lanes of token chunks and its extremes.
+template <int N>
+__device__ float2 mean_and_scale(const QuantizeParams& p, const float (&sum)[N], float low, float high) {
+  const float mean = removable(coarse(__fmul_rn(halving_sum(sum), p.inverse_length), low, high));
+  return {mean, scale_of(fmaxf(fmaxf(high - mean, mean - low), 0.0f))};
+}
+
+// Extremes of a channel, from packed ones.
+template <typename T>
+__device__ void join_extremes(float& low, float& high, const Moments& more, int channel) {
+  const float2 lows = Pair<T>::floats(more.low[channel / 2]), highs = Pair<T>::floats(more.high[channel / 2]);
+  low = fminf(low, channel % 2 ? lows.y : lows.x), high = fmaxf(high, channel % 2 ? highs.y : highs.x);
+}
+
 // Mean and scale of one channel of V. Every token chunk computes them redundantly.
 template <QuantizeConfig C, typename T>
 __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int channel) {
@@ -152,16 +176,14 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
     sum[i] = 0.0f;
     if (i >= coord.token_chunks) continue;
     sum[i] += token_chunks[i].sum[channel];
-    const float2 lows = Pair<T>::floats(token_chunks[i].low[channel / 2]), highs = Pair<T>::floats(token_chunks[i].high[channel / 2]);
-    low = fminf(low, channel % 2 ? lows.y : lows.x), high = fmaxf(high, channel % 2 ? highs.y : highs.x);
+    join_extremes<T>(low, high, token_chunks[i], channel);
   }
   // token chunks are the lanes of quantize.lane_sum; chunks that don't exist add zeros
-  const float mean = removable(coarse(__fmul_rn(halving_sum(sum), p.inverse_length), low, high));
-  const float scale = scale_of(fmaxf(fmaxf(high - mean, mean - low), 0.0f));
-  shared.shift[channel] = mean, shared.factor[channel] = __fdiv_rn(1.0f, scale);
+  const float2 found = mean_and_scale(p, sum, low, high);
+  shared.shift[channel] = found.x, shared.factor[channel] = __fdiv_rn(1.0f, found.y);
   if (coord.token_chunk != 0) return;
-  p.v_mean[coord.channel() + channel] = mean;
-  p.v_scale[coord.channel() + channel] = scale;
+  p.v_mean[coord.channel() + channel] = found.x;
+  p.v_scale[coord.channel() + channel] = found.y;
 }
 
 // Writes V's codes, transposed, with keys in the order of layout.key_of_slot. A warp has one chunk of channels. A

@@ -4,27 +4,38 @@
 
 namespace fp8attn {
 
-template <int STRIPS, int CTAS, bool INT8>
+template <int TOKEN_CHUNKS, int CTAS, bool INT8>
 struct Instance {
-  static constexpr QuantizeConfig config{STRIPS, CTAS, INT8};
+  static constexpr QuantizeConfig config{TOKEN_CHUNKS, CTAS, INT8};
 };
 
-template <class Instance>
+// It takes about 40 rounds.
+template <class Instance, typename T>
 bool run(const QuantizeParams& p, int ctas) {
-  const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
-  // it takes about 40 rounds
-  return cta::run(p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>, p, ctas, THREADS, cluster, 100);
+  const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
+  if constexpr (IS_LONG<Instance::config>) {
+    return cta::run(measure_kv<Instance, T>, p, ctas, THREADS, 1, 100) && cta::run(finish_kv<T>, p, ctas / token_chunks, CHANNELS + 32, 1, 100) &&
+           cta::run(write_kv<Instance, T>, p, ctas, THREADS, slices, 100);
+  } else {
+    return cta::run(quantize_kv<Instance, T>, p, ctas, THREADS, slices * token_chunks, 100);
+  }
+}
+
+template <int TOKEN_CHUNKS, int CTAS, bool INT8>
+bool run(const QuantizeParams& p, int ctas) {
+  using One = Instance<TOKEN_CHUNKS, CTAS, INT8>;
+  return p.half ? run<One, __half>(p, ctas) : run<One, __nv_bfloat16>(p, ctas);
 }
 
 template <bool INT8>
-bool quantize(const QuantizeParams& p, int ctas, bool few) {
-  return few ? run<Instance<8, 3, INT8>>(p, ctas) : run<Instance<16, 2, INT8>>(p, ctas);
+bool quantize(const QuantizeParams& p, int ctas, int token_chunks) {
+  return token_chunks == 1 ? run<1, 3, INT8>(p, ctas) : token_chunks == 8 ? run<8, 3, INT8>(p, ctas) : run<16, 2, INT8>(p, ctas);
 }
 
 }  // namespace fp8attn
 
-// Returns whether the kernel ended.
-extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, bool few, bool int8) {
+// Returns whether the kernels ended.
+extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, int token_chunks, bool int8) {
   if (bytes != sizeof(*params)) abort();
-  return int8 ? fp8attn::quantize<true>(*params, ctas, few) : fp8attn::quantize<false>(*params, ctas, few);
+  return int8 ? fp8attn::quantize<true>(*params, ctas, token_chunks) : fp8attn::quantize<false>(*params, ctas, token_chunks);
 }

@@ -1,0 +1,137 @@
+// Quantizes heads that are longer than a cluster can hold, in three launches. `measure_kv` measures V and the sample of
+// K, `finish_kv` makes V's means and scales and K's mean of it, `write_kv` writes the codes. V is read twice: the heads
+// that are measured last are written first, while L2 still has them.
+#pragma once
+
+#include "launch.h"
+#include "params.h"
+#include "ptx/cluster.h"
+#include "ptx/grid.h"
+#include "ptx/mbarrier.h"
+#include "tile/token_chunk.h"
+#include "tile/token_chunk_keys.h"
+#include "tile/token_chunk_values.h"
+
+namespace fp8attn {
+
+// Where a CTA's slice of its head begins.
+template <typename T>
+__device__ const T* slice_of(const void* x, const int64_t (&strides)[3], const ClusterCoord& coord) {
+  return static_cast<const T*>(x) + coord.batch * strides[0] + coord.head * strides[1] + coord.slice * CHANNELS;
+}
+
+// The grid has a CTA for every slice of every token chunk, the last heads first. K's mean, not rotated yet, goes to
+// p.k_mean.
+template <class Instance, typename T>
+__global__ void __launch_bounds__(THREADS, Instance::config.ctas) measure_kv(const __grid_constant__ QuantizeParams p) {
+  constexpr QuantizeConfig C = Instance::config;
+  extern __shared__ __align__(128) uint8_t bytes[];
+  QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
+  const ClusterCoord coord(p, gridDim.x - 1 - blockIdx.x, false);
+  const Mine mine;
+  if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
+  __syncthreads();
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
+  const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
+  const int words = 1 << coord.log_words(), first = coord.token_chunk * words;
+  Sample<T> sample;
+  if (first < WORDS && threadIdx.x < LANES * words) sample.load(p, coord, k, threadIdx.x);
+  mine.load(shared.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
+  measure_keys<C, T>(p, shared, coord, k, sample);
+  measure_values<C, T>(shared, coord, mine);
+  ChunkStats& to = coord.stats_of(p, coord.token_chunk, coord.slice);
+  if (threadIdx.x < 32)
+    reinterpret_cast<uint4*>(&to.moments)[threadIdx.x] = reinterpret_cast<const uint4*>(&shared.own.token_chunk)[threadIdx.x];
+  else if (threadIdx.x < 32 + BLOCKS)
+    to.nonfinite[threadIdx.x - 32] = shared.own.nonfinite[threadIdx.x - 32];
+  else if (first < WORDS && threadIdx.x >= 64 && threadIdx.x < 64 + 2 * words)
+    p.k_mean[coord.channel() + 2 * first + threadIdx.x - 64] = shared.own.key_mean[threadIdx.x - 64];
+}
+
+// The grid has a CTA for every slice of every head.
+template <typename T>
+__global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant__ QuantizeParams p) {
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
+  const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK, channel = threadIdx.x;
+  const int64_t first = int64_t(blockIdx.x) * CHANNELS;  // of the slice's channels, among those of all heads
+  if (channel >= CHANNELS) {
+    float4* means = reinterpret_cast<float4*>(p.k_mean + first);
+    const float4 mean = removable(rotated(means[threadIdx.x % (CHANNELS / 4)]));
+    __syncwarp();  // all lanes have read `means`
+    if (channel - CHANNELS < CHANNELS / 4) means[channel - CHANNELS] = mean;
+    return;
+  }
+  const ChunkStats* stats = static_cast<const ChunkStats*>(p.chunk_stats) + int64_t(blockIdx.x / slices) * token_chunks * slices + blockIdx.x % slices;
+  float sum[LANES] = {}, low = INFINITE, high = -INFINITE;
+#pragma unroll 1
+  for (int i = 0; i < token_chunks; i += LANES) {
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) {
+      if (i + lane >= token_chunks) continue;
+      const Moments& more = stats[int64_t(i + lane) * slices].moments;
+      sum[lane] += more.sum[channel];
+      join_extremes<T>(low, high, more, channel);
+    }
+  }
+  const float2 found = mean_and_scale(p, sum, low, high);
+  p.v_mean[first + channel] = found.x;
+  p.v_scale[first + channel] = found.y;
+}
+
+// The grid has a cluster for every token chunk, with a CTA for every slice: K's scales need all slices.
+template <class Instance, typename T>
+__global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const __grid_constant__ QuantizeParams p) {
+  constexpr QuantizeConfig C = Instance::config;
+  extern __shared__ __align__(128) uint8_t bytes[];
+  QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
+  const ClusterCoord coord(p, blockIdx.x, false);
+  const Mine mine;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&shared.largest_full, 1);
+    ptx::mbarrier_expect(&shared.largest_full, bytes_of_largest(shared, coord));
+    ptx::fence_barrier_init();
+  }
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
+  mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
+  const int slice = threadIdx.x / BLOCKS, block = threadIdx.x % BLOCKS;
+  if (slice < coord.slices) {
+    const uint4 nonfinite = coord.stats_of(p, coord.token_chunk, slice).nonfinite[block];
+    shared.nonfinite[slice][block] = nonfinite;
+    if (slice == coord.slice) shared.own.nonfinite[block] = nonfinite;
+  }
+  if (threadIdx.x < CHANNELS) {
+    shared.key_mean[threadIdx.x] = p.k_mean[coord.channel() + threadIdx.x];
+    shared.shift[threadIdx.x] = p.v_mean[coord.channel() + threadIdx.x];
+    shared.factor[threadIdx.x] = __fdiv_rn(1.0f, p.v_scale[coord.channel() + threadIdx.x]);
+  }
+  ptx::cp_async_wait_but<0>();
+  ptx::cluster_sync();  // all that is above is there, and all CTAs of the cluster have started
+  const bool careful = is_careful(shared, coord, coord.slice, coord.slice + 1);
+  if (careful) {
+    mine.write_nan<T>(shared.tile);
+    __syncthreads();
+    write_values<true, C, T>(p, shared, coord);
+  } else {
+    write_values<false, C, T>(p, shared, coord);
+  }
+  __syncthreads();
+  write_keys_of_token_chunk<C, T>(p, shared, coord, slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]);
+}
+
+// `ctas`: one for every slice of every token chunk.
+template <class Instance, typename T>
+cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) {
+  constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
+  const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
+  cudaError_t error = take_shared_memory(measure_kv<Instance, T>, bytes);
+  if (error == cudaSuccess) error = take_shared_memory(write_kv<Instance, T>, bytes);
+  if (error == cudaSuccess) error = launch_clusters(measure_kv<Instance, T>, p, ctas, 1, THREADS, bytes, stream);
+  if (error == cudaSuccess) error = launch_clusters(finish_kv<T>, p, ctas / token_chunks, 1, CHANNELS + 32, 0, stream);
+  if (error == cudaSuccess) error = launch_clusters(write_kv<Instance, T>, p, ctas, slices, THREADS, bytes, stream);
+  return error;
+}
+
+}  // namespace fp8attn
