@@ -41,6 +41,7 @@ from .recipe import (
     Rotation,
 )
 from .reference import Causal, causal_offset
+from .triton import lse as triton_lse
 from .triton import quantize as triton_quantize
 from .triton import run
 from .triton.bias import with_bias
@@ -451,7 +452,10 @@ register("rotate(Tensor x, int part, float factor) -> Tensor", _rotate, _fake_ro
 
 def _unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int) -> torch.Tensor:
     validate.check_unsmoothed_lse(lse, q, k_mean)
-    return reference.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated)
+    if not has_kernels(q.device) or not lse.is_contiguous():
+        return reference.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated)
+    with current(q.device):
+        return triton_lse.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device_of(q.device))
 
 
 def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):

@@ -61,7 +61,15 @@ PROBLEMS: dict[str, tuple[Problem, ...]] = {
 """What is compiled in one process. Other head dims are the Hopper kernel's business."""
 
 BESIDE = {
-    "e4m3": {"import_values_kernel", "half_keys_kernel", "fused_small_kernel", "gather_kernel", "finish_kernel", "write_kernel"},
+    "e4m3": {
+        "import_values_kernel",
+        "half_keys_kernel",
+        "unsmooth_lse_kernel",
+        "fused_small_kernel",
+        "gather_kernel",
+        "finish_kernel",
+        "write_kernel",
+    },
     "smoothed": {"bias_kernel"},
 }
 """Kernels that are compiled beside attention's."""
@@ -79,6 +87,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     from fp8attn.triton import quantize as triton_quantize
     from fp8attn.triton.bias import with_bias
     from fp8attn.triton.half_keys import half_keys
+    from fp8attn.triton.lse import unsmoothed_lse
     from offline import architecture
 
     device = ARCHITECTURES[arch]
@@ -127,6 +136,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
             if mask == "full" and not others:
                 lse, mean = torch.zeros(1, 512, 64), torch.zeros(1, 1, dim)
                 half_keys(q, k, v, q[..., :value_dim], lse, mean, 16, 128, 128, 0.1, 200, q.dtype, True, device, warmup=True)
+                unsmoothed_lse(lse, q, mean, 0.1, 16, device, warmup=True)
             if quantizes and not others:
                 triton_quantize.import_values(quantized[2].data, device, warmup=True)
                 for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
@@ -141,9 +151,11 @@ def ambiguous_names() -> list[str]:
     """In a process of its own: names that modules of one kernel give to different numbers."""
     from triton.runtime.jit import JITFunction
 
-    from fp8attn.triton import bias, forward, half_keys, hopper, quantize
+    from fp8attn.triton import bias, forward, half_keys, hopper, lse, quantize
 
-    kernels = {f.__name__: f for module in (quantize, bias, forward, half_keys, hopper) for f in vars(module).values() if isinstance(f, JITFunction)}
+    kernels = {
+        f.__name__: f for module in (quantize, bias, forward, half_keys, hopper, lse) for f in vars(module).values() if isinstance(f, JITFunction)
+    }
     assert {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel"} <= {*kernels}
     found = set()
     for kernel in kernels.values():
@@ -208,6 +220,6 @@ def test_compiles(arch: int, problems: str, tmp_path: Path) -> None:
             assert "cvt.rn.satfinite.e4m3x2" in entry["ptx"]
         if entry["kernel"] == "bias_kernel":
             assert ".tf32" in entry["ptx"] and " smoothed " in entry["case"]
-        if entry["kernel"] in (*QUANTIZERS, "half_keys_kernel"):
+        if entry["kernel"] in (*QUANTIZERS, "half_keys_kernel", "unsmooth_lse_kernel"):
             # a dependent that doesn't wait reads what isn't there yet
             assert ("griddepcontrol.wait" in entry["ptx"]) == (arch >= 90)

@@ -21,7 +21,7 @@ from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.quantize import import_values, quantize
 from fp8attn.recipe import E4M3
 from fp8attn.schedule import LEAST_ROWS, MOST_CHANNELS, MOST_TILES, MOST_TOKENS
-from fp8attn.triton import bias, forward, half_keys, hopper
+from fp8attn.triton import bias, forward, half_keys, hopper, lse
 from fp8attn.triton import configs as triton_configs
 from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton import run as triton_run
@@ -31,7 +31,7 @@ H100, L40S = ARCHITECTURES[90], ARCHITECTURES[89]
 LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
 """CUDA C++ Programming Guide, compute capabilities: the largest x, y and z of a grid of thread blocks."""
 
-LAUNCHING = (triton_quantize, bias, forward, half_keys, hopper)
+LAUNCHING = (triton_quantize, bias, forward, half_keys, hopper, lse)
 """Triton's modules with kernels."""
 
 Shape = tuple[int, int, int, int]
@@ -117,6 +117,7 @@ def test_no_triton_kernel_has_a_larger_grid_than_there_is(launches: list) -> Non
                 hopper.run(call, triton_configs.hopper_config(call, H100), H100)
         triton_quantize.import_values(meta(*k_shape, dtype=E4M3), H100)
         half_keys.half_keys(q, k, v, None, None, None, 0, 4, 128, 1.0, 0, torch.bfloat16, True, H100)
+        lse.unsmoothed_lse(meta(*q_shape[:3], dtype=torch.float32), q, meta(*k_shape[:2], k_shape[3], dtype=torch.float32), 1.0, 0, H100)
     triton_quantize.quantize(*(meta(1, 2, 100, 64) for _ in range(3)), Recipe(), H100)  # in one launch
     for name, grid in launches:
         assert_fits(grid, name)

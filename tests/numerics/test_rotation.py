@@ -154,3 +154,24 @@ def test_nothing_is_rotated_beside_what_is_not(device: torch.device, sdpa: Atten
     assert torch.equal(sdpa(q, *plain[1:]), expected) and torch.equal(sdpa(plain[0], k, v, out_dtype=q.dtype), expected)
     cache = fp8attn.import_kv(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 1.0, 1.0)
     assert error(sdpa(q, *cache), reference_sdpa(q, k, v)) < 0.08
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("dim, rotated", ((16, 0), (64, 64), (72, 8), (128, 64), (192, 64), (256, 256)))
+def test_the_lse_of_keys_with_their_mean(device: torch.device, dim: int, rotated: int, dtype: torch.dtype) -> None:
+    """As exact as float32, also of a mean that is much larger than queries; the same bits from any layout; rows with no keys keep -inf."""
+    generator = torch.Generator().manual_seed(dim)
+    q = torch.randn(2, 6, 130, dim, generator=generator).to(dtype)
+    mean = 30 * torch.randn(2, 3, dim, generator=generator)
+    lse = torch.randn(2, 6, 130, generator=generator)
+    lse[1, 2, 7] = -torch.inf
+    exact = lse.double() + 0.1 * (q.double() * mean.double().repeat_interleave(2, 1).unsqueeze(2)).sum(-1)
+    stored = rotation.rotate(mean, rotated).to(device)
+    operator = torch.ops.fp8attn.unsmoothed_lse
+    found = operator(lse.to(device), q.to(device), stored, 0.1, rotated)
+    size = 0.1 * (q.double().abs() * mean.double().abs().repeat_interleave(2, 1).unsqueeze(2)).sum(-1)
+    assert torch.equal(found.isinf().cpu(), exact.isinf())
+    assert ((found.cpu().double() - exact).nan_to_num(nan=0.0).abs() <= 2.0**-20 * (size + 1)).all()
+    shifted = torch.nn.functional.pad(q, (1, 2, 0, 1)).to(device)[:, :, :130, 1 : dim + 1]
+    assert torch.equal(operator(lse.to(device), shifted, stored, 0.1, rotated), found)
+    assert torch.equal(operator(lse[1:, 4:].contiguous().to(device), q[1:, 4:].to(device), stored[1:, 2:], 0.1, rotated), found[1:, 4:])
