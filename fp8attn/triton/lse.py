@@ -17,7 +17,7 @@ from .launch import ceil_div, check_counted, launch
 from .quantize import begin, load_vector, power_of_2, unrotated
 
 ROWS = 64
-"""Queries of a program."""
+"""Queries of a program; of float32 half as many."""
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "length"])
@@ -60,11 +60,11 @@ def unsmoothed_lse(
     batch, heads, length, dim = q.shape
     if device.emulated and q.dtype == torch.bfloat16:  # the interpreter can't multiply bfloat16
         q = q.float()
-    out = torch.empty_like(lse)
+    out, rows = torch.empty_like(lse), ROWS if q.element_size() == 2 else ROWS // 2
     launch(
-        unsmooth_lse_kernel, (ceil_div(length, ROWS) * heads * batch,),
+        unsmooth_lse_kernel, (ceil_div(length, rows) * heads * batch,),
         q, q.stride(), k_mean.contiguous(), lse, out, heads, k_mean.shape[1], length, softmax_scale,
-        dim, power_of_2(dim), rotated, ROWS, device.has_dependent_launch,
+        dim, power_of_2(dim), rotated, rows, device.has_dependent_launch,
         warmup=warmup, dependent=device.has_dependent_launch, num_warps=4 if power_of_2(dim) * q.element_size() <= 256 else 8,
     )  # fmt: skip
     return out
