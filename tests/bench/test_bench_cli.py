@@ -90,7 +90,9 @@ def error_of(words: list[str], capsys: pytest.CaptureFixture) -> str:
 def test_filters_are_known() -> None:
     """Every command that has cases, rows or recipes has filters for them."""
     found = {(name, option) for name, option in FILTERS}
-    assert found >= {(name, "--case") for name in ("run", "quantize", "compare", "accuracy", "price", "masks", "ladder", "profile", "search")}
+    assert found >= {
+        (name, "--case") for name in ("run", "quantize", "compare", "accuracy", "price", "masks", "overhead", "ladder", "profile", "search")
+    }
     assert found >= {(name, "--peer") for name in ("run", "accuracy", "needle", "model", "masks", "profile")}
     assert found >= {("price", "--recipe"), ("masks", "--mask"), ("compare", "--backend"), ("sanitize", "--tool"), ("run", "--distribution")}
 
@@ -101,7 +103,7 @@ def test_a_filter_that_matches_nothing_is_an_error(name: str, option: str, no_wo
     line = error_of([name, *POSITIONAL.get(name, ()), option, TYPO], capsys)
     assert repr(TYPO) in line and (option in line or name == "profile")
     action = next(action for one, action in options() if (one, action.option_strings[0]) == (name, option))
-    there = list(action.choices or ()) or {"--recipe": list(rows.RECIPES), "--mask": list(masks.MASKS)}.get(option, ["fp8attn", "D128", "tiny"])
+    there = list(action.choices or ()) or {"--recipe": list(rows.RECIPES), "--mask": list(masks.MASKS)}.get(option, ["fp8attn", "D128", "tiny", "Flux 4608"])
     assert any(one in line for one in there), line
 
 

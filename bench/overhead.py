@@ -1,0 +1,205 @@
+"""What a call costs the CPU: repeated, at a length that is new, and beside PyTorch's, for calls that models make."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import fp8attn
+from fp8attn import PRECISE, Recipe
+
+from . import command_line, report
+from .cases import Case, square
+from .command_line import NO_GPU, UsageError, at_least, more_than_zero
+from .machine import machine
+from .peers import Problem
+from .progress import Tick, no_tick
+from .sheet import Sheet
+from .timing import Protocol, time_all
+
+HELP = "what a call costs the CPU: repeated, at a new length, and beside PyTorch"
+
+FLUX = square("Flux 4608 H24 D128", 1, 24, 4608, 128)
+
+CALLS = 20
+"""Calls in a row whose CPU time is one sample. All their launches fit into the queue of a stream, so that no call waits
+for the GPU."""
+
+NEW_LENGTHS = 5
+"""Lengths whose first calls are timed. Each is 16 tokens shorter than the one before, so that kernels are the same."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of call: a case, and arguments of `sdpa` beside the case's. `padding`: with a bool mask of padded keys."""
+
+    name: str
+    case: Case
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    padding: bool = False
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """Keyword arguments of `sdpa`."""
+        found = self.case.options | self.options
+        if self.padding:
+            keys = torch.arange(self.case.kv_length, device=device)
+            found["attn_mask"] = (keys < self.case.kv_length * 9 // 10).view(1, 1, 1, -1)
+        return found
+
+
+KINDS = (
+    Kind("Flux 4608", FLUX),
+    Kind("Flux 4608 LSE", FLUX, {"return_lse": True}),
+    Kind("Flux 4608 PRECISE", FLUX, {"recipe": PRECISE}),
+    Kind("Flux 4608 padding", FLUX, padding=True),
+    Kind("ViT-L 577", square("ViT-L 577 B8 H16 D64", 8, 16, 577, 64)),
+    Kind("GQA 6000 causal", square("GQA 32/8 6000 D128 causal", 1, 32, 6000, 128, True, 8)),
+    Kind("D256 4096 causal", square("GQA 16/8 4096 D256 causal", 1, 16, 4096, 256, True, 8)),
+    Kind("Wan 32760", square("Wan 32760 H12 D128", 1, 12, 32760, 128)),
+    Kind("rotate=0 4096", square("H24 4096 D128", 1, 24, 4096, 128), {"recipe": Recipe(rotate=0)}),
+    Kind("recent=256 8192", square("H16 8192 D128", 1, 16, 8192, 128), {"recipe": Recipe(recent=256)}),
+)
+"""Calls that models make; the lengths aren't powers of two."""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds of a kind of call.
+
+    Attributes:
+        cpu_us: CPU time of a repeated call, without waiting for the GPU.
+        new_length_us: CPU time of the first call of a length, kernels compiled; the median of NEW_LENGTHS.
+        eager_us, graph_us: of a call in a row of calls, launched one by one or in a CUDA graph.
+        sdpa_cpu_us, sdpa_eager_us: the same of F.scaled_dot_product_attention in bfloat16.
+    """
+
+    kind: Kind
+    cpu_us: float
+    new_length_us: float
+    eager_us: float
+    graph_us: float
+    sdpa_cpu_us: float
+    sdpa_eager_us: float
+
+    @property
+    def of_launching(self) -> float:
+        """Eager time over the larger of the graph's time and 40 us: 1 if launching costs nothing."""
+        return self.eager_us / max(self.graph_us, 40.0)
+
+    def record(self) -> dict[str, Any]:
+        """One flat JSON object."""
+        times = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind"}
+        return {"kind": self.kind.name, **self.kind.case.record(), **times}
+
+
+def cpu_us(call: Callable[[], object], rounds: int, wait: Callable[[], None]) -> float:
+    """The median over rounds of the CPU time of a call, in us.
+
+    Args:
+        wait: waits until the GPU is idle.
+    """
+    samples = []
+    for _ in range(rounds):
+        wait()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        samples.append((time.perf_counter() - start) * 1e6 / CALLS)
+    wait()
+    return statistics.median(samples)
+
+
+def new_length_us(kind: Kind, device: torch.device, wait: Callable[[], None]) -> float:
+    """The median CPU time of the first calls of NEW_LENGTHS lengths, in us, after calls of two others."""
+    samples = []
+    for i in range(NEW_LENGTHS + 2):
+        shorter = [x - 16 * (i + 1) if x == kind.case.kv_length else x for x in (kind.case.q_length, kind.case.kv_length)]
+        case = dataclasses.replace(kind.case, q_length=shorter[0], kv_length=shorter[1])
+        one = dataclasses.replace(kind, case=case)
+        (q, k, v), arguments = Problem.of(case, "normal", device, rotate=False).sets[0], one.arguments(device)
+        wait()
+        start = time.perf_counter()
+        fp8attn.sdpa(q, k, v, **arguments)
+        samples.append((time.perf_counter() - start) * 1e6)
+        wait()
+    return statistics.median(samples[2:])
+
+
+def measure(kind: Kind, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> Overhead:
+    """All times of a kind of call.
+
+    Args:
+        tick: called for every turn, which counts as 1; there are three in a round.
+    """
+
+    def wait() -> None:
+        torch.cuda.synchronize(device)
+
+    problem = Problem.of(kind.case, "normal", device, rotate=True)
+    arguments = kind.arguments(device)
+    for_sdpa = {name: x for name, x in arguments.items() if name in ("attn_mask", "is_causal", "enable_gqa")}
+    sets = len(problem.sets)
+
+    def ours(i: int) -> Any:
+        return fp8attn.sdpa(*problem.sets[i % sets], **arguments)
+
+    def theirs(i: int) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*problem.sets[i % sets], **for_sdpa)
+
+    for run in (ours, theirs):
+        for _ in range(3):
+            run(0)
+    cpu, sdpa_cpu = (cpu_us(functools.partial(run, 0), protocol.rounds, wait) for run in (ours, theirs))
+    eager = time_all({"eager": ours, "SDPA, eager": theirs}, sets, dataclasses.replace(protocol, launch="eager"), device, tick)
+    graph = time_all({"graph": ours}, sets, protocol, device, tick)
+    return Overhead(
+        kind, cpu, new_length_us(kind, device, wait), eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, sdpa_cpu,
+        eager["SDPA, eager"].timing.p50_us,
+    )  # fmt: skip
+
+
+def table(results: Sequence[Overhead]) -> Sheet:
+    """A row for every kind of call."""
+    headers = ("CPU", "new length", "eager", "graph", "SDPA CPU", "SDPA eager", "× SDPA")
+    made = report.table_of(
+        "Calls, µs", ("call",), headers,
+        "CPU: of a repeated call. new length: the first call of a length, on the CPU, kernels compiled. × SDPA: its eager time over ours.",
+        optional=("SDPA CPU", "graph"),
+    )  # fmt: skip
+    for one in results:
+        times = (one.cpu_us, one.new_length_us, one.eager_us, one.graph_us, one.sdpa_cpu_us, one.sdpa_eager_us)
+        made.add_row(one.kind.name, *map(report.us_of, times), f"{one.sdpa_eager_us / one.eager_us:.2f}")
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_case(parser)
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
+    parser.add_argument("--milliseconds", type=more_than_zero, default=20.0, help="length of a turn (default: %(default)s)")
+    command_line.add_json(parser)
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    kinds = command_line.chosen(arguments.case, KINDS, "--case")
+    if device.type != "cuda":
+        raise UsageError(NO_GPU)
+    protocol, about = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds), machine(device)
+    results: list[Overhead] = []
+    with report.progress("overhead") as bar:
+        turns = 3 * protocol.rounds
+        task = bar.add_task(f"calls: {len(kinds)}", total=turns * len(kinds))
+        for i, kind in enumerate(kinds):
+            bar.update(task, completed=i * turns, description=kind.name)
+            results.append(measure(kind, protocol, device, bar.ticks(task, f"{kind.name}, ")))
+            report.append(arguments.json, [report.json_line("overhead", results[-1].record(), about)])
+    report.console().print(table(results))
+    return 0

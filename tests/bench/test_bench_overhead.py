@@ -1,0 +1,74 @@
+"""python -m bench overhead: what is called, what of it is timed, and the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8attn
+from bench import __main__ as command
+from bench import overhead
+from bench.cases import square
+from bench.overhead import KINDS, Kind, Overhead
+from bench.timing import Protocol
+
+CPU = torch.device("cpu")
+SMALL = Kind("small", square("small", 1, 2, 200, 64), padding=True)
+
+
+def test_kinds_are_calls_that_sdpa_takes() -> None:
+    """With every kind's arguments, on small tensors; names are unique."""
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    for kind in KINDS:
+        heads = kind.case.q_heads // kind.case.kv_heads
+        small = dataclasses.replace(kind, case=dataclasses.replace(kind.case, batch=1, q_heads=heads, kv_heads=1, q_length=40, kv_length=40))
+        q = torch.randn(1, heads, 40, kind.case.head_dim)
+        out = fp8attn.sdpa(q, q[:, :1], q[:, :1], **small.arguments(CPU), backend="modelled")
+        assert isinstance(out, tuple) == ("return_lse" in kind.options)
+
+
+def test_padding_hides_the_last_tenth() -> None:
+    mask = SMALL.arguments(CPU)["attn_mask"]
+    assert mask.shape == (1, 1, 1, 200) and mask.dtype == torch.bool and mask.sum() == 180 and bool(mask[..., :180].all())
+
+
+def test_cpu_time_is_of_calls_and_not_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(overhead.time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        now[0] += 3e-6
+
+    def wait() -> None:
+        now[0] += 1.0
+
+    assert overhead.cpu_us(call, 3, wait) == pytest.approx(3.0)
+
+
+def test_table_and_record() -> None:
+    one = Overhead(SMALL, 30.0, 200.0, 60.0, 50.0, 20.0, 90.0)
+    assert one.of_launching == pytest.approx(1.2)
+    made = overhead.table([one])
+    assert made.row_count == 1
+    assert json.loads(json.dumps(one.record()))["kind"] == "small" and one.record()["sdpa_eager_us"] == 90.0
+
+
+@pytest.mark.gpu
+def test_measures(device: torch.device) -> None:
+    found = overhead.measure(SMALL, Protocol(rounds=2, milliseconds=1.0, lead_in=1.0), device)
+    assert all(x > 0 for x in (found.cpu_us, found.new_length_us, found.eager_us, found.graph_us, found.sdpa_cpu_us, found.sdpa_eager_us))
+
+
+def test_the_command(device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["overhead", "--case", "ViT", "--rounds", "2", "--milliseconds", "2", "--json", str(tmp_path / "overhead.jsonl")]
+    if device.type != "cuda":
+        assert command.main(words) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
+        return
+    assert command.main(words) == 0
+    (line,) = (tmp_path / "overhead.jsonl").read_text().splitlines()
+    assert json.loads(line)["kind"] == "ViT-L 577"
+    assert command.main(["overhead", "--case", "nobody's"]) == 2 and "nobody's" in capsys.readouterr().err
