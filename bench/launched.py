@@ -40,11 +40,13 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "nothing visible": ((1, 1, 200, 64), (1, 1, 20, 64), dict(is_causal=True, causal_alignment="bottom_right")),
     "int8, shared": ((2, 4, 3, 64), (2, 2, 1100, 64), dict(recipe=Recipe(qk="int8"))),
     "int8, causal": ((1, 2, 200, 128), (1, 2, 300, 128), dict(recipe=Recipe(qk="int8"), is_causal=True)),
+    "keys beyond a cluster": ((1, 2, 70, 256), (1, 1, 2100, 256), {}),
+    "int8, keys beyond a cluster": ((1, 1, 70, 128), (1, 1, 4200, 128), dict(recipe=Recipe(qk="int8"))),
     "smoothed queries": ((1, 2, 150, 64), (1, 1, 201, 64), dict(recipe=Recipe(smooth_q=True))),
 }
 """One problem of every shape class: the shapes of q and of k, and options. A mask of the given shape is drawn, with
-visible keys from some key on, and with numbers if it has a dtype. Problems with a mask have no more keys than the CUDA
-quantizer supports."""
+visible keys from some key on, and with numbers if it has a dtype. Of the keys beyond a cluster, the CUDA quantizer
+takes three launches."""
 
 
 def problem(shape: str, device: torch.device) -> tuple[Tensors, dict]:
