@@ -88,7 +88,10 @@ class Plan:
 
 
 def cuda_unavailable(device: torch.device) -> str | None:
-    """Why the CUDA kernels can't run on a device's tensors and what to do, as far as is known without compiling them, or None."""
+    """Why the CUDA kernels can't run on a device's tensors, and what to do; or None if they can.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
     if device.type != "cuda":
         return f"cuda: tensors are on {device}; move them to a GPU"
     properties = device_of(device)
@@ -138,9 +141,10 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
 
     Args:
         query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None.
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise, of query's dtype; or None, both. Hq is a multiple of Hkv.
-        recipe: granularities, smoothing, rotation, what query and key are stored as. With `smooth_q`, query is quantized together with the keys
-            that it attends to.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float16, bfloat16 or float32, unit last stride; or both None.
+            All that are given have one dtype. Hq is a multiple of Hkv.
+        recipe: granularities, smoothing, rotation, and the formats in which query and key are stored. With `smooth_q`,
+            query is quantized together with the keys that it attends to.
 
     Returns:
         The `Quantized` of what was given: of query; of key and value; or of all three.
@@ -157,7 +161,11 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
 def _quantize(
     query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe, modelled: bool = False
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """The operator, its results as `Quantized`; None for what isn't given. `modelled`: by plain torch, on any device."""
+    """The quantize operator, with its results as `Quantized`, or None for a tensor that isn't given.
+
+    Args:
+        modelled: compute in plain torch, on any device.
+    """
     operator = ops.library_ops.modelled_quantize if modelled else ops.library_ops.quantize
     tensors = operator(
         query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
@@ -174,13 +182,16 @@ def _quantize(
 
 
 def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: Scale, v_scale: Scale) -> tuple[Quantized, Quantized]:
-    """Keys and values that are quantized already, an FP8 cache say, as `Quantized`: do it once where they are used often.
+    """Make `Quantized` of keys and values that are quantized already, for example those of an FP8 cache.
+
+    If several calls attend to the same keys and values, import them once and pass the results to each call.
 
     Keys are taken as they are; values are copied into the layout of quantized V. Keys get one scale per token, because
     a token whose value holds a NaN must turn into NaN the rows that attend to it, and no others.
 
     Args:
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn or uint8 holding e4m3, unit last stride; key perhaps int8 from -127 to 127.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float8_e4m3fn, or uint8 that holds e4m3; unit last stride. key
+            may instead be int8 from -127 to 127.
         k_scale: a number, or float32 with one element, (B, Hkv), (B, Hkv, Sk) or (B, Hkv, ceil(Sk / 128)).
         v_scale: a number, or float32 with one element, (B, Hkv) or (B, Hkv, Dv).
 
@@ -311,32 +322,38 @@ def sdpa(
     """Scaled dot-product attention in FP8; means what torch.nn.functional.scaled_dot_product_attention means.
 
     Args:
-        query: (B, Hq, Sq, D). float16, bfloat16 or float32 with unit last stride; or e4m3 (float8_e4m3fn, or uint8 holding it) or int8 from -127 to
-            127 with its scale; or a `Quantized`. D is a multiple of 8 from 16 to 256.
+        query: (B, Hq, Sq, D). One of: float16, bfloat16 or float32 with unit last stride; e4m3 (float8_e4m3fn, or uint8
+            that holds it) or int8 from -127 to 127, with its scale; a `Quantized`. D is a multiple of 8 from 16 to 256.
         key: (B, Hkv, Sk, D), likewise; of query's dtype if both are floating point.
-        value: (B, Hkv, Sk, Dv), of key's kind, but e4m3 where that is int8. Dv is a multiple of 8 from 16 to 256. Batch sizes and numbers of heads
-            that are 1 are broadcast, without a copy.
-        attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend; float: added to the scaled scores, -inf hides a key, every finite number
-            is a score (a row of finfo.min only is the mean of the values). Or a torch.nn.attention.bias.CausalBias, which means `is_causal`.
+        value: (B, Hkv, Sk, Dv), of key's kind, but e4m3 if key is int8. Dv is a multiple of 8 from 16 to 256. Batch
+            sizes and numbers of heads that are 1 are broadcast, without a copy.
+        attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend. float: added to the scaled scores; -inf
+            hides a key, and every finite number is a score (a row that is finfo.min everywhere gives the mean of the
+            values). Or a torch.nn.attention.bias.CausalBias, which means `is_causal`.
         dropout_p: must be 0.
         is_causal: row i sees keys j <= i, or j <= i + Sk - Sq if `causal_alignment` is `bottom_right`.
         scale: multiplies Q·Kᵀ; 1 / sqrt(D) by default.
         enable_gqa: every key/value head serves Hq / Hkv query heads.
         causal_alignment: `top_left`, as in PyTorch, or `bottom_right`.
-        recipe: numeric choices; for operands that are quantized already only compute type and accumulation count. A query whose keys are quantized
-            already is stored and rotated as they are, and the other way round.
-        q_scale, k_scale, v_scale: what restores such operands: x ≈ x_fp8.float() * x_scale. A number, or float32 with one
-            element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
-        out_dtype: float16, bfloat16 or float32; by default query's, bfloat16 if query is quantized. Under autocast floating-point operands are
-            cast as for F.scaled_dot_product_attention, and the default is autocast's dtype.
+        recipe: numeric choices. For operands that are quantized already, only compute type and accumulation matter. A
+            query in floating point is stored and rotated as its keys if these are quantized already; likewise keys as
+            their query.
+        q_scale, k_scale, v_scale: what restores operands that are quantized already: x ≈ x_fp8.float() * x_scale. A
+            number, or float32 with one element, (B, H), q and k (B, H, S) or (B, H, ceil(S / 128)), v (B, H, Dv).
+        out_dtype: float16, bfloat16 or float32. By default query's dtype, or bfloat16 if query is quantized. Under
+            autocast, floating-point operands are cast as for F.scaled_dot_product_attention, and the default is
+            autocast's dtype.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
-        backend: `auto`, `triton`, `cuda`, `reference` or `modelled`. `auto` takes CUDA's Hopper kernel where it runs and can be compiled, Triton
-            for other calls on a GPU, and the exact reference for CPU tensors, which knows no recipe. `modelled` has the numerics of the kernels in
-            plain torch, on any device. With the default recipe and `PRECISE`, `auto` and `cuda` quantize and attend in one launch where
-            fp8attn.cuda.fused_small takes the call; elsewhere the attention kernel quantizes query. The bits are the same.
+        backend: `auto`, `triton`, `cuda`, `reference` or `modelled`. `auto` takes CUDA's Hopper kernel where it runs
+            and can be compiled, and Triton for other calls on a GPU. For CPU tensors it takes the exact reference,
+            which doesn't use the recipe. `modelled` has the numerics of the kernels in plain torch, on any device.
+            With the default recipe and `PRECISE`, `auto` and `cuda` quantize and attend in one launch if
+            fp8attn.cuda.fused_small takes the call. If it doesn't, the attention kernel quantizes query. The bits are
+            the same.
 
     Returns:
-        out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and -inf.
+        out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and
+        -inf.
 
     Raises:
         TypeError, ValueError: an argument isn't as above.
@@ -501,7 +518,10 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
 
 
 def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """q, k and v of a call of which the attention kernel may quantize something, by what torch.compile knows; or None."""
+    """q, k and v of a call in which the attention kernel may quantize one or more of them; else None.
+
+    The answer depends only on what torch.compile knows.
+    """
     if not checked.is_float or not _is_fused_recipe(recipe):
         return None
     query, key, value = checked.floats
@@ -511,8 +531,11 @@ def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _is_fused_recipe(recipe: object) -> bool:
-    """Whether the recipe is one of recipe.FUSED_RECIPES. Identity comes first: comparing fields takes a microsecond, in every call.
-    Not for traced calls: torch.compile doesn't guard an argument's identity."""
+    """Whether the recipe is one of recipe.FUSED_RECIPES.
+
+    Identity is checked first, because comparing fields takes a microsecond, in every call. Don't use this in traced
+    calls: torch.compile doesn't guard an argument's identity.
+    """
     return recipe is DEFAULT_RECIPE or recipe is PRECISE or (type(recipe) is Recipe and recipe == FUSED_RECIPES[recipe.qk])
 
 
@@ -540,8 +563,10 @@ def triton_sdpa() -> None:
 
 @_by("cuda", sdpa)
 def cuda_sdpa() -> None:
-    """`sdpa` by the CUDA kernels, with its arguments but `backend`: the Hopper kernel where it takes the call, else the portable
-    one, of sm_80 and later. They are compiled on first use.
+    """`sdpa` by the CUDA kernels, with its arguments but `backend`.
+
+    The Hopper kernel runs the calls that it takes. The portable kernel, for sm_80 and later, runs other calls. Kernels
+    are compiled on first use.
 
     Raises:
         BackendUnavailable: they don't do what the call asks for, or can't run here.
@@ -609,7 +634,7 @@ def _by_reference(checked: Checked, return_lse: bool, dtype: torch.dtype) -> tor
 
 
 def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operands in floating point, all three of one dtype. Where one of query and key is rotated, so is the other."""
+    """The operands in floating point, all three of one dtype. If query or key is rotated, the other is rotated, too."""
     if checked.is_float:
         return checked.floats
     query, key, value = _imported(checked)
@@ -623,7 +648,7 @@ def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def call_of(*args, **kwargs) -> Call:
-    """What the backends get when `sdpa` is called with these arguments: for benchmarks and tests that call them directly."""
+    """The `Call` that backends get for these arguments of `sdpa`: benchmarks and tests call backends with it."""
     a = Arguments(*args, **kwargs)
     return Call(*_operator_arguments(_prepare(check(a), a.recipe), a.return_lse))
 

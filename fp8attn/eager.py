@@ -1,8 +1,8 @@
-"""Calls like one before, launched at once.
+"""Repeats calls like an earlier one, with a single operator.
 
-What a call launches follows from its options and from its tensors' dtypes, shapes, strides, devices and alignment. By those the binding keeps what
-was launched: a call that it finds costs one operator. A call that raises isn't kept. What torch.compile, modes, transforms and tracers see goes by
-the operators of fp8attn.ops, always.
+What a call launches follows from its options and from its tensors' dtypes, shapes, strides, devices and alignment. The
+binding keeps launches under these as a key: a call whose key it finds costs one operator. A call that raises isn't
+remembered. Calls that torch.compile, modes, transforms or tracers see always use the operators of fp8attn.ops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ MOST = 4096
 IMMUTABLE = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 _launches: dict[tuple, Callable[..., torch.Tensor | None] | None] = {}
-"""By options what repeats a call with them; None of those seen once, so that calls of ever other lengths cost nothing."""
+"""For each combination of options, the function that repeats such a call. It is None after the first call, so that
+calls whose lengths always differ cost nothing."""
 _numbers = itertools.count()
 
 
@@ -93,7 +94,10 @@ def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor
 
 
 def _second(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> tuple[tuple, tuple, int] | None:
-    """`_known` of a call that ought to be kept, the second with its options, and the number that they have in the binding."""
+    """The two results of `_known`, and the number of the options in the binding, for a call to remember.
+
+    A call is remembered from the second one with its options on. For other calls, the result is None.
+    """
     known = _known(query, key, value, attn_mask, options)
     # a tensor, say, may be another number the next time
     if known is None or not all(type(x) in IMMUTABLE for x in options):

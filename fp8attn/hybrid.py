@@ -48,8 +48,8 @@ def attend(
 
     Args:
         to_fp8_keys: FP8 attention of queries to keys and values, with `recipe.of_fp8_keys`.
-        to_half_keys: attention of queries to the half-precision keys, merged with the result of `to_fp8_keys`, or with None if
-            there are no FP8 keys.
+        to_half_keys: attention of queries to the half-precision keys, merged with the result of `to_fp8_keys`, or with
+            None if there are no FP8 keys.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), as `to_half_keys` returns them.

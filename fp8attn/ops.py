@@ -1,8 +1,8 @@
 """Every operator of the library: schema, implementation, fake implementation.
 
-fp8attn.api checks a user's arguments, in the user's words. An operator checks again what its kernels rely on, because anybody can call it: no
-arguments make a kernel read or write outside of its tensors. Tensors that don't exist are passed as None and returned empty, because an operator
-can't return None.
+fp8attn.api checks a user's arguments, in the user's words. An operator checks again what its kernels rely on, because
+anybody can call it: no arguments make a kernel read or write outside of its tensors. Tensors that don't exist are
+passed as None and returned empty, because an operator can't return None.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _without_scale(fake: Callable[..., Any]) -> Callable[..., Any]:
 def register(schema: str, implementation, fake, keys: Sequence[str] = ("CPU", "CUDA")) -> None:
     """Define fp8attn::<name> for CPU and CUDA tensors, or those of other dispatch keys.
 
-    A number in a schema is part of a compiled graph. So that one graph serves all softmax scales, operators that have one take it as a tensor, too:
-    `scale`, float64 on the CPU, goes before `softmax_scale`.
+    A number in a schema is part of a compiled graph. One graph should serve all softmax scales. Operators that have a
+    softmax scale therefore also take it as a tensor, `scale`, float64 on the CPU, which overrides `softmax_scale`.
     """
     name = schema.split("(", 1)[0]
     if "float softmax_scale" in schema:
@@ -107,7 +107,10 @@ def current(device: torch.device):
 
 
 def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
-    """Why keys and values are quantized by Triton kernels, as far as is known without compiling, or None if a CUDA kernel does it."""
+    """Why Triton kernels quantize keys and values, or None if a CUDA kernel does.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
     device = device_of(k.device)
     return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k, recipe.qk), device.arch)
 
@@ -115,10 +118,12 @@ def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) 
 def quantized(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, by_triton: bool = False
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """quantize.quantize, by kernels where there are some: Triton's, or of keys and values CUDA's where it takes them. The bytes are the same.
+    """quantize.quantize, by kernels on devices that run kernels. The bytes are the same.
+
+    A CUDA kernel quantizes keys and values if it takes them. Triton's kernels quantize the rest.
 
     Args:
-        by_triton: by none of CUDA's.
+        by_triton: use no CUDA kernel.
     """
     like = k if q is None else q
     assert like is not None
@@ -255,8 +260,13 @@ def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plan_cuda(call: Call, first: bool = False) -> cuda_run.Config | str:
-    """The instance of the CUDA kernels that runs a call, of those that `auto` takes before Triton's if `first`; or why none does, as far as is
-    known without compiling them."""
+    """The instance of the CUDA kernels that runs a call, or why none does.
+
+    Nothing is compiled to find out, so compiling may still fail.
+
+    Args:
+        first: only instances that `auto` takes before Triton's kernels.
+    """
     device = device_of(call.q.device)
     planned = cuda_run.plan(call, device, first)
     return planned if isinstance(planned, str) else build.unavailable(planned, device.arch) or planned
@@ -468,7 +478,10 @@ register("unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, float softmax_scal
 def unsupported_one_launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
 ) -> str | None:
-    """Why quantization and attention of plain tensors are launches of their own, as far as is known without compiling, or None if they are one."""
+    """Why quantization and attention of plain tensors aren't a single launch, or None if they are.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
     if qk != "e4m3":
         return f"recipe.qk is {qk!r}; it takes 'e4m3'"
     if attn_mask is not None:
@@ -479,20 +492,27 @@ def unsupported_one_launch(
 def unsupported_fused_q(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
 ) -> str | None:
-    """Why q is quantized before attention and not on its way, as far as is known without compiling, or None if it is on its way."""
+    """Why q is quantized before attention and not inside the attention kernel, or None if it is quantized inside.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
     return configs.unsupported_q_quant(q, v.shape[3], softmax_scale, qk, device_of(q.device), attn_mask) or build.unavailable()
 
 
 def unsupported_two_launches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
 ) -> str | None:
-    """Why plain tensors take more than a launch that quantizes k and v and one that attends, likewise, or None if they don't."""
+    """Why plain tensors take more than two launches, one that quantizes k and v and one that attends; else None.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
     return unsupported_fused_q(q, k, v, softmax_scale, qk, attn_mask) or unsupported_cuda_quantize(k, v, FUSED_RECIPES[qk])
 
 
 def from_fp16_by(backend: Forward, required: bool):
-    """Implementation of an operator that quantizes by recipe.FUSED_RECIPES[qk] and attends, in one launch where possible; else the attention
-    kernel quantizes q.
+    """Implementation of an operator that quantizes by recipe.FUSED_RECIPES[qk] and attends.
+
+    It does both in one launch where possible. Otherwise the attention kernel quantizes q where possible.
 
     Args:
         backend: attention, where it takes several.

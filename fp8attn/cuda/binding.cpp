@@ -97,15 +97,16 @@ fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, con
   return p;
 }
 
-// A call's arguments beside its tensors: an instance's launcher, its tile and box sizes (0 rows: no tensor maps), the grid,
-// and the numbers of fp8attn.call.Call.
+// Arguments of a call beside its tensors: the address of the instance's launcher, its tile and box sizes (0 rows: no
+// tensor maps), the grid, and the numbers of fp8attn.call.Call.
 struct Launch {
   int64_t launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length;
   double softmax_scale;
   int64_t causal_offset;
 };
 
-// Whether the copy engine takes boxes out of a mask's rows: 16-bit numbers side by side, of every query its own, from multiples of 16 bytes on.
+// Whether TMA can load boxes of a mask's rows: elements of 16 bits that are contiguous in a row, a row for every query,
+// and rows that start at multiples of 16 bytes.
 bool has_boxes(const Tensor& mask) {
   return mask.element_size() == 2 && (mask.stride(3) == 1 || mask.size(3) == 1) && mask.stride(2) > 0 && is_aligned(mask);
 }
@@ -118,7 +119,8 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
   p.mask_groups = planes(2, (mask.size(2) + l.rows - 1) / l.rows);
   p.mask_rows = planes(2, l.rows);
   if (has_boxes(mask)) {
-    const auto bytes = [&](int i) { return uint64_t(std::max<int64_t>(2 * mask.stride(i) / 16 * 16, 16)); };  // of one plane any
+    // The stride of dimension i in bytes. A dimension with one plane may have any stride; it gets at least 16.
+    const auto bytes = [&](int i) { return uint64_t(std::max<int64_t>(2 * mask.stride(i) / 16 * 16, 16)); };
     const uint64_t sizes[4] = {2 * uint64_t(mask.size(3)), uint64_t(mask.size(2)), uint64_t(p.mask_heads), uint64_t(p.mask_batches)};
     const uint64_t strides[3] = {bytes(2), bytes(1), bytes(0)};
     const uint32_t box[4] = {128, uint32_t(l.rows), 1, 1};
@@ -139,7 +141,8 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
   if (l.rows > 0) {
-    check(cudaSetDevice(q.get_device()));  // a thread that has called nothing of CUDA's has no context, and without one the driver's encoder crashes
+    // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
+    check(cudaSetDevice(q.get_device()));
     encode_rows(p.q_map, q, l.rows, l.panel);
     encode_rows(p.k_map, k, l.keys, l.panel);
     encode_rows(p.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
@@ -170,7 +173,8 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
     copy_strides(p.mask_strides, *attn_mask);
   }
-  const std::optional<Tensor> bits = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;  // until the launch
+  // The storage must live until the kernel is launched.
+  const std::optional<Tensor> bits = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;
   if (bias) {
     TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", bias->sizes(),
                 " isn't contiguous from a multiple of 16 bytes on");
@@ -193,8 +197,9 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
          v_scale, v_mean, attn_mask, bias, out, lse, counter, parts, part_rows);
 }
 
-// The same of plain queries, as soon as each head's K and V are there: `ready` is what `quantize` is given, by `cluster` CTAs a head; of `counter`, 0, whoever is
-// free takes the next tile.
+// The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
+// tensor that `quantize` was given, and `cluster` CTAs quantize each head. `counter` is 0 at launch: a free CTA takes
+// the next tile from it.
 void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                         const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
@@ -225,13 +230,14 @@ void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double so
   attend_from_fp16({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
 }
 
-// The quantizer's arguments beside tensors. `sampled`: the number of tokens of K's mean. `stats_bytes`: what its kernels
-// tell each other takes so much memory.
+// The quantizer's arguments beside tensors. `sampled`: the number of tokens from which K's mean is computed.
+// `stats_bytes`: the size of the memory through which its kernels pass statistics.
 struct QuantizeLaunch {
   int64_t launcher, ctas, sampled, stats_bytes;
 };
 
-// K and V, (B, H, S, D), into what fp8attn/cuda/quantize.py made room for. `ready`: (B, H), each 0: CTAs that are done with a head; or null.
+// Quantizes K and V, (B, H, S, D), into tensors that fp8attn/cuda/quantize.py has allocated. `ready`: (B, H), each 0 at
+// launch, the number of CTAs that have completed a head; or null.
 void quantize_kv(const QuantizeLaunch& l, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data,
                  const Tensor& v_scale, const Tensor& v_mean, int* ready) {
   fp8attn::QuantizeParams p = {};
@@ -254,7 +260,8 @@ void quantize_kv(const QuantizeLaunch& l, const Tensor& k, const Tensor& v, cons
   p.inverse_sample = 1.0 / l.sampled;
   p.half = k.scalar_type() == at::kHalf;
   p.ready = ready;
-  const std::optional<Tensor> stats = l.stats_bytes > 0 ? std::optional(at::empty({l.stats_bytes}, k.options().dtype(at::kByte))) : std::nullopt;  // until the launch
+  // The storage must live until the kernels are launched.
+  const std::optional<Tensor> stats = l.stats_bytes > 0 ? std::optional(at::empty({l.stats_bytes}, k.options().dtype(at::kByte))) : std::nullopt;
   p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;
   check(reinterpret_cast<QuantizeLauncher>(l.launcher)(p, l.ctas, c10::cuda::getCurrentCUDAStream(k.get_device())));
 }
@@ -288,7 +295,8 @@ Facts facts(int64_t options, std::initializer_list<const Tensor*> tensors) {
   return found;
 }
 
-// What a launch's CTAs tell each other through: words that are 0 at launch, and floats of each of some CTAs; fp8attn.cuda.run.Scratch.
+// Memory through which the CTAs of a launch communicate: words that are 0 at launch, and floats for each of
+// `split_ctas` CTAs. See fp8attn.cuda.run.Scratch.
 struct Scratch {
   int64_t words, split_ctas, floats;
 };
@@ -317,7 +325,8 @@ struct Plan {
   }
 };
 
-// Two launches: K and V's quantizer, attention with plain queries, which waits for each head's CTAs that quantize it, or if `cluster` is 0 for all.
+// Two launches: the quantizer of K and V, then attention with Q that isn't quantized. Attention waits, for each head,
+// for the CTAs that quantize it. If `cluster` is 0, it waits for the whole quantizer.
 struct LaunchBoth {
   QuantizeLaunch quantizer;
   Launch attention;
@@ -375,7 +384,8 @@ void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int
                       {words, split_ctas, floats});
 }
 
-// Attention as in a call before, scales not expanded to every head, a mask not to every query; nothing if there was none like it.
+// Attention as in an earlier call with such options and tensors, or nothing if there was none. Scales aren't expanded
+// to every head here, and a mask isn't expanded to every query.
 std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v, const Tensor& v_scale,
                              const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask) {
   const Facts known = facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean), address(attn_mask)});

@@ -1,7 +1,7 @@
 """Calls from bfloat16 or float16 in two launches: the quantizer of K and V, and attention that quantizes Q.
 
-Attention begins with heads whose keys and values are ready while others are still being quantized, where that is worth more than what it rules out:
-CTAs that share tiles.
+Attention may begin with heads whose keys and values are ready while others are still being quantized. CTAs can't split
+tiles then, so it does this only if it gains more time than splitting tiles would.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def default_call(
     query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized, softmax_scale: float, causal: Causal,
     out_dtype: torch.dtype, return_lse: bool, attn_mask: torch.Tensor | None = None,
 ) -> Call:  # fmt: skip
-    """Attention to what a recipe of recipe.FUSED_RECIPES has made of k and v; `query` is plain if it has no `q_scale`. attn_mask: broadcastable."""
+    """Attention to k and v that were quantized by a recipe of recipe.FUSED_RECIPES.
+
+    Args:
+        query: not quantized if `q_scale` is None.
+        attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
+    """
     mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.length)
     return Call(
         query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
@@ -76,14 +81,18 @@ def quantize_and_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
     return_lse: bool, device: Device, attn_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Quantization with recipe.FUSED_RECIPES[qk] and attention; the attention kernel quantizes q. `configs.unsupported_q_quant` and
-    `quantize.unsupported_call` return None for the call.
+    """Quantization with recipe.FUSED_RECIPES[qk] and attention; the attention kernel quantizes q.
+
+    `configs.unsupported_q_quant` and `quantize.unsupported_call` must return None for the call.
 
     Args:
-        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D). attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
+        q: (B, Hq, Sq, D), bfloat16 or float16.
+        k, v: (B, Hkv, Sk, D).
+        attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
 
     Returns:
-        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, empty if not asked for; k's mean (B, Hkv, D).
+        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, empty if not asked for; k's mean
+        (B, Hkv, D).
 
     Raises:
         BuildError: the kernels can't be compiled here.
@@ -113,8 +122,12 @@ def launch_of_both(
     device: Device,
     attn_mask: torch.Tensor | None = None,
 ) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
-    """The library of `quantize_and_attend`'s attention, the launch arguments that aren't tensors, tensors like those that
-    the quantizer fills, and the scratch tensors."""
+    """What the binding needs to launch `quantize_and_attend`.
+
+    Returns:
+        the library of the attention kernel; the launch arguments that aren't tensors; tensors like those that the
+        quantizer fills; the scratch tensors.
+    """
     key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, False, device, attn_mask)
     library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, qk, device)
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.split_ctas_of(call, config, device))
@@ -133,8 +146,10 @@ def forward_when_ready(
     ready: torch.Tensor,
     cluster: int,
 ) -> None:
-    """Attention of plain queries by an instance that quantizes them, of each key/value head once `cluster` CTAs have added 1 to its word of `ready`.
-    It waits for nothing else: what is launched right before must be the quantizer.
+    """Attention by an instance that quantizes q.
+
+    It attends to a key/value head once `cluster` CTAs have added 1 to the head's word of `ready`. It waits for nothing
+    else, so the kernel that is launched right before it must be the quantizer.
 
     Args:
         out, lse: (B, Hq, Sq, Dv) and (B, Hq, Sq), which are written, lse if the call asks for it.

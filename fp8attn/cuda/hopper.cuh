@@ -1,8 +1,9 @@
 // The Hopper kernel, sm_90a: TMA, wgmma in e4m3 and int8, warp specialisation, persistent.
 //
-// One producer thread streams queries, keys and values into shared memory. Each consumer warpgroup attends with 64 query rows.
-// P stays in registers from accumulator to operand, because V's keys are stored in the order that makes the two register layouts
-// the same. V has 8 more channels than the caller knows of, all ones: the tensor core sums the rows of P.
+// One producer thread streams queries, keys and values into shared memory. Each consumer warpgroup attends with 64
+// query rows. P stays in registers from accumulator to operand, because V's keys are stored in the order that makes the
+// two register layouts the same. V has 8 more channels than the caller knows of, all ones: the tensor core sums the
+// rows of P.
 #pragma once
 
 #include "block_mask.h"
@@ -11,7 +12,8 @@
 
 namespace fp8attn {
 
-// Instance::config is the HopperConfig; a kernel's own template parameter can't be one, for which nvcc writes a broken stub.
+// Instance::config is the HopperConfig. A HopperConfig can't be a template parameter of the kernel itself, because nvcc
+// then writes a broken stub.
 template <class Instance, typename T>
 __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_forward(const __grid_constant__ Params p) {
   constexpr HopperConfig C = Instance::config;
@@ -42,7 +44,9 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   }
   ptx::fence_proxy_async();
   __syncthreads();
-  if (!C.fuse_q_quant || p.ready == nullptr) ptx::wait_for_grids_before();  // else the one before has waited for all before it, and says itself what is there
+  // With `ready`, the grid before this one is the quantizer. It has waited for all earlier grids, and it reports in
+  // `ready` which heads it has written.
+  if (!C.fuse_q_quant || p.ready == nullptr) ptx::wait_for_grids_before();
   ptx::launch_dependents();
 
   if (warpgroup == 0) {

@@ -14,8 +14,8 @@ namespace fp8attn {
 // Stands for the queries of an instance that doesn't quantize them.
 struct NoQueries {};
 
-// Issues Q·Kᵀ for the keys of one stage. Descriptors: `first_panel` of Q's first panel, `first_keys` of the first stage's keys, `ones` of the
-// operand whose product is where int8's sums start.
+// Issues Q·Kᵀ for the keys of one stage. Descriptors: `first_panel` of Q's first panel, `first_keys` of the first
+// stage's keys, `ones` of the operand of ones. int8's sums start at that operand's product with itself.
 template <HopperConfig C>
 __device__ void issue_qk(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<C>& shared, int consumer, int stage, uint64_t first_panel,
                              uint64_t first_keys, uint64_t ones) {
@@ -42,7 +42,8 @@ __device__ void issue_qk(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<
   ptx::wgmma_commit();
 }
 
-// Sums of P become NaN in rows that see a nonfinite int8 key of block n. Without masks these are the rows that see the first such key.
+// Sums of P become NaN in rows that see a nonfinite int8 key of block n. Without masks these are the rows that see the
+// first such key.
 template <int M, int FIRST, int SECOND>
 __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile& wg_tile, int n, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
   const int nonfinite = first_nonfinite_key(p, wg_tile.tile, n * KEYS);
@@ -66,16 +67,17 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const 
   store_lse(p, wg_tile, m, l, f);
 }
 
-// One consumer warpgroup: attention of 64 query rows of every work tile. T is the dtype of Q where the kernel quantizes it.
+// One consumer warpgroup: attention of 64 query rows of every work tile. T is Q's dtype if the kernel quantizes it.
 //
-// Q·Kᵀ of a block is issued before the loop comes to the block. For each block: softmax_step (wait for Q·Kᵀ, mask, P and alpha), accumulate_pv
-// (issue P·V, O = O * alpha + P·V), issue_next_qk.
+// Q·Kᵀ of a block is issued before the loop comes to the block. For each block: softmax_step (wait for Q·Kᵀ, mask, P
+// and alpha), accumulate_pv (issue P·V, O = O * alpha + P·V), issue_next_qk.
 template <HopperConfig C, typename T>
 __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer) {
   using S = Shape<C>;
   const Visible visible(p);
   const Fragment f = Fragment::mine();
-  const bool elected = threadIdx.x % 32 == 0;  // arrives at barriers for its warp; where all threads have read metadata of keys, each arrives itself
+  // Arrives at barriers for its warp. Where all threads have read metadata of keys, each thread arrives itself.
+  const bool elected = threadIdx.x % 32 == 0;
   const bool by_key = C.general && p.k_group == 1;
   typename SharedStorage<C>::Added::Slot added;
   auto& scales = shared.scales[consumer];
@@ -134,10 +136,12 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     // factors of the next softmax step, while its scores are computed
     float factor[2];
     bool int_max_ok, has_nonfinite_key;
-    const auto read = [&](const float& scale) { return __shfl_sync(~0u, elected ? scale : 0.0f, 0); };  // the thread that frees the stage reads for the warp
+    // The thread that frees the stage reads for its warp.
+    const auto read = [&](const float& scale) { return __shfl_sync(~0u, elected ? scale : 0.0f, 0); };
     const auto prepare = [&](float k_scale) {
       has_nonfinite_key = C.int8 && k_scale < 0.0f;  // scales of single keys are never negative
-      const float unit = !C.general || p.bias != nullptr ? 1.0f : p.score_scale;  // with a bias the softmax scale multiplies the sum
+      // With a bias, the softmax scale multiplies the sum of score and bias, and not the score alone.
+      const float unit = !C.general || p.bias != nullptr ? 1.0f : p.score_scale;
       const float key_factor = unit * (by_key ? 1.0f : C.int8 ? fabsf(k_scale) : k_scale);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -212,7 +216,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         scores_to_p(scores, kv_block, int_max_ok);
       }
     };
-    // O = O * alpha + P·V of the ring's stage, which is then free; `behind` issues PENDING groups behind P·V, `before_add` runs before O is updated
+    // O = O * alpha + P·V of the ring's stage, which is then free. `behind` issues PENDING groups of wgmma behind P·V.
+    // `before_add` runs before O is updated.
     const auto accumulate_pv = [&]<int PENDING>(std::integral_constant<int, PENDING>, auto&& behind, auto&& before_add) {
       if constexpr (!S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       const uint64_t v = ptx::operand_of(first_values, ring.stage, sizeof(shared.v[0]));

@@ -24,8 +24,8 @@ struct DenseKvBlocks {
   __device__ int next(int block) const { return block; }
 };
 
-// One thread: queries of every tile and its blocks of K and V, in the order the consumers want them. Where a mask may hide some its warp, which finds out
-// which ones it doesn't.
+// One thread loads Q of every tile and the tile's blocks of K and V, in the order in which the consumers want them. If
+// a mask may hide blocks, the thread's whole warp runs this function: it finds the blocks that the mask doesn't hide.
 template <HopperConfig C>
 __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
   using S = Shape<C>;
@@ -35,13 +35,16 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   ptx::tma_prefetch(p.k_map);
   ptx::tma_prefetch(p.v_map);
   ptx::tma_prefetch(p.out_map);
-  const int64_t scale_step = p.k_group == KEYS ? p.k_scale_strides[2] : 0;  // scales of single keys are the consumers' to read
+  // The producer does not step through scales of single keys: the consumers read those.
+  const int64_t scale_step = p.k_group == KEYS ? p.k_scale_strides[2] : 0;
   Ring<C.stages> ring;
-  // mbarrier_expect comes last: after the copies are issued, and after the other data that the barrier guards is written
+  // mbarrier_expect comes last: after the copies are issued and the other data that the barrier guards is written.
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
-    const std::conditional_t<S::skips_blocks, const Tile&, Tile> tile = shared.tiles[round % TILES];  // where registers are scarce it stays there
+    // A reference where registers are scarce: the tile then stays in shared memory.
+    const std::conditional_t<S::skips_blocks, const Tile&, Tile> tile = shared.tiles[round % TILES];
     for (int c = 0; c < C.consumers; ++c) {
-      ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);  // and consumers are no more than a round behind, which read tiles
+      // This wait also keeps the consumers, which read shared.tiles, at most one round behind.
+      ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
       if (C.fuse_q_quant || !elected) continue;
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, tile.first_row + c * ROWS, tile.head, tile.batch);
@@ -50,7 +53,8 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(shared.tiles[round % TILES]);
     const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
-    const auto scale_at = [](const float* at) { return C.fuse_q_quant ? __ldcg(at) : *at; };  // what this SM has near may be of before it was written
+    // The quantizer may have written the scales while this grid ran. L1 may hold older values: read from L2.
+    const auto scale_at = [](const float* at) { return C.fuse_q_quant ? __ldcg(at) : *at; };
     auto kv_blocks = [&] {
       if constexpr (S::skips_blocks)
         return KvBlockIterator<C.consumers>(p, tile, blocks);
@@ -72,7 +76,8 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       if constexpr (S::skips_blocks) {
         kv_block.next = after;
         shared.side.keys[stage].kv_block = kv_block;
-        if (after == blocks) write_next_work_tile<C>(shared, schedule, round);  // before K arrives: the other producer warps read it
+        // Written before K arrives: the other producer warp reads the next tile once K has arrived.
+        if (after == blocks) write_next_work_tile<C>(shared, schedule, round);
       }
       for (int i = 0; i < S::panels; ++i)
         ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
@@ -89,10 +94,12 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     for (int i = 0; C.fuse_q_quant && elected && next.exists() && i < 2 * S::panels * C.consumers; ++i)
       ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
   }
-  if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();  // who comes next counts on that they have ended
+  // The next grid waits for this grid only, and relies on the earlier grids having ended.
+  if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();
 }
 
-// Another warp of the producer's, where there is something of single keys: a thread brings it for each consumer, all of them scales.
+// Another warp of the producer warpgroup, in instances that have metadata of single keys: one thread for each consumer
+// loads what that consumer needs, and all threads load the scales.
 template <HopperConfig C>
 __device__ void load_key_metadata(const Params& p, SharedStorage<C>& shared) {
   const int lane = threadIdx.x % 32;

@@ -31,34 +31,43 @@ struct Shape {
   // P * V goes in two parts where one fresh accumulator would be too large
   static constexpr int first = C.value_dim > 128 ? 128 : C.value_dim + ONES;
   static constexpr int second = C.value_dim > 128 ? C.value_dim - 128 + ONES : 0;
-  // Or in more parts, one of which is added while the next is in the making: what int8's softmax takes longer at two consumers of so many channels is
-  // made up for; e4m3's is level, and with three consumers of 128 channels 4 to 7 % slower.
+  // Or in more parts, one of which is added to O while the next is computed. With two consumers of so many channels,
+  // this makes up for the longer softmax of int8. e4m3 gains nothing by it, and with three consumers of 128 channels
+  // e4m3 is 4 to 7 % slower.
   static constexpr bool adds_in_parts = C.int8 && second > 0 && !C.general && !C.masked;
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr bool skips_blocks = C.general || C.masked;  // those blocks alone in which a mask shows something
-  // Whether blocks out of the ordinary have a way of their own, so that all others meet one branch: 1 to 3 % of int8's time at 128 channels, which has
-  // more of them than e4m3; nothing at 64, and e4m3 is 2 to 4 % slower for it.
+  // Whether exceptional blocks take a path of their own, so that all other blocks meet a single branch. This saves 1 to
+  // 3 % of int8's time at 128 channels, where int8 has more branches than e4m3. It saves nothing at 64 channels, and
+  // makes e4m3 2 to 4 % slower.
   static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !skips_blocks;
-  // Whether values are waited for behind scores' wgmma, in whose shadow nobody sees it, and not once P is there: 1 to 3 %, of int8 up to 6 with few
-  // consumers; with overlap e4m3 is up to 7 % slower for it, in two parts 2 %, and int8 above 128 channels up to 5 %.
+  // Whether to wait for V while the wgmma of Q·Kᵀ run, which hides the wait, or else after P is computed. It gains 1 to
+  // 3 %, and up to 6 % for int8 with few consumers. But it makes e4m3 slower by up to 7 % with overlap and by 2 % in
+  // two parts, and int8 above 128 channels by up to 5 %.
   static constexpr bool values_first = !skips_blocks && (C.int8 ? C.head_dim <= 128 : !C.overlap && second == 0);
-  // Whether Q's descriptors are made of one that stays, which ptxas else makes again for every block of int8: 2 % at 64 channels, with values first. For
-  // e4m3's it has room, and with masks it would spill.
+  // Whether Q's descriptors are computed from one that stays in registers. Otherwise ptxas recomputes all of them for
+  // every block of int8. It gains 2 % at 64 channels, together with values_first. For e4m3, ptxas has room for them.
+  // With masks, the kernel would spill.
   static constexpr bool has_first_panel = C.int8 && values_first;
-  // Whether a block's softmax is prepared behind its scores' wgmma, all but the first of which ptxas issues after that; or else before, while sums are
-  // added, with a scale that has come with the values of the block before: 1 to 2 % faster, but 2 % slower in two parts.
+  // Whether the softmax of a block is prepared behind the wgmma of its scores. ptxas then issues all of these wgmma but
+  // the first after the preparation. Otherwise the softmax is prepared earlier, while sums are added, with a scale that
+  // arrived with V of the block before. That is 1 to 2 % faster, but 2 % slower in two parts.
   static constexpr bool prepares_late = C.overlap || second > 0 || skips_blocks;
-  static constexpr int producer_registers = skips_blocks ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;  // what is left
+  // of a thread; instances that skip blocks give the producer all that the consumers leave
+  static constexpr int producer_registers = skips_blocks ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
-  static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;      // of ones; by moves where issue slots aren't what is short
+  // Whether a product of ones sets the start. Moves set it where issue slots are not the bottleneck.
+  static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;
   static_assert(!start_by_product || start == START_STEP);
   static constexpr int largest = C.general ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
-  // whether CTAs may share tiles; where registers are scarcest it would spill, and tiles of more than 128 channels gain nothing that pays for int8's spills
+  // Whether CTAs may split tiles. Where registers are scarcest, the kernel would spill. With more than 128 channels,
+  // int8 spills too, and gains too little to pay for that.
   static constexpr bool stream_k = !skips_blocks && C.consumers < 4 && !(C.int8 && second > 0);
-  static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;  // by each of them
+  // bytes of each CTA's partial results
+  static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;
 };
 
 struct Ones {
@@ -74,8 +83,8 @@ struct OnesAndKeys : Ones {
   Metadata keys[STAGES];
 };
 
-// Of a stage's block, which comes with its keys, and of the next one, which comes with its values. As far from the next stage's as a barrier, so that one
-// address is both's.
+// K's scales: of a stage's block, which arrives with the block's K, and of the next block, which arrives with this
+// block's V. The struct is as large as a barrier, so one address serves a stage's scales and barriers.
 struct alignas(sizeof(uint64_t)) BlockScales {
   float own, next;
 };
@@ -87,7 +96,8 @@ struct alignas(1024) SharedStorage {
   uint8_t q[C.consumers][Shape<C>::panels][ROWS * Shape<C>::panel];
   uint8_t k[C.stages][Shape<C>::panels][KEYS * Shape<C>::panel];
   uint8_t v[C.stages][(C.value_dim + ONES) * KEYS];
-  // not last: compute-sanitizer takes the product of ones, which reads 128 bytes again and again, for one of as many as a product can have
+  // Must not be the last member: the product of ones reads the same 128 bytes again and again, but compute-sanitizer
+  // assumes that it reads as many bytes as the largest operand has.
   std::conditional_t<Shape<C>::skips_blocks, OnesAndKeys<std::conditional_t<C.general, KeyMetadata<C.consumers>, MaskBits<C.consumers>>, C.stages>, OnesAndWorkTiles>
       side;
   [[no_unique_address]] Added added;

@@ -98,8 +98,9 @@ struct QuantizeParams {
   float inverse_length, inverse_sample;  // 1 / S, and 1 / the number of tokens sampled for K's mean
   bool half;
 
-  int* ready;         // (B, H), 0 at launch: number of CTAs that have completed a head; or null
-  void* chunk_stats;  // (B, H, token chunks, slices) of ChunkStats, which one kernel tells the next; null if one kernel does all
+  int* ready;  // (B, H), 0 at launch: number of CTAs that have completed a head; or null
+  // (B, H, token chunks, slices) of ChunkStats, which one kernel writes and the next reads; null if one kernel does all
+  void* chunk_stats;
 };
 
 }  // namespace fp8attn

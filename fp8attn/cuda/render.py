@@ -1,5 +1,7 @@
-"""Renders C++: the constants and the config structs that Python and C++ share, wrappers of wgmma, which have a different
-list of registers for every width, and the instances of kernels."""
+"""Renders C++: constants and config structs that Python and C++ share, wrappers of wgmma, and the instances of kernels.
+
+wgmma has a different list of registers for every width.
+"""
 
 from __future__ import annotations
 

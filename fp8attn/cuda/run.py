@@ -23,8 +23,8 @@ def plan(call: Call, device: Device, first: bool = False) -> Config | str:
     """The instance that runs a call, the Hopper kernel's where one does, or why none does.
 
     Args:
-        first: of those that `auto` takes before Triton's kernels: the Hopper kernel's. On other GPUs nobody has measured the portable kernel
-            beside Triton's, and on Hopper Triton's e4m3 kernel is faster.
+        first: only instances that `auto` takes before Triton's kernels: those of the Hopper kernel. On other GPUs the
+            portable kernel wasn't measured beside Triton's kernels. On Hopper, Triton's e4m3 kernel is faster than it.
     """
     reason = configs.unsupported_call(call, device)
     if reason is None:
@@ -51,8 +51,11 @@ def library_of(config: Config, device: Device) -> build.Library:
 
 
 def split_ctas_of(call: Call, config: Config, device: Device) -> int:
-    """CTAs that share a tile, each with a range of its keys, of the portable kernel; those that share the tiles behind the last full round, of the
-    Hopper kernel. 1: nobody shares."""
+    """The number of CTAs that split tiles; 1 if none do.
+
+    Portable kernel: CTAs that split a tile, each with a range of its keys. Hopper kernel: CTAs that split the tiles
+    behind the last full round.
+    """
     if isinstance(config, PortableConfig):
         return portable.key_splits(portable.packed(call), config, device)
     return configs.stream_k_ctas(call, config, device)
@@ -106,12 +109,12 @@ def forward(call: Call, device: Device, config: Config | None = None, split_ctas
 
 
 class Scratch(NamedTuple):
-    """What a call's CTAs tell each other through.
+    """Memory through which a call's CTAs communicate.
 
     Attributes:
-        words: int32, 0 at launch: a counter, from which whoever is free takes the next of a causal call's tiles, which are of many lengths; or
-            whether each warp that shares a tile has handed over.
-        split_ctas, floats: CTAs that do, and float32 of what each hands over; or 0.
+        words: int32, 0 at launch. Either a counter from which a free CTA takes the next tile (in causal calls, whose
+            tiles differ in length), or a flag for each warp of `split_ctas`: whether it has stored its partial results.
+        split_ctas, floats: the number of CTAs that store partial results, and of float32 that each stores; or 0.
     """
 
     words: int = 0
@@ -143,13 +146,16 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
 def forward_from_fp16(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantization with the default recipe and attention in one launch; `fused_small.unsupported_call` has said that it takes the call.
+    """Quantization with the default recipe and attention in one launch.
+
+    `fused_small.unsupported_call` must return None for the call.
 
     Args:
         q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
 
     Returns:
-        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, and k's mean (B, Hkv, D), empty if not asked for.
+        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, and k's mean (B, Hkv, D), both empty if
+        not asked for.
 
     Raises:
         BuildError: the kernels can't be compiled here.
@@ -172,7 +178,9 @@ def launch_from_fp16(
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:
-    """fp8attn.quantize.quantize_kv with recipe.FUSED_RECIPES[qk]; `quantize.unsupported_call` has said that it takes the call.
+    """fp8attn.quantize.quantize_kv with recipe.FUSED_RECIPES[qk].
+
+    `quantize.unsupported_call` must return None for the call.
 
     Args:
         k, v: (B, H, S, D), bfloat16 or float16.

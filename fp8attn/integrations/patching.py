@@ -62,9 +62,10 @@ def patch(
     decode: Decode = "sdpa",
     backend: Backend = "auto",
 ) -> Patched:
-    """Switch a model's calls of F.scaled_dot_product_attention to fp8attn, in any thread; nn.MultiheadAttention included.
+    """Switch a model's calls of F.scaled_dot_product_attention to fp8attn, in all threads.
 
-    `fp8attn.patch(model)` switches it for good, `with fp8attn.patch(model) as report:` inside the block.
+    This includes the calls of nn.MultiheadAttention. `fp8attn.patch(model)` switches the model for good, and
+    `with fp8attn.patch(model) as report:` switches it inside the block.
 
     Args:
         model: any module.

@@ -16,8 +16,8 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend, BackendUnavailable, check_backend, is_causal_bias
 
 MIN_KEYS = 2048
-"""The fewest keys that fp8attn is called for by default. From bf16, calls of 1k tokens have 0.71 to 0.82 times the speed
-of cuDNN's bf16, calls of 4k tokens 1.30 to 1.43 times (H100, D 128, CUDA graphs, commit a40cd4d)."""
+"""The fewest keys that fp8attn is called for by default. From bf16, calls of 1k tokens have 0.71 to 0.82 times the
+speed of cuDNN's bf16, and calls of 4k tokens 1.30 to 1.43 times (H100, D 128, CUDA graphs, commit a40cd4d)."""
 
 Decode = Literal["sdpa", "fp8attn"]
 
@@ -109,7 +109,10 @@ class Report:
 
 
 def attention(policy: Policy, report: Report, layer: str, a: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A call by fp8attn where the policy says so and `fp8attn.sdpa` takes it; else `original`, with the reason in the report."""
+    """A call by fp8attn if the policy says so and `fp8attn.sdpa` takes it.
+
+    Otherwise the call goes to `original`, and the report gets the reason.
+    """
     reason = policy.reason_for_pytorch(a)
     recipe = policy.recipe_for(a.attn_mask)
     if reason is None and torch.compiler.is_compiling():

@@ -1,7 +1,9 @@
 """Hugging Face transformers: an attention implementation, with the mask function that it needs.
 
 fp8attn.integrations.transformers.register()
-model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fp8attn")  # or model.set_attn_implementation("fp8attn")
+model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fp8attn")
+
+For a model that is loaded already, call model.set_attn_implementation("fp8attn").
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ OLDEST = "4.53"
 def register(
     name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys: int = MIN_KEYS, decode: Decode = "sdpa", backend: Backend = "auto"
 ) -> Report:
-    """Register fp8attn with transformers as an attention implementation. It serves all models; registering again replaces it.
+    """Register fp8attn with transformers as an attention implementation, for all models.
 
-    Causal attention, padding, sliding windows, static and dynamic caches, grouped keys (not repeated), cross attention and
-    position biases go to fp8attn. Soft caps and learned sinks go to the model's own eager attention, and other calls that
-    fp8attn doesn't take to transformers' SDPA. The report counts them.
+    If it is registered again, the new registration replaces the old one.
+
+    Causal attention, padding, sliding windows, static and dynamic caches, grouped keys (not repeated), cross attention
+    and position biases go to fp8attn. Soft caps and learned sinks go to the model's own eager attention. Other calls
+    that fp8attn doesn't take go to transformers' SDPA. The report counts them.
 
     Args:
         name: that `attn_implementation` takes.
@@ -68,7 +72,9 @@ class _Implementation:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Args:
-            query: (B, Hq, Sq, D). key, value: (B, Hkv, Sk, D). attention_mask: None, or bool (B, 1, Sq, Sk), True for keys that are attended to.
+            query: (B, Hq, Sq, D).
+            key, value: (B, Hkv, Sk, D).
+            attention_mask: None, or bool (B, 1, Sq, Sk), True for keys that are attended to.
             options: dropout, scaling, is_causal, position_bias, softcap, s_aux and what else transformers passes.
 
         Returns:

@@ -257,7 +257,8 @@ def half_keys(
         q, k, v = q.float(), k.float(), v.float()
     width, value_width = power_of_2(dim), power_of_2(value_dim)
     rows, keys, warps, stages = TILES[max(256, max(width, value_width) * q.element_size())]
-    if device.arch // 10 in (10, 11):  # with 64 rows, sums are in tensor memory, and Triton 3.6 fails (TritonNvidiaGPUOptimizeTMemLayouts)
+    # with 64 rows, the sums are in tensor memory, and Triton 3.6 fails (TritonNvidiaGPUOptimizeTMemLayouts)
+    if device.arch // 10 in (10, 11):
         rows = min(rows, 32)
     launch(
         half_keys_kernel, (ceil_div(length, rows) * heads * batch,),

@@ -4,7 +4,8 @@ keys.
 The result is byte for byte the one that fp8attn.quantize defines. There are three launches. `gather_kernel` computes
 statistics of token chunks of v and k's mean, and quantizes q. `finish_kernel` computes v's means and scales.
 `write_kernel` quantizes k and v. If a scale covers a head of k or more, k is read twice, too. For few tokens, the
-launches would take longer than the work, so `fused_small_kernel` does everything in one. bias.py computes the score bias.
+launches would take longer than the work, so `fused_small_kernel` does everything in one. bias.py computes the score
+bias.
 
 Every kernel is a programmatic dependent of the previous one, and lets the next one start at once. It waits before it
 first touches memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization").
@@ -49,11 +50,13 @@ CHANNELS: tl.constexpr = tl.constexpr(32)  # channels of one program of finish_k
 # the interpreter runs plain Python functions as they are
 sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
 
-SLICE: tl.constexpr = tl.constexpr(16)  # channels of v of one program of fused_small_kernel: with 16-bit elements, one memory sector
+# channels of v of one program of fused_small_kernel: with 16-bit elements, one memory sector
+SLICE: tl.constexpr = tl.constexpr(16)
 GROUPS_PER_LOAD: tl.constexpr = tl.constexpr(
     quantize_ref.TOKEN_CHUNK // quantize_ref.LANES
 )  # groups of a token chunk that one program of fused_small_kernel loads together, for speed
-OF_THREAD: tl.constexpr = tl.constexpr(8)  # channels of a row that a thread loads: butterflies among them need no shuffle
+# channels of a row that a thread loads: butterflies among them need no shuffle
+OF_THREAD: tl.constexpr = tl.constexpr(8)
 SHORT = 1024  # largest number of keys for which fused_small_kernel may be faster,
 SHORT_PROGRAMS = 4  # and largest number of its programs per SM
 MEAN_STEP: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEP)
@@ -140,7 +143,8 @@ def butterfly(x, DISTANCE: tl.constexpr):
         return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (M, WIDTH))
     else:
         columns = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], x.shape)
-        return tl.fma(x, tl.where(columns & DISTANCE == 0, 1.0, -1.0), tl.gather(x, columns ^ DISTANCE, 1))  # exact: one instruction
+        # exact, because it is a single instruction
+        return tl.fma(x, tl.where(columns & DISTANCE == 0, 1.0, -1.0), tl.gather(x, columns ^ DISTANCE, 1))
 
 
 @triton.jit
@@ -162,7 +166,8 @@ def transformed(x, PART: tl.constexpr):
 @triton.jit
 def rotated(x, PART: tl.constexpr):
     """rotation.rotate of rows (M, WIDTH), in parts of PART channels."""
-    return transformed(with_signs(x, PART), PART) + 0.0  # with_signs makes zeros of either sign from the smallest float32 numbers
+    # with_signs makes zeros of either sign from the smallest float32 numbers
+    return transformed(with_signs(x, PART), PART) + 0.0
 
 
 @triton.jit
@@ -413,7 +418,8 @@ def write_rows(
     """
     careful = 1
     if whole:
-        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True, C.part)  # L2 should hold v for later, not this
+        # L2 should hold v for later, not this
+        y = load_tile(x, rows, x_stride, length, DIM, WIDTH, False, True, C.part)
         if tl.sum(y * 0.0) == 0.0:  # NaN * 0 and inf * 0 are NaN
             careful = 0
             store_rows(
@@ -825,7 +831,8 @@ def quantize(
     Args:
         warmup: compile only.
     """
-    if q is not None and recipe.smooth_q and recipe.q in GIVEN:  # scales of q without its means, which aren't computed yet
+    # these scales are of q without its means, which aren't computed yet
+    if q is not None and recipe.smooth_q and recipe.q in GIVEN:
         centred, means = quantize_ref.without_means(q, recipe)
         q_quantized, k_quantized, v_quantized = quantize(centred, k, v, replace(recipe, smooth_q=False), device, warmup=warmup)
         assert q_quantized is not None

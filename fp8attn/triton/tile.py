@@ -20,7 +20,8 @@ INT8_MAX: tl.constexpr = tl.constexpr(recipe.INT8_MAX)
 INT8_NAN: tl.constexpr = tl.constexpr(recipe.INT8_NAN)
 FALL: tl.constexpr = tl.constexpr(reference.FALL)
 LOWEST_SCORE: tl.constexpr = tl.constexpr(reference.LOWEST_SCORE)
-FAR: tl.constexpr = tl.constexpr(2.0**27)  # float32 numbers of this size are 16 apart: m - P_OFFSET would be rounded to m or to m - 16
+# float32 numbers of this size are 16 apart: m - P_OFFSET would be rounded to m or to m - 16
+FAR: tl.constexpr = tl.constexpr(2.0**27)
 ROUNDER: tl.constexpr = tl.constexpr(quantize_ref.ROUNDER)
 FLOAT_MAX: tl.constexpr = tl.constexpr(quantize_ref.FLOAT_MAX)
 EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import json
 import math
 import re
+import tokenize
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +39,9 @@ FLOORS = (
     {"__init__", "__main__"},
 )
 """Modules of the package from the ground up: each imports from floors below its own only."""
+
+CPP_COMMENT = re.compile(r"""//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'""", re.DOTALL)
+"""A comment of C++, or a literal, in which there is none."""
 
 
 def floor_of(module: str) -> int:
@@ -90,6 +95,38 @@ def test_no_machine_paths() -> None:
     files = [path for part in ("fp8attn", "bench", "docs", "tests") for path in (ROOT.parent / part).rglob("*.*") if path.suffix in (".py", ".md")]
     assert files
     assert not [path for path in files if here.search(path.read_text())]
+
+
+def long_prose(path: Path) -> list[int]:
+    """Lines of comments and docstrings with more than 120 characters, or 150 where a comment ends a line of code."""
+    text = path.read_text()
+    lines, prose, behind = text.split("\n"), set[int](), set[int]()
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                prose |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+        starts = [token.start for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT]
+    else:
+        comments = [match for match in CPP_COMMENT.finditer(text) if match[0].startswith(("//", "/*"))]
+        starts = [(text.count("\n", 0, x.start()) + 1, x.start() - text.rfind("\n", 0, x.start()) - 1) for x in comments]
+        for (line, _), comment in zip(starts, comments, strict=True):
+            prose |= {*range(line + 1, line + 1 + comment[0].count("\n"))}
+    for line, column in starts:
+        (behind if lines[line - 1][:column].strip() else prose).add(line)
+    return sorted(line for line in prose | behind if len(lines[line - 1]) > (120 if line in prose else 150))
+
+
+def test_prose_fits_into_120_characters() -> None:
+    files = [path for path in ROOT.rglob("*") if path.suffix in (".py", ".h", ".cuh", ".cpp")]
+    assert {path.suffix for path in files} == {".py", ".h", ".cuh", ".cpp"}
+    assert not [f"{path.relative_to(ROOT)}:{line}" for path in files for line in long_prose(path)]
+
+
+def test_the_length_check_sees(tmp_path: Path) -> None:
+    long, path, header = "x" * 120, tmp_path / "a.py", tmp_path / "a.h"
+    path.write_text(f'"""Doc.\n{long}.\n"""\n# {long}\ny = 1  # {long}\ny = "# {long}"\ny = "{long}"  # {long}\n')
+    header.write_text(f'// {long}\nint y;  // {long}\n/*\n{long}.\n*/\nauto y = "// {long}";\nauto y = "{long}";  // {long}\n')
+    assert long_prose(path) == [2, 4, 7] and long_prose(header) == [1, 4, 7]
 
 
 def typical_call(kind: str):

@@ -18,8 +18,8 @@ __device__ void issue_pv(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS 
   ptx::wgmma_commit();
 }
 
-// The running float32 output of a thread's two rows. Two-level accumulation: what the tensor core adds up of one key block comes in
-// by the multiply-add that rescales.
+// The running float32 output of a thread's two rows. Two-level accumulation: the multiply-add that rescales the output
+// also adds what the tensor core has summed over one key block.
 template <int N>
 __device__ void rescale_and_add(float (&o)[N], const float (&alpha)[2], const float (&fresh)[N]) {
 #pragma unroll
@@ -36,8 +36,9 @@ __device__ void rescale_and_add(float (&o)[FIRST], float (&o_second)[SECOND], co
   }
 }
 
-// P * V in parts, two of them in the making: part I into `fresh`, the next into `next`. Adds them and those behind them to the output. Each width has
-// accumulators of its own: for a product into some of another's registers ptxas makes all of them wait for each other (C7511).
+// P * V in parts, two of which are being computed at any time: part I in `fresh`, the next one in `next`. Adds these
+// and all later parts to the output. Each width has accumulators of its own: if a product went into registers of
+// another width's accumulator, ptxas would make all products wait for each other (C7511).
 template <int I, int FIRST, int SECOND, int N, int M>
 __device__ void add_parts(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const uint32_t (&p)[KEYS / 32][4], uint64_t v,
                           float (&fresh)[N], float (&next)[M]) {
@@ -70,7 +71,9 @@ __device__ void add_in_parts(float (&o)[FIRST], float (&o_second)[SECOND], const
 struct WarpgroupTile {
   const Tile& tile;  // in shared memory and read there again: registers are scarce between
   int consumer;
-  int seen, whole;  // blocks of keys: that some row of mine sees, that all rows of mine see whole, if it weren't for a mask
+  // Numbers of K/V blocks, without regard to a mask: blocks that at least one row of mine sees, and blocks that all
+  // rows of mine see whole.
+  int seen, whole;
 
   // Of the tile's blocks those before `end`.
   __device__ WarpgroupTile(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS) : tile(its_tile), consumer(number) {

@@ -1,4 +1,5 @@
-// What calls have of single keys: what a mask shows; general ones their scales, and what the means of queries add to their scores.
+// Metadata of single keys: which of them a mask shows. In general instances also the scales of keys, and what the means
+// of queries add to their scores.
 #pragma once
 
 #include "../ptx/cp_async.h"
@@ -15,7 +16,8 @@ struct alignas(16) MaskBits {
   uint32_t bits[CONSUMERS][ROWS][MASK_WORDS];  // or of one row, where all are alike
   KvBlock kv_block;
 
-  // One thread: what the mask shows of a block to a consumer whom it shows some. Returns the bytes that `barrier` is to be told of.
+  // One thread: loads the mask bits of a block, if the mask hides part of it from the consumer. Returns the number of
+  // bytes that `barrier` must expect.
   __device__ uint32_t load(const Params& p, const Tile& tile, const KvBlock& its, int consumer, uint64_t* barrier) {
     if (!(its.to(consumer) & ANY_HIDDEN)) return 0;
     const uint32_t bytes = p.mask_rows * sizeof(bits[0][0]);
@@ -52,8 +54,8 @@ struct KeyMetadata : MaskBits<CONSUMERS> {
     return mask_bytes + bytes;
   }
 
-  // A warp: scales of the keys from `start` on, which may lie anywhere; zeros for those that don't exist. Each thread arrives at `barrier` once its
-  // copies are there.
+  // A warp: loads the scales of the keys from `start` on. They may lie at any address. Keys that don't exist get zeros.
+  // Each thread arrives at `barrier` once its copies have arrived.
   __device__ void load_scales(const Params& p, const Tile& tile, int start, uint64_t* barrier) {
     const float* at = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1];
     for (int i = threadIdx.x % 32; i < KEYS; i += 32) ptx::cp_async(&scale[i], at + (start + i) * p.k_scale_strides[2], start + i < p.kv_length);

@@ -1,4 +1,5 @@
-// What a mask shows of each block of keys to each group of queries, as `build_block_mask` finds it out before the Hopper kernel's instances that take one.
+// What a mask shows of each block of keys to each group of queries. `build_block_mask` computes this before an instance
+// of the Hopper kernel that takes a mask runs.
 #pragma once
 
 #include "mask.h"
@@ -6,15 +7,18 @@
 
 namespace fp8attn {
 
-// Of a block of keys and a group of queries: whether any are shown, any are not, any score is changed. 0: nothing is shown.
+// Flags of a block of keys and a group of queries: the mask shows some scores, hides some, adds to some. 0: the mask
+// shows none.
 enum BlockMask : uint32_t { ANY_VISIBLE = 1, ANY_HIDDEN = 2, ANY_ADDED = 4 };
 
 constexpr int BLOCK_MASK_BITS = 4;  // of them, in a word of all consumers
 
-constexpr int MASK_WORDS = 4;  // of the bits of a row and a block: bit 2j + i of word c is of key 8j + 2c + i, so that a word is of one thread's scores
+// Words that hold a row's mask bits of one block. Bit 2j + i of word c is of key 8j + 2c + i, so that a word has the
+// bits of one thread's scores.
+constexpr int MASK_WORDS = 4;
 
-// Of a mask's groups of ROWS rows, or of one row where all are alike, and its blocks of KEYS keys: which of all, counted block by block, then group by
-// group.
+// The number of a block of a mask, which has ROWS rows (or one, if all rows are alike) and KEYS keys. Blocks are
+// counted along the keys first, then group by group of rows.
 __device__ inline int64_t mask_block(const Params& p, int batch, int head, int group, int block) {
   const int blocks = (p.kv_length + KEYS - 1) / KEYS;
   batch = min(batch, p.mask_batches - 1), head = min(head, p.mask_heads - 1), group = min(group, p.mask_groups - 1);
@@ -34,8 +38,9 @@ struct KvBlock {
   __device__ bool hides(int consumer) const { return (to(consumer) & (ANY_VISIBLE | ANY_HIDDEN)) != ANY_VISIBLE; }
 };
 
-// The blocks that a tile of the rows of CONSUMERS is attended with, in order: of those before `end` all that show something to one of them, or one
-// if none does. A warp's, all of which calls.
+// Iterates over the K/V blocks that a tile attends to, in order: the blocks before `end` of which the mask shows
+// something to at least one of the CONSUMERS, or one block if there are none. All threads of a warp must call it
+// together.
 template <int CONSUMERS>
 class KvBlockIterator {
  public:

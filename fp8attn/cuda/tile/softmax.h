@@ -21,11 +21,13 @@ __device__ inline float score_factor(float product, bool either_sign) {
   return fmaxf(fminf(product, LARGEST_FACTOR), either_sign ? -LARGEST_FACTOR : 1 / LARGEST_FACTOR);
 }
 
-// P of a block of keys is relative to m, its own largest score, so that it is as large as it can be; sums so far are multiplied by 2^(m - m_new) whether
-// m grows or falls. What it becomes at least: reference.lowest.
+// P of a key block is relative to m, the largest score of that block, so that P is as large as it can be. The sums so
+// far are multiplied by 2^(m - m_new), whether m grows or falls. This function is the lower bound of m_new: see
+// reference.lowest.
 __device__ inline float lowest(float m) { return fabsf(m) >= FALL ? m : m >= 0.0f ? 0.0f : -FALL; }
 
-// Takes over what somebody with other keys has of a row, whose P are relative to `their_m`: by what the two outputs are to be multiplied.
+// Merges m and sum of a row with those of other keys, whose P are relative to `their_m`. Sets the factors by which the
+// two outputs must be multiplied.
 __device__ inline void merge_rows(float& m, float& sum, float their_m, float their_sum, float& mine, float& theirs) {
   const float m_new = fmaxf(m, their_m);
   mine = ptx::exp2_approx(m - m_new);
@@ -47,9 +49,10 @@ __device__ inline float follow(float& m, float largest) {
   return become(m, fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)));
 }
 
-// 8 (y + 7) is the e4m3 code of 2^y at integers y >= -6, and up to 0.69 too high between them, where it takes 2^f for 1 + f. A half
-// whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it, and clamps what underflows to 0. It
-// doesn't saturate: y must stay below 8.8. The mean of the excess is subtracted, so that exact exponentials can mix in.
+// 8 (y + 7) is the e4m3 code of 2^y at integers y >= -6. Between integers it is up to 0.69 too high, because 1 + f
+// stands for 2^f. A half whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it,
+// and clamps underflow to 0. The conversion doesn't saturate: y must stay below 8.8. The mean of the excess is
+// subtracted, so that exact exponentials can mix in.
 constexpr float CODE = 0x1p-24f;
 constexpr int LOG_OF_CODES = 3 - 24;  // of 8 * CODE
 
@@ -104,11 +107,13 @@ __device__ void scale_by_row(float (&factor)[2], float (&s)[N]) {
   factor[0] = factor[1] = 1.0f;
 }
 
-// Whether a row of the warp has an m so large that float32 rounds off P's offset next to it, or that a score whose product isn't rounded differs from m.
+// Whether a row of the warp has so large an m that float32 rounds off P's offset next to it, or that a score from an
+// unrounded product differs from m, which is a rounded product.
 __device__ inline bool any_large(const float (&m)[2]) { return __any_sync(~0u, fmaxf(fabsf(m[0]), fabsf(m[1])) >= LARGEST_SCORE); }
 
-// Multiplies scores by the factors of their rows and subtracts m, the largest product. A score that overflows because a mask added a low finite number
-// counts as LOWEST_SCORE; a hidden one stays -inf. Factors become 1, and `origin`, what is still to be subtracted, 0.
+// Multiplies scores by the factors of their rows and subtracts m, the largest product. A score that overflows because a
+// mask added a low finite number counts as LOWEST_SCORE. The score of a key that the mask hides stays -inf. The factors
+// become 1. `origin`, which is still to be subtracted, becomes 0.
 template <int N>
 __device__ void make_relative(float (&factor)[2], const float (&m)[2], float (&origin)[2], float (&s)[N]) {
 #pragma unroll
@@ -118,7 +123,8 @@ __device__ void make_relative(float (&factor)[2], const float (&m)[2], float (&o
   origin[0] = origin[1] = 0.0f;
 }
 
-// Of a thread's row r the sum of P, which stands in the last channels, of ones: those of the second part, where there are two.
+// The sum of P of a thread's row r. It stands in the last channels of O, whose V are ones. If O has two parts, these
+// are the last channels of the second part.
 template <typename First, typename Second>
 __device__ auto& row_sum(First& o, Second& o_second, int r) {
   constexpr int first = std::extent_v<First>, second = std::extent_v<Second>;
@@ -133,13 +139,13 @@ template <int EXACT, int LARGEST>
 struct Softmax {
   float m[2] = {NOTHING, NOTHING};  // what P is relative to
 
-  // Whether the next step may take the maximum of the scores' bits as integers: each m of the warp may fall to 0, and the
-  // scores are in range. As signed integers, floats of 0 and more compare like floats; as unsigned integers, negative
-  // floats are above them.
+  // Whether the next step may take the maximum of the scores' bits as integers: each m of the warp may fall to 0, and
+  // the scores are in range. As signed integers, floats of 0 and more compare like floats. As unsigned integers,
+  // negative floats are above them.
   __device__ bool prepare(const float (&factor)[2]) const { return __all_sync(~0u, is_low() & (LARGEST == 0 || in_range(factor))); }
 
-  // From sums, which are scores over `factor`, to an operand `p` of P * V, and to what sums so far are to be multiplied with. Factors are no less than
-  // 1 / LARGEST_FACTOR where LARGEST isn't 0.
+  // Turns sums, which are scores divided by `factor`, into an operand `p` of P * V. Sets `alpha`, by which the sums so
+  // far must be multiplied. Factors are at least 1 / LARGEST_FACTOR if LARGEST isn't 0.
   template <int N>
   __device__ void step(float (&s)[N], float (&factor)[2], bool int_max_ok, uint32_t (&p)[N / 16][4], float (&alpha)[2]) {
     float m_new[2];
@@ -174,8 +180,8 @@ struct Softmax {
   // Whether each of the thread's m may fall to 0.
   __device__ bool is_low() const { return max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL); }
 
-  // Whether scores are below LARGEST_SCORE. Else their sums are multiplied first: a rounded maximum and unrounded products would differ by more than
-  // codes can take.
+  // Whether scores are below LARGEST_SCORE. Otherwise their sums must be multiplied first: a rounded maximum and
+  // unrounded products would differ by more than codes can hold.
   __device__ static bool in_range(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST; }
 
   // Of a thread's row r, compared as integers; OR_ZERO: 0 if all are negative.
@@ -191,9 +197,9 @@ struct Softmax {
     return max(a, b);
   }
 
-  // Codes of the groups T of 16 keys into operand registers of P * V, EXACT of eight exact, as far apart as can be: with the key order of quantized V a
-  // group's scores of a thread
-  // are the bytes of one.
+  // Writes codes of the groups T, of 16 keys each, into operand registers of P * V. Of eight groups, EXACT are exact,
+  // as far apart as possible. With the key order of quantized V, a thread's scores of one row and group are the bytes
+  // of one register.
   template <typename Exact, typename Direct, int N, int... T>
   __device__ static void write_codes(const Exact (&exact)[2], const Direct (&direct)[2], const float (&s)[N], uint32_t (&p)[N / 16][4],
                                      std::integer_sequence<int, T...>) {

@@ -1,4 +1,5 @@
-// The tiles behind the last full round, where each has as many blocks of keys: CTAs share these blocks out evenly, so that all end at once.
+// The tiles behind the last full round, in calls whose tiles all have the same number of K/V blocks. CTAs split these
+// blocks evenly, so that all CTAs end at once.
 // Osama et al., "Stream-K" (PPoPP 2023), of whose forms this is the one with a last, shared round.
 #pragma once
 
@@ -13,7 +14,8 @@ namespace fp8attn {
 // A tile and which of its blocks of keys.
 struct alignas(32) WorkTile : Tile {
   int begin, end;
-  // the tile's other blocks are those of CTAs first_other ... this one - 1; or -1: a later CTA has its last ones, and waits for this one
+  // The tile's other blocks are those of CTAs first_other ... this one - 1. If it is -1, a later CTA has the tile's
+  // last blocks and waits for this one.
   int first_other = ALL_BLOCKS;
 
   __device__ bool complete() const { return first_other >= 0; }
@@ -27,8 +29,8 @@ struct Tail {
   // No fewer CTAs than tiles.
   __device__ Tail(int of_call, int of_tile, int ctas) : tiles(of_call), blocks(of_tile), range((of_call * of_tile + ctas - 1) / ctas) {}
 
-  // A CTA's work tile `number`, 0 or 1, of tiles from position `first_tile` on. Work tile 0 is the one that may leave the
-  // tile's last blocks to another CTA. That CTA waits for it, and has a larger number, so it wasn't launched earlier.
+  // A CTA's work tile `number`, 0 or 1, of tiles from position `first_tile` on. Only work tile 0 may leave the tile's
+  // last blocks to another CTA. That CTA waits for it, and has a larger number, so it wasn't launched earlier.
   __device__ WorkTile work_tile(const Schedule& schedule, int first_tile, int cta, int number) const {
     const int from = cta * range, to = min(from + range, tiles * blocks);
     if (from >= to) return {Schedule::none()};
@@ -62,8 +64,9 @@ struct WorkTiles {
   }
 };
 
-// What a warpgroup's threads have of a tile others have the rest of: sums of P * V, and of their two rows the maxima that these are relative to and the
-// sums of P, once: they stand twice in the last four elements.
+// Partial results of a warpgroup's threads, for a tile whose other blocks other CTAs have: sums of P * V, and for each
+// thread's two rows m, which the sums are relative to, and the sums of P. The sums of P stand twice in the last four
+// elements of O, but are stored once.
 template <int FIRST, int SECOND>
 struct Partial {
   static constexpr bool parts = SECOND > 1;

@@ -1,5 +1,6 @@
-// The softmax of softmax.h from int8's sums of products as the tensor core leaves them: an integer from 0 up, below 2^23, has the bits of the subnormal
-// float that is 2^-149 times as large, and an FFMA takes it for that at no price. Sums don't become negative because they start high enough.
+// The softmax of softmax.h from int8's sums of products as the tensor core leaves them. An integer from 0 up to below
+// 2^23 has the bits of the subnormal float that is 2^-149 times as large, and an FFMA reads it as that float at no
+// cost. Sums don't become negative, because they start high enough.
 #pragma once
 
 #include "softmax.h"
@@ -68,8 +69,8 @@ template <int EXACT, int LARGEST, int BEGIN>
 struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
   using Softmax<EXACT, LARGEST>::m;
 
-  // Whether the next step may take the maximum of sums as integers: factors are small, and each m of the warp may fall to 0.
-  // With BEGIN 0, as in Softmax.
+  // Whether the next step may take the maximum of sums as integers: factors are small, and each m of the warp may fall
+  // to 0. With BEGIN 0, as in Softmax.
   __device__ bool prepare(const float (&factor)[2]) const {
     if (BEGIN == 0) return Softmax<EXACT, LARGEST>::prepare(factor);
     return __all_sync(~0u, this->is_low() & factors_small(factor));
@@ -90,7 +91,8 @@ struct SubnormalSoftmax : Softmax<EXACT, LARGEST> {
       for (int r = 0; r < 2; ++r) {
         const int top = largest_of_row(this->template largest_bits<false>(s, r), BEGIN);
         peak[r] = __int_as_float(top);
-        alpha[r] = become(m[r], __fmul_rn(float(top - BEGIN), factor[r]));  // not fused with a difference: in every instance the same
+        // __fmul_rn, so that the product is not fused with a difference and is the same in every instance
+        alpha[r] = become(m[r], __fmul_rn(float(top - BEGIN), factor[r]));
       }
       write({SubnormalExactRow::below(peak[0], factor[0]), SubnormalExactRow::below(peak[1], factor[1])},
             {SubnormalDirectRow::below(peak[0], factor[0]), SubnormalDirectRow::below(peak[1], factor[1])});

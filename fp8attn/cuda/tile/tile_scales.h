@@ -7,8 +7,8 @@
 
 namespace fp8attn {
 
-// What THREADS threads, a warpgroup's or all of them, want to know of their tile, in shared memory: scales and means of V's channels,
-// zero where there are none, scales of the M rows of Q, and how many keys these see.
+// What THREADS threads (those of a warpgroup, or all) need to know of their tile, in shared memory: scales and means of
+// V's channels, zero where there are none; scales of the M rows of Q; and how many keys each row sees.
 template <int CHANNELS, int M = ROWS, int THREADS = 128>
 struct TileScales {
   static constexpr int channels = CHANNELS;
