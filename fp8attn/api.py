@@ -434,14 +434,12 @@ def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> 
         options = None  # expanded, or quantized by the user: not what the next call comes with
     plain = _plain(checked, a.recipe) if chosen in ("auto", "cuda") else None
     if plain is not None:
-        out, lse, k_mean = _from_fp16(chosen)(
+        out, lse = _from_fp16(chosen)(
             *plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask, scale=checked.scale
         )  # fmt: skip
         if options is not None:
             eager.remember_from_fp16(*plain, a.attn_mask, options, checked.softmax_scale, a.recipe.qk, checked.causal, out)
-        if not a.return_lse:
-            return out
-        return out, _unsmoothed(checked, lse, plain[0], k_mean, rotation.part_of(plain[0].shape[3], a.recipe.rotate))
+        return (out, lse) if a.return_lse else out
     prepared = _prepare(checked, a.recipe, chosen)
     operands = prepared.query, prepared.key, prepared.value
     if options is not None and not (operands[0] is a.query and operands[1] is a.key and operands[2] is a.value):
@@ -508,7 +506,7 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
         part = replace(checked, query=q, key=k, value=v, causal=causal)
         plain = _plain(part, others) if chosen in ("auto", "cuda") else None
         if plain is not None:
-            return _from_fp16(chosen)(*plain, part.softmax_scale, others.qk, causal, part.out_dtype, True, scale=part.scale)
+            return *_from_fp16(chosen)(*plain, part.softmax_scale, others.qk, causal, part.out_dtype, True, scale=part.scale), None
         prepared = _prepare(part, others, chosen)
         return *_forward(chosen)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
 

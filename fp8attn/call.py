@@ -36,8 +36,9 @@ class Call:
         bias: float32 (B, Hq, ceil(Sq / 64), Sk rounded up to a multiple of 4), contiguous, or None. It is multiplied by
             the softmax scale and added to the scores of every 64 queries, whose mean causes it.
         kv_length: Sk.
-        return_lse: whether to return the LSE of the scores of the stored q and k. The caller adds the part that
-            smoothing removed with K's mean.
+        return_lse: whether to return the LSE of the scores of the stored q and k, and of `lse_mean`.
+        lse_mean: float32 (B, Hkv, D), contiguous, K's mean as `Quantized.mean` has it, whose part of the scores kernels
+            that quantize q add to the LSE; or None.
     """
 
     q: torch.Tensor
@@ -58,6 +59,7 @@ class Call:
     two_level: bool | None
     out_dtype: torch.dtype
     return_lse: bool
+    lse_mean: torch.Tensor | None = None
 
     @property
     def int8(self) -> bool:

@@ -20,7 +20,7 @@ import torch
 from . import quantize as quantize_ref
 from . import reference, rotation, validate
 from .ambient import shielded
-from .call import GRANULARITIES, Call, empty_key_mean, empty_lse, empty_output
+from .call import GRANULARITIES, Call, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
@@ -519,19 +519,16 @@ def from_fp16_by(backend: Forward, required: bool):
         required: whether a kernel that doesn't compile is an error.
 
     Returns:
-        out (B, Hq, Sq, Dv); LSE (B, Hq, Sq) of q and smoothed k, and k's mean (B, Hkv, D), empty if not asked for.
+        out (B, Hq, Sq, Dv); LSE (B, Hq, Sq), empty if not asked for.
     """
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
         return_lse: bool, attn_mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        def attend(
-            by: Forward, query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            call = early.default_call(query, q_scale, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask)
-            assert key.mean is not None
-            return *by(call), key.mean if return_lse else empty_key_mean(k, False)
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        def unsmoothed(lse: torch.Tensor, k_mean: torch.Tensor | None) -> torch.Tensor:
+            assert k_mean is not None
+            return _unsmoothed_lse(lse, q, k_mean, softmax_scale, rotation.part_of(q.shape[3], FUSED_RECIPES[qk].rotate)) if return_lse else lse
 
         validate.check_floats(q, k, v, attn_mask)
         validate.check_launch(softmax_scale, causal, out_dtype)
@@ -541,33 +538,35 @@ def from_fp16_by(backend: Forward, required: bool):
         with current(q.device):
             try:
                 if unsupported_one_launch(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    return cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                    out, lse, k_mean = cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
+                    return out, unsmoothed(lse, k_mean)
                 if unsupported_two_launches(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    out, lse, k_mean = early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
-                    return out, lse, k_mean if return_lse else empty_key_mean(k, False)
+                    return early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
                 if unsupported_fused_q(q, k, v, softmax_scale, qk, attn_mask) is None:
                     _, key, value = quantized(None, k, v, FUSED_RECIPES[qk])
                     assert key is not None and value is not None
-                    return attend(lambda call: cuda_run.forward(call, device, configs.choose(call, device)), q, None, key, value)
+                    call = early.default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask)
+                    return cuda_run.forward(call, device, configs.choose(call, device))
             except BuildError as error:
                 if required:
                     raise
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
             query, key, value = quantized(q, k, v, FUSED_RECIPES[qk])
             assert query is not None and key is not None and value is not None
-            return attend(backend, query.data, query.scale, key, value)
+            out, lse = backend(early.default_call(query.data, query.scale, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask))
+            return out, unsmoothed(lse, key.mean)
 
     return forward
 
 
 def _fake_from_fp16(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None):
-    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
+    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
 for _name, _backend, _required in (("cuda", _by_cuda, True), ("auto", _by_whichever, False)):
     register(
         f"{_name}_forward_from_fp16(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse,"
-        " Tensor? attn_mask=None) -> (Tensor, Tensor, Tensor)",
+        " Tensor? attn_mask=None) -> (Tensor, Tensor)",
         from_fp16_by(_backend, _required),
         _fake_from_fp16,
     )

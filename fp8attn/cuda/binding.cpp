@@ -136,8 +136,8 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
 
 void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
             const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
-            const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts, const std::optional<Tensor>& part_rows,
-            const int* ready = nullptr, int ready_ctas = 0) {
+            const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
+            const std::optional<Tensor>& part_rows, const int* ready = nullptr, int ready_ctas = 0) {
   TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
   if (l.rows > 0) {
@@ -150,6 +150,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     const uint32_t box[2] = {uint32_t(l.keys), uint32_t(l.value_rows)};
     TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());
   }
+  p.lse_mean = lse_mean ? lse_mean->const_data_ptr<float>() : nullptr;
   p.v_pitch = v.size(3);
   p.q_aligned = is_aligned(q);
   p.k_aligned = is_aligned(k);
@@ -191,10 +192,10 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
 void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group, int64_t k_group,
              int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale,
              const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias,
-             const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
-             const std::optional<Tensor>& part_rows) {
+             const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter,
+             const std::optional<Tensor>& parts, const std::optional<Tensor>& part_rows) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, q_scale, k, k_scale, v,
-         v_scale, v_mean, attn_mask, bias, out, lse, counter, parts, part_rows);
+         v_scale, v_mean, attn_mask, bias, out, lse, lse_mean, counter, parts, part_rows);
 }
 
 // The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
@@ -203,9 +204,9 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
 void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                         const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
-                        const Tensor& counter, const Tensor& ready, int64_t cluster) {
+                        const std::optional<Tensor>& lse_mean, const Tensor& counter, const Tensor& ready, int64_t cluster) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, std::nullopt, k, k_scale, v,
-         v_scale, v_mean, std::nullopt, std::nullopt, out, lse, counter, std::nullopt, std::nullopt, ready.const_data_ptr<int>(), cluster);
+         v_scale, v_mean, std::nullopt, std::nullopt, out, lse, lse_mean, counter, std::nullopt, std::nullopt, ready.const_data_ptr<int>(), cluster);
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
@@ -395,7 +396,7 @@ std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_s
   const Tensor out = plan->output.empty();
   attend(plan->launch, q, of_every_head(q_scale, q.size(0), q.size(1), q_scale.size(2)), k, of_every_head(k_scale, k.size(0), k.size(1), k_scale.size(2)), v,
          of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, of_every_query(attn_mask, q, plan->launch.kv_length), std::nullopt, out, std::nullopt,
-         plan->words(), plan->parts(), std::nullopt);
+         std::nullopt, plan->words(), plan->parts(), std::nullopt);
   return out;
 }
 
@@ -439,7 +440,7 @@ std::optional<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor
   const std::optional<Tensor> words = plan->words();
   int* ready = l.cluster > 0 ? words->mutable_data_ptr<int>() + 1 : nullptr;
   quantize_kv(l.quantizer, k, v, x[0], x[1], x[2], x[3], x[4], x[5], ready);
-  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], of_every_query(attn_mask, q, k.size(2)), std::nullopt, out, std::nullopt, words, plan->parts(),
+  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], of_every_query(attn_mask, q, k.size(2)), std::nullopt, out, std::nullopt, std::nullopt, words, plan->parts(),
          std::nullopt, ready, l.cluster);
   return out;
 }
@@ -453,9 +454,9 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
-         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows) -> ()");
+         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows) -> ()");
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
-  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
+  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
   m.impl("forward_when_ready", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_when_ready)));
   define("forward_from_fp16(" + launch_from_fp16 + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
   m.impl("forward_from_fp16", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_fp16)));

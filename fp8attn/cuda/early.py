@@ -48,6 +48,7 @@ def default_call(
     return Call(
         query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
         mask, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
+        key.mean if q_scale is None and return_lse else None,
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def plan_both(
 def quantize_and_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
     return_lse: bool, device: Device, attn_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Quantization with recipe.FUSED_RECIPES[qk] and attention; the attention kernel quantizes q.
 
     `configs.unsupported_q_quant` and `quantize.unsupported_call` must return None for the call.
@@ -91,24 +92,22 @@ def quantize_and_attend(
         attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
 
     Returns:
-        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, empty if not asked for; k's mean
-        (B, Hkv, D).
+        out (B, Hq, Sq, D); LSE (B, Hq, Sq), empty if not asked for.
 
     Raises:
         BuildError: the kernels can't be compiled here.
     """
     key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
-    assert key.mean is not None
     if not early:
         run.quantize_into(key, value, k, v, device)
-        return *run.forward(call, device, config), key.mean
+        return run.forward(call, device, config)
     heads = k.shape[0] * k.shape[1]
     counter, ready = q.new_zeros(1 + heads, dtype=torch.int32).split((1, heads))
     # nothing may run between the two launches, such as torch filling what it allocates (torch.utils.deterministic)
     out, lse = empty_output(q, call.value_dim, out_dtype), empty_lse(q, return_lse)
     run.quantize_into(key, value, k, v, device, ready=ready)
     forward_when_ready(call, device, config, out, lse, counter, ready, quantize.ctas_of(k))
-    return out, lse, key.mean
+    return out, lse
 
 
 def launch_of_both(
@@ -159,5 +158,17 @@ def forward_when_ready(
     library = run.library_of(config, device)
     arguments, _ = run.launch_of(call, device, config, library, split_ctas=1)
     library.operators.forward_when_ready.default(
-        *arguments, call.q, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, out, lse if call.return_lse else None, counter, ready, cluster
+        *arguments,
+        call.q,
+        call.k,
+        call.k_scale,
+        call.v,
+        call.v_scale,
+        call.v_mean,
+        out,
+        lse if call.return_lse else None,
+        call.lse_mean,
+        counter,
+        ready,
+        cluster,
     )

@@ -55,7 +55,8 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
 }
 
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
-template <int FIRST, int SECOND, int BOXES, typename Scales>
+// T, DIM: as of store_lse.
+template <typename T, int DIM, int FIRST, int SECOND, int BOXES, typename Scales>
 __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                            const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
@@ -64,7 +65,7 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const 
   const StagedOutput<Scales, BOXES> output(p, wg_tile.tile, wg_tile.first_row(), scales, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, m, l, f);
+  store_lse<T, DIM>(p, wg_tile, m, l, f);
 }
 
 // One consumer warpgroup: attention of 64 query rows of every work tile. T is Q's dtype if the kernel quantizes it.
@@ -316,7 +317,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' scales are there; nobody reads rows' scales and Q any more
     load_rows(next_tile);
-    if (!S::stream_k || work_tile.complete()) store_tile(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
+    if (!S::stream_k || work_tile.complete()) store_tile<T, C.fuse_q_quant ? C.head_dim : 0>(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more
     if constexpr (!C.fuse_q_quant) load_channels(next_tile);

@@ -103,7 +103,7 @@ def forward(call: Call, device: Device, config: Config | None = None, split_ctas
         parts = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device)
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
-        to, lse if call.return_lse else None, counter, parts, part_rows,
+        to, lse if call.return_lse else None, call.lse_mean, counter, parts, part_rows,
     )  # fmt: skip
     return out, lse
 

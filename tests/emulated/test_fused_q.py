@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 import emulation
 import fp8attn
 from closeness import SHARE_OFF_GRID, assert_rows_alike, on_grid
-from fp8attn import Recipe
+from emulated import Emulated, normal
+from fp8attn import Recipe, reference
 from fp8attn.api import call_of
 from fp8attn.call import HALVES
-from fp8attn.cuda import configs
+from fp8attn.cuda import configs, early
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import FUSED_Q_DIMS, FUSED_Q_INSTANCES, GROUPS, KEYS, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
-from fp8attn.quantize import quantize
+from fp8attn.quantize import quantize, quantize_kv
 from fp8attn.recipe import FUSED_RECIPES, ProductType
+from fp8attn.reference import Causal
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -245,3 +247,22 @@ def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe, scores: conf
     expected = fp8attn.sdpa(q, k, v, **options, recipe=first, return_lse=True)
     for x, y in zip(fp8attn.sdpa(q, k, v, **options, recipe=recipe, return_lse=True), expected, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("causal", ("none", "bottom_right"))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("qk", FUSED_RECIPES)
+@pytest.mark.parametrize("dim", sorted(FUSED_Q_DIMS))
+def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal) -> None:
+    """Of several tiles and heads that share keys, a mean that is larger than what is left; also of rows that see no key. The output stays."""
+    q, k, v = (x.to(dtype) for x in normal((2, 4, 230, dim), (2, 2, 200, dim)))
+    key, value = quantize_kv(k + 5, v, FUSED_RECIPES[qk])
+    call = early.default_call(q, None, key, value, 0.1, causal, dtype, True)
+    config = configs.choose(call, H100)
+    (out, lse), (same, without) = emulated(call, config), emulated(dataclasses.replace(call, lse_mean=None), config)
+    assert torch.equal(out, same) and torch.equal(lse.isinf(), without.isinf()) and lse.isinf().any() == (causal != "none")
+    expected = reference.unsmoothed_lse(without, q, key.mean, 0.1, key.rotated)
+    torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-4)
+    assert (lse - without).nan_to_num(nan=0.0).abs().max() > 1

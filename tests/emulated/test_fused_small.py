@@ -138,8 +138,9 @@ def test_the_operator_goes_on_in_two_launches(device: torch.device, sdpa: Attent
     operator = {"triton": library_ops.auto_forward_from_fp16, "cuda": library_ops.cuda_forward_from_fp16}[sdpa.backend]
     if sdpa.backend == "triton" and device.type == "cuda":
         pytest.skip("auto takes CUDA there")
-    out, _, k_mean = operator(q, k, v, 72**-0.5, recipe.qk, "top_left", torch.float32, True)
-    assert torch.equal(out, expected[0]) and torch.equal(k_mean, quantized[1].mean)
+    out, lse = operator(q, k, v, 72**-0.5, recipe.qk, "top_left", torch.float32, True)
+    assert torch.equal(out, expected[0])
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-2)  # of queries as they came, not rounded to FP8
 
 
 @pytest.mark.parametrize("options", ({}, {"is_causal": True, "return_lse": True, "scale": 0.2, "out_dtype": torch.float32}))

@@ -45,7 +45,7 @@ MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", FusedSmallConfig
 
 QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
 
-_pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "counter")
+_pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "lse_mean", "counter")
 _strides = (("q_scale", 3), ("k_scale", 3), ("v_scale", 3), ("mask", 4), ("out", 3), ("q", 3), ("k", 3))
 _numbers = (
     "batches",
@@ -343,11 +343,11 @@ def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k,
 
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
-    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, counter, parts, part_rows, ready=None, ready_ctas=0,
+    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, lse_mean, counter, parts, part_rows, ready=None, ready_ctas=0,
 ) -> Params:  # fmt: skip
     """The Params that binding.cpp's forward or forward_when_ready makes from its arguments."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
-    tensors |= dict(bias=bias, parts=parts, part_rows=part_rows, ready=ready)
+    tensors |= dict(lse_mean=lse_mean, bias=bias, parts=parts, part_rows=part_rows, ready=ready)
     p = _params_of(tensors, softmax_scale, causal_offset)
     p.v_pitch = v.size(3)
     p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = kv_length, v.size(2), q_group, k_group, heads_side_by_side
@@ -430,8 +430,8 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
 
 def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward_when_ready."""
-    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, counter, ready, cluster) = arguments[:12], arguments[12:]
-    launch += (q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, counter, None, None)
+    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, ready, cluster) = arguments[:12], arguments[12:]
+    launch += (q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, None, None)
     _run(library, tensor_maps(*launch) + bytes(params(*launch, ready, cluster)), launch[5])
 
 
