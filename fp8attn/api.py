@@ -365,8 +365,8 @@ def sdpa(
         query, key, value = (cast(x, dtype) for x in (query, key, value))
         out_dtype = out_dtype or dtype
     options = None
-    if not return_lse and not is_compiling() and _is_fused_recipe(recipe):
-        options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale)
+    if not is_compiling() and _is_fused_recipe(recipe):
+        options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale, return_lse)
         repeated = eager.repeat(query, key, value, attn_mask, options)
         if repeated is not None:
             return repeated
@@ -438,13 +438,15 @@ def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> 
             *plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask, scale=checked.scale
         )  # fmt: skip
         if options is not None:
-            eager.remember_from_fp16(*plain, a.attn_mask, options, checked.softmax_scale, a.recipe.qk, checked.causal, out)
+            eager.remember_from_fp16(*plain, a.attn_mask, options, checked.softmax_scale, a.recipe.qk, checked.causal, out, a.return_lse)
         return (out, lse) if a.return_lse else out
+    if a.return_lse:  # queries add to the LSE in a launch of its own
+        options = None
     prepared = _prepare(checked, a.recipe, chosen)
     operands = prepared.query, prepared.key, prepared.value
     if options is not None and not (operands[0] is a.query and operands[1] is a.key and operands[2] is a.value):
         options = (
-            a.recipe.qk, a.backend, a.is_causal, a.scale, a.enable_gqa, a.causal_alignment, checked.out_dtype, a.dropout_p, None, None, None
+            a.recipe.qk, a.backend, a.is_causal, a.scale, a.enable_gqa, a.causal_alignment, checked.out_dtype, a.dropout_p, None, None, None, False
         )  # fmt: skip
         repeated = eager.repeat(*operands, a.attn_mask, options)
         if repeated is not None:

@@ -33,7 +33,10 @@ MOST = 4096
 
 IMMUTABLE = frozenset((type(None), bool, int, float, str, torch.dtype))
 
-_launches: dict[tuple, Callable[..., torch.Tensor | None] | None] = {}
+Attention = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Output, or output and LSE."""
+
+_launches: dict[tuple, Callable[..., Attention | None] | None] = {}
 """For each combination of options, the function that repeats such a call. It is None after the first call, so that
 calls whose lengths always differ cost nothing."""
 _numbers = itertools.count()
@@ -41,6 +44,12 @@ _numbers = itertools.count()
 
 def _never(*tensors: torch.Tensor | None) -> None:
     """Repeats calls that no CUDA kernel runs by itself."""
+
+
+def _repeat_both(repeat: Callable[..., list[torch.Tensor]], number: int, *tensors: torch.Tensor) -> Attention | None:
+    """The output or output and LSE that the binding returns as a list; None of an empty one."""
+    found = repeat(number, *tensors)
+    return found[0] if len(found) == 1 else tuple(found) if found else None  # type: ignore[return-value]
 
 
 def forget() -> None:
@@ -76,7 +85,7 @@ def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor
     return name, (*tensors, *masks)
 
 
-def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> torch.Tensor | None:
+def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> Attention | None:
     """Attention, if a call like this one was kept.
 
     Args:
@@ -113,7 +122,7 @@ def _second(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tenso
         return None
     if launch is None:
         _launches[name] = _never
-    return name, tensors, launch.args[0] if isinstance(launch, partial) else next(_numbers)
+    return name, tensors, launch.args[-1] if isinstance(launch, partial) else next(_numbers)
 
 
 def remember(
@@ -151,7 +160,7 @@ def remember(
 
 def remember_from_fp16(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, options: tuple, softmax_scale: float,
-    qk: ProductType, causal: Causal, out: torch.Tensor,
+    qk: ProductType, causal: Causal, out: torch.Tensor, return_lse: bool,
 ) -> None:  # fmt: skip
     """Keep a call of plain tensors, likewise, if CUDA's kernels quantized all of it, in one launch or in two."""
     again = _second(query, key, value, attn_mask, options)
@@ -161,12 +170,16 @@ def remember_from_fp16(
     device = device_of(query.device)
     try:
         if ops.unsupported_one_launch(query, key, value, softmax_scale, qk, attn_mask) is None:
+            if return_lse:  # another launch adds what K's mean adds
+                return
             library, arguments = cuda_run.launch_from_fp16(query, key, softmax_scale, causal, device)
             library.operators.remember_from_fp16.default(number, *arguments, query, key, value, out)
             _launches[name] = partial(library.operators.repeat_from_fp16.default, number)
         elif ops.unsupported_two_launches(query, key, value, softmax_scale, qk, attn_mask) is None and out.numel() > 0:
-            library, arguments, filled, scratch = early.launch_of_both(query, key, value, softmax_scale, qk, causal, out.dtype, device, attn_mask)
+            library, arguments, filled, scratch = early.launch_of_both(
+                query, key, value, softmax_scale, qk, causal, out.dtype, return_lse, device, attn_mask
+            )
             library.operators.remember_both.default(number, *arguments, query, key, value, attn_mask, filled, out, *scratch)
-            _launches[name] = partial(library.operators.repeat_both.default, number)
+            _launches[name] = partial(_repeat_both, library.operators.repeat_both.default, number)
     except BuildError:  # Triton went on
         return

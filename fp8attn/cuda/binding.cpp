@@ -332,6 +332,7 @@ struct LaunchBoth {
   QuantizeLaunch quantizer;
   Launch attention;
   int64_t cluster;
+  bool lse;  // whether the LSE is returned, too
   std::vector<Form> quantized;  // k_data, k_scale, k_mean, v_data, v_scale, v_mean
 };
 
@@ -418,31 +419,35 @@ std::optional<Tensor> repeat_from_fp16(int64_t options, const Tensor& q, const T
 // `words`: with a cluster a counter of tiles and a word for each head of k.
 void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side,
                    int64_t q_group, int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, int64_t quantizer, int64_t quantizer_ctas,
-                   int64_t sampled, int64_t stats_bytes, int64_t cluster, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask, at::TensorList quantized,
+                   int64_t sampled, int64_t stats_bytes, int64_t cluster, bool lse, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask, at::TensorList quantized,
                    const Tensor& out, int64_t words, int64_t split_ctas, int64_t floats) {
   plans<LaunchBoth>().add(facts(options, {&q, &k, &v, address(attn_mask)}),
                           {{quantizer, quantizer_ctas, sampled, stats_bytes},
                            {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
                            cluster,
+                           lse,
                            std::vector<Form>(quantized.begin(), quantized.end())},
                           out, {words, split_ctas, floats});
 }
 
-std::optional<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask) {
+// Output, and LSE if it was asked for; nothing if there was no such call.
+std::vector<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask) {
   const Facts known = facts(options, {&q, &k, &v, address(attn_mask)});
   const auto plan = known.empty() ? nullptr : plans<LaunchBoth>().find(known);
-  if (plan == nullptr) return std::nullopt;
+  if (plan == nullptr) return {};
   const c10::DeviceGuard guard(q.device());
   const LaunchBoth& l = plan->launch;
   Tensor x[6];
   for (size_t i = 0; i < 6; ++i) x[i] = l.quantized.at(i).empty();
   const Tensor out = plan->output.empty();
-  const std::optional<Tensor> words = plan->words();
+  const std::optional<Tensor> lse = l.lse ? std::optional(at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))) : std::nullopt;
+  const std::optional<Tensor> lse_mean = l.lse ? std::optional(x[2]) : std::nullopt, words = plan->words();
   int* ready = l.cluster > 0 ? words->mutable_data_ptr<int>() + 1 : nullptr;
   quantize_kv(l.quantizer, k, v, x[0], x[1], x[2], x[3], x[4], x[5], ready);
-  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], of_every_query(attn_mask, q, k.size(2)), std::nullopt, out, std::nullopt, std::nullopt, words, plan->parts(),
+  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], of_every_query(attn_mask, q, k.size(2)), std::nullopt, out, lse, lse_mean, words, plan->parts(),
          std::nullopt, ready, l.cluster);
-  return out;
+  if (lse) return {out, *lse};
+  return {out};
 }
 
 TORCH_LIBRARY(fp8attn_cuda, m) {
@@ -476,10 +481,10 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("remember_from_fp16", torch::dispatch(any, TORCH_FN(remember_from_fp16)));
   define("repeat_from_fp16(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
   m.impl("repeat_from_fp16", torch::dispatch(any, TORCH_FN(repeat_from_fp16)));
-  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int stats_bytes, int cluster, Tensor q, Tensor k, Tensor v,"
+  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int stats_bytes, int cluster, bool lse, Tensor q, Tensor k, Tensor v,"
          " Tensor? attn_mask, Tensor[] quantized, Tensor out, int words, int split_ctas, int floats) -> ()");
   m.impl("remember_both", torch::dispatch(any, TORCH_FN(remember_both)));
-  define("repeat_both(int options, Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None) -> Tensor?");
+  define("repeat_both(int options, Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None) -> Tensor[]");
   m.impl("repeat_both", torch::dispatch(any, TORCH_FN(repeat_both)));
 }
 

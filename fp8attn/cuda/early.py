@@ -118,6 +118,7 @@ def launch_of_both(
     qk: ProductType,
     causal: Causal,
     out_dtype: torch.dtype,
+    return_lse: bool,
     device: Device,
     attn_mask: torch.Tensor | None = None,
 ) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
@@ -127,12 +128,12 @@ def launch_of_both(
         the library of the attention kernel; the launch arguments that aren't tensors; tensors like those that the
         quantizer fills; the scratch tensors.
     """
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, False, device, attn_mask)
+    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
     library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, qk, device)
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.split_ctas_of(call, config, device))
     if early:
         scratch = run.Scratch(1 + k.shape[0] * k.shape[1])
-    return library, (*launch, *quantizer, quantize.ctas_of(k) if early else 0), quantize.filled(key, value), scratch
+    return library, (*launch, *quantizer, quantize.ctas_of(k) if early else 0, return_lse), quantize.filled(key, value), scratch
 
 
 def forward_when_ready(

@@ -16,7 +16,25 @@ from rich.console import Console
 from rich.text import Text
 
 import bench
-from bench import accuracy, adapters, cases, compare, ladder, masks, model, needle, plot, price, profile, quantize, report, run, sanitize, search
+from bench import (
+    accuracy,
+    adapters,
+    cases,
+    compare,
+    ladder,
+    masks,
+    model,
+    needle,
+    overhead,
+    plot,
+    price,
+    profile,
+    quantize,
+    report,
+    run,
+    sanitize,
+    search,
+)
 from bench.errors import Errors
 from bench.gates import Gates, Verdict
 from bench.limits import Limit
@@ -104,6 +122,7 @@ SAMPLES: dict[str, Callable[[], list[Sheet]]] = {
     "masks.table": lambda: [masks.table(masked())],
     "model.table": lambda: [model.table([model.Result(row, 2.10166, 0.000149, 0.0000745, 0.99516) for row in accuracy.DRAWN], "a model " * 20)],
     "needle.table": lambda: [needle.table(needles())],
+    "overhead.table": lambda: [overhead.table([overhead.Overhead(kind, 32.1, 1234.5, 12345.6, 12345.6, 28.9, 12345.6) for kind in overhead.KINDS])],
     "price.table": lambda: [price.table(prices())],
     "profile.table": lambda: [profile.table(KERNELS, "D64 full 4k")],
     "sanitize.table": lambda: [sanitize.table([("memcheck", 12345, "ERROR SUMMARY: 12345 errors", Counter({"Invalid read of " * 9: 12345}))])],
