@@ -28,7 +28,6 @@ struct Params {
   const void* mask;      // (B, Hq, Sq, Sk): bytes, 0 for masked-out keys, or additive numbers of mask_type; or null
   void* out;             // (B, Hq, Sq, Dv)
   float* lse;            // (B, Hq, Sq), contiguous; or null
-  const float* lse_mean;  // (B, Hkv, D), contiguous: K's mean, rotated, whose part of the LSE is added; of plain queries; or null
   int* counter;          // number of tiles taken beyond each CTA's first, 0 at launch; null: static schedule
 
   int64_t q_scale_strides[3], k_scale_strides[3], v_scale_strides[3], mask_strides[4], out_strides[3];
@@ -79,6 +78,10 @@ struct Params {
   uint32_t* mask_bits;
   uint8_t* block_mask;
   int mask_batches, mask_heads, mask_groups, mask_rows;
+
+  // Instances that quantize Q: (B, Hkv, D), contiguous, K's mean, rotated. Its part of the scores is added to the LSE.
+  // Or null.
+  const float* lse_mean;
 };
 
 // Parameters of the kernel that quantizes K and V.

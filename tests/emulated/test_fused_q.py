@@ -249,13 +249,7 @@ def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe, scores: conf
         assert torch.equal(x, y)
 
 
-@pytest.mark.anywhere
-@emulation.emulates
-@pytest.mark.parametrize("causal", ("none", "bottom_right"))
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("qk", FUSED_RECIPES)
-@pytest.mark.parametrize("dim", sorted(FUSED_Q_DIMS))
-def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal) -> None:
+def assert_lse_includes_mean(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal) -> None:
     """Of several tiles and heads that share keys, a mean that is larger than what is left; also of rows that see no key. The output stays."""
     q, k, v = (x.to(dtype) for x in normal((2, 4, 230, dim), (2, 2, 200, dim)))
     key, value = quantize_kv(k + 5, v, FUSED_RECIPES[qk])
@@ -266,3 +260,39 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
     expected = reference.unsmoothed_lse(without, q, key.mean, 0.1, key.rotated)
     torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-4)
     assert (lse - without).nan_to_num(nan=0.0).abs().max() > 1
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("causal", ("none", "bottom_right"))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("qk", FUSED_RECIPES)
+@pytest.mark.parametrize("dim", sorted(FUSED_Q_DIMS))
+def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal) -> None:
+    assert_lse_includes_mean(emulated, dim, qk, dtype, causal)
+
+
+MEAN_MUTANTS = {
+    "of the first head": ("tile/attend.h", "tile.head / (p.q_heads / p.kv_heads)) * DIM", "0) * DIM"),
+    "of other rows": ("tile/attend.h", "if (r == lane / 4 + 8) found[1]", "if (r == lane / 4 + 9) found[1]"),
+    "half of the channels": (
+        "tile/attend.h",
+        "unrotated(*reinterpret_cast<const float4*>(mean + 128 * i",
+        "unrotated(*reinterpret_cast<const float4*>(mean",
+    ),
+    "signs": ("tile/rotate.h", "return {with_sign(x.x, 0)", "return {x.x"),
+}
+"""Of what K's mean adds to the LSE."""
+
+
+def test_mutants_of_the_mean_change_what_is_there() -> None:
+    emulation.assert_anchored(MEAN_MUTANTS.values())
+
+
+@pytest.mark.anywhere
+@pytest.mark.thorough
+@emulation.emulates
+@pytest.mark.parametrize("name", MEAN_MUTANTS)
+def test_the_emulation_sees_a_wrong_mean(name: str) -> None:
+    with pytest.raises(AssertionError, match="close"):
+        assert_lse_includes_mean(Emulated(MEAN_MUTANTS[name]), 256, "e4m3", torch.bfloat16, "none")

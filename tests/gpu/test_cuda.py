@@ -487,7 +487,7 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
     library = build.load((config,), 80)
     if not GPU:
         rows, floats = torch.zeros(1, 1, 16, 64, dtype=torch.uint8), torch.zeros(1, 1, 16, 64)
-        tensors = (rows, floats, rows, floats, rows, floats, None, None, None, floats, None, None, None, None)
+        tensors = (rows, floats, rows, floats, rows, floats, None, None, None, floats, *[None] * 5)
         with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched"):
             library.operators.forward.default(library.launchers[config], 0, 0, 0, 0, 1, 1, 1, 1, 16, 1.0, 0, *tensors)
 

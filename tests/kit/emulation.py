@@ -45,7 +45,7 @@ MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", FusedSmallConfig
 
 QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
 
-_pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "lse_mean", "counter")
+_pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "counter")
 _strides = (("q_scale", 3), ("k_scale", 3), ("v_scale", 3), ("mask", 4), ("out", 3), ("q", 3), ("k", 3))
 _numbers = (
     "batches",
@@ -102,6 +102,7 @@ class Params(ctypes.Structure):
         ("mask_bits", ctypes.c_void_p),
         ("block_mask", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
+        ("lse_mean", ctypes.c_void_p),
     ]
 
 

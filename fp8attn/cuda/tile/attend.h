@@ -121,17 +121,18 @@ __device__ void add_mean_scores(float (&found)[2], const Params& p, const Warpgr
 // Of a thread's rows, from their maxima and the sums of their P. T, DIM: of queries that the kernel quantizes.
 template <typename T = void, int DIM = 0>
 __device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&l)[2], Fragment f) {
-  if (p.lse == nullptr) return;
   float of_mean[2] = {};
   if constexpr (DIM > 0) {
-    if (p.lse_mean != nullptr) add_mean_scores<T, DIM>(of_mean, p, wg_tile, f);
+    if (p.lse != nullptr && p.lse_mean != nullptr) add_mean_scores<T, DIM>(of_mean, p, wg_tile, f);
   }
-  if (f.column != 0) return;
+  if (p.lse == nullptr || f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = wg_tile.first_row() + f.row + 8 * r;
-    if (row < p.q_length)
-      p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E + of_mean[r];
+    if (row >= p.q_length) continue;
+    float lse = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
+    if constexpr (DIM > 0) lse += of_mean[r];
+    p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = lse;
   }
 }
 
