@@ -528,7 +528,7 @@ def query_mean(q, q_stride, q_mean, group, length, C: tl.constexpr):
     return mean
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def write_queries(
     q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item, heads, length, C: tl.constexpr
 ):  # fmt: skip
@@ -754,6 +754,14 @@ def small_keys(
     )  # fmt: skip
 
 
+@triton.jit(noinline=True)
+def small_queries(
+    q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item, heads, length, C: tl.constexpr
+):  # fmt: skip
+    """write_queries."""
+    write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item, heads, length, C)
+
+
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
 def fused_small_kernel(
     q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_data, k_data_strides,
@@ -780,7 +788,7 @@ def fused_small_kernel(
         )  # fmt: skip
     else:
         if C.q_dim > 0:
-            write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item - q_first, q_heads, q_length, C)
+            small_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item - q_first, q_heads, q_length, C)
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
