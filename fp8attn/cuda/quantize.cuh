@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   ptx::cluster_arrive_relaxed();
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  const T* v = static_cast<const T*>(p.v) + coord.batch * p.v_strides[0] + coord.head * p.v_strides[1] + coord.slice * CHANNELS;
-  const T* k = static_cast<const T*>(p.k) + coord.batch * p.k_strides[0] + coord.head * p.k_strides[1] + coord.slice * CHANNELS;
+  const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
   Sample<T> sample;
   if (coord.token_chunk << coord.log_words() < WORDS && threadIdx.x < LANES << coord.log_words()) sample.load(p, coord, k, threadIdx.x);
   mine.load(shared.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);

@@ -98,6 +98,11 @@ def ctas_of(k: torch.Tensor) -> int:
     return token_chunks_of(k) * (k.shape[3] // CHANNELS)
 
 
+def exceeds_cluster(k: torch.Tensor) -> bool:
+    """Whether a head is longer than a cluster can hold."""
+    return ctas_of(k) > LARGEST_CLUSTER
+
+
 def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
     """The instances that are compiled together."""
     return INT8_INSTANCES if int8 else INSTANCES
@@ -105,13 +110,13 @@ def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
 
 def choose(k: torch.Tensor, qk: ProductType) -> QuantizeConfig:
     """The instance for a call. `unsupported_call` must have returned None."""
-    is_long = ctas_of(k) > LARGEST_CLUSTER
+    is_long = exceeds_cluster(k)
     return next(c for c in instances(qk == "int8") if c.is_long == is_long and (is_long or c.token_chunks >= token_chunks_of(k)))
 
 
 def stats_bytes(k: torch.Tensor) -> int:
     """Bytes of what the kernels of a call tell each other."""
-    return k.shape[0] * k.shape[1] * ctas_of(k) * CHUNK_STATS_BYTES if ctas_of(k) > LARGEST_CLUSTER else 0
+    return k.shape[0] * k.shape[1] * ctas_of(k) * CHUNK_STATS_BYTES if exceeds_cluster(k) else 0
 
 
 def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:

@@ -14,12 +14,6 @@
 
 namespace fp8attn {
 
-// Where a CTA's slice of its head begins.
-template <typename T>
-__device__ const T* slice_of(const void* x, const int64_t (&strides)[3], const ClusterCoord& coord) {
-  return static_cast<const T*>(x) + coord.batch * strides[0] + coord.head * strides[1] + coord.slice * CHANNELS;
-}
-
 // The grid has a CTA for every slice of every token chunk, the last heads first. K's mean, not rotated yet, goes to
 // p.k_mean.
 template <class Instance, typename T>

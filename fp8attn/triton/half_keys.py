@@ -124,6 +124,16 @@ def leading(x, like):
 
 
 @triton.jit
+def load_mean(k_mean, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+    """A mean (WIDTH,) of keys that was rotated in parts of PART channels, rotated back: its products with queries as
+    they came are what it adds to scores."""
+    mean = load_vector(k_mean, 1, 0.0, DIM, WIDTH)
+    if PART > 0:
+        mean = tl.reshape(unrotated(mean[None, :], PART), (WIDTH,)) * PART
+    return mean
+
+
+@triton.jit
 def mean_scores(q, mean):
     """Products (M,) of queries (M, WIDTH) with a mean (WIDTH,), as exact as in float32.
 
@@ -213,9 +223,7 @@ def half_keys_kernel(
     if fp8_out is not None:
         theirs = tl.load(fp8_lse + index, mask=rows < q_length, other=-float("inf")) * LOG2E
         if k_mean is not None:
-            mean = load_vector(k_mean + (batch * kv_heads + kv_head) * DIM, 1, 0.0, DIM, WIDTH)
-            if PART > 0:
-                mean = tl.reshape(unrotated(mean[None, :], PART), (WIDTH,)) * PART
+            mean = load_mean(k_mean + (batch * kv_heads + kv_head) * DIM, DIM, WIDTH, PART)
             theirs += mean_scores(q, mean) * factor
         m_new = tl.maximum(m, theirs)
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)

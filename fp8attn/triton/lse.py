@@ -12,9 +12,10 @@ import triton.language as tl
 
 from .. import reference
 from ..device import Device
-from .half_keys import mean_scores
+from .forward import load_rows
+from .half_keys import load_mean, mean_scores
 from .launch import ceil_div, check_counted, launch
-from .quantize import begin, load_vector, power_of_2, unrotated
+from .quantize import begin, power_of_2
 
 ROWS = 64
 """Queries of a program; of float32 half as many."""
@@ -36,12 +37,8 @@ def unsmooth_lse_kernel(
     index = (program // chunks).to(tl.int64)
     batch = index // q_heads
     head = index % q_heads
-    columns = tl.arange(0, WIDTH)
-    pointers = q + batch * q_strides[0] + head * q_strides[1] + rows[:, None].to(tl.int64) * q_strides[2] + columns[None, :]
-    queries = tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < DIM), other=0.0)
-    mean = load_vector(k_mean + (batch * kv_heads + head // (q_heads // kv_heads)) * DIM, 1, 0.0, DIM, WIDTH)
-    if PART > 0:
-        mean = tl.reshape(unrotated(mean[None, :], PART), (WIDTH,)) * PART
+    queries = load_rows(q + batch * q_strides[0] + head * q_strides[1], rows, q_strides[2], length, 0, WIDTH, DIM, True)
+    mean = load_mean(k_mean + (batch * kv_heads + head // (q_heads // kv_heads)) * DIM, DIM, WIDTH, PART)
     at = index * length + rows
     tl.store(out + at, tl.load(lse + at, mask=rows < length, other=0.0) + mean_scores(queries, mean) * softmax_scale, mask=rows < length)
 

@@ -108,6 +108,12 @@ struct ClusterCoord {
   __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
 };
 
+// Where a CTA's slice of its head begins.
+template <typename T>
+__device__ const T* slice_of(const void* x, const int64_t (&strides)[3], const ClusterCoord& coord) {
+  return static_cast<const T*>(x) + coord.batch * strides[0] + coord.head * strides[1] + coord.slice * CHANNELS;
+}
+
 // Swizzle: the position of a chunk in a token of V's run `run`. Then neither the 8 chunks of a token nor the same chunk
 // of 8 runs have bank conflicts. For K, every token counts as a run.
 __device__ inline int chunk_at(int run, int chunk) { return chunk ^ run % CHUNKS; }
