@@ -244,9 +244,9 @@ def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe, scores: conf
     # not by default, though the same on Hopper: all is quantized first, and LSE's part of K's mean is of q as it came, too
     first = dataclasses.replace(recipe, two_level=True)
     assert fp8attn.explain(q, k, v, **options, recipe=first).config not in EVERY
-    expected = fp8attn.sdpa(q, k, v, **options, recipe=first, return_lse=True)
-    for x, y in zip(fp8attn.sdpa(q, k, v, **options, recipe=recipe, return_lse=True), expected, strict=True):
-        assert torch.equal(x, y)
+    (out, lse), (expected, expected_lse) = (fp8attn.sdpa(q, k, v, **options, recipe=r, return_lse=True) for r in (recipe, first))
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)  # one kernel adds K's mean where the other has its own for it
 
 
 def assert_lse_includes_mean(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal) -> None:

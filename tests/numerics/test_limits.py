@@ -249,7 +249,6 @@ SOME = [0, 1, 65_534, 65_535, 65_536, PAIRS - 1]
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("whole_gpu")
 @pytest.mark.parametrize("recipe", (*RECIPES.values(), Recipe(sinks=128, recent=128)), ids=(*RECIPES, "half keys"))
 def test_seventy_thousand_batches(sdpa: Attention, device: torch.device, recipe: Recipe) -> None:
     q, k, v = (torch.randn(PAIRS, 1, 16, 32, device=device, dtype=torch.bfloat16) for _ in range(3))
@@ -257,7 +256,6 @@ def test_seventy_thousand_batches(sdpa: Attention, device: torch.device, recipe:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("whole_gpu")
 @pytest.mark.parametrize("shape", ((PAIRS, 1), (1, PAIRS), (700, 100)), ids=("batches", "heads", "both"))
 def test_seventy_thousand_heads_by_default(device: torch.device, shape: tuple[int, int]) -> None:
     """Of a head dim that CUDA's quantizer and attention of plain queries take, too."""
@@ -267,7 +265,6 @@ def test_seventy_thousand_heads_by_default(device: torch.device, shape: tuple[in
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("whole_gpu")
 def test_seventy_thousand_heads_are_imported(sdpa: Attention, device: torch.device) -> None:
     q, k, v = (torch.randn(PAIRS, 1, 16, 32, device=device) for _ in range(3))
     codes = [(x * 8).to(E4M3) for x in (k, v)]
