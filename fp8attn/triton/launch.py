@@ -34,11 +34,32 @@ def check_counted(name: str, x: torch.Tensor) -> None:
         raise ValueError(reason)
 
 
+ROWS = 4
+"""Length of a tuple of strides of rows, those of (B, H, S, D). Shorter tuples are strides of scales."""
+
+
+def is_strides(argument: tuple) -> bool:
+    return bool(argument) and type(argument[0]) is int
+
+
+def stride_bits(strides: tuple[int, ...]) -> int:
+    """What a kernel that takes strides is compiled for: 1 if the last is 1, + 2 if the others are multiples of 16, + 4
+    if one needs 64 bits.
+
+    Strides of scales never count as multiples of 16: what they are depends on lengths.
+    """
+    others = 0
+    for stride in strides[:-1]:
+        others |= stride
+    last = strides[-1]
+    return (last == 1) | (len(strides) == ROWS and not others & 15) << 1 | (others | last >= 0x80000000) << 2
+
+
 def specialize(arguments: tuple, key: list) -> None:
     """Append to `key` the properties of the arguments on which a compiled kernel depends.
 
     Follows Triton's rules: integers by width, divisibility by 16 and equality to 1; pointers by type and alignment to
-    16 bytes.
+    16 bytes. Fewer properties of strides count, see `representative`.
     """
     for argument in arguments:
         kind = type(argument)
@@ -50,7 +71,10 @@ def specialize(arguments: tuple, key: list) -> None:
             key.append(argument.data_ptr() & 15 == 0)
         elif kind is tuple or isinstance(argument, tuple):
             key.append(len(argument))
-            specialize(argument, key)
+            if is_strides(argument):
+                key.append(stride_bits(argument))
+            else:
+                specialize(argument, key)
         elif kind is float:
             key.append(float)
         elif hasattr(argument, "block_shape"):  # a tensor descriptor
@@ -59,6 +83,20 @@ def specialize(arguments: tuple, key: list) -> None:
             key += (argument.dtype, argument.data_ptr() & 15 == 0)
         else:
             key.append(argument)  # None
+
+
+def representative(argument: Any) -> Any:
+    """What Triton compiles for in place of an argument, so that all arguments with one key share a kernel.
+
+    Triton would compile another kernel for each combination of strides that are multiples of 16, or 1, and others.
+    """
+    if not isinstance(argument, tuple):
+        return argument
+    if not is_strides(argument):
+        return tuple(representative(part) for part in argument)
+    bits = stride_bits(argument)
+    stride = (16 if bits & 2 else 17) + (1 << 32 if bits & 4 else 0)
+    return (*[stride] * (len(argument) - 1), 1 if bits & 1 else stride | 1)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = False, dependent: bool = False, **options: Any) -> None:
@@ -72,20 +110,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
     """
     if dependent:
         options["launch_pdl"] = True
-    if INTERPRETING or warmup:
+    if INTERPRETING:
         kernel.run(*arguments, grid=grid, warmup=warmup, **options)
+        return
+    if warmup:
+        compiled_for(kernel, arguments, options)
         return
     device = torch.cuda.current_device()
     parts: list = [kernel, device, *options.values()]
     for parameter, argument in zip(kernel.params, arguments, strict=True):
         if parameter.is_constexpr:
             parts.append(argument)
+        elif parameter.do_not_specialize and type(argument) is int:
+            parts.append(-0x80000000 <= argument < 0x80000000)
         else:
             specialize((argument,), parts)
     key = tuple(parts)
     compiled = _compiled.get(key)
     if compiled is None:
-        compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
-        _compiled[key] = compiled
+        compiled = _compiled[key] = compiled_for(kernel, arguments, options)
     stream = triton.runtime.driver.active.get_current_stream(device)
     compiled[(*grid, 1, 1)[:3]](*arguments, stream=stream)
+
+
+def compiled_for(kernel: Any, arguments: tuple, options: dict[str, Any]) -> Any:
+    return kernel.run(*map(representative, arguments), grid=(1,), warmup=True, **options)

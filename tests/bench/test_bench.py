@@ -207,6 +207,7 @@ def test_uncertainty_is_three_standard_errors_of_a_median() -> None:
 in_git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.anywhere
 @pytest.mark.skipif(not in_git, reason="compares commits: needs the repository's history")
 def test_comparing_a_commit_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two processes take turns; which fp8attn each imports is checked there."""

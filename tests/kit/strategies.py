@@ -15,7 +15,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from fp8attn import Recipe
-from fp8attn.recipe import ROW_GRANULARITIES, SCALE_BLOCK, VALUE_GRANULARITIES
+from fp8attn.recipe import ROW_GRANULARITIES, VALUE_GRANULARITIES
 
 SEVERAL = 8 if GPU else 1
 """Cases of one example. Compiling Triton kernels for the first case takes most of the time; cases that share its
@@ -124,13 +124,12 @@ class Case:
         return self.scale is None or self.scale > 0
 
     def like(self, first: Case) -> Case:
-        """This case, changed so that it uses the kernels compiled for another: with the same properties, and strides
-        with the same divisibility."""
+        """This case with the properties that kernels are compiled for of another: all but sizes and numbers."""
         return replace(
             first,
             batch=self.batch,
-            q_length=like_length(self.q_length, first.q_length),
-            kv_length=like_length(self.kv_length, first.kv_length),
+            q_length=self.q_length,
+            kv_length=self.kv_length,
             mask=self.mask if self.causal != "none" != first.causal else first.mask,
             distribution=self.distribution,
             scale=self.scale if self.scale_is_positive == first.scale_is_positive else first.scale,
@@ -144,18 +143,6 @@ class Case:
     @property
     def causal(self) -> str:
         return {"causal": "top_left", "bottom right": "bottom_right"}.get(self.mask, "none")
-
-
-def like_length(length: int, first: int) -> int:
-    """`length`, changed to the remainder modulo 16 of `first`: one token if `first` is one, at most one block if
-    `first` is, else several blocks."""
-    if first == 1:
-        return 1
-    whole, part = divmod(length, SCALE_BLOCK)
-    tokens = part // 16 * 16 + first % 16
-    if first > SCALE_BLOCK:
-        return max(whole, 1) * SCALE_BLOCK + (tokens or 16)
-    return tokens if tokens > 1 else tokens + 16
 
 
 RECIPES: dict[str, tuple] = {

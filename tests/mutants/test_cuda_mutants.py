@@ -207,6 +207,7 @@ def require(rung: str | None, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.thorough
 @pytest.mark.parametrize("rung", (None, GENERAL, INT8, MASKED, ADDED, FUSED_SMALL, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)

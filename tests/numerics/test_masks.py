@@ -304,10 +304,10 @@ def test_triton_next_to_any_low_number(number: float, device: torch.device) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_every_backend_takes_low_numbers_for_scores(sdpa: Attention, device: torch.device, dtype: torch.dtype) -> None:
-    """Real kernels: of several head dims, from plain tensors and quantized ones, masks that boxes can be had of and others."""
-    for dim, q_length, kv_length in ((64, 200, 1000), (128, 100, 704), (256, 20, 300), (80, 70, 333)):
+def test_every_backend_takes_low_numbers_for_scores(sdpa: Attention, device: torch.device) -> None:
+    """Real kernels: of several head dims and dtypes, from plain tensors and quantized ones, masks that boxes can be had of and others."""
+    shapes = ((64, 200, 1000), (128, 100, 704), (256, 20, 300), (80, 70, 333))
+    for (dim, q_length, kv_length), dtype in zip(shapes, 2 * (torch.bfloat16, torch.float16), strict=True):
         generator = torch.Generator(device).manual_seed(dim)
         q, k, v = (torch.randn(2, 3, n, dim, device=device, dtype=dtype, generator=generator) for n in (q_length, kv_length, kv_length))
         v += 1

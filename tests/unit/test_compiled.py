@@ -119,7 +119,7 @@ class Attention(torch.nn.Module):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param(name, marks=pytest.mark.thorough if GPU and name != "auto" else ()) for name in BACKENDS])
 def test_exported_for_all_lengths(device: torch.device, backend: str, options: str) -> None:
     """Across 64 and 128 tokens, of which a group of queries and a block of keys have one scale each."""
     model = Attention(backend, OPTIONS[options])

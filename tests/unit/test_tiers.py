@@ -12,6 +12,7 @@ from conftest import collected
 import tiers
 
 
+@pytest.mark.anywhere
 def test_every_test_is_in_the_default_tier_or_in_one_tenth(request: pytest.FixtureRequest) -> None:
     """Of what this run has collected."""
     everything = request.config.stash[collected]
