@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from . import plot, report
-from .command_line import UsageError, input_file, matplotlib_lacks, output_folder
+from . import command_line, plot, report
+from .command_line import UsageError, input_file, output_folder
 from .machine import PROGRAM
 from .peers import END_TO_END, KERNEL
 from .progress import Tick, no_tick
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    lacking = matplotlib_lacks()
+    lacking = command_line.matplotlib_lacks()
     if lacking is not None:
         raise UsageError(lacking)
     with report.progress("report") as bar:

@@ -7,10 +7,13 @@ arguments directly.
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import JITCallable
 
 from ..schedule import unsupported_size
 from .tile import INTERPRETING
@@ -117,7 +120,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
         compiled_for(kernel, arguments, options)
         return
     device = torch.cuda.current_device()
-    parts: list = [kernel, device, *options.values()]
+    parts: list = [kernel.fn, device, *options.values()]
     for parameter, argument in zip(kernel.params, arguments, strict=True):
         if parameter.is_constexpr:
             parts.append(argument)
@@ -134,4 +137,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
 
 
 def compiled_for(kernel: Any, arguments: tuple, options: dict[str, Any]) -> Any:
+    """The kernel that launches with such arguments run, from Triton's cache on disk or compiled."""
+    hash_callees_first(kernel.fn.__module__)
     return kernel.run(*map(representative, arguments), grid=(1,), warmup=True, **options)
+
+
+@functools.cache
+def hash_callees_first(module: str) -> None:
+    """Have Triton hash all functions of a module, and of those that it imports functions from, as they are defined.
+
+    By its hash a kernel is found on disk. Triton's hash of a function contains the constants of the functions that it
+    calls only if these have been hashed before. Hashed on first use, a kernel would be compiled again in each process
+    that uses kernels in another order.
+    """
+    for function in [*vars(sys.modules[module]).values()]:
+        if isinstance(function, JITCallable):
+            if function.fn.__module__ != module:
+                hash_callees_first(function.fn.__module__)
+            function.cache_key  # noqa: B018

@@ -167,6 +167,43 @@ def ambiguous_names() -> list[str]:
     return sorted(found)
 
 
+def hashes(backwards: bool) -> list[str]:
+    """In a process of its own: of kernels of every module, launched in one order or the other, what they would be found by on disk."""
+    import triton.compiler
+
+    import fp8attn
+    from fp8attn import Recipe
+    from fp8attn.api import call_of
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import bias, configs, forward, half_keys, hopper, lse, quantize
+    from offline import architecture
+
+    found = []
+
+    def record(source: Any, *others: Any, **options: Any) -> object:
+        found.append(f"{source.name} {source.hash()}")
+        return object()
+
+    triton.compiler.compile = record
+    device = ARCHITECTURES[90]
+    q, k, v = (torch.randn(1, 2, 300, 64) for _ in range(3))
+    smoothed = fp8attn.quantize(q, k, v, recipe=Recipe(smooth_q=True))
+    call = call_of(*smoothed, out_dtype=torch.bfloat16, return_lse=True)
+    launches = [
+        lambda: quantize.quantize(q, k, v, Recipe(), device, warmup=True),
+        lambda: quantize.quantize(q, k, v, Recipe(k="head"), device, warmup=True),
+        lambda: bias.with_bias(smoothed[0], k, smoothed[1], device, warmup=True),
+        lambda: forward.run(call, configs.portable_config(call, device), device, warmup=True),
+        lambda: hopper.run(call, configs.hopper_config(call, device), device, warmup=True),
+        lambda: lse.unsmoothed_lse(torch.empty(1, 2, 300), q, torch.empty(1, 2, 64), 1.0, 64, device, warmup=True),
+        lambda: half_keys.half_keys(q, k, v, None, None, None, 0, 4, 128, 1.0, 0, torch.bfloat16, True, device, warmup=True),
+    ]
+    with architecture(90):
+        for launch in reversed(launches) if backwards else launches:
+            launch()
+    return sorted(found)
+
+
 def by_itself(call: str, cache: Path) -> Any:
     """What a function of this module returns in a process without a GPU, without the interpreter and with an empty cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -182,6 +219,14 @@ def test_kernels_are_found_in_the_cache_by_every_process(tmp_path: Path) -> None
     """Triton hashes constants that a kernel reads in the order of their names, and of one name by the address of its module: with two numbers
     by one name, a process finds what another one has compiled by chance."""
     assert by_itself("ambiguous_names()", tmp_path) == []
+
+
+def test_kernels_are_found_in_the_cache_whichever_came_first(tmp_path: Path) -> None:
+    """Triton's hash of a function lacks the constants of functions that it calls and that weren't hashed before."""
+    found = by_itself("hashes(False)", tmp_path)
+    names = {line.split()[0] for line in found}
+    assert names >= {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel", "unsmooth_lse_kernel"}
+    assert by_itself("hashes(True)", tmp_path) == found
 
 
 @pytest.mark.anywhere
