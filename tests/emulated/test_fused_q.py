@@ -273,13 +273,11 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
 
 
 MEAN_MUTANTS = {
-    "of the first head": ("tile/attend.h", "tile.head / (p.q_heads / p.kv_heads)) * DIM", "0) * DIM"),
-    "of other rows": ("tile/attend.h", "if (r == lane / 4 + 8) found[1]", "if (r == lane / 4 + 9) found[1]"),
-    "half of the channels": (
-        "tile/attend.h",
-        "unrotated(*reinterpret_cast<const float4*>(mean + 128 * i",
-        "unrotated(*reinterpret_cast<const float4*>(mean",
-    ),
+    "of the first head": ("tile/mean_scores.h", "p.kv_heads + tile.kv_head) * DIM", "p.kv_heads) * DIM"),
+    "of other rows": ("tile/mean_scores.h", "(row + 8) / AT_ONCE == ROUND + i", "(row + 8) / AT_ONCE == ROUND + i + 1"),
+    "half of the channels": ("tile/mean_scores.h", "(of_head + 128 * i + lane", "(of_head + lane"),
+    "of other lanes": ("tile/mean_scores.h", "lane % TEAM + TEAM * j % 32", "lane % TEAM"),
+    "half of the rows": ("tile/mean_scores.h", "scores.load<LOADED>(p", "scores.load<0>(p"),
     "signs": ("tile/rotate.h", "return {with_sign(x.x, 0)", "return {x.x"),
 }
 """Of what K's mean adds to the LSE."""

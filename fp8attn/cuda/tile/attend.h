@@ -3,8 +3,7 @@
 
 #include "../ptx/wgmma.h"
 #include "mask.h"
-#include "pair.h"
-#include "rotate.h"
+#include "mean_scores.h"
 #include "schedule.h"
 #include "softmax.h"
 
@@ -87,43 +86,13 @@ struct WarpgroupTile {
   __device__ int first_row() const { return tile.first_row + consumer * ROWS; }
 };
 
-// What K's mean adds to the scores of a thread's rows: products of plain queries with p.lse_mean, in float32. Each lane
-// has four channels of every 128.
-template <typename T, int DIM>
-__device__ void add_mean_scores(float (&found)[2], const Params& p, const WarpgroupTile& wg_tile, Fragment f) {
-  constexpr int PARTS = DIM > 128 ? DIM / 128 : 1, LANES_OF_PART = DIM / PARTS / 4;
-  const Tile& tile = wg_tile.tile;
-  const int lane = threadIdx.x % 32, first = wg_tile.first_row() + threadIdx.x % 128 / 32 * 16, channel = lane % LANES_OF_PART * 4;
-  const float* mean = p.lse_mean + (int64_t(tile.batch) * p.kv_heads + tile.head / (p.q_heads / p.kv_heads)) * DIM;
-  const uint16_t* q = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1] + channel;
-  float4 of_lane[PARTS];
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) of_lane[i] = unrotated(*reinterpret_cast<const float4*>(mean + 128 * i + channel));
-#pragma unroll 2
-  for (int r = 0; r < 16; ++r) {
-    float sum = 0.0f;
-    if (first + r < p.q_length && lane < LANES_OF_PART) {
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i) {
-        const uint2 words = *reinterpret_cast<const uint2*>(q + (first + r) * p.q_strides[2] + 128 * i);
-        const float2 low = Pair<T>::floats(words.x), high = Pair<T>::floats(words.y);
-        sum = fmaf(low.x, of_lane[i].x, sum), sum = fmaf(low.y, of_lane[i].y, sum);
-        sum = fmaf(high.x, of_lane[i].z, sum), sum = fmaf(high.y, of_lane[i].w, sum);
-      }
-    }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    if (r == lane / 4) found[0] = sum * (p.score_scale / LOG2E);
-    if (r == lane / 4 + 8) found[1] = sum * (p.score_scale / LOG2E);
-  }
-}
-
-// Of a thread's rows, from their maxima and the sums of their P. T, DIM: of queries that the kernel quantizes.
+// Stores the LSE of a thread's rows, from their maxima and the sums of their P. T, DIM: of queries that the kernel
+// quantizes.
 template <typename T = void, int DIM = 0>
 __device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&l)[2], Fragment f) {
-  float of_mean[2] = {};
+  float2 of_mean = {};
   if constexpr (DIM > 0) {
-    if (p.lse != nullptr && p.lse_mean != nullptr) add_mean_scores<T, DIM>(of_mean, p, wg_tile, f);
+    if (p.lse != nullptr && p.lse_mean != nullptr) of_mean = MeanScores<T, DIM>::of(p, wg_tile.tile, wg_tile.first_row());
   }
   if (p.lse == nullptr || f.column != 0) return;
 #pragma unroll
@@ -131,7 +100,7 @@ __device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, const f
     const int row = wg_tile.first_row() + f.row + 8 * r;
     if (row >= p.q_length) continue;
     float lse = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
-    if constexpr (DIM > 0) lse += of_mean[r];
+    if constexpr (DIM > 0) lse += r == 0 ? of_mean.x : of_mean.y;
     p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = lse;
   }
 }
