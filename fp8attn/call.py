@@ -133,8 +133,3 @@ def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> tor
 def empty_lse(q: torch.Tensor, return_lse: bool) -> torch.Tensor:
     """An uninitialised float32 (B, Hq, Sq), or an empty tensor if the LSE isn't returned."""
     return torch.empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32, device=q.device)
-
-
-def empty_key_mean(k: torch.Tensor, wanted: bool) -> torch.Tensor:
-    """An uninitialised float32 (B, Hkv, D), or an empty tensor if it isn't wanted."""
-    return torch.empty((*k.shape[:2], k.shape[3]) if wanted else (0,), dtype=torch.float32, device=k.device)

@@ -46,7 +46,7 @@ def _never(*tensors: torch.Tensor | None) -> None:
     """Repeats calls that no CUDA kernel runs by itself."""
 
 
-def _repeat_both(repeat: Callable[..., list[torch.Tensor]], number: int, *tensors: torch.Tensor) -> Attention | None:
+def _repeat_from_fp16(repeat: Callable[..., list[torch.Tensor]], number: int, *tensors: torch.Tensor) -> Attention | None:
     """The output or output and LSE that the binding returns as a list; None of an empty one."""
     found = repeat(number, *tensors)
     return found[0] if len(found) == 1 else tuple(found) if found else None  # type: ignore[return-value]
@@ -170,16 +170,14 @@ def remember_from_fp16(
     device = device_of(query.device)
     try:
         if ops.unsupported_one_launch(query, key, value, softmax_scale, qk, attn_mask) is None:
-            if return_lse:  # another launch adds what K's mean adds
-                return
             library, arguments = cuda_run.launch_from_fp16(query, key, softmax_scale, causal, device)
-            library.operators.remember_from_fp16.default(number, *arguments, query, key, value, out)
-            _launches[name] = partial(library.operators.repeat_from_fp16.default, number)
+            library.operators.remember_from_fp16.default(number, *arguments, return_lse, query, key, value, out)
+            _launches[name] = partial(_repeat_from_fp16, library.operators.repeat_from_fp16.default, number)
         elif ops.unsupported_two_launches(query, key, value, softmax_scale, qk, attn_mask) is None and out.numel() > 0:
             library, arguments, filled, scratch = early.launch_of_both(
                 query, key, value, softmax_scale, qk, causal, out.dtype, return_lse, device, attn_mask
             )
             library.operators.remember_both.default(number, *arguments, query, key, value, attn_mask, filled, out, *scratch)
-            _launches[name] = partial(_repeat_both, library.operators.repeat_both.default, number)
+            _launches[name] = partial(_repeat_from_fp16, library.operators.repeat_both.default, number)
     except BuildError:  # Triton went on
         return

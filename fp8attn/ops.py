@@ -526,10 +526,6 @@ def from_fp16_by(backend: Forward, required: bool):
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
         return_lse: bool, attn_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        def unsmoothed(lse: torch.Tensor, k_mean: torch.Tensor | None) -> torch.Tensor:
-            assert k_mean is not None
-            return _unsmoothed_lse(lse, q, k_mean, softmax_scale, rotation.part_of(q.shape[3], FUSED_RECIPES[qk].rotate)) if return_lse else lse
-
         validate.check_floats(q, k, v, attn_mask)
         validate.check_launch(softmax_scale, causal, out_dtype)
         if qk not in FUSED_RECIPES:
@@ -538,8 +534,7 @@ def from_fp16_by(backend: Forward, required: bool):
         with current(q.device):
             try:
                 if unsupported_one_launch(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    out, lse, k_mean = cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
-                    return out, unsmoothed(lse, k_mean)
+                    return cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
                 if unsupported_two_launches(q, k, v, softmax_scale, qk, attn_mask) is None:
                     return early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
                 if unsupported_fused_q(q, k, v, softmax_scale, qk, attn_mask) is None:
@@ -554,7 +549,10 @@ def from_fp16_by(backend: Forward, required: bool):
             query, key, value = quantized(q, k, v, FUSED_RECIPES[qk])
             assert query is not None and key is not None and value is not None
             out, lse = backend(early.default_call(query.data, query.scale, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask))
-            return out, unsmoothed(lse, key.mean)
+            if return_lse:
+                assert key.mean is not None
+                lse = _unsmoothed_lse(lse, q, key.mean, softmax_scale, key.rotated)
+            return out, lse
 
     return forward
 

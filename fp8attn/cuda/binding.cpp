@@ -214,21 +214,20 @@ struct LaunchFromFp16 {
   int64_t launcher, ctas, splits;
   double softmax_scale;
   int64_t causal_offset;
+  bool lse;  // whether the LSE is returned, too
 };
 
-void attend_from_fp16(const LaunchFromFp16& l, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse,
-                      const std::optional<Tensor>& k_mean) {
+void attend_from_fp16(const LaunchFromFp16& l, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse) {
   fp8attn::Params p = params_of(q, k, v, out, lse, k.size(2), v.size(3), l.softmax_scale, l.causal_offset);
   copy_strides(p.v_strides, v);
-  p.k_mean = k_mean ? k_mean->mutable_data_ptr<float>() : nullptr;
   p.inverse_length = 1.0 / k.size(2);
   p.splits = l.splits;
   launch(l.launcher, p, l.ctas, q.get_device());
 }
 
 void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& v,
-                       const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& k_mean) {
-  attend_from_fp16({launcher, ctas, splits, softmax_scale, causal_offset}, q, k, v, out, lse, k_mean);
+                       const Tensor& out, const std::optional<Tensor>& lse) {
+  attend_from_fp16({launcher, ctas, splits, softmax_scale, causal_offset, lse.has_value()}, q, k, v, out, lse);
 }
 
 // The quantizer's arguments beside tensors. `sampled`: the number of tokens from which K's mean is computed.
@@ -376,6 +375,17 @@ std::optional<Tensor> of_every_query(const std::optional<Tensor>& attn_mask, con
   return attn_mask ? std::optional(attn_mask->expand({q.size(0), q.size(1), q.size(2), kv_length})) : std::nullopt;
 }
 
+// The LSE of q, if it is wanted.
+std::optional<Tensor> empty_lse(const Tensor& q, bool wanted) {
+  return wanted ? std::optional(at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))) : std::nullopt;
+}
+
+// What a call returns.
+std::vector<Tensor> outputs(const Tensor& out, const std::optional<Tensor>& lse) {
+  if (lse) return {out, *lse};
+  return {out};
+}
+
 // From now on `repeat` takes calls with these options and tensors like these. `out` is like what it returns.
 void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
               int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
@@ -401,19 +411,21 @@ std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_s
   return out;
 }
 
-void remember_from_fp16(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k,
-                        const Tensor& v, const Tensor& out) {
-  plans<LaunchFromFp16>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset}, out, {});
+void remember_from_fp16(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, bool lse, const Tensor& q,
+                        const Tensor& k, const Tensor& v, const Tensor& out) {
+  plans<LaunchFromFp16>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset, lse}, out, {});
 }
 
-std::optional<Tensor> repeat_from_fp16(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
+// Output, and LSE if it was asked for; nothing if there was no such call.
+std::vector<Tensor> repeat_from_fp16(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
   const Facts known = facts(options, {&q, &k, &v});
   const auto plan = known.empty() ? nullptr : plans<LaunchFromFp16>().find(known);
-  if (plan == nullptr) return std::nullopt;
+  if (plan == nullptr) return {};
   const c10::DeviceGuard guard(q.device());
   const Tensor out = plan->output.empty();
-  attend_from_fp16(plan->launch, q, k, v, out, std::nullopt, std::nullopt);
-  return out;
+  const std::optional<Tensor> lse = empty_lse(q, plan->launch.lse);
+  attend_from_fp16(plan->launch, q, k, v, out, lse);
+  return outputs(out, lse);
 }
 
 // `words`: with a cluster a counter of tiles and a word for each head of k.
@@ -430,7 +442,7 @@ void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys
                           out, {words, split_ctas, floats});
 }
 
-// Output, and LSE if it was asked for; nothing if there was no such call.
+// As repeat_from_fp16.
 std::vector<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask) {
   const Facts known = facts(options, {&q, &k, &v, address(attn_mask)});
   const auto plan = known.empty() ? nullptr : plans<LaunchBoth>().find(known);
@@ -440,14 +452,12 @@ std::vector<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& 
   Tensor x[6];
   for (size_t i = 0; i < 6; ++i) x[i] = l.quantized.at(i).empty();
   const Tensor out = plan->output.empty();
-  const std::optional<Tensor> lse = l.lse ? std::optional(at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))) : std::nullopt;
-  const std::optional<Tensor> lse_mean = l.lse ? std::optional(x[2]) : std::nullopt, words = plan->words();
+  const std::optional<Tensor> lse = empty_lse(q, l.lse), lse_mean = l.lse ? std::optional(x[2]) : std::nullopt, words = plan->words();
   int* ready = l.cluster > 0 ? words->mutable_data_ptr<int>() + 1 : nullptr;
   quantize_kv(l.quantizer, k, v, x[0], x[1], x[2], x[3], x[4], x[5], ready);
   attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], of_every_query(attn_mask, q, k.size(2)), std::nullopt, out, lse, lse_mean, words, plan->parts(),
          std::nullopt, ready, l.cluster);
-  if (lse) return {out, *lse};
-  return {out};
+  return outputs(out, lse);
 }
 
 TORCH_LIBRARY(fp8attn_cuda, m) {
@@ -463,7 +473,7 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
   m.impl("forward_when_ready", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_when_ready)));
-  define("forward_from_fp16(" + launch_from_fp16 + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? k_mean) -> ()");
+  define("forward_from_fp16(" + launch_from_fp16 + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   m.impl("forward_from_fp16", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_fp16)));
 
   define(
@@ -477,9 +487,9 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
   m.impl("remember", torch::dispatch(any, TORCH_FN(remember)));
   define("repeat(int options, Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask=None) -> Tensor?");
   m.impl("repeat", torch::dispatch(any, TORCH_FN(repeat)));
-  define("remember_from_fp16(int options, " + launch_from_fp16 + "Tensor q, Tensor k, Tensor v, Tensor out) -> ()");
+  define("remember_from_fp16(int options, " + launch_from_fp16 + "bool lse, Tensor q, Tensor k, Tensor v, Tensor out) -> ()");
   m.impl("remember_from_fp16", torch::dispatch(any, TORCH_FN(remember_from_fp16)));
-  define("repeat_from_fp16(int options, Tensor q, Tensor k, Tensor v) -> Tensor?");
+  define("repeat_from_fp16(int options, Tensor q, Tensor k, Tensor v) -> Tensor[]");
   m.impl("repeat_from_fp16", torch::dispatch(any, TORCH_FN(repeat_from_fp16)));
   define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int stats_bytes, int cluster, bool lse, Tensor q, Tensor k, Tensor v,"
          " Tensor? attn_mask, Tensor[] quantized, Tensor out, int words, int split_ctas, int floats) -> ()");

@@ -185,10 +185,9 @@ struct KeyBlock {
 
 // K's rotated mean, for the channels of this thread. Every warp computes it redundantly.
 template <FusedSmallConfig C>
-__device__ void finish_means(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, float4 (&mean)[QUARTERS]) {
+__device__ void finish_means(const FusedSmallStorage<C>& shared, float4 (&mean)[QUARTERS]) {
   const int lane = threadIdx.x % 32;
   const float4 own = removable(rotated(shared.key_mean[lane % (PART / 4)]));
-  if (p.k_mean != nullptr && part.split == 0 && part.slice == 0 && threadIdx.x % 128 < PART / 4) reinterpret_cast<float4*>(p.k_mean + part.pair * C.head_dim)[lane] = own;
 #pragma unroll
   for (int i = 0; i < QUARTERS; ++i) {
     const int from = i * QUADS + lane % 4;
@@ -198,13 +197,13 @@ __device__ void finish_means(const Params& p, FusedSmallStorage<C>& shared, cons
 
 // Quantizes block part.slice of K. Sends its largest magnitude to all CTAs, and copies the codes to them.
 template <FusedSmallConfig C, typename T>
-__device__ void quantize_keys(const Params& p, FusedSmallStorage<C>& shared, const Part<C>& part, KeyBlock<T>& keys, int blocks) {
+__device__ void quantize_keys(FusedSmallStorage<C>& shared, const Part<C>& part, KeyBlock<T>& keys, int blocks) {
   using S = FusedSmallShape<C>;
   WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
   const int thread = threadIdx.x % 128, block = part.slice;
   float4 mean[QUARTERS];
   ptx::mbarrier_wait(&shared.means_full, 0);
-  finish_means(p, shared, part, mean);
+  finish_means(shared, mean);
   float y[KeyBlock<T>::pairs][QUARTERS][2][4];
   const float of_warp = keys.rotate(y, mean);
   if (keys.lane == 0) own.largest[keys.warp] = of_warp;
@@ -400,7 +399,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
     if (thread < ROWS) own.row_end[thread] = visible.end(tile.first_row + thread);
     ptx::fence_proxy_async();
   }
-  if (part.of_keys) quantize_keys<C>(p, shared, part, keys, blocks);
+  if (part.of_keys) quantize_keys<C>(shared, part, keys, blocks);
   ptx::mbarrier_wait(&shared.stats_full, 0);
   ptx::mbarrier_wait(&shared.largest_full, 0);
   const float k_scale = row_scale_of<false>(__uint_as_float(shared.k_largest[threadIdx.x % BLOCKS].x));
@@ -417,7 +416,10 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
     const Fragment f = Fragment::mine();
     const float l[2] = {o[S::width / 2 - 4], o[S::width / 2 - 2]};  // row sums of P, behind the last channel
     Output(p, tile, tile.first_row, f, l).store<0, C.head_dim>(o, shared);
-    store_lse(p, wg_tile, m, l, f);
+    store_lse(p, wg_tile, m, l, f, [&] {
+      ptx::mbarrier_wait(&shared.means_full, 0);
+      return MeanScores<T, C.head_dim>::of(p, tile, tile.first_row, [&](int i) { return removable(rotated(shared.key_mean[i])); });
+    });
   }
   ptx::cluster_wait();
 }

@@ -54,8 +54,8 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
   }
 }
 
-// Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
-// T, DIM: as of store_lse.
+// Normalises and stores the output and its LSE. Sums of P stand behind the last channel. T, DIM: of queries that the
+// kernel quantizes, or DIM is 0.
 template <typename T, int DIM, int FIRST, int SECOND, int BOXES, typename Scales>
 __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                            const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
@@ -65,7 +65,15 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const 
   const StagedOutput<Scales, BOXES> output(p, wg_tile.tile, wg_tile.first_row(), scales, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse<T, DIM>(p, wg_tile, m, l, f);
+  store_lse(p, wg_tile, m, l, f, [&] {
+    if constexpr (DIM == 0) {
+      return NoMeanScores();
+    } else {
+      const Tile& tile = wg_tile.tile;
+      const auto rotated_mean = [&](int i) { return reinterpret_cast<const float4*>(p.lse_mean)[(int64_t(tile.batch) * p.kv_heads + tile.kv_head) * (DIM / 4) + i]; };
+      return p.lse_mean != nullptr ? MeanScores<T, DIM>::of(p, tile, wg_tile.first_row(), rotated_mean) : float2{};
+    }
+  });
 }
 
 // One consumer warpgroup: attention of 64 query rows of every work tile. T is Q's dtype if the kernel quantizes it.

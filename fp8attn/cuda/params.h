@@ -53,7 +53,9 @@ struct Params {
 
   // Fused small kernel, which quantizes Q, K and V: k and v are bfloat16 or half too, and v is (B, Hkv, Sk, Dv).
   int64_t v_strides[3];
-  float* k_mean;         // (B, Hkv, D), contiguous, an output; or null
+  // Instances of the Hopper kernel that quantize Q: (B, Hkv, D), contiguous, K's mean, rotated. Its part of the scores
+  // is added to the LSE. Or null.
+  const float* lse_mean;
   float inverse_length;  // 1 / Sk
   int splits;            // clusters per key/value head, each with a part of its queries
 
@@ -78,10 +80,6 @@ struct Params {
   uint32_t* mask_bits;
   uint8_t* block_mask;
   int mask_batches, mask_heads, mask_groups, mask_rows;
-
-  // Instances that quantize Q: (B, Hkv, D), contiguous, K's mean, rotated. Its part of the scores is added to the LSE.
-  // Or null.
-  const float* lse_mean;
 };
 
 // Parameters of the kernel that quantizes K and V.

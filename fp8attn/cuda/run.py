@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import Call, empty_key_mean, empty_lse, empty_output
+from ..call import Call, empty_lse, empty_output
 from ..device import Device
 from ..quantize import sample_size
 from ..recipe import ProductType, Quantized
@@ -145,7 +145,7 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
 
 def forward_from_fp16(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantization with the default recipe and attention in one launch.
 
     `fused_small.unsupported_call` must return None for the call.
@@ -154,16 +154,15 @@ def forward_from_fp16(
         q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
 
     Returns:
-        out (B, Hq, Sq, D); LSE (B, Hq, Sq) of the scores of q and smoothed k, and k's mean (B, Hkv, D), both empty if
-        not asked for.
+        out (B, Hq, Sq, D); LSE (B, Hq, Sq), empty if not asked for.
 
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    out, lse, k_mean = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse), empty_key_mean(k, return_lse)
+    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
     library, arguments = launch_from_fp16(q, k, softmax_scale, causal, device)
-    library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if return_lse else None, k_mean if return_lse else None)
-    return out, lse, k_mean
+    library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if return_lse else None)
+    return out, lse
 
 
 def launch_from_fp16(

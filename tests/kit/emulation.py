@@ -91,7 +91,7 @@ class Params(ctypes.Structure):
         ("part_rows", ctypes.c_void_p),
         ("half", ctypes.c_bool),
         ("v_strides", ctypes.c_int64 * 3),
-        ("k_mean", ctypes.c_void_p),
+        ("lse_mean", ctypes.c_void_p),
         ("inverse_length", ctypes.c_float),
         ("splits", ctypes.c_int),
         ("bias", ctypes.c_void_p),
@@ -102,7 +102,6 @@ class Params(ctypes.Structure):
         ("mask_bits", ctypes.c_void_p),
         ("block_mask", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
-        ("lse_mean", ctypes.c_void_p),
     ]
 
 
@@ -334,9 +333,9 @@ def _params_of(tensors: dict[str, torch.Tensor | None], softmax_scale: float, ca
     return p
 
 
-def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse, k_mean) -> Params:
+def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse) -> Params:
     """The Params that binding.cpp's forward_from_fp16 makes from its arguments."""
-    p = _params_of(dict(q=q, k=k, v=v, out=out, lse=lse, k_mean=k_mean), softmax_scale, causal_offset)
+    p = _params_of(dict(q=q, k=k, v=v, out=out, lse=lse), softmax_scale, causal_offset)
     p.kv_length, p.value_dim, p.splits, p.inverse_length = k.size(2), v.size(3), splits, 1.0 / k.size(2)
     p.v_strides = (ctypes.c_int64 * 3)(*v.stride()[:3])
     return p

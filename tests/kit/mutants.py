@@ -102,7 +102,14 @@ FUSED_SMALL_MUTANTS = {
         "&shared.key_mean[part.slice * QUADS + quad]",
         "&shared.key_mean[(3 - part.slice) * QUADS + quad]",
     ),
-    "means not awaited": (FUSED_SMALL, "fused_small.cuh", "  ptx::mbarrier_wait(&shared.means_full, 0);\n", ""),
+    "means not awaited": (FUSED_SMALL, "fused_small.cuh", "  ptx::mbarrier_wait(&shared.means_full, 0);\n  finish", "  finish"),
+    "an LSE without the mean": (FUSED_SMALL, "fused_small.cuh", "removable(rotated(shared.key_mean[i]))", "float4{}"),
+    "an LSE with the mean of other channels": (
+        FUSED_SMALL,
+        "fused_small.cuh",
+        "removable(rotated(shared.key_mean[i]))",
+        "removable(rotated(shared.key_mean[0]))",
+    ),
     "bytes of another token": (FUSED_SMALL, "fused_small.cuh", "upper ? 0x3276 : 0x5410", "upper ? 0x7632 : 0x1054"),
     "columns of another slice": (FUSED_SMALL, "fused_small.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
     "mean not added back": (

@@ -135,15 +135,16 @@ def test_launches_the_same(case: Case, moved: str, backend: str) -> None:
     alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=whole and not case.recipe.smooth_q)
 
 
-@given(case=cases(), backend=st.sampled_from(("cuda", "auto")))
-def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend: str) -> None:
+@given(case=cases(), backend=st.sampled_from(("cuda", "auto")), return_lse=st.booleans())
+def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend: str, return_lse: bool) -> None:
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
     case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, scale=abs(case.scale or 0.125))
     q, k, v = case.tensors(CPU)
     options = case.options(CPU)
     hit = ops.unsupported_one_launch(q, k, v, case.scale, "e4m3", options["attn_mask"]) is None
     once = options["attn_mask"] is None  # else what is quantized lies elsewhere every time
-    alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=hit or None, addresses=once)
+    options |= dict(out_dtype=case.out_dtype, return_lse=return_lse)
+    alike(lambda: fp8attn.sdpa(q, k, v, **options, backend=backend), hit=hit or None, addresses=once)
 
 
 @pytest.mark.parametrize("backend", ("cuda", "auto"))
@@ -589,7 +590,7 @@ def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
     operators, _ = emulation.binding()
     q, k, v = (torch.zeros(1, 1, 1, 64) for _ in range(3))
     for i in range(4096):
-        operators.remember_from_fp16.default(i, 0, 1, 1, 1.0, 0, q, k, v, q)
+        operators.remember_from_fp16.default(i, 0, 1, 1, 1.0, 0, False, q, k, v, q)
         operators.remember.default(-1 - i, *[0] * 10, 1.0, 0, q, q, k, k, v, v, None, None, q, 0, 0, 0)
     call()
     assert not repeats.last()

@@ -86,22 +86,19 @@ struct WarpgroupTile {
   __device__ int first_row() const { return tile.first_row + consumer * ROWS; }
 };
 
-// Stores the LSE of a thread's rows, from their maxima and the sums of their P. T, DIM: of queries that the kernel
-// quantizes.
-template <typename T = void, int DIM = 0>
-__device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&l)[2], Fragment f) {
-  float2 of_mean = {};
-  if constexpr (DIM > 0) {
-    if (p.lse != nullptr && p.lse_mean != nullptr) of_mean = MeanScores<T, DIM>::of(p, wg_tile.tile, wg_tile.first_row());
-  }
-  if (p.lse == nullptr || f.column != 0) return;
+// Stores the LSE of a thread's rows, from their maxima and the sums of their P. `mean_scores` gives what K's mean adds
+// to their scores: a float2, or NoMeanScores.
+template <typename Means>
+__device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&l)[2], Fragment f, Means&& mean_scores) {
+  if (p.lse == nullptr) return;
+  const auto of_mean = mean_scores();
+  if (f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = wg_tile.first_row() + f.row + 8 * r;
     if (row >= p.q_length) continue;
-    float lse = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
-    if constexpr (DIM > 0) lse += r == 0 ? of_mean.x : of_mean.y;
-    p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = lse;
+    const float lse = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
+    p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = with_mean(lse, of_mean, r);
   }
 }
 

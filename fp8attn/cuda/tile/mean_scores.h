@@ -1,4 +1,4 @@
-// What K's mean adds to scores, and so to the LSE: products of plain queries with p.lse_mean, in float32.
+// What K's mean adds to scores, and so to the LSE: products of plain queries with it, in float32.
 #pragma once
 
 #include "pair.h"
@@ -7,26 +7,35 @@
 
 namespace fp8attn {
 
+// Of a kernel that doesn't see plain queries: nothing.
+struct NoMeanScores {};
+
+__device__ inline float with_mean(float lse, NoMeanScores, int) { return lse; }
+__device__ inline float with_mean(float lse, float2 of_rows, int r) { return lse + (r == 0 ? of_rows.x : of_rows.y); }
+
 // Of the 16 rows of a warp. A team of lanes has a row in each round; a lane has four channels of every 4 * TEAM.
 template <typename T, int DIM>
 struct MeanScores {
   static constexpr int TEAM = DIM / 16, AT_ONCE = 32 / TEAM, ROUNDS = 16 / AT_ONCE;
   static constexpr int LOADED = ROUNDS < 4 ? ROUNDS : 4;  // rounds whose loads are under way together
+  static constexpr int PARTS = DIM > 128 ? DIM / 128 : 1, LANES_OF_PART = DIM / PARTS / 4;
 
   float4 mean[4];
   uint2 words[LOADED][4];
 
-  // Those of a thread's two rows of a fragment, in units of the LSE. Called by a whole warp.
-  __device__ static float2 of(const Params& p, const Tile& tile, int warpgroup_row) {
+  // Those of a thread's two rows of a fragment, in units of the LSE. Called by a whole warp. rotated_mean(i) gives the
+  // i-th four channels of the rotated mean.
+  template <typename Mean>
+  __device__ static float2 of(const Params& p, const Tile& tile, int warpgroup_row, Mean&& rotated_mean) {
     MeanScores scores;
-    scores.load<0>(p, tile, warpgroup_row);
-    scores.load_mean(p, tile);
+    scores.template load<0>(p, tile, warpgroup_row);
+    scores.set_mean(rotated_mean);
     float2 found = {};
-    scores.add<0>(found);
+    scores.template add<0>(found);
     if constexpr (LOADED < ROUNDS) {
       static_assert(ROUNDS == 2 * LOADED);
-      scores.load<LOADED>(p, tile, warpgroup_row);
-      scores.add<LOADED>(found);
+      scores.template load<LOADED>(p, tile, warpgroup_row);
+      scores.template add<LOADED>(found);
     }
     return {found.x * (p.score_scale / LOG2E), found.y * (p.score_scale / LOG2E)};
   }
@@ -43,13 +52,12 @@ struct MeanScores {
     }
   }
 
-  __device__ void load_mean(const Params& p, const Tile& tile) {
-    constexpr int PARTS = DIM > 128 ? DIM / 128 : 1, LANES_OF_PART = DIM / PARTS / 4;
+  template <typename Mean>
+  __device__ void set_mean(Mean&& rotated_mean) {
     const int lane = threadIdx.x % 32;
-    const float* of_head = p.lse_mean + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * DIM;
     float4 part[PARTS];
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) part[i] = unrotated(*reinterpret_cast<const float4*>(of_head + 128 * i + lane % LANES_OF_PART * 4));
+    for (int i = 0; i < PARTS; ++i) part[i] = unrotated(rotated_mean(LANES_OF_PART * i + lane % LANES_OF_PART));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float4& from = part[TEAM * j / 32];
