@@ -167,16 +167,9 @@ def ambiguous_names() -> list[str]:
     return sorted(found)
 
 
-def hashes(backwards: bool) -> list[str]:
-    """In a process of its own: of kernels of every module, launched in one order or the other, what they would be found by on disk."""
+def compiled_from_now_on() -> list[str]:
+    """Names and hashes of the kernels that Triton is to compile. It compiles none."""
     import triton.compiler
-
-    import fp8attn
-    from fp8attn import Recipe
-    from fp8attn.api import call_of
-    from fp8attn.device import ARCHITECTURES
-    from fp8attn.triton import bias, configs, forward, half_keys, hopper, lse, quantize
-    from offline import architecture
 
     found = []
 
@@ -185,6 +178,19 @@ def hashes(backwards: bool) -> list[str]:
         return object()
 
     triton.compiler.compile = record
+    return found
+
+
+def hashes(backwards: bool) -> list[str]:
+    """In a process of its own: of kernels of every module, launched in one order or the other, what they would be found by on disk."""
+    import fp8attn
+    from fp8attn import Recipe
+    from fp8attn.api import call_of
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import bias, configs, forward, half_keys, hopper, lse, quantize
+    from offline import architecture
+
+    found = compiled_from_now_on()
     device = ARCHITECTURES[90]
     q, k, v = (torch.randn(1, 2, 300, 64) for _ in range(3))
     smoothed = fp8attn.quantize(q, k, v, recipe=Recipe(smooth_q=True))
@@ -202,6 +208,47 @@ def hashes(backwards: bool) -> list[str]:
         for launch in reversed(launches) if backwards else launches:
             launch()
     return sorted(found)
+
+
+def variants(dim: int, smooth_q: bool) -> dict[str, int]:
+    """In a process of its own: how many kernels 200 drawn calls compile. They are of one dtype, recipe and head dim, and have no mask."""
+    import random
+
+    from fp8attn import Recipe
+    from fp8attn.api import call_of
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import bias, configs, forward, hopper, lse, quantize
+    from offline import architecture
+
+    r, device, found = random.Random(0), ARCHITECTURES[90], compiled_from_now_on()
+
+    def rows(batch: int, heads: int, length: int) -> torch.Tensor:
+        layout = r.choice(("heads first", "tokens first", "padded"))
+        if layout == "tokens first":
+            return torch.empty(batch, length, heads, dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        if layout == "padded":
+            return torch.empty(batch, heads, length + 3, dim + 8, dtype=torch.bfloat16, device="meta")[:, :, 2 : 2 + length, :dim]
+        return torch.empty(batch, heads, length, dim, dtype=torch.bfloat16, device="meta")
+
+    recipe = Recipe(smooth_q=smooth_q)
+    with architecture(90):
+        for _ in range(200):
+            batch, heads, group = r.randint(1, 3), r.randint(1, 8), r.choice((1, 2, 4, 8))
+            q_length, kv_length = (r.choice((1, r.randint(1, 300), r.randint(1, 5000), 577, 4608, 128)) for _ in range(2))
+            q, k, v = rows(batch, heads * group, q_length), rows(batch, heads, kv_length), rows(batch, heads, kv_length)
+            query, key, value = quantize.quantize(q, k, v, recipe, device, warmup=True)
+            assert query is not None and key is not None and value is not None
+            if smooth_q:
+                query = bias.with_bias(query, k, key, device, warmup=True)
+            call = call_of(query, key, value, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=r.random() < 0.5)
+            if configs.unsupported_arch(call) is None:
+                hopper.run(call, configs.hopper_config(call, device), device, warmup=True)
+            forward.run(call, configs.portable_config(call, device), device, warmup=True)
+            if call.return_lse:
+                plain, mean = torch.empty(batch, heads * group, q_length, device="meta"), torch.empty(batch, heads, dim, device="meta")
+                lse.unsmoothed_lse(plain, q, mean, call.softmax_scale, 64, device, warmup=True)
+    names = [line.split()[0] for line in {*found}]
+    return {name: names.count(name) for name in {*names}}
 
 
 def by_itself(call: str, cache: Path) -> Any:
@@ -227,6 +274,27 @@ def test_kernels_are_found_in_the_cache_whichever_came_first(tmp_path: Path) -> 
     names = {line.split()[0] for line in found}
     assert names >= {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel", "unsmooth_lse_kernel"}
     assert by_itself("hashes(True)", tmp_path) == found
+
+
+MOST_VARIANTS = {
+    "fused_small_kernel": 8,
+    "gather_kernel": 8,
+    "finish_kernel": 1,
+    "write_kernel": 4,
+    "bias_kernel": 2,
+    "unsmooth_lse_kernel": 2,
+    "hopper_kernel": 6,
+    "forward_kernel": 6,
+}
+"""Of a dtype, recipe and head dim, without masks: rows of q, k and v aligned or not; of attention, a config for few, more and many tiles, with LSE or
+without."""
+
+
+@pytest.mark.parametrize("dim, smooth_q", ((128, False), (64, True), (72, False)))
+def test_lengths_heads_and_layouts_compile_little(dim: int, smooth_q: bool, tmp_path: Path) -> None:
+    found = by_itself(f"variants({dim}, {smooth_q})", tmp_path)
+    assert {"gather_kernel", "finish_kernel", "write_kernel", "hopper_kernel", "forward_kernel"} <= {*found}
+    assert all(count <= MOST_VARIANTS[name] for name, count in found.items()), found
 
 
 @pytest.mark.anywhere
