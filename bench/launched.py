@@ -90,8 +90,8 @@ def on_the_way(tensors: Tensors, options: dict) -> bool:
     recipe = options.get("recipe", Recipe())
     if recipe != FUSED_RECIPES[recipe.qk]:
         return False
-    given = q, k, v, q.shape[3] ** -0.5, recipe.qk, options.get("attn_mask")
-    return ops.unsupported_one_launch(*given) is None or ops.unsupported_two_launches(*given) is None
+    problem = fp8attn.call.Problem(q, k, v, q.shape[3] ** -0.5, recipe.qk, attn_mask=options.get("attn_mask"))
+    return ops.unsupported_one_launch(problem) is None or ops.unsupported_two_launches(problem) is None
 
 
 def instances(call: Call, device: Device) -> list[cuda_run.Config]:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from . import eager, hybrid, ops, rotation
 from .ambient import autocast_dtype
-from .call import GROUPS, Call, empty_lse, empty_output
+from .call import GROUPS, Call, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
@@ -434,11 +434,12 @@ def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> 
         options = None  # expanded, or quantized by the user: not what the next call comes with
     plain = _plain(checked, a.recipe) if chosen in ("auto", "cuda") else None
     if plain is not None:
-        out, lse = _from_fp16(chosen)(
-            *plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask, scale=checked.scale
+        problem = Problem(
+            *plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask
         )  # fmt: skip
+        out, lse = _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
         if options is not None:
-            eager.remember_from_fp16(*plain, a.attn_mask, options, checked.softmax_scale, a.recipe.qk, checked.causal, out, a.return_lse)
+            eager.remember_from_fp16(replace(problem, attn_mask=a.attn_mask), options, out)
         return (out, lse) if a.return_lse else out
     if a.return_lse:  # queries add to the LSE in a launch of its own
         options = None
@@ -692,18 +693,18 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
         return _explain_half_keys(checked, recipe, backend)
     properties = device_of(device)
     plain = _plain(checked, recipe) if chosen != "triton" else None
-    half: tuple[Any, ...] | None = None if plain is None else (*plain, checked.softmax_scale, recipe.qk, checked.attn_mask)
-    if half is not None and ops.unsupported_one_launch(*half) is None:
-        return Plan("cuda", "fused_small", fused_small.choose(half[0]), "e4m3", (*because, "quantized and attended in one launch"))
+    problem = None if plain is None else Problem(*plain, checked.softmax_scale, recipe.qk, attn_mask=checked.attn_mask)
+    if problem is not None and ops.unsupported_one_launch(problem) is None:
+        return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
     call = Call(*_operator_arguments(_prepare(checked, recipe), False))
-    if half is not None and ops.unsupported_fused_q(*half) is None:
-        call = replace(call, q=half[0], q_scale=None)
+    if problem is not None and ops.unsupported_fused_q(problem) is None:
+        call = replace(call, q=problem.q, q_scale=None)
         because.append("query is quantized where it attends")
     scores = "int8 and " if call.int8 else ""
     if chosen != "triton":
         planned = ops.plan_cuda(call, first=chosen == "auto")
         if isinstance(planned, HopperConfig):
-            if half is not None and ops.unsupported_two_launches(*half) is None and early.overlaps_quantization(call, planned, properties):
+            if problem is not None and ops.unsupported_two_launches(problem) is None and early.overlaps_quantization(call, planned, properties):
                 because.append("attention begins with heads whose key and value are quantized")
             return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
         if isinstance(planned, PortableConfig):

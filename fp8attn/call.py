@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .recipe import SCALE_BLOCK, ComputeType, Granularity
+from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, ComputeType, Granularity, ProductType, Quantized, Recipe
 from .reference import Causal, causal_offset
 
 GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
@@ -109,6 +109,47 @@ class Call:
     @property
     def causal_offset(self) -> int:
         return causal_offset(self.causal, self.q_length, self.kv_length)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A call of plain tensors by a recipe that the attention kernel may quantize by.
+
+    Attributes:
+        q: (B, Hq, Sq, D), bfloat16 or float16.
+        k, v: (B, Hkv, Sk, D), likewise.
+        qk: names the recipe, one of recipe.FUSED_RECIPES.
+        attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    softmax_scale: float
+    qk: ProductType = "e4m3"
+    causal: Causal = "none"
+    out_dtype: torch.dtype = torch.bfloat16
+    return_lse: bool = False
+    attn_mask: torch.Tensor | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        return FUSED_RECIPES[self.qk]
+
+    @property
+    def arguments(self) -> tuple:
+        """The fields, in the order of the operators' arguments."""
+        return self.q, self.k, self.v, self.softmax_scale, self.qk, self.causal, self.out_dtype, self.return_lse, self.attn_mask
+
+    def call_of(self, key: Quantized, value: Quantized, query: Quantized | None = None) -> Call:
+        """Attention to k and v that were quantized by the recipe; with q as it is if it wasn't."""
+        mask = None if self.attn_mask is None else self.attn_mask.expand(*self.q.shape[:3], key.length)
+        q, q_scale = (self.q, None) if query is None else (query.data, query.scale)
+        return Call(
+            q, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
+            mask, None, key.length, self.softmax_scale, self.causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, self.out_dtype,
+            self.return_lse, key.mean if query is None and self.return_lse else None,
+        )  # fmt: skip
 
 
 def unsupported_tma(x: torch.Tensor, name: str) -> str | None:

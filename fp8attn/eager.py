@@ -18,14 +18,13 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
 from . import ops
-from .call import Call
+from .call import Call, Problem
 from .cuda import early, portable
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .cuda.portable import PortableConfig
 from .device import device_of
-from .recipe import ProductType, Quantized
-from .reference import Causal
+from .recipe import Quantized
 from .validate import Operand
 
 MOST = 4096
@@ -158,26 +157,22 @@ def remember(
     _launches[name] = partial(library.operators.repeat.default, number)
 
 
-def remember_from_fp16(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, options: tuple, softmax_scale: float,
-    qk: ProductType, causal: Causal, out: torch.Tensor, return_lse: bool,
-) -> None:  # fmt: skip
+def remember_from_fp16(problem: Problem, options: tuple, out: torch.Tensor) -> None:
     """Keep a call of plain tensors, likewise, if CUDA's kernels quantized all of it, in one launch or in two."""
-    again = _second(query, key, value, attn_mask, options)
+    tensors = problem.q, problem.k, problem.v
+    again = _second(*tensors, problem.attn_mask, options)
     if again is None:
         return
     name, _, number = again
-    device = device_of(query.device)
+    device = device_of(problem.q.device)
     try:
-        if ops.unsupported_one_launch(query, key, value, softmax_scale, qk, attn_mask) is None:
-            library, arguments = cuda_run.launch_from_fp16(query, key, softmax_scale, causal, device)
-            library.operators.remember_from_fp16.default(number, *arguments, return_lse, query, key, value, out)
+        if ops.unsupported_one_launch(problem) is None:
+            library, arguments = cuda_run.launch_from_fp16(problem, device)
+            library.operators.remember_from_fp16.default(number, *arguments, problem.return_lse, *tensors, out)
             _launches[name] = partial(_repeat_from_fp16, library.operators.repeat_from_fp16.default, number)
-        elif ops.unsupported_two_launches(query, key, value, softmax_scale, qk, attn_mask) is None and out.numel() > 0:
-            library, arguments, filled, scratch = early.launch_of_both(
-                query, key, value, softmax_scale, qk, causal, out.dtype, return_lse, device, attn_mask
-            )
-            library.operators.remember_both.default(number, *arguments, query, key, value, attn_mask, filled, out, *scratch)
+        elif ops.unsupported_two_launches(problem) is None and out.numel() > 0:
+            library, arguments, filled, scratch = early.launch_of_both(problem, device)
+            library.operators.remember_both.default(number, *arguments, *tensors, problem.attn_mask, filled, out, *scratch)
             _launches[name] = partial(_repeat_from_fp16, library.operators.repeat_both.default, number)
     except BuildError:  # Triton went on
         return

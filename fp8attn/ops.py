@@ -20,7 +20,7 @@ import torch
 from . import quantize as quantize_ref
 from . import reference, rotation, validate
 from .ambient import shielded
-from .call import GRANULARITIES, Call, empty_lse, empty_output
+from .call import GRANULARITIES, Call, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
@@ -475,38 +475,35 @@ def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):
 register("unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, float softmax_scale, int rotated) -> Tensor", _unsmoothed_lse, _fake_unsmoothed_lse)
 
 
-def unsupported_one_launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
-) -> str | None:
-    """Why quantization and attention of plain tensors aren't a single launch, or None if they are.
+def unsupported_one_launch(problem: Problem) -> str | None:
+    """Why quantization and attention aren't a single launch, or None if they are.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    if qk != "e4m3":
-        return f"recipe.qk is {qk!r}; it takes 'e4m3'"
-    if attn_mask is not None:
+    if problem.qk != "e4m3":
+        return f"recipe.qk is {problem.qk!r}; it takes 'e4m3'"
+    if problem.attn_mask is not None:
         return "attn_mask is given; it takes none"
-    return fused_small.unsupported_call(q, k, v, softmax_scale, device_of(q.device)) or build.unavailable()
+    q, k, v = problem.q, problem.k, problem.v
+    return fused_small.unsupported_call(q, k, v, problem.softmax_scale, device_of(q.device)) or build.unavailable()
 
 
-def unsupported_fused_q(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
-) -> str | None:
+def unsupported_fused_q(problem: Problem) -> str | None:
     """Why q is quantized before attention and not inside the attention kernel, or None if it is quantized inside.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    return configs.unsupported_q_quant(q, v.shape[3], softmax_scale, qk, device_of(q.device), attn_mask) or build.unavailable()
+    q, value_dim = problem.q, problem.v.shape[3]
+    reason = configs.unsupported_q_quant(q, value_dim, problem.softmax_scale, problem.qk, device_of(q.device), problem.attn_mask)
+    return reason or build.unavailable()
 
 
-def unsupported_two_launches(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, attn_mask: torch.Tensor | None = None
-) -> str | None:
-    """Why plain tensors take more than two launches, one that quantizes k and v and one that attends; else None.
+def unsupported_two_launches(problem: Problem) -> str | None:
+    """Why a problem takes more than two launches, one that quantizes k and v and one that attends; else None.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    return unsupported_fused_q(q, k, v, softmax_scale, qk, attn_mask) or unsupported_cuda_quantize(k, v, FUSED_RECIPES[qk])
+    return unsupported_fused_q(problem) or unsupported_cuda_quantize(problem.k, problem.v, problem.recipe)
 
 
 def from_fp16_by(backend: Forward, required: bool):
@@ -530,25 +527,25 @@ def from_fp16_by(backend: Forward, required: bool):
         validate.check_launch(softmax_scale, causal, out_dtype)
         if qk not in FUSED_RECIPES:
             raise ValueError(f"qk is {qk!r}; it must be one of {tuple(FUSED_RECIPES)}")
-        device = device_of(q.device)
+        problem, device = Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask), device_of(q.device)
         with current(q.device):
             try:
-                if unsupported_one_launch(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    return cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, return_lse, device)
-                if unsupported_two_launches(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    return early.quantize_and_attend(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
-                if unsupported_fused_q(q, k, v, softmax_scale, qk, attn_mask) is None:
-                    _, key, value = quantized(None, k, v, FUSED_RECIPES[qk])
+                if unsupported_one_launch(problem) is None:
+                    return cuda_run.forward_from_fp16(problem, device)
+                if unsupported_two_launches(problem) is None:
+                    return early.quantize_and_attend(problem, device)
+                if unsupported_fused_q(problem) is None:
+                    _, key, value = quantized(None, k, v, problem.recipe)
                     assert key is not None and value is not None
-                    call = early.default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask)
+                    call = problem.call_of(key, value)
                     return cuda_run.forward(call, device, configs.choose(call, device))
             except BuildError as error:
                 if required:
                     raise
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-            query, key, value = quantized(q, k, v, FUSED_RECIPES[qk])
+            query, key, value = quantized(q, k, v, problem.recipe)
             assert query is not None and key is not None and value is not None
-            out, lse = backend(early.default_call(query.data, query.scale, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask))
+            out, lse = backend(problem.call_of(key, value, query))
             if return_lse:
                 assert key.mean is not None
                 lse = _unsmoothed_lse(lse, q, key.mean, softmax_scale, key.rotated)

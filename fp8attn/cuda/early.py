@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import GROUPS, Call, empty_lse, empty_output
+from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
-from ..recipe import DEFAULT_RECIPE, ProductType, Quantized
-from ..reference import Causal
+from ..recipe import Quantized
 from . import build, configs, quantize, run, stream_k
 from .configs import KEYS, HopperConfig
 
@@ -34,24 +33,6 @@ def overlaps_quantization(call: Call, config: HopperConfig, device: Device) -> b
     return nobody_would or stream_k.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
 
 
-def default_call(
-    query: torch.Tensor, q_scale: torch.Tensor | None, key: Quantized, value: Quantized, softmax_scale: float, causal: Causal,
-    out_dtype: torch.dtype, return_lse: bool, attn_mask: torch.Tensor | None = None,
-) -> Call:  # fmt: skip
-    """Attention to k and v that were quantized by a recipe of recipe.FUSED_RECIPES.
-
-    Args:
-        query: not quantized if `q_scale` is None.
-        attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
-    """
-    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.length)
-    return Call(
-        query, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
-        mask, None, key.length, softmax_scale, causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, out_dtype, return_lse,
-        key.mean if q_scale is None and return_lse else None,
-    )  # fmt: skip
-
-
 class Both(NamedTuple):
     """Quantization of k and v, and attention that quantizes q.
 
@@ -67,29 +48,18 @@ class Both(NamedTuple):
     early: bool
 
 
-def plan_both(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
-    return_lse: bool, device: Device, attn_mask: torch.Tensor | None = None,
-) -> Both:  # fmt: skip
+def plan_both(problem: Problem, device: Device) -> Both:
     """How `quantize_and_attend` does it."""
-    key, value = quantize.empty(k, v, qk)
-    call = default_call(q, None, key, value, softmax_scale, causal, out_dtype, return_lse, attn_mask)
+    key, value = quantize.empty(problem.k, problem.v, problem.qk)
+    call = problem.call_of(key, value)
     config = configs.choose(call, device)
     return Both(key, value, call, config, overlaps_quantization(call, config, device))
 
 
-def quantize_and_attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
-    return_lse: bool, device: Device, attn_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Quantization with recipe.FUSED_RECIPES[qk] and attention; the attention kernel quantizes q.
+def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantization and attention; the attention kernel quantizes q.
 
-    `configs.unsupported_q_quant` and `quantize.unsupported_call` must return None for the call.
-
-    Args:
-        q: (B, Hq, Sq, D), bfloat16 or float16.
-        k, v: (B, Hkv, Sk, D).
-        attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
+    `configs.unsupported_q_quant` and `quantize.unsupported_call` must return None for the problem.
 
     Returns:
         out (B, Hq, Sq, D); LSE (B, Hq, Sq), empty if not asked for.
@@ -97,43 +67,34 @@ def quantize_and_attend(
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
+    q, k, v = problem.q, problem.k, problem.v
+    key, value, call, config, early = plan_both(problem, device)
     if not early:
         run.quantize_into(key, value, k, v, device)
         return run.forward(call, device, config)
     heads = k.shape[0] * k.shape[1]
     counter, ready = q.new_zeros(1 + heads, dtype=torch.int32).split((1, heads))
     # nothing may run between the two launches, such as torch filling what it allocates (torch.utils.deterministic)
-    out, lse = empty_output(q, call.value_dim, out_dtype), empty_lse(q, return_lse)
+    out, lse = empty_output(q, call.value_dim, problem.out_dtype), empty_lse(q, problem.return_lse)
     run.quantize_into(key, value, k, v, device, ready=ready)
     forward_when_ready(call, device, config, out, lse, counter, ready, quantize.ctas_of(k))
     return out, lse
 
 
-def launch_of_both(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    qk: ProductType,
-    causal: Causal,
-    out_dtype: torch.dtype,
-    return_lse: bool,
-    device: Device,
-    attn_mask: torch.Tensor | None = None,
-) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
+def launch_of_both(problem: Problem, device: Device) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
     """What the binding needs to launch `quantize_and_attend`.
 
     Returns:
         the library of the attention kernel; the launch arguments that aren't tensors; tensors like those that the
         quantizer fills; the scratch tensors.
     """
-    key, value, call, config, early = plan_both(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, device, attn_mask)
-    library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, qk, device)
+    key, value, call, config, early = plan_both(problem, device)
+    k = problem.k
+    library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, problem.qk, device)
     launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.split_ctas_of(call, config, device))
     if early:
         scratch = run.Scratch(1 + k.shape[0] * k.shape[1])
-    return library, (*launch, *quantizer, quantize.ctas_of(k) if early else 0, return_lse), quantize.filled(key, value), scratch
+    return library, (*launch, *quantizer, quantize.ctas_of(k) if early else 0, problem.return_lse), quantize.filled(key, value), scratch
 
 
 def forward_when_ready(

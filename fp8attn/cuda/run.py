@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import Call, empty_lse, empty_output
+from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
 from ..quantize import sample_size
 from ..recipe import ProductType, Quantized
-from ..reference import Causal, causal_offset
+from ..reference import causal_offset
 from ..schedule import heads_side_by_side
 from . import build, configs, fused_small, portable, quantize
 from .configs import KEYS, ROWS, HopperConfig
@@ -143,15 +143,10 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
     return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), scratch
 
 
-def forward_from_fp16(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, return_lse: bool, device: Device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_from_fp16(problem: Problem, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantization with the default recipe and attention in one launch.
 
-    `fused_small.unsupported_call` must return None for the call.
-
-    Args:
-        q: (B, Hq, Sq, D), bfloat16 or float16. k, v: (B, Hkv, Sk, D).
+    `fused_small.unsupported_call` must return None for the problem.
 
     Returns:
         out (B, Hq, Sq, D); LSE (B, Hq, Sq), empty if not asked for.
@@ -159,21 +154,21 @@ def forward_from_fp16(
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    out, lse = empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
-    library, arguments = launch_from_fp16(q, k, softmax_scale, causal, device)
-    library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if return_lse else None)
+    q, k, v = problem.q, problem.k, problem.v
+    out, lse = empty_output(q, v.shape[3], problem.out_dtype), empty_lse(q, problem.return_lse)
+    library, arguments = launch_from_fp16(problem, device)
+    library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if problem.return_lse else None)
     return out, lse
 
 
-def launch_from_fp16(
-    q: torch.Tensor, k: torch.Tensor, softmax_scale: float, causal: Causal, device: Device
-) -> tuple[build.Library, tuple[int | float, ...]]:
+def launch_from_fp16(problem: Problem, device: Device) -> tuple[build.Library, tuple[int | float, ...]]:
     """The library of `forward_from_fp16`'s instance, and the launch arguments that aren't tensors."""
+    q, k = problem.q, problem.k
     config = fused_small.choose(q)
     library = build.load_with(config, fused_small.INSTANCES, device.arch)
     splits = fused_small.splits(config, q, k)
     ctas = k.shape[0] * k.shape[1] * splits * config.cluster
-    return library, (library.launchers[config], ctas, splits, softmax_scale, causal_offset(causal, q.shape[2], k.shape[2]))
+    return library, (library.launchers[config], ctas, splits, problem.softmax_scale, causal_offset(problem.causal, q.shape[2], k.shape[2]))
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:

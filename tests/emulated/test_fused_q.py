@@ -16,8 +16,8 @@ from closeness import SHARE_OFF_GRID, assert_rows_alike, on_grid
 from emulated import Emulated, normal
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of
-from fp8attn.call import HALVES
-from fp8attn.cuda import configs, early
+from fp8attn.call import HALVES, Problem
+from fp8attn.cuda import configs
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import FUSED_Q_DIMS, FUSED_Q_INSTANCES, GROUPS, KEYS, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
@@ -253,7 +253,7 @@ def assert_lse_includes_mean(emulated: Emulated, dim: int, qk: ProductType, dtyp
     """Of several tiles and heads that share keys, a mean that is larger than what is left; also of rows that see no key. The output stays."""
     q, k, v = (x.to(dtype) for x in normal((2, 4, 230, dim), (2, 2, 200, dim)))
     key, value = quantize_kv(k + 5, v, FUSED_RECIPES[qk])
-    call = early.default_call(q, None, key, value, 0.1, causal, dtype, True)
+    call = Problem(q, k, v, 0.1, qk, causal, dtype, True).call_of(key, value)
     config = configs.choose(call, H100)
     (out, lse), (same, without) = emulated(call, config), emulated(dataclasses.replace(call, lse_mean=None), config)
     assert torch.equal(out, same) and torch.equal(lse.isinf(), without.isinf()) and lse.isinf().any() == (causal != "none")

@@ -17,6 +17,7 @@ from closeness import assert_matches_pipeline, on_grid
 from emulated import Emulated, quantized
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of
+from fp8attn.call import Problem
 from fp8attn.cuda import fused_small
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
@@ -192,7 +193,7 @@ def assert_bits_of_two_launches(
     options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
     call = fp8attn.api.call_of(*quantized, **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
     expected, expected_lse = cuda_run.forward(call, device)
-    out, lse = cuda_run.forward_from_fp16(q, k, v, scale, causal, out_dtype, True, device)
+    out, lse = cuda_run.forward_from_fp16(Problem(q, k, v, scale, "e4m3", causal, out_dtype, True), device)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     expected_lse = reference.unsmoothed_lse(expected_lse, q, quantized[1].mean, scale, quantized[1].rotated)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-4, equal_nan=True)
@@ -227,7 +228,7 @@ def test_same_bits_a_thousand_times(device: torch.device) -> None:
     assert_bits_of_two_launches(q, k, v, "top_left")
 
     def once() -> torch.Tensor:
-        return cuda_run.forward_from_fp16(q, k, v, 0.125, "top_left", torch.bfloat16, False, device_of(q.device))[0]
+        return cuda_run.forward_from_fp16(Problem(q, k, v, 0.125, "e4m3", "top_left"), device_of(q.device))[0]
 
     expected, different = once(), torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(1000):

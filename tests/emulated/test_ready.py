@@ -10,7 +10,7 @@ import torch
 
 import emulation
 from fp8attn import sdpa
-from fp8attn.call import HALVES, Call, empty_lse, empty_output
+from fp8attn.call import HALVES, Call, Problem, empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, quantize, run
 from fp8attn.cuda.configs import FUSED_Q_INSTANCES, HopperConfig
 from fp8attn.device import Device, device_of
@@ -24,7 +24,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def call_of(q: torch.Tensor, key: Quantized, value: Quantized, causal: Causal = "none") -> Call:
-    return early.default_call(q, None, key, value, q.shape[3] ** -0.5, causal, q.dtype, True)
+    return Problem(q, q, q, q.shape[3] ** -0.5, "e4m3", causal, q.dtype, True).call_of(key, value)
 
 
 def instance(head_dim: int, consumers: int) -> HopperConfig:
@@ -131,7 +131,7 @@ def test_has_the_bits_of_quantizing_first(
     assert early.overlaps_quantization(call, configs.choose(call, properties), properties)
     for i in range(30):
         q, k, v = problems[i % 3]
-        actual = early.quantize_and_attend(q, k, v, dim**-0.5, qk, causal, dtype, True, properties)
+        actual = early.quantize_and_attend(Problem(q, k, v, dim**-0.5, qk, causal, dtype, True), properties)
         for x, y in zip(actual, expected[i % 3], strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
@@ -169,5 +169,5 @@ def test_calls_that_share_tiles_quantize_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(run, "quantize_into", lambda *_, **__: steps.append("quantized"))
     monkeypatch.setattr(run, "forward", lambda *_: steps.append("attended") or (torch.empty(0), torch.empty(0)))
     q, k = (torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16) for _ in range(2))
-    early.quantize_and_attend(q, k, k, 0.1, "e4m3", "none", torch.bfloat16, False, H100)
+    early.quantize_and_attend(Problem(q, k, k, 0.1), H100)
     assert steps == ["quantized", "attended"]

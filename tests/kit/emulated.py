@@ -19,7 +19,7 @@ import fp8attn
 from closeness import assert_matches_pipeline
 from fp8attn import Recipe
 from fp8attn.api import call_of
-from fp8attn.call import Call, empty_lse, empty_output
+from fp8attn.call import Call, Problem, empty_lse, empty_output
 from fp8attn.cuda import early
 from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import run as cuda_run
@@ -76,7 +76,7 @@ class Emulated:
         """Output and LSE of quantization and attention in one launch."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_run.build, "load_with", lambda config, *_: self.library(config))
-            return cuda_run.forward_from_fp16(q, k, v, softmax_scale, causal, out_dtype, True, H100)
+            return cuda_run.forward_from_fp16(Problem(q, k, v, softmax_scale, "e4m3", causal, out_dtype, True), H100)
 
 
 def normal(q_shape: tuple, k_shape: tuple, value_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from emulated import ROW_KINDS, low_mask
 from emulation import mutate
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_unavailable
-from fp8attn.call import Call, empty_lse, empty_output
+from fp8attn.call import Call, Problem, empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, fused_small
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES
@@ -131,7 +131,7 @@ def check_fused_small() -> list[str]:
     seen = []
     for causal in ("none", "top_left"):
         call = call_by(quantized, causal)
-        out, lse = cuda_run.forward_from_fp16(q, k, v, call.softmax_scale, causal, torch.float32, True, device_of(device))
+        out, lse = cuda_run.forward_from_fp16(Problem(q, k, v, call.softmax_scale, "e4m3", causal, torch.float32, True), device_of(device))
         expected, expected_lse = oracle(quantized, call, fused_small.INSTANCES[0])
         expected_lse = reference.unsmoothed_lse(expected_lse, q, quantized[1].mean, call.softmax_scale, quantized[1].rotated)
         seen += compare((out, lse), (expected, expected_lse))

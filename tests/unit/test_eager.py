@@ -21,7 +21,7 @@ import emulation
 import fp8attn
 from bench.profiled import named_ranges
 from fp8attn import Quantized, api, eager, ops
-from fp8attn.call import empty_lse, empty_output
+from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build, portable
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
@@ -141,7 +141,7 @@ def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend:
     case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, scale=abs(case.scale or 0.125))
     q, k, v = case.tensors(CPU)
     options = case.options(CPU)
-    hit = ops.unsupported_one_launch(q, k, v, case.scale, "e4m3", options["attn_mask"]) is None
+    hit = ops.unsupported_one_launch(Problem(q, k, v, case.scale, attn_mask=options["attn_mask"])) is None
     once = options["attn_mask"] is None  # else what is quantized lies elsewhere every time
     options |= dict(out_dtype=case.out_dtype, return_lse=return_lse)
     alike(lambda: fp8attn.sdpa(q, k, v, **options, backend=backend), hit=hit or None, addresses=once)
