@@ -434,9 +434,7 @@ def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> 
         options = None  # expanded, or quantized by the user: not what the next call comes with
     plain = _plain(checked, a.recipe) if chosen in ("auto", "cuda") else None
     if plain is not None:
-        problem = Problem(
-            *plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask
-        )  # fmt: skip
+        problem = Problem(*plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask)
         out, lse = _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
         if options is not None:
             eager.remember_from_fp16(replace(problem, attn_mask=a.attn_mask), options, out)
