@@ -258,12 +258,17 @@ def test_low_numbers_are_the_scores_that_pytorch_makes_of_them(mask: torch.Tenso
 
 @given(mask=low_masks(rows=st.integers(1, 30), keys=st.integers(1, 200)), block_n=st.sampled_from((32, 64, 128)))
 def test_the_pipeline_takes_low_numbers_for_scores(mask: torch.Tensor, block_n: int) -> None:
-    """Each row is as close to the exact one as FP8 allows, as many keys as it sees; its LSE no less than the lowest score."""
+    """All rows together are as close to the exact ones as FP8 allows, and each, as many keys as it sees; its LSE no less than the lowest score.
+
+    FP8's own error of a row has a long tail: 0.034 on average, over 0.15 in 5 of 10,901 drawn rows, 0.21 at most; 0.12 of all rows of a mask at most.
+    Without its mask, a row of numbers is off by 0.7 on average (0.21 at least), and all rows of a mask by 0.59 at least.
+    """
     q, k, v = low_problem(mask)
     out, lse = reference.pipeline(*quantized(q, k, v, Recipe(smooth_k=False)), mask, block_n=block_n)
     expected, expected_lse = reference.attention(q, k, v, mask)
+    assert relative(out, expected) <= 0.15
     for row in range(mask.shape[0]):
-        assert relative(out[:, :, row], expected[:, :, row]) <= 0.15
+        assert relative(out[:, :, row], expected[:, :, row]) <= 0.25
     torch.testing.assert_close(lse, torch.where(expected_lse.isfinite(), expected_lse.clamp(min=LOWEST_LSE), expected_lse), rtol=1e-6, atol=0.3)
 
 
