@@ -133,6 +133,17 @@ def matplotlib_lacks() -> str | None:
     return None if importlib.util.find_spec("matplotlib") else "pictures need matplotlib: pip install matplotlib"
 
 
+def require_matplotlib() -> None:
+    """Check that pictures can be drawn.
+
+    Raises:
+        UsageError: matplotlib isn't installed.
+    """
+    lacking = matplotlib_lacks()
+    if lacking is not None:
+        raise UsageError(lacking)
+
+
 def picture_file(text: str) -> Path:
     """The type of an option that names a picture to write. Its suffix determines the format."""
     path = output_file(text)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from . import command_line, plot, report
-from .command_line import UsageError, input_file, output_folder
+from . import plot, report
+from .command_line import UsageError, input_file, output_folder, require_matplotlib
 from .machine import PROGRAM
 from .peers import END_TO_END, KERNEL
 from .progress import Tick, no_tick
@@ -106,9 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    lacking = command_line.matplotlib_lacks()
-    if lacking is not None:
-        raise UsageError(lacking)
+    require_matplotlib()
     with report.progress("report") as bar:
         task = bar.add_task("pictures", total=len(plot.KINDS))
         written = write(arguments.source, arguments.to, bar.ticks(task))

@@ -13,9 +13,9 @@ import torch
 
 from fp8attn.device import ARCHITECTURES, CEILINGS
 
-from . import command_line, report
+from . import report
 from .cases import HIDDEN, TOKENS, Case
-from .command_line import UsageError, checkout, input_file, picture_file, sibling
+from .command_line import UsageError, checkout, input_file, picture_file, require_matplotlib, sibling
 from .machine import PROGRAM
 from .peers import KERNEL
 from .readme import RESULTS
@@ -136,9 +136,7 @@ def load_pyplot() -> Any:
     Raises:
         UsageError: matplotlib isn't installed.
     """
-    lacking = command_line.matplotlib_lacks()
-    if lacking is not None:
-        raise UsageError(lacking)
+    require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")
