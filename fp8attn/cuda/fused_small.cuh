@@ -183,11 +183,17 @@ struct KeyBlock {
   }
 };
 
+// Four channels of the rotated mean that is subtracted from K. `quad` is lane % (PART / 4). Called by a whole warp.
+template <FusedSmallConfig C>
+__device__ float4 rotated_mean(const FusedSmallStorage<C>& shared, int quad) {
+  return removable(rotated(shared.key_mean[quad]));
+}
+
 // K's rotated mean, for the channels of this thread. Every warp computes it redundantly.
 template <FusedSmallConfig C>
 __device__ void finish_means(const FusedSmallStorage<C>& shared, float4 (&mean)[QUARTERS]) {
   const int lane = threadIdx.x % 32;
-  const float4 own = removable(rotated(shared.key_mean[lane % (PART / 4)]));
+  const float4 own = rotated_mean(shared, lane % (PART / 4));
 #pragma unroll
   for (int i = 0; i < QUARTERS; ++i) {
     const int from = i * QUADS + lane % 4;
@@ -418,7 +424,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
     Output(p, tile, tile.first_row, f, l).store<0, C.head_dim>(o, shared);
     store_lse(p, wg_tile, m, l, f, [&] {
       ptx::mbarrier_wait(&shared.means_full, 0);
-      return MeanScores<T, C.head_dim>::of(p, tile, tile.first_row, [&](int i) { return removable(rotated(shared.key_mean[i])); });
+      return MeanScores<T, C.head_dim>::of(p, tile, tile.first_row, [&](int i) { return rotated_mean(shared, i); });
     });
   }
   ptx::cluster_wait();

@@ -274,7 +274,7 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
 
 MEAN_MUTANTS = {
     "of the first head": ("hopper_mainloop.h", "p.kv_heads + tile.kv_head) * (DIM / 4)", "p.kv_heads) * (DIM / 4)"),
-    "of other rows": ("tile/mean_scores.h", "(row + 8) / AT_ONCE == ROUND + i", "(row + 8) / AT_ONCE == ROUND + i + 1"),
+    "of other rows": ("tile/mean_scores.h", "(row + 8) / ROWS_PER_ROUND == ROUND + i", "(row + 8) / ROWS_PER_ROUND == ROUND + i + 1"),
     "half of the channels": ("tile/mean_scores.h", "rotated_mean(LANES_OF_PART * i + lane", "rotated_mean(lane"),
     "of other lanes": ("tile/mean_scores.h", "lane % TEAM + TEAM * j % 32", "lane % TEAM"),
     "half of the rows": ("tile/mean_scores.h", "template load<LOADED>(p", "template load<0>(p"),

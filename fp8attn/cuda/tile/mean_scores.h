@@ -16,7 +16,7 @@ __device__ inline float with_mean(float lse, float2 of_rows, int r) { return lse
 // Of the 16 rows of a warp. A team of lanes has a row in each round; a lane has four channels of every 4 * TEAM.
 template <typename T, int DIM>
 struct MeanScores {
-  static constexpr int TEAM = DIM / 16, AT_ONCE = 32 / TEAM, ROUNDS = 16 / AT_ONCE;
+  static constexpr int TEAM = DIM / 16, ROWS_PER_ROUND = 32 / TEAM, ROUNDS = 16 / ROWS_PER_ROUND;
   static constexpr int LOADED = ROUNDS < 4 ? ROUNDS : 4;  // rounds whose loads are under way together
   static constexpr int PARTS = DIM > 128 ? DIM / 128 : 1, LANES_OF_PART = DIM / PARTS / 4;
 
@@ -43,12 +43,12 @@ struct MeanScores {
  private:
   template <int ROUND>
   __device__ void load(const Params& p, const Tile& tile, int warpgroup_row) {
-    const int lane = threadIdx.x % 32, first = warpgroup_row + threadIdx.x % 128 / 32 * 16 + lane / TEAM + ROUND * AT_ONCE;
+    const int lane = threadIdx.x % 32, first = warpgroup_row + threadIdx.x % 128 / 32 * 16 + lane / TEAM + ROUND * ROWS_PER_ROUND;
     const uint16_t* row = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1] + first * p.q_strides[2] + lane % TEAM * 4;
 #pragma unroll
-    for (int i = 0; i < LOADED; ++i, row += AT_ONCE * p.q_strides[2]) {
+    for (int i = 0; i < LOADED; ++i, row += ROWS_PER_ROUND * p.q_strides[2]) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) words[i][j] = first + i * AT_ONCE < p.q_length ? *reinterpret_cast<const uint2*>(row + 4 * TEAM * j) : uint2{};
+      for (int j = 0; j < 4; ++j) words[i][j] = first + i * ROWS_PER_ROUND < p.q_length ? *reinterpret_cast<const uint2*>(row + 4 * TEAM * j) : uint2{};
     }
   }
 
@@ -80,9 +80,9 @@ struct MeanScores {
       }
 #pragma unroll
       for (int distance = TEAM / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-      const float of_row = __shfl_sync(~0u, sum, row % AT_ONCE * TEAM);
-      if (row / AT_ONCE == ROUND + i) found.x = of_row;
-      if ((row + 8) / AT_ONCE == ROUND + i) found.y = of_row;
+      const float of_row = __shfl_sync(~0u, sum, row % ROWS_PER_ROUND * TEAM);
+      if (row / ROWS_PER_ROUND == ROUND + i) found.x = of_row;
+      if ((row + 8) / ROWS_PER_ROUND == ROUND + i) found.y = of_row;
     }
   }
 };
