@@ -163,9 +163,10 @@ def test_sdpa_takes_the_operator(device: torch.device, monkeypatch: pytest.Monke
     monkeypatch.setattr(fp8attn.api, "choose_backend", lambda backend, device: "auto")
     torch._dynamo.reset()
     compiled_sdpa = torch.compile(lambda *x: fp8attn.sdpa(*x, enable_gqa=True, **options), fullgraph=True, backend="aot_eager")
-    for one in (actual, compiled_sdpa(q, k, v)):
-        for x, y in zip(*((x if isinstance(x, tuple) else (x,)) for x in (one, expected)), strict=True):
-            assert torch.equal(x, y)
+    actual, compiled, expected = (x if isinstance(x, tuple) else (x,) for x in (actual, compiled_sdpa(q, k, v), expected))
+    assert all(map(torch.equal, actual, compiled)) and torch.equal(actual[0], expected[0])
+    # One kernel adds K's mean to the LSE where quantizing first has its own for it: the sums' order differs.
+    torch.testing.assert_close(actual[1:], expected[1:], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("broken", (dict(query=torch.zeros(1, 2, 3)), dict(scale="1"), dict(dropout_p=0.5), dict(out_dtype=torch.int8)))
