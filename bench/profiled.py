@@ -26,13 +26,13 @@ def named_ranges() -> Iterator[None]:
 
     Outside, ranges cost nothing.
     """
-    library, repeat = api.ops.library_ops, api.eager.repeat
+    library, repeat, remember = api.ops.library_ops, api.eager.repeat, api.eager.remember
     api.ops.library_ops = Ranged(library)  # type: ignore[assignment]
-    api.eager.repeat = lambda *_: None  # type: ignore[assignment]
+    api.eager.repeat = api.eager.remember = lambda *_: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        api.ops.library_ops, api.eager.repeat = library, repeat
+        api.ops.library_ops, api.eager.repeat, api.eager.remember = library, repeat, remember
 
 
 class Ranged:

@@ -19,6 +19,7 @@ from .cuda import build, configs, early, fused_small
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
+from .eager import Attention
 from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, ProductType, Quantized, Recipe
 from .reference import Causal
 from .triton import run
@@ -365,8 +366,8 @@ def sdpa(
         query, key, value = (cast(x, dtype) for x in (query, key, value))
         out_dtype = out_dtype or dtype
     options = None
-    if not is_compiling() and _is_fused_recipe(recipe):
-        options = (recipe.qk, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale, return_lse)
+    if not is_compiling() and type(recipe) is Recipe:
+        options = (recipe.text, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale, return_lse)
         repeated = eager.repeat(query, key, value, attn_mask, options)
         if repeated is not None:
             return repeated
@@ -379,7 +380,7 @@ def sdpa(
     )  # fmt: skip
 
 
-def _attend(a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _attend(a: Arguments, options: tuple | None) -> Attention:
     """`sdpa` of a call that isn't like one before; `options` are eager.repeat's, None of calls that aren't kept."""
     checked = check(a)
     chosen = choose_backend(a.backend, checked.device)
@@ -389,7 +390,15 @@ def _attend(a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.T
         return _by_reference(checked, a.return_lse, torch.float32)
     if is_compiling() and checked.is_float:
         return _traced(checked, a.recipe, a.return_lse, chosen)
-    return _run(checked, chosen, a, options)
+    result = _run(checked, chosen, a.recipe, a.return_lse)
+    if options is not None and chosen != "modelled":
+        eager.remember(a.query, a.key, a.value, a.attn_mask, options, lambda *operands: _attend_to(a, *operands))
+    return result
+
+
+def _attend_to(a: Arguments, query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None) -> Attention:
+    """A call with other operands, which isn't kept."""
+    return _attend(replace(a, query=query, key=key, value=value, attn_mask=attn_mask), None)
 
 
 def _traced(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -408,8 +417,7 @@ def _whole(
     """The operator's implementation."""
     check_floats(q, k, v, attn_mask)
     check_launch(softmax_scale, causal, out_dtype)
-    a = Arguments(q, k, v, attn_mask, recipe=Recipe.of_text(recipe), return_lse=return_lse)
-    result = _run(Checked(q, k, v, attn_mask, causal, softmax_scale, out_dtype), chosen, a, None)
+    result = _run(Checked(q, k, v, attn_mask, causal, softmax_scale, out_dtype), chosen, Recipe.of_text(recipe), return_lse)
     return result if isinstance(result, tuple) else (result, empty_lse(q, False))
 
 
@@ -426,35 +434,18 @@ for _name in ("auto", "triton", "cuda", "modelled"):
     )
 
 
-def _run(checked: Checked, chosen: str, a: Arguments, options: tuple | None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Attention:
     """`sdpa` of a checked call by kernels, or their model."""
-    if a.recipe.has_half_keys:
-        return _with_half_keys(checked, a.recipe, a.return_lse, chosen)
-    if options is not None and not (checked.query is a.query and checked.key is a.key and checked.value is a.value):
-        options = None  # expanded, or quantized by the user: not what the next call comes with
-    plain = _plain(checked, a.recipe) if chosen in ("auto", "cuda") else None
+    if recipe.has_half_keys:
+        return _with_half_keys(checked, recipe, return_lse, chosen)
+    plain = _plain(checked, recipe) if chosen in ("auto", "cuda") else None
     if plain is not None:
-        problem = Problem(*plain, checked.softmax_scale, a.recipe.qk, checked.causal, checked.out_dtype, a.return_lse, checked.attn_mask)
+        problem = Problem(*plain, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask)
         out, lse = _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
-        if options is not None:
-            eager.remember_from_fp16(replace(problem, attn_mask=a.attn_mask), options, out)
-        return (out, lse) if a.return_lse else out
-    if a.return_lse:  # queries add to the LSE in a launch of its own
-        options = None
-    prepared = _prepare(checked, a.recipe, chosen)
-    operands = prepared.query, prepared.key, prepared.value
-    if options is not None and not (operands[0] is a.query and operands[1] is a.key and operands[2] is a.value):
-        options = (
-            a.recipe.qk, a.backend, a.is_causal, a.scale, a.enable_gqa, a.causal_alignment, checked.out_dtype, a.dropout_p, None, None, None, False
-        )  # fmt: skip
-        repeated = eager.repeat(*operands, a.attn_mask, options)
-        if repeated is not None:
-            return repeated
-    arguments = _operator_arguments(prepared, a.return_lse)
-    out, lse = _forward(chosen)(*arguments, scale=checked.scale)
-    if options is not None and chosen in ("auto", "cuda"):
-        eager.remember(*operands, a.attn_mask, options, arguments, chosen == "auto", out)
-    if not a.return_lse:
+        return (out, lse) if return_lse else out
+    prepared = _prepare(checked, recipe, chosen)
+    out, lse = _forward(chosen)(*_operator_arguments(prepared, return_lse), scale=checked.scale)
+    if not return_lse:
         return out
     if prepared.key.mean is None:
         return out, lse

@@ -1,15 +1,17 @@
 """Repeats calls like an earlier one, with a single operator.
 
 What a call launches follows from its options and from its tensors' dtypes, shapes, strides, devices and alignment. The
-binding keeps launches under these as a key: a call whose key it finds costs one operator. A call that raises isn't
-remembered. Calls that torch.compile, modes, transforms or tracers see always use the operators of fp8attn.ops.
+binding keeps recorded launches under these as a key: a call whose key it finds costs one operator. A call that raises
+isn't recorded. Calls that torch.compile, modes, transforms or tracers see always use the operators of fp8attn.ops.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -17,38 +19,34 @@ from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
-from . import ops
-from .call import Call, Problem
-from .cuda import early, portable
-from .cuda import run as cuda_run
+from . import ops, recording
+from .cuda import build
 from .cuda.build import BuildError
-from .cuda.portable import PortableConfig
-from .device import device_of
 from .recipe import Quantized
 from .validate import Operand
 
 MOST = 4096
-"""Combinations of options that are kept; then all are forgotten."""
+"""Combinations of options and shapes that are kept; then all are forgotten."""
 
 IMMUTABLE = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 Attention = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Output, or output and LSE."""
 
-_launches: dict[tuple, Callable[..., Attention | None] | None] = {}
-"""For each combination of options, the function that repeats such a call. It is None after the first call, so that
-calls whose lengths always differ cost nothing."""
+Tensors = recording.Tensors
+
+TENSORS = ("data", "scale", "mean", "bias")
+"""The fields of a Quantized that are tensors."""
+
+_launches: dict[tuple, Callable[[Tensors], list[torch.Tensor]] | None] = {}
+"""For each combination of options and shapes, the function that repeats such a call. It is None after the first call,
+so that calls whose lengths always differ cost nothing."""
 _numbers = itertools.count()
 
 
-def _never(*tensors: torch.Tensor | None) -> None:
-    """Repeats calls that no CUDA kernel runs by itself."""
-
-
-def _repeat_from_fp16(repeat: Callable[..., list[torch.Tensor]], number: int, *tensors: torch.Tensor) -> Attention | None:
-    """The output or output and LSE that the binding returns as a list; None of an empty one."""
-    found = repeat(number, *tensors)
-    return found[0] if len(found) == 1 else tuple(found) if found else None  # type: ignore[return-value]
+def _never(tensors: Tensors) -> list[torch.Tensor]:
+    """Repeats calls that can't be recorded."""
+    return []
 
 
 def forget() -> None:
@@ -56,32 +54,37 @@ def forget() -> None:
     _launches.clear()
 
 
-def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> tuple[tuple, tuple] | None:
+def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> tuple[tuple, Tensors] | None:
     """What a call is kept by, and its tensors, a mask behind the others; None of calls that aren't plain torch."""
     if is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
         return None
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None
-    masks = () if attn_mask is None else (attn_mask,)
-    if masks and type(attn_mask) is not torch.Tensor:
-        return None
-    options = (options, *(x.shape for x in masks))
+    if attn_mask is not None:
+        if type(attn_mask) is not torch.Tensor:
+            return None
+        options = (options, attn_mask.shape)
     if type(query) is type(key) is type(value) is torch.Tensor:
-        return (options, query.shape, key.shape, value.shape), (query, key, value, *masks)
+        return (options, query.shape, key.shape, value.shape), (query, key, value, attn_mask)
     if not (isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)):
         return None
-    if query.bias is not None or query.mean is not None:  # smoothed: nothing here tells the binding of it
+    operands = query, key, value
+    tensors = *(t for x in operands for t in (x.data, x.scale, x.mean, x.bias)), attn_mask
+    if any(x is not None and type(x) is not torch.Tensor for x in tensors):
         return None
-    q, q_scale, k, k_scale, v, v_scale, v_mean = tensors = (query.data, query.scale, key.data, key.scale, value.data, value.scale, value.mean)
-    if not (type(q) is type(q_scale) is type(k) is type(k_scale) is type(v) is type(v_scale) is torch.Tensor):
-        return None
-    if v_mean is not None and type(v_mean) is not torch.Tensor:
-        return None
-    name = (
-        options, query.granularity, query.layout, query.length, query.rotated, key.granularity, key.layout, key.length, key.rotated,
-        value.granularity, value.layout, value.length, value.rotated,
-    )  # fmt: skip
-    return name, (*tensors, *masks)
+    # of each operand also which of its tensors are there
+    kinds = tuple((x.granularity, x.layout, x.length, x.rotated, x.mean is None, x.bias is None) for x in operands)
+    return (options, kinds), tensors
+
+
+def _with_tensors(operands: tuple[Operand, Operand, Operand], tensors: Tensors) -> tuple[Any, ...]:
+    """Operands and attn_mask with `tensors`, which `_known` gave of them, in place of their own."""
+    *others, attn_mask = tensors
+    quantized = [x for x in operands if isinstance(x, Quantized)]
+    if not quantized:
+        return tuple(tensors)
+    remaining: Iterator[Any] = iter(others)
+    return *(replace(x, **{name: next(remaining) for name in TENSORS}) for x in quantized), attn_mask
 
 
 def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> Attention | None:
@@ -89,7 +92,7 @@ def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor
 
     Args:
         query, key, value, attn_mask: what `sdpa` was called with.
-        options: what else it was called with, as far as it isn't the same in all calls that come here.
+        options: what else it was called with.
     """
     known = _known(query, key, value, attn_mask, options)
     if known is None:
@@ -98,81 +101,44 @@ def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor
         launch = _launches.get(known[0])
     except TypeError:  # an option that can't be hashed is an error, or about to be one
         return None
-    return None if launch is None else launch(*known[1])
+    outputs = [] if launch is None else launch(known[1])
+    if not outputs:
+        return None
+    return outputs[0] if len(outputs) == 1 else (outputs[0], outputs[1])
 
 
-def _second(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> tuple[tuple, tuple, int] | None:
-    """The two results of `_known`, and the number of the options in the binding, for a call to remember.
+def remember(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple, attend: Callable[..., Attention]) -> None:
+    """Keep a call that has come to its end. A call is kept from the second one with its options and shapes on.
 
-    A call is remembered from the second one with its options on. For other calls, the result is None.
+    Args:
+        query, key, value, attn_mask, options: as of `repeat`.
+        attend: attention of other operands with these options.
     """
     known = _known(query, key, value, attn_mask, options)
     # a tensor, say, may be another number the next time
     if known is None or not all(type(x) in IMMUTABLE for x in options):
-        return None
+        return
     name, tensors = known
     if name not in _launches:
         if len(_launches) >= MOST:
             forget()
         _launches[name] = None
-        return None
+        return
     launch = _launches.get(name)
     if launch is _never:
-        return None
-    if launch is None:
+        return
+    number = launch.args[0] if isinstance(launch, partial) else next(_numbers)
+
+    def outputs(inputs: Tensors) -> tuple[torch.Tensor, ...]:
+        found = attend(*_with_tensors((query, key, value), inputs))
+        return found if isinstance(found, tuple) else (found,)
+
+    try:
+        operators = build.load_binding()
+    except BuildError:  # Triton goes on
         _launches[name] = _never
-    return name, tensors, launch.args[-1] if isinstance(launch, partial) else next(_numbers)
-
-
-def remember(
-    query: Quantized, key: Quantized, value: Quantized, attn_mask: torch.Tensor | None, options: tuple, fields: tuple, first: bool, out: torch.Tensor
-) -> None:
-    """Keep a call of quantized operands that has come to its end.
-
-    Args:
-        query, key, value, attn_mask, options: as of `repeat`.
-        fields: `Call`'s.
-        first: as of ops.plan_cuda.
-        out: what it returned.
-    """
-    again = _second(query, key, value, attn_mask, options)
-    if again is None:
         return
-    call = Call(*fields)
-    if out.numel() == 0 or call.kv_length == 0:
-        return
-    config, device = ops.plan_cuda(call, first), device_of(call.q.device)
-    if isinstance(config, str):
-        return
-    split_ctas = cuda_run.split_ctas_of(call, config, device)
-    if isinstance(config, PortableConfig) and (portable.packed(call) is not call or split_ctas > 1):
-        return
-    try:
-        library = cuda_run.library_of(config, device)
-    except BuildError:  # Triton went on
-        return
-    name, tensors, number = again
-    arguments, scratch = cuda_run.launch_of(call, device, config, library, split_ctas)
-    library.operators.remember.default(number, *arguments, *tensors[:7], attn_mask, out, *scratch)
-    _launches[name] = partial(library.operators.repeat.default, number)
-
-
-def remember_from_fp16(problem: Problem, options: tuple, out: torch.Tensor) -> None:
-    """Keep a call of plain tensors, likewise, if CUDA's kernels quantized all of it, in one launch or in two."""
-    tensors = problem.q, problem.k, problem.v
-    again = _second(*tensors, problem.attn_mask, options)
-    if again is None:
-        return
-    name, _, number = again
-    device = device_of(problem.q.device)
-    try:
-        if ops.unsupported_one_launch(problem) is None:
-            library, arguments = cuda_run.launch_from_fp16(problem, device)
-            library.operators.remember_from_fp16.default(number, *arguments, problem.return_lse, *tensors, out)
-            _launches[name] = partial(_repeat_from_fp16, library.operators.repeat_from_fp16.default, number)
-        elif ops.unsupported_two_launches(problem) is None and out.numel() > 0:
-            library, arguments, filled, scratch = early.launch_of_both(problem, device)
-            library.operators.remember_both.default(number, *arguments, *tensors, problem.attn_mask, filled, out, *scratch)
-            _launches[name] = partial(_repeat_from_fp16, library.operators.repeat_both.default, number)
-    except BuildError:  # Triton went on
-        return
+    if recording.record(operators, ops.implementations, number, tensors, outputs):
+        _launches[name] = partial(operators.repeat.default, number)
+    elif launch is None:
+        _launches[name] = _never

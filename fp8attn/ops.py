@@ -52,6 +52,8 @@ from .validate import BackendUnavailable
 _recipe = functools.cache(Recipe)
 
 library = torch.library.Library("fp8attn", "DEF")
+implementations: dict[str, Callable[..., Any]] = {}
+"""By the operators' names."""
 library_ops = torch.ops.fp8attn
 
 Forward = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
@@ -89,8 +91,9 @@ def register(schema: str, implementation, fake, keys: Sequence[str] = ("CPU", "C
         schema = schema.replace(") -> ", ", Tensor? scale=None) -> ")
         implementation, fake = _with_scale(implementation), _without_scale(fake)
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    implementations[name] = shielded(implementation)
     for key in keys:
-        library.impl(name, shielded(implementation), key)
+        library.impl(name, implementations[name], key)
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=library)
 
 
@@ -171,12 +174,11 @@ def _quantize(
     like = k if q is None else q
     assert like is not None
     results = (by or quantized)(q, k, v, recipe)
-    none = like.new_empty(0, dtype=torch.float32)
-    tensors: list[torch.Tensor] = []
+    tensors: list[torch.Tensor | None] = []
     for x in results:
-        tensors += [none.clone() if t is None else t for t in ((None,) * 3 if x is None else (x.data, x.scale, x.mean))]
-    bias = None if results[0] is None else results[0].bias
-    return *tensors, none if bias is None else bias
+        tensors += (None,) * 3 if x is None else (x.data, x.scale, x.mean)
+    tensors.append(None if results[0] is None else results[0].bias)
+    return tuple(like.new_empty(0, dtype=torch.float32) if x is None else x for x in tensors)
 
 
 def _bias_shape(means: Sequence[int], kv_length: int) -> tuple[int, int, int, int]:

@@ -1,33 +1,28 @@
-// From tensors to Params: the only file that knows torch. fp8attn/cuda/run.py has validated what comes in.
+// From tensors to Params. This file and plan.h are the only ones that know torch. fp8attn/cuda/run.py has validated
+// what comes in.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <initializer_list>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "params.h"
+#include "plan.h"
 #include "tensor_map.h"
 
 namespace {
 
 using at::Tensor;
 
-using Launcher = cudaError_t (*)(const fp8attn::Params&, int, cudaStream_t);
-using QuantizeLauncher = cudaError_t (*)(const fp8attn::QuantizeParams&, int, cudaStream_t);
+using fp8attn::check;
+using fp8attn::recording;
 
 constexpr int64_t FAR = 1 << 30;  // behind any key, and no overflow when a row is added
 
@@ -64,11 +59,16 @@ bool is_aligned(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && of_16(0) && of_16(1) && of_16(2);
 }
 
-void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
-
 // By the address of an instance's launcher, in a library that torch doesn't know.
-void launch(int64_t launcher, const fp8attn::Params& p, int64_t ctas, c10::DeviceIndex device) {
-  check(reinterpret_cast<Launcher>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device)));
+template <class P>
+void launch(int64_t launcher, const P& p, int64_t ctas, c10::DeviceIndex device) {
+  if (recording != nullptr) return recording->add(launcher, p, ctas);
+  check(reinterpret_cast<fp8attn::Launcher<P>>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device)));
+}
+
+// Memory for a launch's own use. It must live until the kernel is launched.
+Tensor room_of(int64_t elements, const at::TensorOptions& options) {
+  return recording != nullptr ? recording->tensor({elements}, {1}, options, 0, false) : at::empty({elements}, options);
 }
 
 // What all instances are told, of V no more than where it is and how wide.
@@ -128,7 +128,7 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
   }
   const int64_t blocks = int64_t(p.mask_batches) * p.mask_heads * p.mask_groups * ((l.kv_length + l.keys - 1) / l.keys), words = 4 * p.mask_rows * blocks;
   TORCH_CHECK(blocks < int64_t(1) << 31, "attn_mask has ", blocks, " blocks of ", l.rows, " rows and ", l.keys, " keys; it must have fewer than 2^31");
-  const Tensor room = at::empty({words + (blocks + 3) / 4}, mask.options().dtype(at::kInt));
+  const Tensor room = room_of(words + (blocks + 3) / 4, mask.options().dtype(at::kInt));
   p.mask_bits = reinterpret_cast<uint32_t*>(room.mutable_data_ptr<int>());
   p.block_mask = reinterpret_cast<uint8_t*>(p.mask_bits + words);
   return room;
@@ -174,7 +174,6 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
     copy_strides(p.mask_strides, *attn_mask);
   }
-  // The storage must live until the kernel is launched.
   const std::optional<Tensor> bits = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;
   if (bias) {
     TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", bias->sizes(),
@@ -210,36 +209,20 @@ void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t pa
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
-struct LaunchFromFp16 {
-  int64_t launcher, ctas, splits;
-  double softmax_scale;
-  int64_t causal_offset;
-  bool lse;  // whether the LSE is returned, too
-};
-
-void attend_from_fp16(const LaunchFromFp16& l, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse) {
-  fp8attn::Params p = params_of(q, k, v, out, lse, k.size(2), v.size(3), l.softmax_scale, l.causal_offset);
-  copy_strides(p.v_strides, v);
-  p.inverse_length = 1.0 / k.size(2);
-  p.splits = l.splits;
-  launch(l.launcher, p, l.ctas, q.get_device());
-}
-
 void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& out, const std::optional<Tensor>& lse) {
-  attend_from_fp16({launcher, ctas, splits, softmax_scale, causal_offset, lse.has_value()}, q, k, v, out, lse);
+  fp8attn::Params p = params_of(q, k, v, out, lse, k.size(2), v.size(3), softmax_scale, causal_offset);
+  copy_strides(p.v_strides, v);
+  p.inverse_length = 1.0 / k.size(2);
+  p.splits = splits;
+  launch(launcher, p, ctas, q.get_device());
 }
 
-// The quantizer's arguments beside tensors. `sampled`: the number of tokens from which K's mean is computed.
-// `stats_bytes`: the size of the memory through which its kernels pass statistics.
-struct QuantizeLaunch {
-  int64_t launcher, ctas, sampled, stats_bytes;
-};
-
-// Quantizes K and V, (B, H, S, D), into tensors that fp8attn/cuda/quantize.py has allocated. `ready`: (B, H), each 0 at
-// launch, the number of CTAs that have completed a head; or null.
-void quantize_kv(const QuantizeLaunch& l, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data,
-                 const Tensor& v_scale, const Tensor& v_mean, int* ready) {
+// Quantizes K and V, (B, H, S, D), into tensors that fp8attn/cuda/quantize.py has allocated. `sampled`: the number of
+// tokens from which K's mean is computed. `stats_bytes`: the size of the memory through which its kernels pass
+// statistics. `ready`: (B, H), each 0 at launch, the number of CTAs that have completed a head.
+void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
+              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
   fp8attn::QuantizeParams p = {};
   p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();
@@ -257,207 +240,86 @@ void quantize_kv(const QuantizeLaunch& l, const Tensor& k, const Tensor& v, cons
   p.length = k.size(2);
   p.head_dim = k.size(3);
   p.inverse_length = 1.0 / k.size(2);
-  p.inverse_sample = 1.0 / l.sampled;
+  p.inverse_sample = 1.0 / sampled;
   p.half = k.scalar_type() == at::kHalf;
-  p.ready = ready;
-  // The storage must live until the kernels are launched.
-  const std::optional<Tensor> stats = l.stats_bytes > 0 ? std::optional(at::empty({l.stats_bytes}, k.options().dtype(at::kByte))) : std::nullopt;
+  p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
+  const std::optional<Tensor> stats = stats_bytes > 0 ? std::optional(room_of(stats_bytes, k.options().dtype(at::kByte))) : std::nullopt;
   p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;
-  check(reinterpret_cast<QuantizeLauncher>(l.launcher)(p, l.ctas, c10::cuda::getCurrentCUDAStream(k.get_device())));
+  launch(launcher, p, ctas, k.get_device());
 }
 
-void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
-              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
-  quantize_kv({launcher, ctas, sampled, stats_bytes}, k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, ready ? ready->mutable_data_ptr<int>() : nullptr);
+using Operands = c10::List<std::optional<Tensor>>;
+
+// The tensors among a call's operands.
+std::vector<Tensor> present(const Operands& operands) {
+  std::vector<Tensor> found;
+  found.reserve(operands.size());
+  for (const std::optional<Tensor> x : operands)
+    if (x) found.push_back(*x);
+  return found;
 }
 
-// All that a launch follows from but the tensors' addresses; empty of tensors that are none of a plain forward pass.
-using Facts = std::vector<int64_t>;
+std::vector<const Tensor*> pointers(const std::vector<Tensor>& tensors) {
+  std::vector<const Tensor*> found;
+  found.reserve(tensors.size());
+  for (const Tensor& x : tensors) found.push_back(&x);
+  return found;
+}
 
-Facts facts(int64_t options, std::initializer_list<const Tensor*> tensors) {
-  Facts found;
+// What a plan is found by: the call's options, and dtype, device, alignment, shape and strides of its tensors. Empty if
+// there are tensors that no plan is for.
+fp8attn::Facts facts(int64_t options, const std::vector<Tensor>& tensors) {
+  fp8attn::Facts found;
   found.reserve(1 + 13 * tensors.size());
   found.push_back(options);
-  for (const Tensor* x : tensors) {
-    if (x == nullptr) {
-      found.push_back(-1);
-      continue;
-    }
-    if (x->layout() != at::kStrided || x->requires_grad()) return {};
-    found.push_back(x->dim());
-    found.push_back(int64_t(x->scalar_type()));
-    found.push_back(int64_t(x->device().type()));
-    found.push_back(x->device().index());
-    found.push_back(reinterpret_cast<uintptr_t>(x->const_data_ptr()) % 16);
-    found.insert(found.end(), x->sizes().begin(), x->sizes().end());
-    found.insert(found.end(), x->strides().begin(), x->strides().end());
+  for (const Tensor& x : tensors) {
+    if (x.layout() != at::kStrided || x.requires_grad()) return {};
+    found.push_back(x.dim());
+    found.push_back(int64_t(x.scalar_type()));
+    found.push_back(int64_t(x.device().type()));
+    found.push_back(x.device().index());
+    found.push_back(reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16);
+    found.insert(found.end(), x.sizes().begin(), x.sizes().end());
+    found.insert(found.end(), x.strides().begin(), x.strides().end());
   }
   return found;
 }
 
-// Memory through which the CTAs of a launch communicate: words that are 0 at launch, and floats for each of
-// `split_ctas` CTAs. See fp8attn.cuda.run.Scratch.
-struct Scratch {
-  int64_t words, split_ctas, floats;
-};
+// From now on this thread's launches are recorded, until `keep` or `discard`.
+void record() { recording = std::make_unique<fp8attn::Recording>(); }
 
-// What a tensor is made by.
-struct Form {
-  std::vector<int64_t> sizes, strides;
-  at::TensorOptions options;
+void discard() { recording.reset(); }
 
-  explicit Form(const Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), options(x.options()) {}
-
-  Tensor empty() const { return at::empty_strided(sizes, strides, options); }
-};
-
-// A launch, and the output that it writes to.
-template <class L>
-struct Plan {
-  L launch;
-  Form output;
-  Scratch scratch;
-
-  std::optional<Tensor> words() const { return scratch.words == 0 ? std::nullopt : std::optional(at::zeros({scratch.words}, output.options.dtype(at::kInt))); }
-
-  std::optional<Tensor> parts() const {
-    return scratch.split_ctas == 0 ? std::nullopt : std::optional(at::empty({scratch.split_ctas, scratch.floats}, output.options.dtype(at::kFloat)));
-  }
-};
-
-// Two launches: the quantizer of K and V, then attention with Q that isn't quantized. Attention waits, for each head,
-// for the CTAs that quantize it. If `cluster` is 0, it waits for the whole quantizer.
-struct LaunchBoth {
-  QuantizeLaunch quantizer;
-  Launch attention;
-  int64_t cluster;
-  bool lse;  // whether the LSE is returned, too
-  std::vector<Form> quantized;  // k_data, k_scale, k_mean, v_data, v_scale, v_mean
-};
-
-// Of calls that were made before. Threads share it.
-template <class L>
-class Plans {
- public:
-  void add(Facts&& facts, const L& launch, const Tensor& out, const Scratch& scratch) {
-    const std::lock_guard lock(mutex_);
-    if (plans_.size() >= MOST) plans_.clear();
-    plans_[std::move(facts)] = std::make_shared<const Plan<L>>(Plan<L>{launch, Form(out), scratch});
-  }
-
-  std::shared_ptr<const Plan<L>> find(const Facts& facts) {
-    const std::lock_guard lock(mutex_);
-    const auto found = plans_.find(facts);
-    return found == plans_.end() ? nullptr : found->second;
-  }
-
- private:
-  static constexpr size_t MOST = 4096;
-  std::mutex mutex_;
-  std::map<Facts, std::shared_ptr<const Plan<L>>> plans_;
-};
-
-template <class L>
-Plans<L>& plans() {
-  static auto& all = *new Plans<L>;  // never destroyed: threads may outlive main
-  return all;
+Tensor recorded_tensor(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype, at::Device device, int64_t remainder, bool zero) {
+  TORCH_CHECK(recording != nullptr, "nothing is being recorded");
+  return recording->tensor(size, stride, at::TensorOptions().dtype(dtype).device(device), remainder, zero);
 }
 
-const Tensor* address(const std::optional<Tensor>& x) { return x ? &*x : nullptr; }
-
-// (B or 1, H or 1, n) as (B, H, n).
-Tensor of_every_head(const Tensor& scale, int64_t batch, int64_t heads, int64_t n) {
-  return scale.size(0) == batch && scale.size(1) == heads && scale.size(2) == n ? scale : scale.expand({batch, heads, n});
+void record_function(int64_t function, at::IntArrayRef shape, bool dependent, at::IntArrayRef words, at::IntArrayRef pointers) {
+  TORCH_CHECK(recording != nullptr && shape.size() == 5, "nothing is being recorded");
+  recording->add(function, shape, dependent, words, pointers);
 }
 
-// (B, Hq, Sq, Sk) of what is broadcastable to it.
-std::optional<Tensor> of_every_query(const std::optional<Tensor>& attn_mask, const Tensor& q, int64_t kv_length) {
-  return attn_mask ? std::optional(attn_mask->expand({q.size(0), q.size(1), q.size(2), kv_length})) : std::nullopt;
+// Ends the recording. `repeat` takes calls with these options and operands like these from now on, if the result is
+// true. `outputs` are recorded tensors.
+bool keep(int64_t options, const Operands& operands, at::TensorList outputs) {
+  TORCH_CHECK(recording != nullptr, "nothing is being recorded");
+  const std::vector<Tensor> tensors = present(operands);
+  fp8attn::Facts known = facts(options, tensors);
+  auto plan = std::exchange(recording, nullptr)->finish(tensors.size(), outputs);
+  if (known.empty() || plan == nullptr) return false;
+  fp8attn::plans().add(std::move(known), std::move(plan));
+  return true;
 }
 
-// The LSE of q, if it is wanted.
-std::optional<Tensor> empty_lse(const Tensor& q, bool wanted) {
-  return wanted ? std::optional(at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))) : std::nullopt;
-}
-
-// What a call returns.
-std::vector<Tensor> outputs(const Tensor& out, const std::optional<Tensor>& lse) {
-  if (lse) return {out, *lse};
-  return {out};
-}
-
-// From now on `repeat` takes calls with these options and tensors like these. `out` is like what it returns.
-void remember(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
-              int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& q_scale, const Tensor& k,
-              const Tensor& k_scale, const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask,
-              const Tensor& out, int64_t words, int64_t split_ctas, int64_t floats) {
-  plans<Launch>().add(facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean), address(attn_mask)}),
-                      {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, out,
-                      {words, split_ctas, floats});
-}
-
-// Attention as in an earlier call with such options and tensors, or nothing if there was none. Scales aren't expanded
-// to every head here, and a mask isn't expanded to every query.
-std::optional<Tensor> repeat(int64_t options, const Tensor& q, const Tensor& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v, const Tensor& v_scale,
-                             const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask) {
-  const Facts known = facts(options, {&q, &q_scale, &k, &k_scale, &v, &v_scale, address(v_mean), address(attn_mask)});
-  const auto plan = known.empty() ? nullptr : plans<Launch>().find(known);
-  if (plan == nullptr) return std::nullopt;
-  const c10::DeviceGuard guard(q.device());
-  const Tensor out = plan->output.empty();
-  attend(plan->launch, q, of_every_head(q_scale, q.size(0), q.size(1), q_scale.size(2)), k, of_every_head(k_scale, k.size(0), k.size(1), k_scale.size(2)), v,
-         of_every_head(v_scale, v.size(0), v.size(1), v.size(2)), v_mean, of_every_query(attn_mask, q, plan->launch.kv_length), std::nullopt, out, std::nullopt,
-         std::nullopt, plan->words(), plan->parts(), std::nullopt);
-  return out;
-}
-
-void remember_from_fp16(int64_t options, int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, bool lse, const Tensor& q,
-                        const Tensor& k, const Tensor& v, const Tensor& out) {
-  plans<LaunchFromFp16>().add(facts(options, {&q, &k, &v}), {launcher, ctas, splits, softmax_scale, causal_offset, lse}, out, {});
-}
-
-// Output, and LSE if it was asked for; nothing if there was no such call.
-std::vector<Tensor> repeat_from_fp16(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const Facts known = facts(options, {&q, &k, &v});
-  const auto plan = known.empty() ? nullptr : plans<LaunchFromFp16>().find(known);
+// The outputs of a call like one that was recorded; empty if there was none.
+std::vector<Tensor> repeat(int64_t options, const Operands& operands) {
+  const std::vector<Tensor> tensors = present(operands);
+  const fp8attn::Facts known = facts(options, tensors);
+  const auto plan = known.empty() ? nullptr : fp8attn::plans().find(known);
   if (plan == nullptr) return {};
-  const c10::DeviceGuard guard(q.device());
-  const Tensor out = plan->output.empty();
-  const std::optional<Tensor> lse = empty_lse(q, plan->launch.lse);
-  attend_from_fp16(plan->launch, q, k, v, out, lse);
-  return outputs(out, lse);
-}
-
-// `words`: with a cluster a counter of tiles and a word for each head of k.
-void remember_both(int64_t options, int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side,
-                   int64_t q_group, int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, int64_t quantizer, int64_t quantizer_ctas,
-                   int64_t sampled, int64_t stats_bytes, int64_t cluster, bool lse, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask, at::TensorList quantized,
-                   const Tensor& out, int64_t words, int64_t split_ctas, int64_t floats) {
-  plans<LaunchBoth>().add(facts(options, {&q, &k, &v, address(attn_mask)}),
-                          {{quantizer, quantizer_ctas, sampled, stats_bytes},
-                           {launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
-                           cluster,
-                           lse,
-                           std::vector<Form>(quantized.begin(), quantized.end())},
-                          out, {words, split_ctas, floats});
-}
-
-// As repeat_from_fp16.
-std::vector<Tensor> repeat_both(int64_t options, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& attn_mask) {
-  const Facts known = facts(options, {&q, &k, &v, address(attn_mask)});
-  const auto plan = known.empty() ? nullptr : plans<LaunchBoth>().find(known);
-  if (plan == nullptr) return {};
-  const c10::DeviceGuard guard(q.device());
-  const LaunchBoth& l = plan->launch;
-  Tensor x[6];
-  for (size_t i = 0; i < 6; ++i) x[i] = l.quantized.at(i).empty();
-  const Tensor out = plan->output.empty();
-  const std::optional<Tensor> lse = empty_lse(q, l.lse), lse_mean = l.lse ? std::optional(x[2]) : std::nullopt, words = plan->words();
-  int* ready = l.cluster > 0 ? words->mutable_data_ptr<int>() + 1 : nullptr;
-  quantize_kv(l.quantizer, k, v, x[0], x[1], x[2], x[3], x[4], x[5], ready);
-  attend(l.attention, q, std::nullopt, x[0], x[1], x[3], x[4], x[5], of_every_query(attn_mask, q, k.size(2)), std::nullopt, out, lse, lse_mean, words, plan->parts(),
-         std::nullopt, ready, l.cluster);
-  return outputs(out, lse);
+  const c10::DeviceGuard guard(tensors[0].device());
+  return plan->run(pointers(tensors));
 }
 
 TORCH_LIBRARY(fp8attn_cuda, m) {
@@ -483,19 +345,18 @@ TORCH_LIBRARY(fp8attn_cuda, m) {
 
   // of any device: tensors that aren't like any before aren't an error here
   const auto any = c10::DispatchKey::CompositeExplicitAutograd;
-  define("remember(int options, " + launch + "Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask, Tensor out, int words, int split_ctas, int floats) -> ()");
-  m.impl("remember", torch::dispatch(any, TORCH_FN(remember)));
-  define("repeat(int options, Tensor q, Tensor q_scale, " + operands + ", Tensor? attn_mask=None) -> Tensor?");
+  define("record() -> ()");
+  m.impl("record", torch::dispatch(any, TORCH_FN(record)));
+  define("discard() -> ()");
+  m.impl("discard", torch::dispatch(any, TORCH_FN(discard)));
+  define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, Device device, int remainder, bool zero) -> Tensor");
+  m.impl("recorded_tensor", torch::dispatch(any, TORCH_FN(recorded_tensor)));
+  define("record_function(int function, int[] shape, bool dependent, int[] words, int[] pointers) -> ()");
+  m.impl("record_function", torch::dispatch(any, TORCH_FN(record_function)));
+  define("keep(int options, Tensor?[] operands, Tensor[] outputs) -> bool");
+  m.impl("keep", torch::dispatch(any, TORCH_FN(keep)));
+  define("repeat(int options, Tensor?[] operands) -> Tensor[]");
   m.impl("repeat", torch::dispatch(any, TORCH_FN(repeat)));
-  define("remember_from_fp16(int options, " + launch_from_fp16 + "bool lse, Tensor q, Tensor k, Tensor v, Tensor out) -> ()");
-  m.impl("remember_from_fp16", torch::dispatch(any, TORCH_FN(remember_from_fp16)));
-  define("repeat_from_fp16(int options, Tensor q, Tensor k, Tensor v) -> Tensor[]");
-  m.impl("repeat_from_fp16", torch::dispatch(any, TORCH_FN(repeat_from_fp16)));
-  define("remember_both(int options, " + launch + "int quantizer, int quantizer_ctas, int sampled, int stats_bytes, int cluster, bool lse, Tensor q, Tensor k, Tensor v,"
-         " Tensor? attn_mask, Tensor[] quantized, Tensor out, int words, int split_ctas, int floats) -> ()");
-  m.impl("remember_both", torch::dispatch(any, TORCH_FN(remember_both)));
-  define("repeat_both(int options, Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None) -> Tensor[]");
-  m.impl("repeat_both", torch::dispatch(any, TORCH_FN(repeat_both)));
 }
 
 }  // namespace

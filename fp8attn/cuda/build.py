@@ -59,7 +59,7 @@ PREBUILT = SOURCES / "prebuilt"
 NAMESPACE = "fp8attn_cuda"
 """Namespace of the binding's operators."""
 
-BINDING_SOURCES = ("binding.cpp", "params.h", "tensor_map.h")
+BINDING_SOURCES = ("binding.cpp", "params.h", "plan.h", "tensor_map.h")
 
 CXX_FLAGS = ("-std=c++20", "-O2")
 CUDA_FLAGS = ("-std=c++20", "-O3")

@@ -6,14 +6,11 @@ tiles then, so it does this only if it gains more time than splitting tiles woul
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
-from ..recipe import Quantized
-from . import build, configs, quantize, run, stream_k
+from . import configs, quantize, run, stream_k
 from .configs import KEYS, HopperConfig
 
 EARLY_BLOCKS = 13
@@ -33,29 +30,6 @@ def overlaps_quantization(call: Call, config: HopperConfig, device: Device) -> b
     return nobody_would or stream_k.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
 
 
-class Both(NamedTuple):
-    """Quantization of k and v, and attention that quantizes q.
-
-    Attributes:
-        call: of `key` and `value`, which the quantizer is to fill, with a plain query.
-        early: whether attention begins with heads whose keys and values are ready, as `overlaps_quantization` says.
-    """
-
-    key: Quantized
-    value: Quantized
-    call: Call
-    config: HopperConfig
-    early: bool
-
-
-def plan_both(problem: Problem, device: Device) -> Both:
-    """How `quantize_and_attend` does it."""
-    key, value = quantize.empty(problem.k, problem.v, problem.qk)
-    call = problem.call_of(key, value)
-    config = configs.choose(call, device)
-    return Both(key, value, call, config, overlaps_quantization(call, config, device))
-
-
 def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantization and attention; the attention kernel quantizes q.
 
@@ -68,8 +42,10 @@ def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor,
         BuildError: the kernels can't be compiled here.
     """
     q, k, v = problem.q, problem.k, problem.v
-    key, value, call, config, early = plan_both(problem, device)
-    if not early:
+    key, value = quantize.empty(k, v, problem.qk)
+    call = problem.call_of(key, value)
+    config = configs.choose(call, device)
+    if not overlaps_quantization(call, config, device):
         run.quantize_into(key, value, k, v, device)
         return run.forward(call, device, config)
     heads = k.shape[0] * k.shape[1]
@@ -79,22 +55,6 @@ def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor,
     run.quantize_into(key, value, k, v, device, ready=ready)
     forward_when_ready(call, device, config, out, lse, counter, ready, quantize.ctas_of(k))
     return out, lse
-
-
-def launch_of_both(problem: Problem, device: Device) -> tuple[build.Library, tuple[int | float, ...], list[torch.Tensor], run.Scratch]:
-    """What the binding needs to launch `quantize_and_attend`.
-
-    Returns:
-        the library of the attention kernel; the launch arguments that aren't tensors; tensors like those that the
-        quantizer fills; the scratch tensors.
-    """
-    key, value, call, config, early = plan_both(problem, device)
-    k = problem.k
-    library, (_, quantizer) = run.library_of(config, device), run.launch_of_quantizer(k, problem.qk, device)
-    launch, scratch = run.launch_of(call, device, config, library, 1 if early else run.split_ctas_of(call, config, device))
-    if early:
-        scratch = run.Scratch(1 + k.shape[0] * k.shape[1])
-    return library, (*launch, *quantizer, quantize.ctas_of(k) if early else 0, problem.return_lse), quantize.filled(key, value), scratch
 
 
 def forward_when_ready(

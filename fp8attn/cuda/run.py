@@ -156,19 +156,13 @@ def forward_from_fp16(problem: Problem, device: Device) -> tuple[torch.Tensor, t
     """
     q, k, v = problem.q, problem.k, problem.v
     out, lse = empty_output(q, v.shape[3], problem.out_dtype), empty_lse(q, problem.return_lse)
-    library, arguments = launch_from_fp16(problem, device)
-    library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if problem.return_lse else None)
-    return out, lse
-
-
-def launch_from_fp16(problem: Problem, device: Device) -> tuple[build.Library, tuple[int | float, ...]]:
-    """The library of `forward_from_fp16`'s instance, and the launch arguments that aren't tensors."""
-    q, k = problem.q, problem.k
     config = fused_small.choose(q)
     library = build.load_with(config, fused_small.INSTANCES, device.arch)
     splits = fused_small.splits(config, q, k)
     ctas = k.shape[0] * k.shape[1] * splits * config.cluster
-    return library, (library.launchers[config], ctas, splits, problem.softmax_scale, causal_offset(problem.causal, q.shape[2], k.shape[2]))
+    arguments = library.launchers[config], ctas, splits, problem.softmax_scale, causal_offset(problem.causal, q.shape[2], k.shape[2])
+    library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if problem.return_lse else None)
+    return out, lse
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:
@@ -193,12 +187,9 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
     Args:
         ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
     """
-    library, arguments = launch_of_quantizer(k, "int8" if key.data.dtype == torch.int8 else "e4m3", device)
-    library.operators.quantize.default(*arguments, k, v, *quantize.filled(key, value), ready)
-
-
-def launch_of_quantizer(k: torch.Tensor, qk: ProductType, device: Device) -> tuple[build.Library, tuple[int, ...]]:
-    """The library of the quantizer's instance, and the launch arguments that aren't tensors."""
-    config = quantize.choose(k, qk)
+    config = quantize.choose(k, "int8" if key.data.dtype == torch.int8 else "e4m3")
     library = build.load_with(config, quantize.instances(config.int8), device.arch)
-    return library, (library.launchers[config], k.shape[0] * k.shape[1] * quantize.ctas_of(k), sample_size(k.shape[2]), quantize.stats_bytes(k))
+    ctas = k.shape[0] * k.shape[1] * quantize.ctas_of(k)
+    library.operators.quantize.default(
+        library.launchers[config], ctas, sample_size(k.shape[2]), quantize.stats_bytes(k), k, v, *quantize.filled(key, value), ready
+    )

@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.runtime.jit import JITCallable
 
+from .. import recording
 from ..schedule import unsupported_size
 from .tile import INTERPRETING
 
@@ -132,6 +133,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = _compiled[key] = compiled_for(kernel, arguments, options)
+    recorder = recording.current()
+    if recorder is not None:
+        recorder.kernel(compiled, grid, arguments, dependent)
+        return
     stream = triton.runtime.driver.active.get_current_stream(device)
     compiled[(*grid, 1, 1)[:3]](*arguments, stream=stream)
 

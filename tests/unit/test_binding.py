@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -105,3 +106,16 @@ def test_a_launch_that_fails_is_an_error(recorder: Recorder) -> None:
         shifted = torch.zeros(call.v.numel() + 8, dtype=torch.uint8)[8:].view(call.v.dtype).view(call.v.shape)
         with pytest.raises(RuntimeError, match="aren't contiguous from a multiple of 16 bytes on"):
             run.forward(dataclasses.replace(call, v=shifted), H100)
+
+
+@pytest.mark.parametrize("name", ("Params", "QuantizeParams"))
+def test_a_plan_replaces_every_address(name: str) -> None:
+    """Those of a struct's pointers, and of tensor maps."""
+    header, plan = ((build.SOURCES / file).read_text() for file in ("params.h", "plan.h"))
+    body = re.search(rf"struct {name} {{(.*?)\n}};", re.sub(r"//[^\n]*", "", header), re.DOTALL)
+    listed = re.search(rf"addresses\(const {name}&\) {{(.*?)\n}}", plan, re.DOTALL)
+    assert body is not None and listed is not None
+    pointers = set(re.findall(r"\*\s*(\w+);", body[1]))
+    maps = set(re.findall(r"\w+_map(?=[,;])", body[1]))
+    found = re.findall(r"AT\((\w+)\)", listed[1])
+    assert pointers | maps == set(found) and len(pointers) > 5 and (len(maps) == 5) == (name == "Params")

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import struct
 import threading
+import unittest.mock
+import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import emulation
 import fp8attn
 from bench.profiled import named_ranges
-from fp8attn import Quantized, api, eager, ops
+from fp8attn import Quantized, api, eager, ops, recording
 from fp8attn.call import Problem, empty_lse, empty_output
-from fp8attn.cuda import build, portable
+from fp8attn.cuda import build
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
-from fp8attn.cuda.configs import HopperConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
 from fp8attn.quantize import quantize
@@ -46,6 +49,29 @@ class AnyInstance(dict):
         return ctypes.cast(launcher, ctypes.c_void_p).value or 0
 
 
+def function(*tensors: torch.Tensor | None, number: int = 0) -> None:
+    """A launch of Triton's, which writes nothing, in a recording."""
+    recorder = recording.current()
+    assert recorder is not None
+    words = [number, *(0 if x is None else x.data_ptr() for x in tensors)]
+    recorder._operators.record_function.default(77, (3, 1, 1, 128, 64), True, words, [i for i, x in enumerate(words) if i and x])
+
+
+def quantized_by_a_function(q, k, v, recipe, by_triton=False):
+    """ops.quantized: by definition, in plain torch; in a recording by a launch that writes nothing."""
+    if recording.current() is None:
+        return quantize(q, k, v, recipe)
+    with unittest.mock.patch.object(recording, "current", return_value=None), torch.utils._python_dispatch._disable_current_modes():
+        like = quantize(*(None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_() for x in (q, k, v)), recipe)
+    made = [None if x is None else dataclasses.replace(x, **{name: _empty_like(getattr(x, name)) for name in eager.TENSORS}) for x in like]
+    function(q, k, v, *(getattr(x, name) for x in made if x is not None for name in eager.TENSORS))
+    return tuple(made)
+
+
+def _empty_like(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are an H100's."""
@@ -56,7 +82,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
-    monkeypatch.setattr(eager, "device_of", lambda device: H100)
+    monkeypatch.setattr(ops, "quantized", quantized_by_a_function)
+    monkeypatch.setattr(build, "load_binding", lambda: library.operators)
     chosen = api.choose_backend
     monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend if device == CPU else chosen(backend, device))
 
@@ -68,7 +95,7 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     ctas = library.recorded(buffer)
     p = emulation.Params.from_buffer(buffer, emulation.MAPS)
     p.out = None
-    for name in ("lse", "lse_mean", "counter", "parts", "partials_ready", "ready", "mask_bits", "block_mask"):
+    for name in ("lse", "lse_mean", "counter", "parts", "part_rows", "partials_ready", "ready", "mask_bits", "block_mask"):
         setattr(p, name, bool(getattr(p, name)))
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
@@ -113,7 +140,7 @@ def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: 
         call()
         assert not any(repeats.hits)
         if hit:
-            patch.setattr(ops, "plan_cuda", lambda *_: pytest.fail("it plans"))
+            patch.setattr(ops, "plan_cuda", lambda *_, **__: pytest.fail("it plans"))
             patch.setattr(ops, "unsupported_one_launch", lambda *_: pytest.fail("it plans"))
         third = call()
         assert hit is None or repeats.last() == hit
@@ -131,8 +158,7 @@ def test_launches_the_same(case: Case, moved: str, backend: str) -> None:
     config = ops.plan_cuda(call, first=backend == "auto")
     if isinstance(config, str):
         return
-    whole = isinstance(config, HopperConfig) or (portable.packed(call) is call and portable.key_splits(call, config, H100) == 1)
-    alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend), hit=whole and not case.recipe.smooth_q)
+    alike(lambda: fp8attn.sdpa(q, k, v, **options, out_dtype=case.out_dtype, backend=backend))
 
 
 @given(case=cases(), backend=st.sampled_from(("cuda", "auto")), return_lse=st.booleans())
@@ -516,12 +542,13 @@ def test_another_mask_is_another_call(repeats: Repeats) -> None:
     assert repeats.last()
 
 
-def test_lse_of_quantized_operands_and_other_recipes_go_by_the_operators(repeats: Repeats) -> None:
-    q, k, v = operands()
-    for options in (dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))):
-        for _ in range(3):
-            fp8attn.cuda_sdpa(q, k, v, **options)
-    assert not any(repeats.hits)
+@pytest.mark.parametrize("options", (dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))))
+def test_lse_of_quantized_operands_and_other_recipes_are_kept(repeats: Repeats, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_unsmoothed_lse", None)
+    monkeypatch.setitem(ops.implementations, "dequantize", lambda x, *_: torch.empty(x.shape, dtype=torch.float32, device=x.device))
+    monkeypatch.setitem(ops.implementations, "unsmoothed_lse", lambda lse, *_, **__: function(lse, out := torch.empty_like(lse)) or out)
+    x = operands()
+    alike(lambda: fp8attn.cuda_sdpa(*x, **options))
 
 
 def test_an_equal_recipe_is_the_same_call(repeats: Repeats) -> None:
@@ -547,7 +574,7 @@ def test_another_recipe_is_another_call(repeats: Repeats, monkeypatch: pytest.Mo
         fp8attn.cuda_sdpa(q, k, v, recipe=recipe)
         assert repeats.last()
     fp8attn.cuda_sdpa(q, k, v, recipe=fp8attn.Recipe(rotate=256))  # of Triton's quantizer: nothing to keep
-    assert repeats.hits == [False] * 4 + [True] * 2
+    assert repeats.hits == [False] * 4 + [True] * 2 + [False]
 
 
 def test_inference_mode_and_back(repeats: Repeats) -> None:
@@ -588,10 +615,12 @@ def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
     call()
     assert repeats.last()
     operators, _ = emulation.binding()
-    q, k, v = (torch.zeros(1, 1, 1, 64) for _ in range(3))
     for i in range(4096):
-        operators.remember_from_fp16.default(i, 0, 1, 1, 1.0, 0, False, q, k, v, q)
-        operators.remember.default(-1 - i, *[0] * 10, 1.0, 0, q, q, k, k, v, v, None, None, q, 0, 0, 0)
+        operators.record.default()
+        assert operators.keep.default(-1 - i, [torch.zeros(3)], [operators.recorded_tensor.default([3], [1], torch.float32, CPU, 0, False)]) is False
+        operators.record.default()
+        inputs, out = (operators.recorded_tensor.default([3], [1], torch.float32, CPU, 0, False) for _ in range(2))
+        assert operators.keep.default(-1 - i, [torch.zeros(3)], [out])
     call()
     assert not repeats.last()
     call()
@@ -614,16 +643,82 @@ class CountCalls:
         return self.function(*arguments, **options)
 
 
-def test_what_triton_runs_is_planned_once_more_and_left_alone(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+def test_what_triton_runs_is_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    """Its kernels get this call's addresses, and are planned for the first two calls and the recording."""
     monkeypatch.setattr(ops, "plan_cuda", planned := CountCalls(lambda call, first: "not today"))
+
+    def by_triton(call):
+        out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)
+        if recording.current() is not None:
+            function(call.q[:, 1:], call.k_scale, call.v_mean, call.attn_mask, out, lse, number=5)
+        return out, lse
+
+    monkeypatch.setattr(ops, "_by_triton", by_triton)
+    _, library = emulation.binding()
+    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
+    library.expect_words(7)
+    for i in range(5):
+        q, k, v = operands(1, 3, 20)
+        mask = torch.zeros(1, 3, 20, 20)
+        out = fp8attn.sdpa(q, k, v, mask)
+        if i > 1:
+            launched = library.launched_function()[:14]
+            assert launched[:7] == [77, 3, 1, 1, 128, 64, 1] and launched[7] == 5
+            assert launched[8:13] == [x.data_ptr() for x in (q.data[:, 1:], k.scale, v.mean, mask, out)]
+    assert repeats.hits == [False] * 2 + [True] * 3 and planned.count == 2 + 1
+
+
+def test_what_torch_computes_is_not_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    """A launch can't be all of it. It is planned for the first two calls and the recording, which isn't tried again."""
+    monkeypatch.setattr(ops, "plan_cuda", planned := CountCalls(lambda call, first: "not today"))
+    monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype).fill_(3), empty_lse(call.q, False)))
     x = operands(1, 1, 20)
     for _ in range(5):
-        fp8attn.sdpa(*x)
+        assert (fp8attn.sdpa(*x) == 3).all()
     assert not any(repeats.hits) and planned.count == 5 + 1
 
 
+def test_memory_of_others_is_not_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    """A launch that reads a tensor that is neither the call's nor made in it would read what may be gone."""
+    other = torch.zeros(3)
+
+    def by_triton(call):
+        out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)
+        if recording.current() is not None:
+            function(call.q, other, out)
+        return out, lse
+
+    monkeypatch.setattr(ops, "plan_cuda", lambda call, first: "not today")
+    monkeypatch.setattr(ops, "_by_triton", by_triton)
+    x = operands(1, 1, 20)
+    for _ in range(5):
+        fp8attn.sdpa(*x)
+    assert not any(repeats.hits)
+
+
+def test_arguments_of_a_kernel_are_packed_as_triton_passes_them() -> None:
+    """Constants are no parameters; numbers fill the low bytes of their words."""
+    recorded: list[tuple] = []
+    operators = SimpleNamespace(record_function=SimpleNamespace(default=lambda *arguments: recorded.append(arguments)))
+    metadata = dict(num_ctas=1, launch_cooperative_grid=False, global_scratch_size=0, profile_scratch_size=0, num_warps=4, shared=99, name="f")
+    kinds = {"x": "*fp32", "strides": ("i64", "i32", "constexpr"), "scale": "fp32", "flag": "i1", "none": "constexpr", "n": "i32"}
+    compiled = SimpleNamespace(run=None, function=123, metadata=SimpleNamespace(**metadata), src=SimpleNamespace(signature=kinds))
+    x = torch.zeros(3)
+    recorder = recording.Recorder(operators, {})
+    recorder.kernel(compiled, (7, 2), (x, (1 << 40, -2, 1), 0.5, True, None, 6), True)
+    words = [x.data_ptr(), 1 << 40, 0xFFFFFFFE, struct.unpack("<I", struct.pack("<f", 0.5))[0], 1, 6, 0, 0]
+    assert recorded == [(123, (7, 2, 1, 128, 99), True, words, [0])]
+    kinds["n"] = "tensordesc<fp8e4nv[64, 64]>"
+    with pytest.raises(recording.NotRecordable, match="a kernel takes a tensordesc"):
+        recorder.kernel(compiled, (7, 2), (x, (1 << 40, -2, 1), 0.5, True, None, 6), True)
+    metadata["global_scratch_size"] = 8
+    compiled.metadata = SimpleNamespace(**metadata)
+    with pytest.raises(recording.NotRecordable, match="f is launched in a way of its own"):
+        recorder.kernel(compiled, (7, 2), (), True)
+
+
 @pytest.mark.parametrize("plain", (False, True))
-def test_kernels_that_do_not_compile_are_not_kept(plain: bool, monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+def test_kernels_that_do_not_compile(plain: bool, monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
     def fails(*_) -> build.Library:
         raise BuildError("no space left")
 
@@ -633,9 +728,11 @@ def test_kernels_that_do_not_compile_are_not_kept(plain: bool, monkeypatch: pyte
         for _ in range(4):
             with pytest.raises(BuildError, match="no space left"):
                 fp8attn.cuda_sdpa(*x)
-            with pytest.warns(UserWarning, match="goes on with Triton"):
+            with warnings.catch_warnings(record=True) as said:
                 fp8attn.sdpa(*x)
-    assert not any(repeats.hits)
+            assert repeats.last() or "goes on with Triton" in str(said[0].message)
+    assert repeats.hits == [False] * 5 + [True, False, True]  # Triton's launches are kept
+    eager.forget()
     call = kept(*x)
     call()
     assert repeats.last()

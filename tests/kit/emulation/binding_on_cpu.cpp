@@ -9,6 +9,8 @@ namespace {
 
 fp8attn::Params launched;
 fp8attn::QuantizeParams quantized;
+std::vector<int64_t> function_launch;  // function, grid, threads, shared memory, attributes, and the parameters' words
+int64_t function_words = 0;            // how many there are
 int launched_ctas;
 cudaError_t answer = cudaSuccess;
 thread_local bool has_context = false;
@@ -24,6 +26,18 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
   }
   std::memcpy(map, &known, sizeof(*map));
   return CUDA_SUCCESS;
+}
+
+CUresult replace_address(CUtensorMap* map, void* data) {
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+  reinterpret_cast<TensorMapOnCpu*>(map)->data = static_cast<uint8_t*>(data);
+  return CUDA_SUCCESS;
+}
+
+CUresult launch_function(const CUlaunchConfig* config, CUfunction function, void** parameters, void**) {
+  function_launch = {reinterpret_cast<int64_t>(function), config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->sharedMemBytes, config->numAttrs};
+  for (int64_t i = 0; i < function_words; ++i) function_launch.push_back(*static_cast<int64_t*>(parameters[i]));
+  return answer == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
@@ -49,8 +63,17 @@ cudaError_t cudaSetDevice(int) {
   return cudaSuccess;
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned int, unsigned long long, cudaDriverEntryPointQueryResult*) {
-  *found = reinterpret_cast<void*>(encode_tiled);
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned int, unsigned long long, cudaDriverEntryPointQueryResult*) {
+  const std::string wanted = name;
+  *found = wanted == "cuTensorMapEncodeTiled"      ? reinterpret_cast<void*>(encode_tiled)
+           : wanted == "cuTensorMapReplaceAddress" ? reinterpret_cast<void*>(replace_address)
+           : wanted == "cuLaunchKernelEx"          ? reinterpret_cast<void*>(launch_function)
+                                                   : nullptr;
+  return *found == nullptr ? cudaErrorUnknown : cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  std::memset(data, value, bytes);
   return cudaSuccess;
 }
 
@@ -77,6 +100,10 @@ int recorded_quantize(void* to) {
   std::memcpy(to, &quantized, sizeof(quantized));
   return launched_ctas;
 }
+
+// The last launch of a function with `words` parameters.
+void expect_words(int words) { function_words = words; }
+const int64_t* launched_function() { return function_launch.data(); }
 
 int params_size() { return sizeof(fp8attn::Params); }
 

@@ -1,0 +1,299 @@
+// Plans: the launches of a call, recorded once and repeated with other tensors.
+//
+// To record a call, its Python code runs with tensors that have addresses but no memory. Launches are kept, not made.
+// An address tells which tensor it belongs to, so that `Plan::run` can put another tensor's address in its place.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "params.h"
+#include "tensor_map.h"
+
+namespace fp8attn {
+
+inline void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
+
+template <class P>
+using Launcher = cudaError_t (*)(const P&, int, cudaStream_t);
+
+// Where parameters have addresses, in bytes from their beginning. A tensor map describes the tensor at `address`.
+struct Addresses {
+  struct Map {
+    size_t map, address;
+  };
+  std::vector<size_t> pointers;
+  std::vector<Map> maps;
+};
+
+#define AT(field) offsetof(Params, field)
+inline const Addresses& addresses(const Params&) {
+  static const auto& found = *new Addresses{
+      {AT(q), AT(k), AT(v), AT(q_scale), AT(k_scale), AT(v_scale), AT(v_mean), AT(mask), AT(out), AT(lse), AT(counter), AT(parts), AT(part_rows), AT(lse_mean), AT(bias),
+       AT(partials_ready), AT(ready), AT(mask_bits), AT(block_mask)},
+      {{AT(q_map), AT(q)}, {AT(k_map), AT(k)}, {AT(v_map), AT(v)}, {AT(out_map), AT(out)}, {AT(mask_map), AT(mask)}}};
+  return found;
+}
+#undef AT
+
+#define AT(field) offsetof(QuantizeParams, field)
+inline const Addresses& addresses(const QuantizeParams&) {
+  static const auto& found = *new Addresses{
+      {AT(k), AT(v), AT(k_data), AT(k_scale), AT(k_mean), AT(v_data), AT(v_scale), AT(v_mean), AT(ready), AT(chunk_stats)}, {}};
+  return found;
+}
+#undef AT
+
+// Allocation i of a recording owns the addresses from (i + 1) * SLOT on.
+constexpr uint64_t SLOT = uint64_t(1) << 40;
+
+// Parameters have, at byte `at`, the address of byte `offset` of an allocation.
+struct Reference {
+  size_t at, slot;
+  uint64_t offset;
+};
+
+// The addresses at which the allocations begin in one run of a plan.
+using Bases = std::vector<uint8_t*>;
+
+inline void patch(void* parameters, const std::vector<Reference>& references, const Bases& bases) {
+  for (const Reference& r : references) {
+    const uint8_t* address = bases[r.slot] + r.offset;
+    std::memcpy(static_cast<uint8_t*>(parameters) + r.at, &address, sizeof(address));
+  }
+}
+
+struct Step {
+  std::vector<Reference> references;
+
+  virtual ~Step() = default;
+  virtual void run(const Bases& bases, cudaStream_t stream) const = 0;
+};
+
+// A launch of one of the CUDA kernels.
+template <class P>
+struct InstanceStep : Step {
+  P params;
+  Launcher<P> launcher;
+  int ctas;
+  std::vector<Addresses::Map> maps;
+
+  void run(const Bases& bases, cudaStream_t stream) const override {
+    P p = params;
+    patch(&p, references, bases);
+    auto* bytes = reinterpret_cast<uint8_t*>(&p);
+    for (const Addresses::Map& m : maps) {
+      void* address;
+      std::memcpy(&address, bytes + m.address, sizeof(address));
+      TORCH_CHECK(replace_address(*reinterpret_cast<CUtensorMap*>(bytes + m.map), address), "no tensor map for this address");
+    }
+    check(launcher(p, ctas, stream));
+  }
+};
+
+// A launch of a kernel of the driver, with each parameter in a word of 8 bytes.
+struct FunctionStep : Step {
+  CUfunction function;
+  std::vector<unsigned> shape;  // grid (x, y, z), threads, bytes of shared memory
+  bool dependent;               // starts before the previous kernel has ended
+  std::vector<uint64_t> words;
+
+  void run(const Bases& bases, cudaStream_t stream) const override {
+    std::vector<uint64_t> values = words;
+    patch(values.data(), references, bases);
+    std::vector<void*> parameters(values.size());
+    for (size_t i = 0; i < values.size(); ++i) parameters[i] = &values[i];
+    CUlaunchAttribute attribute = {};
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig config = {};
+    config.gridDimX = shape[0];
+    config.gridDimY = shape[1];
+    config.gridDimZ = shape[2];
+    config.blockDimX = shape[3];
+    config.blockDimY = config.blockDimZ = 1;
+    config.sharedMemBytes = shape[4];
+    config.hStream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = dependent;
+    static const auto launch = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
+    const CUresult error = launch == nullptr ? CUDA_ERROR_NOT_FOUND : launch(&config, function, parameters.data(), nullptr);
+    TORCH_CHECK(error == CUDA_SUCCESS, "the Triton kernel wasn't launched: CUDA driver error ", int(error));
+  }
+};
+
+// An output: what it is made by, and its allocation.
+struct Output {
+  std::vector<int64_t> sizes, strides;
+  at::TensorOptions options;
+  size_t slot;
+};
+
+// The launches of a call. Its allocations are its inputs, its outputs, and parts of one workspace. The workspace begins
+// with `zeros` bytes that are 0 before the first launch.
+struct Plan {
+  std::vector<std::unique_ptr<const Step>> steps;
+  std::vector<Output> outputs;
+  std::vector<std::pair<size_t, int64_t>> rooms;  // allocation, offset in the workspace
+  int64_t workspace = 0, zeros = 0;
+  size_t slots = 0;
+
+  std::vector<at::Tensor> run(const std::vector<const at::Tensor*>& inputs) const {
+    const at::Tensor& first = *inputs.at(0);
+    Bases bases(slots);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      auto* data = static_cast<uint8_t*>(const_cast<void*>(inputs[i]->const_data_ptr()));
+      bases[i] = data - reinterpret_cast<uintptr_t>(data) % 16;
+    }
+    std::vector<at::Tensor> made;
+    made.reserve(outputs.size());
+    for (const Output& o : outputs) {
+      made.push_back(at::empty_strided(o.sizes, o.strides, o.options));
+      bases[o.slot] = static_cast<uint8_t*>(made.back().mutable_data_ptr());
+    }
+    const at::Tensor room = workspace > 0 ? at::empty({workspace}, first.options().dtype(at::kByte)) : at::Tensor();
+    for (const auto& [slot, offset] : rooms) bases[slot] = static_cast<uint8_t*>(room.mutable_data_ptr()) + offset;
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(first.get_device());
+    // A thread that has made no CUDA call has no context, which the driver's functions need.
+    check(cudaSetDevice(first.get_device()));
+    if (zeros > 0) check(cudaMemsetAsync(room.mutable_data_ptr(), 0, zeros, stream));
+    for (const auto& step : steps) step->run(bases, stream);
+    return made;
+  }
+};
+
+// A call that is being recorded.
+class Recording {
+ public:
+  // Without memory. Address: `remainder` bytes behind a multiple of SLOT.
+  at::Tensor tensor(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options, int64_t remainder, bool zero) {
+    int64_t elements = 1;
+    for (size_t i = 0; i < sizes.size(); ++i) elements = sizes[i] == 0 || elements == 0 ? 0 : elements + (sizes[i] - 1) * strides[i];
+    allocations_.push_back({elements * int64_t(options.dtype().itemsize()) + remainder, zero});
+    if (allocations_.back().bytes >= int64_t(SLOT)) fail("a tensor is too large");
+    return at::from_blob(reinterpret_cast<void*>(allocations_.size() * SLOT + remainder), sizes, strides, [](void*) {}, options, options.device());
+  }
+
+  template <class P>
+  void add(int64_t launcher, const P& p, int64_t ctas) {
+    auto step = std::make_unique<InstanceStep<P>>();
+    step->params = p;
+    step->launcher = reinterpret_cast<Launcher<P>>(launcher);
+    step->ctas = ctas;
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&p);
+    for (size_t at : addresses(p).pointers) {
+      uint64_t address;
+      std::memcpy(&address, bytes + at, sizeof(address));
+      refer(*step, at, address);
+    }
+    const CUtensorMap none = {};
+    for (const Addresses::Map& m : addresses(p).maps)
+      if (std::memcmp(bytes + m.map, &none, sizeof(none)) != 0) step->maps.push_back(m);
+    steps_.push_back(std::move(step));
+  }
+
+  // `pointers`: which of the words are addresses.
+  void add(int64_t function, at::IntArrayRef shape, bool dependent, at::IntArrayRef words, at::IntArrayRef pointers) {
+    auto step = std::make_unique<FunctionStep>();
+    step->function = reinterpret_cast<CUfunction>(function);
+    step->shape.assign(shape.begin(), shape.end());
+    step->dependent = dependent;
+    step->words.assign(words.begin(), words.end());
+    for (int64_t i : pointers) refer(*step, i * sizeof(uint64_t), words[i]);
+    steps_.push_back(std::move(step));
+  }
+
+  // The plan with these outputs, whose inputs are the first `inputs` allocations; null if there can't be one.
+  std::shared_ptr<const Plan> finish(size_t inputs, at::TensorList outputs) {
+    auto plan = std::make_shared<Plan>();
+    std::vector<bool> placed(allocations_.size());
+    std::fill_n(placed.begin(), inputs, true);
+    for (const at::Tensor& x : outputs) {
+      const auto address = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+      const size_t slot = address / SLOT - 1;
+      if (address % SLOT != 0 || slot >= allocations_.size() || placed[slot]) return nullptr;
+      placed[slot] = true;
+      plan->outputs.push_back({x.sizes().vec(), x.strides().vec(), x.options(), slot});
+    }
+    for (const bool zero : {true, false}) {
+      for (size_t slot = 0; slot < allocations_.size(); ++slot) {
+        if (placed[slot] || allocations_[slot].zero != zero || allocations_[slot].bytes == 0) continue;
+        plan->rooms.emplace_back(slot, plan->workspace);
+        plan->workspace += (allocations_[slot].bytes + 255) / 256 * 256;
+      }
+      if (zero) plan->zeros = plan->workspace;
+    }
+    for (const Output& o : plan->outputs)
+      if (allocations_[o.slot].zero) return nullptr;
+    plan->steps = std::move(steps_);
+    plan->slots = allocations_.size();
+    return failure_.empty() ? plan : nullptr;
+  }
+
+ private:
+  struct Allocation {
+    int64_t bytes;
+    bool zero;
+  };
+
+  void fail(const char* why) { failure_ = why; }
+
+  void refer(Step& step, size_t at, uint64_t address) {
+    if (address == 0) return;
+    const size_t slot = address / SLOT - 1;  // of an address below SLOT: behind all
+    if (slot >= allocations_.size() || int64_t(address % SLOT) > allocations_[slot].bytes) return fail("an address belongs to no tensor of the recording");
+    step.references.push_back({at, slot, address % SLOT});
+  }
+
+  std::vector<Allocation> allocations_;
+  std::vector<std::unique_ptr<const Step>> steps_;
+  std::string failure_;
+};
+
+// This thread's recording, or null.
+inline thread_local std::unique_ptr<Recording> recording;
+
+// All that a launch follows from but the tensors' addresses.
+using Facts = std::vector<int64_t>;
+
+// Of calls that were made before. Threads share it.
+class Plans {
+ public:
+  void add(Facts&& facts, std::shared_ptr<const Plan> plan) {
+    const std::lock_guard lock(mutex_);
+    if (plans_.size() >= MOST) plans_.clear();
+    plans_[std::move(facts)] = std::move(plan);
+  }
+
+  std::shared_ptr<const Plan> find(const Facts& facts) {
+    const std::lock_guard lock(mutex_);
+    const auto found = plans_.find(facts);
+    return found == plans_.end() ? nullptr : found->second;
+  }
+
+ private:
+  static constexpr size_t MOST = 4096;
+  std::mutex mutex_;
+  std::map<Facts, std::shared_ptr<const Plan>> plans_;
+};
+
+inline Plans& plans() {
+  static auto& all = *new Plans;  // never destroyed: threads may outlive main
+  return all;
+}
+
+}  // namespace fp8attn
