@@ -770,6 +770,8 @@ def unavailable(config: Config | None = None, arch: int = 90) -> str | None:
 
     Without `config`: why none is.
     """
+    if _libraries if config is None else (config, arch) in _having:
+        return None  # it is loaded: looking for compilers takes longer than a small kernel runs
     for part, words in list(_failures.items()):  # other threads add to them
         if isinstance(part, Binding) or (not _libraries if config is None else part.arch == arch and config in part.instances):
             return words
