@@ -61,16 +61,18 @@ def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None
     if attn_mask is not None:
-        if type(attn_mask) is not torch.Tensor:
+        if type(attn_mask) is not torch.Tensor or attn_mask.requires_grad:
             return None
         options = (options, attn_mask.shape)
     if type(query) is type(key) is type(value) is torch.Tensor:
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            return None
         return (options, query.shape, key.shape, value.shape), (query, key, value, attn_mask)
     if not (isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)):
         return None
     operands = query, key, value
     tensors = *(t for x in operands for t in (x.data, x.scale, x.mean, x.bias)), attn_mask
-    if any(x is not None and type(x) is not torch.Tensor for x in tensors):
+    if any(x is not None and (type(x) is not torch.Tensor or x.requires_grad) for x in tensors):
         return None
     # of each operand also which of its tensors are there
     kinds = tuple((x.granularity, x.layout, x.length, x.rotated, x.mean is None, x.bias is None) for x in operands)

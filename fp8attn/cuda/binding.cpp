@@ -1,12 +1,5 @@
-// From tensors to Params. This file and plan.h are the only ones that know torch. fp8attn/cuda/run.py has validated
-// what comes in.
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <c10/util/Exception.h>
-#include <torch/library.h>
+// From tensors to Params. This file, plan.h and torch_abi.h are the only ones that know torch. fp8attn/cuda/run.py has
+// validated what comes in.
 
 #include <algorithm>
 #include <optional>
@@ -16,26 +9,37 @@
 #include "params.h"
 #include "plan.h"
 #include "tensor_map.h"
+#include "torch_abi.h"
 
 namespace {
 
-using at::Tensor;
-
 using fp8attn::check;
 using fp8attn::recording;
+using fp8attn::ScalarType;
+using fp8attn::Tensor;
+
+using Ints = std::vector<int64_t>;
+
+// (1, 2, 3) for messages.
+template <class Sizes>
+std::string text(const Sizes& sizes) {
+  std::string found = "(";
+  for (int64_t size : sizes) found += (found.size() > 1 ? ", " : "") + std::to_string(size);
+  return found + ")";
+}
 
 constexpr int64_t FAR = 1 << 30;  // behind any key, and no overflow when a row is added
 
-fp8attn::OutType out_type(at::ScalarType type) {
+fp8attn::OutType out_type(ScalarType type) {
   switch (type) {
-    case at::kBFloat16:
+    case ScalarType::BFloat16:
       return fp8attn::OutType::bf16;
-    case at::kHalf:
+    case ScalarType::Half:
       return fp8attn::OutType::f16;
-    case at::kFloat:
+    case ScalarType::Float:
       return fp8attn::OutType::f32;
     default:
-      TORCH_CHECK(false, "dtype is ", type, "; it must be bfloat16, float16 or float32");
+      STD_TORCH_CHECK(false, "dtype is ", torch::headeronly::toString(type), "; it must be bfloat16, float16 or float32");
   }
 }
 
@@ -45,7 +49,7 @@ void encode_rows(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t bytes)
   const uint64_t sizes[4] = {size * x.size(3), uint64_t(x.size(2)), uint64_t(x.size(1)), uint64_t(x.size(0))};
   const uint64_t strides[3] = {size * x.stride(2), size * x.stride(1), size * x.stride(0)};
   const uint32_t box[4] = {uint32_t(bytes), uint32_t(rows), 1, 1};
-  TORCH_CHECK(fp8attn::encode(map, x.const_data_ptr(), sizes, strides, box), "no tensor map for shape ", x.sizes(), ", strides ", x.strides());
+  STD_TORCH_CHECK(fp8attn::encode(map, x.const_data_ptr(), sizes, strides, box), "no tensor map for shape ", text(x.sizes()), ", strides ", text(x.strides()));
 }
 
 template <int N>
@@ -61,14 +65,14 @@ bool is_aligned(const Tensor& x) {
 
 // By the address of an instance's launcher, in a library that torch doesn't know.
 template <class P>
-void launch(int64_t launcher, const P& p, int64_t ctas, c10::DeviceIndex device) {
+void launch(int64_t launcher, const P& p, int64_t ctas, int32_t device) {
   if (recording != nullptr) return recording->add(launcher, p, ctas);
-  check(reinterpret_cast<fp8attn::Launcher<P>>(launcher)(p, ctas, c10::cuda::getCurrentCUDAStream(device)));
+  check(reinterpret_cast<fp8attn::Launcher<P>>(launcher)(p, ctas, fp8attn::current_stream(device)));
 }
 
 // Memory for a launch's own use. It must live until the kernel is launched.
-Tensor room_of(int64_t elements, const at::TensorOptions& options) {
-  return recording != nullptr ? recording->tensor({elements}, {1}, options, 0, false) : at::empty({elements}, options);
+Tensor room_of(int64_t bytes, const Tensor& like) {
+  return recording != nullptr ? recording->tensor({bytes}, {1}, ScalarType::Byte, like.device(), 0, false) : fp8attn::memory(bytes, like.device());
 }
 
 // What all instances are told, of V no more than where it is and how wide.
@@ -93,7 +97,7 @@ fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, con
   p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(out.scalar_type());
-  p.half = q.scalar_type() == at::kHalf;
+  p.half = q.scalar_type() == ScalarType::Half;
   return p;
 }
 
@@ -127,9 +131,9 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
     p.mask_in_boxes = fp8attn::encode(p.mask_map, mask.const_data_ptr(), sizes, strides, box);
   }
   const int64_t blocks = int64_t(p.mask_batches) * p.mask_heads * p.mask_groups * ((l.kv_length + l.keys - 1) / l.keys), words = 4 * p.mask_rows * blocks;
-  TORCH_CHECK(blocks < int64_t(1) << 31, "attn_mask has ", blocks, " blocks of ", l.rows, " rows and ", l.keys, " keys; it must have fewer than 2^31");
-  const Tensor room = room_of(words + (blocks + 3) / 4, mask.options().dtype(at::kInt));
-  p.mask_bits = reinterpret_cast<uint32_t*>(room.mutable_data_ptr<int>());
+  STD_TORCH_CHECK(blocks < int64_t(1) << 31, "attn_mask has ", blocks, " blocks of ", l.rows, " rows and ", l.keys, " keys; it must have fewer than 2^31");
+  const Tensor room = room_of(4 * words + blocks, mask);
+  p.mask_bits = static_cast<uint32_t*>(room.mutable_data_ptr());
   p.block_mask = reinterpret_cast<uint8_t*>(p.mask_bits + words);
   return room;
 }
@@ -138,7 +142,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
             const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
             const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
             const std::optional<Tensor>& part_rows, const int* ready = nullptr, int ready_ctas = 0) {
-  TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", v.sizes(), " aren't contiguous from a multiple of 16 bytes on");
+  STD_TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", text(v.sizes()), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
   if (l.rows > 0) {
     // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
@@ -148,7 +152,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     encode_rows(p.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
     const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
     const uint32_t box[2] = {uint32_t(l.keys), uint32_t(l.value_rows)};
-    TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", v.sizes());
+    STD_TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", text(v.sizes()));
   }
   p.lse_mean = lse_mean ? lse_mean->const_data_ptr<float>() : nullptr;
   p.v_pitch = v.size(3);
@@ -171,12 +175,12 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   copy_strides(p.v_scale_strides, v_scale);
   if (attn_mask) {
     p.mask = attn_mask->const_data_ptr();
-    p.mask_type = attn_mask->scalar_type() == at::kBool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
+    p.mask_type = attn_mask->scalar_type() == ScalarType::Bool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
     copy_strides(p.mask_strides, *attn_mask);
   }
   const std::optional<Tensor> bits = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;
   if (bias) {
-    TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", bias->sizes(),
+    STD_TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", text(bias->sizes()),
                 " isn't contiguous from a multiple of 16 bytes on");
     p.bias = bias->const_data_ptr<float>();
   }
@@ -241,28 +245,21 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_byt
   p.head_dim = k.size(3);
   p.inverse_length = 1.0 / k.size(2);
   p.inverse_sample = 1.0 / sampled;
-  p.half = k.scalar_type() == at::kHalf;
+  p.half = k.scalar_type() == ScalarType::Half;
   p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
-  const std::optional<Tensor> stats = stats_bytes > 0 ? std::optional(room_of(stats_bytes, k.options().dtype(at::kByte))) : std::nullopt;
+  const std::optional<Tensor> stats = stats_bytes > 0 ? std::optional(room_of(stats_bytes, k)) : std::nullopt;
   p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;
   launch(launcher, p, ctas, k.get_device());
 }
 
-using Operands = c10::List<std::optional<Tensor>>;
+using Operands = std::vector<std::optional<Tensor>>;
 
 // The tensors among a call's operands.
 std::vector<Tensor> present(const Operands& operands) {
   std::vector<Tensor> found;
   found.reserve(operands.size());
-  for (const std::optional<Tensor> x : operands)
+  for (const std::optional<Tensor>& x : operands)
     if (x) found.push_back(*x);
-  return found;
-}
-
-std::vector<const Tensor*> pointers(const std::vector<Tensor>& tensors) {
-  std::vector<const Tensor*> found;
-  found.reserve(tensors.size());
-  for (const Tensor& x : tensors) found.push_back(&x);
   return found;
 }
 
@@ -273,7 +270,7 @@ fp8attn::Facts facts(int64_t options, const std::vector<Tensor>& tensors) {
   found.reserve(1 + 13 * tensors.size());
   found.push_back(options);
   for (const Tensor& x : tensors) {
-    if (x.layout() != at::kStrided || x.requires_grad()) return {};
+    if (!fp8attn::is_strided(x)) return {};
     found.push_back(x.dim());
     found.push_back(int64_t(x.scalar_type()));
     found.push_back(int64_t(x.device().type()));
@@ -290,20 +287,20 @@ void record() { recording = std::make_unique<fp8attn::Recording>(); }
 
 void discard() { recording.reset(); }
 
-Tensor recorded_tensor(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype, at::Device device, int64_t remainder, bool zero) {
-  TORCH_CHECK(recording != nullptr, "nothing is being recorded");
-  return recording->tensor(size, stride, at::TensorOptions().dtype(dtype).device(device), remainder, zero);
+Tensor recorded_tensor(const Ints& size, const Ints& stride, ScalarType dtype, fp8attn::Device device, int64_t remainder, bool zero) {
+  STD_TORCH_CHECK(recording != nullptr, "nothing is being recorded");
+  return recording->tensor(size, stride, dtype, device, remainder, zero);
 }
 
-void record_function(int64_t function, at::IntArrayRef shape, bool dependent, at::IntArrayRef words, at::IntArrayRef pointers) {
-  TORCH_CHECK(recording != nullptr && shape.size() == 5, "nothing is being recorded");
+void record_function(int64_t function, const Ints& shape, bool dependent, const Ints& words, const Ints& pointers) {
+  STD_TORCH_CHECK(recording != nullptr && shape.size() == 5, "nothing is being recorded");
   recording->add(function, shape, dependent, words, pointers);
 }
 
 // Ends the recording. `repeat` takes calls with these options and operands like these from now on, if the result is
 // true. `outputs` are recorded tensors.
-bool keep(int64_t options, const Operands& operands, at::TensorList outputs) {
-  TORCH_CHECK(recording != nullptr, "nothing is being recorded");
+bool keep(int64_t options, const Operands& operands, const std::vector<Tensor>& outputs) {
+  STD_TORCH_CHECK(recording != nullptr, "nothing is being recorded");
   const std::vector<Tensor> tensors = present(operands);
   fp8attn::Facts known = facts(options, tensors);
   auto plan = std::exchange(recording, nullptr)->finish(tensors.size(), outputs);
@@ -318,45 +315,48 @@ std::vector<Tensor> repeat(int64_t options, const Operands& operands) {
   const fp8attn::Facts known = facts(options, tensors);
   const auto plan = known.empty() ? nullptr : fp8attn::plans().find(known);
   if (plan == nullptr) return {};
-  const c10::DeviceGuard guard(tensors[0].device());
-  return plan->run(pointers(tensors));
+  const fp8attn::DeviceGuard guard(tensors[0].get_device_index());
+  return plan->run(tensors);
 }
 
-TORCH_LIBRARY(fp8attn_cuda, m) {
+STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   const std::string launch =
       "int launcher, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, int q_group, int k_group, int kv_length, float softmax_scale,"
       " int causal_offset, ";
-  const std::string launch_from_fp16 = "int launcher, int ctas, int splits, float softmax_scale, int causal_offset, ";
   const std::string operands = "Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, Tensor? v_mean";
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
          ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows) -> ()");
-  m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward)));
   define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
-  m.impl("forward_when_ready", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_when_ready)));
-  define("forward_from_fp16(" + launch_from_fp16 + "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
-  m.impl("forward_from_fp16", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(forward_from_fp16)));
-
+  define("forward_from_fp16(int launcher, int ctas, int splits, float softmax_scale, int causal_offset, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
       " Tensor(f!) v_mean, Tensor(g!)? ready) -> ()");
-  m.impl("quantize", torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(quantize)));
 
-  // of any device: tensors that aren't like any before aren't an error here
-  const auto any = c10::DispatchKey::CompositeExplicitAutograd;
   define("record() -> ()");
-  m.impl("record", torch::dispatch(any, TORCH_FN(record)));
   define("discard() -> ()");
-  m.impl("discard", torch::dispatch(any, TORCH_FN(discard)));
   define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, Device device, int remainder, bool zero) -> Tensor");
-  m.impl("recorded_tensor", torch::dispatch(any, TORCH_FN(recorded_tensor)));
   define("record_function(int function, int[] shape, bool dependent, int[] words, int[] pointers) -> ()");
-  m.impl("record_function", torch::dispatch(any, TORCH_FN(record_function)));
   define("keep(int options, Tensor?[] operands, Tensor[] outputs) -> bool");
-  m.impl("keep", torch::dispatch(any, TORCH_FN(keep)));
   define("repeat(int options, Tensor?[] operands) -> Tensor[]");
-  m.impl("repeat", torch::dispatch(any, TORCH_FN(repeat)));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
+  m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
+  m.impl("quantize", TORCH_BOX(&quantize));
+}
+
+// Of any device: tensors that aren't like any before aren't an error here.
+STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CompositeExplicitAutograd, m) {
+  m.impl("record", TORCH_BOX(&record));
+  m.impl("discard", TORCH_BOX(&discard));
+  m.impl("recorded_tensor", TORCH_BOX(&recorded_tensor));
+  m.impl("record_function", TORCH_BOX(&record_function));
+  m.impl("keep", TORCH_BOX(&keep));
+  m.impl("repeat", TORCH_BOX(&repeat));
 }
 
 }  // namespace

@@ -2,8 +2,7 @@
 
 The folder of a build is named by the hash of all its inputs. A build is made in a temporary folder next to it, under a
 lock, and renamed when it is complete. So processes that start together compile once, and none loads an incomplete
-build. Libraries that a wheel contains (`prebuild`) are used instead if they were compiled from the same sources and,
-for the binding, for this torch.
+build. Libraries that a wheel contains (`prebuild`) are used instead if they were compiled from the same sources.
 
 nvcc alone compiles kernels, to libraries that don't depend on torch; the output of ptxas goes into build_meta.json. One
 binding serves all of them: it gets the address of the function that it launches.
@@ -59,7 +58,7 @@ PREBUILT = SOURCES / "prebuilt"
 NAMESPACE = "fp8attn_cuda"
 """Namespace of the binding's operators."""
 
-BINDING_SOURCES = ("binding.cpp", "params.h", "plan.h", "tensor_map.h")
+BINDING_SOURCES = ("binding.cpp", "params.h", "plan.h", "tensor_map.h", "torch_abi.h")
 
 CXX_FLAGS = ("-std=c++20", "-O2")
 CUDA_FLAGS = ("-std=c++20", "-O3")
@@ -454,9 +453,11 @@ class Binding:
     announcement = "the CUDA kernels' binding"
 
     def content(self) -> str:
-        """Hash of everything that determines what the library does and where it can be loaded: sources, flags,
-        torch."""
-        return _hash([torch.__version__, str(torch.version.cuda), *CXX_FLAGS, *_texts([SOURCES / name for name in BINDING_SOURCES])])
+        """Hash of everything that determines what the library does and where it can be loaded: sources, flags, CUDA.
+
+        Any torch that has the stable ABI of torch_abi.h can load it.
+        """
+        return _hash([str(torch.version.cuda), *CXX_FLAGS, *_texts([SOURCES / name for name in BINDING_SOURCES])])
 
     def compilers(self) -> list[str]:
         """Versions of the compilers that make it."""
@@ -464,7 +465,8 @@ class Binding:
 
     def compile_into(self, folder: Path) -> dict[str, Any]:
         """Make the library in an empty folder. See `Kernels.compile_into`."""
-        compile_by([*binding_command(SOURCES / "binding.cpp"), "-lc10_cuda", "-ltorch_cuda", *link_flags(), "-o", f"{self.name}.so"], folder)
+        # hidden: its statics stay its own, whatever else is loaded
+        compile_by([*binding_command(SOURCES / "binding.cpp"), "-fvisibility=hidden", *link_flags(), "-o", f"{self.name}.so"], folder)
         return {}
 
 
@@ -474,11 +476,10 @@ Part = Kernels | Binding
 def binding_command(source: Path) -> list[str]:
     """The command that compiles a file that includes torch's headers."""
     cpp_extension = _cpp_extension()
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     # not -isystem, which breaks the compiler if the toolkit is in /usr
     includes = ["-I", str(SOURCES), *(x for path in cpp_extension.include_paths() for x in ("-isystem", path)), "-I", f"{cuda_home()}/include"]
-    libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
-    return [*cxx(), *CXX_FLAGS, abi, "-fPIC", *includes, str(source), *libraries]
+    libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu"]
+    return [*cxx(), *CXX_FLAGS, "-fPIC", *includes, str(source), *libraries]
 
 
 def _texts(paths: Sequence[Path]) -> list[str]:
@@ -622,7 +623,7 @@ def _check_whole(folder: Path, part: Part) -> None:
 
 def prebuilt(part: Part, brought: Path | None = None) -> Path | None:
     """The folder of a prebuilt library in `brought` (default: in the package). None if it isn't there, or was compiled
-    from other sources or for another torch.
+    from other sources.
 
     Raises:
         BuildError: it is there and its record can't be read.

@@ -4,13 +4,6 @@
 // An address tells which tensor it belongs to, so that `Plan::run` can put another tensor's address in its place.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/cuda/CUDAStream.h>
-#include <c10/util/Exception.h>
-
 #include <cstddef>
 #include <cstring>
 #include <map>
@@ -23,10 +16,11 @@
 
 #include "params.h"
 #include "tensor_map.h"
+#include "torch_abi.h"
 
 namespace fp8attn {
 
-inline void check(cudaError_t error) { TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
+inline void check(cudaError_t error) { STD_TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
 
 template <class P>
 using Launcher = cudaError_t (*)(const P&, int, cudaStream_t);
@@ -99,7 +93,7 @@ struct InstanceStep : Step {
     for (const Addresses::Map& m : maps) {
       void* address;
       std::memcpy(&address, bytes + m.address, sizeof(address));
-      TORCH_CHECK(replace_address(*reinterpret_cast<CUtensorMap*>(bytes + m.map), address), "no tensor map for this address");
+      STD_TORCH_CHECK(replace_address(*reinterpret_cast<CUtensorMap*>(bytes + m.map), address), "no tensor map for this address");
     }
     check(launcher(p, ctas, stream));
   }
@@ -132,14 +126,14 @@ struct FunctionStep : Step {
     config.numAttrs = dependent;
     static const auto launch = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
     const CUresult error = launch == nullptr ? CUDA_ERROR_NOT_FOUND : launch(&config, function, parameters.data(), nullptr);
-    TORCH_CHECK(error == CUDA_SUCCESS, "the Triton kernel wasn't launched: CUDA driver error ", int(error));
+    STD_TORCH_CHECK(error == CUDA_SUCCESS, "the Triton kernel wasn't launched: CUDA driver error ", int(error));
   }
 };
 
 // An output: what it is made by, and its allocation.
 struct Output {
   std::vector<int64_t> sizes, strides;
-  at::TensorOptions options;
+  ScalarType dtype;
   size_t slot;
 };
 
@@ -152,25 +146,26 @@ struct Plan {
   int64_t workspace = 0, zeros = 0;
   size_t slots = 0;
 
-  std::vector<at::Tensor> run(const std::vector<const at::Tensor*>& inputs) const {
-    const at::Tensor& first = *inputs.at(0);
+  std::vector<Tensor> run(const std::vector<Tensor>& inputs) const {
+    const Device device = inputs.at(0).device();
     Bases bases(slots);
     for (size_t i = 0; i < inputs.size(); ++i) {
-      auto* data = static_cast<uint8_t*>(const_cast<void*>(inputs[i]->const_data_ptr()));
+      auto* data = static_cast<uint8_t*>(const_cast<void*>(inputs[i].const_data_ptr()));
       bases[i] = data - reinterpret_cast<uintptr_t>(data) % 16;
     }
-    std::vector<at::Tensor> made;
+    std::vector<Tensor> made;
     made.reserve(outputs.size());
     for (const Output& o : outputs) {
-      made.push_back(at::empty_strided(o.sizes, o.strides, o.options));
+      made.push_back(empty_strided(o.sizes, o.strides, o.dtype, device));
       bases[o.slot] = static_cast<uint8_t*>(made.back().mutable_data_ptr());
     }
-    const at::Tensor room = workspace > 0 ? at::empty({workspace}, first.options().dtype(at::kByte)) : at::Tensor();
-    for (const auto& [slot, offset] : rooms) bases[slot] = static_cast<uint8_t*>(room.mutable_data_ptr()) + offset;
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(first.get_device());
+    const std::optional<Tensor> room = workspace > 0 ? std::optional(memory(workspace, device)) : std::nullopt;
+    uint8_t* const begin = room ? static_cast<uint8_t*>(room->mutable_data_ptr()) : nullptr;
+    for (const auto& [slot, offset] : rooms) bases[slot] = begin + offset;
+    const cudaStream_t stream = current_stream(device.index());
     // A thread that has made no CUDA call has no context, which the driver's functions need.
-    check(cudaSetDevice(first.get_device()));
-    if (zeros > 0) check(cudaMemsetAsync(room.mutable_data_ptr(), 0, zeros, stream));
+    check(cudaSetDevice(device.index()));
+    if (zeros > 0) check(cudaMemsetAsync(begin, 0, zeros, stream));
     for (const auto& step : steps) step->run(bases, stream);
     return made;
   }
@@ -180,12 +175,12 @@ struct Plan {
 class Recording {
  public:
   // Without memory. Address: `remainder` bytes behind a multiple of SLOT.
-  at::Tensor tensor(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options, int64_t remainder, bool zero) {
+  Tensor tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, Device device, int64_t remainder, bool zero) {
     int64_t elements = 1;
     for (size_t i = 0; i < sizes.size(); ++i) elements = sizes[i] == 0 || elements == 0 ? 0 : elements + (sizes[i] - 1) * strides[i];
-    allocations_.push_back({elements * int64_t(options.dtype().itemsize()) + remainder, zero});
+    allocations_.push_back({elements * int64_t(element_size(dtype)) + remainder, zero});
     if (allocations_.back().bytes >= int64_t(SLOT)) fail("a tensor is too large");
-    return at::from_blob(reinterpret_cast<void*>(allocations_.size() * SLOT + remainder), sizes, strides, [](void*) {}, options, options.device());
+    return torch::stable::from_blob(reinterpret_cast<void*>(allocations_.size() * SLOT + remainder), sizes, strides, device, dtype);
   }
 
   template <class P>
@@ -207,7 +202,7 @@ class Recording {
   }
 
   // `pointers`: which of the words are addresses.
-  void add(int64_t function, at::IntArrayRef shape, bool dependent, at::IntArrayRef words, at::IntArrayRef pointers) {
+  void add(int64_t function, const std::vector<int64_t>& shape, bool dependent, const std::vector<int64_t>& words, const std::vector<int64_t>& pointers) {
     auto step = std::make_unique<FunctionStep>();
     step->function = reinterpret_cast<CUfunction>(function);
     step->shape.assign(shape.begin(), shape.end());
@@ -218,16 +213,16 @@ class Recording {
   }
 
   // The plan with these outputs, whose inputs are the first `inputs` allocations; null if there can't be one.
-  std::shared_ptr<const Plan> finish(size_t inputs, at::TensorList outputs) {
+  std::shared_ptr<const Plan> finish(size_t inputs, const std::vector<Tensor>& outputs) {
     auto plan = std::make_shared<Plan>();
     std::vector<bool> placed(allocations_.size());
     std::fill_n(placed.begin(), inputs, true);
-    for (const at::Tensor& x : outputs) {
+    for (const Tensor& x : outputs) {
       const auto address = reinterpret_cast<uintptr_t>(x.const_data_ptr());
       const size_t slot = address / SLOT - 1;
       if (address % SLOT != 0 || slot >= allocations_.size() || placed[slot]) return nullptr;
       placed[slot] = true;
-      plan->outputs.push_back({x.sizes().vec(), x.strides().vec(), x.options(), slot});
+      plan->outputs.push_back({x.sizes().vec(), x.strides().vec(), x.scalar_type(), slot});
     }
     for (const bool zero : {true, false}) {
       for (size_t slot = 0; slot < allocations_.size(); ++slot) {

@@ -482,6 +482,12 @@ def quantizer(*mutations: Mutation) -> build.Library:
 
 
 @functools.cache
+def binding_library() -> Path:
+    """A copy of the library of `binding`, to look into."""
+    return Path(tempfile.mkdtemp()) / "binding.so"
+
+
+@functools.cache
 def binding() -> tuple[Any, ctypes.CDLL]:
     """binding.cpp's operators for CPU tensors, and the library with the additions of
     tests/kit/emulation/binding_on_cpu.cpp."""
@@ -491,16 +497,25 @@ def binding() -> tuple[Any, ctypes.CDLL]:
         folder = Path(temporary)
         # another namespace, because on a machine with a GPU the binding itself is loaded, too
         text = (build.SOURCES / "binding.cpp").read_text()
-        assert text.count("TORCH_LIBRARY(fp8attn_cuda,") == 1
-        (folder / "binding.cpp").write_text(text.replace("TORCH_LIBRARY(fp8attn_cuda,", "TORCH_LIBRARY(fp8attn_on_cpu,"))
+        assert len(re.findall(r"STABLE_TORCH_LIBRARY\w*\(fp8attn_cuda,", text)) == 3
+        (folder / "binding.cpp").write_text(text.replace("(fp8attn_cuda,", "(fp8attn_on_cpu,"))
+        # torch's CPU builds have no stream
+        text = (build.SOURCES / "torch_abi.h").read_text()
+        (folder / "torch_abi.h").write_text(
+            re.sub(
+                r"inline cudaStream_t current_stream\(.*?\n}\n",
+                "inline cudaStream_t current_stream(int32_t) { return nullptr; }\n",
+                text,
+                flags=re.DOTALL,
+            )
+        )
         for name in ("binding_on_cpu.cpp", "tensor_map_on_cpu.h"):
             shutil.copy(HERE / name, folder)
-        # torch's CPU builds contain the headers of c10/cuda, except for the generated one
-        generated = folder / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
-        generated.parent.mkdir(parents=True)
-        generated.write_text("#define C10_CUDA_BUILD_SHARED_LIBS\n")
+        for name in ("plan.h",):  # finds torch_abi.h beside it
+            shutil.copy(build.SOURCES / name, folder)
         patch.setattr(build, "cuda_home", lambda: str(headers.parent))
         command = [*build.binding_command(folder / "binding_on_cpu.cpp"), "-I", str(folder), "-shared", "-Wl,-Bsymbolic", "-o", "binding.so"]
         build.compile_by(command, folder)
         torch.ops.load_library(str(folder / "binding.so"))
+        shutil.copy(folder / "binding.so", binding_library())
         return torch.ops.fp8attn_on_cpu, ctypes.CDLL(str(folder / "binding.so"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -119,3 +121,17 @@ def test_a_plan_replaces_every_address(name: str) -> None:
     maps = set(re.findall(r"\w+_map(?=[,;])", body[1]))
     found = re.findall(r"AT\((\w+)\)", listed[1])
     assert pointers | maps == set(found) and len(pointers) > 5 and (len(maps) == 5) == (name == "Params")
+
+
+def test_uses_no_more_of_torch_than_the_stable_abi() -> None:
+    """So that one library serves every torch from 2.10 on."""
+    emulation.binding()
+    listed = subprocess.run(["nm", "-DC", "--undefined-only", emulation.binding_library()], capture_output=True, text=True, check=True).stdout
+    names = [line.split(maxsplit=1)[-1].removeprefix("U ") for line in listed.splitlines()]
+    of_torch = [name for name in names if re.search(r"\b(c10|at|torch|aoti)\b|^(aoti_)?torch_", name)]
+    stable = "".join(
+        path.read_text()
+        for folder in ("stable/c", "inductor/aoti_torch/c")
+        for path in (Path(torch.__file__).parent / "include/torch/csrc" / folder).glob("*.h")
+    )
+    assert len(of_torch) > 10 and all(re.search(rf"\b{name}\(", stable) for name in of_torch)

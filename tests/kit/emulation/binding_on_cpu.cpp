@@ -40,23 +40,21 @@ CUresult launch_function(const CUlaunchConfig* config, CUfunction function, void
   return answer == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
-  m.impl("forward", TORCH_FN(forward));
-  m.impl("forward_when_ready", TORCH_FN(forward_when_ready));
-  m.impl("forward_from_fp16", TORCH_FN(forward_from_fp16));
-  m.impl("quantize", TORCH_FN(quantize));
+STABLE_TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
+  m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
+  m.impl("quantize", TORCH_BOX(&quantize));
 }
 
 }  // namespace
 
-namespace c10::cuda {
-
-CUDAStream getCurrentCUDAStream(DeviceIndex) { return CUDAStream(CUDAStream::UNCHECKED, Stream(Stream::DEFAULT, Device(kCUDA, 0))); }
-cudaStream_t CUDAStream::stream() const { return nullptr; }
-
-}  // namespace c10::cuda
-
 extern "C" {
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 
 cudaError_t cudaSetDevice(int) {
   has_context = true;

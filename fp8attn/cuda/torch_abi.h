@@ -1,0 +1,78 @@
+// What the binding uses of torch, by its stable ABI: one library for every torch from 2.10 on, and every Python.
+// https://docs.pytorch.org/docs/stable/notes/libtorch_stable_abi.html
+#pragma once
+
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace fp8attn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+using torch::stable::Tensor;
+
+inline int32_t code_of(ScalarType dtype) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)); }
+
+inline int32_t code_of(torch::stable::DeviceType type) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)); }
+
+inline size_t element_size(ScalarType dtype) { return aoti_torch_dtype_element_size(code_of(dtype)); }
+
+// As torch.empty_strided.
+inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, Device device) {
+  using torch::stable::detail::from;
+  StableIValue stack[] = {from(sizes), from(strides), from(std::optional(dtype)), from(std::nullopt), from(std::optional(device)), from(std::nullopt)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_strided", "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline bool is_strided(const Tensor& x) {
+  int32_t layout;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(x.get(), &layout));
+  return layout == aoti_torch_layout_strided();
+}
+
+// Memory of the caching allocator.
+inline Tensor memory(int64_t bytes, Device device) {
+  const int64_t one = 1;
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &one, code_of(ScalarType::Byte), code_of(device.type()), device.index(), &made));
+  return Tensor(made);
+}
+
+// The current stream. The function is of torch's CUDA library. It is looked up there, so that the binding also links
+// where torch has no CUDA.
+inline cudaStream_t current_stream(int32_t device) {
+  static const auto function = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library == nullptr ? nullptr : reinterpret_cast<AOTITorchError (*)(int32_t, void**)>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  void* stream = nullptr;
+  STD_TORCH_CHECK(function != nullptr, "torch's CUDA library isn't loaded");
+  TORCH_ERROR_CODE_CHECK(function(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Inside, a device is the current one.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t device) {
+    cudaGetDevice(&before_);
+    cudaSetDevice(device);
+  }
+  ~DeviceGuard() { cudaSetDevice(before_); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+}  // namespace fp8attn
