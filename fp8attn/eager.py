@@ -74,8 +74,7 @@ def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor
     tensors = *(t for x in operands for t in (x.data, x.scale, x.mean, x.bias)), attn_mask
     if any(x is not None and (type(x) is not torch.Tensor or x.requires_grad) for x in tensors):
         return None
-    # of each operand also which of its tensors are there
-    kinds = tuple((x.granularity, x.layout, x.length, x.rotated, x.mean is None, x.bias is None) for x in operands)
+    kinds = tuple((x.granularity, x.layout, x.length, x.rotated) for x in operands)
     return (options, kinds), tensors
 
 

@@ -263,13 +263,18 @@ std::vector<Tensor> present(const Operands& operands) {
   return found;
 }
 
-// What a plan is found by: the call's options, and dtype, device, alignment, shape and strides of its tensors. Empty if
-// there are tensors that no plan is for.
-fp8attn::Facts facts(int64_t options, const std::vector<Tensor>& tensors) {
+// What a plan is found by: the call's options, and which operands are tensors, with their dtype, device, alignment,
+// shape and strides. Empty if there are tensors that no plan is for.
+fp8attn::Facts facts(int64_t options, const Operands& operands) {
   fp8attn::Facts found;
-  found.reserve(1 + 13 * tensors.size());
+  found.reserve(1 + 13 * operands.size());
   found.push_back(options);
-  for (const Tensor& x : tensors) {
+  for (const std::optional<Tensor>& operand : operands) {
+    if (!operand) {
+      found.push_back(-1);
+      continue;
+    }
+    const Tensor& x = *operand;
     if (!fp8attn::is_strided(x)) return {};
     found.push_back(x.dim());
     found.push_back(int64_t(x.scalar_type()));
@@ -301,9 +306,8 @@ void record_function(int64_t function, const Ints& shape, bool dependent, const 
 // true. `outputs` are recorded tensors.
 bool keep(int64_t options, const Operands& operands, const std::vector<Tensor>& outputs) {
   STD_TORCH_CHECK(recording != nullptr, "nothing is being recorded");
-  const std::vector<Tensor> tensors = present(operands);
-  fp8attn::Facts known = facts(options, tensors);
-  auto plan = std::exchange(recording, nullptr)->finish(tensors.size(), outputs);
+  fp8attn::Facts known = facts(options, operands);
+  auto plan = std::exchange(recording, nullptr)->finish(present(operands).size(), outputs);
   if (known.empty() || plan == nullptr) return false;
   fp8attn::plans().add(std::move(known), std::move(plan));
   return true;
@@ -311,11 +315,11 @@ bool keep(int64_t options, const Operands& operands, const std::vector<Tensor>& 
 
 // The outputs of a call like one that was recorded; empty if there was none.
 std::vector<Tensor> repeat(int64_t options, const Operands& operands) {
-  const std::vector<Tensor> tensors = present(operands);
-  const fp8attn::Facts known = facts(options, tensors);
+  const fp8attn::Facts known = facts(options, operands);
   const auto plan = known.empty() ? nullptr : fp8attn::plans().find(known);
   if (plan == nullptr) return {};
-  const fp8attn::DeviceGuard guard(tensors[0].get_device_index());
+  const std::vector<Tensor> tensors = present(operands);
+  const fp8attn::DeviceGuard guard(tensors.at(0).get_device_index());
   return plan->run(tensors);
 }
 

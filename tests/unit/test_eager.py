@@ -516,10 +516,16 @@ def test_other_tensors_are_other_calls() -> None:
 
 @pytest.mark.parametrize("backend", ("cuda", "auto"))
 def test_tiles_that_are_shared_by_a_counter(backend: str) -> None:
-    """Of a causal call with more of them than SMs; zero at every launch."""
+    """Of a causal call with more of them than SMs; zero at every launch, whatever the memory held before."""
     x = operands(1, 300, 64)
     alike(lambda: fp8attn.sdpa(*x, is_causal=True, backend=backend))
     assert emulation.Params.from_buffer_copy(launched()[1], emulation.MAPS).counter
+    _, library = emulation.binding()
+    for _ in range(20):
+        for size in (4, 64, 256, 320, 512):  # the allocator may give one of these back
+            torch.full((size,), 0x55, dtype=torch.uint8)
+        fp8attn.sdpa(*x, is_causal=True, backend=backend)
+        assert library.counter() == 0
 
 
 def test_another_mask_is_another_call(repeats: Repeats) -> None:
@@ -575,6 +581,18 @@ def test_another_recipe_is_another_call(repeats: Repeats, monkeypatch: pytest.Mo
         assert repeats.last()
     fp8attn.cuda_sdpa(q, k, v, recipe=fp8attn.Recipe(rotate=256))  # of Triton's quantizer: nothing to keep
     assert repeats.hits == [False] * 4 + [True] * 2 + [False]
+
+
+def test_which_operands_there_are_is_part_of_a_call(repeats: Repeats) -> None:
+    """Also of tensors with the same shape and dtype."""
+    operators, _ = emulation.binding()
+    x = torch.zeros(3)
+    operators.record.default()
+    recorded = [operators.recorded_tensor.default([3], [1], torch.float32, CPU, 0, False) for _ in range(2)]
+    assert operators.keep.default(-5, [x, None, None], recorded[1:])
+    assert len(operators.repeat.default(-5, [x, None, None])) == 1
+    for others in ([None, x, None], [x, None], [x, None, x], [None, None, x], [x]):
+        assert operators.repeat.default(-5, others) == []
 
 
 def test_inference_mode_and_back(repeats: Repeats) -> None:
@@ -650,21 +668,24 @@ def test_what_triton_runs_is_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repe
     def by_triton(call):
         out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)
         if recording.current() is not None:
-            function(call.q[:, 1:], call.k_scale, call.v_mean, call.attn_mask, out, lse, number=5)
+            rooms = [call.q.new_empty(300, dtype=torch.uint8), call.q.new_zeros(70, dtype=torch.int32), call.q.new_empty(3, dtype=torch.uint8)]
+            function(call.q[:, 1:], call.k_scale, call.v_mean, call.attn_mask, out, *rooms, number=5)
         return out, lse
 
     monkeypatch.setattr(ops, "_by_triton", by_triton)
     _, library = emulation.binding()
     library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
-    library.expect_words(7)
+    library.expect_words(9)
     for i in range(5):
         q, k, v = operands(1, 3, 20)
         mask = torch.zeros(1, 3, 20, 20)
         out = fp8attn.sdpa(q, k, v, mask)
         if i > 1:
-            launched = library.launched_function()[:14]
+            launched = library.launched_function()[:16]
             assert launched[:7] == [77, 3, 1, 1, 128, 64, 1] and launched[7] == 5
             assert launched[8:13] == [x.data_ptr() for x in (q.data[:, 1:], k.scale, v.mean, mask, out)]
+            first, zeros, last = launched[13:]
+            assert zeros % 16 == 0 and first >= zeros + 280 and last >= first + 300
     assert repeats.hits == [False] * 2 + [True] * 3 and planned.count == 2 + 1
 
 

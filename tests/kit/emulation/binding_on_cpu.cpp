@@ -12,6 +12,7 @@ fp8attn::QuantizeParams quantized;
 std::vector<int64_t> function_launch;  // function, grid, threads, shared memory, attributes, and the parameters' words
 int64_t function_words = 0;            // how many there are
 int launched_ctas;
+int counter_at_launch = -1;  // -1: there is none
 cudaError_t answer = cudaSuccess;
 thread_local bool has_context = false;
 
@@ -79,6 +80,7 @@ const char* cudaGetErrorString(cudaError_t) { return "as the test says"; }
 
 cudaError_t record(const fp8attn::Params& p, int ctas, cudaStream_t) {
   launched = p;
+  counter_at_launch = p.counter == nullptr ? -1 : *p.counter;
   launched_ctas = ctas;
   return answer;
 }
@@ -102,6 +104,8 @@ int recorded_quantize(void* to) {
 // The last launch of a function with `words` parameters.
 void expect_words(int words) { function_words = words; }
 const int64_t* launched_function() { return function_launch.data(); }
+
+int counter() { return counter_at_launch; }
 
 int params_size() { return sizeof(fp8attn::Params); }
 
