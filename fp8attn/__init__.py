@@ -1,5 +1,6 @@
 """FP8 (e4m3) attention forward for PyTorch inference."""
 
+from .ahead import warmup
 from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa
 from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
@@ -26,5 +27,6 @@ __all__ = [
     "reference_sdpa",
     "sdpa",
     "triton_sdpa",
+    "warmup",
 ]
 __version__ = "0.1.0"

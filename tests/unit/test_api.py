@@ -423,3 +423,24 @@ def test_one_query_at_the_end_sees_all_keys() -> None:
     assert api.call_of(*operands, is_causal=True).causal == "top_left"
     assert torch.equal(fp8attn.sdpa(*operands, **options), fp8attn.sdpa(*operands))
     assert fp8attn.sdpa(*operands, is_causal=True).allclose(v[:, :, :1].bfloat16(), atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    (
+        ((), {}, "shapes is empty"),
+        ((((1, 2, 3, 64),),), {}, r"shapes has \(\(1, 2, 3, 64\),\); it must have tuples"),
+        ((((1, 2, 3, 64), (1, 2, 0, 64)),), {}, "shapes has .*; it must have tuples"),
+        ((((1, 2, 3, 64), (1, 2, 3, 64)),), dict(dtype=torch.float64), "dtype is torch.float64"),
+        ((((1, 2, 3, 64), (1, 2, 3, 64)),), dict(query=3), "query is given"),
+        ((((1, 2, 3, 64), (1, 2, 3, 32)),), {}, "key"),
+        ((((1, 2, 3, 64), (1, 2, 3, 64)),), dict(backend="fast"), "backend is 'fast'"),
+    ),
+)
+def test_warmup_says_what_is_wrong(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        fp8attn.warmup(*arguments, **(dict(device="cpu", backend="modelled") | options))
+
+
+def test_warmup_without_a_gpu() -> None:
+    fp8attn.warmup(((1, 4, 20, 64), (1, 2, 30, 64)), ((1, 2, 8, 32), (1, 2, 9, 32), (1, 2, 9, 16)), device="cpu", backend="modelled", enable_gqa=True)

@@ -583,6 +583,20 @@ def test_another_recipe_is_another_call(repeats: Repeats, monkeypatch: pytest.Mo
     assert repeats.hits == [False] * 4 + [True] * 2 + [False]
 
 
+@pytest.mark.parametrize(
+    "options", ({}, dict(heads_last=True), dict(mask=torch.bool), dict(is_causal=True, return_lse=True, out_dtype=torch.float32))
+)
+def test_what_is_warmed_up_is_repeated(repeats: Repeats, options: dict) -> None:
+    fp8attn.warmup(((1, 4, 300, 128), (1, 2, 700, 128)), device="cpu", backend="cuda", enable_gqa=True, **options)
+    assert not any(repeats.hits)
+    q, k, v = (torch.randn(1, 300 if heads == 4 else 700, heads, 128).bfloat16().transpose(1, 2) for heads in (4, 2, 2))
+    if not options.pop("heads_last", False):
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    mask = torch.ones(300, 700, dtype=torch.bool) if options.pop("mask", None) else None
+    fp8attn.cuda_sdpa(q, k, v, mask, enable_gqa=True, **options)
+    assert repeats.last()
+
+
 def test_which_operands_there_are_is_part_of_a_call(repeats: Repeats) -> None:
     """Also of tensors with the same shape and dtype."""
     operators, _ = emulation.binding()

@@ -34,7 +34,7 @@ FLOORS = (
     {"ops"},
     {"eager", "hybrid"},
     {"api"},
-    {"info", "calibration"},
+    {"info", "calibration", "ahead"},
     {"integrations"},
     {"__init__", "__main__"},
 )
