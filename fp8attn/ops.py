@@ -119,7 +119,12 @@ def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) 
 
 
 def quantized(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, by_triton: bool = False
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    recipe: Recipe,
+    by_triton: bool = False,
+    given: quantize_ref.Statistics | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """quantize.quantize, by kernels on devices that run kernels. The bytes are the same.
 
@@ -127,21 +132,36 @@ def quantized(
 
     Args:
         by_triton: use no CUDA kernel.
+        given: the statistics of the sequence that k and v are a part of; None: they are the whole sequence.
     """
     like = k if q is None else q
     assert like is not None
     if not has_kernels(like.device):
-        return quantize_ref.quantize(q, k, v, recipe)
+        return quantize_ref.quantize(q, k, v, recipe, given)
     device = device_of(like.device)
     with current(like.device):
-        q_quantized, k_quantized, v_quantized = _by_kernels(q, k, v, recipe, device, by_triton)
+        q_quantized, k_quantized, v_quantized = _by_kernels(q, k, v, recipe, device, by_triton or given is not None, given)
         if q_quantized is not None and recipe.smooth_q and k is not None and k_quantized is not None:
             q_quantized = with_bias(q_quantized, k, k_quantized, device)
         return q_quantized, k_quantized, v_quantized
 
 
+def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int) -> quantize_ref.PartialStatistics:
+    """quantize.partial_statistics, by kernels on devices that run kernels. The numbers are the same."""
+    if not has_kernels(v.device):
+        return quantize_ref.partial_statistics(k, v, first, total)
+    with current(v.device):
+        return triton_quantize.partial_statistics(k, v, first, total, device_of(v.device))
+
+
 def _by_kernels(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, by_triton: bool
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    recipe: Recipe,
+    device: Device,
+    by_triton: bool,
+    given: quantize_ref.Statistics | None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """A smoothed q is without `bias`."""
     if k is not None and v is not None and not by_triton and unsupported_cuda_quantize(k, v, recipe) is None:
@@ -151,7 +171,7 @@ def _by_kernels(
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
         else:
             return None if q is None else triton_quantize.quantize(q, None, None, recipe, device)[0], *kv
-    return triton_quantize.quantize(q, k, v, recipe, device)
+    return triton_quantize.quantize(q, k, v, recipe, device, given=given)
 
 
 def _quantize(

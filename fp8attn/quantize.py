@@ -15,7 +15,8 @@ Non-finite input never gives a finite answer, and spreads no further than it mus
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -105,11 +106,16 @@ def lane_sum(x: torch.Tensor) -> torch.Tensor:
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum x (B, H, S, D) over tokens in a fixed order, (B, H, D): `lane_sum` inside every chunk of TOKEN_CHUNK tokens,
     then over the chunks."""
+    return lane_sum(token_chunk_sums(x))
+
+
+def token_chunk_sums(x: torch.Tensor) -> torch.Tensor:
+    """`lane_sum` of every chunk of TOKEN_CHUNK tokens of x (B, H, S, D): (B, H, ceil(S / TOKEN_CHUNK), D)."""
     batch, heads, length, dim = x.shape
     token_chunks = -(-length // TOKEN_CHUNK)
     padded = x.new_zeros(batch, heads, token_chunks * TOKEN_CHUNK, dim)
     padded[:, :, :length] = x
-    return lane_sum(lane_sum(padded.unflatten(2, (token_chunks, TOKEN_CHUNK))))
+    return lane_sum(padded.unflatten(2, (token_chunks, TOKEN_CHUNK)))
 
 
 def finite_or_zero(x: torch.Tensor) -> torch.Tensor:
@@ -141,9 +147,23 @@ def key_mean(k: torch.Tensor) -> torch.Tensor:
     well as the exact one, and k is read only once. The sample is every sample_step-th group of LANES tokens; up to
     SAMPLE tokens, it is all of them.
     """
-    tokens = torch.arange(k.shape[2], device=k.device)
-    tokens = tokens[tokens // LANES % sample_step(k.shape[2]) == 0]
-    return lane_sum(finite_or_zero(k[:, :, tokens])) * (1 / max(len(tokens), 1))
+    return mean_of_sample(k_sample(k, 0, k.shape[2]))
+
+
+def k_sample(k: torch.Tensor, first: int, total: int) -> torch.Tensor:
+    """The sampled tokens of a part of k: (B, H, S, D) -> (B, H, N, D).
+
+    Args:
+        first: position of the part in its sequence.
+        total: tokens of the sequence.
+    """
+    tokens = torch.arange(first, first + k.shape[2], device=k.device)
+    return k[:, :, tokens // LANES % sample_step(total) == 0]
+
+
+def mean_of_sample(sample: torch.Tensor) -> torch.Tensor:
+    """Mean of the sampled tokens (B, H, N, D): float32 (B, H, D)."""
+    return lane_sum(finite_or_zero(sample)) * (1 / max(sample.shape[2], 1))
 
 
 def of_every_query(mean: torch.Tensor, length: int) -> torch.Tensor:
@@ -215,11 +235,23 @@ def coarse(mean: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     large. Language models attend to such tokens when no other token is relevant (value-state drains, arXiv:2410.13835).
     So a small mean isn't removed.
     """
-    x = x.float()
+    return coarse_between(mean, *extremes(x))
+
+
+def extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and largest finite elements of x (B, H, S, D) over tokens: float32 (B, H, D), (B, H, D).
+
+    They are inf and -inf where there are none.
+    """
     if x.numel() == 0:
-        return mean
-    low = torch.where(x.isfinite(), x, torch.inf).amin(-2)
-    high = torch.where(x.isfinite(), x, -torch.inf).amax(-2)
+        empty = x.new_full((*x.shape[:2], x.shape[3]), torch.inf, dtype=torch.float32)
+        return empty, -empty
+    x = x.float()
+    return torch.where(x.isfinite(), x, torch.inf).amin(-2), torch.where(x.isfinite(), x, -torch.inf).amax(-2)
+
+
+def coarse_between(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """`coarse` of a mean (B, H, D), by the `extremes` of what it is the mean of."""
     largest = torch.maximum(high, -low).clamp(min=0.0)
     step = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * MEAN_STEP
     # + 0.0: -0.0 becomes +0.0, because either may come out as the minimum
@@ -458,28 +490,97 @@ def quantize_q(q: torch.Tensor, recipe: Recipe) -> Quantized:
     return replace(_quantize_rows(q, recipe.q, None, None, part, max(part, 1), recipe.qk), mean=means)
 
 
-def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[Quantized, Quantized]:
-    """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, of any float dtypes."""
-    part = rotation.part_of(k.shape[-1], recipe.rotate)
-    k_mean = removable(rotation.rotate(key_mean(k), part)) if recipe.smooth_k else None
-    v_mean = removable(coarse(value_mean(v), v)) if recipe.smooth_v else None
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What the quantization of keys and values takes from all tokens of a sequence.
+
+    Attributes:
+        k_mean: float32 (B, H, D), in the rotated basis, or None.
+        v_mean: float32 (B, H, Dv), or None.
+        v_scale: float32, in the shape of V's scales.
+    """
+
+    k_mean: torch.Tensor | None
+    v_mean: torch.Tensor | None
+    v_scale: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PartialStatistics:
+    """What a part of a sequence, consecutive tokens, contributes to its `Statistics`.
+
+    Attributes:
+        k_sample: (B, H, N, D), the part's tokens in the sample that K's mean is taken over, in k's dtype.
+        v_sums: float32 (B, H, ceil(S / 512), Dv), sums of the part's token chunks.
+        v_low, v_high: float32 (B, H, Dv), `extremes` of the part's values.
+    """
+
+    k_sample: torch.Tensor
+    v_sums: torch.Tensor
+    v_low: torch.Tensor
+    v_high: torch.Tensor
+
+
+def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int) -> PartialStatistics:
+    """The statistics of a part of a sequence: k (B, H, S, D), v (B, H, S, Dv).
+
+    Args:
+        first: position of the part in the sequence.
+        total: tokens of the sequence.
+    """
+    return PartialStatistics(k_sample(k, first, total), token_chunk_sums(finite_or_zero(v)), *extremes(v))
+
+
+def statistics(parts: Sequence[PartialStatistics], total: int, recipe: Recipe) -> Statistics:
+    """The statistics of a sequence of `total` tokens, from those of its parts in their order.
+
+    They are the same for any division into parts that begin at multiples of TOKEN_CHUNK tokens. Otherwise the order in
+    which float32 sums of V are added depends on the division.
+    """
+    k_mean = v_mean = None
+    if recipe.smooth_k:
+        sample = torch.cat([part.k_sample for part in parts], 2)
+        k_mean = removable(rotation.rotate(mean_of_sample(sample), rotation.part_of(sample.shape[3], recipe.rotate)))
+    low = torch.stack([part.v_low for part in parts]).amin(0)
+    high = torch.stack([part.v_high for part in parts]).amax(0)
+    if recipe.smooth_v:
+        mean = lane_sum(torch.cat([part.v_sums for part in parts], 2)) * (1 / max(total, 1))
+        v_mean = removable(coarse_between(mean, low, high))
+    # rounding is monotonic, so the extremes have the largest differences
+    centred = (high, low) if v_mean is None else (high - v_mean, low - v_mean)
+    largest = torch.maximum(centred[0], -centred[1]).clamp(min=0.0)
+    if recipe.v == "head":
+        largest = largest.amax(-1, keepdim=True)
+    elif recipe.v == "tensor":
+        largest = (largest.amax() if largest.numel() else largest.new_zeros(())).view(1, 1, 1)
+    return Statistics(k_mean, v_mean, scale_of(largest))
+
+
+def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, given: Statistics | None = None) -> tuple[Quantized, Quantized]:
+    """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, of any float dtypes.
+
+    Args:
+        given: the statistics of the sequence that these tokens are a part of. None: they are the whole sequence.
+    """
+    length = v.shape[2]
+    found = statistics([partial_statistics(k, v, 0, length)], length, recipe) if given is None else given
     nonfinite = ~v.isfinite().all(-1)
-    k_quantized = _quantize_rows(k, recipe.k, k_mean, nonfinite, part, 1.0, recipe.qk)
-    y = centre(v, v_mean).nan_to_num(nan=0.0)
-    scale = scale_of(_largest(y, recipe.v))
-    rows = encode_values(y, scale)
-    return k_quantized, Quantized(values_layout(rows), scale, recipe.v, "values", v.shape[2], v_mean)
+    part = rotation.part_of(k.shape[-1], recipe.rotate)
+    k_quantized = _quantize_rows(k, recipe.k, found.k_mean, nonfinite, part, 1.0, recipe.qk)
+    y = centre(v, found.v_mean).nan_to_num(nan=0.0)
+    rows = encode_values(y, found.v_scale)
+    return k_quantized, Quantized(values_layout(rows), found.v_scale, recipe.v, "values", length, found.v_mean)
 
 
 def quantize(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, given: Statistics | None = None
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """Quantize q, or k and v, or all three. An operand that isn't given comes back as None. A smoothed q has a `bias`
-    if k is given."""
+    if k is given. `given`: as of `quantize_kv`."""
     q_quantized = None if q is None else quantize_q(q, recipe)
     if k is None or v is None:
         return q_quantized, None, None
-    k_quantized, v_quantized = quantize_kv(k, v, recipe)
+    k_quantized, v_quantized = quantize_kv(k, v, recipe, given)
     if q_quantized is not None and recipe.smooth_q:
         q_quantized = with_bias(q_quantized, k, k_quantized)
     return q_quantized, k_quantized, v_quantized

@@ -832,21 +832,29 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
 
 
 def quantize(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, *, warmup: bool = False
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    recipe: Recipe,
+    device: Device,
+    *,
+    warmup: bool = False,
+    given: quantize_ref.Statistics | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """quantize.quantize by the fused kernels: q, or k and v, or all three. A smoothed q comes without `bias`.
 
     Args:
         warmup: compile only.
+        given: the statistics of the sequence that k and v are a part of. None: they are the whole sequence.
     """
     # these scales are of q without its means, which aren't computed yet
     if q is not None and recipe.smooth_q and recipe.q in GIVEN:
         centred, means = quantize_ref.without_means(q, recipe)
-        q_quantized, k_quantized, v_quantized = quantize(centred, k, v, replace(recipe, smooth_q=False), device, warmup=warmup)
+        q_quantized, k_quantized, v_quantized = quantize(centred, k, v, replace(recipe, smooth_q=False), device, warmup=warmup, given=given)
         assert q_quantized is not None
         return replace(q_quantized, mean=means), k_quantized, v_quantized
     if any(x is not None and x.numel() == 0 for x in (q, k)):
-        return quantize_ref.quantize(q, k, v, recipe)
+        return quantize_ref.quantize(q, k, v, recipe, given)
     like = q if q is not None else k
     assert like is not None
     for name, x in (("query", q), ("key", k)):
@@ -897,7 +905,7 @@ def quantize(
 
     programs = pairs * (v_dim // SLICE.value + blocks) + q_items
     in_one = kv_length <= SHORT and programs <= SHORT_PROGRAMS * device.sm_count and v_dim % SLICE.value == 0
-    if k is not None and v is not None and in_one and recipe.v == "channel" and not traits.k_extremes:
+    if k is not None and v is not None and in_one and recipe.v == "channel" and not traits.k_extremes and given is None:
         k_data = quantize_ref.empty_rows(k, row_type)
         k_scale = new(*quantize_ref.scale_shape(recipe.k, *k.shape))
         v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
@@ -928,6 +936,8 @@ def quantize(
     )  # fmt: skip
     if k is None or v is None:
         return q_quantized, None, None
+    if given is not None and given.k_mean is not None:
+        k_mean = given.k_mean.contiguous()
 
     k_largest = new(batch, kv_heads, k_dim) if traits.k_extremes else None
     v_largest = None if recipe.v == "channel" else new(batch, kv_heads, v_dim)
@@ -945,6 +955,8 @@ def quantize(
             k_scale = quantize_ref.record_nonfinite(k_scale, ~(k.isfinite().all(-1) & v.isfinite().all(-1)), recipe.k)
     if v_largest is not None:
         v_scale = _reduced_scale(v_largest, recipe.v, quantize_ref.E4M3_MAX)
+    if given is not None:
+        v_scale, v_mean = given.v_scale, None if given.v_mean is None else given.v_mean.contiguous()
 
     k_data = quantize_ref.empty_rows(k, row_type)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
@@ -958,6 +970,26 @@ def quantize(
         Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, traits.part),
         Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
     )
+
+
+def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int, device: Device) -> quantize_ref.PartialStatistics:
+    """quantize.partial_statistics, values by the kernel."""
+    batch, heads, length, dim = v.shape
+    if v.numel() == 0:
+        return quantize_ref.partial_statistics(k, v, first, total)
+    check_counted("value", v)
+    token_chunks, traits = ceil_div(length, quantize_ref.TOKEN_CHUNK), traits_of(0, 0, dim, Recipe(), device)
+    sums = v.new_empty(batch, heads, token_chunks, dim, dtype=torch.float32)
+    extremes = v.new_empty(batch, heads, token_chunks, 2, dim, dtype=torch.float32)
+    flags = v.new_empty(batch, heads, token_chunks, dtype=torch.int32)
+    launch(
+        gather_kernel, (batch * heads * token_chunks,),
+        None, None, v, _strides(None), _strides(None), v.stride(), None, _strides(None), None, _scale_strides(None, None), None, None, None,
+        sums, extremes, flags, 1, heads, batch * heads, 0, length, 1, 1.0, traits, warmup=False, dependent=traits.dependent, num_warps=WARPS,
+        maxnreg=80 if max(traits.widths) <= 128 else 128, enable_fp_fusion=False,
+    )  # fmt: skip
+    low, high = extremes.unbind(3)
+    return quantize_ref.PartialStatistics(quantize_ref.k_sample(k, first, total), sums, low.amin(2), high.amax(2))
 
 
 def _reduced_scale(largest: torch.Tensor, granularity: Granularity, code: float, factor: float = 1.0) -> torch.Tensor:

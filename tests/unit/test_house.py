@@ -34,7 +34,7 @@ FLOORS = (
     {"ops"},
     {"eager", "hybrid"},
     {"api"},
-    {"info", "calibration", "ahead"},
+    {"info", "calibration", "ahead", "distributed"},
     {"integrations"},
     {"__init__", "__main__"},
 )

@@ -1,0 +1,121 @@
+"""The ranks tell each other what they were called with, before anything else travels.
+
+The exchange is one collective of CPU tensors for each group, of MESSAGE bytes a rank. A rank whose arguments are wrong
+takes part in it, so that every rank gets the error and none waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..validate import BackendUnavailable
+
+MESSAGE = 2048
+"""Bytes of a rank's description."""
+
+CPU = torch.device("cpu")
+
+ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError, "BackendUnavailable": BackendUnavailable}
+"""Errors that are raised on all ranks with the type that they have on the first rank that has one."""
+
+LENGTHS = ("query length", "key length")
+"""What may differ between ranks."""
+
+
+class Disagreement(ValueError):
+    """The ranks were called with arguments that don't fit together. The message names the argument and two ranks."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks say.
+
+    Attributes:
+        q_lengths, kv_lengths: tokens of every rank.
+    """
+
+    q_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+
+
+_controls: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+"""For groups without a CPU backend, gloo's connections between the same ranks."""
+
+
+def control(group: dist.ProcessGroup) -> Any:
+    """Gloo's connections between the ranks of a group, made once: messages on the CPU, for which no rank waits for its
+    GPU.
+
+    torch.distributed.new_group would need all ranks of the job, or names that depend on other groups of a rank.
+    """
+    if group not in _controls:
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+        store = dist.PrefixStore(f"fp8attn/{group.group_name}", dist.distributed_c10d._get_default_store())
+        _controls[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    return _controls[group]
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """A CPU tensor of every rank."""
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    if CPU in group._device_types:
+        dist.all_gather(found, x, group=group)
+    else:
+        control(group).allgather([found], [x]).wait()
+    return found
+
+
+def described(fields: dict[str, Any]) -> bytes:
+    """A description as MESSAGE bytes. The values are numbers, strings, booleans or None."""
+    message = json.dumps(fields).encode()
+    assert len(message) <= MESSAGE
+    return message.ljust(MESSAGE)
+
+
+def described_error(error: Exception) -> bytes:
+    """The description of a rank that refuses its own arguments."""
+    text = str(error)
+    while len(message := json.dumps({"error": type(error).__name__, "text": text}).encode()) > MESSAGE:
+        text = text[: len(text) * 3 // 4]
+    return message.ljust(MESSAGE)
+
+
+def exchanged(message: bytes, groups: Sequence[dist.ProcessGroup]) -> bytes:
+    """The messages of all ranks, one after another.
+
+    Args:
+        groups: this rank's group along every dimension of the mesh, the innermost one first.
+    """
+    found = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    for group in groups:
+        found = torch.cat(gathered(found, group))
+    return found.numpy().tobytes()
+
+
+@functools.lru_cache(256)
+def agreed(messages: bytes) -> Agreed:
+    """What the descriptions of all ranks agree on.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: a rank refuses its own arguments.
+        Disagreement: the ranks' arguments don't fit together.
+    """
+    ranks = [json.loads(messages[i : i + MESSAGE]) for i in range(0, len(messages), MESSAGE)]
+    for rank, fields in enumerate(ranks):
+        if "error" in fields:
+            raise ERRORS.get(fields["error"], RuntimeError)(f"on rank {rank}: {fields['text']}")
+    first = ranks[0]
+    for rank, fields in enumerate(ranks):
+        for name, value in fields.items():
+            if name not in LENGTHS and value != first[name]:
+                raise Disagreement(f"{name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}; it must be the same on all ranks")
+    q_lengths, kv_lengths = (tuple(fields[name] for fields in ranks) for name in LENGTHS)
+    return Agreed(q_lengths, kv_lengths)

@@ -1,0 +1,547 @@
+"""Attention of a sequence that is sharded over ranks: ring, all-gather, Ulysses, and Ulysses inside of a ring.
+
+1. The ranks agree on the arguments (`agreement`).
+2. Statistics of K and V over all tokens are gathered once. Every rank quantizes its own tokens by them.
+3. Ulysses: an all-to-all trades tokens for heads, inside the inner group.
+4. Ring or all-gather: the keys and values of other ranks come, and attention to each is added in float32 by its LSE.
+5. Ulysses: an all-to-all brings the outputs back.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import ops
+from ..ambient import autocast_dtype
+from ..api import choose_backend, sdpa
+from ..quantize import Statistics
+from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
+from ..validate import Arguments, Backend, Checked, cast, check
+from . import agreement
+from .merge import Accumulator
+from .parts import (
+    Format,
+    Part,
+    held,
+    joined_statistics,
+    kv_tensors,
+    merged_parts,
+    of_heads,
+    parts_of,
+    quantized_queries,
+    statistics_tensors,
+)
+from .sharding import Sharding, Span, Spans, _group_of, check_sharding, spans_of
+from .transport import Transfer, exchange, start_gather, start_shift
+from .visibility import pieces
+from .wire import concatenated_rows, packed, size_of, unpacked
+
+Mode = Literal["auto", "ring", "ulysses", "all_gather"]
+MODES: tuple[Mode, ...] = ("auto", "ring", "ulysses", "all_gather")
+Check = Literal["calls", "shapes"]
+CHECKS: tuple[Check, ...] = ("calls", "shapes")
+
+HIDING_ROWS = 4096
+"""Query rows per key/value head from which attention to a key takes longer than its transfer: 2·D FLOP a row at
+10^15 FLOP/s, and 2·D bytes at 2·10^11 bytes/s with a margin of two."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The groups of this rank.
+
+    Attributes:
+        outer: the ranks that pass keys and values to each other, by ring or all-gather; None: nobody else.
+        inner: the ranks that trade tokens for heads, by Ulysses; None: nobody else.
+        groups: all groups that the sequence is sharded over, the innermost one first.
+    """
+
+    outer: dist.ProcessGroup | None
+    inner: dist.ProcessGroup | None
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def outer_rank(self) -> int:
+        return 0 if self.outer is None else self.outer.rank()
+
+    @property
+    def outer_size(self) -> int:
+        return 1 if self.outer is None else self.outer.size()
+
+    @property
+    def inner_rank(self) -> int:
+        return 0 if self.inner is None else self.inner.rank()
+
+    @property
+    def inner_size(self) -> int:
+        return 1 if self.inner is None else self.inner.size()
+
+    @property
+    def size(self) -> int:
+        return self.outer_size * self.inner_size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the sequence."""
+        return self.outer_rank * self.inner_size + self.inner_rank
+
+
+def context_parallel_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    mode: Mode = "auto",
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    sharding: Sharding = "contiguous",
+    recipe: Recipe = DEFAULT_RECIPE,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+    check_ranks: Check = "calls",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`fp8attn.sdpa` of a sequence whose tokens are sharded over the ranks of a group. All ranks call it together.
+
+    Every rank quantizes its own keys and values once. What travels are FP8 bytes and scales. Means of K, and means and
+    scales of V, are those of the whole sequence, so the answer depends on the number of ranks only as far as
+    docs/distributed.md says.
+
+    Args:
+        query: (B, Hq, Sq of this rank, D), float16, bfloat16 or float32, unit last stride.
+        key, value: (B, Hkv, Sk of this rank, D) and (B, Hkv, Sk of this rank, Dv), in query's dtype. The numbers of
+            tokens may differ between ranks, and be 0.
+        group: the ranks, in the order of the sequence; the default group if None.
+        mesh: instead of a group. With one dimension, its group. With two, Ulysses along the second dimension and `mode`
+            along the first; the sequence is sharded over the flattened mesh.
+        mode: `ring` passes keys and values from rank to rank, each transfer hidden behind attention. `all_gather` gets
+            all of them at once. `ulysses` trades tokens for heads: the ranks must divide Hq, and divide Hkv or be a
+            multiple of it. `auto` chooses by shapes.
+        is_causal: the query at position i of the sequence sees keys at positions j <= i, or j <= i + Sk - Sq if
+            `causal_alignment` is `bottom_right`. Sq and Sk are of the whole sequence.
+        scale, enable_gqa, recipe: as of `fp8attn.sdpa`. The recipe keeps no keys in half precision. Scales of q or k
+            with the granularity `tensor` or `head` are those of a rank's own tokens.
+        sharding: `contiguous`: rank r has the r-th run of tokens. `zigzag`: as `fp8attn.distributed.shard` deals them,
+            so that ranks have the same work with a causal mask.
+        out_dtype: float16, bfloat16 or float32; query's dtype by default.
+        return_lse: also return the natural log of the sum of exponentials of each row's scores.
+        backend: as of `fp8attn.sdpa`. `auto` is exact on CPU tensors; then K and V travel as they are.
+        check_ranks: `calls`: in each call the ranks tell each other their arguments, in a collective on the CPU.
+            `shapes`: only in the first call with these arguments. Then ranks that change their arguments apart from
+            each other end in the group's timeout.
+
+    Returns:
+        out (B, Hq, Sq of this rank, Dv); with `return_lse` also LSE (B, Hq, Sq of this rank) float32.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: on all ranks, if an argument of one of them isn't as above.
+        Disagreement: on all ranks, if the arguments of two ranks don't fit together.
+        RuntimeError: an argument requires grad; there is no group; or a rank didn't come within the group's timeout.
+    """
+    groups = _groups_of(group, mesh)
+    device = getattr(query, "device", None)
+    if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
+        query, key, value = (cast(x, dtype) for x in (query, key, value))
+        out_dtype = out_dtype or dtype
+    arguments = Arguments(
+        query, key, value, None, 0.0, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, recipe=recipe, out_dtype=out_dtype,
+        return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+    try:
+        checked, fields = _checked(arguments, mode, sharding, check_ranks, groups)
+        message = agreement.described(fields)
+    except Exception as error:
+        agreement.exchanged(agreement.described_error(error), groups)
+        raise
+    agreed = _agreed(message, groups, check_ranks)
+    q, k, v = checked.floats
+    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, _backend(backend, q.device))
+    kv_lengths = agreed.kv_lengths
+    chosen = _mode(mode, form, max(agreed.q_lengths), is_causal and sharding == "contiguous", groups)
+    ranks = _ranks(chosen, groups)
+    shift = None
+    if is_causal:
+        shift = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
+    q_spans, kv_spans = spans_of(agreed.q_lengths, sharding, "query"), spans_of(kv_lengths, sharding, "key")
+    call = _Call(checked, form, ranks, q_spans, kv_spans, shift, chosen == "all_gather")
+    out, lse = call.run(return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _backend(backend: Backend, device: torch.device) -> Backend:
+    """What computes on a device's tensors."""
+    return typing.cast(Backend, choose_backend(backend, device))
+
+
+def _groups_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
+    """This rank's groups, the innermost one first.
+
+    Raises:
+        TypeError, ValueError: group or mesh isn't as `context_parallel_sdpa` says.
+        RuntimeError: there is no group.
+    """
+    if mesh is None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group is a {type(group).__name__}; it must be a torch.distributed.ProcessGroup that this rank is in")
+        return (_group_of(group),)
+    if group is not None:
+        raise ValueError("group and mesh are given; only one of them can be")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a torch.distributed.device_mesh.DeviceMesh")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; it must have 1, or 2: the ring's and Ulysses'")
+    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
+
+
+def _checked(
+    a: Arguments, mode: object, sharding: object, check_ranks: object, groups: Sequence[dist.ProcessGroup]
+) -> tuple[Checked, dict[str, Any]]:
+    """This rank's arguments, checked, and what it tells the others.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, BackendUnavailable: an argument isn't as `context_parallel_sdpa` says.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; it must be one of {MODES}")
+    if mode == "ulysses" and len(groups) == 2:
+        raise ValueError("mode is 'ulysses' and mesh has 2 dimensions; it must be 'ring' or 'all_gather', along the first: the second is Ulysses'")
+    check_sharding(sharding)
+    if check_ranks not in CHECKS:
+        raise ValueError(f"check_ranks is {check_ranks!r}; it must be one of {CHECKS}")
+    checked = check(a)
+    if not checked.is_float:
+        raise TypeError("query, key or value is quantized; they must be float16, bfloat16 or float32: each rank quantizes its own")
+    if a.recipe.has_half_keys:
+        raise ValueError(f"recipe keeps keys (sinks={a.recipe.sinks}, recent={a.recipe.recent}); it must keep none")
+    q, k, v = checked.floats
+    backend = _backend(a.backend, q.device)
+    ulysses = groups[0].size() if mode == "ulysses" or len(groups) == 2 else 1
+    reason = _unsupported_ulysses(q.shape[1], k.shape[1], ulysses)
+    if reason is not None:
+        raise ValueError(reason)
+    fields = {
+        "query length": q.shape[2], "key length": k.shape[2], "batch of query": q.shape[0], "heads of query": q.shape[1],
+        "head_dim of query": q.shape[3], "heads of key": k.shape[1], "head_dim of value": v.shape[3], "dtype of query": str(q.dtype),
+        "device of query": q.device.type, "mode": mode, "is_causal": a.is_causal, "causal_alignment": a.causal_alignment,
+        "scale": checked.softmax_scale, "sharding": sharding, "recipe": a.recipe.text, "out_dtype": str(checked.out_dtype),
+        "return_lse": a.return_lse, "backend": backend, "check_ranks": check_ranks,
+    }  # fmt: skip
+    return checked, fields
+
+
+def _unsupported_ulysses(q_heads: int, kv_heads: int, ranks: int) -> str | None:
+    """Why heads can't be shared by so many ranks, or None."""
+    if q_heads % ranks:
+        return f"query has {q_heads} heads; with Ulysses they must be a multiple of the {ranks} ranks"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"key has {kv_heads} heads; with Ulysses they must be a multiple of the {ranks} ranks, or divide them"
+    return None
+
+
+_known: dict[tuple[bytes, tuple[dist.ProcessGroup, ...]], bytes] = {}
+"""What all ranks said, by what this one said, for check_ranks='shapes'."""
+
+
+def _agreed(message: bytes, groups: tuple[dist.ProcessGroup, ...], check_ranks: Check) -> agreement.Agreed:
+    """What the ranks agree on."""
+    if check_ranks == "calls":
+        return agreement.agreed(agreement.exchanged(message, groups))
+    known = _known.get((message, groups))
+    if known is None:
+        known = _known[message, groups] = agreement.exchanged(message, groups)
+    return agreement.agreed(known)
+
+
+def _mode(mode: Mode, form: Format, q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup]) -> Mode:
+    """The mode of a call.
+
+    Args:
+        q_length: the most queries of a rank.
+        unbalanced: whether ranks of a ring would have different work.
+    """
+    if mode != "auto":
+        return mode
+    hidden = q_length * form.q_heads // max(form.kv_heads, 1) >= HIDING_ROWS
+    if len(groups) == 2:
+        return "ring" if hidden else "all_gather"
+    if hidden and not unbalanced:
+        return "ring"
+    if _unsupported_ulysses(form.q_heads, form.kv_heads, groups[0].size()) is None:
+        return "ulysses"
+    return "ring" if hidden else "all_gather"
+
+
+def _ranks(mode: Mode, groups: tuple[dist.ProcessGroup, ...]) -> Ranks:
+    if len(groups) == 2:
+        return Ranks(groups[1], groups[0], groups)
+    return Ranks(None, groups[0], groups) if mode == "ulysses" else Ranks(groups[0], None, groups)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that all ranks agree on.
+
+    Attributes:
+        checked: this rank's arguments.
+        form: what its tensors are.
+        q_spans, kv_spans: tokens of every rank.
+        shift: as of visibility.pieces.
+        at_once: gather keys and values instead of passing them on.
+    """
+
+    checked: Checked
+    form: Format
+    ranks: Ranks
+    q_spans: list[Spans]
+    kv_spans: list[Spans]
+    shift: int | None
+    at_once: bool
+
+    def run(self, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (B, Hq, Sq of this rank, Dv) and LSE (B, Hq, Sq of this rank)."""
+        q, k, v = self.checked.floats
+        form, ranks = self.form, self.ranks
+        mine = self.kv_spans[ranks.rank]
+        pending = self._start_statistics(k, v)
+        queries = q if form.float_queries else quantized_queries(q, form)  # while statistics are on their way
+        found = self._statistics(pending)
+        tensors = kv_tensors(k, v, mine, found, form)
+        share = form.of_heads(ranks.inner_size)
+        spans = [held(self.kv_spans[o * ranks.inner_size : (o + 1) * ranks.inner_size]) for o in range(ranks.outer_size)]
+        if ranks.inner is None:
+            flat = [x for some in tensors for x in some]
+            own = packed(flat, form.kv_forms(held([mine]))) if flat else q.new_empty(0, dtype=torch.uint8)
+            runs: Spans = self.q_spans[ranks.rank]
+            out, lse = self._attended(queries, runs, own, spans, found, share)
+            out = out.to(self.checked.out_dtype)
+        else:
+            queries, runs, own, order = self._traded(queries, tensors, spans[ranks.outer_rank])
+            heads = _kv_heads(form, ranks.inner_rank, ranks.inner_size)
+            out, lse = self._attended(queries, runs, own, spans, of_heads(found, heads), share)
+            out, lse = self._returned(out.to(self.checked.out_dtype), lse, order, return_lse)
+        if return_lse and found is not None and found.k_mean is not None:
+            lse = ops.library_ops.unsmoothed_lse(lse.contiguous(), q, found.k_mean, self.checked.softmax_scale, form.rotated)
+        return out, lse
+
+    def _total(self) -> int:
+        return sum(span.length for spans in self.kv_spans for span in spans)
+
+    def _start_statistics(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
+        """Begin to gather the partial statistics of all ranks; None where attention is exact, or there are no keys."""
+        total = self._total()
+        if self.form.exact or not total:
+            return None
+        ranks, form = self.ranks, self.form
+        sizes = [size_of(form.statistics_forms(held([spans]), total)) for spans in self.kv_spans]
+        mine = self.kv_spans[ranks.rank]
+        tensors = statistics_tensors(k, v, mine, total, form)
+        forms = [one for span in mine if span.length for one in form.statistics_forms([span], total)]
+        gathered = packed(tensors, forms) if tensors else k.new_empty(0, dtype=torch.uint8)
+        size = max(sizes)
+        for group in ranks.groups[:-1]:
+            gathered = start_gather(gathered, size, group).wait()
+            size = gathered.numel()
+        return start_gather(gathered, size, ranks.groups[-1])
+
+    def _statistics(self, gathering: Transfer | None) -> Statistics | None:
+        """The statistics of the sequence, of what `_start_statistics` gathers."""
+        if gathering is None:
+            return None
+        gathered = gathering.wait()
+        total, form = self._total(), self.form
+        found: list[tuple[Span, Sequence[torch.Tensor]]] = []
+        for spans, buffer in zip(self.kv_spans, gathered.chunk(self.ranks.size), strict=True):
+            held_spans = [span for span in spans if span.length]
+            tensors = unpacked(buffer, [one for span in held_spans for one in form.statistics_forms([span], total)])
+            found += [(span, tensors[4 * i : 4 * i + 4]) for i, span in enumerate(held_spans)]
+        return joined_statistics(found, total, form)
+
+    def _attended(
+        self, q: torch.Tensor | Quantized, runs: Spans, own: torch.Tensor, spans: list[Spans], found: Statistics | None, form: Format
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of queries to all keys.
+
+        Args:
+            own: this rank's keys and values.
+            spans: the tokens in the buffer of every rank of the outer group.
+            form: of the tensors in the buffers.
+
+        Returns:
+            float32 out (B, H, S, Dv) and LSE (B, H, S), for K without its mean.
+        """
+        like = q.data if isinstance(q, Quantized) else q
+        total = Accumulator(like, form.value_dim)
+        outer, size, rank = self.ranks.outer, self.ranks.outer_size, self.ranks.outer_rank
+        sizes = [size_of(form.kv_forms(some)) for some in spans]
+
+        def attend(buffer: torch.Tensor, index: int) -> None:
+            for part in merged_parts(parts_of(buffer, spans[index], found, form)):
+                self._attend(total, q, runs, part)
+
+        if outer is None or size == 1:
+            attend(own, rank)
+        elif self.at_once:
+            gathering = start_gather(own, max(sizes), outer)
+            attend(own, rank)
+            buffers = gathering.wait().chunk(size) if max(sizes) else [own] * size
+            for index, buffer in enumerate(buffers):
+                if index != rank:
+                    attend(buffer[: sizes[index]], index)
+        else:
+            buffer = own
+            for step in range(size):
+                index = (rank - step) % size
+                transfer = start_shift(buffer, sizes[(index - 1) % size], outer) if step < size - 1 else None
+                attend(buffer, index)
+                if transfer is not None:
+                    buffer = transfer.wait()
+        return total.result()
+
+    def _attend(self, total: Accumulator, q: torch.Tensor | Quantized, runs: Spans, part: Part) -> None:
+        """Add attention to a part of the keys."""
+        form = self.form
+        for piece in pieces(runs, part.span, self.shift):
+            key, value = part.first_keys(piece.keys)
+            out, lse = sdpa(
+                _rows(q, piece.start, piece.stop), key, value, is_causal=piece.causal != "none",
+                causal_alignment="bottom_right" if piece.causal == "bottom_right" else "top_left", scale=self.checked.softmax_scale,
+                enable_gqa=True, recipe=form.recipe, out_dtype=torch.float32, return_lse=True, backend=form.backend,
+            )  # fmt: skip
+            total.add(piece.start, piece.stop, out, lse)
+
+    def _traded(
+        self, q: torch.Tensor | Quantized, tensors: list[list[torch.Tensor]], spans: Spans
+    ) -> tuple[torch.Tensor | Quantized, Spans, torch.Tensor, list[tuple[int, int, Span]]]:
+        """Tokens traded for heads.
+
+        Returns:
+            queries of this rank's heads, of all tokens of the inner group in the order of the sequence; their runs; the
+            buffer of keys and values, in the same order; and for each run before adjacent ones were joined, the rank
+            that it came from, its first row there, and its tokens.
+        """
+        form, ranks, inner = self.form, self.ranks, self.ranks.inner
+        assert inner is not None
+        share, size = form.of_heads(ranks.inner_size), ranks.inner_size
+        first = ranks.outer_rank * size
+        peers_q, peers_kv = self.q_spans[first : first + size], self.kv_spans[first : first + size]
+
+        def forms_of(peer: int) -> list:
+            length = sum(span.length for span in peers_q[peer])
+            kv = [one for span in peers_kv[peer] if span.length for one in share.kv_forms([span])]
+            return share.q_forms(length) + kv
+
+        mine, buffers = forms_of(ranks.inner_rank), []
+        q_tensors = [q.data, q.scale] if isinstance(q, Quantized) else [q]
+        for peer in range(size):
+            q_heads, kv_heads = _q_heads(form, peer, size), _kv_heads(form, peer, size)
+            some = [x[:, q_heads] for x in q_tensors] + [x[:, kv_heads] for part in tensors for x in part]
+            buffers.append(packed(some, mine))
+        received_sizes = [size_of(forms_of(peer)) for peer in range(size)]
+        received = exchange(torch.cat(buffers), [x.numel() for x in buffers], received_sizes, inner)
+        q_runs: list[tuple[Span, int, int, list[torch.Tensor]]] = []
+        kv_parts: list[tuple[Span, list[torch.Tensor]]] = []
+        count = len(q_tensors)
+        for peer, buffer in enumerate(received):
+            found = unpacked(buffer, forms_of(peer))
+            row = 0
+            for span in peers_q[peer]:
+                if span.length:
+                    q_runs.append((span, peer, row, [x[:, :, row : row + span.length] for x in found[:count]]))
+                row += span.length
+            each = len(tensors[0]) if tensors else len(share.kv_forms([Span(0, 1)]))
+            some_spans = [span for span in peers_kv[peer] if span.length]
+            kv_parts += [(span, found[count + each * i : count + each * (i + 1)]) for i, span in enumerate(some_spans)]
+        q_runs.sort(key=lambda one: one[0].first)
+        kv_parts.sort(key=lambda one: one[0].first)
+        flat = [x for _, some in kv_parts for x in some]
+        own = packed(flat, share.kv_forms(spans)) if flat else received[0].new_empty(0)
+        queries = _joined_queries(q, [some for *_, some in q_runs], share)
+        order = [(peer, row, span) for span, peer, row, _ in q_runs]
+        return queries, _joined_spans([span for span, *_ in q_runs]), own, order
+
+    def _returned(
+        self, out: torch.Tensor, lse: torch.Tensor, order: list[tuple[int, int, Span]], return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs of this rank's heads traded for those of its tokens."""
+        ranks, inner = self.ranks, self.ranks.inner
+        assert inner is not None
+        size, first = ranks.inner_size, ranks.outer_rank * ranks.inner_size
+        lengths = [sum(span.length for span in self.q_spans[first + peer]) for peer in range(size)]
+        batch, heads = out.shape[:2]
+        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
+        start = 0
+        for peer, row, span in order:
+            rows[peer].append((row, start, span.length))
+            start += span.length
+
+        def traded(x: torch.Tensor) -> torch.Tensor:
+            """x (B, H, S of all, …) as (B, H of all, S of this rank, …)."""
+            sent = []
+            for peer in range(size):
+                parts = [x[:, :, at : at + length] for _, at, length in sorted(rows[peer])]
+                sent.append((torch.cat(parts, 2) if parts else x[:, :, :0]).contiguous().view(-1).view(torch.uint8))
+            shape = (batch, heads, lengths[ranks.inner_rank], *x.shape[3:])
+            found = exchange(torch.cat(sent), [one.numel() for one in sent], [math.prod(shape) * x.element_size()] * size, inner)
+            return torch.cat([one.view(x.dtype).view(shape) for one in found], 1)
+
+        return traded(out), traded(lse) if return_lse else lse
+
+
+def _q_heads(form: Format, rank: int, ranks: int) -> slice:
+    """The query heads of one of `ranks` ranks."""
+    each = form.q_heads // ranks
+    return slice(rank * each, (rank + 1) * each)
+
+
+def _kv_heads(form: Format, rank: int, ranks: int) -> slice:
+    """The key/value heads that serve the query heads of a rank."""
+    if form.kv_heads % ranks == 0:
+        each = form.kv_heads // ranks
+        return slice(rank * each, (rank + 1) * each)
+    index = rank * form.kv_heads // ranks
+    return slice(index, index + 1)
+
+
+def _rows(q: torch.Tensor | Quantized, start: int, stop: int) -> torch.Tensor | Quantized:
+    """Some rows of queries (B, H, S, D)."""
+    if isinstance(q, torch.Tensor):
+        return q[:, :, start:stop]
+    return Quantized(q.data[:, :, start:stop], q.scale[..., start:stop], "token", "rows", stop - start, None, q.rotated)
+
+
+def _joined_queries(like: torch.Tensor | Quantized, runs: list[list[torch.Tensor]], form: Format) -> torch.Tensor | Quantized:
+    """Queries of several runs, one after another.
+
+    Args:
+        like: what they were made of.
+        runs: for each run, its rows, and their scales if they are quantized.
+    """
+    if isinstance(like, torch.Tensor):
+        return torch.cat([rows for (rows,) in runs], 2) if runs else like[:, : form.q_heads, :0]
+    if not runs:
+        return Quantized(like.data[:, : form.q_heads, :0], like.scale[:, : form.q_heads, :0], "token", "rows", 0, None, like.rotated)
+    data = concatenated_rows([rows for rows, _ in runs])
+    return Quantized(data, torch.cat([scales for _, scales in runs], 2), "token", "rows", data.shape[2], None, like.rotated)
+
+
+def _joined_spans(spans: Sequence[Span]) -> Spans:
+    """Spans with adjacent ones joined."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].first + found[-1].length == span.first:
+            found[-1] = Span(found[-1].first, found[-1].length + span.length)
+        else:
+            found.append(span)
+    return tuple(found)

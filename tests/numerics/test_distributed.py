@@ -1,0 +1,553 @@
+"""Context parallelism: processes of a gloo group against one process, and their parts one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+import fp8attn
+import fp8attn.distributed.agreement as agreement
+from closeness import relative
+from fp8attn import PRECISE, Recipe, ops, reference
+from fp8attn.device import INTERPRETER
+from fp8attn.distributed import context_parallel_sdpa, shard, shard_lengths, unshard
+from fp8attn.distributed.merge import Accumulator
+from fp8attn.distributed.parts import Format
+from fp8attn.distributed.sharding import Span, spans_of
+from fp8attn.distributed.visibility import pieces
+from fp8attn.distributed.wire import ALIGNMENT, Form, packed, size_of, unpacked
+from fp8attn.quantize import TOKEN_CHUNK, partial_statistics, quantize_kv, rows_layout, statistics
+from fp8attn.triton import quantize as triton_quantize
+from ranks import Failed, Ranks
+
+MOST = 4
+N = int | tuple[int, int]
+"""A number of ranks, or the shape of a mesh."""
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Four processes on the CPU, each with one thread."""
+    pool = Ranks(MOST)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Ranks]:
+    """A process for every GPU, four at most."""
+    pool = Ranks(min(torch.cuda.device_count(), MOST), "nccl")
+    yield pool
+    pool.stop()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Whole tensors that every rank makes for itself."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    q_length: int = 300
+    kv_length: int = 300
+    dim: int = 32
+    value_dim: int = 32
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    nonfinite: tuple[int, ...] = ()
+    """Tokens of key that hold a NaN."""
+    seed: int = 0
+
+    def tensors(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        q = normal(self.batch, self.heads, self.q_length, self.dim)
+        k = normal(self.batch, self.kv_heads, self.kv_length, self.dim) + normal(self.batch, self.kv_heads, 1, self.dim) * 2
+        v = normal(self.batch, self.kv_heads, self.kv_length, self.value_dim) + normal(self.batch, self.kv_heads, 1, self.value_dim)
+        for token in self.nonfinite:
+            k[:, :, token, 0] = torch.nan
+        return tuple(x.to(self.dtype).to(device) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def mine(x: torch.Tensor, lengths: tuple[int, ...], sharding: str, rank: int) -> torch.Tensor:
+    return torch.cat([x[:, :, span.first : span.first + span.length] for span in spans_of(lengths, sharding)[rank]], 2)
+
+
+def whole(parts: list[torch.Tensor], lengths: tuple[int, ...], sharding: str) -> torch.Tensor:
+    found = {}
+    for spans, part in zip(spans_of(lengths, sharding), parts, strict=True):
+        for span, piece in zip(spans, part.split([span.length for span in spans], 2), strict=True):
+            if span.length:
+                found[span.first] = piece
+    return torch.cat([found[first] for first in sorted(found)], 2)
+
+
+def where_of(where: dist.ProcessGroup | DeviceMesh) -> dict[str, Any]:
+    return {"mesh": where} if isinstance(where, DeviceMesh) else {"group": where}
+
+
+def attend(
+    rank: int,
+    where: Any,
+    device: torch.device,
+    problem: Problem,
+    q_lengths: tuple[int, ...],
+    kv_lengths: tuple[int, ...],
+    sharding: str,
+    options: dict,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a rank: out and LSE of its tokens, on the CPU."""
+    q, k, v = problem.tensors(device)
+    options = {"sharding": sharding, "enable_gqa": True, "return_lse": True, **where_of(where), **options}
+    out, lse = context_parallel_sdpa(
+        mine(q, q_lengths, sharding, rank), mine(k, kv_lengths, sharding, rank), mine(v, kv_lengths, sharding, rank), **options
+    )
+    return out.cpu(), lse.cpu()
+
+
+def count_of(n: N) -> int:
+    return n[0] * n[1] if isinstance(n, tuple) else n
+
+
+def parallel(
+    pool: Ranks, n: N, problem: Problem, *, lengths: tuple[int, ...] | None = None, kv_lengths: tuple[int, ...] | None = None,
+    sharding: str = "contiguous", **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and LSE of all tokens, of n ranks."""
+    count = count_of(n)
+    lengths = lengths or tuple(shard_lengths(problem.q_length, count, sharding))  # type: ignore[arg-type]
+    kv_lengths = kv_lengths or (lengths if problem.q_length == problem.kv_length else tuple(shard_lengths(problem.kv_length, count, sharding)))  # type: ignore[arg-type]
+    found = pool.run(attend, n, [(problem, lengths, kv_lengths, sharding, options)] * count)
+    outs, lses = ([one[i] for one in found] for i in range(2))
+    return whole(outs, lengths, sharding), whole(lses, lengths, sharding)
+
+
+@functools.cache
+def alone(problem: Problem, device: torch.device | str = "cpu", **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE of all tokens, of this process."""
+    out, lse = fp8attn.sdpa(*problem.tensors(device), enable_gqa=True, return_lse=True, **options)
+    return out.cpu(), lse.cpu()
+
+
+MODES = [
+    *((n, mode) for n in (1, 2, 3, 4) for mode in ("ring", "all_gather")), (2, "ulysses"), (4, "ulysses"), ((2, 2), "ring"), ((2, 2), "all_gather"),
+    (3, "auto"), ((2, 2), "auto"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n, mode", MODES, ids=str)
+def test_exact_attention_is_that_of_one_process(ranks: Ranks, n: N, mode: str) -> None:
+    """Contiguous and zig-zag, full and causal, with equal shards and unequal ones, of which one is empty; K and V travel as they are."""
+    problem, options = Problem(), dict(mode=mode, backend="reference", out_dtype=torch.float32)
+    uneven = {1: (300,), 2: (17, 283), 3: (150, 0, 150), 4: (1, 127, 172, 0)}[count_of(n)]
+    for causal in (False, True):
+        expected = alone(problem, is_causal=causal, backend="reference", out_dtype=torch.float32)
+        for sharding, lengths in (("contiguous", None), ("zigzag", None), ("contiguous", uneven)):
+            found = parallel(ranks, n, problem, sharding=sharding, lengths=lengths, is_causal=causal, **options)
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("alignment", ("top_left", "bottom_right"))
+@pytest.mark.parametrize("q_length, kv_length", ((70, 300), (300, 70), (1, 200), (130, 129)), ids=str)
+def test_causal_masks_of_other_lengths(ranks: Ranks, q_length: int, kv_length: int, alignment: str) -> None:
+    """Queries and keys are sharded differently, so the masks of pairs of shards have any offset."""
+    problem = Problem(q_length=q_length, kv_length=kv_length)
+    options: dict[str, Any] = dict(is_causal=True, causal_alignment=alignment, backend="reference", out_dtype=torch.float32)
+    expected = alone(problem, **options)
+    for n, mode in ((3, "ring"), (2, "ulysses"), ((2, 2), "all_gather")):
+        for x, y in zip(parallel(ranks, n, problem, mode=mode, **options), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+ALIGNED = Problem(heads=2, kv_heads=2, q_length=2048, kv_length=2048)
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("recipe", (Recipe(), PRECISE), ids=("default", "precise"))
+def test_shards_of_whole_chunks_give_the_bytes_of_one_process(ranks: Ranks, recipe: Recipe, causal: bool) -> None:
+    """Shards that begin at multiples of 512 tokens, and have more: the quantized bytes are the same. What is left is the order of float32
+    additions, and P's rounding in the first key block of a shard, whose scores are relative to nothing before them."""
+    options: dict[str, Any] = dict(is_causal=causal, recipe=recipe, backend="modelled", out_dtype=torch.float32)
+    expected, expected_lse = alone(ALIGNED, **options)
+    exact, _ = alone(ALIGNED, is_causal=causal, backend="reference", out_dtype=torch.float32)
+    own = relative(expected, exact)
+    for mode, bound in (("ring", own / 10), ("all_gather", own / 10), ("ulysses", 1e-6)):
+        out, lse = parallel(ranks, 2, ALIGNED, mode=mode, **options)
+        assert relative(out, expected) < bound, mode
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+KINDS_OF_SHARDS = (
+    (2, "ring", "zigzag"), (3, "ring", "contiguous"), (3, "all_gather", "zigzag"), (4, "ulysses", "contiguous"), ((2, 2), "ring", "zigzag"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("n, mode, sharding", KINDS_OF_SHARDS, ids=str)
+def test_any_shards_have_the_error_of_one_process(ranks: Ranks, n: N, mode: str, sharding: str) -> None:
+    """Within 8 %, and the same bits every time: blocks of K's scales and runs of V's feedback begin at other tokens, and parts of up to 512
+    tokens have no feedback."""
+    problem = Problem(q_length=701, kv_length=701, batch=2)
+    for causal in (False, True):
+        exact, exact_lse = alone(problem, is_causal=causal, backend="reference", out_dtype=torch.float32)
+        out, lse = alone(problem, is_causal=causal, backend="modelled", out_dtype=torch.float32)
+        options: dict[str, Any] = dict(sharding=sharding, mode=mode, is_causal=causal, backend="modelled", out_dtype=torch.float32)
+        found, found_lse = parallel(ranks, n, problem, **options)
+        assert relative(found, exact) < 1.08 * relative(out, exact)
+        assert relative(found_lse, exact_lse) < 1.2 * relative(lse, exact_lse)
+    again, again_lse = parallel(ranks, n, problem, **options)
+    assert torch.equal(found, again) and torch.equal(found_lse, again_lse)
+
+
+RECIPES = {
+    "precise": PRECISE,
+    "Q smoothed": Recipe(smooth_q=True),
+    "token": Recipe(k="token", q="block"),
+    "head": Recipe(q="head", k="head", v="head"),
+    "tensor, not smoothed": Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False, rotate=0),
+    "int8, tensor": Recipe(qk="int8", k="tensor", v="tensor"),
+    "f16": Recipe(compute="f16"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(ranks: Ranks, name: str) -> None:
+    """Head dims whose rows are padded; fewer key/value heads than ranks of Ulysses; the output's default dtype."""
+    problem = Problem(q_length=270, kv_length=270, dim=24, value_dim=40, dtype=torch.float16)
+    recipe = RECIPES[name]
+    exact, exact_lse = alone(problem, is_causal=True, backend="reference")
+    out, lse = alone(problem, is_causal=True, recipe=recipe, backend="modelled")
+    for n, mode in ((3, "ring"), (4, "ulysses"), ((2, 2), "ring")):
+        found, found_lse = parallel(ranks, n, problem, mode=mode, is_causal=True, recipe=recipe, backend="modelled")
+        assert found.dtype == torch.float16 and found_lse.dtype == torch.float32
+        assert relative(found, exact) < 1.15 * relative(out, exact), (n, mode)
+        assert relative(found_lse, exact_lse) < 1.3 * relative(lse, exact_lse)
+
+
+@pytest.mark.parametrize("n, mode", ((3, "ring"), (2, "ulysses"), (4, "all_gather")), ids=str)
+@pytest.mark.parametrize("backend", ("reference", "modelled"))
+def test_a_token_that_is_not_finite_spoils_the_rows_that_see_it(ranks: Ranks, backend: str, n: N, mode: str) -> None:
+    problem = Problem(nonfinite=(211,))
+    for sharding in ("contiguous", "zigzag"):
+        out, _ = parallel(ranks, n, problem, mode=mode, sharding=sharding, is_causal=True, backend=backend)
+        bad = out.isnan()
+        assert bool(bad[:, :, 211:].all()) and not bool(bad[:, :, :211].any())
+
+
+def test_no_keys_and_no_queries(ranks: Ranks) -> None:
+    for backend in ("reference", "modelled"):
+        out, lse = parallel(ranks, 2, Problem(kv_length=0), mode="ring", backend=backend)
+        assert not bool(out.any()) and bool((lse == -math.inf).all())
+        for n, mode in ((2, "ulysses"), (3, "all_gather")):
+            found = parallel(ranks, n, Problem(q_length=1), mode=mode, backend=backend, out_dtype=torch.float32)
+            for x, y in zip(found, alone(Problem(q_length=1), backend=backend, out_dtype=torch.float32), strict=True):
+                torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+def test_the_kernels_in_the_interpreter(ranks: Ranks) -> None:
+    """Triton's quantizer with given statistics, and its attention."""
+    problem = Problem(heads=2, kv_heads=1, q_length=200, kv_length=200)
+    expected, expected_lse = parallel(ranks, 2, problem, mode="ring", backend="modelled", out_dtype=torch.float32)
+    out, lse = parallel(ranks, 2, problem, mode="ring", backend="triton", out_dtype=torch.float32)
+    assert relative(out, expected) < 5e-3
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def sent_bytes(rank: int, where: Any, device: torch.device, problem: Problem, options: dict) -> list[int]:
+    """On a rank: sizes of the buffers that it passes on in the ring."""
+    import fp8attn.distributed.context_parallel as module
+
+    sizes, start = [], module.start_shift
+    module.start_shift = lambda sent, size, group: (sizes.append(sent.numel()), start(sent, size, group))[1]
+    try:
+        attend(rank, where, device, problem, (problem.q_length // 2,) * 2, (problem.kv_length // 2,) * 2, "contiguous", options)
+    finally:
+        module.start_shift = start
+    return sizes
+
+
+def test_half_the_bytes_of_bfloat16_travel(ranks: Ranks) -> None:
+    problem = Problem(q_length=1024, kv_length=1024, dim=64, value_dim=64)
+    exact, quantized = (ranks.run(sent_bytes, 2, [(problem, dict(mode="ring", backend=backend))] * 2) for backend in ("reference", "modelled"))
+    assert all(sizes == [2 * 2 * 512 * 64 * 2] for sizes in exact)
+    assert all(len(sizes) == 1 and 0.5 * exact[0][0] < sizes[0] < 0.505 * exact[0][0] for sizes in quantized)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "is_causal": ({"is_causal": True}, "is_causal is False on rank 0 and True on rank 2"),
+    "scale": ({"scale": 0.25}, "scale is "),
+    "mode": ({"mode": "all_gather"}, "mode is 'ring' on rank 0 and 'all_gather' on rank 2"),
+    "recipe": ({"recipe": PRECISE}, "recipe is "),
+    "sharding": ({"sharding": "zigzag"}, "sharding is "),
+    "out_dtype": ({"out_dtype": torch.float32}, "out_dtype is "),
+    "return_lse": ({"return_lse": False}, "return_lse is "),
+    "backend": ({"backend": "modelled"}, "backend is "),
+    "shape": ({"problem": Problem(heads=2)}, "heads of query is 4 on rank 0 and 2 on rank 2"),
+    "head_dim": ({"problem": Problem(dim=64)}, "head_dim of query is 32 on rank 0 and 64 on rank 2"),
+    "dtype": ({"problem": Problem(dtype=torch.float16)}, "dtype of query is 'torch.bfloat16' on rank 0 and 'torch.float16' on rank 2"),
+    "error": ({"problem": Problem(dim=20)}, "query has head_dim 20; it must be a multiple of 8"),
+    "half keys": ({"recipe": Recipe(recent=128)}, r"recipe keeps keys \(sinks=0, recent=128\); it must keep none"),
+    "no mode": ({"mode": "star"}, "mode is 'star'; it must be one of"),
+    "heads": ({"mode": "ulysses"}, "query has 4 heads; with Ulysses they must be a multiple of the 3 ranks"),
+    "type": ({"scale": "1"}, "scale is a str; it must be a number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_ranks_that_disagree_all_get_the_error(ranks: Ranks, name: str) -> None:
+    """One of three ranks has another argument, or a wrong one. Afterwards they work together again."""
+    options = {"mode": "ring", "backend": "reference"}
+    changed, message = dict(WRONG[name][0]), WRONG[name][1]
+    problem = changed.pop("problem", Problem())
+    lengths, sharding = (100, 100, 100), changed.pop("sharding", "contiguous")
+    right, wrong = (Problem(), lengths, lengths, "contiguous", options), (problem, lengths, lengths, sharding, options | changed)
+    found = ranks.outcomes(attend, 3, [right, right, wrong])
+    assert all(isinstance(one, Failed) for one in found)
+    with pytest.raises(Failed, match=message):
+        raise found[0]
+    with pytest.raises(Failed, match=message):
+        raise found[2]
+    assert found[0].message == found[1].message
+    assert found[0].kind == ("Disagreement" if "rank 2" in message or message.endswith("is ") else found[2].kind)
+    parallel(ranks, 3, Problem(), **options)
+
+
+def attend_to_own(rank: int, where: Any, device: torch.device, length: int) -> None:
+    """On a rank: as if so many tokens were its shard in zig-zag order."""
+    x = torch.zeros(1, 1, length, 16, device=device)
+    context_parallel_sdpa(x, x, x, group=where, sharding="zigzag", backend="reference")
+
+
+def test_zigzag_shards_are_those_that_shard_makes(ranks: Ranks) -> None:
+    for one in ranks.outcomes(attend_to_own, 2, [(100,), (200,)]):
+        assert isinstance(one, Failed) and "query has [100, 200] tokens on the ranks; in zig-zag order it must have [150, 150]" in one.message
+
+
+def exchanges(rank: int, where: Any, device: torch.device, check_ranks: str) -> int:
+    """On a rank: how often three calls ask the others."""
+    before, count = agreement.exchanged, []
+    agreement.exchanged = lambda *arguments: (count.append(1), before(*arguments))[1]
+    try:
+        for _ in range(3):
+            attend(rank, where, device, Problem(), (200, 100), (200, 100), "contiguous", dict(check_ranks=check_ranks, backend="reference"))
+    finally:
+        agreement.exchanged = before
+    return len(count)
+
+
+def test_how_often_ranks_ask_each_other(ranks: Ranks) -> None:
+    assert ranks.run(exchanges, 2, [("calls",)] * 2) == [3, 3]
+    assert ranks.run(exchanges, 2, [("shapes",)] * 2) == [1, 1]
+
+
+def absent(rank: int, where: Any, device: torch.device) -> None:
+    """On rank 1: nothing. Rank 0 calls, and waits as long as its group does."""
+    if rank == 0:
+        attend(rank, where, device, Problem(), (150, 150), (150, 150), "contiguous", dict(backend="reference"))
+
+
+def test_a_rank_that_does_not_come_is_an_error_within_the_timeout(ranks: Ranks) -> None:
+    failed, nothing = ranks.outcomes(absent, "hasty", [()] * 2)
+    assert isinstance(failed, Failed) and failed.kind in ("RuntimeError", "DistBackendError", "DistStoreError") and nothing is None
+
+
+def told(rank: int, where: Any, device: torch.device) -> list[int]:
+    """On a rank: what all say, by connections of its own, as for a group that has no CPU backend."""
+    before, agreement.CPU = agreement.CPU, torch.device("meta")
+    try:
+        return [int(x) for _ in range(2) for x in agreement.gathered(torch.tensor([rank]), where)]
+    finally:
+        agreement.CPU = before
+
+
+def test_groups_without_a_cpu_backend_agree_on_the_cpu(ranks: Ranks) -> None:
+    for n in (2, 3):
+        assert ranks.run(told, n, [()] * n) == [[*range(n), *range(n)]] * n
+
+
+def round_trip(rank: int, where: Any, device: torch.device, length: int, sharding: str, dim: int) -> tuple[list[int], torch.Tensor]:
+    x = torch.arange(length * 6, device=device).view(2, 3, length).movedim(2, dim)
+    part = shard(x, group=where, dim=dim, sharding=sharding)
+    return list(part.shape), unshard(part, group=where, dim=dim, sharding=sharding).cpu()
+
+
+@pytest.mark.parametrize("sharding", ("contiguous", "zigzag"))
+def test_unshard_is_the_inverse_of_shard(ranks: Ranks, sharding: str) -> None:
+    for length, n, dim in ((13, 3, 2), (2, 4, 0), (16, 2, 1)):
+        found = ranks.run(round_trip, n, [(length, sharding, dim)] * n)
+        assert [shape[dim] for shape, _ in found] == shard_lengths(length, n, sharding)
+        for _, x in found:
+            assert torch.equal(x, torch.arange(length * 6).view(2, 3, length).movedim(2, dim))
+
+
+def test_zigzag_is_balanced() -> None:
+    """Work of a rank: pairs of a query and a key that it sees."""
+    for total, n in ((4096, 2), (4096, 4), (1000, 3)):
+        work = [
+            sum(span.first + i + 1 for span in spans for i in range(span.length)) for spans in spans_of(shard_lengths(total, n, "zigzag"), "zigzag")
+        ]
+        assert max(work) < 1.01 * min(work)
+    with pytest.raises(ValueError, match="sharding is 'striped'; it must be one of"):
+        shard_lengths(8, 2, "striped")
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=3)
+
+
+@given(RUNS, st.integers(0, 20), st.integers(0, 15), st.one_of(st.none(), st.integers(-12, 12)))
+def test_pieces_make_the_mask(gaps: list[tuple[int, int]], first: int, length: int, shift: int | None) -> None:
+    """Of any runs of queries and any part: every visible pair is in exactly one piece, and no hidden one is."""
+    runs, position = [], 0
+    for gap, tokens in gaps:
+        runs.append(Span(position + gap, tokens))
+        position += gap + tokens
+    rows = [run.first + i for run in runs for i in range(run.length)]
+    expected = torch.tensor([[shift is None or first + j <= row + shift for j in range(length)] for row in rows], dtype=torch.int64).view(
+        len(rows), length
+    )
+    found = torch.zeros_like(expected)
+    for piece in pieces(runs, Span(first, length), shift):
+        assert 0 <= piece.start < piece.stop <= len(rows) and 0 < piece.keys <= length
+        row, key = torch.arange(piece.stop - piece.start).unsqueeze(1), torch.arange(piece.keys)
+        found[piece.start : piece.stop, : piece.keys] += ~reference.hidden_keys(None, piece.causal, row.squeeze(1), key, len(row), piece.keys)
+    assert torch.equal(found, expected)
+
+
+def test_a_zigzag_rank_attends_to_its_own_keys_in_two_calls() -> None:
+    spans = spans_of(shard_lengths(800, 2, "zigzag"), "zigzag")[0]
+    assert [(piece.causal, piece.start, piece.stop) for span in spans for piece in pieces(spans, span, 0)] == [
+        ("top_left", 0, 400),
+        ("top_left", 200, 400),
+    ]
+
+
+@given(st.integers(1, 5), st.integers(0, 2**31))
+def test_the_accumulator_combines(count: int, seed: int) -> None:
+    """Sets of some rows, in float64: rows that saw nothing, and rows that aren't numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(count, 1, 2, 9, 4, generator=generator)
+    lses = torch.randn(count, 1, 2, 9, generator=generator) * 20
+    lses[torch.rand(lses.shape, generator=generator) < 0.2] = -math.inf
+    outs[lses == -math.inf] = 0.0
+    lses[0, 0, 0, 0] = outs[0, 0, 0, 0] = torch.nan
+    total = Accumulator(torch.zeros(1, 2, 9, 8), 4)
+    for i in range(count):
+        start, stop = (0, 9) if i % 2 == 0 else (3, 7)
+        lses[i, :, :, :start] = lses[i, :, :, stop:] = -math.inf
+        outs[i, :, :, :start] = outs[i, :, :, stop:] = 0.0
+        total.add(start, stop, outs[i, :, :, start:stop].clone(), lses[i, :, :, start:stop].clone())
+    expected, expected_lse = reference.combine(outs.double(), lses.double())
+    out, lse = total.result()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_buffers_hold_what_was_packed() -> None:
+    form = Format(2, 4, 2, 24, 40, torch.bfloat16, Recipe(), "modelled")
+    forms = [*form.kv_forms([Span(0, 5), Span(9, 130)]), Form((3,), torch.float32)]
+    tensors = [torch.randn(one.shape).to(one.dtype) for one in forms]
+    buffer = packed(tensors, forms)
+    assert buffer.numel() == size_of(forms)
+    for x, found, one in zip(tensors, unpacked(buffer, forms), forms, strict=True):
+        assert torch.equal(x.view(torch.uint8), found.contiguous().view(torch.uint8))
+        assert (found.data_ptr() - buffer.data_ptr()) % ALIGNMENT == 0
+        assert not one.padded or found.stride(2) == 32
+
+
+@pytest.mark.parametrize("recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False)), ids=str)
+def test_statistics_of_parts_are_those_of_the_whole(recipe: Recipe) -> None:
+    """By definition and by kernels; the bytes of parts of whole chunks, longer than one, are those of the whole."""
+    _, k, v = Problem(q_length=1, kv_length=2700, value_dim=16, nonfinite=(5,)).tensors()
+    v[0, 1, 1500, 3] = torch.inf
+    expected_k, expected_v = quantize_kv(k, v, recipe)
+    for cuts in ((0, 1024, 2700), (0, 77, 900, 2700)):
+        spans = list(itertools.pairwise(cuts))
+        for by in (partial_statistics, ops.partial_statistics):
+            found = statistics([by(k[:, :, a:b], v[:, :, a:b], a, 2700) for a, b in spans], 2700, recipe)
+            if cuts[1] % TOKEN_CHUNK == 0:
+                assert torch.equal(found.v_scale, expected_v.scale)
+                assert found.v_mean is None or torch.equal(found.v_mean, expected_v.mean)
+            torch.testing.assert_close(found.v_scale, expected_v.scale, rtol=1e-6, atol=0.0)
+            assert found.k_mean is None or torch.equal(found.k_mean, expected_k.mean)
+        for a, b in spans:
+            key, value = quantize_kv(k[:, :, a:b], v[:, :, a:b], recipe, found)
+            if cuts[1] % TOKEN_CHUNK == 0:
+                assert torch.equal(key.data.view(torch.uint8), expected_k.data[:, :, a:b].view(torch.uint8))
+                rows, all_rows = rows_layout(value.data, b - a).view(torch.uint8), rows_layout(expected_v.data, 2700).view(torch.uint8)
+                assert torch.equal(rows, all_rows[:, :, a:b])
+            _, by_key, by_value = triton_quantize.quantize(None, k[:, :, a:b], v[:, :, a:b], recipe, INTERPRETER, given=found)
+            assert by_key is not None and by_value is not None
+            assert torch.equal(by_key.data.view(torch.uint8), key.data.view(torch.uint8)) and torch.equal(
+                by_value.data.view(torch.uint8), value.data.view(torch.uint8)
+            )
+            torch.testing.assert_close(by_key.scale, key.scale, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+LARGE = Problem(heads=8, kv_heads=4, q_length=4096, kv_length=4096, dim=128, value_dim=128)
+
+
+def peer_count() -> int:
+    """GPUs of the tests with NCCL."""
+    return min(torch.cuda.device_count(), MOST)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("recipe", (Recipe(), PRECISE), ids=("default", "precise"))
+def test_gpus_have_the_error_of_one_gpu(gpus: Ranks, recipe: Recipe, causal: bool) -> None:
+    """Every mode and sharding: within 1 % of one GPU's error, and the same bits every time."""
+    options: dict[str, Any] = dict(is_causal=causal, recipe=recipe, out_dtype=torch.float32)
+    exact, exact_lse = alone(LARGE, "cuda", is_causal=causal, backend="reference", out_dtype=torch.float32)
+    out, lse = alone(LARGE, "cuda", **options)
+    for sharding, mode in itertools.product(("contiguous", "zigzag"), ("ring", "all_gather", "ulysses", "auto")):
+        n = 2 if mode == "ulysses" else peer_count()
+        found, found_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, **options)
+        assert relative(found, exact) < 1.01 * relative(out, exact), (sharding, mode)
+        assert relative(found_lse, exact_lse) < 1.1 * relative(lse, exact_lse)
+        again, again_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, **options)
+        assert torch.equal(found, again) and torch.equal(found_lse, again_lse)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+def test_gpus_of_uneven_shards(gpus: Ranks) -> None:
+    problem = dataclasses.replace(LARGE, q_length=3001, kv_length=3001)
+    lengths = tuple([1] + [0] * (peer_count() - 2) + [3000])
+    for causal in (False, True):
+        exact, _ = alone(problem, "cuda", is_causal=causal, backend="reference", out_dtype=torch.float32)
+        out, _ = alone(problem, "cuda", is_causal=causal, out_dtype=torch.float32)
+        for mode in ("ring", "all_gather"):
+            found, _ = parallel(gpus, peer_count(), problem, lengths=lengths, mode=mode, is_causal=causal, out_dtype=torch.float32)
+            assert relative(found, exact) < 1.02 * relative(out, exact)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+def test_gpus_that_disagree_all_get_the_error(gpus: Ranks) -> None:
+    lengths, problem = (2048, 2048), LARGE
+    found = gpus.outcomes(attend, 2, [(problem, lengths, lengths, "contiguous", {"is_causal": rank == 1}) for rank in range(2)])
+    assert all(isinstance(one, Failed) and one.message.startswith("is_causal is False on rank 0 and True on rank 1") for one in found)
+    parallel(gpus, 2, problem)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+def test_gpus_shard_and_unshard(gpus: Ranks) -> None:
+    for shape, x in gpus.run(round_trip, 2, [(13, "zigzag", 2)] * 2):
+        assert shape[2] in (6, 7) and torch.equal(x, torch.arange(13 * 6).view(2, 3, 13))
