@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fp8attn
 import fp8attn.distributed.agreement as agreement
@@ -406,26 +408,38 @@ def test_zigzag_is_balanced() -> None:
         shard_lengths(8, 2, "striped")
 
 
+def assert_pieces_make_the_mask(runs: list[Span], part: Span, shift: int | None) -> None:
+    """Every visible pair is in exactly one piece, and no hidden one is."""
+    rows = [run.first + i for run in runs for i in range(run.length)]
+    seen = [[shift is None or part.first + j <= row + shift for j in range(part.length)] for row in rows]
+    expected = torch.tensor(seen, dtype=torch.int64).view(len(rows), part.length)
+    found = torch.zeros_like(expected)
+    for piece in pieces(runs, part, shift):
+        assert 0 <= piece.start < piece.stop <= len(rows) and 0 < piece.keys <= part.length
+        count = piece.stop - piece.start
+        hidden = reference.hidden_keys(None, piece.causal, torch.arange(count), torch.arange(piece.keys), count, piece.keys)
+        found[piece.start : piece.stop, : piece.keys] += ~hidden
+    assert torch.equal(found, expected)
+
+
+def test_pieces_make_the_mask() -> None:
+    """Of one run of queries, or two, and one part, at every offset."""
+    for queries, keys, first in itertools.product(range(5), range(5), range(9)):
+        assert_pieces_make_the_mask([Span(first, queries)], Span(4, keys), 0)
+        for gap in range(3):
+            assert_pieces_make_the_mask([Span(first, queries), Span(first + queries + gap, 2)], Span(4, keys), 0)
+
+
 RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=3)
 
 
 @given(RUNS, st.integers(0, 20), st.integers(0, 15), st.one_of(st.none(), st.integers(-12, 12)))
-def test_pieces_make_the_mask(gaps: list[tuple[int, int]], first: int, length: int, shift: int | None) -> None:
-    """Of any runs of queries and any part: every visible pair is in exactly one piece, and no hidden one is."""
+def test_pieces_of_several_runs_make_the_mask(gaps: list[tuple[int, int]], first: int, length: int, shift: int | None) -> None:
     runs, position = [], 0
     for gap, tokens in gaps:
         runs.append(Span(position + gap, tokens))
         position += gap + tokens
-    rows = [run.first + i for run in runs for i in range(run.length)]
-    expected = torch.tensor([[shift is None or first + j <= row + shift for j in range(length)] for row in rows], dtype=torch.int64).view(
-        len(rows), length
-    )
-    found = torch.zeros_like(expected)
-    for piece in pieces(runs, Span(first, length), shift):
-        assert 0 <= piece.start < piece.stop <= len(rows) and 0 < piece.keys <= length
-        row, key = torch.arange(piece.stop - piece.start).unsqueeze(1), torch.arange(piece.keys)
-        found[piece.start : piece.stop, : piece.keys] += ~reference.hidden_keys(None, piece.causal, row.squeeze(1), key, len(row), piece.keys)
-    assert torch.equal(found, expected)
+    assert_pieces_make_the_mask(runs, Span(first, length), shift)
 
 
 def test_a_zigzag_rank_attends_to_its_own_keys_in_two_calls() -> None:
@@ -496,6 +510,103 @@ def test_statistics_of_parts_are_those_of_the_whole(recipe: Recipe) -> None:
                 by_value.data.view(torch.uint8), value.data.view(torch.uint8)
             )
             torch.testing.assert_close(by_key.scale, key.scale, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def wan(rank: int, where: Any, device: torch.device, degrees: dict[str, int], tokens: int, backend: str, min_keys: int) -> tuple[torch.Tensor, dict]:
+    """On a rank: the output of a tiny Wan transformer, tokens sharded by diffusers, and the number of calls that fp8attn computed and of others."""
+    import diffusers
+
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32,
+        num_layers=1, rope_max_seq_len=32,
+    )  # fmt: skip
+    model.eval().requires_grad_(False).to(device)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, tokens, 8, 8, generator=torch.Generator().manual_seed(1)).to(device),
+        "timestep": torch.tensor([1], device=device),
+        "encoder_hidden_states": torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(2)).to(device),
+    }
+    report = fp8attn.integrations.diffusers.register(f"fp8attn_{backend}", min_keys=min_keys, backend=backend)  # type: ignore[arg-type]
+    model.set_attention_backend(f"fp8attn_{backend}")
+    if degrees:
+        if device.type == "cpu":  # diffusers asks which accelerator is this rank's
+            torch.accelerator.device_count = lambda: dist.get_world_size()  # type: ignore[method-assign]
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees))
+    with torch.no_grad():
+        out = model(**inputs, return_dict=False)[0]
+    calls = {"fp8attn": report.replaced.total(), "others": sum(reasons.total() for reasons in report.fallbacks.values())}
+    return out.cpu(), calls
+
+
+DEGREES = (
+    {"ring_degree": 2, "ulysses_degree": 2},
+    pytest.param({"ring_degree": 4}, marks=pytest.mark.thorough),
+    pytest.param({"ulysses_degree": 4}, marks=pytest.mark.thorough),
+)
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_a_transformer_of_diffusers_by_one_line_more(ranks: Ranks, degrees: dict[str, int]) -> None:
+    """Exactly; with FP8's error; and calls with few keys exactly, through diffusers' own templates."""
+    pytest.importorskip("diffusers", reason="needs the package diffusers")
+    ((expected, _),) = ranks.run(wan, 1, [({}, 2, "reference", 0)])
+    for backend, min_keys, error in (("reference", 0, 1e-5), ("modelled", 0, 0.1), ("modelled", 10_000, 1e-5)):
+        for out, calls in ranks.run(wan, 4, [(degrees, 2, backend, min_keys)] * 4):
+            assert relative(out, expected) < error
+            assert calls == ({"fp8attn": 0, "others": 2} if min_keys else {"fp8attn": 2, "others": 0})
+
+
+def by_shards(rank: int, where: Any, device: torch.device, placed: dict[str, tuple], options: dict) -> tuple[torch.Tensor, ...]:
+    """On a rank: attention of DTensors of a mesh (2, 2), whole."""
+    problem = Problem(batch=3, q_length=40, kv_length=50)
+    q, k, v = problem.tensors(device)
+    mask = torch.arange(50, device=device) < torch.tensor([50, 20, 7], device=device).view(3, 1, 1, 1)
+    tensors = {"query": q, "key": k, "value": v, "attn_mask": mask}
+    tensors = {
+        name: tensor if placed[name] is None else distribute_tensor(tensor, where, placed[name]) for name, tensor in tensors.items() if name in placed
+    }
+    found = fp8attn.sdpa(**tensors, enable_gqa=True, backend="reference", return_lse=True, **options)
+    assert all(isinstance(x, DTensor) and x.placements == tensors["query"].placements for x in found)
+    return tuple(x.full_tensor().cpu() for x in found)
+
+
+BATCH, HEADS, ALL = Shard(0), Shard(1), Replicate()
+
+
+@pytest.mark.parametrize("placements", ((BATCH, HEADS), (HEADS, BATCH), (ALL, HEADS), (BATCH, ALL)), ids=str)
+def test_dtensors_sharded_by_batch_and_heads(ranks: Ranks, placements: tuple) -> None:
+    """Grouped keys, three sequences on two ranks, and a mask of every sequence's keys."""
+    problem = Problem(batch=3, q_length=40, kv_length=50)
+    mask = torch.arange(50) < torch.tensor([50, 20, 7]).view(3, 1, 1, 1)
+    of_mask = tuple(ALL if placement == HEADS else placement for placement in placements)
+    for options, own in (({}, {"attn_mask": of_mask}), ({"is_causal": True}, {})):
+        expected = fp8attn.sdpa(*problem.tensors(), mask if own else None, enable_gqa=True, backend="reference", return_lse=True, **options)
+        placed = {"query": placements, "key": placements, "value": placements, **own}
+        for found in ranks.run(by_shards, (2, 2), [(placed, options)] * 4):
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
+REFUSED = {
+    "tokens": (
+        {"query": (BATCH, Shard(2))},
+        "ValueError",
+        r"query has the placement .* along dimension 1 of the mesh; it must be Shard\(0\), Shard\(1\)",
+    ),
+    "unlike": ({"key": (BATCH, ALL)}, "ValueError", r"key has the placement .* along dimension 1 of the mesh; it must be query's, Shard\(1\)"),
+    "plain": ({"value": None}, "TypeError", "value is a Tensor and query a DTensor; all three must be DTensors"),
+    "mask": ({"attn_mask": None}, "TypeError", r"attn_mask is a Tensor of shape \(3, 1, 1, 50\); it must be a DTensor"),
+    "mask unlike": ({"attn_mask": (ALL, ALL)}, "ValueError", r"attn_mask has the placement .* along dimension 0 of the mesh; it must be Shard\(0\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_dtensors_that_are_refused(ranks: Ranks, name: str) -> None:
+    changed, kind, message = REFUSED[name]
+    placed = dict.fromkeys(("query", "key", "value"), (BATCH, HEADS)) | changed
+    for one in ranks.outcomes(by_shards, (2, 2), [(placed, {})] * 4):
+        assert isinstance(one, Failed) and one.kind == kind and re.search(message, one.message)
 
 
 LARGE = Problem(heads=8, kv_heads=4, q_length=4096, kv_length=4096, dim=128, value_dim=128)

@@ -23,7 +23,7 @@ from fp8attn.triton import configs, tune
 
 ROOT = Path(fp8attn.__file__).resolve().parent
 FLOORS = (
-    {"recipe", "device", "ambient", "recording"},
+    {"recipe", "device", "ambient", "dtensor", "recording"},
     {"layout", "rotation"},
     {"quantize"},
     {"reference"},
