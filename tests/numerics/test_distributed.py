@@ -25,7 +25,7 @@ from fp8attn import PRECISE, Recipe, ops, reference
 from fp8attn.device import INTERPRETER
 from fp8attn.distributed import context_parallel_sdpa, shard, shard_lengths, unshard
 from fp8attn.distributed.merge import Accumulator
-from fp8attn.distributed.parts import Format
+from fp8attn.distributed.parts import Format, joined_statistics, statistics_tensors
 from fp8attn.distributed.sharding import Span, spans_of
 from fp8attn.distributed.visibility import pieces
 from fp8attn.distributed.wire import ALIGNMENT, Form, packed, size_of, unpacked
@@ -481,6 +481,20 @@ def test_buffers_hold_what_was_packed() -> None:
         assert torch.equal(x.view(torch.uint8), found.contiguous().view(torch.uint8))
         assert (found.data_ptr() - buffer.data_ptr()) % ALIGNMENT == 0
         assert not one.padded or found.stride(2) == 32
+
+
+def test_statistics_that_travelled_are_joined_in_the_order_of_the_sequence() -> None:
+    """Zig-zag ranks hold parts that aren't neighbours. The buffers are as long as every rank expects."""
+    _, k, v = Problem(q_length=1, kv_length=2100, dtype=torch.float32).tensors()
+    form = Format(1, 4, 2, 32, 32, k.dtype, Recipe(), "modelled")
+    found = []
+    for spans in spans_of(shard_lengths(2100, 2, "zigzag"), "zigzag"):
+        own = [torch.cat([x[:, :, span.first : span.first + span.length] for span in spans], 2) for x in (k, v)]
+        tensors, forms = statistics_tensors(*own, spans, 2100, form), form.statistics_forms(spans, 2100)
+        assert [tuple(x.shape) for x in tensors] == [one.shape for one in forms] and [x.dtype for x in tensors] == [one.dtype for one in forms]
+        found += [(span, tensors[4 * i : 4 * i + 4]) for i, span in enumerate(spans)]
+    expected, _ = quantize_kv(k, v, Recipe())
+    assert torch.equal(joined_statistics(found, 2100, form).k_mean, expected.mean)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False)), ids=str)

@@ -1,0 +1,551 @@
+"""Context parallelism beside one GPU, and beside bf16: time, scaling, bytes on the wire, overlap; and what a model of it expects of more
+ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import socket
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fp8attn
+from fp8attn.distributed import context_parallel, shard_lengths
+from fp8attn.distributed.sharding import Sharding, Spans, spans_of
+
+from . import command_line, report
+from .cases import Case, inputs, square
+from .command_line import UsageError, at_least, more_than_zero
+from .machine import machine
+from .progress import Progress
+from .sheet import Sheet
+from .timing import in_turn
+
+HELP = "attention of sequences that are sharded over GPUs: time beside one GPU and bf16, bytes on the wire, overlap"
+
+ON_GPUS = tuple(
+    square(f"H{heads} D128 {'causal' if causal else 'full'} {length // 1024}k", 1, heads, length, 128, causal)
+    for length in (65536, 131072)
+    for heads in (24, 40)
+    for causal in (False, True)
+)
+ON_CPU = tuple(square(f"tiny {'causal' if causal else 'full'} 256", 1, 2, 256, 32, causal) for causal in (False, True))
+
+ONE, ONE_BF16 = "fp8attn, one GPU", "bf16, one GPU"
+RING, ULYSSES, ALL_GATHER = "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather"
+RING_BF16, ULYSSES_BF16 = "bf16 ring", "bf16 Ulysses"
+ROWS = (ONE, RING, ULYSSES, ALL_GATHER, ONE_BF16, RING_BF16, ULYSSES_BF16)
+"""Rows of the table. Those of one GPU are timed on the first rank, while the others wait."""
+
+OF_ONE = (ONE, ONE_BF16)
+MODES: dict[str, context_parallel.Mode] = {RING: "ring", ULYSSES: "ulysses", ALL_GATHER: "all_gather"}
+
+CALLS = 3
+"""Calls back to back whose mean is a sample."""
+
+SAMPLED_ROWS = 128
+"""Query rows, the last ones of the last rank, whose error is measured."""
+
+SIMULATED = (2, 4, 8, 16, 32, 64)
+"""Numbers of ranks of the simulation."""
+
+INSIDE = 8
+"""Ranks of one machine in the simulation."""
+
+PATIENCE = 300.0
+"""Seconds that the parent waits for a row."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A case on one rank.
+
+    Attributes:
+        q, k, v: (B, H, tokens of this rank, D) in bfloat16.
+        whole: of the first rank, the whole tensors; else None.
+    """
+
+    case: Case
+    group: dist.ProcessGroup
+    sharding: Sharding
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    spans: Spans
+    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    @property
+    def backend(self) -> Any:
+        """Of fp8attn: its kernels on a GPU, their model on a CPU."""
+        return "auto" if self.q.device.type == "cuda" else "modelled"
+
+
+def sharding_of(case: Case) -> Sharding:
+    """Zig-zag for causal cases, which balances the work."""
+    return "zigzag" if case.causal else "contiguous"
+
+
+def shard_of(case: Case, group: dist.ProcessGroup, device: torch.device) -> Shard:
+    """A rank's part of a case. Every rank draws the whole, with the same seed."""
+    whole = inputs(case, "normal", device)
+    sharding = sharding_of(case)
+    spans = spans_of(shard_lengths(case.q_length, group.size(), sharding), sharding)[group.rank()]
+    q, k, v = (torch.cat([x[:, :, span.first : span.first + span.length] for span in spans], 2) for x in whole)
+    return Shard(case, group, sharding, q, k, v, spans, whole)
+
+
+@contextlib.contextmanager
+def _bf16_backend(device: torch.device) -> Iterator[None]:
+    """cuDNN's attention on a GPU."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+def bf16_ring(shard: Shard) -> torch.Tensor:
+    """torch's context parallelism, with cuDNN's attention on a GPU."""
+    from torch.distributed.tensor.experimental import _attention as torch_ring
+
+    aten = torch.ops.aten
+    torch_ring._cp_options.enable_load_balance = shard.case.causal  # head-tail order is zig-zag order
+    ring = torch_ring._templated_ring_attention
+    if shard.q.device.type == "cuda":
+        return ring(
+            shard.group, 2, aten._scaled_dot_product_cudnn_attention, query=shard.q, key=shard.k, value=shard.v, is_causal=shard.case.causal,
+            attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, return_debug_mask=False,
+        )[0]  # fmt: skip
+    cpu = aten._scaled_dot_product_flash_attention_for_cpu
+    return ring(shard.group, 2, cpu, query=shard.q, key=shard.k, value=shard.v, is_causal=shard.case.causal)[0]
+
+
+def bf16_ulysses(shard: Shard) -> torch.Tensor:
+    """Tokens traded for heads in bfloat16, one all-to-all for q, k and v together, and one for the output. Tokens stay in the order of the ranks
+    (for its time, and not for its answer, in causal cases)."""
+    n = shard.group.size()
+
+    def traded(x: torch.Tensor) -> torch.Tensor:
+        """(n, …) with one entry for each rank, exchanged."""
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=shard.group)
+        return out
+
+    batch, heads, tokens, dim = shard.q.shape
+    sent = torch.stack((shard.q, shard.k, shard.v)).view(3, batch, n, heads // n, tokens, dim).movedim(2, 0).contiguous()
+    q, k, v = traded(sent).movedim(0, 3).reshape(3, batch, heads // n, n * tokens, dim).unbind(0)
+    with _bf16_backend(q.device):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=shard.case.causal)
+    back = traded(out.view(batch, heads // n, n, tokens, dim).movedim(2, 0).contiguous())
+    return back.movedim(0, 1).reshape(batch, heads, tokens, dim)
+
+
+def attention_of(row: str, shard: Shard) -> Callable[[], torch.Tensor]:
+    """A row's call on this rank."""
+    options: dict[str, Any] = {"is_causal": shard.case.causal}
+    if row == ONE:
+        return lambda: fp8attn.sdpa(*shard.whole, **options, backend=shard.backend)
+    if row == ONE_BF16:
+
+        def one_bf16() -> torch.Tensor:
+            with _bf16_backend(shard.q.device):
+                return F.scaled_dot_product_attention(*shard.whole, **options)
+
+        return one_bf16
+    if row in MODES:
+        return lambda: context_parallel.context_parallel_sdpa(
+            shard.q, shard.k, shard.v, group=shard.group, mode=MODES[row], sharding=shard.sharding, backend=shard.backend, **options
+        )  # type: ignore[return-value]
+    return (lambda: bf16_ring(shard)) if row == RING_BF16 else (lambda: bf16_ulysses(shard))
+
+
+def unsupported_row(row: str, case: Case, ranks: int) -> str | None:
+    """Why a row can't run a case, or None."""
+    if "Ulysses" in row and case.q_heads % ranks:
+        return f"{case.q_heads} heads aren't a multiple of {ranks} ranks"
+    if row in (RING_BF16, ULYSSES_BF16) and case.q_length % (2 * ranks):
+        return f"{case.q_length} tokens aren't a multiple of {2 * ranks}"
+    return None
+
+
+class Counted:
+    """Replaces the transfers of fp8attn.distributed inside `with`.
+
+    Attributes:
+        sent: bytes that this rank sent.
+        times: how often a ring's buffer was passed on.
+    """
+
+    def __init__(self, silent: bool = False) -> None:
+        """`silent`: a ring's buffers aren't passed on; every step attends to this rank's own."""
+        self.sent, self.times, self.shifted, self._silent = 0, 0, 0, silent
+        self._before = context_parallel.start_shift, context_parallel.start_gather, context_parallel.exchange
+
+    def __enter__(self) -> Counted:
+        shift, gather, exchange = self._before
+
+        def start_shift(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Any:
+            self.sent += sent.numel()
+            self.times, self.shifted = self.times + 1, sent.numel()
+            return _Still(sent) if self._silent else shift(sent, size, group)
+
+        def start_gather(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Any:
+            self.sent += size * (group.size() - 1)
+            return gather(sent, size, group)
+
+        def exchanged(sent: torch.Tensor, sizes: Sequence[int], received_sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+            self.sent += sum(size for rank, size in enumerate(sizes) if rank != group.rank())
+            return exchange(sent, sizes, received_sizes, group)
+
+        context_parallel.start_shift, context_parallel.start_gather, context_parallel.exchange = start_shift, start_gather, exchanged
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        context_parallel.start_shift, context_parallel.start_gather, context_parallel.exchange = self._before
+
+
+@dataclass
+class _Still:
+    """A transfer that leaves the buffer where it is."""
+
+    buffer: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.buffer
+
+
+def bf16_bytes(row: str, shard: Shard) -> int:
+    """Bytes that a rank sends in a bf16 row."""
+    n = shard.group.size()
+    kv, q = shard.k.nbytes + shard.v.nbytes, shard.q.nbytes
+    return kv * (n - 1) if row == RING_BF16 else (kv + 2 * q) * (n - 1) // n
+
+
+def sample_us(call: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of a call, the mean of CALLS back to back."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_event.record()
+    for _ in range(CALLS):
+        call()
+    end_event.record()
+    torch.cuda.synchronize(device)
+    return start_event.elapsed_time(end_event) * 1e3 / CALLS
+
+
+def error_of(out: torch.Tensor, shard: Shard) -> float:
+    """Relative L2 error of this rank's last rows against exact attention."""
+    last = shard.spans[-1]
+    count = min(SAMPLED_ROWS, last.length)
+    end = last.first + last.length
+    q, k, v = shard.whole
+    keys = end if shard.case.causal else k.shape[2]
+    expected = fp8attn.reference_sdpa(
+        q[:, :, end - count : end], k[:, :, :keys], v[:, :, :keys], is_causal=shard.case.causal, causal_alignment="bottom_right",
+        enable_gqa=True, out_dtype=torch.float32,
+    )  # fmt: skip
+    return float((out[:, :, -count:].float() - expected).norm() / expected.norm())
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row's case.
+
+    Attributes:
+        ranks: number of ranks.
+        us: the median over rounds of the slowest rank's time.
+        sent: bytes that a rank sends in a call.
+        attention_us: of the ring without its transfers.
+        transfer_us: of the ring's transfers alone.
+        relative_l2: error of the last rows of the sequence's first rank.
+        refused: why it wasn't timed.
+    """
+
+    case: Case
+    row: str
+    ranks: int
+    us: float | None = None
+    sent: int | None = None
+    attention_us: float | None = None
+    transfer_us: float | None = None
+    relative_l2: float | None = None
+    refused: str | None = None
+
+    @property
+    def overlap(self) -> float | None:
+        """The fraction of the transfers' time that attention hid."""
+        if self.us is None or self.attention_us is None or not self.transfer_us:
+            return None
+        return min(max((self.attention_us + self.transfer_us - self.us) / self.transfer_us, 0.0), 1.0)
+
+    def record(self) -> dict[str, Any]:
+        """One flat JSON object; fields that don't apply are null."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ("case", "row")}
+        return {**self.case.record(), "backend": self.row, **fields, "overlap": self.overlap}
+
+
+def _slowest(us: float, group: dist.ProcessGroup) -> float:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, us, group=group)
+    return max(found)
+
+
+def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGroup, device: torch.device) -> list[Result]:
+    """All rows of a case, in turns. Every rank of the group runs this."""
+    shard, ranks = shard_of(case, group, device), group.size()
+    refused = {row: unsupported_row(row, case, ranks) for row in rows}
+    runs = {row: attention_of(row, shard) for row in rows if refused[row] is None and (row not in OF_ONE or group.rank() == 0)}
+    turns = [row for row in rows if refused[row] is None]
+    errors: dict[str, float] = {}
+    sent: dict[str, int] = {}
+    for row in turns:
+        if row in runs:
+            with Counted() as counted:
+                out = runs[row]()
+            sent[row] = counted.sent if row in MODES else 0 if row in OF_ONE else bf16_bytes(row, shard)
+            of_last = out[:, :, : shard.spans[-1].first + shard.spans[-1].length] if row in OF_ONE else out
+            if not (row == ULYSSES_BF16 and case.causal):
+                errors[row] = error_of(of_last, shard)
+            del out, of_last
+            runs[row]()
+    samples: dict[str, list[float]] = {row: [] for row in turns}
+    parts: dict[str, list[float]] = {"attention": [], "transfer": []}
+    for i in range(rounds):
+        for row in in_turn(turns, i):
+            dist.barrier(group=group)
+            us = sample_us(runs[row], device) if row in runs else 0.0
+            samples[row].append(_slowest(us, group))
+        if RING in turns:
+            for name, call in (("attention", _without_transfers(runs[RING])), ("transfer", _transfers(runs[RING], shard))):
+                dist.barrier(group=group)
+                parts[name].append(_slowest(sample_us(call, device), group))
+    found = []
+    for row in rows:
+        if refused[row] is not None:
+            found.append(Result(case, row, ranks, refused=refused[row]))
+            continue
+        attention, transfer = (statistics.median(parts[name]) if row == RING else None for name in ("attention", "transfer"))
+        count = 1 if row in OF_ONE else ranks
+        found.append(Result(case, row, count, statistics.median(samples[row]), sent.get(row), attention, transfer, errors.get(row)))
+    return found
+
+
+def _without_transfers(ring: Callable[[], object]) -> Callable[[], None]:
+    def call() -> None:
+        with Counted(silent=True):
+            ring()
+
+    return call
+
+
+def _transfers(ring: Callable[[], object], shard: Shard) -> Callable[[], None]:
+    """The ring's transfers alone, with buffers of its size."""
+    with Counted(silent=True) as counted:
+        ring()
+    buffer = shard.q.new_empty(counted.shifted, dtype=torch.uint8)
+
+    def call() -> None:
+        passed = buffer
+        for _ in range(counted.times):
+            passed = context_parallel.start_shift(passed, passed.numel(), shard.group).wait()
+
+    return call
+
+
+def simulated_us(case: Case, ranks: int, one_us: float, bytes_per_s: float, latency_us: float = 20.0, half_bytes: bool = True) -> float:
+    """Microseconds of a ring of many ranks, by a model.
+
+    Attention takes 1 / ranks² of one GPU's time in each of `ranks` steps, and a step takes as long as the longer of attention and of the
+    transfer of the next shard. The first step's transfer is hidden, too; the last step has none.
+
+    Args:
+        one_us: of the case on one GPU.
+        bytes_per_s: of the link from one rank to the next.
+        latency_us: of a step's launches.
+        half_bytes: keys and values travel in FP8, and not in bfloat16.
+    """
+    tokens = case.kv_length / ranks
+    shard_bytes = case.batch * case.kv_heads * tokens * (case.head_dim + case.value_dim) * (1 if half_bytes else 2)
+    transfer, attention = shard_bytes / bytes_per_s * 1e6, one_us / ranks**2
+    return (ranks - 1) * (max(attention, transfer) + latency_us) + attention
+
+
+def simulated_2d_us(case: Case, ranks: int, one_us: float, link: float, network: float, latency_us: float = 20.0) -> float:
+    """Microseconds of Ulysses inside of machines of INSIDE ranks, and a ring between the machines, by a model.
+
+    A step of the ring passes as many bytes on as `simulated_us` does, and has INSIDE times as much attention.
+
+    Args:
+        link, network: bytes per second of a rank inside of a machine, and between machines.
+    """
+    machines, tokens = ranks // INSIDE, case.q_length / ranks
+    rows = case.batch * tokens
+    traded = rows * (case.q_heads * (case.head_dim + 2 * case.value_dim) + case.kv_heads * (case.head_dim + case.value_dim))
+    transfer = case.batch * case.kv_heads * tokens * (case.head_dim + case.value_dim) / network * 1e6
+    attention = one_us / ranks / machines
+    return traded * (INSIDE - 1) / INSIDE / link * 1e6 + (machines - 1) * (max(attention, transfer) + latency_us) + attention
+
+
+def rank_main(rank: int, ranks: int, port: int, request: tuple[Sequence[Case], Sequence[str], int], connection: Connection | None) -> None:
+    """A rank's process: measures all cases, and the first rank sends the results."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    try:
+        dist.init_process_group("nccl" if gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+        group = dist.group.WORLD
+        assert group is not None
+        cases, rows, rounds = request
+        for case in cases:
+            found = measured(case, rows, rounds, group, device)
+            if connection is not None:
+                connection.send(found)
+            if gpu:
+                torch.cuda.empty_cache()
+        dist.destroy_process_group()
+    except Exception:
+        if connection is not None:
+            connection.send(traceback.format_exc())
+        raise
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def results_of(cases: Sequence[Case], rows: Sequence[str], rounds: int, ranks: int, bar: Progress) -> Iterator[list[Result]]:
+    """The results of every case, from processes that are started for them.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    mine, theirs = context.Pipe()
+    request = (cases, rows, rounds)
+    processes = [context.Process(target=rank_main, args=(rank, ranks, port, request, theirs if rank == 0 else None)) for rank in range(ranks)]
+    task = bar.add_task(f"cases: {len(cases)}, ranks: {ranks}", total=len(cases))
+    try:
+        for process in processes:
+            process.start()
+        for case in cases:
+            bar.update(task, description=case.name)
+            if not mine.poll(PATIENCE):
+                raise RuntimeError(f"the ranks have said nothing for {PATIENCE:.0f} s")
+            found = mine.recv()
+            if isinstance(found, str):
+                raise RuntimeError(found)
+            yield found
+            bar.advance(task)
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _over(a: float | None, b: float | None, form: str = ".2f") -> str:
+    return "–" if a is None or b is None else format(a / b, form)
+
+
+def table(results: Sequence[Result]) -> Sheet:
+    """A row for each row of a case."""
+    case, by = results[0].case, {result.row: result for result in results}
+    ranks = max(result.ranks for result in results)
+    headers = ("µs", "× one GPU", "× bf16 ring", "MB sent", "overlap", "relative L2")
+    made = report.table_of(
+        f"{case.name}, {ranks} ranks", ("row",), headers,
+        "Medians of the slowest rank. × one GPU: the time of fp8attn on one GPU over this one. × bf16 ring: its time over this one. MB sent: by one"
+        " rank in a call. overlap: the share of the ring's transfers that attention hides.",
+        optional=("overlap",),
+    )  # fmt: skip
+    one, ring = (by[row].us if row in by else None for row in (ONE, RING_BF16))
+    for result in results:
+        made.add_row(
+            result.row, report.us_of(result.us), _over(one, result.us), _over(ring, result.us),
+            report.number_of(None if result.sent is None else result.sent / 1e6, ".2f"), report.number_of(result.overlap, ".0%"),
+            report.number_of(result.relative_l2, ".4f"),
+        )  # fmt: skip
+    return made
+
+
+def simulation(results: Sequence[Result], network: float) -> Sheet | None:
+    """The ring of 2 to 64 ranks, from what was measured on one GPU and on the link between two; None if it wasn't.
+
+    Args:
+        network: bytes per second between machines, for more ranks than one machine has.
+    """
+    by = {result.row: result for result in results}
+    one, ring, bf16 = by.get(ONE), by.get(RING), by.get(ONE_BF16)
+    if one is None or ring is None or one.us is None or not ring.transfer_us or not ring.sent:
+        return None
+    case, steps = one.case, max(ring.ranks - 1, 1)
+    shard_bytes = case.batch * case.kv_heads * case.kv_length / ring.ranks * (case.head_dim + case.value_dim)
+    link = shard_bytes * steps / ring.transfer_us * 1e6
+    headers = ("µs, link", "× one GPU", "µs, network", "× one GPU, network", "bf16 µs, network", "µs, 2-D", "× one GPU, 2-D")
+    made = report.table_of(
+        f"Simulated ring, {case.name}", ("ranks",), headers,
+        f"A model, not a measurement: the measured link of {link / 1e9:.1f} GB/s between all ranks, or a network of {network / 1e9:.1f} GB/s."
+        f" 2-D: Ulysses inside of machines of {INSIDE} ranks, a ring between them.",
+    )  # fmt: skip
+    for ranks in SIMULATED:
+        near, far = simulated_us(case, ranks, one.us, link), simulated_us(case, ranks, one.us, network)
+        other = None if bf16 is None or bf16.us is None else simulated_us(case, ranks, bf16.us, network, half_bytes=False)
+        both = simulated_2d_us(case, ranks, one.us, link, network) if ranks > INSIDE else None
+        cells = [report.us_of(near), _over(one.us, near, ".1f"), report.us_of(far), _over(one.us, far, ".1f"), report.us_of(other)]
+        made.add_row(str(ranks), *cells, report.us_of(both), _over(one.us, both, ".1f"))
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_case(parser)
+    command_line.add_peer(parser)
+    parser.add_argument("--ranks", type=at_least(2), metavar="N", help="number of processes (default: the GPUs, 2 without a GPU)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
+    parser.add_argument(
+        "--network", type=more_than_zero, default=50.0, metavar="GB/S", help="link between machines in the simulation (default: %(default)s)"
+    )
+    command_line.add_json(parser)
+
+
+def _itself(row: str) -> str:
+    return row
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    works = command_line.chosen(arguments.case, ON_GPUS if gpus else ON_CPU, "--case")
+    rows = command_line.chosen(arguments.peer, ROWS, "--peer", "row", _itself)
+    ranks = arguments.ranks or max(gpus, 2)
+    if gpus and ranks > gpus:
+        raise UsageError(f"--ranks is {ranks}; there are {gpus} GPUs, and each rank needs one")
+    about, found = machine(device), []
+    with report.progress("distributed") as bar:
+        for results in results_of(works, rows, arguments.rounds, ranks, bar):
+            report.append(arguments.json, (report.json_line("distributed", result.record(), about) for result in results))
+            found.append(results)
+    for results in found:
+        report.console().print(table(results))
+        expected = simulation(results, arguments.network * 1e9)
+        if expected is not None:
+            report.console().print(expected)
+    if not gpus:
+        report.say("Without a GPU the ranks are processes on one CPU: errors and bytes mean what they say, times mean nothing.")
+    return 0
