@@ -39,7 +39,7 @@ from .parts import (
     quantized_queries,
     statistics_tensors,
 )
-from .sharding import Sharding, Span, Spans, _group_of, check_sharding, spans_of
+from .sharding import SHARDINGS, Sharding, Span, Spans, _group_of, spans_of
 from .transport import Transfer, exchange, start_gather, start_shift
 from .visibility import pieces
 from .wire import concatenated_rows, packed, size_of, unpacked
@@ -48,6 +48,8 @@ Mode = Literal["auto", "ring", "ulysses", "all_gather"]
 MODES: tuple[Mode, ...] = ("auto", "ring", "ulysses", "all_gather")
 Check = Literal["calls", "shapes"]
 CHECKS: tuple[Check, ...] = ("calls", "shapes")
+Scope = Literal["sequence", "shard"]
+SCOPES: tuple[Scope, ...] = ("sequence", "shard")
 
 HIDING_ROWS = 4096
 """Query rows per key/value head from which attention to a key takes longer than its transfer: 2·D FLOP a row at
@@ -108,6 +110,7 @@ def context_parallel_sdpa(
     causal_alignment: str = "top_left",
     sharding: Sharding = "contiguous",
     recipe: Recipe = DEFAULT_RECIPE,
+    statistics: Scope = "sequence",
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
@@ -115,9 +118,8 @@ def context_parallel_sdpa(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`fp8attn.sdpa` of a sequence whose tokens are sharded over the ranks of a group. All ranks call it together.
 
-    Every rank quantizes its own keys and values once. What travels are FP8 bytes and scales. Means of K, and means and
-    scales of V, are those of the whole sequence, so the answer depends on the number of ranks only as far as
-    docs/distributed.md says.
+    Every rank quantizes its own keys and values once. What travels are FP8 bytes and scales. Outputs are merged in
+    float32 by their LSE, in an order that doesn't depend on who is faster.
 
     Args:
         query: (B, Hq, Sq of this rank, D), float16, bfloat16 or float32, unit last stride.
@@ -133,6 +135,10 @@ def context_parallel_sdpa(
             `causal_alignment` is `bottom_right`. Sq and Sk are of the whole sequence.
         scale, enable_gqa, recipe: as of `fp8attn.sdpa`. The recipe keeps no keys in half precision. Scales of q or k
             with the granularity `tensor` or `head` are those of a rank's own tokens.
+        statistics: `sequence`: K's mean, and V's means and scales, are those of the whole sequence, as in one process.
+            Shards that begin at multiples of 512 tokens, and have more, are then quantized to the same bytes as by one
+            process. `shard`: each shard has its own. This needs no exchange before quantization. Errors are the same,
+            or smaller where the values drift along the sequence, but answers depend on the number of ranks.
         sharding: `contiguous`: rank r has the r-th run of tokens. `zigzag`: as `fp8attn.distributed.shard` deals them,
             so that ranks have the same work with a causal mask.
         out_dtype: float16, bfloat16 or float32; query's dtype by default.
@@ -160,17 +166,20 @@ def context_parallel_sdpa(
         return_lse=return_lse, backend=backend,
     )  # fmt: skip
     try:
-        checked, fields = _checked(arguments, mode, sharding, check_ranks, groups)
+        checked, fields = _checked(arguments, groups, mode=mode, sharding=sharding, check_ranks=check_ranks, statistics=statistics)
         message = agreement.described(fields)
     except Exception as error:
         agreement.exchanged(agreement.described_error(error), groups)
         raise
     agreed = _agreed(message, groups, check_ranks)
     q, k, v = checked.floats
-    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, _backend(backend, q.device))
     kv_lengths = agreed.kv_lengths
-    chosen = _mode(mode, form, max(agreed.q_lengths), is_causal and sharding == "contiguous", groups)
+    chosen = _mode(mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), is_causal and sharding == "contiguous", groups)
     ranks = _ranks(chosen, groups)
+    computing, shared = _backend(backend, q.device), statistics == "sequence"
+    # the LSE of a shard with a mean of its own needs queries as they are, wherever they attend
+    float_queries = computing == "reference" or recipe.smooth_q or (not shared and ranks.inner is not None)
+    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, float_queries)
     shift = None
     if is_causal:
         shift = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
@@ -205,21 +214,19 @@ def _groups_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> tupl
     return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
 
 
-def _checked(
-    a: Arguments, mode: object, sharding: object, check_ranks: object, groups: Sequence[dist.ProcessGroup]
-) -> tuple[Checked, dict[str, Any]]:
+def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: object) -> tuple[Checked, dict[str, Any]]:
     """This rank's arguments, checked, and what it tells the others.
 
     Raises:
         TypeError, ValueError, RuntimeError, BackendUnavailable: an argument isn't as `context_parallel_sdpa` says.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; it must be one of {MODES}")
+    allowed = {"mode": MODES, "sharding": SHARDINGS, "check_ranks": CHECKS, "statistics": SCOPES}
+    for name, option in options.items():
+        if option not in allowed[name]:
+            raise ValueError(f"{name} is {option!r}; it must be one of {allowed[name]}")
+    mode = options["mode"]
     if mode == "ulysses" and len(groups) == 2:
         raise ValueError("mode is 'ulysses' and mesh has 2 dimensions; it must be 'ring' or 'all_gather', along the first: the second is Ulysses'")
-    check_sharding(sharding)
-    if check_ranks not in CHECKS:
-        raise ValueError(f"check_ranks is {check_ranks!r}; it must be one of {CHECKS}")
     checked = check(a)
     if not checked.is_float:
         raise TypeError("query, key or value is quantized; they must be float16, bfloat16 or float32: each rank quantizes its own")
@@ -234,9 +241,9 @@ def _checked(
     fields = {
         "query length": q.shape[2], "key length": k.shape[2], "batch of query": q.shape[0], "heads of query": q.shape[1],
         "head_dim of query": q.shape[3], "heads of key": k.shape[1], "head_dim of value": v.shape[3], "dtype of query": str(q.dtype),
-        "device of query": q.device.type, "mode": mode, "is_causal": a.is_causal, "causal_alignment": a.causal_alignment,
-        "scale": checked.softmax_scale, "sharding": sharding, "recipe": a.recipe.text, "out_dtype": str(checked.out_dtype),
-        "return_lse": a.return_lse, "backend": backend, "check_ranks": check_ranks,
+        "device of query": q.device.type, **options, "is_causal": a.is_causal, "causal_alignment": a.causal_alignment,
+        "scale": checked.softmax_scale, "recipe": a.recipe.text, "out_dtype": str(checked.out_dtype),
+        "return_lse": a.return_lse, "backend": backend,
     }  # fmt: skip
     return checked, fields
 
@@ -264,21 +271,22 @@ def _agreed(message: bytes, groups: tuple[dist.ProcessGroup, ...], check_ranks: 
     return agreement.agreed(known)
 
 
-def _mode(mode: Mode, form: Format, q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup]) -> Mode:
+def _mode(mode: Mode, heads: tuple[int, int], q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup]) -> Mode:
     """The mode of a call.
 
     Args:
+        heads: of query and of key.
         q_length: the most queries of a rank.
         unbalanced: whether ranks of a ring would have different work.
     """
     if mode != "auto":
         return mode
-    hidden = q_length * form.q_heads // max(form.kv_heads, 1) >= HIDING_ROWS
+    hidden = q_length * heads[0] // max(heads[1], 1) >= HIDING_ROWS
     if len(groups) == 2:
         return "ring" if hidden else "all_gather"
     if hidden and not unbalanced:
         return "ring"
-    if _unsupported_ulysses(form.q_heads, form.kv_heads, groups[0].size()) is None:
+    if _unsupported_ulysses(*heads, groups[0].size()) is None:
         return "ulysses"
     return "ring" if hidden else "all_gather"
 
@@ -339,9 +347,9 @@ class _Call:
         return sum(span.length for spans in self.kv_spans for span in spans)
 
     def _start_statistics(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
-        """Begin to gather the partial statistics of all ranks; None where attention is exact, or there are no keys."""
+        """Begin to gather the partial statistics of all ranks; None if there are none that all share."""
         total = self._total()
-        if self.form.exact or not total:
+        if self.form.exact or not self.form.shared or not total:
             return None
         ranks, form = self.ranks, self.form
         sizes = [size_of(form.statistics_forms(held([spans]), total)) for spans in self.kv_spans]
@@ -419,6 +427,9 @@ class _Call:
                 causal_alignment="bottom_right" if piece.causal == "bottom_right" else "top_left", scale=self.checked.softmax_scale,
                 enable_gqa=True, recipe=form.recipe, out_dtype=torch.float32, return_lse=True, backend=form.backend,
             )  # fmt: skip
+            if part.k_mean is not None:
+                floats = (q if isinstance(q, torch.Tensor) else self.checked.floats[0])[:, :, piece.start : piece.stop]
+                lse = ops.library_ops.unsmoothed_lse(lse, floats, part.k_mean, self.checked.softmax_scale, form.rotated)
             total.add(piece.start, piece.stop, out, lse)
 
     def _traded(

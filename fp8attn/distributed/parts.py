@@ -39,6 +39,9 @@ class Format:
         dtype: theirs.
         recipe: how they are quantized.
         backend: as of `sdpa`. `reference` quantizes nothing, `modelled` quantizes in plain torch.
+        shared: all parts are quantized by the statistics of the sequence. Otherwise the statistics of every part travel
+            with it.
+        float_queries: queries travel as they are, and are quantized where they attend.
     """
 
     batch: int
@@ -49,6 +52,8 @@ class Format:
     dtype: torch.dtype
     recipe: Recipe
     backend: Backend
+    shared: bool
+    float_queries: bool
 
     @property
     def exact(self) -> bool:
@@ -65,11 +70,6 @@ class Format:
         """Of keys as they travel: every head has a scale of its own."""
         return "head" if self.recipe.k == "tensor" else self.recipe.k
 
-    @property
-    def float_queries(self) -> bool:
-        """Whether queries travel as they are. Means of queries belong to the queries that one call attends with."""
-        return self.exact or self.recipe.smooth_q
-
     def of_heads(self, ranks: int) -> Format:
         """The format of one of `ranks` equal shares of the heads."""
         return replace(self, q_heads=self.q_heads // ranks, kv_heads=max(self.kv_heads // ranks, 1))
@@ -82,7 +82,8 @@ class Format:
         return [Form(shape, row_type(self.recipe.qk), padded=True), Form(shape[:3], torch.float32)]
 
     def kv_forms(self, spans: Sequence[Span]) -> list[Form]:
-        """Of keys and values, span by span: K's rows and scales, and V; or K and V as they are."""
+        """Of keys and values, span by span: K's rows and scales, V, and their statistics unless these are shared; or K
+        and V as they are."""
         forms = []
         for span in spans:
             rows = (self.batch, self.kv_heads, span.length)
@@ -92,6 +93,10 @@ class Format:
             scales = scale_shape(self.k_granularity, *rows, self.head_dim)
             values = (self.batch, self.kv_heads, self.value_dim, padded_length(span.length))
             forms += [Form((*rows, self.head_dim), row_type(self.recipe.qk), padded=True), Form(scales, torch.float32), Form(values, E4M3)]
+            if not self.shared:
+                scales = (*rows[:2], self.value_dim if self.recipe.v == "channel" else 1)
+                shapes = [(*rows[:2], self.head_dim)] * self.recipe.smooth_k + [scales] + [(*rows[:2], self.value_dim)] * self.recipe.smooth_v
+                forms += [Form(shape, torch.float32) for shape in shapes]
         return forms
 
     def statistics_forms(self, spans: Sequence[Span], total: int) -> list[Form]:
@@ -158,7 +163,7 @@ def kv_tensors(k: torch.Tensor, v: torch.Tensor, spans: Spans, found: Statistics
     for keys, values, span in zip(_cut(k, spans), _cut(v, spans), spans, strict=True):
         if not span.length:
             continue
-        if found is None:
+        if form.exact:
             tensors.append([keys, values])
             continue
         if form.backend == "modelled":
@@ -169,6 +174,9 @@ def kv_tensors(k: torch.Tensor, v: torch.Tensor, spans: Spans, found: Statistics
             key, value = some_key, some_value
         scale = key.scale.expand(*keys.shape[:2], 1) if key.granularity == "tensor" else key.scale
         tensors.append([key.data, scale, value.data])
+        if not form.shared:
+            v_scale = value.scale.expand(*keys.shape[:2], 1) if value.granularity == "tensor" else value.scale
+            tensors[-1] += [x for x in (key.mean, v_scale, value.mean) if x is not None]
     return tensors
 
 
@@ -178,12 +186,14 @@ class Part:
 
     Attributes:
         span: which tokens they are.
-        key, value: `Quantized`; or (B, H, S, D) and (B, H, S, Dv) where attention is exact.
+        key, value: `Quantized`, the key without its mean; or (B, H, S, D) and (B, H, S, Dv) where attention is exact.
+        k_mean: float32 (B, H, D), the key's mean if it isn't that of all parts.
     """
 
     span: Span
     key: Quantized | torch.Tensor
     value: Quantized | torch.Tensor
+    k_mean: torch.Tensor | None = None
 
     def first_keys(self, count: int) -> tuple[Quantized | torch.Tensor, Quantized | torch.Tensor]:
         """Key and value of the first `count` tokens. Values are copied if these aren't all."""
@@ -205,19 +215,26 @@ def parts_of(buffer: torch.Tensor, spans: Spans, found: Statistics | None, form:
     """The parts in a buffer of `Format.kv_forms`.
 
     Args:
-        found: the statistics of the heads in the buffer; None where attention is exact.
+        found: the statistics of the heads in the buffer, if they are shared.
     """
-    tensors = unpacked(buffer, form.kv_forms(spans))
-    if found is None:
-        return [Part(span, *tensors[2 * i : 2 * i + 2]) for i, span in enumerate(spans)]
-    v_scale, v_granularity = found.v_scale, form.recipe.v
-    if v_granularity == "tensor":
-        v_scale, v_granularity = v_scale.expand(form.batch, form.kv_heads, 1), "head"
+    tensors = iter(unpacked(buffer, form.kv_forms(spans)))
+    shared_scale = None
+    if found is not None:  # one tensor for all parts: merged_parts looks for it
+        shared_scale = found.v_scale.expand(form.batch, form.kv_heads, 1) if form.recipe.v == "tensor" else found.v_scale
     parts = []
-    for i, span in enumerate(spans):
-        k_data, k_scale, v_data = tensors[3 * i : 3 * i + 3]
-        key = Quantized(k_data, k_scale, form.k_granularity, "rows", span.length, None, form.rotated)
-        parts.append(Part(span, key, Quantized(v_data, v_scale, v_granularity, "values", span.length, found.v_mean)))
+    for span in spans:
+        if form.exact:
+            parts.append(Part(span, next(tensors), next(tensors)))
+            continue
+        key = Quantized(next(tensors), next(tensors), form.k_granularity, "rows", span.length, None, form.rotated)
+        v_data, k_mean = next(tensors), None
+        if found is not None and shared_scale is not None:
+            v_scale, v_mean = shared_scale, found.v_mean
+        else:
+            k_mean = next(tensors) if form.recipe.smooth_k else None
+            v_scale, v_mean = next(tensors), next(tensors) if form.recipe.smooth_v else None
+        v_granularity: Granularity = "head" if form.recipe.v == "tensor" else form.recipe.v
+        parts.append(Part(span, key, Quantized(v_data, v_scale, v_granularity, "values", span.length, v_mean), k_mean))
     return parts
 
 
@@ -236,7 +253,7 @@ def merged_parts(parts: Sequence[Part]) -> list[Part]:
     runs: list[list[Part]] = []
     for part in parts:
         before = runs[-1][-1] if runs else None
-        if before is not None and before.span.first + before.span.length == part.span.first and _continues(before):
+        if before is not None and before.span.first + before.span.length == part.span.first and _continues(before, part):
             runs[-1].append(part)
         else:
             runs.append([part])
@@ -245,11 +262,12 @@ def merged_parts(parts: Sequence[Part]) -> list[Part]:
     return found
 
 
-def _continues(part: Part) -> bool:
-    """Whether another part can follow in the same tensors."""
-    if isinstance(part.key, torch.Tensor):
+def _continues(part: Part, following: Part) -> bool:
+    """Whether the next part can follow in the same tensors."""
+    if not isinstance(part.key, Quantized) or not isinstance(part.value, Quantized) or not isinstance(following.value, Quantized):
         return True
-    return part.span.length % SCALE_BLOCK == 0 and part.key.granularity in ("block", "token")
+    whole_blocks = part.span.length % SCALE_BLOCK == 0 and part.key.granularity in ("block", "token")
+    return whole_blocks and part.value.scale is following.value.scale
 
 
 def _concatenated(parts: Sequence[Part]) -> Part:

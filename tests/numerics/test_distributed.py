@@ -180,8 +180,7 @@ def test_causal_masks_of_other_lengths(ranks: Ranks, q_length: int, kv_length: i
 ALIGNED = Problem(heads=2, kv_heads=2, q_length=2048, kv_length=2048)
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("recipe", (Recipe(), PRECISE), ids=("default", "precise"))
+@pytest.mark.parametrize("recipe, causal", ((Recipe(), True), (PRECISE, False)), ids=("default causal", "precise full"))
 def test_shards_of_whole_chunks_give_the_bytes_of_one_process(ranks: Ranks, recipe: Recipe, causal: bool) -> None:
     """Shards that begin at multiples of 512 tokens, and have more: the quantized bytes are the same. What is left is the order of float32
     additions, and P's rounding in the first key block of a shard, whose scores are relative to nothing before them."""
@@ -189,7 +188,7 @@ def test_shards_of_whole_chunks_give_the_bytes_of_one_process(ranks: Ranks, reci
     expected, expected_lse = alone(ALIGNED, **options)
     exact, _ = alone(ALIGNED, is_causal=causal, backend="reference", out_dtype=torch.float32)
     own = relative(expected, exact)
-    for mode, bound in (("ring", own / 10), ("all_gather", own / 10), ("ulysses", 1e-6)):
+    for mode, bound in (("ring", own / 100), ("all_gather", own / 100), ("ulysses", 1e-6)):
         out, lse = parallel(ranks, 2, ALIGNED, mode=mode, **options)
         assert relative(out, expected) < bound, mode
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
@@ -204,7 +203,7 @@ KINDS_OF_SHARDS = (
 def test_any_shards_have_the_error_of_one_process(ranks: Ranks, n: N, mode: str, sharding: str) -> None:
     """Within 8 %, and the same bits every time: blocks of K's scales and runs of V's feedback begin at other tokens, and parts of up to 512
     tokens have no feedback."""
-    problem = Problem(q_length=701, kv_length=701, batch=2)
+    problem = Problem(q_length=601, kv_length=601)
     for causal in (False, True):
         exact, exact_lse = alone(problem, is_causal=causal, backend="reference", out_dtype=torch.float32)
         out, lse = alone(problem, is_causal=causal, backend="modelled", out_dtype=torch.float32)
@@ -214,6 +213,19 @@ def test_any_shards_have_the_error_of_one_process(ranks: Ranks, n: N, mode: str,
         assert relative(found_lse, exact_lse) < 1.2 * relative(lse, exact_lse)
     again, again_lse = parallel(ranks, n, problem, **options)
     assert torch.equal(found, again) and torch.equal(found_lse, again_lse)
+
+
+@pytest.mark.parametrize("n, mode", ((2, "ring"), (4, "ulysses"), ((2, 2), "all_gather")), ids=str)
+@pytest.mark.parametrize("recipe", (Recipe(), Recipe(smooth_q=True, v="tensor"), Recipe(smooth_k=False, k="tensor", smooth_v=False)), ids=str)
+def test_shards_with_statistics_of_their_own(ranks: Ranks, recipe: Recipe, n: N, mode: str) -> None:
+    """The error of one process; the LSE has each shard's mean, which is large."""
+    problem = Problem(q_length=500, kv_length=500)
+    exact, exact_lse = alone(problem, is_causal=True, backend="reference", out_dtype=torch.float32)
+    options: dict[str, Any] = dict(is_causal=True, recipe=recipe, backend="modelled", out_dtype=torch.float32)
+    out, lse = alone(problem, **options)
+    found, found_lse = parallel(ranks, n, problem, mode=mode, statistics="shard", **options)
+    assert relative(found, exact) < 1.1 * relative(out, exact)
+    assert relative(found_lse, exact_lse) < 1.3 * relative(lse, exact_lse)
 
 
 RECIPES = {
@@ -304,6 +316,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"problem": Problem(dtype=torch.float16)}, "dtype of query is 'torch.bfloat16' on rank 0 and 'torch.float16' on rank 2"),
     "error": ({"problem": Problem(dim=20)}, "query has head_dim 20; it must be a multiple of 8"),
     "half keys": ({"recipe": Recipe(recent=128)}, r"recipe keeps keys \(sinks=0, recent=128\); it must keep none"),
+    "statistics": ({"statistics": "shard"}, "statistics is 'sequence' on rank 0 and 'shard' on rank 2"),
     "no mode": ({"mode": "star"}, "mode is 'star'; it must be one of"),
     "heads": ({"mode": "ulysses"}, "query has 4 heads; with Ulysses they must be a multiple of the 3 ranks"),
     "type": ({"scale": "1"}, "scale is a str; it must be a number"),
@@ -472,7 +485,7 @@ def test_the_accumulator_combines(count: int, seed: int) -> None:
 
 
 def test_buffers_hold_what_was_packed() -> None:
-    form = Format(2, 4, 2, 24, 40, torch.bfloat16, Recipe(), "modelled")
+    form = Format(2, 4, 2, 24, 40, torch.bfloat16, Recipe(), "modelled", True, False)
     forms = [*form.kv_forms([Span(0, 5), Span(9, 130)]), Form((3,), torch.float32)]
     tensors = [torch.randn(one.shape).to(one.dtype) for one in forms]
     buffer = packed(tensors, forms)
@@ -486,7 +499,7 @@ def test_buffers_hold_what_was_packed() -> None:
 def test_statistics_that_travelled_are_joined_in_the_order_of_the_sequence() -> None:
     """Zig-zag ranks hold parts that aren't neighbours. The buffers are as long as every rank expects."""
     _, k, v = Problem(q_length=1, kv_length=2100, dtype=torch.float32).tensors()
-    form = Format(1, 4, 2, 32, 32, k.dtype, Recipe(), "modelled")
+    form = Format(1, 4, 2, 32, 32, k.dtype, Recipe(), "modelled", True, False)
     found = []
     for spans in spans_of(shard_lengths(2100, 2, "zigzag"), "zigzag"):
         own = [torch.cat([x[:, :, span.first : span.first + span.length] for span in spans], 2) for x in (k, v)]
@@ -500,13 +513,13 @@ def test_statistics_that_travelled_are_joined_in_the_order_of_the_sequence() -> 
 @pytest.mark.parametrize("recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False)), ids=str)
 def test_statistics_of_parts_are_those_of_the_whole(recipe: Recipe) -> None:
     """By definition and by kernels; the bytes of parts of whole chunks, longer than one, are those of the whole."""
-    _, k, v = Problem(q_length=1, kv_length=2700, value_dim=16, nonfinite=(5,)).tensors()
-    v[0, 1, 1500, 3] = torch.inf
+    _, k, v = Problem(q_length=1, kv_length=1600, value_dim=16, nonfinite=(5,)).tensors()
+    v[0, 1, 1100, 3] = torch.inf
     expected_k, expected_v = quantize_kv(k, v, recipe)
-    for cuts in ((0, 1024, 2700), (0, 77, 900, 2700)):
+    for cuts in ((0, 1024, 1600), (0, 77, 1600)):
         spans = list(itertools.pairwise(cuts))
         for by in (partial_statistics, ops.partial_statistics):
-            found = statistics([by(k[:, :, a:b], v[:, :, a:b], a, 2700) for a, b in spans], 2700, recipe)
+            found = statistics([by(k[:, :, a:b], v[:, :, a:b], a, 1600) for a, b in spans], 1600, recipe)
             if cuts[1] % TOKEN_CHUNK == 0:
                 assert torch.equal(found.v_scale, expected_v.scale)
                 assert found.v_mean is None or torch.equal(found.v_mean, expected_v.mean)
@@ -516,7 +529,7 @@ def test_statistics_of_parts_are_those_of_the_whole(recipe: Recipe) -> None:
             key, value = quantize_kv(k[:, :, a:b], v[:, :, a:b], recipe, found)
             if cuts[1] % TOKEN_CHUNK == 0:
                 assert torch.equal(key.data.view(torch.uint8), expected_k.data[:, :, a:b].view(torch.uint8))
-                rows, all_rows = rows_layout(value.data, b - a).view(torch.uint8), rows_layout(expected_v.data, 2700).view(torch.uint8)
+                rows, all_rows = rows_layout(value.data, b - a).view(torch.uint8), rows_layout(expected_v.data, 1600).view(torch.uint8)
                 assert torch.equal(rows, all_rows[:, :, a:b])
             _, by_key, by_value = triton_quantize.quantize(None, k[:, :, a:b], v[:, :, a:b], recipe, INTERPRETER, given=found)
             assert by_key is not None and by_value is not None
