@@ -64,8 +64,8 @@ SIMULATED = (2, 4, 8, 16, 32, 64)
 INSIDE = 8
 """Ranks of one machine in the simulation."""
 
-PATIENCE = 300.0
-"""Seconds that the parent waits for a row."""
+PATIENCE = 900.0
+"""Seconds that the parent waits for a case: kernels are compiled in the first one."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import GPU
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,7 @@ import fp8attn
 import fp8attn.distributed.agreement as agreement
 from closeness import relative
 from fp8attn import PRECISE, Recipe, ops, reference
-from fp8attn.device import INTERPRETER
+from fp8attn.device import device_of
 from fp8attn.distributed import context_parallel_sdpa, shard, shard_lengths, unshard
 from fp8attn.distributed.merge import Accumulator
 from fp8attn.distributed.parts import Format, joined_statistics, statistics_tensors
@@ -43,6 +44,8 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two N
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """Four processes on the CPU, each with one thread."""
+    if GPU:
+        pytest.skip("needs no GPU: machines without one run it")
     pool = Ranks(MOST)
     yield pool
     pool.stop()
@@ -511,12 +514,12 @@ def test_statistics_that_travelled_are_joined_in_the_order_of_the_sequence() -> 
 
 
 @pytest.mark.parametrize("recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False)), ids=str)
-def test_statistics_of_parts_are_those_of_the_whole(recipe: Recipe) -> None:
+def test_statistics_of_parts_are_those_of_the_whole(device: torch.device, recipe: Recipe) -> None:
     """By definition and by kernels; the bytes of parts of whole chunks, longer than one, are those of the whole."""
-    _, k, v = Problem(q_length=1, kv_length=1600, value_dim=16, nonfinite=(5,)).tensors()
+    _, k, v = Problem(q_length=1, kv_length=1600, value_dim=16, nonfinite=(5,)).tensors(device)
     v[0, 1, 1100, 3] = torch.inf
     expected_k, expected_v = quantize_kv(k, v, recipe)
-    for cuts in ((0, 1024, 1600), (0, 77, 1600)):
+    for cuts in ((0, 1024, 1600), (0, 77, 700, 1600)):
         spans = list(itertools.pairwise(cuts))
         for by in (partial_statistics, ops.partial_statistics):
             found = statistics([by(k[:, :, a:b], v[:, :, a:b], a, 1600) for a, b in spans], 1600, recipe)
@@ -531,11 +534,12 @@ def test_statistics_of_parts_are_those_of_the_whole(recipe: Recipe) -> None:
                 assert torch.equal(key.data.view(torch.uint8), expected_k.data[:, :, a:b].view(torch.uint8))
                 rows, all_rows = rows_layout(value.data, b - a).view(torch.uint8), rows_layout(expected_v.data, 1600).view(torch.uint8)
                 assert torch.equal(rows, all_rows[:, :, a:b])
-            _, by_key, by_value = triton_quantize.quantize(None, k[:, :, a:b], v[:, :, a:b], recipe, INTERPRETER, given=found)
+            if b - a > TOKEN_CHUNK + 200 or cuts[1] == TOKEN_CHUNK * 2:
+                continue  # the interpreter takes long
+            _, by_key, by_value = triton_quantize.quantize(None, k[:, :, a:b], v[:, :, a:b], recipe, device_of(device), given=found)
             assert by_key is not None and by_value is not None
-            assert torch.equal(by_key.data.view(torch.uint8), key.data.view(torch.uint8)) and torch.equal(
-                by_value.data.view(torch.uint8), value.data.view(torch.uint8)
-            )
+            for x, y in ((by_key.data, key.data), (by_value.data, value.data)):
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
             torch.testing.assert_close(by_key.scale, key.scale, rtol=0.0, atol=0.0, equal_nan=True)
 
 
@@ -636,7 +640,7 @@ def test_dtensors_that_are_refused(ranks: Ranks, name: str) -> None:
         assert isinstance(one, Failed) and one.kind == kind and re.search(message, one.message)
 
 
-LARGE = Problem(heads=8, kv_heads=4, q_length=4096, kv_length=4096, dim=128, value_dim=128)
+LARGE = Problem(heads=8, kv_heads=4, q_length=8192, kv_length=8192, dim=128, value_dim=128)
 
 
 def peer_count() -> int:
@@ -657,7 +661,7 @@ def test_gpus_have_the_error_of_one_gpu(gpus: Ranks, recipe: Recipe, causal: boo
         n = 2 if mode == "ulysses" else peer_count()
         found, found_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, **options)
         assert relative(found, exact) < 1.01 * relative(out, exact), (sharding, mode)
-        assert relative(found_lse, exact_lse) < 1.1 * relative(lse, exact_lse)
+        assert relative(found_lse, exact_lse) < 1.5 * relative(lse, exact_lse)
         again, again_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, **options)
         assert torch.equal(found, again) and torch.equal(found_lse, again_lse)
 
@@ -678,7 +682,7 @@ def test_gpus_of_uneven_shards(gpus: Ranks) -> None:
 @TWO_GPUS
 @pytest.mark.gpu
 def test_gpus_that_disagree_all_get_the_error(gpus: Ranks) -> None:
-    lengths, problem = (2048, 2048), LARGE
+    lengths, problem = (4096, 4096), LARGE
     found = gpus.outcomes(attend, 2, [(problem, lengths, lengths, "contiguous", {"is_causal": rank == 1}) for rank in range(2)])
     assert all(isinstance(one, Failed) and one.message.startswith("is_causal is False on rank 0 and True on rank 1") for one in found)
     parallel(gpus, 2, problem)
