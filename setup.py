@@ -1,6 +1,7 @@
 """Which packages there are, and compiling ahead.
 
-`FP8ATTN_PREBUILD=1 pip install --no-build-isolation .` compiles the CUDA kernels into the wheel; without, they are compiled on first use.
+`FP8ATTN_PREBUILD=1 pip install --no-build-isolation .` compiles the CUDA kernels into the wheel; without, they are compiled on first use. Such a
+wheel serves every Python, and every torch that has the stable ABI: it is of a platform only, that of the C library it was linked with.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import os
 import sys
 from pathlib import Path
 
+from packaging.tags import platform_tags
 from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
 
@@ -61,6 +64,16 @@ class BuildWithKernels(build_py):
             build.prebuild(Path(self.build_lib) / "fp8attn" / "cuda" / "prebuilt", arch)
 
 
+class AnyPython(bdist_wheel):
+    """The kernels' binding doesn't use Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        if not ARCHITECTURES:
+            return super().get_tag()
+        tags = list(platform_tags())  # the newest manylinux is that of this machine's C library
+        return "py3", "none", next((tag for tag in tags if tag.startswith("manylinux_2")), tags[0])
+
+
 class Platform(Distribution):
     """A wheel with compiled kernels is of one platform."""
 
@@ -75,6 +88,6 @@ setup(
         *(f"fp8attn.bench.{name}" for name in find_packages(str(ROOT / "bench"))),
     ],
     package_dir={"fp8attn.bench": "bench"},
-    cmdclass={"build_py": BuildWithKernels},
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": AnyPython},
     distclass=Platform,
 )

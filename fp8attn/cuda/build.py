@@ -388,8 +388,12 @@ def compile_by(command: Sequence[str], folder: Path) -> str:
 
 
 def link_flags() -> list[str]:
-    """Flags of a shared library that uses the process's CUDA runtime, which is torch's: dlopen finds it by its name."""
-    return ["-shared", *(f"-L{cuda_home()}/{name}" for name in ("lib64", "lib")), "-lcudart"]
+    """Flags of a shared library with a CUDA runtime of its own.
+
+    So it is loaded beside any torch, whatever CUDA that was built with. Streams, contexts and memory are the driver's,
+    which all runtimes of a process share.
+    """
+    return ["-shared", *(f"-L{cuda_home()}/{name}" for name in ("lib64", "lib")), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
 
 @dataclass(frozen=True)
@@ -411,9 +415,9 @@ class Kernels:
 
     def content(self) -> str:
         """Hash of everything that determines what the library does and where it can be loaded: sources, rendered
-        sources, flags, CUDA."""
+        sources, flags."""
         written = [path for path in source_files() if path.name == "params.h" or path.name not in BINDING_SOURCES]
-        parts = [str(torch.version.cuda), *cuda_flags(self.arch), *_texts(written)]
+        parts = [*cuda_flags(self.arch), *_texts(written)]
         return _hash(parts + [f"{name}\0{text}" for name, text in render.files(self.instances).items()])
 
     def compilers(self) -> list[str]:
@@ -453,11 +457,11 @@ class Binding:
     announcement = "the CUDA kernels' binding"
 
     def content(self) -> str:
-        """Hash of everything that determines what the library does and where it can be loaded: sources, flags, CUDA.
+        """Hash of everything that determines what the library does and where it can be loaded: sources, flags.
 
         Any torch that has the stable ABI of torch_abi.h can load it.
         """
-        return _hash([str(torch.version.cuda), *CXX_FLAGS, *_texts([SOURCES / name for name in BINDING_SOURCES])])
+        return _hash([*CXX_FLAGS, *_texts([SOURCES / name for name in BINDING_SOURCES])])
 
     def compilers(self) -> list[str]:
         """Versions of the compilers that make it."""

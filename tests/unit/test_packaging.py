@@ -193,3 +193,17 @@ def test_compiling_ahead_for_no_architecture(tree: Path, value: str) -> None:
 def test_compiling_ahead_for_an_unknown_architecture(tree: Path, tmp_path: Path) -> None:
     done = run(tree, "setup.py", "build_py", "--build-lib", str(tmp_path), FP8ATTN_PREBUILD="90,70")
     assert done.returncode != 0 and "FP8ATTN_PREBUILD names 70; it must name some of 80, 89, 90" in done.stderr
+
+
+def test_a_wheel_with_kernels_is_of_a_platform_and_of_every_python(unpacked: Path, tmp_path: Path) -> None:
+    """Its kernels are a file here, that says what it stands for."""
+    program = (
+        "import sys; sys.path.insert(0, '.'); from fp8attn.cuda import build;"
+        "build.prebuild = lambda folder, arch: (folder.mkdir(parents=True, exist_ok=True), (folder / f'{arch}.so').write_text('kernels'));"
+        "from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    )
+    done = run(unpacked, "-c", program, str(tmp_path), FP8ATTN_PREBUILD="80,90")
+    name = done.stdout.splitlines()[-1]
+    assert done.returncode == 0 and re.fullmatch(rf"fp8attn-{fp8attn.__version__}-py3-none-manylinux_2_\d+_\w+\.whl", name), done.stderr[-2000:]
+    with zipfile.ZipFile(tmp_path / name) as archive:
+        assert {f"fp8attn/cuda/prebuilt/{arch}.so" for arch in (80, 90)} <= set(archive.namelist())
