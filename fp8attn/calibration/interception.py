@@ -233,7 +233,7 @@ def intercepted(model: nn.Module, handler: Handler, *, traceable: bool) -> Itera
     names = layer_names(model)
     interception = Interception(handler, traceable=traceable)
     forwards: list[_Forward] = []
-    with _no_fast_path(names):
+    with no_fast_path() if _has_fast_path(names) else contextlib.nullcontext():
         try:
             for module, of_module in names.items():
                 forwards.append(_link(module, (interception, of_module)))
@@ -286,16 +286,16 @@ class _FastPath:
 _fast_path = _FastPath()
 
 
+def _has_fast_path(modules: Iterable[nn.Module]) -> bool:
+    return any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in modules)
+
+
 @contextlib.contextmanager
-def _no_fast_path(modules: Iterable[nn.Module]) -> Iterator[None]:
+def no_fast_path() -> Iterator[None]:
     """Switch off the fast path, which makes no attention call. torch.compile takes it even inside a function mode.
 
-    The switch belongs to the process, so the fast path is off for other models, too. It is touched only if one of the
-    modules has a fast path.
+    The switch belongs to the process, so the fast path is off for other models, too.
     """
-    if not any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in modules):
-        yield
-        return
     with _lock:
         if _fast_path.contexts == 0:
             _fast_path.before = torch.backends.mha.get_fastpath_enabled()

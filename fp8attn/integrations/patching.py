@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import weakref
 from collections.abc import Callable, Collection
 
 import torch
 
 from ..calibration.interception import intercepted
+from ..calibration.reasons import Reasons, likely_causes
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
 from .switching import MIN_KEYS, Decode, Policy, Report, attention
@@ -22,9 +24,15 @@ class Patched:
     """
 
     def __init__(self, model: torch.nn.Module, handler: _Switch) -> None:
-        self.report = handler.report
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(intercepted(model, handler, traceable=True))
+        interception = self._stack.enter_context(intercepted(model, handler, traceable=True))
+        reference = weakref.ref(model)
+
+        def likely_cause() -> str | None:
+            there = reference()
+            return None if there is None else likely_causes(there, interception, Reasons())
+
+        self.report = handler.report = Report(likely_cause)
 
     def undo(self) -> None:
         """The model calls PyTorch's attention again. Nothing happens if it already does."""
@@ -41,7 +49,8 @@ class _Switch:
     """The handler of the intercepted calls."""
 
     def __init__(self, policy: Policy, skip: Collection[str]) -> None:
-        self.policy, self.skip, self.report = policy, tuple(skip), Report()
+        self.policy, self.skip = policy, tuple(skip)
+        self.report = Report()
 
     def attention(self, layer: str, arguments: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
         if any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.skip):

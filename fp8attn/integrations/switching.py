@@ -10,10 +10,11 @@ from typing import Literal
 
 import torch
 
+from ..api import sdpa
 from ..calibration.reasons import Reasons
 from ..calibration.replacing import by_fp8attn, refusal
 from ..recipe import DEFAULT_RECIPE, Recipe
-from ..validate import Arguments, Backend, BackendUnavailable, check_backend, is_causal_bias
+from ..validate import Arguments, Backend, check_backend, is_causal_bias
 
 MIN_KEYS = 2048
 """The fewest keys that fp8attn is called for by default. From bf16, calls of 1k tokens have 0.71 to 0.82 times the
@@ -75,9 +76,13 @@ class Report:
     Attributes:
         replaced: for each layer, the number of calls that fp8attn computed.
         fallbacks: for each layer, the number of calls that went elsewhere, by reason.
+
+    Args:
+        likely_cause: says why there may be no call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, likely_cause: Callable[[], str | None] | None = None) -> None:
+        self._likely_cause = likely_cause
         self._lock = threading.Lock()
         self.replaced: Counter[str] = Counter()
         self.fallbacks = Reasons()
@@ -102,16 +107,28 @@ class Report:
         rows = [(layer, str(count), "fp8attn", "") for layer, count in self.replaced.items()]
         rows += [(layer, str(count), "PyTorch", reason) for layer, reasons in self.fallbacks.items() for reason, count in reasons.items()]
         if not rows:
-            return "no call of attention"
+            cause = None if self._likely_cause is None else self._likely_cause()
+            return "no call of attention" + ("" if cause is None else f". Likely cause: {cause}")
         rows = [("layer", "calls", "computed by", "because"), *sorted(rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join((*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3])).rstrip() for row in rows)
 
 
-def attention(policy: Policy, report: Report, layer: str, a: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A call by fp8attn if the policy says so and `fp8attn.sdpa` takes it.
+Compute = Callable[[Arguments, Recipe, Backend], torch.Tensor]
+"""Computes a call by a recipe and a backend."""
 
-    Otherwise the call goes to `original`, and the report gets the reason.
+
+def with_lse(a: Arguments, recipe: Recipe, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    """A model's call (B, Hq, Sq, Dv) and its LSE (B, Hq, Sq), float32, by fp8attn.sdpa."""
+    return sdpa(
+        a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe, backend=backend, return_lse=True
+    )  # fmt: skip
+
+
+def attempted(policy: Policy, report: Report, layer: str, a: Arguments, compute: Compute = by_fp8attn) -> torch.Tensor | None:
+    """A call by fp8attn, through `compute`, if the policy says so and `fp8attn.sdpa` takes it.
+
+    Otherwise None, and the report gets the reason.
     """
     reason = policy.reason_for_pytorch(a)
     recipe = policy.recipe_for(a.attn_mask)
@@ -119,8 +136,8 @@ def attention(policy: Policy, report: Report, layer: str, a: Arguments, original
         reason = refusal(a, recipe)
     if reason is None:
         try:
-            out = by_fp8attn(a, recipe, policy.backend)
-        except (TypeError, ValueError, BackendUnavailable) as error:
+            out = compute(a, recipe, policy.backend)
+        except (TypeError, ValueError, RuntimeError) as error:
             if torch.compiler.is_compiling() or refusal(a, recipe) is None:
                 raise
             reason = str(error)
@@ -128,4 +145,10 @@ def attention(policy: Policy, report: Report, layer: str, a: Arguments, original
             report.count(layer, None)
             return out
     report.count(layer, reason)
-    return original()
+    return None
+
+
+def attention(policy: Policy, report: Report, layer: str, a: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A call by fp8attn as of `attempted`, or else by `original`."""
+    out = attempted(policy, report, layer, a)
+    return original() if out is None else out

@@ -8,36 +8,53 @@ For a model that is loaded already, call model.set_attn_implementation("fp8attn"
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..calibration.names import layer_names
+from ..calibration.replacing import by_fp8attn
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
-from .switching import MIN_KEYS, Decode, Policy, Report, attention
+from .switching import MIN_KEYS, Decode, Policy, Report, attempted, with_lse
 
-OLDEST = "4.53"
-"""The first release of transformers with mask functions by attention implementation."""
+OLDEST = "4.54"
+"""The first release of transformers with mask functions and `set_attn_implementation`."""
+
+LAYER = "_fp8attn_layer"
+"""The attribute of a module that holds its name, where `register` gets the model."""
 
 
 def register(
-    name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys: int = MIN_KEYS, decode: Decode = "sdpa", backend: Backend = "auto"
+    name: str = "fp8attn",
+    recipe: Recipe = DEFAULT_RECIPE,
+    *,
+    model: torch.nn.Module | None = None,
+    min_keys: int = MIN_KEYS,
+    decode: Decode = "sdpa",
+    backend: Backend = "auto",
 ) -> Report:
     """Register fp8attn with transformers as an attention implementation, for all models.
 
     If it is registered again, the new registration replaces the old one.
 
-    Causal attention, padding, sliding windows, static and dynamic caches, grouped keys (not repeated), cross attention
-    and position biases go to fp8attn. Soft caps and learned sinks go to the model's own eager attention. Other calls
-    that fp8attn doesn't take go to transformers' SDPA. The report counts them.
+    Causal attention, padding, sliding windows, static and dynamic caches, grouped keys (not repeated), cross attention,
+    position biases and learned sinks go to fp8attn. Soft caps go to FlexAttention on a GPU, and to the model's own
+    eager attention for short calls and elsewhere. Other calls that fp8attn doesn't take go to transformers' SDPA. The
+    report counts them.
 
     Args:
         name: that `attn_implementation` takes.
+        model: one whose layers the report names as the model does, such as "model.layers.3.self_attn". The layers of
+            other models are class and index, as in "LlamaAttention 3".
         recipe, min_keys, decode, backend: as of `fp8attn.patch`.
 
     Returns:
-        the report of all calls. Its layers are class and index, as in "LlamaAttention 3".
+        the report of all calls.
 
     Raises:
         ImportError: transformers isn't installed, or is too old.
@@ -52,82 +69,146 @@ def register(
     except ImportError as error:
         raise ImportError(f"fp8attn.integrations.transformers needs transformers {OLDEST} or newer: pip install 'transformers>={OLDEST}'") from error
     implementation = _Implementation(Policy(recipe, min_keys, decode, backend), sdpa_attention_forward)
+    for module, names in {} if model is None else layer_names(model).items():
+        module.__dict__[LAYER] = names[0]
 
     def fp8attn_forward(module, query, key, value, attention_mask, **options):
-        return implementation(module, query, key, value, attention_mask, **options)
+        return implementation(_Call(module, query, key, value, attention_mask, options))
 
     AttentionInterface.register(name, fp8attn_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
     return implementation.report
 
 
+Answer = tuple[torch.Tensor, torch.Tensor | None]
+"""out (B, Sq, Hq, Dv), and None or the weights of the model's eager attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The arguments of an attention function of transformers.
+
+    Attributes:
+        query: (B, Hq, Sq, D).
+        key, value: (B, Hkv, Sk, D).
+        attention_mask: None; or (B, 1, Sq, Sk), bool, True for keys that are attended to, or additive.
+        options: dropout, scaling, is_causal, position_bias, softcap, s_aux and what else transformers passes.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attention_mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def layer(self) -> str:
+        """The module's name if `register` got the model, else its class and index."""
+        name = self.module.__dict__.get(LAYER)
+        if name is not None:
+            return name
+        index = getattr(self.module, "layer_idx", None)
+        return type(self.module).__name__ if index is None else f"{type(self.module).__name__} {index}"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a call without a mask is causal, as transformers' SDPA decides it."""
+        given = self.options.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if given is None else given
+        return bool(self.query.shape[2] > 1 and self.attention_mask is None and causal)
+
+    def by(self, function: Callable[..., Answer], attention_mask: torch.Tensor | None) -> Answer:
+        """The call by another attention function of transformers."""
+        return function(self.module, self.query, self.key, self.value, attention_mask, **self.options)
+
+
 class _Implementation:
     """An attention function of transformers."""
 
-    def __init__(self, policy: Policy, by_sdpa: Any) -> None:
+    def __init__(self, policy: Policy, by_sdpa: Callable[..., Answer]) -> None:
         self.policy, self.by_sdpa, self.report = policy, by_sdpa, Report()
 
-    def __call__(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            query: (B, Hq, Sq, D).
-            key, value: (B, Hkv, Sk, D).
-            attention_mask: None, or bool (B, 1, Sq, Sk), True for keys that are attended to.
-            options: dropout, scaling, is_causal, position_bias, softcap, s_aux and what else transformers passes.
-
-        Returns:
-            out (B, Sq, Hq, Dv), and None or the weights of the model's eager attention.
-        """
-        layer = f"{type(module).__name__} {index}" if (index := getattr(module, "layer_idx", None)) is not None else type(module).__name__
-        for option, what in (("softcap", "a soft cap"), ("s_aux", "learned sinks")):
-            if options.get(option) is not None:
-                self.report.count(layer, f"{what}: the model's own eager attention")
-                return _eager(module, query, key, value, attention_mask, options)
+    def __call__(self, call: _Call) -> Answer:
+        query, key, value, options, causal = call.query, call.key, call.value, call.options, call.is_causal
+        if options.get("softcap") is not None:
+            return self.with_soft_cap(call)
+        if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        mask, sinks = call.attention_mask, options.get("s_aux")
         if options.get("position_bias") is not None:
-            self.report.count(layer, "a position bias")
-            return self.by_sdpa(module, query, key, value, attention_mask, **options)
-        causal = _is_causal(module, query, attention_mask, options)
-        k, v = (key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]) if causal and key.shape[2] > query.shape[2] else (key, value)
+            mask, causal = _biased(options["position_bias"], mask, causal, key.shape[2]), False
         arguments = Arguments(
-            query, k, v, attention_mask, options.get("dropout", 0.0), causal, options.get("scaling"), query.shape[1] != key.shape[1],
-            recipe=self.policy.recipe,
+            query, key, value, mask, options.get("dropout", 0.0), causal, options.get("scaling"), query.shape[1] != key.shape[1],
+            recipe=DEFAULT_RECIPE,  # torch.compile can't trace this default
         )  # fmt: skip
+        compute = by_fp8attn if sinks is None else functools.partial(_with_sinks, sinks)
+        out = attempted(self.policy, self.report, call.layer, arguments, compute)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+        return call.by(self.by_sdpa, call.attention_mask) if sinks is None else _eager(call)  # SDPA has no sinks
 
-        def original() -> torch.Tensor:
-            return self.by_sdpa(module, query, key, value, attention_mask, **options)[0].transpose(1, 2)
+    def with_soft_cap(self, call: _Call) -> Answer:
+        """A call whose scores are capped, which fp8attn's kernels don't do."""
+        long = call.query.shape[2] > 1 and call.key.shape[2] >= self.policy.min_keys
+        if long and call.query.device.type == "cuda" and not call.options.get("dropout") and call.options.get("s_aux") is None:
+            from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
-        return attention(self.policy, self.report, layer, arguments, original).transpose(1, 2).contiguous(), None
+            self.report.count(call.layer, "a soft cap: FlexAttention")
+            return _flex(call, functools.partial(compile_friendly_flex_attention, training=call.module.training))
+        self.report.count(call.layer, "a soft cap: the model's own eager attention")
+        return _eager(call)
 
 
-def _is_causal(module: torch.nn.Module, query: torch.Tensor, attention_mask: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether a call without a mask is causal, as transformers' SDPA decides it."""
-    given = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if given is None else given
-    return bool(query.shape[2] > 1 and attention_mask is None and causal)
+def _with_sinks(sinks: torch.Tensor, a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
+    """Attention with a learned sink of each head (Hq,): the score of a further key, which has no value."""
+    out, lse = with_lse(a, recipe, backend)
+    return (out * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)).to(out.dtype)
 
 
-def _eager(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _biased(position_bias: torch.Tensor, attention_mask: torch.Tensor | None, causal: bool, keys: int) -> torch.Tensor:
+    """The sum of a position bias (1 or B, Hq, Sq, Sk or more) and of a mask, with -inf for hidden keys."""
+    bias = position_bias[..., :keys]
+    if attention_mask is None and causal:
+        attention_mask = _lower_triangle(bias.shape[2], keys, bias.device)
+    if attention_mask is None:
+        return bias
+    return bias.masked_fill(~attention_mask, -torch.inf) if attention_mask.dtype == torch.bool else bias + attention_mask
+
+
+def _lower_triangle(rows: int, keys: int, device: torch.device) -> torch.Tensor:
+    """A causal mask aligned to the top left: bool (1, 1, Sq, Sk)."""
+    return (torch.arange(keys, device=device) <= torch.arange(rows, device=device)[:, None])[None, None]
+
+
+def _flex(call: _Call, flex_attention: Callable[..., Any]) -> Answer:
+    """Attention with a soft cap by FlexAttention."""
+    cap, mask, causal = call.options["softcap"], call.attention_mask, call.is_causal
+
+    def score_mod(score, batch, head, row, key):
+        score = cap * torch.tanh(score / cap)
+        if mask is None:
+            return torch.where(key <= row, score, -torch.inf) if causal else score
+        return torch.where(mask[batch, 0, row, key], score, -torch.inf) if mask.dtype == torch.bool else score + mask[batch, 0, row, key]
+
+    out: torch.Tensor = flex_attention(
+        call.query, call.key, call.value, score_mod=score_mod, scale=call.options.get("scaling"), enable_gqa=call.query.shape[1] != call.key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _eager(call: _Call) -> Answer:
     """The model's eager attention, which takes additive masks.
 
     Raises:
         NotImplementedError: the model has none.
     """
-    forward = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    forward = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
     if forward is None:
-        raise NotImplementedError(f"{type(module).__name__} has no eager attention; use attn_implementation='flex_attention' for this model")
-    if attention_mask is None and _is_causal(module, query, None, options):
-        rows, keys = (torch.arange(n, device=query.device) for n in (query.shape[2], key.shape[2]))
-        attention_mask = (keys[None, :] <= rows[:, None])[None, None]
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        lowest = torch.finfo(query.dtype).min
-        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
-    return forward(module, query, key, value, attention_mask, **options)
+        raise NotImplementedError(f"{type(call.module).__name__} has no eager attention; use attn_implementation='flex_attention' for this model")
+    mask = call.attention_mask
+    if mask is None and call.is_causal:
+        mask = _lower_triangle(call.query.shape[2], call.key.shape[2], call.query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, torch.finfo(call.query.dtype).min)
+    return call.by(forward, mask)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.anywhere
 
@@ -55,6 +58,25 @@ def test_calibrate_model(tmp_path: Path) -> None:
     assert file.exists() and "saved and loaded: model.fp8attn.json, 2 layers" in text
     assert "applied: 2 calls of 2 layers by fp8attn" in text
     assert 0 < numbers(text, r"difference of the model's output: ([\d.]+)")[0] < 0.05
+
+
+def test_comfyui_node() -> None:
+    """The node copies the model and puts the override into the copy's options; loaded as ComfyUI loads packages."""
+    path = ROOT / "examples" / "comfyui_fp8attn" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("comfyui_fp8attn", path)
+    assert spec is not None and spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    node = package.NODE_CLASS_MAPPINGS["Fp8Attention"]
+    options = node.INPUT_TYPES()["required"]
+    model = SimpleNamespace(model_options={"transformer_options": {"other": 1}})
+    model.clone = lambda: SimpleNamespace(model_options={name: dict(value) for name, value in model.model_options.items()})
+    (patched,) = getattr(node(), node.FUNCTION)(model, options["recipe"][1]["default"], options["min_keys"][1]["default"])
+    override = patched.model_options["transformer_options"].pop("optimized_attention_override")
+    assert patched.model_options == model.model_options == {"transformer_options": {"other": 1}}
+    q = torch.randn(1, 20, 64)
+    assert override(lambda q, k, v, heads, **options: "ComfyUI's", q, q, q, 4) == "ComfyUI's", "20 keys are few"
+    assert "fewer than min_keys=2048" in str(override.report)
 
 
 @pytest.mark.parametrize("name", ("quickstart.py", "prequantized_cache.py", "calibrate_model.py"))
