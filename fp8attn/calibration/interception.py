@@ -92,13 +92,16 @@ class Interception:
 
     Attributes:
         traceable: whether torch.compile may trace the handler. If not, the model runs eagerly.
+        names_in_graphs: whether the handler gets the layers' names while torch.compile traces. Without them, blocks
+            that are compiled one by one share a graph.
         run: runs the forward of a module, for torch.compile to trace or to skip.
         ran: whether a module of the model ran its forward.
     """
 
-    def __init__(self, handler: Handler, *, traceable: bool) -> None:
+    def __init__(self, handler: Handler, *, traceable: bool, names_in_graphs: bool) -> None:
         self.handler = handler
         self.traceable = traceable
+        self.names_in_graphs = names_in_graphs
         self.ran = False
         self.stack = _Stack()
         self.mode = _Mode(self)
@@ -118,14 +121,18 @@ class Interception:
             return function(*args, **kwargs)
         # torch.compile can't trace the default of `recipe`, an object
         arguments = Arguments(*args, **kwargs, recipe=DEFAULT_RECIPE)
-        return self._handle(running[-1].next_call(), arguments, lambda: function(*args, **kwargs))
+        # in a graph, a name would be a guard
+        layer = running[-1].next_call() if self.names_in_graphs or not torch.compiler.is_compiling() else ""
+        return self._handle(layer, arguments, lambda: function(*args, **kwargs))
 
     def call_multi_head(self, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A call of F.multi_head_attention_forward."""
         running = self.stack.running
-        before = running[-1].calls if running else 0
+        if not running or (torch.compiler.is_compiling() and not self.names_in_graphs):
+            return self._multi_head(*args, **kwargs)
+        before = running[-1].calls
         result = self._multi_head(*args, **kwargs)
-        if running and running[-1].calls == before:
+        if running[-1].calls == before:
             self.handler.unseen(running[-1].layer, RETURNS_WEIGHTS)
         return result
 
@@ -203,6 +210,8 @@ def _run(links: tuple[Link, ...], inner: Callable, args: tuple, kwargs: dict[str
         return inner(*args, **kwargs)
     interception, names = links[0]
     running = interception.stack.running
+    if running and not interception.names_in_graphs and torch.compiler.is_compiling():
+        return _run(links[1:], inner, args, kwargs)
     if running:
         running.append(Invocation(name_in(running[-1].layer, names)))
         try:
@@ -223,15 +232,18 @@ _forwards: weakref.WeakKeyDictionary[nn.Module, _Forward] = weakref.WeakKeyDicti
 
 
 @contextlib.contextmanager
-def intercepted(model: nn.Module, handler: Handler, *, traceable: bool) -> Iterator[Interception]:
+def intercepted(model: nn.Module, handler: Handler, *, traceable: bool, names_in_graphs: bool = True) -> Iterator[Interception]:
     """Inside, calls of attention by a model's modules, in any thread, go to the handler.
+
+    Args:
+        traceable, names_in_graphs: as of `Interception`.
 
     Raises:
         TypeError: `model` isn't a module.
         ValueError: `model` is or contains a DataParallel.
     """
     names = layer_names(model)
-    interception = Interception(handler, traceable=traceable)
+    interception = Interception(handler, traceable=traceable, names_in_graphs=names_in_graphs)
     forwards: list[_Forward] = []
     with no_fast_path() if _has_fast_path(names) else contextlib.nullcontext():
         try:

@@ -25,7 +25,7 @@ class Patched:
 
     def __init__(self, model: torch.nn.Module, handler: _Switch) -> None:
         self._stack = contextlib.ExitStack()
-        interception = self._stack.enter_context(intercepted(model, handler, traceable=True))
+        interception = self._stack.enter_context(intercepted(model, handler, traceable=True, names_in_graphs=handler.needs_names))
         reference = weakref.ref(model)
 
         def likely_cause() -> str | None:
@@ -51,6 +51,11 @@ class _Switch:
     def __init__(self, policy: Policy, skip: Collection[str]) -> None:
         self.policy, self.skip = policy, tuple(skip)
         self.report = Report()
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether what happens to a call depends on its layer."""
+        return bool(self.skip)
 
     def attention(self, layer: str, arguments: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
         if any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.skip):

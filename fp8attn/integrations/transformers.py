@@ -104,7 +104,10 @@ class _Call:
 
     @property
     def layer(self) -> str:
-        """The module's name if `register` got the model, else its class and index."""
+        """The module's name if `register` got the model, else its class and index. Empty in graphs, whose calls aren't
+        counted: a name would be a guard."""
+        if torch.compiler.is_compiling():
+            return ""
         name = self.module.__dict__.get(LAYER)
         if name is not None:
             return name

@@ -455,6 +455,59 @@ def test_a_patched_model_is_compiled_whole() -> None:
             torch.testing.assert_close(compiled(*given), F.scaled_dot_product_attention(*given))
 
 
+class Layer(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.qkv = Attending(), nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return x + self.inner(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Layers(nn.Sequential):
+    def __init__(self, count: int) -> None:
+        super().__init__(*(Layer() for _ in range(count)))
+
+
+def test_layers_that_are_compiled_one_by_one_share_a_graph() -> None:
+    """Of all lengths, as their names aren't in it."""
+    model, graphs = Layers(10).eval().requires_grad_(False), []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with fp8attn.patch(model, **MODELLED) as report:
+        inputs = [torch.randn(1, length, 32) for length in (20, 24, 30)]
+        expected = [model(x) for x in inputs]
+        assert report.replaced == {f"{i}.inner": 3 for i in range(10)}
+        for layer in model:
+            layer.compile(backend=backend, dynamic=True, fullgraph=True)
+        assert all(torch.equal(model(x), y) for x, y in zip(inputs, expected, strict=True))
+    assert len(graphs) == 1
+
+
+def test_layers_of_transformers_share_a_graph(transformers: ModuleType) -> None:
+    model, graphs = decoder(transformers, "Llama"), []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    integrations.transformers.register("fp8attn_modelled", **MODELLED)
+    model.set_attn_implementation("fp8attn_modelled")
+    inputs = prompt(12) | {"use_cache": False}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        for layer in model.model.layers:
+            layer.compile(backend=backend, dynamic=True)
+        torch.testing.assert_close(model(**inputs).logits, expected)
+    assert len(graphs) == 1
+
+
 def test_a_graph_under_autocast_computes_what_the_eager_call_does() -> None:
     """Mixed dtypes, which autocast makes one, go to fp8attn in both."""
     model, (q, k, v) = Attending(), tensors()
