@@ -20,7 +20,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -167,6 +167,9 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+OWN = "_fp8attn_forward"
+"""The attribute of a function that holds its `_Forward`."""
+
 Link = tuple[Interception, tuple[str, ...]]
 """A context that intercepts a module, and the module's names in it."""
 
@@ -197,6 +200,8 @@ class _Forward:
                     run = interception.run
             return run(links, inner, args, kwargs)
 
+        # not in a dictionary by module: the module, which this object keeps, could never be freed
+        setattr(forward, OWN, self)
         # copy.deepcopy binds a method to the copy of the module
         self.during = types.MethodType(forward, module) if self.before is None else forward
 
@@ -228,15 +233,23 @@ def _run(links: tuple[Link, ...], inner: Callable, args: tuple, kwargs: dict[str
 
 
 _lock = threading.RLock()
-_forwards: weakref.WeakKeyDictionary[nn.Module, _Forward] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def intercepted(model: nn.Module, handler: Handler, *, traceable: bool, names_in_graphs: bool = True) -> Iterator[Interception]:
-    """Inside, calls of attention by a model's modules, in any thread, go to the handler.
+def _forward_of(module: nn.Module) -> _Forward | None:
+    """The module's attribute `forward` if it is ours: other code may have wrapped it, or copied it with the module."""
+    current = module.__dict__.get("forward")
+    forward = getattr(getattr(current, "__func__", current), OWN, None)
+    return forward if forward is not None and forward.during is current and forward.module() is module else None
+
+
+def intercept(model: nn.Module, handler: Handler, *, traceable: bool, names_in_graphs: bool = True) -> tuple[Interception, Callable[[], None]]:
+    """From now on, calls of attention by a model's modules, in any thread, go to the handler.
 
     Args:
         traceable, names_in_graphs: as of `Interception`.
+
+    Returns:
+        the interception, and a function that ends it. Without a call of that, it lasts as long as the model.
 
     Raises:
         TypeError: `model` isn't a module.
@@ -244,23 +257,38 @@ def intercepted(model: nn.Module, handler: Handler, *, traceable: bool, names_in
     """
     names = layer_names(model)
     interception = Interception(handler, traceable=traceable, names_in_graphs=names_in_graphs)
-    forwards: list[_Forward] = []
-    with no_fast_path() if _has_fast_path(names) else contextlib.nullcontext():
-        try:
-            for module, of_module in names.items():
-                forwards.append(_link(module, (interception, of_module)))
-            yield interception
-        finally:
-            for forward in forwards:
-                _unlink(forward, interception)
+    forwards = [_link(module, (interception, of_module)) for module, of_module in names.items()]
+    has_fast_path = any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in names)
+    if has_fast_path:
+        _fast_path.switch_off()
+    del names, model  # the function below must not keep the model
+
+    def end() -> None:
+        nonlocal has_fast_path
+        while forwards:
+            _unlink(forwards.pop(), interception)
+        if has_fast_path:
+            has_fast_path = False
+            _fast_path.restore()
+
+    return interception, end
+
+
+@contextlib.contextmanager
+def intercepted(model: nn.Module, handler: Handler, *, traceable: bool, names_in_graphs: bool = True) -> Iterator[Interception]:
+    """Inside, calls of attention by a model's modules go to the handler. Arguments and errors are those of `intercept`."""
+    interception, end = intercept(model, handler, traceable=traceable, names_in_graphs=names_in_graphs)
+    try:
+        yield interception
+    finally:
+        end()
 
 
 def _link(module: nn.Module, link: Link) -> _Forward:
     with _lock:
-        forward = _forwards.get(module)
-        # other code may have wrapped our forward; then the wrapper is wrapped again
-        if forward is None or module.__dict__.get("forward") is not forward.during:
-            forward = _forwards[module] = _Forward(module)
+        forward = _forward_of(module)
+        if forward is None:
+            forward = _Forward(module)
             module.__dict__["forward"] = forward.during
         forward.links = (*forward.links, link)
     return forward
@@ -274,9 +302,8 @@ def _unlink(forward: _Forward, interception: Interception) -> None:
     with _lock:
         forward.links = tuple(link for link in forward.links if link[0] is not interception)
         module = forward.module()
-        if module is None or forward.links or module.__dict__.get("forward") is not forward.during:
+        if module is None or forward.links or _forward_of(module) is not forward:
             return
-        _forwards.pop(module, None)
         del module.__dict__["forward"]
         if forward.before is not None:
             module.__dict__["forward"] = forward.before
@@ -284,39 +311,43 @@ def _unlink(forward: _Forward, interception: Interception) -> None:
 
 @dataclass
 class _FastPath:
-    """torch's switch for the fast path of nn.TransformerEncoderLayer.
+    """torch's switch for the fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer, which makes no attention
+    call. torch.compile takes it even inside a function mode.
+
+    The switch belongs to the process, so the fast path is off for other models, too.
 
     Attributes:
-        contexts: number of contexts that need it to be off.
+        users: number of those that need it to be off.
         before: its value before the first of them.
     """
 
-    contexts: int = 0
+    users: int = 0
     before: bool = True
+
+    def switch_off(self) -> None:
+        """Switch off the fast path, for one more user."""
+        with _lock:
+            if self.users == 0:
+                self.before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.users += 1
+
+    def restore(self) -> None:
+        """One user less."""
+        with _lock:
+            self.users -= 1
+            if self.users == 0:
+                torch.backends.mha.set_fastpath_enabled(self.before)
 
 
 _fast_path = _FastPath()
 
 
-def _has_fast_path(modules: Iterable[nn.Module]) -> bool:
-    return any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in modules)
-
-
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
-    """Switch off the fast path, which makes no attention call. torch.compile takes it even inside a function mode.
-
-    The switch belongs to the process, so the fast path is off for other models, too.
-    """
-    with _lock:
-        if _fast_path.contexts == 0:
-            _fast_path.before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _fast_path.contexts += 1
+    """Inside, the fast path is off, for all models of the process."""
+    _fast_path.switch_off()
     try:
         yield
     finally:
-        with _lock:
-            _fast_path.contexts -= 1
-            if _fast_path.contexts == 0:
-                torch.backends.mha.set_fastpath_enabled(_fast_path.before)
+        _fast_path.restore()

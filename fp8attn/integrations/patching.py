@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import weakref
 from collections.abc import Callable, Collection
 
 import torch
 
-from ..calibration.interception import intercepted
+from ..calibration.interception import intercept
 from ..calibration.reasons import Reasons, likely_causes
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
@@ -24,8 +23,7 @@ class Patched:
     """
 
     def __init__(self, model: torch.nn.Module, handler: _Switch) -> None:
-        self._stack = contextlib.ExitStack()
-        interception = self._stack.enter_context(intercepted(model, handler, traceable=True, names_in_graphs=handler.needs_names))
+        interception, self._end = intercept(model, handler, traceable=True, names_in_graphs=handler.needs_names)
         reference = weakref.ref(model)
 
         def likely_cause() -> str | None:
@@ -36,7 +34,7 @@ class Patched:
 
     def undo(self) -> None:
         """The model calls PyTorch's attention again. Nothing happens if it already does."""
-        self._stack.close()
+        self._end()
 
     def __enter__(self) -> Report:
         return self.report

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -255,6 +257,18 @@ def test_patch_for_good_and_undone() -> None:
     assert torch.equal(model(q, k, v), exact) and patched.report.replaced == {"": 1}
     patched.report.clear()
     assert str(patched.report).startswith("no call of attention. Likely cause: ")
+
+
+def test_patch_lasts_without_its_result() -> None:
+    """As long as the model, which it doesn't keep."""
+    model, (q, k, v) = Attending(), tensors()
+    report = fp8attn.patch(model, min_keys=0, backend="modelled").report
+    gc.collect()
+    assert torch.equal(model(q, k, v), fp8attn.sdpa(q, k, v, backend="modelled")) and report.replaced == {"": 1}
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None and "fp8attn" in str(report)
 
 
 @pytest.mark.parametrize(
