@@ -60,6 +60,29 @@ def test_calibrate_model(tmp_path: Path) -> None:
     assert 0 < numbers(text, r"difference of the model's output: ([\d.]+)")[0] < 0.05
 
 
+WHOLE = {"llm_prefill.py": "transformers", "video_dit.py": "diffusers", "image_dit.py": "diffusers", "encoder.py": "torch"}
+"""The examples of whole models, and what they are built from."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if library == "diffusers" else ()) for name, library in WHOLE.items()]
+)
+def test_whole_models(name: str) -> None:
+    """The time of both, and the error of FP8's numerics; the report names calls by fp8attn and none by PyTorch."""
+    pytest.importorskip(WHOLE[name], reason=f"needs the package {WHOLE[name]}")
+    text = printed(name, "--device", "cpu", "--steps", "2", "--attn", "fp8attn-int8")
+    assert all(ms > 0 for ms in numbers(text, r"([\d.]+) ms a step")) and len(numbers(text, r"([\d.]+) ms a step")) == 2
+    (error,) = numbers(text, r"relative error of the output beside bf16: ([\d.]+)")
+    assert 0 < error < 0.05
+    assert re.search(r"^layer +calls +computed by", text, re.MULTILINE) and "fp8attn" in text and "PyTorch" not in text
+
+
+@pytest.mark.thorough
+def test_an_example_with_pytorchs_attention_alone() -> None:
+    text = printed("encoder.py", "--device", "cpu", "--steps", "1", "--attn", "sdpa")
+    assert text.startswith("sdpa: ") and "relative error" not in text
+
+
 def test_comfyui_node() -> None:
     """The node copies the model and puts the override into the copy's options; loaded as ComfyUI loads packages."""
     path = ROOT / "examples" / "comfyui_fp8attn" / "__init__.py"
@@ -79,7 +102,7 @@ def test_comfyui_node() -> None:
     assert "fewer than min_keys=2048" in str(override.report)
 
 
-@pytest.mark.parametrize("name", ("quickstart.py", "prequantized_cache.py", "calibrate_model.py"))
+@pytest.mark.parametrize("name", ("quickstart.py", "prequantized_cache.py", "calibrate_model.py", "encoder.py"))
 def test_help(name: str) -> None:
     text = printed(name, "--help")
     assert text.startswith("usage: ") and "--device" in text
