@@ -1,5 +1,10 @@
-"""Finds recipes for the layers of a model: captures its attention calls, tries recipes on them, chooses the cheapest
-within a tolerance.
+"""Finds recipes for the layers of a model: tries recipes on its attention calls, chooses the cheapest within a
+tolerance.
+
+calibration = fp8attn.calibrate(model, inputs, tolerance=0.06)  # measures calls while the model runs
+fp8attn.patch(model, calibration)
+
+Or with calls that are recorded first:
 
 with fp8attn.capture(model) as calls:
     model(sample)
@@ -12,7 +17,7 @@ print(report)
 
 from .calibrated import CANDIDATES, Calibration, calibrate
 from .calls import AttentionCall, CapturedCalls, CaptureReport, capture
-from .choice import LayerChoice
+from .choice import LayerChoice, LayerCost, StepRange
 from .errors import HeadErrors
 from .replacing import AppliedReport
 
@@ -25,6 +30,8 @@ __all__ = [
     "CapturedCalls",
     "HeadErrors",
     "LayerChoice",
+    "LayerCost",
+    "StepRange",
     "calibrate",
     "capture",
 ]

@@ -65,7 +65,7 @@ class AttentionCall:
         )  # fmt: skip
         try:
             with torch.no_grad():
-                return _checked(arguments)
+                return checked_call(arguments)
         except (TypeError, ValueError) as error:
             raise type(error)(f"call of layer {self.layer!r}: {error}") from None
 
@@ -135,7 +135,7 @@ class _Recorder:
         arguments = as_cast(arguments)
         try:
             with torch.no_grad():
-                checked = _checked(arguments)
+                checked = checked_call(arguments)
         except (TypeError, ValueError, RuntimeError) as error:
             self.unseen(layer, str(error))
         else:
@@ -151,13 +151,13 @@ class _Recorder:
     def record(self, layer: str, arguments: Arguments, checked: Checked) -> None:
         """Copy a call if the limits allow it."""
         selection = self.selections.setdefault(layer, Selection(self.calls_per_layer))
-        place, dropped = selection.offer(_kind(checked))
+        place, dropped = selection.offer(kind_of(checked))
         for other in dropped:
             self.drop(layer, other, "calls_per_layer", self.calls_per_layer)
         if place is None:
             self.leave_out(layer, "calls_per_layer", self.calls_per_layer)
             return
-        call = _call_of(layer, arguments)
+        call = call_of(layer, arguments)
         if not self.make_room(sum(x.nbytes for x in call.tensors), is_first=place[1] == 0):
             selection.forget(place)
             self.leave_out(layer, "max_bytes", self.max_bytes)
@@ -267,14 +267,19 @@ def as_cast(a: Arguments) -> Arguments:
     )  # fmt: skip
 
 
-def _checked(a: Arguments) -> Checked:
+def checked_call(a: Arguments) -> Checked:
+    """The arguments of a call that has something to attend to, checked.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: `sdpa` doesn't take an argument, or a dimension is 0.
+    """
     checked = check(a)
     if 0 in (*checked.query.shape, *checked.key.shape):
         raise ValueError(f"query has shape {tuple(checked.query.shape)} and key {tuple(checked.key.shape)}; no dimension may be 0")
     return checked
 
 
-def _call_of(layer: str, a: Arguments) -> AttentionCall:
+def call_of(layer: str, a: Arguments) -> AttentionCall:
     """A call with the model's own tensors. The arguments were checked."""
     query, key, value, mask = a.query, a.key, a.value, a.attn_mask
     assert isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
@@ -287,7 +292,7 @@ def _call_of(layer: str, a: Arguments) -> AttentionCall:
     return AttentionCall(layer, query.detach(), key.detach(), value.detach(), mask, is_causal, a.scale, alignment, query.device)
 
 
-def _kind(checked: Checked) -> tuple:
+def kind_of(checked: Checked) -> tuple:
     """A value that is equal for calls that differ only in lengths.
 
     Calls with one query, fewer queries than keys, as many, and more are different kinds.

@@ -38,6 +38,47 @@ class LayerChoice:
     tried_masked: Tried = ()
 
 
+@dataclass(frozen=True)
+class StepRange:
+    """The choices for a part of a diffusion model's steps.
+
+    Attributes:
+        first, last: the largest and the smallest timestep, as the model's forward gets it.
+        layers: the choice for each layer, by name.
+    """
+
+    first: float
+    last: float
+    layers: dict[str, LayerChoice]
+
+
+def layers_at(ranges: Sequence[StepRange], layers: dict[str, LayerChoice], timestep: float | None) -> dict[str, LayerChoice]:
+    """The choices for a timestep.
+
+    Args:
+        ranges: those of large timesteps first. A timestep between two of them is in the later one.
+        layers: the choices if there are no ranges, or if the timestep isn't known.
+    """
+    if timestep is None or not ranges:
+        return layers
+    return next((one.layers for one in ranges if timestep >= one.last), ranges[-1].layers)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Times of a layer's calls, in milliseconds of all its calls in the calibration's inputs.
+
+    Attributes:
+        calls: number of calls.
+        sdpa: predicted time of F.scaled_dot_product_attention; None if it wasn't measured, as on a CPU.
+        milliseconds: of `fp8attn.sdpa`, in the order of `Calibration.recipes`; None likewise.
+    """
+
+    calls: int
+    sdpa: float | None
+    milliseconds: tuple[float | None, ...]
+
+
 def choose(recipes: Sequence[Recipe], tolerance: float, tried: Tried, tried_masked: Tried) -> LayerChoice:
     """The cheapest recipes within the tolerance.
 

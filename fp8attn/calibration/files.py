@@ -1,14 +1,15 @@
 """The file format of a calibration: JSON with a version.
 
-    {"format": "fp8attn.calibration", "version": 2, "tolerance": 0.06, "recipes": [recipe, …], "layers": {name: layer,
-    …}}
+    {"format": "fp8attn.calibration", "version": 3, "tolerance": 0.06, "recipes": [recipe, …], "layers": {name: layer,
+    …}, "by_step": [{"first": number, "last": number, "layers": {name: layer, …}}, …], "costs": {name: cost, …}}
 
     layer: {"recipe": recipe | null, "masked": recipe | null, "within": bool, "tried": [errors, …],
             "tried_masked": [errors | null, …]}
+    cost: {"calls": number, "sdpa": number | null, "milliseconds": [number | null, …]}
 
 A recipe is an object with fields of `Recipe`. Errors are an object with the fields of `HeadErrors`, each a list of
 numbers. The strings "inf" and "-inf" represent infinite numbers. Version 1 had no "format", "version", "masked" and
-"tried_masked"; its "tried" covered all calls of the layer.
+"tried_masked"; its "tried" covered all calls of the layer. Version 2 had no "by_step" and "costs".
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from ..recipe import Recipe
-from .choice import LayerChoice, Tried, cheapest, without_half_keys
+from .choice import LayerChoice, LayerCost, StepRange, Tried, cheapest, without_half_keys
 from .errors import HeadErrors
 from .names import unwrapped_name
 
 FORMAT = "fp8attn.calibration"
-VERSION = 2
+VERSION = 3
 
-Parts = tuple[float, tuple[Recipe, ...], dict[str, LayerChoice]]
-"""Tolerance, recipes, layers."""
+Layers = dict[str, LayerChoice]
+
+Parts = tuple[float, tuple[Recipe, ...], Layers, tuple[StepRange, ...], dict[str, LayerCost]]
+"""Tolerance, recipes, layers, layers by step, costs."""
 
 
-def written(tolerance: float, recipes: Sequence[Recipe], layers: Mapping[str, LayerChoice]) -> str:
+def written(
+    tolerance: float, recipes: Sequence[Recipe], layers: Mapping[str, LayerChoice], by_step: Sequence[StepRange], costs: Mapping[str, LayerCost]
+) -> str:
     """The text of a file."""
     found = {
         "format": FORMAT,
@@ -41,6 +46,8 @@ def written(tolerance: float, recipes: Sequence[Recipe], layers: Mapping[str, La
         "tolerance": tolerance,
         "recipes": [asdict(recipe) for recipe in recipes],
         "layers": {name: asdict(choice) for name, choice in layers.items()},
+        "by_step": [asdict(one) for one in by_step],
+        "costs": {name: asdict(cost) for name, cost in costs.items()},
     }
     return json.dumps(_finite(found), indent=1, allow_nan=False) + "\n"
 
@@ -83,10 +90,31 @@ def _parts(found: Any) -> Parts:
     _must(0 < tolerance < math.inf, "tolerance", tolerance, "positive and finite")
     recipes = tuple(_recipe(f"recipes[{i}]", recipe) for i, recipe in enumerate(_list("recipes", _field(found, "", "recipes"))))
     _must(len(recipes) > 0, "recipes", [], "a list of one recipe at least")
-    layers = _field(found, "", "layers")
-    _must(isinstance(layers, dict), "layers", layers, "an object, with a layer under each name")
-    read_layer = _layer_1 if version == 1 else _layer
-    return tolerance, recipes, {unwrapped_name(name): read_layer(f"layers[{name!r}]", layer, recipes, tolerance) for name, layer in layers.items()}
+
+    def layers_of(where: str, named: Any) -> Layers:
+        _must(isinstance(named, dict), where, named, "an object, with a layer under each name")
+        read_layer = _layer_1 if version == 1 else _layer
+        return {unwrapped_name(name): read_layer(f"{where}[{name!r}]", layer, recipes, tolerance) for name, layer in named.items()}
+
+    layers = layers_of("layers", _field(found, "", "layers"))
+    if version < 3:
+        return tolerance, recipes, layers, (), {}
+    by_step = []
+    for i, one in enumerate(_list("by_step", _field(found, "", "by_step"))):
+        first, last = (_number(f"by_step[{i}].{name}", _field(one, f"by_step[{i}]", name)) for name in ("first", "last"))
+        by_step.append(StepRange(first, last, layers_of(f"by_step[{i}].layers", _field(one, f"by_step[{i}]", "layers"))))
+    costs = _field(found, "", "costs")
+    _must(isinstance(costs, dict), "costs", costs, "an object, with a cost under each name")
+    return tolerance, recipes, layers, tuple(by_step), {name: _cost(f"costs[{name!r}]", cost, len(recipes)) for name, cost in costs.items()}
+
+
+def _cost(where: str, found: Any, recipes: int) -> LayerCost:
+    calls = _field(found, where, "calls")
+    _must(isinstance(calls, int) and not isinstance(calls, bool) and calls >= 0, f"{where}.calls", calls, "an integer of 0 or more")
+    entries = _list(f"{where}.milliseconds", _field(found, where, "milliseconds"))
+    _must(len(entries) == recipes, f"{where}.milliseconds", f"a list of {len(entries)}", f"a list of {recipes}, one for each of recipes")
+    sdpa, *times = (None if ms is None else _number(f"{where}.milliseconds", ms) for ms in (_field(found, where, "sdpa"), *entries))
+    return LayerCost(calls, sdpa, tuple(times))
 
 
 def _layer(where: str, found: Any, recipes: tuple[Recipe, ...], tolerance: float) -> LayerChoice:

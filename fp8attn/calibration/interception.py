@@ -61,6 +61,13 @@ class Handler(Protocol):
         """Note that a layer computed attention without a call."""
 
 
+class Began(Protocol):
+    """A handler that sees the arguments of forwards, too."""
+
+    def began(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note that the outermost of the model's modules begins its forward. Not called while torch.compile traces."""
+
+
 class Invocation:
     """One run of a module's forward.
 
@@ -102,6 +109,7 @@ class Interception:
         self.handler = handler
         self.traceable = traceable
         self.names_in_graphs = names_in_graphs
+        self.began = getattr(handler, "began", None)
         self.ran = False
         self.stack = _Stack()
         self.mode = _Mode(self)
@@ -224,6 +232,8 @@ def _run(links: tuple[Link, ...], inner: Callable, args: tuple, kwargs: dict[str
         finally:
             running.pop()
     interception.ran = True
+    if interception.began is not None and not torch.compiler.is_compiling():
+        interception.began(inner, args, kwargs)
     running.append(Invocation(names[0]))
     try:
         with interception.mode:
@@ -236,7 +246,7 @@ _lock = threading.RLock()
 
 
 def _forward_of(module: nn.Module) -> _Forward | None:
-    """The module's attribute `forward` if it is ours: other code may have wrapped it, or copied it with the module."""
+    """The module's attribute `forward` if it is ours. Other code may have wrapped it, or copied it with the module."""
     current = module.__dict__.get("forward")
     forward = getattr(getattr(current, "__func__", current), OWN, None)
     return forward if forward is not None and forward.during is current and forward.module() is module else None
@@ -276,7 +286,7 @@ def intercept(model: nn.Module, handler: Handler, *, traceable: bool, names_in_g
 
 @contextlib.contextmanager
 def intercepted(model: nn.Module, handler: Handler, *, traceable: bool, names_in_graphs: bool = True) -> Iterator[Interception]:
-    """Inside, calls of attention by a model's modules go to the handler. Arguments and errors are those of `intercept`."""
+    """Inside, calls of attention by a model's modules go to the handler. Arguments and errors: see `intercept`."""
     interception, end = intercept(model, handler, traceable=traceable, names_in_graphs=names_in_graphs)
     try:
         yield interception
@@ -311,10 +321,10 @@ def _unlink(forward: _Forward, interception: Interception) -> None:
 
 @dataclass
 class _FastPath:
-    """torch's switch for the fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer, which makes no attention
-    call. torch.compile takes it even inside a function mode.
+    """torch's switch for the fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer.
 
-    The switch belongs to the process, so the fast path is off for other models, too.
+    The fast path makes no attention call, and torch.compile takes it even inside a function mode. The switch belongs to
+    the process, so the fast path is off for other models, too.
 
     Attributes:
         users: number of those that need it to be off.

@@ -13,6 +13,24 @@ WRAPPERS = {
 """Classes of modules that wrap another module, and the attribute that holds it. Names don't contain this attribute."""
 
 
+DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
+"""Attributes of a pipeline of diffusers that hold the models which run in every step."""
+
+
+def module_of(model: object) -> nn.Module:
+    """The model itself; of a pipeline of diffusers, the modules that run in every step, under their names.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    parts = {name: part for name in DENOISERS if isinstance(part := getattr(model, name, None), nn.Module)}
+    if not parts:
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module, or a pipeline with one of {', '.join(DENOISERS)}")
+    return nn.ModuleDict(parts)
+
+
 def layer_names(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     """The modules of a model with a forward in Python, and their names, the shortest path first. A module may be used
     in several places.

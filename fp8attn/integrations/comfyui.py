@@ -16,7 +16,7 @@ import torch
 
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
-from .switching import MIN_KEYS, Policy, Report, attempted
+from .switching import MIN_KEYS, Policy, Report, attempted, check_one_recipe
 
 COMPUTED = frozenset(("mask", "attn_precision", "skip_reshape", "skip_output_reshape", "scale", "enable_gqa"))
 """Keyword arguments of ComfyUI's attention functions that change the answer, and that fp8attn takes."""
@@ -89,4 +89,5 @@ def override(recipe: Recipe = DEFAULT_RECIPE, *, min_keys: int = MIN_KEYS, backe
     Raises:
         TypeError, ValueError: an argument isn't as above.
     """
+    check_one_recipe(recipe)
     return Override(Policy(recipe, min_keys, "fp8attn", backend))

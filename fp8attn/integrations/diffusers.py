@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..api import reference_sdpa, sdpa
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
-from .switching import MIN_KEYS, Policy, Report, attention
+from .switching import MIN_KEYS, Policy, Report, attempted, check_one_recipe
 
 OLDEST = "0.35"
 """The first release of diffusers with attention backends."""
@@ -38,6 +38,7 @@ def register(name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys
     """
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ValueError(f"name is {name!r}; it must be a word in lower case")
+    check_one_recipe(recipe)
     policy, report = Policy(recipe, min_keys, "fp8attn", backend), Report()
     member, registry = _member(name)
 
@@ -62,17 +63,15 @@ def register(name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys
             attn_mask = attn_mask[:, None, None, :]
         layer = f"{query.shape[1]} queries, {key.shape[1]} keys"
         if return_lse:
-            out, lse = sdpa(
-                q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=policy.recipe_for(attn_mask), return_lse=True, backend=backend
-            )
+            of_call = recipe if attn_mask is None else recipe.of_fp8_keys
+            out, lse = sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=of_call, return_lse=True, backend=backend)
             report.count(layer, None)
             return out.transpose(1, 2), lse.transpose(1, 2)
         arguments = Arguments(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe)
-
-        def original() -> torch.Tensor:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-        return attention(policy, report, layer, arguments, original).transpose(1, 2)
+        done = attempted(policy, report, layer, arguments)
+        if done is None:
+            done = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return done.transpose(1, 2)
 
     parallel = {"supports_context_parallel": True} if "supports_context_parallel" in inspect.signature(registry.register).parameters else {}
     registry.register(member, **parallel)(fp8attn_attention)

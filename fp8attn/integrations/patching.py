@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
+import threading
 import weakref
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
+from ..calibration.calibrated import Calibration
 from ..calibration.interception import intercept
+from ..calibration.names import module_of
 from ..calibration.reasons import Reasons, likely_causes
+from ..calibration.streaming import timestep_of
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
-from .switching import MIN_KEYS, Decode, Policy, Report, attention
+from .switching import MIN_KEYS, Decode, Policy, Report, attempted
 
 
 class Patched:
@@ -50,24 +55,35 @@ class _Switch:
         self.policy, self.skip = policy, tuple(skip)
         self.report = Report()
 
+        self._current = threading.local()
+
     @property
     def needs_names(self) -> bool:
         """Whether what happens to a call depends on its layer."""
-        return bool(self.skip)
+        return bool(self.skip) or self.policy.needs_names
+
+    def began(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the timestep of a diffusion model's forward, if recipes depend on it."""
+        if isinstance(self.policy.recipe, Calibration) and self.policy.recipe.by_step:
+            self._current.timestep = timestep_of(forward, args, kwargs)
 
     def attention(self, layer: str, arguments: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A call by fp8attn if the policy and `skip` say so, or else by `original`."""
         if any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.skip):
             self.report.count(layer, "skip names it")
             return original()
-        return attention(self.policy, self.report, layer, arguments, original)
+        # in a graph, choices can't depend on a tensor's value
+        timestep = None if torch.compiler.is_compiling() else getattr(self._current, "timestep", None)
+        out = attempted(self.policy, self.report, layer, arguments, timestep=timestep)
+        return original() if out is None else out
 
     def unseen(self, layer: str, reason: str) -> None:
         self.report.count(layer, reason)
 
 
 def patch(
-    model: torch.nn.Module,
-    recipe: Recipe = DEFAULT_RECIPE,
+    model: Any,
+    recipe: Recipe | Calibration = DEFAULT_RECIPE,
     *,
     min_keys: int = MIN_KEYS,
     skip: Collection[str] = (),
@@ -80,8 +96,10 @@ def patch(
     `with fp8attn.patch(model) as report:` switches it inside the block.
 
     Args:
-        model: any module.
+        model: any module; or a pipeline of diffusers, of which the modules are switched that run in every step.
         recipe: of every call. Recipes with half-precision keys take no mask; calls with a mask then run without them.
+            Or a calibration of the model, which has a recipe for each layer. Its choices for parts of a diffusion
+            model's steps count in eager calls; graphs of torch.compile have those for all steps.
         min_keys: calls with fewer keys go to PyTorch.
         skip: patterns of layer names, as of `fnmatch`, whose calls go to PyTorch.
         decode: who computes calls of one query.
@@ -91,8 +109,8 @@ def patch(
         an object with the `report` and with `undo()`.
 
     Raises:
-        TypeError, ValueError: an argument isn't as above; `model` isn't a module, or contains a DataParallel.
+        TypeError, ValueError: an argument isn't as above; `model` contains a DataParallel.
     """
     if isinstance(skip, str) or not all(isinstance(pattern, str) for pattern in skip):
         raise TypeError(f"skip is {skip!r}; it must be a collection of patterns of layer names")
-    return Patched(model, _Switch(Policy(recipe, min_keys, decode, backend), skip))
+    return Patched(module_of(model), _Switch(Policy(recipe, min_keys, decode, backend), skip))

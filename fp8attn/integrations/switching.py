@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from ..api import sdpa
+from ..calibration.calibrated import Calibration
+from ..calibration.choice import layers_at
 from ..calibration.reasons import Reasons
-from ..calibration.replacing import by_fp8attn, refusal
+from ..calibration.replacing import NOT_FINITE, NOT_MASKED, UNCALIBRATED, by_fp8attn, refusal
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend, check_backend, is_causal_bias
 
@@ -28,7 +30,8 @@ class Policy:
     """Which calls fp8attn computes.
 
     Attributes:
-        recipe: of every call. Recipes with half-precision keys take no mask; calls with a mask then run without them.
+        recipe: of every call, or a calibration, which has a recipe for each layer. Recipes with half-precision keys
+            take no mask; calls with a mask then run without them.
         min_keys: calls with fewer keys go to PyTorch.
         decode: who computes calls of one query.
         backend: as of `fp8attn.sdpa`.
@@ -37,19 +40,24 @@ class Policy:
         TypeError, ValueError: a field isn't as above.
     """
 
-    recipe: Recipe = DEFAULT_RECIPE
+    recipe: Recipe | Calibration = DEFAULT_RECIPE
     min_keys: int = MIN_KEYS
     decode: Decode = "sdpa"
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            raise TypeError(f"recipe is a {type(self.recipe).__name__}; it must be a Recipe")
+        if not isinstance(self.recipe, (Recipe, Calibration)):
+            raise TypeError(f"recipe is a {type(self.recipe).__name__}; it must be a Recipe or a Calibration")
         if type(self.min_keys) is not int or self.min_keys < 0:
             raise ValueError(f"min_keys is {self.min_keys!r}; it must be an integer of 0 or more")
         if self.decode not in ("sdpa", "fp8attn"):
             raise ValueError(f"decode is {self.decode!r}; it must be 'sdpa' or 'fp8attn'")
         check_backend(self.backend)
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether what happens to a call depends on its layer."""
+        return isinstance(self.recipe, Calibration)
 
     def reason_for_pytorch(self, a: Arguments) -> str | None:
         """Why PyTorch computes a call of tensors (B, H, S, D), or None."""
@@ -63,9 +71,33 @@ class Policy:
             return f"fewer than min_keys={self.min_keys} keys"
         return None
 
-    def recipe_for(self, attn_mask: object) -> Recipe:
-        """The recipe of a call with such a mask."""
-        return self.recipe if attn_mask is None or is_causal_bias(attn_mask) else self.recipe.of_fp8_keys
+    def recipe_for(self, layer: str, attn_mask: object, timestep: float | None = None) -> Recipe | str:
+        """The recipe of a call with such a mask, or the reason why there is none.
+
+        Args:
+            timestep: of a diffusion model, if it is known.
+        """
+        is_masked = attn_mask is not None and not is_causal_bias(attn_mask)
+        if isinstance(self.recipe, Recipe):
+            return self.recipe.of_fp8_keys if is_masked and self.recipe.has_half_keys else self.recipe
+        choice = layers_at(self.recipe.by_step, self.recipe.layers, timestep).get(layer)
+        if choice is None:
+            return UNCALIBRATED
+        recipe = choice.masked if is_masked else choice.recipe
+        if recipe is None:
+            return NOT_MASKED if is_masked and choice.recipe is not None else NOT_FINITE
+        # torch.compile doesn't guard on an object that it also finds as a global
+        return replace(recipe) if torch.compiler.is_compiling() else recipe
+
+
+def check_one_recipe(recipe: object) -> None:
+    """Check that a recipe isn't a calibration, for integrations that don't know layers.
+
+    Raises:
+        TypeError: it isn't a Recipe.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a Recipe: layers aren't known here, but fp8attn.patch takes calibrations")
 
 
 class Report:
@@ -125,30 +157,32 @@ def with_lse(a: Arguments, recipe: Recipe, backend: Backend) -> tuple[torch.Tens
     )  # fmt: skip
 
 
-def attempted(policy: Policy, report: Report, layer: str, a: Arguments, compute: Compute = by_fp8attn) -> torch.Tensor | None:
+def attempted(
+    policy: Policy, report: Report, layer: str, a: Arguments, compute: Compute = by_fp8attn, timestep: float | None = None
+) -> torch.Tensor | None:
     """A call by fp8attn, through `compute`, if the policy says so and `fp8attn.sdpa` takes it.
 
     Otherwise None, and the report gets the reason.
+
+    Args:
+        timestep: of a diffusion model, if it is known.
     """
-    reason = policy.reason_for_pytorch(a)
-    recipe = policy.recipe_for(a.attn_mask)
-    if reason is None and torch.compiler.is_compiling():
-        reason = refusal(a, recipe)
-    if reason is None:
-        try:
-            out = compute(a, recipe, policy.backend)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if torch.compiler.is_compiling() or refusal(a, recipe) is None:
-                raise
-            reason = str(error)
-        else:
-            report.count(layer, None)
-            return out
+    reason: str | None = policy.reason_for_pytorch(a)
+    recipe = reason if reason is not None else policy.recipe_for(layer, a.attn_mask, timestep)
+    if isinstance(recipe, str):
+        reason = recipe
+    else:
+        if torch.compiler.is_compiling():
+            reason = refusal(a, recipe)
+        if reason is None:
+            try:
+                out = compute(a, recipe, policy.backend)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if torch.compiler.is_compiling() or refusal(a, recipe) is None:
+                    raise
+                reason = str(error)
+            else:
+                report.count(layer, None)
+                return out
     report.count(layer, reason)
     return None
-
-
-def attention(policy: Policy, report: Report, layer: str, a: Arguments, original: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A call by fp8attn as of `attempted`, or else by `original`."""
-    out = attempted(policy, report, layer, a)
-    return original() if out is None else out

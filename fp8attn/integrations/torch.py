@@ -16,7 +16,7 @@ from ..calibration.interception import no_fast_path
 from ..calibration.replacing import by_fp8attn
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
-from .switching import MIN_KEYS, Decode, Policy, Report, attempted, with_lse
+from .switching import MIN_KEYS, Decode, Policy, Report, attempted, check_one_recipe, with_lse
 
 NAME = "FP8ATTN"
 """The name for torch.nn.attention.activate_flash_attention_impl."""
@@ -62,8 +62,7 @@ def activate(
     """
     if type(logsumexp) is not bool:
         raise TypeError(f"logsumexp is {logsumexp!r}; it must be a bool")
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a Recipe, because operators don't know the layers of a calibration")
+    check_one_recipe(recipe)
     policy, registry = Policy(recipe, min_keys, decode, backend), torch.nn.attention
     if not hasattr(registry, "activate_flash_attention_impl") or not hasattr(torch.library, "get_kernel"):
         raise RuntimeError(f"torch is {torch.__version__}; it must have torch.nn.attention.activate_flash_attention_impl, as torch 2.11 has")

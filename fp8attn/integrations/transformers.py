@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..calibration.calibrated import Calibration
 from ..calibration.names import layer_names
 from ..calibration.replacing import by_fp8attn
 from ..recipe import DEFAULT_RECIPE, Recipe
@@ -31,7 +32,7 @@ LAYER = "_fp8attn_layer"
 
 def register(
     name: str = "fp8attn",
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | Calibration = DEFAULT_RECIPE,
     *,
     model: torch.nn.Module | None = None,
     min_keys: int = MIN_KEYS,
@@ -51,7 +52,8 @@ def register(
         name: that `attn_implementation` takes.
         model: one whose layers the report names as the model does, such as "model.layers.3.self_attn". The layers of
             other models are class and index, as in "LlamaAttention 3".
-        recipe, min_keys, decode, backend: as of `fp8attn.patch`.
+        recipe, min_keys, decode, backend: as of `fp8attn.patch`. A calibration needs `model`; of one with parts of a
+            diffusion model's steps, the choices for all steps count.
 
     Returns:
         the report of all calls.
@@ -68,6 +70,8 @@ def register(
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
         raise ImportError(f"fp8attn.integrations.transformers needs transformers {OLDEST} or newer: pip install 'transformers>={OLDEST}'") from error
+    if isinstance(recipe, Calibration) and model is None:
+        raise TypeError("recipe is a Calibration, and model is None; model must be the one that was calibrated: its layers have the recipes' names")
     implementation = _Implementation(Policy(recipe, min_keys, decode, backend), sdpa_attention_forward)
     for module, names in {} if model is None else layer_names(model).items():
         module.__dict__[LAYER] = names[0]
@@ -104,10 +108,7 @@ class _Call:
 
     @property
     def layer(self) -> str:
-        """The module's name if `register` got the model, else its class and index. Empty in graphs, whose calls aren't
-        counted: a name would be a guard."""
-        if torch.compiler.is_compiling():
-            return ""
+        """The module's name if `register` got the model, else its class and index."""
         name = self.module.__dict__.get(LAYER)
         if name is not None:
             return name
@@ -133,9 +134,11 @@ class _Implementation:
         self.policy, self.by_sdpa, self.report = policy, by_sdpa, Report()
 
     def __call__(self, call: _Call) -> Answer:
+        # calls in graphs aren't counted, and a name would be a guard
+        layer = "" if torch.compiler.is_compiling() and not self.policy.needs_names else call.layer
         query, key, value, options, causal = call.query, call.key, call.value, call.options, call.is_causal
         if options.get("softcap") is not None:
-            return self.with_soft_cap(call)
+            return self.with_soft_cap(layer, call)
         if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         mask, sinks = call.attention_mask, options.get("s_aux")
@@ -146,20 +149,20 @@ class _Implementation:
             recipe=DEFAULT_RECIPE,  # torch.compile can't trace this default
         )  # fmt: skip
         compute = by_fp8attn if sinks is None else functools.partial(_with_sinks, sinks)
-        out = attempted(self.policy, self.report, call.layer, arguments, compute)
+        out = attempted(self.policy, self.report, layer, arguments, compute)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
         return call.by(self.by_sdpa, call.attention_mask) if sinks is None else _eager(call)  # SDPA has no sinks
 
-    def with_soft_cap(self, call: _Call) -> Answer:
+    def with_soft_cap(self, layer: str, call: _Call) -> Answer:
         """A call whose scores are capped, which fp8attn's kernels don't do."""
         long = call.query.shape[2] > 1 and call.key.shape[2] >= self.policy.min_keys
         if long and call.query.device.type == "cuda" and not call.options.get("dropout") and call.options.get("s_aux") is None:
             from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
-            self.report.count(call.layer, "a soft cap: FlexAttention")
+            self.report.count(layer, "a soft cap: FlexAttention")
             return _flex(call, functools.partial(compile_friendly_flex_attention, training=call.module.training))
-        self.report.count(call.layer, "a soft cap: the model's own eager attention")
+        self.report.count(layer, "a soft cap: the model's own eager attention")
         return _eager(call)
 
 

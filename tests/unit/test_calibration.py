@@ -990,7 +990,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     STORED.save(tmp_path / "c.json")
     text = (tmp_path / "c.json").read_text()
     assert Calibration.load(tmp_path / "c.json") == STORED
-    assert json.loads(text, parse_constant=pytest.fail)["version"] == 2, "other programs can read it"
+    assert json.loads(text, parse_constant=pytest.fail)["version"] == 3, "other programs can read it"
     assert str(STORED).splitlines() == [
         "2 layers, tolerance 0.05",
         "a: Recipe(recent=128), with attn_mask Recipe()",
@@ -1041,7 +1041,7 @@ MALFORMED: list[tuple[str | Callable[[dict], object], str]] = [
     (lambda found: {"layers": {}}, "tolerance is missing; it must be there"),
     (changed("format", to="other"), "format is 'other'; it must be 'fp8attn.calibration'"),
     (changed("format", remove=True), "format is None; it must be 'fp8attn.calibration'"),
-    (changed("version", to=3), "version is 3; it must be 2 or less: this fp8attn is older than the file, update it"),
+    (changed("version", to=4), "version is 4; it must be 3 or less: this fp8attn is older than the file, update it"),
     (changed("version", to="2"), "version is '2'; it must be a positive integer"),
     (changed("version", to=True), "version is True; it must be a positive integer"),
     (changed("version", remove=True), "version is None; it must be a positive integer"),

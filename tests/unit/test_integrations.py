@@ -452,7 +452,7 @@ def test_comfyui_computes_the_rest(options: dict, reason: str) -> None:
 
 def test_recipes_with_half_precision_keys_take_masks_without_them() -> None:
     policy = Policy(Recipe(recent=128, qk="int8"))
-    assert policy.recipe_for(None) == Recipe(recent=128, qk="int8") and policy.recipe_for(torch.ones(2, 2)) == Recipe(qk="int8")
+    assert policy.recipe_for("", None) == Recipe(recent=128, qk="int8") and policy.recipe_for("", torch.ones(2, 2)) == Recipe(qk="int8")
     model, (q, k, v) = Attending(), tensors()
     mask = torch.rand(20, 30) > 0.2
     with fp8attn.patch(model, Recipe(recent=128), min_keys=0, backend="modelled"):
@@ -540,7 +540,7 @@ def test_a_graph_under_autocast_computes_what_the_eager_call_does() -> None:
 @pytest.mark.parametrize(
     "change, kind, message",
     (
-        (dict(recipe="int8"), TypeError, "recipe is a str; it must be a Recipe"),
+        (dict(recipe="int8"), TypeError, "recipe is a str; it must be a Recipe or a Calibration"),
         (dict(min_keys=-1), ValueError, "min_keys is -1; it must be an integer of 0 or more"),
         (dict(min_keys=True), ValueError, "min_keys is True"),
         (dict(decode="no"), ValueError, "decode is 'no'; it must be 'sdpa' or 'fp8attn'"),
