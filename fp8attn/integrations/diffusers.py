@@ -57,7 +57,7 @@ def register(name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys
         """Attention of (B, S, H, D). The LSE is (B, S, H)."""
         if _parallel_config is not None:
             call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
-            return _parallel(policy, report, call, _parallel_config)
+            return _parallel(policy, recipe, report, call, _parallel_config)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None, :]
@@ -92,13 +92,14 @@ class _Call(NamedTuple):
     return_lse: bool
 
 
-def _parallel(policy: Policy, report: Report, a: _Call, parallel_config: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _parallel(policy: Policy, recipe: Recipe, report: Report, a: _Call, parallel_config: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A call of diffusers' context parallelism: tokens are sharded over the ring's ranks and Ulysses'.
 
     Calls without a mask go to context_parallel_sdpa: what travels is FP8. Calls with a mask go through diffusers' own
     templates, with fp8attn on every rank. Calls with few keys, and those with dropout, do too, and are exact.
 
     Args:
+        recipe: the policy's.
         parallel_config: diffusers' ParallelConfig.
     """
     from ..distributed import context_parallel_sdpa
@@ -111,7 +112,9 @@ def _parallel(policy: Policy, report: Report, a: _Call, parallel_config: Any) ->
     )
     if a.attn_mask is not None or reason is not None:
         report.count(layer, reason)
-        return _by_templates(a, parallel_config, _forward_op(policy, exact=reason is not None))
+        return _by_templates(
+            a, parallel_config, _forward_op(recipe if a.attn_mask is None else recipe.of_fp8_keys, policy.backend, exact=reason is not None)
+        )
     if ring > 1 and ulysses > 1:
         where: dict[str, Any] = {"mesh": config._mesh["ring", "ulysses"], "mode": "ring"}
     elif ring > 1:
@@ -121,7 +124,7 @@ def _parallel(policy: Policy, report: Report, a: _Call, parallel_config: Any) ->
         where = {"group": config._ulysses_mesh.get_group(), "mode": "auto" if any(count % ulysses for count in heads) else "ulysses"}
     q, k, v = (x.transpose(1, 2) for x in (a.query, a.key, a.value))
     out, lse = context_parallel_sdpa(
-        q, k, v, is_causal=a.is_causal, scale=a.scale, enable_gqa=a.enable_gqa, recipe=policy.recipe.of_fp8_keys, return_lse=True,
+        q, k, v, is_causal=a.is_causal, scale=a.scale, enable_gqa=a.enable_gqa, recipe=recipe.of_fp8_keys, return_lse=True,
         backend=policy.backend, **where,
     )  # fmt: skip
     report.count(layer, None)
@@ -148,7 +151,7 @@ def _arrived(x: torch.Tensor) -> torch.Tensor:
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
-def _forward_op(policy: Policy, exact: bool):
+def _forward_op(recipe: Recipe, backend: Backend, exact: bool):
     """Attention of one rank for diffusers' templates."""
 
     def forward(ctx, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, return_lse=False,
@@ -162,8 +165,7 @@ def _forward_op(policy: Policy, exact: bool):
         if exact:
             out, lse = reference_sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse=True)
         else:
-            recipe = policy.recipe_for(attn_mask)
-            out, lse = sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe, return_lse=True, backend=policy.backend)
+            out, lse = sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe, return_lse=True, backend=backend)
         return (out.transpose(1, 2), lse.transpose(1, 2)) if return_lse else out.transpose(1, 2)
 
     return forward
