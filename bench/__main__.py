@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 
 from fp8attn.cuda.build import BuildError
-from fp8attn.triton.tile import INTERPRETING
+from fp8attn.device import INTERPRETING
 
 from . import (
     accuracy,

@@ -12,7 +12,7 @@ import torch
 
 import fp8attn
 from fp8attn import Quantized, Recipe, hybrid, reference
-from fp8attn.quantize import quantize, values_layout
+from fp8attn.quantization import quantize, values_layout
 from fp8attn.recipe import SCALE_BLOCK, ComputeType
 
 from . import adapters

@@ -13,6 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from . import dtensor, eager, hybrid, ops, rotation
+from . import triton as triton_kernels
 from .ambient import autocast_dtype
 from .call import GROUPS, Call, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small
@@ -22,7 +23,6 @@ from .device import device_of
 from .eager import Attention
 from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, ProductType, Quantized, Recipe
 from .reference import Causal
-from .triton import run
 from .validate import (
     Arguments,
     Backend,
@@ -468,7 +468,7 @@ def _unsmoothed(checked: Checked, lse: torch.Tensor, q: torch.Tensor, k_mean: to
 
 
 def _dequantized(x: Quantized) -> torch.Tensor:
-    """float32 (B, H, S, D), as fp8attn.quantize.dequantize."""
+    """float32 (B, H, S, D), as fp8attn.quantization.dequantize."""
     return ops.library_ops.dequantize(x.data, x.scale, x.granularity, x.layout, x.length, x.mean)
 
 
@@ -709,13 +709,13 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
         if chosen == "cuda":
             raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
         because.append(f"cuda: {planned}")
-    reason = run.unsupported_arch(call, properties)
+    reason = triton_kernels.run.unsupported_arch(call, properties)
     compute = call.compute
     if compute == "e4m3" and not properties.has_fp8_units:
         compute = "f16"
         because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
     kernel = "portable" if reason else "hopper"
-    return Plan("triton", kernel, run.choose(call, properties), scores + compute, tuple(because + ([reason] if reason else [])))
+    return Plan("triton", kernel, triton_kernels.run.choose(call, properties), scores + compute, tuple(because + ([reason] if reason else [])))
 
 
 def _explain_half_keys(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:

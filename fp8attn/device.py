@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+"""Whether Triton's kernels run in its interpreter. The environment decides it when they are decorated."""
 
 
 @dataclass(frozen=True)

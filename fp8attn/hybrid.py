@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from . import reference, rotation
-from .quantize import quantize
+from .quantization import quantize
 from .recipe import SCALE_BLOCK, Recipe
 from .reference import Causal, causal_offset
 from .validate import Checked

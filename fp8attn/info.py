@@ -7,43 +7,17 @@ import platform
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
+from . import triton as triton_kernels
 from .api import Backend, cuda_unavailable, sdpa, triton_unavailable
 from .cuda import build, configs, portable
 from .device import Device, device_of
 from .ops import has_kernels
-from .triton import run
 
 LONGEST = 2000
 """Maximum characters of a line. A compiler's message can be many pages."""
-
-
-@triton.jit
-def _sum_kernel(x, count, out):
-    """The sum of `count` numbers. Its loop bound is loaded, as in the attention kernels."""
-    total = 0.0
-    for i in range(tl.load(count)):
-        total += tl.load(x + i)
-    tl.store(out, total)
-
-
-def _check_sum(kernel: Any, device: torch.device) -> None:
-    """Run `_sum_kernel`, compiled or interpreted.
-
-    Raises:
-        Exception: Triton's own error, if it can't run the kernel.
-        RuntimeError: the sum is wrong.
-    """
-    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float32, device=device)
-    count, out = torch.tensor([3], dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.float32, device=device)
-    kernel[(1,)](x, count, out)
-    if out.item() != 6.0:
-        raise RuntimeError(f"a kernel that adds 1, 2 and 3 gave {out.item()}")
 
 
 def _check_attention(backend: Backend) -> None:
@@ -68,6 +42,15 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
+def _triton_version() -> str:
+    for name in ("triton", "pytorch-triton"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return "isn't installed"
+
+
 def _interpreter_fault(check: Callable[[], None]) -> str | None:
     """The reason why a check fails in Triton's interpreter, with a remedy; or None if it passes."""
     try:
@@ -83,9 +66,9 @@ def _interpreter_fault(check: Callable[[], None]) -> str | None:
         numpy = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
         return f"{said}; it needs NumPy, which isn't here: pip install 'numpy<2.4'"
-    if _release(numpy) >= (2, 4) and _release(triton.__version__) < (3, 7):
-        return f"{said}; Triton {triton.__version__} needs NumPy below 2.4, this is {numpy}: pip install 'numpy<2.4', or Triton 3.7 or newer"
-    return f"{said}; Triton is {triton.__version__}, NumPy {numpy}"
+    if _release(numpy) >= (2, 4) and _release(_triton_version()) < (3, 7):
+        return f"{said}; Triton {_triton_version()} needs NumPy below 2.4, this is {numpy}: pip install 'numpy<2.4', or Triton 3.7 or newer"
+    return f"{said}; Triton is {_triton_version()}, NumPy {numpy}"
 
 
 def _triton_backend(device: torch.device) -> str:
@@ -94,17 +77,12 @@ def _triton_backend(device: torch.device) -> str:
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return "not tried while a CUDA graph is being captured"
-        _check_sum(_sum_kernel, device)
+        triton_kernels.probe.check_sum(device)
         return "works"
     if has_kernels(device):
         return _interpreter_fault(lambda: _check_attention("triton")) or "works, in Triton's interpreter"
 
-    def interpreted() -> None:
-        from triton.runtime.interpreter import InterpretedFunction
-
-        _check_sum(InterpretedFunction(_sum_kernel.fn), device)
-
-    fault = _interpreter_fault(interpreted)
+    fault = _interpreter_fault(lambda: triton_kernels.probe.check_sum(device, interpreted=True))
     return f"{triton_unavailable(device)}{'' if fault is None else f'; but {fault}'}"
 
 
@@ -152,7 +130,7 @@ def _gpu(device: Device) -> str:
 
 
 def _hopper_kernel(device: Device) -> str:
-    return "needs sm_90" if device.arch // 10 != 9 else run.hopper_unavailable or "works, is compiled on first use"
+    return "needs sm_90" if device.arch // 10 != 9 else triton_kernels.run.hopper_unavailable or "works, is compiled on first use"
 
 
 def _cuda_kernels(device: Device) -> str:
@@ -186,7 +164,7 @@ def info() -> dict[str, str]:
     lines = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": _line(_triton_version),
         "cuda": _line(_cuda_version),
     }
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from . import quantize as quantize_ref
+from . import quantization as quantize_ref
 from . import reference, rotation, validate
+from . import triton as triton_kernels
 from .ambient import shielded
 from .call import GRANULARITIES, Call, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
-from .device import Device, device_of
+from .device import INTERPRETING, Device, device_of
 from .layout import padded_length
 from .recipe import (
     E4M3,
@@ -41,12 +42,6 @@ from .recipe import (
     Rotation,
 )
 from .reference import Causal, causal_offset
-from .triton import lse as triton_lse
-from .triton import quantize as triton_quantize
-from .triton import run
-from .triton.bias import with_bias
-from .triton.half_keys import half_keys
-from .triton.tile import INTERPRETING
 from .validate import BackendUnavailable
 
 _recipe = functools.cache(Recipe)
@@ -126,7 +121,7 @@ def quantized(
     by_triton: bool = False,
     given: quantize_ref.Statistics | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """quantize.quantize, by kernels on devices that run kernels. The bytes are the same.
+    """quantization.quantize, by kernels on devices that run kernels. The bytes are the same.
 
     A CUDA kernel quantizes keys and values if it takes them. Triton's kernels quantize the rest.
 
@@ -142,16 +137,16 @@ def quantized(
     with current(like.device):
         q_quantized, k_quantized, v_quantized = _by_kernels(q, k, v, recipe, device, by_triton or given is not None, given)
         if q_quantized is not None and recipe.smooth_q and k is not None and k_quantized is not None:
-            q_quantized = with_bias(q_quantized, k, k_quantized, device)
+            q_quantized = triton_kernels.bias.with_bias(q_quantized, k, k_quantized, device)
         return q_quantized, k_quantized, v_quantized
 
 
 def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int) -> quantize_ref.PartialStatistics:
-    """quantize.partial_statistics, by kernels on devices that run kernels. The numbers are the same."""
+    """quantization.partial_statistics, by kernels on devices that run kernels. The numbers are the same."""
     if not has_kernels(v.device):
         return quantize_ref.partial_statistics(k, v, first, total)
     with current(v.device):
-        return triton_quantize.partial_statistics(k, v, first, total, device_of(v.device))
+        return triton_kernels.quantize.partial_statistics(k, v, first, total, device_of(v.device))
 
 
 def _by_kernels(
@@ -170,8 +165,8 @@ def _by_kernels(
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
         else:
-            return None if q is None else triton_quantize.quantize(q, None, None, recipe, device)[0], *kv
-    return triton_quantize.quantize(q, k, v, recipe, device, given=given)
+            return None if q is None else triton_kernels.quantize.quantize(q, None, None, recipe, device)[0], *kv
+    return triton_kernels.quantize.quantize(q, k, v, recipe, device, given=given)
 
 
 def _quantize(
@@ -262,7 +257,7 @@ def _import_kv(k_data: torch.Tensor, k_scale: torch.Tensor, k_granularity: Granu
     validate.check_import_operands(k_data, k_scale, k_granularity, v)
     if has_kernels(v.device):
         with current(v.device):
-            data, tokens = triton_quantize.import_values(v, device_of(v.device))
+            data, tokens = triton_kernels.quantize.import_values(v, device_of(v.device))
     else:
         data, tokens = quantize_ref.import_values(v)
     k = Quantized(k_data, k_scale, k_granularity, "rows", k_data.shape[2])
@@ -278,7 +273,7 @@ register("import_kv(Tensor k_data, Tensor k_scale, str k_granularity, Tensor v) 
 
 
 def _by_triton(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    return run.forward(call, device_of(call.q.device))
+    return triton_kernels.run.forward(call, device_of(call.q.device))
 
 
 def plan_cuda(call: Call, first: bool = False) -> cuda_run.Config | str:
@@ -394,7 +389,7 @@ def _half_keys(
     validate.check_launch(softmax_scale, causal, out_dtype)
     offset = causal_offset(causal, q.shape[2], k.shape[2])
     with current(q.device):
-        return half_keys(
+        return triton_kernels.half_keys.half_keys(
             q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, offset, out_dtype, return_lse, device_of(q.device)
         )  # fmt: skip
 
@@ -487,7 +482,7 @@ def _unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, so
     if not has_kernels(q.device) or not lse.is_contiguous():
         return reference.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated)
     with current(q.device):
-        return triton_lse.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device_of(q.device))
+        return triton_kernels.lse.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device_of(q.device))
 
 
 def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):

@@ -13,7 +13,7 @@ import torch
 
 from . import rotation
 from .ambient import product
-from .quantize import numbers, of_every_query, row_scales, rows_layout
+from .quantization import numbers, of_every_query, row_scales, rows_layout
 from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
 
 Causal = Literal["none", "top_left", "bottom_right"]

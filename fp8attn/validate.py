@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from . import rotation
 from .call import Call
 from .layout import padded_length
-from .quantize import bias_pitch, scale_shape
+from .quantization import bias_pitch, scale_shape
 from .recipe import (
     DEFAULT_RECIPE,
     E4M3,

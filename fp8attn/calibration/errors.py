@@ -11,8 +11,8 @@ import torch
 from .. import hybrid, reference
 from ..ambient import product, shielded
 from ..api import quantize, sdpa
-from ..quantize import dequantize
-from ..quantize import quantize as quantize_ref
+from ..quantization import dequantize
+from ..quantization import quantize as quantize_ref
 from ..recipe import QUERY_GROUP, SCALE_BLOCK, Quantized, Recipe
 from ..validate import Checked
 from .calls import AttentionCall

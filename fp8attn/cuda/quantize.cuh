@@ -1,4 +1,4 @@
-// Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantize.py's default recipe, or its int8 variant. Gives the
+// Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantization.py's default recipe, or its int8 variant. Gives the
 // same bytes. Heads that a cluster can hold take one launch, which reads K and V once; longer ones take three
 // (quantize_long.cuh).
 //

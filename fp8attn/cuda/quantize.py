@@ -11,11 +11,11 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from .. import quantize as quantize_ref
+from .. import quantization as quantize_ref
 from ..call import HALVES, unsupported_tma
 from ..device import Device
 from ..layout import padded_length
-from ..quantize import LANES, TOKEN_CHUNK
+from ..quantization import LANES, TOKEN_CHUNK
 from ..recipe import E4M3, FUSED_RECIPES, SCALE_BLOCK, ProductType, Quantized, Recipe
 from ..rotation import part_of
 from ..schedule import unsupported_size

@@ -11,7 +11,7 @@ from dataclasses import astuple, fields
 from typing import Any, get_args
 
 from .. import layout, recipe, reference
-from .. import quantize as quantize_ref
+from .. import quantization as quantize_ref
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .fused_small import FusedSmallConfig
 from .portable import Operands, PortableConfig

@@ -8,7 +8,7 @@ import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
-from ..quantize import sample_size
+from ..quantization import sample_size
 from ..recipe import ProductType, Quantized
 from ..reference import causal_offset
 from ..schedule import heads_side_by_side
@@ -166,7 +166,7 @@ def forward_from_fp16(problem: Problem, device: Device) -> tuple[torch.Tensor, t
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:
-    """fp8attn.quantize.quantize_kv with recipe.FUSED_RECIPES[qk].
+    """fp8attn.quantization.quantize_kv with recipe.FUSED_RECIPES[qk].
 
     `quantize.unsupported_call` must return None for the call.
 

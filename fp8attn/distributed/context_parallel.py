@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import ops
 from ..ambient import autocast_dtype
 from ..api import choose_backend, sdpa
-from ..quantize import Statistics
+from ..quantization import Statistics
 from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
 from ..validate import Arguments, Backend, Checked, cast, check
 from . import agreement

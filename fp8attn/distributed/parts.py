@@ -10,7 +10,7 @@ import torch
 from .. import ops, rotation
 from ..ambient import shielded
 from ..layout import padded_length
-from ..quantize import (
+from ..quantization import (
     LANES,
     TOKEN_CHUNK,
     PartialStatistics,

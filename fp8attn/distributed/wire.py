@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quantize import ROW_ALIGNMENT
+from ..quantization import ROW_ALIGNMENT
 
 ALIGNMENT = 128
 """Every tensor in a buffer starts at a multiple of this many bytes."""

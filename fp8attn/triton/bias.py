@@ -1,4 +1,4 @@
-"""The score bias of smoothed queries on tensor cores, as fp8attn.quantize.score_bias defines it: what means of queries
+"""The score bias of smoothed queries on tensor cores, as fp8attn.quantization.score_bias defines it: what means of queries
 add to scores.
 
 Means are rotated back to the basis of unrotated keys, so that K is multiplied as it is stored. float16 and bfloat16 are
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import quantize as quantize_ref
+from .. import quantization as quantize_ref
 from ..call import HALVES
 from ..device import Device
 from ..recipe import Quantized
@@ -95,7 +95,7 @@ def bias_kernel(
 
 
 def with_bias(q: Quantized, k: torch.Tensor, k_quantized: Quantized, device: Device, *, warmup: bool = False) -> Quantized:
-    """quantize.with_bias by a kernel.
+    """quantization.with_bias by a kernel.
 
     Args:
         warmup: compile only.

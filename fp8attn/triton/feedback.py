@@ -1,4 +1,4 @@
-"""Error feedback of quantize.encode_values, for one token of V at a time."""
+"""Error feedback of quantization.encode_values, for one token of V at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 import triton
 import triton.language as tl
 
-from .. import quantize as quantize_ref
+from .. import quantization as quantize_ref
 from .tile import e4m3_code, half_of_code
 
 LARGEST_CORRECTION: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_CORRECTION)
@@ -43,7 +43,7 @@ def feed_back(x, residual, gain, NATIVE: tl.constexpr):
     Args:
         x: float32 values divided by their scales.
         residual: float16, accumulated rounding error of the run.
-        gain: float16, quantize.feedback.
+        gain: float16, quantization.feedback.
         NATIVE: the architecture has instructions that convert to e4m3. They are called by PTX for two reasons. Triton
             doesn't process two halves at a time. And ptxas 12.8 miscompiled some of Triton's own conversions to e4m3
             and back, followed by packing of the codes: the result read R1.

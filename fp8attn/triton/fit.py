@@ -1,11 +1,11 @@
-"""Codes of rows of Q or K with `token` scales, and the factors that fit these scales to them: quantize.fit."""
+"""Codes of rows of Q or K with `token` scales, and the factors that fit these scales to them: quantization.fit."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .. import quantize as quantize_ref
+from .. import quantization as quantize_ref
 from .tile import ROUNDER, e4m3_code, half_of_code
 
 FIT_STEP: tl.constexpr = tl.constexpr(quantize_ref.FIT_STEP)
@@ -42,7 +42,7 @@ its product and 1.5 * 2^15 plus its square, both rounded to FIT_STEP."""
 
 @triton.jit
 def fit_steps(a, b):
-    """quantize.fit_steps of halves, int32; 0 for NaN."""
+    """quantization.fit_steps of halves, int32; 0 for NaN."""
     steps = (a.to(tl.float32) * b.to(tl.float32) * (1 / FIT_STEP) + ROUNDER) - ROUNDER
     return tl.where(steps == steps, steps, 0.0).to(tl.int32)
 

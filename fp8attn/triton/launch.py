@@ -16,8 +16,8 @@ import triton
 from triton.runtime.jit import JITCallable
 
 from .. import recording
+from ..device import INTERPRETING
 from ..schedule import unsupported_size
-from .tile import INTERPRETING
 
 _compiled: dict[tuple, Any] = {}
 

@@ -22,9 +22,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout, rotation
-from .. import quantize as quantize_ref
+from .. import quantization as quantize_ref
 from ..call import GROUPS
-from ..device import Device
+from ..device import INTERPRETING, Device
 from ..layout import padded_length
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
 from .feedback import feed_back
@@ -34,7 +34,6 @@ from .tile import (
     E4M3_LARGEST,
     FLOAT_MAX,
     INT8_MAX,
-    INTERPRETING,
     ROUNDER,
     SMALLEST_SCALE,
     e4m3_code,
@@ -201,7 +200,7 @@ def load_tile(
 
 @triton.jit
 def sum_lanes(total):
-    """(lanes, N) -> (N,) by a halving tree, in the order of quantize.ordered_sum."""
+    """(lanes, N) -> (N,) by a halving tree, in the order of quantization.ordered_sum."""
     lanes: tl.constexpr = total.shape[0]
     N: tl.constexpr = total.shape[1]
     if lanes == 1:
@@ -284,7 +283,7 @@ def removable(mean):
 
 @triton.jit
 def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
-    """The mean that is removed from one head's k, (WIDTH,): quantize.key_mean, rotated in parts of PART channels."""
+    """The mean that is removed from one head's k, (WIDTH,): quantization.key_mean, rotated in parts of PART channels."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
     if (TOKEN_CHUNK - LANES) * step + LANES <= length:
@@ -332,7 +331,7 @@ def largest_magnitude(low, high, mean):
 
 @triton.jit
 def coarse(mean, low, high):
-    """quantize.coarse."""
+    """quantization.coarse."""
     largest = tl.maximum(tl.maximum(high, -low), 0.0)
     step = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * MEAN_STEP
     rounded = tl.where(tl.abs(mean) < step * MEAN_STEPS, 0.0, (mean + step * ROUNDER) - step * ROUNDER)
@@ -437,7 +436,7 @@ def write_values(
     v, v_stride, shift, scale, out, token_chunk, length, padded,
     DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a token chunk of some channels of one head's v (quantize.encode_values). All its runs advance together,
+    """Quantize a token chunk of some channels of one head's v (quantization.encode_values). All its runs advance together,
     token by token.
 
     Args:
@@ -793,7 +792,7 @@ def fused_small_kernel(
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def import_values_kernel(v, v_strides, v_data, hidden, heads, length, padded, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """quantize.import_values on bytes: v_data (B, H, D, S_padded), hidden (B, H, S) bytes.
+    """quantization.import_values on bytes: v_data (B, H, D, S_padded), hidden (B, H, S) bytes.
 
     Grid: blocks x (B · H), in one dimension.
     """
@@ -841,7 +840,7 @@ def quantize(
     warmup: bool = False,
     given: quantize_ref.Statistics | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """quantize.quantize by the fused kernels: q, or k and v, or all three. A smoothed q comes without `bias`.
+    """quantization.quantize by the fused kernels: q, or k and v, or all three. A smoothed q comes without `bias`.
 
     Args:
         warmup: compile only.
@@ -973,7 +972,7 @@ def quantize(
 
 
 def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int, device: Device) -> quantize_ref.PartialStatistics:
-    """quantize.partial_statistics, values by the kernel."""
+    """quantization.partial_statistics, values by the kernel."""
     batch, heads, length, dim = v.shape
     if v.numel() == 0:
         return quantize_ref.partial_statistics(k, v, first, total)
@@ -1017,7 +1016,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 
 def import_values(v: torch.Tensor, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize.import_values by a fused kernel."""
+    """quantization.import_values by a fused kernel."""
     batch, heads, length, dim = v.shape
     if v.numel() == 0:
         return quantize_ref.import_values(v)

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from .. import layout, recipe, reference
-from .. import quantize as quantize_ref
+from .. import quantization as quantize_ref
+from ..device import INTERPRETING
 from . import exp2
 
 LOG2E: tl.constexpr = tl.constexpr(reference.LOG2E)
@@ -28,9 +29,6 @@ EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
 EXP2_PACK: tl.constexpr = tl.constexpr(exp2.PACK)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(quantize_ref.SMALLEST_SCALE)
 NOTHING: tl.constexpr = tl.constexpr(-quantize_ref.FLOAT_MAX)  # not -inf, because -inf - -inf is NaN
-
-INTERPRETING = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter. TRITON_INTERPRET=1 decides it when they are decorated."""
 
 # the interpreter runs plain Python functions as they are; all other functions need triton.language as a global
 key_of_slot = layout.key_of_slot if INTERPRETING else triton.jit(layout.key_of_slot)
@@ -206,7 +204,7 @@ def is_finite(x):
 
 @triton.jit
 def scale_of(largest, CODE: tl.constexpr = E4M3_MAX):
-    """quantize.scale_of."""
+    """quantization.scale_of."""
     return tl.where(largest > 0, tl.maximum(tl.div_rn(largest, CODE), SMALLEST_SCALE), 1.0)
 
 

@@ -22,8 +22,8 @@ from fp8attn.cuda import build, quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.layout import padded_length
-from fp8attn.quantize import TOKEN_CHUNK, quantize_kv, sample_size
-from fp8attn.quantize import quantize as quantize_all
+from fp8attn.quantization import TOKEN_CHUNK, quantize_kv, sample_size
+from fp8attn.quantization import quantize as quantize_all
 from fp8attn.recipe import E4M3, FUSED_RECIPES, ProductType
 from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, normal
 from strategies import FINITE, Case

@@ -21,7 +21,7 @@ from fp8attn.cuda import configs
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import FUSED_Q_DIMS, FUSED_Q_INSTANCES, GROUPS, KEYS, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
-from fp8attn.quantize import quantize, quantize_kv
+from fp8attn.quantization import quantize, quantize_kv
 from fp8attn.recipe import FUSED_RECIPES, ProductType
 from fp8attn.reference import Causal
 from strategies import Case, cases

@@ -23,7 +23,7 @@ from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.ops import library_ops
-from fp8attn.quantize import coarse, quantize, removable, value_mean
+from fp8attn.quantization import coarse, quantize, removable, value_mean
 from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.reference import Causal
 from strategies import Case, cases

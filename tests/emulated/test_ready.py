@@ -14,7 +14,7 @@ from fp8attn.call import HALVES, Call, Problem, empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, quantize, run
 from fp8attn.cuda.configs import FUSED_Q_INSTANCES, HopperConfig
 from fp8attn.device import Device, device_of
-from fp8attn.quantize import quantize_kv
+from fp8attn.quantization import quantize_kv
 from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, ProductType, Quantized
 from fp8attn.reference import Causal
 from instances import H100

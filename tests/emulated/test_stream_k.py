@@ -19,7 +19,7 @@ from fp8attn.cuda import configs, run, stream_k
 from fp8attn.cuda.configs import GROUPS, INSTANCES, KEYS, ROWS, HopperConfig
 from fp8attn.cuda.oracle import oracle, stream_k_work_tiles
 from fp8attn.device import ARCHITECTURES, device_of
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 from fp8attn.recipe import ProductType
 
 H100 = ARCHITECTURES[90]

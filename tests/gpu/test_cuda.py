@@ -39,7 +39,7 @@ from fp8attn.cuda.configs import (
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 from instances import EVERY, H100, QUANTIZED, call
 
 

@@ -25,7 +25,7 @@ from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, DIMS, INSTANCES, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES, Device, device_of
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 from instances import call
 from strategies import Case, cases
 

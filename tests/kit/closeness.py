@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fp8attn import Quantized
-from fp8attn.quantize import numbers, row_scales
+from fp8attn.quantization import numbers, row_scales
 
 LOG2E = 1.4426950408889634
 TENSOR_CORE_STEP = 2.0**-13

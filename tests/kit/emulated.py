@@ -26,7 +26,7 @@ from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import HopperConfig
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, Device
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 from fp8attn.reference import Causal
 
 H100 = ARCHITECTURES[90]

@@ -29,7 +29,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fp8attn
 from fp8attn import Quantized, Recipe
-from fp8attn.quantize import dequantize, quantize_kv, quantize_q
+from fp8attn.quantization import dequantize, quantize_kv, quantize_q
 
 E4M3 = torch.float8_e4m3fn
 NAMES = (

@@ -10,7 +10,7 @@ from fp8attn.cuda.configs import (
     GROUPS,
 )
 from fp8attn.device import ARCHITECTURES
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 
 H100 = ARCHITECTURES[90]
 

@@ -26,7 +26,7 @@ from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MAS
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 from fp8attn.reference import Causal
 from mutants import (
     ADDED,

@@ -30,7 +30,7 @@ from fp8attn.distributed.parts import Format, joined_statistics, statistics_tens
 from fp8attn.distributed.sharding import Span, spans_of
 from fp8attn.distributed.visibility import pieces
 from fp8attn.distributed.wire import ALIGNMENT, Form, packed, size_of, unpacked
-from fp8attn.quantize import TOKEN_CHUNK, partial_statistics, quantize_kv, rows_layout, statistics
+from fp8attn.quantization import TOKEN_CHUNK, partial_statistics, quantize_kv, rows_layout, statistics
 from fp8attn.triton import quantize as triton_quantize
 from ranks import Failed, Ranks
 

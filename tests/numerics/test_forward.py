@@ -24,7 +24,7 @@ from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_ADDED_INSTANCES, INT8_MASKED_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.render import Config
 from fp8attn.device import Device, device_of
-from fp8attn.quantize import empty_rows, quantize
+from fp8attn.quantization import empty_rows, quantize
 from fp8attn.recipe import ProductType
 from fp8attn.triton import configs, run
 from strategies import Case, alike, cases, given_several, noted

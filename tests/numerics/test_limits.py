@@ -18,7 +18,7 @@ from fp8attn.call import GROUPS, Call, Problem
 from fp8attn.cuda import build, configs, early, fused_small, portable, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.device import ARCHITECTURES, Device, device_of
-from fp8attn.quantize import import_values, quantize
+from fp8attn.quantization import import_values, quantize
 from fp8attn.recipe import E4M3
 from fp8attn.schedule import LEAST_ROWS, MOST_CHANNELS, MOST_TILES, MOST_TOKENS
 from fp8attn.triton import bias, forward, half_keys, hopper, lse

@@ -23,7 +23,7 @@ from fp8attn.cuda import configs, run
 from fp8attn.cuda.configs import KEYS, HopperConfig
 from fp8attn.cuda.oracle import oracle
 from fp8attn.device import device_of
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 from fp8attn.recipe import ProductType
 from fp8attn.triton import run as triton_run
 from fp8attn.triton.configs import PortableConfig

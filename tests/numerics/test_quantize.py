@@ -17,7 +17,7 @@ import fp8attn
 from fp8attn import Quantized, Recipe, rotation
 from fp8attn.device import device_of
 from fp8attn.layout import GROUP, PADDING, key_of_slot, padded_length, slots
-from fp8attn.quantize import (
+from fp8attn.quantization import (
     FIT_DIM,
     LANES,
     LARGEST_BIAS,

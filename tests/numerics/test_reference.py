@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from closeness import assert_same_pattern, relative
 from fp8attn import Quantized, Recipe, reference
-from fp8attn.quantize import dequantize, of_every_query, quantize, quantize_kv, quantize_q, values_layout
+from fp8attn.quantization import dequantize, of_every_query, quantize, quantize_kv, quantize_q, values_layout
 from fp8attn.recipe import E4M3, ComputeType, ProductType, Rotation
 from strategies import MASKS, Case, cases
 

@@ -10,7 +10,7 @@ from conftest import Attention
 
 import fp8attn
 from fp8attn import Recipe, reference, reference_sdpa, rotation
-from fp8attn.quantize import dequantize, quantize
+from fp8attn.quantization import dequantize, quantize
 from fp8attn.recipe import Rotation
 
 PLAIN = Recipe(rotate=0)

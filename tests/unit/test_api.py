@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 import fp8attn
 from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
 from fp8attn.api import cuda_unavailable
-from fp8attn.quantize import dequantize, values_layout
+from fp8attn.quantization import dequantize, values_layout
 from operator_errors import OPERATOR_ERRORS
 
 E4M3 = torch.float8_e4m3fn

@@ -31,7 +31,7 @@ from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
-from fp8attn.quantize import quantize
+from fp8attn.quantization import quantize
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]

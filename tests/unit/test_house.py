@@ -25,7 +25,7 @@ ROOT = Path(fp8attn.__file__).resolve().parent
 FLOORS = (
     {"recipe", "device", "ambient", "dtensor", "recording"},
     {"layout", "rotation"},
-    {"quantize"},
+    {"quantization"},
     {"reference"},
     {"call"},
     {"validate"},

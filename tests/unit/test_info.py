@@ -20,7 +20,7 @@ import fp8attn
 from fp8attn.cuda import build
 from fp8attn.cuda.configs import INSTANCES
 from fp8attn.device import ARCHITECTURES
-from fp8attn.triton import run
+from fp8attn.triton import probe, run
 from machines import CACHES, Machine
 
 module = importlib.import_module("fp8attn.info")  # the package has a function of this name
@@ -36,7 +36,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(module, "device_of", lambda device: ARCHITECTURES[90])
     monkeypatch.setattr(module, "cuda_unavailable", lambda device: None)
-    monkeypatch.setattr(module, "_check_sum", lambda kernel, device: None)
+    monkeypatch.setattr(probe, "check_sum", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
@@ -115,23 +115,24 @@ def test_other_faults_of_the_interpreter(version: str | None, cure: str, monkeyp
     assert module._interpreter_fault(lambda: None) is None
 
 
-def test_the_tried_kernel_adds() -> None:
-    module._check_sum(module._sum_kernel, torch.device("cuda" if GPU else "cpu"))
+def test_the_tried_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe.check_sum(torch.device("cuda" if GPU else "cpu"))
 
     class Wrong:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda x, count, out: out.fill_(5.0)
 
+    monkeypatch.setattr(probe, "_sum_kernel", Wrong())
     with pytest.raises(RuntimeError, match=r"a kernel that adds 1, 2 and 3 gave 5\.0"):
-        module._check_sum(Wrong(), torch.device("cpu"))
+        probe.check_sum(torch.device("cpu"))
 
 
 def test_a_gpu_whose_triton_cannot_compile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler(kernel: object, device: torch.device) -> None:
+    def no_compiler(device: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
     assert fp8attn.info()["backend triton"] == "works"
-    monkeypatch.setattr(module, "_check_sum", no_compiler)
+    monkeypatch.setattr(probe, "check_sum", no_compiler)
     assert fp8attn.info()["backend triton"] == "fails: RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert "not tried" in fp8attn.info()["backend triton"]
@@ -209,8 +210,10 @@ torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
 import fp8attn
 from fp8attn import api, ops, device
 module = sys.modules["fp8attn.info"]
-for name in ("device_of", "cuda_unavailable", "triton_unavailable", "has_kernels", "sdpa", "_check_sum", "_cuda_version"):
+for name in ("device_of", "cuda_unavailable", "triton_unavailable", "has_kernels", "sdpa", "_cuda_version"):
     setattr(module, name, broken)
+from fp8attn.triton import probe
+probe.check_sum = broken
 torch.cuda.is_current_stream_capturing = broken
 runpy.run_module("fp8attn", run_name="__main__")
 """
@@ -232,7 +235,7 @@ def test_on_a_broken_machine_every_line_is_printed(encoding: str) -> None:
 
 
 def test_interpreting_without_numpy_says_what_to_install() -> None:
-    """At import: kernels are decorated then, and Triton's own error names no cure."""
-    script = "import sys; sys.modules['numpy'] = None; import fp8attn"
+    """Where kernels are decorated: Triton's own error names no cure."""
+    script = "import sys; sys.modules['numpy'] = None; import fp8attn; fp8attn.triton.quantize"
     done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "NumPy isn't installed" in done.stderr.splitlines()[-1] and "fp8attn[interpreter]" in done.stderr

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
+
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8attn.device import device_of
+import fp8attn
+from fp8attn.device import INTERPRETING, device_of
 from fp8attn.recipe import Recipe
 from fp8attn.triton import launch
 from fp8attn.triton import quantize as triton_quantize
@@ -65,3 +71,25 @@ def test_a_length_compiles_nothing(device: torch.device, monkeypatch: pytest.Mon
         q, k, v = (torch.randn(1, 2, length, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
         triton_quantize.quantize(q, k, v, Recipe(), device_of(device))
     assert compiled == ["fused_small_kernel"]
+
+
+def test_triton_interprets_where_fp8attn_says_so() -> None:
+    assert triton.knobs.runtime.interpret == INTERPRETING
+
+
+def test_triton_is_imported_when_it_is_used() -> None:
+    """Its import takes longer than that of the rest."""
+    program = "import sys, fp8attn; assert 'triton' not in sys.modules; fp8attn.triton.quantize; assert 'triton' in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("missing, message", (("triton", "Triton isn't installed"), ("numpy", "NumPy isn't installed")))
+def test_what_triton_needs_is_named(missing: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ImportError, match=message):
+        fp8attn.triton.__getattr__("quantize")
+    with pytest.raises(AttributeError, match="has no attribute 'fast'"):
+        _ = fp8attn.triton.fast

@@ -18,7 +18,7 @@ from fp8attn.call import Problem
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import INSTANCES
 from fp8attn.ops import library_ops
-from fp8attn.quantize import quantize_q
+from fp8attn.quantization import quantize_q
 
 COMPILER = "inductor" if GPU else "aot_eager"
 """Without a GPU there may be no C++ compiler; what is under test, tracing with fake tensors, is the same."""

@@ -21,7 +21,7 @@ import fuzz
 from fp8attn import Quantized, Recipe, api
 from fp8attn.api import cuda_unavailable
 from fp8attn.ops import library_ops
-from fp8attn.quantize import dequantize, quantize, quantize_kv, quantize_q
+from fp8attn.quantization import dequantize, quantize, quantize_kv, quantize_q
 
 E4M3 = torch.float8_e4m3fn
 

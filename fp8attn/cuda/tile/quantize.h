@@ -1,4 +1,4 @@
-// The steps of fp8attn/quantize.py for bfloat16 and half, with the same bytes and scales for the default recipe. Slices
+// The steps of fp8attn/quantization.py for bfloat16 and half, with the same bytes and scales for the default recipe. Slices
 // have at most TOKEN_CHUNK tokens.
 #pragma once
 
@@ -49,7 +49,7 @@ __device__ uint32_t codes_of(const float* y, float factor) {
   }
 }
 
-// Sums of quantize.fit_steps over products of halves, two to a word. Halves from 1.5 * 2^15 (BASE) on are FIT_STEP
+// Sums of quantization.fit_steps over products of halves, two to a word. Halves from 1.5 * 2^15 (BASE) on are FIT_STEP
 // apart, so their bits minus BASE count steps.
 struct FitSteps {
   static constexpr uint32_t BASE = 0x7A00;
@@ -68,7 +68,7 @@ struct FitSteps {
   }
 };
 
-// Sums for quantize.fit of one row: <code, rest> and <code, code>. A rest is what rounding left over.
+// Sums for quantization.fit of one row: <code, rest> and <code, code>. A rest is what rounding left over.
 struct Fit {
   FitSteps product, square;
 
@@ -100,7 +100,7 @@ struct Fit {
   }
 };
 
-// quantize.coarse. No product is fused into a sum, so that each is rounded where the definition rounds it.
+// quantization.coarse. No product is fused into a sum, so that each is rounded where the definition rounds it.
 __device__ inline float coarse(float mean, float low, float high) {
   const float largest = fmaxf(fmaxf(high, -low), 0.0f);
   const float step = __int_as_float(__float_as_int(largest) & 0x7F800000) * MEAN_STEP;
@@ -109,11 +109,11 @@ __device__ inline float coarse(float mean, float low, float high) {
   return fabsf(mean) < step * MEAN_STEPS ? 0.0f : __fsub_rn(__fadd_rn(mean, far), far);
 }
 
-// quantize.encode_values for two channels. The tokens of a run come one after another.
+// quantization.encode_values for two channels. The tokens of a run come one after another.
 struct Feedback {
   __half2 residual = __half2half2(__float2half(0.0f));
 
-  // `gain`: quantize.feedback in both halves.
+  // `gain`: quantization.feedback in both halves.
   __device__ uint16_t codes(float2 x, __half2 gain) {
     const __half2 z = __floats2half2_rn(x.x, x.y);
     const __half2 limit = __hmin2(__habs2(residual), __hmul2(__habs2(z), __half2half2(__float2half(LARGEST_CORRECTION))));
@@ -144,7 +144,7 @@ struct Statistics {
 
   __device__ static int channel() { return threadIdx.x % 128 / 8; }
 
-  // Sums in the order of quantize.lane_sum.
+  // Sums in the order of quantization.lane_sum.
   template <bool EXTREMES, typename T>
   __device__ static Statistics of(const LaneStatistics<T>& lanes) {
     const int first = threadIdx.x % 8, quad = channel() / 4, c = channel() % 4;

@@ -142,7 +142,7 @@ __device__ void broadcast_nonfinite(QuantizeStorage<C>& shared, const ClusterCoo
   if (slice < coord.slices) dsmem_store(coord.rank_of(coord.token_chunk, slice), &shared.nonfinite[coord.slice][n], shared.own.nonfinite[n], barrier);
 }
 
-// Sum in the order of quantize.lane_sum.
+// Sum in the order of quantization.lane_sum.
 template <int N>
 __device__ float halving_sum(const float (&lanes)[N]) {
   if constexpr (N == 1) {

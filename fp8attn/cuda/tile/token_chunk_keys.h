@@ -17,7 +17,7 @@ struct Sample {
   // `k`: the head's first token, at the slice's first channel.
   __device__ void load(const QuantizeParams& p, const ClusterCoord& coord, const T* k, int item) {
     const int words = 1 << coord.log_words(), lane = item / words;
-    // quantize.sample_step, the number of token chunks: one of that many groups of LANES tokens is sampled
+    // quantization.sample_step, the number of token chunks: one of that many groups of LANES tokens is sampled
     const int64_t step = coord.token_chunks * LANES;
     const T* from = k + 2 * (coord.token_chunk * words + item % words) + lane * p.k_strides[2];
 #pragma unroll

@@ -6,7 +6,7 @@
 namespace fp8attn {
 
 // What a thread loads and measures of V's tile: one chunk of the tokens of one lane. The lanes of a warp are WARPS
-// apart, because quantize.lane_sum adds such lanes first.
+// apart, because quantization.lane_sum adds such lanes first.
 struct Mine {
   int chunk, lane;
 
@@ -121,7 +121,7 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
       atomicOr(reinterpret_cast<uint32_t*>(shared.own.nonfinite) + i, 1u << mine.lane);
     }
   }
-  // the order of quantize.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
+  // the order of quantization.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
   found.join(16);
   found.join(8);
   __syncthreads();  // `warps` overlaps `sampled`, which has been read
@@ -178,7 +178,7 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
     sum[i] += token_chunks[i].sum[channel];
     join_extremes<T>(low, high, token_chunks[i], channel);
   }
-  // token chunks are the lanes of quantize.lane_sum; chunks that don't exist add zeros
+  // token chunks are the lanes of quantization.lane_sum; chunks that don't exist add zeros
   const float2 found = mean_and_scale(p, sum, low, high);
   shared.shift[channel] = found.x, shared.factor[channel] = __fdiv_rn(1.0f, found.y);
   if (coord.token_chunk != 0) return;
