@@ -21,9 +21,11 @@ from bench import (
     adapters,
     cases,
     compare,
+    distributed,
     ladder,
     masks,
     model,
+    models,
     needle,
     overhead,
     plot,
@@ -106,6 +108,17 @@ def verdicts() -> list[Verdict]:
     ]
 
 
+def rows_of_ranks() -> list[distributed.Result]:
+    case = dataclasses.replace(cases.PREFILL[0], name="H24 D128 causal 1024k")
+    numbers = dict(sent=1_234_567_890, attention_us=123456.7, transfer_us=12345.6, relative_l2=0.0512)
+    return [distributed.Result(case, row, 2, 123456.7 * (i + 1), **numbers) for i, row in enumerate(distributed.ROWS)]
+
+
+def forwards() -> list[models.Result]:
+    words = dict(ms=12345.67, relative_l2=0.0512, against_sdpa=1.234, peak_bytes=1 << 36, calls=(1234, 1234))
+    return [models.Result(case.name, row.name, "compiled", **words) for case in models.CASES for row in models.ROWS]
+
+
 KERNELS = profile.parse((Path(__file__).with_name("ncu_h100.csv")).read_text())
 
 SAMPLES: dict[str, Callable[[], list[Sheet]]] = {
@@ -121,6 +134,9 @@ SAMPLES: dict[str, Callable[[], list[Sheet]]] = {
     "ladder.table": lambda: [ladder.table(rungs())],
     "masks.table": lambda: [masks.table(masked())],
     "model.table": lambda: [model.table([model.Result(row, 2.10166, 0.000149, 0.0000745, 0.99516) for row in accuracy.DRAWN], "a model " * 20)],
+    "distributed.table": lambda: [distributed.table(rows_of_ranks())],
+    "distributed.simulation": lambda: [distributed.simulation(rows_of_ranks(), 50e9)],
+    "models.table": lambda: [models.table(forwards(), gpu) for gpu in (True, False)],
     "needle.table": lambda: [needle.table(needles())],
     "overhead.table": lambda: [overhead.table([overhead.Overhead(kind, 32.1, 1234.5, 12345.6, 12345.6, 28.9, 12345.6) for kind in overhead.KINDS])],
     "price.table": lambda: [price.table(prices())],

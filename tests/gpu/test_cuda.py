@@ -178,10 +178,9 @@ def test_fingerprint_follows_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     before = build.fingerprint(kernels), build.fingerprint(binding)
     assert before == (build.fingerprint(Kernels(INSTANCES, 90)), build.fingerprint(Binding()))
     assert len({*before, build.fingerprint(Kernels(INSTANCES[:1], 90)), build.fingerprint(Kernels(INSTANCES, 89))}) == 4
-    monkeypatch.setattr(torch, "__version__", "2.9.0+cu128")
-    assert build.fingerprint(kernels) == before[0] and build.fingerprint(binding) != before[1]
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert build.fingerprint(kernels) != before[0]
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")  # the stable ABI is that of any torch, and the CUDA runtime their own
+    assert (build.fingerprint(kernels), build.fingerprint(binding)) == before
 
 
 @pytest.mark.parametrize("name", ("binding.cpp", "params.h", "tensor_map.h", "hopper.cuh", "tile/mask.h"))
@@ -417,12 +416,14 @@ def test_what_a_wheel_brings_needs_no_compiler() -> None:
 
 
 @pytest.mark.usefixtures("brought")
-@pytest.mark.parametrize("change, useless", (("sources", (True, False)), ("torch", (False, True)), ("cuda", (True, True)), ("arch", (True, False))))
-def test_what_a_wheel_brings_is_of_these_sources_and_this_torch(change: str, useless: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change, useless", (("sources", (True, False)), ("torch", (False, False)), ("cuda", (False, False)), ("arch", (True, False)))
+)
+def test_what_a_wheel_brings_is_of_these_sources_and_any_torch(change: str, useless: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     if change == "sources":
         monkeypatch.setattr(build, "source_files", lambda: [])
     if change == "torch":
-        monkeypatch.setattr(torch, "__version__", "2.9.0+cu128")
+        monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
     if change == "cuda":
         monkeypatch.setattr(torch.version, "cuda", "12.8")
     for part, refused in zip((Kernels(INSTANCES, 89 if change == "arch" else 90), Binding()), useless, strict=True):
@@ -470,19 +471,14 @@ def test_a_prebuilt_library_loads_without_nvcc(device: torch.device, tmp_path: P
 
 
 def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled and linked as on a GPU's machine, loaded with the process's CUDA runtime; without a GPU it says that it can't run."""
+    """Compiled and linked as on a GPU's machine, with a CUDA runtime of its own; without a GPU it says that it can't run."""
     monkeypatch.setattr(build, "cuda_home", lambda: str(Path(nvcc).parent.parent))
     config = portable.LADDER[64]["0 scalar"]
     kernels = Kernels((config,), 80)
     path = build.build(kernels) / f"{kernels.name}.so"
     listed = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=True).stdout
     needed = " ".join(line.split()[0] for line in listed.splitlines())  # without addresses, which may have a "c10" in them
-    assert "libcudart.so" in needed and "torch" not in needed and "c10" not in needed
-    if not GPU:
-        runtime = next((x for name in ("lib64", "lib") for x in (Path(nvcc).parent.parent / name).glob("libcudart.so.*")), None)
-        if runtime is None:
-            pytest.skip("the CUDA runtime isn't here")
-        ctypes.CDLL(str(runtime))
+    assert not [name for name in ("cudart", "torch", "c10") if name in needed]
     monkeypatch.setattr(build, "load_binding", lambda: emulation.binding()[0])
     library = build.load((config,), 80)
     if not GPU:
