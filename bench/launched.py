@@ -73,15 +73,14 @@ def drawn_mask(shape: tuple[int, ...], shown_from: int, dtype: torch.dtype, gene
 def quantized(tensors: Tensors, options: dict) -> Call:
     """A problem's call.
 
-    CUDA's kernel quantizes keys and values if it supports them. Otherwise the definition does, because Triton's kernels
-    aren't observed and would have to be compiled.
+    CUDA kernels quantize if they support all operands. Otherwise the definition does, because Triton's kernels aren't
+    observed and would have to be compiled.
     """
     q, k, v = tensors
     recipe = options.get("recipe", Recipe())
-    if recipe.smooth_q or ops.unsupported_cuda_quantize(k, v, recipe) is not None:
+    if ops.unsupported_general_quantize(q, k, v, recipe) is not None:
         return call_of(*cast(tuple[Quantized, Quantized, Quantized], quantize_ref(q, k, v, recipe)), **options)
-    query, _, _ = quantize_ref(q, None, None, recipe)
-    return call_of(cast(Quantized, query), *fp8attn.quantize(None, k, v, recipe=recipe), **options)
+    return call_of(*fp8attn.quantize(q, k, v, recipe=recipe), **options)
 
 
 def on_the_way(tensors: Tensors, options: dict) -> bool:

@@ -22,7 +22,7 @@ from . import reference, rotation, validate
 from . import triton as triton_kernels
 from .ambient import shielded
 from .call import GRANULARITIES, Call, Problem, empty_lse, empty_output
-from .cuda import build, configs, early, fused_small
+from .cuda import build, configs, early, fused_small, general_quantize
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
@@ -105,12 +105,29 @@ def current(device: torch.device):
 
 
 def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
-    """Why Triton kernels quantize keys and values, or None if a CUDA kernel does.
+    """Why the CUDA quantizer of keys and values for Hopper doesn't support them, or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
     device = device_of(k.device)
     return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k, recipe.qk), device.arch)
+
+
+def unsupported_general_quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe) -> str | None:
+    """Why the general CUDA quantizer doesn't support operands, of which q, or k and v, may be None; or None if it does.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
+    like = k if q is None else q
+    assert like is not None
+    device = device_of(like.device)
+    return general_quantize.unsupported_call(q, k, v, recipe, device) or build.unavailable(general_quantize.QUANTIZER, device.arch)
+
+
+def unsupported_cuda_lse(lse: torch.Tensor, q: torch.Tensor) -> str | None:
+    """Why Triton's kernel adds to the LSE what K's mean adds to scores, or None if a CUDA kernel does."""
+    device = device_of(q.device)
+    return general_quantize.unsupported_lse(lse, q, device) or build.unavailable(general_quantize.UNSMOOTHER, device.arch)
 
 
 def quantized(
@@ -123,7 +140,8 @@ def quantized(
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """quantization.quantize, by kernels on devices that run kernels. The bytes are the same.
 
-    A CUDA kernel quantizes keys and values if it takes them. Triton's kernels quantize the rest.
+    The CUDA quantizer for Hopper quantizes keys and values if it supports them. The general CUDA quantizer quantizes
+    what else it supports, and Triton's kernels the rest.
 
     Args:
         by_triton: use no CUDA kernel.
@@ -159,14 +177,38 @@ def _by_kernels(
     given: quantize_ref.Statistics | None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """A smoothed q is without `bias`."""
-    if k is not None and v is not None and not by_triton and unsupported_cuda_quantize(k, v, recipe) is None:
+    query = key = value = None
+    if not by_triton:
         try:
-            kv = cuda_run.quantize_kv(k, v, recipe.qk, device)
+            query, key, value = _by_cuda_quantizers(q, k, v, recipe, device)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
-        else:
-            return None if q is None else triton_kernels.quantize.quantize(q, None, None, recipe, device)[0], *kv
-    return triton_kernels.quantize.quantize(q, k, v, recipe, device, given=given)
+    q, k, v = (x if y is None else None for x, y in zip((q, k, v), (query, key, value), strict=True))
+    if q is None and k is None:
+        return query, key, value
+    others = triton_kernels.quantize.quantize(q, k, v, recipe, device, given=given)
+    return others[0] or query, others[1] or key, others[2] or value
+
+
+def _by_cuda_quantizers(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """Those of the operands that CUDA kernels quantize; None for the others.
+
+    Raises:
+        BuildError: the kernels can't be compiled here.
+    """
+    query = key = value = None
+    if k is not None and v is not None and unsupported_cuda_quantize(k, v, recipe) is None:
+        key, value = cuda_run.quantize_kv(k, v, recipe.qk, device)
+        k = v = None
+    if q is not None and k is not None and unsupported_general_quantize(q, k, v, recipe) is None:
+        return cuda_run.quantize_any(q, k, v, recipe, device)
+    if k is not None and unsupported_general_quantize(None, k, v, recipe) is None:
+        _, key, value = cuda_run.quantize_any(None, k, v, recipe, device)
+    if q is not None and unsupported_general_quantize(q, None, None, recipe) is None:
+        query, _, _ = cuda_run.quantize_any(q, None, None, recipe, device)
+    return query, key, value
 
 
 def _quantize(
@@ -481,8 +523,14 @@ def _unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, so
     validate.check_unsmoothed_lse(lse, q, k_mean)
     if not has_kernels(q.device) or not lse.is_contiguous():
         return reference.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated)
+    device = device_of(q.device)
     with current(q.device):
-        return triton_kernels.lse.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device_of(q.device))
+        if unsupported_cuda_lse(lse, q) is None:
+            try:
+                return cuda_run.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device)
+            except BuildError as error:
+                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return triton_kernels.lse.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device)
 
 
 def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):

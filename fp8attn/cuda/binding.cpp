@@ -254,6 +254,64 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_byt
 
 using Operands = std::vector<std::optional<Tensor>>;
 
+// Quantizes any Q, K and V, (B, H, S, D). `numbers`: the channels that are rotated together, the rows under one scale
+// of Q and of K, the number of tokens from which K's mean is computed, and the size of the memory through which its
+// kernels pass statistics. `operands`: q, k and v. `results`: data and scale of q; data, scale and mean of k; the same
+// of v.
+void quantize_general(int64_t launcher, int64_t ctas, const Ints& numbers, const Operands& operands, const Operands& results) {
+  STD_TORCH_CHECK(numbers.size() == 5 && operands.size() == 3 && results.size() == 8, "quantize_general takes 5 numbers, 3 operands and 8 results");
+  const auto address = [](const Operands& of, size_t i) { return of[i] ? of[i]->mutable_data_ptr() : nullptr; };
+  const auto bytes = [&](size_t i) { return static_cast<uint8_t*>(address(results, i)); };
+  const auto floats = [&](size_t i) { return static_cast<float*>(address(results, i)); };
+  const std::optional<Tensor>&q = operands[0], &k = operands[1], &v = operands[2], &q_data = results[0], &k_data = results[2];
+  const Tensor& first = q ? *q : *k;
+  fp8attn::GeneralQuantizeParams p = {};
+  p.q_data = bytes(0), p.q_scale = floats(1);
+  p.k_data = bytes(2), p.k_scale = floats(3), p.k_mean = floats(4);
+  p.v_data = bytes(5), p.v_scale = floats(6), p.v_mean = floats(7);
+  p.batches = first.size(0);
+  p.head_dim = first.size(3);
+  p.part = numbers[0], p.q_group = numbers[1], p.k_group = numbers[2];
+  p.inverse_part = 1.0 / std::max(p.part, 1);
+  p.type = out_type(first.scalar_type());
+  p.int8 = (q ? *q_data : *k_data).scalar_type() == ScalarType::Char;
+  if (q) {
+    p.q = q->const_data_ptr();
+    copy_strides(p.q_strides, *q);
+    copy_strides(p.q_data_strides, *q_data);
+    p.q_heads = q->size(1), p.q_length = q->size(2), p.q_aligned = is_aligned(*q);
+  }
+  std::optional<Tensor> measured;
+  if (k) {
+    p.k = k->const_data_ptr(), p.v = v->const_data_ptr();
+    copy_strides(p.k_strides, *k);
+    copy_strides(p.v_strides, *v);
+    copy_strides(p.k_data_strides, *k_data);
+    p.kv_heads = k->size(1), p.kv_length = k->size(2), p.value_dim = v->size(3), p.padded = results[5]->size(3);
+    p.k_aligned = is_aligned(*k), p.v_aligned = is_aligned(*v);
+    p.inverse_length = 1.0 / p.kv_length, p.inverse_sample = 1.0 / numbers[3];
+    measured = room_of(numbers[4], *k);
+    p.measured = measured->mutable_data_ptr();
+  }
+  launch(launcher, p, ctas, first.get_device());
+}
+
+// Adds to `lse`, (B, Hq, Sq), what K's mean, rotated in parts of `part` channels, adds to the scores of q.
+void unsmooth_lse(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, const Tensor& k_mean, const Tensor& lse, const Tensor& out) {
+  fp8attn::UnsmoothLseParams p = {};
+  p.q = q.const_data_ptr();
+  p.k_mean = k_mean.const_data_ptr<float>();
+  p.lse = lse.const_data_ptr<float>();
+  p.out = out.mutable_data_ptr<float>();
+  copy_strides(p.q_strides, q);
+  p.q_heads = q.size(1), p.kv_heads = k_mean.size(1), p.q_length = q.size(2), p.head_dim = q.size(3);
+  p.part = part;
+  p.softmax_scale = softmax_scale;
+  p.type = out_type(q.scalar_type());
+  p.q_aligned = is_aligned(q);
+  launch(launcher, p, ctas, q.get_device());
+}
+
 // The tensors among a call's operands.
 std::vector<Tensor> present(const Operands& operands) {
   std::vector<Tensor> found;
@@ -338,6 +396,9 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
       " Tensor(f!) v_mean, Tensor(g!)? ready) -> ()");
 
+  define("quantize_general(int launcher, int ctas, int[] numbers, Tensor?[] operands, Tensor?[] results) -> ()");
+  define("unsmooth_lse(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor k_mean, Tensor lse, Tensor(a!) out) -> ()");
+
   define("record() -> ()");
   define("discard() -> ()");
   define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, Device device, int remainder, bool zero) -> Tensor");
@@ -351,6 +412,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) {
   m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
   m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
   m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_general", TORCH_BOX(&quantize_general));
+  m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
 }
 
 // Of any device: tensors that aren't like any before aren't an error here.

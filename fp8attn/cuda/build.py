@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from ..device import ARCHITECTURES
-from . import fused_small, portable, quantize, render
+from . import fused_small, general_quantize, portable, quantize, render
 from .configs import GROUPS, INSTANCES
 from .render import Config
 
@@ -562,7 +562,7 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
         *(fused_small.INSTANCES, quantize.INSTANCES, quantize.INT8_INSTANCES),
     )
     others = (portable.group(dim, ARCHITECTURES[arch], int8) for dim in portable.DIMS for int8 in (False, True))
-    return (*(hopper if arch // 10 == 9 else ()), *others)
+    return (*(hopper if arch // 10 == 9 else ()), general_quantize.INSTANCES, *others)
 
 
 def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:

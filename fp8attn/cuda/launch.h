@@ -1,4 +1,4 @@
-// Launch of a grid of clusters.
+// Launch of a grid of CTAs, or of clusters.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,6 +11,25 @@ cudaError_t take_shared_memory(void (*kernel)(Params), int bytes) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
+// Whether GPUs of the architecture, the only one that a library has, can start a grid before the preceding one has
+// completed: programmatic dependent launch.
+#ifdef __CUDA_ARCH_LIST__
+constexpr bool HAS_DEPENDENT_LAUNCH = (__CUDA_ARCH_LIST__) >= 900;
+#else
+constexpr bool HAS_DEPENDENT_LAUNCH = false;
+#endif
+
+// Launches `kernel` without clusters, as a programmatic dependent of the kernel before it where GPUs can. `bytes`:
+// dynamic shared memory.
+template <typename Params>
+cudaError_t launch_grid(void (*kernel)(Params), const Params& p, int ctas, int threads, int bytes, cudaStream_t stream) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config = {dim3(ctas), dim3(threads), size_t(bytes), stream, &attribute, HAS_DEPENDENT_LAUNCH};
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 // Launches `kernel` as a programmatic dependent of the kernel before it. `bytes`: dynamic shared memory.

@@ -105,4 +105,48 @@ struct QuantizeParams {
   void* chunk_stats;
 };
 
+// Parameters of the kernels that quantize any Q, K and V. Either `q` or `k` and `v` may be null, with their outputs.
+struct GeneralQuantizeParams {
+  const void* q;  // (B, Hq, Sq, D) of `type`
+  const void* k;  // (B, Hkv, Sk, D)
+  const void* v;  // (B, Hkv, Sk, Dv)
+
+  uint8_t* q_data;  // as q; rows start at multiples of 8 bytes
+  float* q_scale;   // (B, Hq, ceil(Sq / q_group)), contiguous, as all tensors below but k_data
+  uint8_t* k_data;  // as k; rows start at multiples of 8 bytes
+  float* k_scale;   // (B, Hkv, ceil(Sk / k_group))
+  float* k_mean;    // (B, Hkv, D); or null: no mean is subtracted
+  uint8_t* v_data;  // (B, Hkv, Dv, padded)
+  float* v_scale;   // (B, Hkv, Dv)
+  float* v_mean;    // (B, Hkv, Dv); or null
+  void* measured;   // (B, Hkv, token chunks, channel slices) of MeasuredChunk, which one kernel writes and the next read
+
+  int64_t q_strides[3], k_strides[3], v_strides[3], q_data_strides[3], k_data_strides[3], padded;
+
+  int batches, q_heads, kv_heads, q_length, kv_length, head_dim, value_dim;
+  int q_group, k_group;  // rows under one scale: 1 or SCALE_BLOCK
+  int part;              // channels that are rotated together; 0: none
+  float inverse_part;
+  float inverse_length, inverse_sample;  // 1 / Sk, and 1 / the number of tokens sampled for K's mean
+  OutType type;                          // of q, k and v
+  bool int8;                             // Q and K become int8, not e4m3
+  bool q_aligned, k_aligned, v_aligned;  // whether rows start at multiples of 16 bytes
+};
+
+// Parameters of the kernel that adds to the LSE what the mean of K adds to scores.
+struct UnsmoothLseParams {
+  const void* q;        // (B, Hq, Sq, D) of `type`
+  const float* k_mean;  // (B, Hkv, D), contiguous, rotated
+  const float* lse;     // (B, Hq, Sq), contiguous, as `out`
+  float* out;
+
+  int64_t q_strides[3];
+
+  int q_heads, kv_heads, q_length, head_dim;
+  int part;  // channels that are rotated together; 0: none
+  float softmax_scale;
+  OutType type;
+  bool q_aligned;  // whether rows start at multiples of 16 bytes
+};
+
 }  // namespace fp8attn

@@ -52,6 +52,21 @@ inline const Addresses& addresses(const QuantizeParams&) {
 }
 #undef AT
 
+#define AT(field) offsetof(GeneralQuantizeParams, field)
+inline const Addresses& addresses(const GeneralQuantizeParams&) {
+  static const auto& found = *new Addresses{
+      {AT(q), AT(k), AT(v), AT(q_data), AT(q_scale), AT(k_data), AT(k_scale), AT(k_mean), AT(v_data), AT(v_scale), AT(v_mean), AT(measured)}, {}};
+  return found;
+}
+#undef AT
+
+#define AT(field) offsetof(UnsmoothLseParams, field)
+inline const Addresses& addresses(const UnsmoothLseParams&) {
+  static const auto& found = *new Addresses{{AT(q), AT(k_mean), AT(lse), AT(out)}, {}};
+  return found;
+}
+#undef AT
+
 // Allocation i of a recording owns the addresses from (i + 1) * SLOT on.
 constexpr uint64_t SLOT = uint64_t(1) << 40;
 

@@ -1,5 +1,5 @@
-// Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantization.py's default recipe, or its int8 variant. Gives the
-// same bytes. Heads that a cluster can hold take one launch, which reads K and V once; longer ones take three
+// Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantization.py's default recipe, or its int8 variant. Gives
+// the same bytes. Heads that a cluster can hold take one launch, which reads K and V once; longer ones take three
 // (quantize_long.cuh).
 //
 // A cluster of CTAs has one head. Each CTA has a slice of 64 channels of a chunk of 512 tokens in shared memory, first

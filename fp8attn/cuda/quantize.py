@@ -1,7 +1,7 @@
 """The CUDA quantizer of K and V for Hopper, for the recipes in recipe.FUSED_RECIPES: its configs, the calls that it
 supports, and its outputs.
 
-The bytes are those of fp8attn.quantize, as with Triton's quantizer. A cluster of CTAs holds one head in shared memory
+The bytes are those of fp8attn.quantize, as with the other quantizers. A cluster of CTAs holds one head in shared memory
 and reads it once. Longer heads take three launches, which read V twice.
 """
 
@@ -139,9 +139,6 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
         return f"head dim is {dim}; it takes multiples of {CHANNELS} up to {LARGEST_DIM}"
     if k.numel() == 0:
         return f"key has shape {tuple(k.shape)}"
-    ctas = k.shape[0] * k.shape[1] * ctas_of(k)
-    if k.shape[2] <= TOKEN_CHUNK and ctas < device.sm_count:
-        return f"there are {k.shape[2]} keys, {ctas} CTAs' work; of up to {TOKEN_CHUNK} it takes no less than {device.sm_count}"
     for name, x in (("key", k), ("value", v)):
         reason = unsupported_size(name, x) or unsupported_tma(x, name)
         if reason is not None:

@@ -14,11 +14,12 @@ from .. import layout, recipe, reference
 from .. import quantization as quantize_ref
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .fused_small import FusedSmallConfig
+from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
 from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
-Config = Attending | QuantizeConfig
+Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig
 
 RENDERED = "// Rendered by fp8attn/cuda/render.py."
 
@@ -53,6 +54,8 @@ CONSTANTS: dict[str, int | float] = {
     "FIT_DIM": quantize_ref.FIT_DIM,
     "FIT_STEP": quantize_ref.FIT_STEP,
     "CHUNK_STATS_BYTES": CHUNK_STATS_BYTES,
+    "MEASURED_CHANNELS": MEASURED_CHANNELS,
+    "MEASURED_CHUNK_BYTES": MEASURED_CHUNK_BYTES,
 }
 """Constants of C++ that Python defines, with the docstrings there: int, or float in float32."""
 
@@ -156,8 +159,7 @@ namespace fp8attn {{
 struct {name} {{
   static constexpr {kind} config{{{fields}}};
 {checked}}};
-static_assert(sizeof({storage}<{name}::config>) == {shared_bytes});
-
+{storage_check}
 extern "C" cudaError_t launch_{name}(const {params}& p, int ctas, cudaStream_t stream) {{ return launch<{name}>(p, ctas, stream); }}
 
 }}  // namespace fp8attn
@@ -165,12 +167,14 @@ extern "C" cudaError_t launch_{name}(const {params}& p, int ctas, cudaStream_t s
 
 
 KINDS = {
-    HopperConfig: ("hopper.cuh", "SharedStorage"),
-    PortableConfig: ("portable.cuh", "PortableStorage"),
-    FusedSmallConfig: ("fused_small.cuh", "FusedSmallStorage"),
-    QuantizeConfig: ("quantize.cuh", "QuantizeStorage"),
+    HopperConfig: ("hopper.cuh", "SharedStorage", "Params"),
+    PortableConfig: ("portable.cuh", "PortableStorage", "Params"),
+    FusedSmallConfig: ("fused_small.cuh", "FusedSmallStorage", "Params"),
+    QuantizeConfig: ("quantize.cuh", "QuantizeStorage", "QuantizeParams"),
+    GeneralQuantizeConfig: ("general_quantize.cuh", "GeneralQuantizeStorage", "GeneralQuantizeParams"),
+    UnsmoothLseConfig: ("unsmooth_lse.cuh", "", "UnsmoothLseParams"),
 }
-"""The header of each kind of kernel, and its type of shared storage."""
+"""The header of each kind of kernel, its type of shared storage, empty if it has none, and its parameters."""
 
 
 def literal(value: bool | int | str) -> str:
@@ -178,9 +182,16 @@ def literal(value: bool | int | str) -> str:
     return f"Operands::{value}" if isinstance(value, str) else str(value).lower()
 
 
+def storage_check(config: Config, instance: str = "") -> str:
+    """The C++ assertion that an instance's shared storage has the size that Python says. `instance`: its struct, if not
+    that of the config's name."""
+    storage = KINDS[type(config)][1]
+    return f"static_assert(sizeof({storage}<{instance or config.name}::config>) == {config.shared_bytes});\n" if storage else ""
+
+
 def instance(config: Config) -> str:
     """The translation unit of one instance."""
-    header, storage = KINDS[type(config)]
+    header, storage, params = KINDS[type(config)]
     checked = ""
     if isinstance(config, HopperConfig):
         checked = f"  static constexpr int partial_bytes = {config.partial_bytes};\n"
@@ -188,11 +199,10 @@ def instance(config: Config) -> str:
         rendered=RENDERED,
         header=header,
         kind=type(config).__name__,
-        storage=storage,
-        params="QuantizeParams" if isinstance(config, QuantizeConfig) else "Params",
+        params=params,
         name=config.name,
         fields=", ".join(literal(x) for x in astuple(config)),
-        shared_bytes=config.shared_bytes,
+        storage_check=storage_check(config),
         checked=checked,
     )
 

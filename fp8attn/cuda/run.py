@@ -9,10 +9,10 @@ import torch
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
 from ..quantization import sample_size
-from ..recipe import ProductType, Quantized
+from ..recipe import ProductType, Quantized, Recipe
 from ..reference import causal_offset
 from ..schedule import heads_side_by_side
-from . import build, configs, fused_small, portable, quantize
+from . import build, configs, fused_small, general_quantize, portable, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
 
@@ -193,3 +193,42 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
     library.operators.quantize.default(
         library.launchers[config], ctas, sample_size(k.shape[2]), quantize.stats_bytes(k), k, v, *quantize.filled(key, value), ready
     )
+
+
+def quantize_any(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """fp8attn.quantization.quantize by the general quantizer.
+
+    `general_quantize.unsupported_call` must return None for the call.
+
+    Args:
+        q, k, v: (B, H, S, D), any float dtype; q, or k and v, may be None.
+
+    Raises:
+        BuildError: the kernels can't be compiled here.
+    """
+    first = k if q is None else q
+    assert first is not None
+    made = general_quantize.empty(q, k, v, recipe)
+    config = general_quantize.QUANTIZER
+    library = build.load_with(config, general_quantize.INSTANCES, device.arch)
+    numbers = general_quantize.numbers_of(k, v, recipe, first.shape[3])
+    ctas = general_quantize.ctas_of(q, k, v)
+    library.operators.quantize_general.default(library.launchers[config], ctas, numbers, [q, k, v], general_quantize.filled(*made))
+    return made
+
+
+def unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int, device: Device) -> torch.Tensor:
+    """reference.unsmoothed_lse by a kernel.
+
+    `general_quantize.unsupported_lse` must return None for `lse` and `q`.
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    config = general_quantize.UNSMOOTHER
+    library = build.load_with(config, general_quantize.INSTANCES, device.arch)
+    out, ctas = torch.empty_like(lse), general_quantize.unsmoothing_ctas(q)
+    library.operators.unsmooth_lse.default(library.launchers[config], ctas, rotated, softmax_scale, q, k_mean.contiguous(), lse, out)
+    return out

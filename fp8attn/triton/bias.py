@@ -1,5 +1,5 @@
-"""The score bias of smoothed queries on tensor cores, as fp8attn.quantization.score_bias defines it: what means of queries
-add to scores.
+"""The score bias of smoothed queries on tensor cores, as fp8attn.quantization.score_bias defines it: what means of
+queries add to scores.
 
 Means are rotated back to the basis of unrotated keys, so that K is multiplied as it is stored. float16 and bfloat16 are
 exact in TF32. A mean is split into a sum of two TF32 numbers; the rest is as small as the rounding errors of a float32

@@ -283,7 +283,8 @@ def removable(mean):
 
 @triton.jit
 def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
-    """The mean that is removed from one head's k, (WIDTH,): quantization.key_mean, rotated in parts of PART channels."""
+    """The mean that is removed from one head's k, (WIDTH,): quantization.key_mean, rotated in parts of PART
+    channels."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
     careful = 1
     if (TOKEN_CHUNK - LANES) * step + LANES <= length:
@@ -436,8 +437,8 @@ def write_values(
     v, v_stride, shift, scale, out, token_chunk, length, padded,
     DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a token chunk of some channels of one head's v (quantization.encode_values). All its runs advance together,
-    token by token.
+    """Quantize a token chunk of some channels of one head's v (quantization.encode_values). All its runs advance
+    together, token by token.
 
     Args:
         shift: (1, WIDTH) or a number, which is subtracted.

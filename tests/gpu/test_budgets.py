@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from compiling import compiled, numbers
-from fp8attn.cuda import fused_small, portable, quantize
+from fp8attn.cuda import fused_small, general_quantize, portable, quantize
 from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
+from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.portable import DIMS, PortableConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY
@@ -102,6 +103,20 @@ def test_quantizer(nvcc: str, tmp_path: Path, config: QuantizeConfig) -> None:
         assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
         assert registers * config.threads * config.ctas <= REGISTER_FILE, entry
     assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED  # of an SM
+
+
+@pytest.mark.parametrize("config", general_quantize.INSTANCES, ids=lambda config: config.name)
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in ARCHITECTURES])
+def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: GeneralQuantizeConfig | UnsmoothLseConfig) -> None:
+    """Of every dtype: registers for as many CTAs as a config says; no stack, no spills."""
+    entries = compiled(nvcc, config, arch, tmp_path).split("Compiling entry function")[1:]
+    # that measures and those that write e4m3 and int8, for each dtype; one that finishes
+    assert len(entries) == (10 if isinstance(config, GeneralQuantizeConfig) else 3)
+    for entry in entries:
+        registers, stack = numbers(entry)
+        assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
+        threads = general_quantize.MEASURERS if "general_measure" in entry or "general_finish" in entry else config.threads
+        assert registers * threads * config.ctas <= REGISTER_FILE, entry
 
 
 @pytest.mark.parametrize("arch, config", [*one_of(-1, shipped(80), 80), *one_of(0, shipped(89), 89), *one_of(-1, shipped(90), 90)])

@@ -25,7 +25,7 @@ import emulation
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_unavailable
-from fp8attn.cuda import build, configs, fused_small, portable, render, run
+from fp8attn.cuda import build, configs, fused_small, general_quantize, portable, render, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
 from fp8attn.cuda.configs import (
@@ -441,15 +441,16 @@ def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypa
 
 
 def test_libraries_of_an_architecture() -> None:
-    by_themselves = fused_small.INSTANCES, cuda_quantize.INSTANCES, cuda_quantize.INT8_INSTANCES
+    by_themselves = fused_small.INSTANCES, cuda_quantize.INSTANCES, cuda_quantize.INT8_INSTANCES, general_quantize.INSTANCES
     groups = build.groups(90)
     assert set(by_themselves) < set(groups) and len({config for group in groups for config in group}) == sum(map(len, groups))
     assert all(
         configs.instances(c.scores, c.int8, c.fuse_q_quant) in groups and c in configs.instances(c.scores, c.int8, c.fuse_q_quant) for c in EVERY
     )
-    assert all(isinstance(c, PortableConfig) for arch in (80, 89) for group in build.groups(arch) for c in group)
-    # of each head dim one of e4m3 and one of int8
-    assert all(len(build.groups(arch)) == (21 if arch == 90 else 6) and all(build.groups(arch)) for arch in (80, 89, 90))
+    for arch in (80, 89):
+        assert {c for group in build.groups(arch) for c in group if not isinstance(c, PortableConfig)} == {*general_quantize.INSTANCES}
+    # of each head dim one of e4m3 and one of int8, and the general quantizer
+    assert all(len(build.groups(arch)) == (22 if arch == 90 else 7) and all(build.groups(arch)) for arch in (80, 89, 90))
 
 
 @pytest.mark.gpu
@@ -497,6 +498,7 @@ KINDS: tuple[render.Config, ...] = (
     INT8_FUSED_Q_INSTANCES[0],
     fused_small.INSTANCES[0],
     cuda_quantize.INSTANCES[0],
+    *general_quantize.INSTANCES,
 )
 
 

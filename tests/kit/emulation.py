@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8attn.cuda import build, quantize, render
+from fp8attn.cuda import build, general_quantize, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import PortableConfig
@@ -105,6 +105,9 @@ class Params(ctypes.Structure):
     ]
 
 
+_RESULTS = ("q_data", "q_scale", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean")
+
+
 class QuantizeParams(ctypes.Structure):
     """C++'s QuantizeParams."""
 
@@ -118,6 +121,34 @@ class QuantizeParams(ctypes.Structure):
         ("half", ctypes.c_bool),
         ("ready", ctypes.c_void_p),
         ("chunk_stats", ctypes.c_void_p),
+    ]
+
+
+class GeneralQuantizeParams(ctypes.Structure):
+    """C++'s GeneralQuantizeParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", *_RESULTS, "measured")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("q", "k", "v", "q_data", "k_data")),
+        ("padded", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "kv_length", "head_dim", "value_dim")),
+        *((name, ctypes.c_int) for name in ("q_group", "k_group", "part")),
+        *((name, ctypes.c_float) for name in ("inverse_part", "inverse_length", "inverse_sample")),
+        ("type", ctypes.c_int),
+        *((name, ctypes.c_bool) for name in ("int8", "q_aligned", "k_aligned", "v_aligned")),
+    ]
+
+
+class UnsmoothLseParams(ctypes.Structure):
+    """C++'s UnsmoothLseParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k_mean", "lse", "out")),
+        ("q_strides", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int) for name in ("q_heads", "kv_heads", "q_length", "head_dim", "part")),
+        ("softmax_scale", ctypes.c_float),
+        ("type", ctypes.c_int),
+        ("q_aligned", ctypes.c_bool),
     ]
 
 
@@ -266,14 +297,14 @@ def library(name: str, *mutations: Mutation, instance: str = "") -> ctypes.CDLL:
     return ctypes.CDLL(str(_made((name, sorted(needed.items())), make) / "kernel.so"))
 
 
-def instance_of(config: Config) -> str:
+def instance_of(config: render.Config) -> str:
     """The instance.h of one instance."""
-    header, storage = render.KINDS[type(config)]
+    header = render.KINDS[type(config)][0]
     fields = ", ".join(render.literal(x) for x in astuple(config))
     return (
         f'#pragma once\n#include "{header}"\n'
         f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr {type(config).__name__} config{{{fields}}};\n}};\n"
-        f"static_assert(sizeof({storage}<Instance::config>) == {config.shared_bytes});\n}}\n"
+        f"{render.storage_check(config, 'Instance')}}}\n"
     )
 
 
@@ -379,6 +410,38 @@ def quantize_params(
     return p
 
 
+def general_quantize_params(numbers, operands, results, measured: torch.Tensor | None) -> GeneralQuantizeParams:
+    """The GeneralQuantizeParams that binding.cpp's quantize_general makes from its arguments; `measured` it
+    allocates."""
+    p = GeneralQuantizeParams()
+    tensors = dict(zip(("q", "k", "v", *_RESULTS), (*operands, *results), strict=True)) | {"measured": measured}
+    for name, x in tensors.items():
+        setattr(p, name, None if x is None else x.data_ptr())
+        if x is not None and hasattr(p, f"{name}_strides"):
+            setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
+        if x is not None and hasattr(p, f"{name}_aligned"):
+            setattr(p, f"{name}_aligned", _aligned(x))
+    q, k, v = operands
+    first = k if q is None else q
+    p.batches, p.head_dim, p.type = first.size(0), first.size(3), TYPES[first.dtype]
+    p.part, p.q_group, p.k_group, sampled, _ = numbers
+    p.inverse_part, p.int8 = 1.0 / max(p.part, 1), next(x.dtype for x in results if x is not None) == torch.int8
+    if q is not None:
+        p.q_heads, p.q_length = q.shape[1:3]
+    if k is not None:
+        p.kv_heads, p.kv_length, p.value_dim, p.padded = k.size(1), k.size(2), v.size(3), results[5].size(3)
+        p.inverse_length, p.inverse_sample = 1.0 / k.size(2), 1.0 / sampled
+    return p
+
+
+def unsmooth_lse_params(part, softmax_scale, q, k_mean, lse, out) -> UnsmoothLseParams:
+    """The UnsmoothLseParams that binding.cpp's unsmooth_lse makes from its arguments."""
+    p = UnsmoothLseParams(*(x.data_ptr() for x in (q, k_mean, lse, out)), (ctypes.c_int64 * 3)(*q.stride()[:3]))
+    p.q_heads, p.kv_heads, p.q_length, p.head_dim = q.size(1), k_mean.size(1), q.size(2), q.size(3)
+    p.part, p.softmax_scale, p.type, p.q_aligned = part, softmax_scale, TYPES[q.dtype], _aligned(q)
+    return p
+
+
 def tensor_map(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """A tensor map of byte boxes in x, in the format of tests/kit/emulation/tensor_map_on_cpu.h.
 
@@ -479,6 +542,33 @@ def quantizer(*mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled quantizer."""
     default = functools.partial(_quantize, library("quantize.cpp", *mutations))
     return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(QUANTIZERS)})
+
+
+def _quantize_general(library: ctypes.CDLL, launcher: int, ctas: int, numbers, operands, results) -> None:
+    """binding.cpp's quantize_general."""
+    measured = torch.full((numbers[4] // 4,), torch.nan) if operands[1] is not None else None
+    p = general_quantize_params(numbers, operands, results, measured)
+    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def _unsmooth_lse(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:
+    """binding.cpp's unsmooth_lse."""
+    p = unsmooth_lse_params(*arguments)
+    assert library.unsmooth(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def general_quantizer(*mutations: Mutation) -> build.Library:
+    """The library that fp8attn.cuda.run launches in place of the compiled general quantizer."""
+    emulated = library("general_quantize.cpp", *mutations, instance=instance_of(general_quantize.QUANTIZER))
+    operators = SimpleNamespace(quantize_general=SimpleNamespace(default=functools.partial(_quantize_general, emulated)))
+    return build.Library(operators, dict.fromkeys(general_quantize.INSTANCES, 0))
+
+
+def unsmoother(*mutations: Mutation) -> build.Library:
+    """The library that fp8attn.cuda.run launches in place of the compiled kernel for the LSE."""
+    emulated = library("unsmooth_lse.cpp", *mutations, instance=instance_of(general_quantize.UNSMOOTHER))
+    operators = SimpleNamespace(unsmooth_lse=SimpleNamespace(default=functools.partial(_unsmooth_lse, emulated)))
+    return build.Library(operators, dict.fromkeys(general_quantize.INSTANCES, 0))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import fp8attn
 from closeness import relative
 from fp8attn import Recipe, reference
 from fp8attn.call import GROUPS, Call, Problem
-from fp8attn.cuda import build, configs, early, fused_small, portable, run
+from fp8attn.cuda import build, configs, early, fused_small, general_quantize, portable, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.quantization import import_values, quantize
@@ -148,7 +148,7 @@ def test_no_cuda_kernel_has_a_larger_grid_than_there_is(monkeypatch: pytest.Monk
     def operator(name: str, place: int) -> SimpleNamespace:
         return SimpleNamespace(default=lambda *arguments: found.append((name, arguments[place])))
 
-    places = {"forward": 5, "forward_when_ready": 5, "forward_from_fp16": 1, "quantize": 1}
+    places = {"forward": 5, "forward_when_ready": 5, "forward_from_fp16": 1, "quantize": 1, "quantize_general": 1, "unsmooth_lse": 1}
     operators = SimpleNamespace(**{name: operator(name, place) for name, place in places.items()})
     launchers = type("Launchers", (), {"__getitem__": lambda *_: 0})()
     monkeypatch.setattr(build, "load_with", lambda *_: SimpleNamespace(operators=operators, launchers=launchers))
@@ -163,6 +163,13 @@ def test_no_cuda_kernel_has_a_larger_grid_than_there_is(monkeypatch: pytest.Monk
             for device in (H100, L40S):
                 attend(call, device)
         q, k, v = meta(*q_shape), meta(*k_shape), meta(*k_shape)
+        for recipe in RECIPES.values():
+            for operands in ((q, k, v), (None, k, v), (q, None, None)):
+                if general_quantize.unsupported_call(*operands, recipe, H100) is None:
+                    run.quantize_any(*operands, recipe, H100)
+        some_lse, mean = meta(*q_shape[:3], dtype=torch.float32), meta(*k_shape[:2], k_shape[3], dtype=torch.float32)
+        if general_quantize.unsupported_lse(some_lse, q, H100) is None:
+            run.unsmoothed_lse(some_lse, q, mean, 1.0, 0, H100)
         if cuda_quantize.unsupported_call(k, v, Recipe(), H100) is None:
             run.quantize_kv(k, v, "e4m3", H100)
             if configs.unsupported_q_quant(q, v.shape[3], 1.0, "e4m3", H100) is None:

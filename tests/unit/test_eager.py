@@ -29,6 +29,7 @@ from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
 from fp8attn.quantization import quantize
@@ -45,7 +46,8 @@ class AnyInstance(dict):
 
     def __missing__(self, config) -> int:
         library = emulation.binding()[1]
-        launcher = library.record_quantize if isinstance(config, QuantizeConfig) else library.record
+        name = {QuantizeConfig: "record_quantize", GeneralQuantizeConfig: "record_general_quantize", UnsmoothLseConfig: "record_unsmooth_lse"}
+        launcher = getattr(library, name.get(type(config), "record"))
         return ctypes.cast(launcher, ctypes.c_void_p).value or 0
 
 

@@ -15,6 +15,12 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
+__device__ inline uint32_t pair(uint16_t low, uint16_t high) {
+  uint32_t word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+  return word;
+}
+
 #if __CUDA_ARCH__ >= 890 || !defined(__CUDA_ARCH__)
 
 // The e4m3 codes of a, b, c and d, from the lowest byte to the highest.
@@ -43,12 +49,6 @@ __device__ inline __half2 halves_of_e4m3x2(uint16_t codes) {
   __half2_raw halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(reinterpret_cast<uint32_t&>(halves)) : "h"(codes));
   return halves;
-}
-
-__device__ inline uint32_t pair(uint16_t low, uint16_t high) {
-  uint32_t word;
-  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
-  return word;
 }
 
 // The exact values of four e4m3 codes: those of the two lower bytes in `low`, of the two upper bytes in `high`.
@@ -87,6 +87,13 @@ __device__ inline uint32_t halves_of_upper_bytes(uint32_t codes) {
 __device__ inline void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
   low = halves_of_upper_bytes(__byte_perm(codes, 0, 0x1404));
   high = halves_of_upper_bytes(__byte_perm(codes, 0, 0x3424));
+}
+
+__device__ inline uint16_t e4m3x2(__half2 x) { return e4m3(__low2float(x)) | e4m3(__high2float(x)) << 8; }
+
+__device__ inline __half2 halves_of_e4m3x2(uint16_t codes) {
+  const uint32_t halves = halves_of_upper_bytes(__byte_perm(codes, 0, 0x1404));
+  return reinterpret_cast<const __half2&>(halves);
 }
 
 #endif

@@ -1,5 +1,5 @@
-// The steps of fp8attn/quantization.py for bfloat16 and half, with the same bytes and scales for the default recipe. Slices
-// have at most TOKEN_CHUNK tokens.
+// The steps of fp8attn/quantization.py for bfloat16 and half, with the same bytes and scales for the default recipe.
+// Slices have at most TOKEN_CHUNK tokens.
 #pragma once
 
 #include "../ptx/convert.h"
@@ -13,6 +13,19 @@ namespace fp8attn {
 constexpr int STEPS = TOKEN_CHUNK / LANES;
 constexpr int SLICE = 16;  // channels of K or V per warpgroup of the fused small kernel
 constexpr int QUADS = SLICE / 4;
+
+// Sum in the order of quantization.lane_sum.
+template <int N>
+__device__ float halving_sum(const float (&lanes)[N]) {
+  if constexpr (N == 1) {
+    return lanes[0];
+  } else {
+    float sum[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] = lanes[i] + lanes[i + N / 2];
+    return halving_sum(sum);
+  }
+}
 
 // Four codes of non-finite elements.
 template <bool INT8>
@@ -127,6 +140,16 @@ struct Feedback {
 // The same without feedback, for lengths up to TOKEN_CHUNK.
 __device__ inline uint16_t value_codes(float a, float b) {
   return ptx::e4m3x2(__hadd2_rn(__floats2half2_rn(a, b), __half2half2(__float2half(0.0f))));
+}
+
+// Codes of a group of tokens of V as they are stored, with tokens in the order of layout.key_of_slot: 16 bytes for each
+// of two channels. `pairs`: codes of both channels of two tokens.
+__device__ inline void transpose_group(const uint32_t (&pairs)[GROUP / 2], uint4 (&of_channel)[2]) {
+  uint32_t words[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[0][i] = __byte_perm(pairs[i], pairs[i + 4], 0x6420), words[1][i] = __byte_perm(pairs[i], pairs[i + 4], 0x7531);
+#pragma unroll
+  for (int c = 0; c < 2; ++c) of_channel[c] = {words[c][0], words[c][1], words[c][2], words[c][3]};
 }
 
 // Statistics of a slice per lane, in shared memory. Statistics::of reduces them over the lanes.

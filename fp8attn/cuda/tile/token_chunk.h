@@ -142,19 +142,6 @@ __device__ void broadcast_nonfinite(QuantizeStorage<C>& shared, const ClusterCoo
   if (slice < coord.slices) dsmem_store(coord.rank_of(coord.token_chunk, slice), &shared.nonfinite[coord.slice][n], shared.own.nonfinite[n], barrier);
 }
 
-// Sum in the order of quantization.lane_sum.
-template <int N>
-__device__ float halving_sum(const float (&lanes)[N]) {
-  if constexpr (N == 1) {
-    return lanes[0];
-  } else {
-    float sum[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sum[i] = lanes[i] + lanes[i + N / 2];
-    return halving_sum(sum);
-  }
-}
-
 // Whether some tokens of the token chunk don't exist, or are non-finite in one of the slices first ... end - 1.
 template <QuantizeConfig C>
 __device__ bool is_careful(const QuantizeStorage<C>& shared, const ClusterCoord& coord, int first, int end) {

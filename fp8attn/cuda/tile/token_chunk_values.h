@@ -218,11 +218,10 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
       }
       pairs[i / 2] = ptx::pair(codes[0], codes[1]);
     }
-    uint32_t words[2][4];
+    uint4 of_channel[2];
+    transpose_group(pairs, of_channel);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[0][i] = __byte_perm(pairs[i], pairs[i + 4], 0x6420), words[1][i] = __byte_perm(pairs[i], pairs[i + 4], 0x7531);
-#pragma unroll
-    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = {words[c][0], words[c][1], words[c][2], words[c][3]};
+    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = of_channel[c];
   }
 }
 

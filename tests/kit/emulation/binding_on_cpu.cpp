@@ -9,6 +9,8 @@ namespace {
 
 fp8attn::Params launched;
 fp8attn::QuantizeParams quantized;
+fp8attn::GeneralQuantizeParams generally_quantized;
+fp8attn::UnsmoothLseParams unsmoothed;
 std::vector<int64_t> function_launch;  // function, grid, threads, shared memory, attributes, and the parameters' words
 int64_t function_words = 0;            // how many there are
 int launched_ctas;
@@ -46,6 +48,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
   m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
   m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
   m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_general", TORCH_BOX(&quantize_general));
+  m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
 }
 
 }  // namespace
@@ -98,6 +102,28 @@ cudaError_t record_quantize(const fp8attn::QuantizeParams& p, int ctas, cudaStre
 
 int recorded_quantize(void* to) {
   std::memcpy(to, &quantized, sizeof(quantized));
+  return launched_ctas;
+}
+
+cudaError_t record_general_quantize(const fp8attn::GeneralQuantizeParams& p, int ctas, cudaStream_t) {
+  generally_quantized = p;
+  launched_ctas = ctas;
+  return answer;
+}
+
+int recorded_general_quantize(void* to) {
+  std::memcpy(to, &generally_quantized, sizeof(generally_quantized));
+  return launched_ctas;
+}
+
+cudaError_t record_unsmooth_lse(const fp8attn::UnsmoothLseParams& p, int ctas, cudaStream_t) {
+  unsmoothed = p;
+  launched_ctas = ctas;
+  return answer;
+}
+
+int recorded_unsmooth_lse(void* to) {
+  std::memcpy(to, &unsmoothed, sizeof(unsmoothed));
   return launched_ctas;
 }
 
