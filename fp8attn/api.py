@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
@@ -22,7 +22,7 @@ from .cuda.portable import PortableConfig
 from .device import device_of
 from .eager import Attention
 from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, ProductType, Quantized, Recipe
-from .reference import Causal
+from .reference import CAUSAL_WINDOW, Causal, Window, simplified
 from .validate import (
     Arguments,
     Backend,
@@ -38,6 +38,8 @@ from .validate import (
     check_import,
     check_launch,
     check_quantize,
+    check_scores,
+    checked_window,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
         """Keyword arguments of `reference_sdpa` and `sdpa`."""
 
         causal_alignment: str
+        window: Window | None
+        softcap: float
+        sinks: torch.Tensor | None
         q_scale: Scale | None
         k_scale: Scale | None
         v_scale: Scale | None
@@ -253,6 +258,9 @@ def _beside(quantized: list[Quantized], recipe: Recipe) -> Recipe:
 
 def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
     """The arguments of a backend's forward operator, in the order of `Call`'s fields."""
+    mean_scores = None
+    if p.key.mean is not None and (p.checked.softcap or p.checked.sinks is not None):
+        mean_scores = _unsmoothed(p, torch.zeros(p.query.shape[:3], dtype=torch.float32, device=p.query.device))
     batch, q_heads = p.query.shape[:2]
     kv_heads = p.key.shape[1]
     return (
@@ -274,6 +282,10 @@ def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
         p.recipe.two_level,
         p.checked.out_dtype,
         return_lse,
+        p.checked.window,
+        p.checked.softcap,
+        p.checked.sinks,
+        mean_scores,
     )
 
 
@@ -312,6 +324,9 @@ def sdpa(
     enable_gqa: bool = False,
     *,
     causal_alignment: str = "top_left",
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     recipe: Recipe = DEFAULT_RECIPE,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
@@ -337,6 +352,11 @@ def sdpa(
         scale: multiplies Q·Kᵀ; 1 / sqrt(D) by default.
         enable_gqa: every key/value head serves Hq / Hkv query heads.
         causal_alignment: `top_left`, as in PyTorch, or `bottom_right`.
+        window: (left, right): row i sees the keys from j - left to j + right, where j is i, or i + Sk - Sq if
+            `causal_alignment` is `bottom_right`. -1 is unlimited. With `is_causal`, right is 0. Only without attn_mask.
+        softcap: scores (with `scale`) become softcap · tanh(score / softcap) before attn_mask is added. 0 caps nothing.
+        sinks: float32 (Hq,), one more logit of each row of a head, which takes weight and has no value; or None. Not
+            to be confused with Recipe.sinks, a number of first keys in half precision.
         recipe: numeric choices. For operands that are quantized already, only compute type and accumulation matter. A
             query in floating point is stored and rotated as its keys if these are quantized already; likewise keys as
             their query.
@@ -354,8 +374,8 @@ def sdpa(
             the same.
 
     Returns:
-        out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32. A row without visible keys gives zeros and
-        -inf.
+        out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32, which includes sinks. A row without visible
+        keys gives zeros and -inf, or its sink.
 
     Raises:
         TypeError, ValueError: an argument isn't as above.
@@ -373,15 +393,19 @@ def sdpa(
         query, key, value = (cast(x, dtype) for x in (query, key, value))
         out_dtype = out_dtype or dtype
     options = None
-    if not is_compiling() and type(recipe) is Recipe:
-        options = (recipe.text, backend, is_causal, scale, enable_gqa, causal_alignment, out_dtype, dropout_p, q_scale, k_scale, v_scale, return_lse)
+    if sinks is None and not is_compiling() and type(recipe) is Recipe:
+        options = (
+            recipe.text, backend, is_causal, scale, enable_gqa, causal_alignment, None if window is None else repr(window), softcap, out_dtype,
+            dropout_p, q_scale, k_scale, v_scale, return_lse,
+        )  # fmt: skip
         repeated = eager.repeat(query, key, value, attn_mask, options)
         if repeated is not None:
             return repeated
     return _attend(
         Arguments(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, recipe=recipe, q_scale=q_scale,
-            k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, window=window, softcap=softcap,
+            sinks=sinks, recipe=recipe, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
+            backend=backend,
         ),
         options,
     )  # fmt: skip
@@ -412,30 +436,35 @@ def _traced(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> 
     """A call as one operator: how it is run depends on lengths, which a graph doesn't know."""
     out, lse = getattr(ops.library_ops, f"{chosen}_sdpa")(
         *checked.floats, checked.attn_mask, checked.softmax_scale, checked.causal, recipe.text, checked.out_dtype,
-        return_lse, scale=checked.scale,
+        return_lse, checked.window, checked.softcap, checked.sinks, scale=checked.scale,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 def _whole(
     chosen: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, softmax_scale: float, causal: Causal,
-    recipe: str, out_dtype: torch.dtype, return_lse: bool,
+    recipe: str, out_dtype: torch.dtype, return_lse: bool, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The operator's implementation."""
     check_floats(q, k, v, attn_mask)
-    check_launch(softmax_scale, causal, out_dtype)
-    result = _run(Checked(q, k, v, attn_mask, causal, softmax_scale, out_dtype), chosen, Recipe.of_text(recipe), return_lse)
+    of_rows = checked_window(window)
+    check_launch(softmax_scale, causal, out_dtype, of_rows)
+    check_scores(softcap, sinks, q.shape[1], q.device)
+    causal, of_rows = simplified(causal, of_rows, q.shape[2], k.shape[2])
+    checked = Checked(q, k, v, attn_mask, causal, softmax_scale, out_dtype, None, of_rows, softcap, sinks)
+    result = _run(checked, chosen, Recipe.of_text(recipe), return_lse)
     return result if isinstance(result, tuple) else (result, empty_lse(q, False))
 
 
-def _fake_whole(q, k, v, attn_mask, softmax_scale, causal, recipe, out_dtype, return_lse):
+def _fake_whole(q, k, v, attn_mask, softmax_scale, causal, recipe, out_dtype, return_lse, window=CAUSAL_WINDOW, softcap=0.0, sinks=None):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
 for _name in ("auto", "triton", "cuda", "modelled"):
     ops.register(
         f"{_name}_sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float softmax_scale, str causal, str recipe, ScalarType out_dtype,"
-        " bool return_lse) -> (Tensor, Tensor)",
+        f" bool return_lse, {ops.OPTIONS}) -> (Tensor, Tensor)",
         functools.partial(_whole, _name),
         _fake_whole,
     )
@@ -447,24 +476,27 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _with_half_keys(checked, recipe, return_lse, chosen)
     plain = _plain(checked, recipe) if chosen in ("auto", "cuda") else None
     if plain is not None:
-        problem = Problem(*plain, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask)
+        problem = Problem(
+            *plain, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask, checked.window,
+            checked.softcap, checked.sinks,
+        )  # fmt: skip
         out, lse = _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
         return (out, lse) if return_lse else out
     prepared = _prepare(checked, recipe, chosen)
     out, lse = _forward(chosen)(*_operator_arguments(prepared, return_lse), scale=checked.scale)
     if not return_lse:
         return out
-    if prepared.key.mean is None:
+    if prepared.key.mean is None or checked.softcap or checked.sinks is not None:
         return out, lse
-    # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-    if isinstance(checked.query, torch.Tensor):
-        return out, _unsmoothed(checked, lse, checked.query, prepared.key.mean, prepared.query.rotated)
-    return out, _unsmoothed(checked, lse, _dequantized(prepared.query), prepared.key.mean, 0)
+    return out, _unsmoothed(prepared, lse)
 
 
-def _unsmoothed(checked: Checked, lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, rotated: int) -> torch.Tensor:
+def _unsmoothed(p: _Prepared, lse: torch.Tensor) -> torch.Tensor:
     """The LSE of K as it was, of that of K without its mean."""
-    return ops.library_ops.unsmoothed_lse(lse, q, k_mean, checked.softmax_scale, rotated, scale=checked.scale)
+    # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
+    plain = isinstance(p.checked.query, torch.Tensor)
+    q, rotated = (p.checked.query, p.query.rotated) if plain else (_dequantized(p.query), 0)
+    return ops.library_ops.unsmoothed_lse(lse, q, p.key.mean, p.checked.softmax_scale, rotated, scale=p.checked.scale)
 
 
 def _dequantized(x: Quantized) -> torch.Tensor:
@@ -601,6 +633,9 @@ def reference_sdpa(
     enable_gqa: bool = False,
     *,
     causal_alignment: str = "top_left",
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
@@ -616,8 +651,8 @@ def reference_sdpa(
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype is {dtype}; it must be float32 or float64")
     a = Arguments(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, q_scale=q_scale, k_scale=k_scale,
-        v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, window=window, softcap=softcap,
+        sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
     )  # fmt: skip
     return _by_reference(check(a), return_lse, dtype)
 
@@ -625,7 +660,8 @@ def reference_sdpa(
 def _by_reference(checked: Checked, return_lse: bool, dtype: torch.dtype) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     q, k, v = _restored(checked)
     out, lse = ops.library_ops.reference_forward(
-        q, k, v, checked.attn_mask, checked.softmax_scale, checked.causal, dtype, checked.out_dtype, scale=checked.scale
+        q, k, v, checked.attn_mask, checked.softmax_scale, checked.causal, dtype, checked.out_dtype, checked.window, checked.softcap,
+        checked.sinks, scale=checked.scale,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -689,7 +725,10 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
         return _explain_half_keys(checked, recipe, backend)
     properties = device_of(device)
     plain = _plain(checked, recipe) if chosen != "triton" else None
-    problem = None if plain is None else Problem(*plain, checked.softmax_scale, recipe.qk, attn_mask=checked.attn_mask)
+    problem = None
+    if plain is not None:
+        problem = Problem(*plain, checked.softmax_scale, recipe.qk, checked.causal, attn_mask=checked.attn_mask, window=checked.window)
+        problem = replace(problem, softcap=checked.softcap, sinks=checked.sinks)
     if problem is not None and ops.unsupported_one_launch(problem) is None:
         return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
     call = Call(*_operator_arguments(_prepare(checked, recipe), False))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, ComputeType, Granularity, ProductType, Quantized, Recipe
-from .reference import Causal, causal_offset
+from .reference import CAUSAL_WINDOW, Causal, Window, window_offsets
 
 GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
 """Rows of q or k under one scale, by granularity. 0: all rows of a head."""
@@ -36,6 +36,12 @@ class Call:
         bias: float32 (B, Hq, ceil(Sq / 64), Sk rounded up to a multiple of 4), contiguous, or None. It is multiplied by
             the softmax scale and added to the scores of every 64 queries, whose mean causes it.
         kv_length: Sk.
+        causal: the alignment of the window; `none` if every row sees all keys.
+        window: keys that a row sees before and after the key that it is aligned to; -1 is unlimited.
+        softcap: scores become softcap · tanh(score / softcap); 0 caps nothing.
+        sinks: float32 (Hq,), contiguous, one more logit of each row, which has no value; or None.
+        mean_scores: float32 (B, Hq, Sq), contiguous, what K's mean adds to the scores of each row; or None. It is
+            given with a softcap or sinks, to which it matters, and then the LSE includes it.
         return_lse: whether to return the LSE of the scores of the stored q and k, and of `lse_mean`.
         lse_mean: float32 (B, Hkv, D), contiguous, K's mean as `Quantized.mean` has it, whose part of the scores kernels
             that quantize q add to the LSE; or None.
@@ -59,6 +65,10 @@ class Call:
     two_level: bool | None
     out_dtype: torch.dtype
     return_lse: bool
+    window: Window = CAUSAL_WINDOW
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    mean_scores: torch.Tensor | None = None
     lse_mean: torch.Tensor | None = None
 
     @property
@@ -107,8 +117,19 @@ class Call:
         return self.batch * self.q_heads * -(-self.q_length // rows)
 
     @property
-    def causal_offset(self) -> int:
-        return causal_offset(self.causal, self.q_length, self.kv_length)
+    def window_offsets(self) -> tuple[int, int]:
+        """(first, last): row i sees the keys j with i + first <= j <= i + last."""
+        return window_offsets(self.causal, self.window, self.q_length, self.kv_length)
+
+    @property
+    def has_first_key(self) -> bool:
+        """Whether rows have a first key, as sliding windows do and causal masks don't."""
+        return self.window[0] >= 0
+
+    def visible_keys(self, rows: int) -> int:
+        """The most keys that a tile of `rows` query rows sees."""
+        first, last = self.window_offsets
+        return min(max(last - first + rows, 0), self.kv_length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +152,14 @@ class Problem:
     out_dtype: torch.dtype = torch.bfloat16
     return_lse: bool = False
     attn_mask: torch.Tensor | None = None
+    window: Window = CAUSAL_WINDOW
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def has_first_key(self) -> bool:
+        """Whether rows have a first key, as sliding windows do and causal masks don't."""
+        return self.window[0] >= 0
 
     @property
     def recipe(self) -> Recipe:
@@ -139,16 +168,21 @@ class Problem:
     @property
     def arguments(self) -> tuple:
         """The fields, in the order of the operators' arguments."""
-        return self.q, self.k, self.v, self.softmax_scale, self.qk, self.causal, self.out_dtype, self.return_lse, self.attn_mask
+        options = self.attn_mask, self.window, self.softcap, self.sinks
+        return self.q, self.k, self.v, self.softmax_scale, self.qk, self.causal, self.out_dtype, self.return_lse, *options
 
-    def call_of(self, key: Quantized, value: Quantized, query: Quantized | None = None) -> Call:
-        """Attention to k and v that were quantized by the recipe; with q as it is if it wasn't."""
+    def call_of(self, key: Quantized, value: Quantized, query: Quantized | None = None, mean_scores: torch.Tensor | None = None) -> Call:
+        """Attention to k and v that were quantized by the recipe; with q as it is if it wasn't.
+
+        A kernel that quantizes q knows what K's mean adds to the LSE, and beside sinks. For a soft cap it must be told.
+        """
         mask = None if self.attn_mask is None else self.attn_mask.expand(*self.q.shape[:3], key.length)
         q, q_scale = (self.q, None) if query is None else (query.data, query.scale)
         return Call(
             q, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
             mask, None, key.length, self.softmax_scale, self.causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, self.out_dtype,
-            self.return_lse, key.mean if query is None and self.return_lse else None,
+            self.return_lse, self.window, self.softcap, self.sinks, mean_scores,
+            key.mean if query is None and not self.softcap and (self.return_lse or self.sinks is not None) else None,
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from .recipe import (
     Recipe,
     Rotation,
 )
-from .reference import Causal, causal_offset
+from .reference import CAUSAL_WINDOW, Causal, causal_offset
 from .validate import BackendUnavailable
 
 _recipe = functools.cache(Recipe)
@@ -50,6 +50,9 @@ library = torch.library.Library("fp8attn", "DEF")
 implementations: dict[str, Callable[..., Any]] = {}
 """By the operators' names."""
 library_ops = torch.ops.fp8attn
+
+OPTIONS = f"int[2] window={list(CAUSAL_WINDOW)}, float softcap=0.0, Tensor? sinks=None"
+"""The last arguments of operators that attend: what is done to scores beside a mask."""
 
 Forward = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
 """Attention's output and LSE."""
@@ -361,7 +364,8 @@ def _by_model(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By the pipeline's oracle, in plain torch: what the kernels compute, but for float32's order of summation."""
     q, k, v = quantized_of(call)
     found = reference.pipeline(
-        q, k, v, call.attn_mask, block_n=SCALE_BLOCK, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute
+        q, k, v, call.attn_mask, block_n=SCALE_BLOCK, causal=call.causal, window=call.window, softcap=call.softcap, sinks=call.sinks,
+        mean_scores=call.mean_scores, softmax_scale=call.softmax_scale, compute=call.compute,
     )  # fmt: skip
     return _laid_out(call.q, found, call.out_dtype, call.return_lse)
 
@@ -396,10 +400,15 @@ def forward_by(backend: Forward):
         two_level: bool | None,
         out_dtype: torch.dtype,
         return_lse: bool,
+        window: Sequence[int] = CAUSAL_WINDOW,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        mean_scores: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = Call(
             q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, bias,
-            kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse,
+            kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse, validate.checked_window(window),
+            softcap, sinks, mean_scores,
         )  # fmt: skip
         validate.check_call(call)
         with current(q.device):
@@ -409,7 +418,8 @@ def forward_by(backend: Forward):
 
 
 def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, bias, kv_length,
-                  softmax_scale, causal, compute, two_level, out_dtype, return_lse):  # fmt: skip
+                  softmax_scale, causal, compute, two_level, out_dtype, return_lse, window=CAUSAL_WINDOW, softcap=0.0,
+                  sinks=None, mean_scores=None):  # fmt: skip
     return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
 
 
@@ -417,7 +427,7 @@ for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by
     register(
         f"{_name}_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
         " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, Tensor? bias, SymInt kv_length, float softmax_scale, str causal,"
-        " str compute, bool? two_level, ScalarType out_dtype, bool return_lse) -> (Tensor, Tensor)",
+        f" str compute, bool? two_level, ScalarType out_dtype, bool return_lse, {OPTIONS}, Tensor? mean_scores=None) -> (Tensor, Tensor)",
         forward_by(_backend),
         _fake_forward,
     )
@@ -465,21 +475,25 @@ for _name, _kept in (("half_keys", _half_keys), ("modelled_half_keys", _half_key
 
 def _reference_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, softmax_scale: float, causal: Causal, dtype: torch.dtype,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     validate.check_floats(q, k, v, attn_mask)
-    validate.check_launch(softmax_scale, causal, out_dtype)
-    found = reference.attention(q, k, v, attn_mask, causal=causal, softmax_scale=softmax_scale, dtype=dtype)
+    of_rows = validate.checked_window(window)
+    validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
+    validate.check_scores(softcap, sinks, q.shape[1], q.device)
+    found = reference.attention(
+        q, k, v, attn_mask, causal=causal, window=of_rows, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale, dtype=dtype
+    )  # fmt: skip
     return _laid_out(q, found, out_dtype, True)
 
 
-def _fake_reference_forward(q, k, v, attn_mask, softmax_scale, causal, dtype, out_dtype):
+def _fake_reference_forward(q, k, v, attn_mask, softmax_scale, causal, dtype, out_dtype, window=CAUSAL_WINDOW, softcap=0.0, sinks=None):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, True)
 
 
 register(
-    "reference_forward(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float softmax_scale, str causal, ScalarType dtype, ScalarType out_dtype)"
-    " -> (Tensor, Tensor)",
+    "reference_forward(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float softmax_scale, str causal, ScalarType dtype, ScalarType out_dtype,"
+    f" {OPTIONS}) -> (Tensor, Tensor)",
     _reference_forward,
     _fake_reference_forward,
     ("CompositeExplicitAutograd",),  # of any device
@@ -549,6 +563,8 @@ def unsupported_one_launch(problem: Problem) -> str | None:
         return f"recipe.qk is {problem.qk!r}; it takes 'e4m3'"
     if problem.attn_mask is not None:
         return "attn_mask is given; it takes none"
+    if problem.window != CAUSAL_WINDOW or problem.softcap or problem.sinks is not None:
+        return "window, softcap or sinks is given; it takes none"
     q, k, v = problem.q, problem.k, problem.v
     return fused_small.unsupported_call(q, k, v, problem.softmax_scale, device_of(q.device)) or build.unavailable()
 
@@ -559,7 +575,9 @@ def unsupported_fused_q(problem: Problem) -> str | None:
     Nothing is compiled to find out, so compiling may still fail.
     """
     q, value_dim = problem.q, problem.v.shape[3]
-    reason = configs.unsupported_q_quant(q, value_dim, problem.softmax_scale, problem.qk, device_of(q.device), problem.attn_mask)
+    device, mask = device_of(q.device), problem.attn_mask
+    scores = configs.scores_of_options(problem.has_first_key, problem.softcap, problem.sinks)
+    reason = configs.unsupported_q_quant(q, value_dim, problem.softmax_scale, problem.qk, device, mask, scores)
     return reason or build.unavailable()
 
 
@@ -568,6 +586,8 @@ def unsupported_two_launches(problem: Problem) -> str | None:
 
     Nothing is compiled to find out, so compiling may still fail.
     """
+    if problem.softcap:
+        return "softcap is given; what K's mean adds to scores is computed in between"
     return unsupported_fused_q(problem) or unsupported_cuda_quantize(problem.k, problem.v, problem.recipe)
 
 
@@ -586,13 +606,17 @@ def from_fp16_by(backend: Forward, required: bool):
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
-        return_lse: bool, attn_mask: torch.Tensor | None = None,
+        return_lse: bool, attn_mask: torch.Tensor | None = None, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         validate.check_floats(q, k, v, attn_mask)
-        validate.check_launch(softmax_scale, causal, out_dtype)
+        of_rows = validate.checked_window(window)
+        validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
+        validate.check_scores(softcap, sinks, q.shape[1], q.device)
         if qk not in FUSED_RECIPES:
             raise ValueError(f"qk is {qk!r}; it must be one of {tuple(FUSED_RECIPES)}")
-        problem, device = Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask), device_of(q.device)
+        problem = Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask, of_rows, softcap, sinks)
+        device = device_of(q.device)
         with current(q.device):
             try:
                 if unsupported_one_launch(problem) is None:
@@ -602,7 +626,7 @@ def from_fp16_by(backend: Forward, required: bool):
                 if unsupported_fused_q(problem) is None:
                     _, key, value = quantized(None, k, v, problem.recipe)
                     assert key is not None and value is not None
-                    call = problem.call_of(key, value)
+                    call = problem.call_of(key, value, mean_scores=_mean_scores(problem, key) if softcap else None)
                     return cuda_run.forward(call, device, configs.choose(call, device))
             except BuildError as error:
                 if required:
@@ -610,6 +634,8 @@ def from_fp16_by(backend: Forward, required: bool):
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
             query, key, value = quantized(q, k, v, problem.recipe)
             assert query is not None and key is not None and value is not None
+            if softcap or sinks is not None:
+                return backend(problem.call_of(key, value, query, _mean_scores(problem, key)))
             out, lse = backend(problem.call_of(key, value, query))
             if return_lse:
                 assert key.mean is not None
@@ -619,14 +645,21 @@ def from_fp16_by(backend: Forward, required: bool):
     return forward
 
 
-def _fake_from_fp16(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None):
+def _mean_scores(problem: Problem, key: Quantized) -> torch.Tensor:
+    """What K's mean adds to the scores of each row, float32 (B, Hq, Sq)."""
+    q = problem.q
+    assert key.mean is not None
+    return _unsmoothed_lse(torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device), q, key.mean, problem.softmax_scale, key.rotated)
+
+
+def _fake_from_fp16(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None, window=CAUSAL_WINDOW, softcap=0.0, sinks=None):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
 for _name, _backend, _required in (("cuda", _by_cuda, True), ("auto", _by_whichever, False)):
     register(
         f"{_name}_forward_from_fp16(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse,"
-        " Tensor? attn_mask=None) -> (Tensor, Tensor)",
+        f" Tensor? attn_mask=None, {OPTIONS}) -> (Tensor, Tensor)",
         from_fp16_by(_backend, _required),
         _fake_from_fp16,
     )

@@ -17,6 +17,14 @@ from .quantization import numbers, of_every_query, row_scales, rows_layout
 from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
 
 Causal = Literal["none", "top_left", "bottom_right"]
+"""What a window is relative to; `none`: every row sees all keys."""
+
+Window = tuple[int, int]
+"""(left, right): a row sees so many keys before the key that it is aligned to, and so many after it, and that key. -1
+is unlimited."""
+
+CAUSAL_WINDOW: Window = (-1, 0)
+"""The window of a causal mask."""
 
 LOG2E = math.log2(math.e)
 P_OFFSET = 8.0
@@ -44,14 +52,36 @@ def causal_offset(causal: Causal, q_length: int, kv_length: int) -> int:
     return {"none": kv_length, "top_left": 0, "bottom_right": kv_length - q_length}[causal]
 
 
+def window_offsets(causal: Causal, window: Window, q_length: int, kv_length: int) -> tuple[int, int]:
+    """(first, last): row i sees the keys j with i + first <= j <= i + last.
+
+    Where a side has no limit, the offset is past the first key of every row, or past the last.
+    """
+    if causal == "none":
+        return -q_length, kv_length
+    aligned = causal_offset(causal, q_length, kv_length)
+    left, right = window
+    first = -q_length if left < 0 else max(aligned - left, -q_length)
+    return first, kv_length if right < 0 else min(aligned + right, kv_length)
+
+
+def simplified(causal: Causal, window: Window, q_length: int, kv_length: int) -> tuple[Causal, Window]:
+    """A window with its alignment; without one, `none`, if every row sees all keys. Then CTAs may split the keys."""
+    first, last = window_offsets(causal, window, q_length, kv_length)
+    return ("none", CAUSAL_WINDOW) if q_length - 1 + first <= 0 and last >= kv_length - 1 else (causal, window)
+
+
 def hidden_keys(
-    attn_mask: torch.Tensor | None, causal: Causal, rows: torch.Tensor, keys: torch.Tensor, q_length: int, kv_length: int
-) -> torch.Tensor:
+    attn_mask: torch.Tensor | None, causal: Causal, rows: torch.Tensor, keys: torch.Tensor, q_length: int, kv_length: int,
+    window: Window = CAUSAL_WINDOW,
+) -> torch.Tensor:  # fmt: skip
     """Hidden keys: bool, broadcastable to (B, H, len(rows), len(keys)), True where the row doesn't see the key.
 
     attn_mask is already cut to these rows and keys. An additive mask hides a key with -inf.
     """
-    hidden = keys > rows.unsqueeze(-1) + causal_offset(causal, q_length, kv_length)
+    first, last = window_offsets(causal, window, q_length, kv_length)
+    rows = rows.unsqueeze(-1)
+    hidden = (keys > rows + last) | (keys < rows + first)
     if attn_mask is not None:
         hidden = hidden | (~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf)
     return hidden
@@ -77,12 +107,19 @@ def attention(
     attn_mask: torch.Tensor | None = None,
     *,
     causal: Causal = "none",
+    window: Window = CAUSAL_WINDOW,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of (B, H, S, D) tensors, computed in `dtype`.
 
     NaN and ±inf are treated as in the kernels: exactly the rows that attend to one come out NaN.
+
+    Args:
+        softcap: scores become softcap · tanh(score / softcap) before attn_mask is added; 0 caps nothing.
+        sinks: (Hq,), see `with_sinks`.
 
     Returns:
         out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible
@@ -95,7 +132,7 @@ def attention(
     out = q.new_zeros(batch, heads, q_length, v.shape[-1])
     lse = q.new_full((batch, heads, q_length), -math.inf)
     if out.numel() == 0 or kv_length == 0:
-        return out, lse
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     nan = q.new_tensor(torch.nan)
     q = torch.where(q.isfinite(), q, nan)
     k = torch.where((k.isfinite().all(-1) & v.isfinite().all(-1)).unsqueeze(-1), k, nan)
@@ -107,16 +144,39 @@ def attention(
         rows = torch.arange(start, min(start + chunk, q_length), device=q.device)
         part = slice(start, start + len(rows))
         mask = _cut(attn_mask, part, slice(None))
-        scores = product(q[:, :, part], k.transpose(-2, -1)) * softmax_scale
+        scores = capped(product(q[:, :, part], k.transpose(-2, -1)) * softmax_scale, softcap)
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask.to(dtype)
-        scores = scores.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
+        scores = scores.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length, window), -math.inf)
         largest = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(-1, keepdim=True)
         p = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
         total = p.sum(-1, keepdim=True)
         out[:, :, part] = product(p, v) / total.masked_fill(total == 0, 1.0)
         lse[:, :, part] = (largest + total.log()).squeeze(-1)
-    return out, lse
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Scores (natural, not in base 2) under a soft cap; 0 caps nothing."""
+    return softcap * (scores / softcap).tanh() if softcap else scores
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention whose rows have one more logit each, which takes weight and has no value.
+
+    Args:
+        out: (B, Hq, Sq, Dv), normalised.
+        lse: (B, Hq, Sq), natural.
+        sinks: (Hq,). -inf is none; +inf counts as NaN.
+
+    Returns:
+        out and the LSE that includes the sink. A row without visible keys has zeros and the sink.
+    """
+    sinks = sinks.to(lse.dtype)
+    sinks = torch.where(sinks == math.inf, math.nan, sinks)[:, None]
+    total = torch.logaddexp(lse, sinks)
+    weight = (lse - total.masked_fill(total == -math.inf, 0.0)).exp()
+    return out * weight.unsqueeze(-1), total
 
 
 def lowest(m: torch.Tensor) -> torch.Tensor:
@@ -191,6 +251,10 @@ def pipeline(
     *,
     block_n: int,
     causal: Causal = "none",
+    window: Window = CAUSAL_WINDOW,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    mean_scores: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     compute: ComputeType = "e4m3",
     exact: int | None = None,
@@ -203,6 +267,9 @@ def pipeline(
     Args:
         q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact, below 2^24.
             A smoothed q has its `bias`.
+        softcap, sinks: as in `attention`.
+        mean_scores: (B, Hq, Sq), what K's mean adds to the scores of each row. A soft cap and sinks need it: softmax
+            then isn't the same for K without its mean.
         exact: in every eight groups of 16 keys, the number of groups with exact exponentials, evenly spaced. The other
             groups' e4m3 codes come from `direct_code`. Rows are normalised by sums of rounded P. None: all exponentials
             are exact, and sums are of P before rounding.
@@ -213,7 +280,8 @@ def pipeline(
         half_sums: sum P·V of a block in half precision (`half_summed`).
 
     Returns:
-        out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of the stored q and k.
+        out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of the stored q and k;
+        with mean_scores, of K as it was.
 
     Raises:
         ValueError: q is smoothed and has no bias.
@@ -241,10 +309,12 @@ def pipeline(
         x = product(q_rows, k_rows[:, :, part].transpose(-2, -1)) * factor.clamp(smallest, LARGEST_FACTOR)
         if q.bias is not None:
             x = x + of_every_query(q.bias[..., part], q_length) * (softmax_scale * LOG2E)
+        if softcap:
+            x = LOG2E * capped(x / LOG2E + (0.0 if mean_scores is None else mean_scores.unsqueeze(-1)), softcap)
         if mask is not None and mask.dtype != torch.bool:
             x = x + (mask.float() * LOG2E).clamp(min=LOWEST_SCORE)
         keys = torch.arange(part.start, part.stop, device=rows.device)
-        x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length), -math.inf)
+        x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length, window), -math.inf)
         largest = torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
         m_new = torch.maximum(m if accumulator_bits is not None else lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
@@ -265,7 +335,9 @@ def pipeline(
     if v.mean is not None:
         out = out + (_per_query_head(v.mean, heads).unsqueeze(-2)).masked_fill(l == 0, 0.0)
     lse = ((m - p_offset + l.log2()) / LOG2E).squeeze(-1)
-    return out, lse
+    if mean_scores is not None and not softcap:
+        lse = lse + mean_scores
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def half_key_mask(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_length: int, kv_length: int, sinks: int, recent: int) -> torch.Tensor:

@@ -58,13 +58,15 @@ def heads_side_by_side(call: Call, teams: int) -> int:
     """Number of query heads whose tiles the schedule mixes: many, so that long tiles come first, but no more than L2
     can serve.
 
-    Without a causal mask, all tiles take the same time, and the query heads of one key/value head are enough.
+    Without a causal mask, all tiles take the same time, and the query heads of one key/value head are enough. In a
+    window, a tile reads few keys of a head.
     """
     sharing = call.q_heads // call.kv_heads
     if call.causal == "none":
         return sharing
     heads = call.batch * call.kv_heads
-    in_l2 = L2_BYTES // (call.kv_length * (call.head_dim + call.value_dim))
+    keys = max(call.visible_keys(LEAST_ROWS), 1) if call.has_first_key else call.kv_length
+    in_l2 = L2_BYTES // (keys * (call.head_dim + call.value_dim))
     mixed = max(in_l2, teams // HEAD_CTAS // sharing, 1)
     groups = -(-heads // mixed)  # of equal size: a small last group would run its long tiles late
     return sharing * -(-heads // groups)

@@ -34,7 +34,7 @@ from .recipe import (
     Quantized,
     Recipe,
 )
-from .reference import Causal
+from .reference import CAUSAL_WINDOW, Causal, Window, simplified
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 E4M3_BYTES = (E4M3, torch.uint8)
@@ -69,6 +69,9 @@ class Arguments:
     enable_gqa: bool = False
     _: KW_ONLY
     causal_alignment: str = "top_left"
+    window: Window | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
     recipe: Recipe = DEFAULT_RECIPE
     q_scale: Scale | None = None
     k_scale: Scale | None = None
@@ -105,7 +108,10 @@ class Checked:
         query, key, value: tensors of one batch size; key and value have the same number of heads. Sizes of 1 are
             expanded without a copy.
         attn_mask: (B, Hq, Sq, Sk), bool or float, expanded; or None.
-        causal: the causal mask; `none` if it would hide no key.
+        causal: the alignment of the window; `none` if it would hide no key.
+        window: keys that a row sees before and after the key that it is aligned to; -1 is unlimited.
+        softcap: scores become softcap · tanh(score / softcap); 0 caps nothing.
+        sinks: float32 (Hq,), contiguous; or None.
         softmax_scale: factor of Q·Kᵀ, ignored if `scale` is given.
         out_dtype: dtype of the output.
         scale: factor of Q·Kᵀ if torch.compile doesn't know its value, a float64 scalar tensor on the CPU; else None.
@@ -119,6 +125,9 @@ class Checked:
     softmax_scale: float
     out_dtype: torch.dtype
     scale: torch.Tensor | None = None
+    window: Window = CAUSAL_WINDOW
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     @property
     def is_float(self) -> bool:
@@ -167,8 +176,9 @@ def check(a: Arguments) -> Checked:
     check_operand("value", a.value, "values")
     _check_kinds(a)
     batch, heads, kv_heads = _broadcast_sizes(a.query.shape, a.key.shape, a.value.shape, a.enable_gqa)
-    attn_mask, causal = _check_masks(a, (batch, heads, a.query.shape[2], a.key.shape[2]))
+    attn_mask, causal, window = _check_masks(a, (batch, heads, a.query.shape[2], a.key.shape[2]))
     _check_options(a)
+    check_scores(a.softcap, a.sinks, heads, a.query.device)
     check_no_gradients(a)
     if a.recipe.has_half_keys:
         _check_half_keys_call(a)
@@ -178,13 +188,14 @@ def check(a: Arguments) -> Checked:
     key = expanded("key", _with_scale("k", a.key, a.k_scale, for_values=False), batch, kv_heads)
     value = expanded("value", _with_scale("v", a.value, a.v_scale, for_values=True), batch, kv_heads)
     _check_pair(query, key)
+    sinks = None if a.sinks is None else a.sinks.contiguous()
     default_dtype = query.dtype if isinstance(query, torch.Tensor) else torch.bfloat16
     softmax_scale, scale = a.query.shape[3] ** -0.5, None
     if a.scale is not None and is_compiling() and not _is_known(a.scale):
         scale = torch.ones((), dtype=torch.float64, device="cpu") * a.scale
     elif a.scale is not None:
         softmax_scale = float(a.scale)
-    return Checked(query, key, value, attn_mask, causal, softmax_scale, a.out_dtype or default_dtype, scale)
+    return Checked(query, key, value, attn_mask, causal, softmax_scale, a.out_dtype or default_dtype, scale, window, float(a.softcap), sinks)
 
 
 def _is_known(number: float) -> bool:
@@ -418,8 +429,8 @@ def expanded(name: str, x: torch.Tensor | Quantized | Stored, batch: int, heads:
     return replace(x, data=expand(x.data), scale=x.scale if x.granularity == "tensor" else expand(x.scale))
 
 
-def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.Tensor | None, Causal]:
-    """attn_mask, expanded to `full` = (B, Hq, Sq, Sk), and the causal mask."""
+def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.Tensor | None, Causal, Window]:
+    """attn_mask, expanded to `full` = (B, Hq, Sq, Sk), and the window with its alignment."""
     for name, flag in (("is_causal", a.is_causal), ("enable_gqa", a.enable_gqa), ("return_lse", a.return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is a {type(flag).__name__}; it must be a bool")
@@ -438,9 +449,33 @@ def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.T
         causal = "top_left" if attn_mask.variant.name == "UPPER_LEFT" else "bottom_right"
         attn_mask = None
     if attn_mask is not None:
+        if a.window is not None:
+            raise ValueError(f"window is {a.window!r} and attn_mask is given; it must be None: fold the window into attn_mask")
         attn_mask = _checked_mask(attn_mask, a.query.device, full)
-    # a single query aligned to the bottom right sees all keys; without a causal mask, CTAs may split the keys
-    return attn_mask, "none" if causal == "bottom_right" and full[2] == 1 else causal
+    window = CAUSAL_WINDOW
+    if a.window is not None:
+        window = checked_window(a.window)
+        if causal == "none":
+            causal = "top_left" if a.causal_alignment == "top_left" else "bottom_right"
+        else:
+            window = (window[0], 0)
+        if window == (-1, -1):
+            causal = "none"
+    if not is_compiling():
+        causal, window = simplified(causal, window, full[2], full[3])
+    elif causal == "bottom_right" and window == CAUSAL_WINDOW and full[2] == 1:  # other lengths would each be a graph
+        causal = "none"
+    return attn_mask, causal, window
+
+
+def checked_window(window: object) -> Window:
+    """window as two ints from -1 up."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(isinstance(x, int) and not isinstance(x, bool) for x in window):
+        raise TypeError(f"window is {window!r}; it must be (left, right), two ints, or None")
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(f"window is {window!r}; its numbers must be -1 (unlimited) or more")
+    return left, right
 
 
 def is_causal_bias(x: object) -> TypeGuard[Any]:
@@ -487,9 +522,18 @@ def check_scale(name: str, scale: object) -> None:
         raise ValueError(f"{name} is {scale}; it must be a finite number")
 
 
+def check_scores(softcap: object, sinks: object, heads: int, device: torch.device) -> None:
+    """Check the soft cap of scores, and the sinks of `heads` query heads."""
+    check_scale("softcap", softcap)
+    if softcap < 0:  # type: ignore[operator]
+        raise ValueError(f"softcap is {softcap}; it must be 0 (none) or more")
+    if sinks is not None:
+        _check_tensor("sinks", sinks, (torch.float32,), (heads,), device)
+
+
 def check_no_gradients(a: Arguments) -> None:
     """Check that no derivative is expected. fp8attn doesn't compute derivatives."""
-    for name in ("query", "key", "value", "attn_mask", "q_scale", "k_scale", "v_scale"):
+    for name in ("query", "key", "value", "attn_mask", "sinks", "q_scale", "k_scale", "v_scale"):
         _check_no_gradient(name, getattr(a, name))
 
 
@@ -518,6 +562,11 @@ def _half_keys_of(recipe: Recipe) -> str:
 
 def _check_half_keys_call(a: Arguments) -> None:
     """Check that the arguments allow a recipe that leaves some keys in half precision."""
+    for name, given in (("softcap", a.softcap != 0), ("sinks", a.sinks is not None)):
+        if given:
+            raise ValueError(f"{name} is given and {_half_keys_of(a.recipe)}; a recipe that keeps keys takes none")
+    if a.window is not None:
+        raise ValueError(f"window is {a.window!r} and {_half_keys_of(a.recipe)}; it must be None")
     if a.attn_mask is not None and not is_causal_bias(a.attn_mask):
         raise ValueError(f"attn_mask is given and {_half_keys_of(a.recipe)}; it must be None")
     for name, x in (("query", a.query), ("key", a.key), ("value", a.value)):
@@ -626,7 +675,12 @@ def check_call(c: Call) -> None:
     if c.bias is not None:
         _check_tensor("bias", c.bias, floats, (batch, heads, -(-q_length // QUERY_GROUP), bias_pitch(kv_length)), device)
         _check_contiguous("bias", c.bias)
-    check_launch(c.softmax_scale, c.causal, c.out_dtype)
+    check_launch(c.softmax_scale, c.causal, c.out_dtype, c.window)
+    check_scores(c.softcap, c.sinks, heads, device)
+    _check_contiguous("sinks", c.sinks)
+    if c.mean_scores is not None:
+        _check_tensor("mean_scores", c.mean_scores, floats, (batch, heads, q_length), device)
+    _check_contiguous("mean_scores", c.mean_scores)
     if c.attn_mask is not None and c.causal != "none":
         raise ValueError(f"attn_mask is given and causal is {c.causal!r}; it must be 'none'")
 
@@ -642,11 +696,13 @@ def check_dims(*dims: int) -> None:
         _check_dim("head_dim is", dim)
 
 
-def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype) -> None:
+def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype, window: Window = CAUSAL_WINDOW) -> None:
     """Check the numbers and options of attention operators."""
     check_scale("softmax_scale", softmax_scale)
     if causal not in CAUSAL:
         raise ValueError(f"causal is {causal!r}; it must be one of {CAUSAL}")
+    if checked_window(window) != CAUSAL_WINDOW and causal == "none":
+        raise ValueError(f"window is {tuple(window)} and causal is 'none'; it must be {CAUSAL_WINDOW}, or causal 'top_left' or 'bottom_right'")
     if out_dtype not in FLOATS:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {FLOATS}")
 

@@ -561,8 +561,8 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
         *GROUPS.values(),
         *(fused_small.INSTANCES, quantize.INSTANCES, quantize.INT8_INSTANCES),
     )
-    others = (portable.group(dim, ARCHITECTURES[arch], int8) for dim in portable.DIMS for int8 in (False, True))
-    return (*(hopper if arch // 10 == 9 else ()), general_quantize.INSTANCES, *others)
+    others = (portable.group(dim, ARCHITECTURES[arch], int8, scores) for dim in portable.DIMS for int8 in (False, True) for scores in portable.GROUPS)
+    return (*(hopper if arch // 10 == 9 else ()), general_quantize.INSTANCES, *filter(None, others))
 
 
 def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:

@@ -35,8 +35,10 @@ OUTPUT_BYTES = 128
 REGISTER_FILE = 65_536
 
 
-Scores = Literal["plain", "masked", "general", "added"]
-"""Operations on scores before softmax. Each value includes the operations of the values before it."""
+Scores = Literal["plain", "masked", "general", "added", "window", "softcap"]
+"""Operations on scores. Up to `added`, each value includes the operations of the values before it. `window` includes
+those of `plain`, hides keys before a row's first one, and adds sinks. `softcap` includes those of `window`, and always
+caps scores."""
 
 SCORES: tuple[Scores, ...] = get_args(Scores)
 
@@ -61,6 +63,9 @@ class HopperConfig:
         fuse_q_quant: Q is bfloat16 or float16, and the kernel quantizes it to e4m3 or int8 with one scale per row.
         masked: supports boolean masks.
         added: supports masks that are added to scores. Only general instances have it.
+        window: supports windows that begin at a key of each row's own, and sinks. No instance has it beside masks and
+            what is general.
+        softcap: caps scores. Only instances with windows have it.
     """
 
     head_dim: int
@@ -75,6 +80,8 @@ class HopperConfig:
     fuse_q_quant: bool = False
     masked: bool = False
     added: bool = False
+    window: bool = False
+    softcap: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -96,9 +103,9 @@ class HopperConfig:
         """Whether CTAs may share tiles.
 
         Not with four consumers, which have the fewest registers and would spill; and not for int8 with more than 128
-        channels of V, where the gain doesn't make up for spills.
+        channels of V, where the gain doesn't make up for spills. Tiles of windows differ in length.
         """
-        return not self.skips_blocks and self.consumers < 4 and not (self.int8 and self.value_dim > 128)
+        return not self.skips_blocks and not self.window and self.consumers < 4 and not (self.int8 and self.value_dim > 128)
 
     @property
     def skips_blocks(self) -> bool:
@@ -108,6 +115,8 @@ class HopperConfig:
     @property
     def scores(self) -> Scores:
         """The most general operations on scores that the instance supports."""
+        if self.window:
+            return "softcap" if self.softcap else "window"
         return "added" if self.added else "general" if self.general else "masked" if self.masked else "plain"
 
     @property
@@ -159,7 +168,12 @@ class HopperConfig:
 
     def does(self, call: Call) -> bool:
         """Whether the instance supports all operations on a call's scores."""
-        return SCORES.index(self.scores) >= SCORES.index(scores_of(call))
+        wanted = scores_of(call)
+        if self.softcap or wanted == "softcap":
+            return self.scores == wanted
+        if self.window or wanted == "window":
+            return wanted in (self.scores, "plain") and self.window
+        return SCORES.index(self.scores) >= SCORES.index(wanted)
 
     @property
     def partial_bytes(self) -> int:
@@ -281,6 +295,16 @@ MASKED_INSTANCES = tuple(config for config in SPEEDS if config.masked)
 
 INT8_MASKED_INSTANCES = _with_int8(MASKED_INSTANCES)
 
+WINDOW_INSTANCES = tuple(replace(config, window=True) for config in INSTANCES if not config.general)
+"""Instances for windows, compiled separately on first use."""
+
+INT8_WINDOW_INSTANCES = _with_int8(WINDOW_INSTANCES)
+
+SOFTCAP_INSTANCES = tuple(replace(config, softcap=True) for config in WINDOW_INSTANCES)
+"""Instances for soft caps, compiled separately on first use."""
+
+INT8_SOFTCAP_INSTANCES = _with_int8(SOFTCAP_INSTANCES)
+
 ADDED_INSTANCES = tuple(config for config in SPEEDS if config.added)
 """Instances for masks that are added to scores, compiled separately on first use."""
 
@@ -299,6 +323,14 @@ GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
     ("masked", True, False): INT8_MASKED_INSTANCES,
     ("masked", False, True): _with_fused_q(MASKED_INSTANCES),
     ("masked", True, True): _with_fused_q(INT8_MASKED_INSTANCES),
+    ("window", False, False): WINDOW_INSTANCES,
+    ("window", True, False): INT8_WINDOW_INSTANCES,
+    ("window", False, True): _with_fused_q(WINDOW_INSTANCES),
+    ("window", True, True): _with_fused_q(INT8_WINDOW_INSTANCES),
+    ("softcap", False, False): SOFTCAP_INSTANCES,
+    ("softcap", True, False): INT8_SOFTCAP_INSTANCES,
+    ("softcap", False, True): _with_fused_q(SOFTCAP_INSTANCES),
+    ("softcap", True, True): _with_fused_q(INT8_SOFTCAP_INSTANCES),
     ("added", False, False): ADDED_INSTANCES,
     ("added", True, False): INT8_ADDED_INSTANCES,
     ("added", False, True): _with_fused_q(ADDED_INSTANCES[:-1]),  # without head dim 256, whose loop would spill
@@ -310,9 +342,32 @@ FUSED_Q_DIMS = frozenset(config.head_dim for config in FUSED_Q_INSTANCES)
 
 def scores_of(call: Call) -> Scores:
     """The operations on scores that an instance must support for a call."""
+    of_options = scores_of_options(call.has_first_key, call.softcap, call.sinks)
+    if of_options != "plain":
+        return of_options
     of_mask = scores_of_mask(call.attn_mask)
-    general = call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
-    return "general" if general and of_mask != "added" else of_mask
+    return "general" if is_general(call) and of_mask != "added" else of_mask
+
+
+def scores_of_options(has_first_key: bool, softcap: float, sinks: torch.Tensor | None) -> Scores:
+    """The operations on scores that a call's window, soft cap and sinks require."""
+    return "softcap" if softcap else "window" if has_first_key or sinks is not None else "plain"
+
+
+def is_general(call: Call) -> bool:
+    """Whether scores have a bias or scales per key, or the softmax scale isn't positive."""
+    return call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
+
+
+def unsupported_window(call: Call) -> str | None:
+    """The reason why no CUDA instance can run a call with a window, a soft cap or sinks, or None if one can or there
+    are none."""
+    if scores_of(call) in ("window", "softcap") and (is_general(call) or call.attn_mask is not None):
+        return (
+            "window, softcap or sinks is given beside attn_mask, scales per key, smoothed queries, or a scale that isn't positive;"
+            " the CUDA kernels take it alone"
+        )
+    return None
 
 
 def scores_of_mask(attn_mask: torch.Tensor | None) -> Scores:
@@ -352,7 +407,7 @@ def unsupported_call(call: Call, device: Device) -> str | None:
         return f"the CUDA kernel multiplies e4m3, the recipe computes in {call.compute}"
     if call.two_level is False:
         return "the CUDA kernel accumulates in two levels, the recipe says two_level=False"
-    reason = unsupported_boxes(call) or unsupported_tma(call.q, "query") or unsupported_tma(call.k, "key")
+    reason = unsupported_window(call) or unsupported_boxes(call) or unsupported_tma(call.q, "query") or unsupported_tma(call.k, "key")
     if reason is not None:
         return reason
     return _unsupported_kind(kind(call), device)
@@ -364,9 +419,16 @@ def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
 
 
 def unsupported_q_quant(
-    q: torch.Tensor, value_dim: int, softmax_scale: float, qk: ProductType, device: Device, attn_mask: torch.Tensor | None = None
-) -> str | None:
-    """The reason why no instance can quantize q inside the kernel by recipe.FUSED_RECIPES[qk], or None if one can."""
+    q: torch.Tensor, value_dim: int, softmax_scale: float, qk: ProductType, device: Device, attn_mask: torch.Tensor | None = None,
+    scores: Scores = "plain",
+) -> str | None:  # fmt: skip
+    """The reason why no instance can quantize q inside the kernel by recipe.FUSED_RECIPES[qk], or None if one can.
+
+    Args:
+        scores: of `scores_of_options`.
+    """
+    if scores != "plain" and attn_mask is not None:
+        return "attn_mask is given beside softcap or sinks; it takes one of them"
     if not may_quantize(q, value_dim):
         dims = " or ".join(str(dim) for dim in sorted(FUSED_Q_DIMS))
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
@@ -375,7 +437,7 @@ def unsupported_q_quant(
     return (
         unsupported_size("query", q)
         or unsupported_tma(q, "query")
-        or _unsupported_kind((scores_of_mask(attn_mask), qk == "int8", True, q.shape[3], value_dim), device)
+        or _unsupported_kind((scores_of_mask(attn_mask) if scores == "plain" else scores, qk == "int8", True, q.shape[3], value_dim), device)
     )
 
 
@@ -399,7 +461,7 @@ def choose(call: Call, device: Device) -> HopperConfig:
 
 def _measured(config: HopperConfig) -> HopperConfig:
     """The measured config that corresponds to a variant: e4m3, with Q quantized before the kernel."""
-    plain = replace(config, int8=False, fuse_q_quant=False)
+    plain = replace(config, int8=False, fuse_q_quant=False, window=False, softcap=False)
     return next(measured for measured in SPEEDS if replace(measured, exact=config.exact) == plain)
 
 

@@ -8,6 +8,7 @@
 #include "ptx/warpgroup.h"
 #include "tile/nonfinite.h"
 #include "tile/quantize.h"
+#include "tile/score_mod.h"
 
 namespace fp8attn {
 
@@ -54,6 +55,46 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
   }
 }
 
+// What gives four channels at a time of K's mean, rotated, of a tile's head.
+template <int DIM>
+__device__ auto rotated_mean_of(const Params& p, const Tile& tile) {
+  return [&](int i) { return reinterpret_cast<const float4*>(p.lse_mean)[(int64_t(tile.batch) * p.kv_heads + tile.kv_head) * (DIM / 4) + i]; };
+}
+
+// What K's mean adds to the scores of a thread's two rows. T, DIM: of queries that the kernel quantizes, or DIM is 0.
+template <typename T, int DIM, typename Rows>
+__device__ float2 mean_scores_of(const Params& p, const WarpgroupTile& wg_tile, Rows&& rotated_mean, Fragment f) {
+  if constexpr (DIM > 0) {
+    if (p.lse_mean != nullptr) return MeanScores<T, DIM>::of(p, wg_tile.tile, wg_tile.first_row(), rotated_mean);
+  }
+  const int row = wg_tile.first_row() + f.row;
+  return {mean_score(p, wg_tile.tile, row), mean_score(p, wg_tile.tile, row + 8)};
+}
+
+// store_tile of instances with windows, which may have sinks, and a soft cap if SOFTCAP.
+template <typename T, int DIM, bool SOFTCAP, int FIRST, int SECOND, int BOXES, typename Scales>
+__device__ void store_tile_with_sinks(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
+                                      const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
+  constexpr bool parts = SECOND > 1;
+  constexpr int CHANNELS = Scales::channels;
+  const Tile& tile = wg_tile.tile;
+  float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
+  const auto rotated_mean = rotated_mean_of<DIM>(p, tile);
+  // a soft cap's scores have what the mean adds already
+  const auto of_mean = [&] { return SOFTCAP ? float2{} : mean_scores_of<T, DIM>(p, wg_tile, rotated_mean, f); };
+  StagedOutput<Scales, BOXES, true> output(p, tile, wg_tile.first_row(), scales, boxes, l);
+  float2 means = {};
+  if (p.sinks != nullptr) {
+    means = of_mean();
+    const float sink = p.sinks[tile.head];
+    output.set_row(0, SinkRow::add<>(largest[0], l[0], sink - means.x));
+    output.set_row(1, SinkRow::add<>(largest[1], l[1], sink - means.y));
+  }
+  output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
+  if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
+  store_lse(p, wg_tile, largest, l, f, [&] { return p.sinks != nullptr ? means : of_mean(); });
+}
+
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel. T, DIM: of queries that the
 // kernel quantizes, or DIM is 0.
 template <typename T, int DIM, int FIRST, int SECOND, int BOXES, typename Scales>
@@ -70,7 +111,7 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const 
       return NoMeanScores();
     } else {
       const Tile& tile = wg_tile.tile;
-      const auto rotated_mean = [&](int i) { return reinterpret_cast<const float4*>(p.lse_mean)[(int64_t(tile.batch) * p.kv_heads + tile.kv_head) * (DIM / 4) + i]; };
+      const auto rotated_mean = rotated_mean_of<DIM>(p, tile);
       return p.lse_mean != nullptr ? MeanScores<T, DIM>::of(p, tile, wg_tile.first_row(), rotated_mean) : float2{};
     }
   });
@@ -138,8 +179,12 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const WorkTile& work_tile = shared.tiles[round % TILES];
-    const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile));
+    const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile), C.window);
     typename S::RowSoftmax softmax;
+    float shift[2] = {};  // what K's mean adds to the scores of the thread's rows
+    if constexpr (C.softcap) {
+      for (int r = 0; r < 2; ++r) shift[r] = mean_score(p, wg_tile.tile, wg_tile.first_row() + f.row + 8 * r);
+    }
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
     // factors of the next softmax step, while its scores are computed
@@ -176,9 +221,14 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         free_keys();
       }
     };
+    const auto hide_first_keys = [&](float (&s)[KEYS / 2], int n) {
+      if constexpr (C.window) {
+        if (n < wg_tile.edge) hide_before(s, visible, wg_tile.first_row(), n * KEYS, f);
+      }
+    };
     const auto scores_to_p = [&](float (&s)[KEYS / 2], const KvBlock& kv_block, bool use_int_max) {
       const int n = kv_block.index;
-      if (S::skips_blocks && has_nonfinite_key) nan_nonfinite_keys(p, wg_tile.tile, n * KEYS, s, f);
+      if (S::nan_by_key && has_nonfinite_key) nan_nonfinite_keys(p, wg_tile.tile, n * KEYS, s, f);
       if constexpr (C.general) {
         const auto& keys = shared.side.keys[ring.stage];
         if (by_key) keys.scale_scores(s, f);
@@ -192,8 +242,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
           scale_by_row(factor, s);
         }
       }
+      if constexpr (C.softcap) cap_scores(s, factor, shift, p.softcap);
       apply_mask(s, kv_block);
       if (n >= wg_tile.whole) hide(s, scales.row_end, n * KEYS, f);
+      hide_first_keys(s, n);
       softmax.step(s, factor, use_int_max, probabilities, alpha);
     };
     // waits for Q·Kᵀ of the ring's block, the one before `after`; its scores become P and alpha
@@ -205,22 +257,23 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       if constexpr (!S::skips_blocks) free_keys();
       if constexpr (C.int8) {
         float s[KEYS / 2];
-        if (S::branches_once && int_max_ok && !has_nonfinite_key && kv_block.index < wg_tile.whole) {
+        if (S::branches_once && int_max_ok && !has_nonfinite_key && kv_block.index < wg_tile.whole && (!C.window || kv_block.index >= wg_tile.edge)) {
           subnormals_of(scores, s);
           softmax.step_of_sums(s, factor, true, probabilities, alpha);
           return;
         }
         const bool use_int_max = int_max_ok && !S::branches_once;
-        if (S::start > 0 && (use_int_max || softmax.takes_sums(factor)) && !(C.masked && has_nonfinite_key)) {
+        if (S::start > 0 && (use_int_max || softmax.takes_sums(factor)) && !((C.masked || C.window) && has_nonfinite_key)) {
           subnormals_of(scores, s);
           apply_mask(s, kv_block);
           if (kv_block.index >= wg_tile.whole) hide(s, scales.row_end, kv_block.index * KEYS, f);
+          hide_first_keys(s, kv_block.index);
           softmax.step_of_sums(s, factor, use_int_max, probabilities, alpha);
         } else {
           convert(scores, S::start, s);
           scores_to_p(s, kv_block, S::start == 0 && int_max_ok);
         }
-        if (!S::skips_blocks && has_nonfinite_key) nan_rows_of_nonfinite_keys(p, wg_tile, kv_block.index, scales.row_end, f, o, o_second);
+        if (!S::nan_by_key && has_nonfinite_key) nan_rows_of_nonfinite_keys(p, wg_tile, kv_block.index, scales.row_end, f, o, o_second);
       } else {
         scores_to_p(scores, kv_block, int_max_ok);
       }
@@ -257,9 +310,24 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
 
+    // Frees a block that only other rows of the tile attend to, and returns the one after it.
+    const auto skip_block = [&](int block) {
+      wait_for_keys(ring);
+      const KvBlock kv_block = kv_block_of(ring.stage, block + 1);
+      shared.added.skip(p, kv_block, consumer, added);
+      free_keys();
+      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
+      return kv_block.next;
+    };
+
     if constexpr (!C.fuse_q_quant) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
+    if constexpr (C.window) {
+      for (int n = begin_of<C>(visible, wg_tile.tile, work_tile); n < wg_tile.begin; ring.advance()) n = skip_block(n);
+    }
     wait_for_keys(ring);
-    int after = kv_block_of(ring.stage, begin_of<C>(work_tile) + 1).next;  // the block after the ring's
+    const int begin = C.window ? wg_tile.begin : begin_of<C>(visible, wg_tile.tile, work_tile);
+    int after = kv_block_of(ring.stage, begin + 1).next;  // the block after the ring's
     issue_qk<C>(scores, shared, consumer, ring.stage, first_panel, first_keys, ones);
     if constexpr (C.fuse_q_quant) load_channels(work_tile);  // not before the producer has waited for the quantizer
     ptx::cp_async_wait_but<1>();
@@ -298,15 +366,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     accumulate_pv(none, nothing, nothing);
     ring.advance();
     const int loaded = loaded_end<C>(visible, wg_tile.tile, work_tile);
-    for (; after < loaded; ring.advance()) {  // blocks that only later rows of the tile attend to
-      wait_for_keys(ring);
-      const KvBlock kv_block = kv_block_of(ring.stage, after + 1);
-      after = kv_block.next;
-      shared.added.skip(p, kv_block, consumer, added);
-      free_keys();
-      ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
-      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
-    }
+    for (; after < loaded; ring.advance()) after = skip_block(after);
 
     if constexpr (S::stream_k) {
       if (!work_tile.complete())
@@ -325,7 +385,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' scales are there; nobody reads rows' scales and Q any more
     load_rows(next_tile);
-    if (!S::stream_k || work_tile.complete()) store_tile<T, C.fuse_q_quant ? C.head_dim : 0>(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
+    if constexpr (C.window)
+      store_tile_with_sinks<T, C.fuse_q_quant ? C.head_dim : 0, C.softcap>(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
+    else if (!S::stream_k || work_tile.complete())
+      store_tile<T, C.fuse_q_quant ? C.head_dim : 0>(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more
     if constexpr (!C.fuse_q_quant) load_channels(next_tile);

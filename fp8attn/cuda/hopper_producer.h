@@ -18,9 +18,7 @@ __device__ inline void wait_until_ready(const Params& p, const Tile& tile) {
 
 // All blocks of a tile, for calls without a mask.
 struct DenseKvBlocks {
-  int begin;
-
-  __device__ int first() const { return begin; }
+  __device__ int first(int begin) const { return begin; }
   __device__ int next(int block) const { return block; }
 };
 
@@ -51,7 +49,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
     }
     if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);
-    const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(shared.tiles[round % TILES]);
+    const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(visible, tile, shared.tiles[round % TILES]);
     const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
     // The quantizer may have written the scales while this grid ran. L1 may hold older values: read from L2.
     const auto scale_at = [](const float* at) { return C.fuse_q_quant ? __ldcg(at) : *at; };
@@ -59,9 +57,9 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       if constexpr (S::skips_blocks)
         return KvBlockIterator<C.consumers>(p, tile, blocks);
       else
-        return DenseKvBlocks{begin};
+        return DenseKvBlocks();
     }();
-    int n = kv_blocks.first(), after;
+    int n = kv_blocks.first(begin), after;
     KvBlock kv_block;
     const float unit = C.general ? 1.0f : p.score_scale;
     float next_scale = scale_at(k_scale += (n - begin) * scale_step);
@@ -110,7 +108,7 @@ __device__ void load_key_metadata(const Params& p, SharedStorage<C>& shared) {
     const Tile& tile = shared.tiles[round % TILES];
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]);
     KvBlockIterator<C.consumers> kv_blocks(p, tile, blocks);
-    for (int n = kv_blocks.first(); n < blocks; ring.advance()) {
+    for (int n = kv_blocks.first(0); n < blocks; ring.advance()) {
       const KvBlock kv_block = {n, 0, kv_blocks.mask(n)};
       n = kv_blocks.next(n + 1);
       const int stage = ring.stage;

@@ -37,10 +37,13 @@ struct Shape {
   static constexpr bool adds_in_parts = C.int8 && second > 0 && !C.general && !C.masked;
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr bool skips_blocks = C.general || C.masked;  // those blocks alone in which a mask shows something
+  // Whether int8's nonfinite keys are marked in the scores. Otherwise a row sees all keys of a block up to its last
+  // one, and sums of P become NaN if the first nonfinite key is among them.
+  static constexpr bool nan_by_key = skips_blocks || C.window;
   // Whether exceptional blocks take a path of their own, so that all other blocks meet a single branch. This saves 1 to
   // 3 % of int8's time at 128 channels, where int8 has more branches than e4m3. It saves nothing at 64 channels, and
   // makes e4m3 2 to 4 % slower.
-  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !skips_blocks;
+  static constexpr bool branches_once = C.int8 && C.head_dim > 64 && !skips_blocks && !C.softcap;
   // Whether to wait for V while the wgmma of Q·Kᵀ run, which hides the wait, or else after P is computed. It gains 1 to
   // 3 %, and up to 6 % for int8 with few consumers. But it makes e4m3 slower by up to 7 % with overlap and by 2 % in
   // two parts, and int8 above 128 channels by up to 5 %.
@@ -57,15 +60,15 @@ struct Shape {
   static constexpr int producer_registers = skips_blocks ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
-  static constexpr int start = C.int8 && !C.general ? START<C.head_dim> : 0;  // of scores' accumulators
+  static constexpr int start = C.int8 && !C.general && !C.softcap ? START<C.head_dim> : 0;  // of scores' accumulators
   // Whether a product of ones sets the start. Moves set it where issue slots are not the bottleneck.
   static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;
   static_assert(!start_by_product || start == START_STEP);
-  static constexpr int largest = C.general ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
+  static constexpr int largest = C.general || C.softcap ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
   // Whether CTAs may split tiles. Where registers are scarcest, the kernel would spill. With more than 128 channels,
   // int8 spills too, and gains too little to pay for that.
-  static constexpr bool stream_k = !skips_blocks && C.consumers < 4 && !(C.int8 && second > 0);
+  static constexpr bool stream_k = !skips_blocks && !C.window && C.consumers < 4 && !(C.int8 && second > 0);
   // bytes of each CTA's partial results
   static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;
 };
@@ -109,14 +112,15 @@ struct alignas(1024) SharedStorage {
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
-// The K/V blocks of a work tile: from begin_of up to, but without, end_of.
+// The K/V blocks of a work tile: from begin_of up to, but without, end_of, and those alone that its rows see.
 template <HopperConfig C>
 __device__ int end_of(const WorkTile& work_tile) {
   return Shape<C>::stream_k ? work_tile.end : ALL_BLOCKS;
 }
 
 template <HopperConfig C>
-__device__ int begin_of(const WorkTile& work_tile) {
+__device__ int begin_of(const Visible& visible, const Tile& tile, const WorkTile& work_tile) {
+  if constexpr (C.window) return visible.first_block(tile.first_row, tile.first_row + Shape<C>::tile_rows - 1);
   return Shape<C>::stream_k ? work_tile.begin : 0;
 }
 

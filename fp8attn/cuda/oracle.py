@@ -68,7 +68,17 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
     Args:
         split_ctas: the result of fp8attn.cuda.run.split_ctas_of.
     """
-    pipeline = functools.partial(reference.pipeline, *quantized, causal=call.causal, softmax_scale=call.softmax_scale)
+    pipeline = functools.partial(
+        reference.pipeline, *quantized, causal=call.causal, window=call.window, softcap=call.softcap, softmax_scale=call.softmax_scale
+    )
+    # the part of K's mean that kernels which quantize q know themselves is the LSE's alone
+    shift = None if call.mean_scores is None or call.softcap else call.mean_scores
+    pipeline = functools.partial(pipeline, mean_scores=call.mean_scores if call.softcap else None)
+
+    def whole(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = lse if shift is None else lse + shift
+        return (out, lse) if call.sinks is None else reference.with_sinks(out, lse, call.sinks)
+
     if isinstance(config, PortableConfig):
         pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute, p_offset=config.p_offset, half_sums=config.half_sums)
         alone = config.splits * split_ctas == 1
@@ -76,7 +86,7 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
         pipeline = functools.partial(pipeline, block_n=KEYS, exact=config.exact)
         alone = split_ctas == 1
     if alone or isinstance(config, FusedSmallConfig):
-        return pipeline(call.attn_mask)
+        return whole(*pipeline(call.attn_mask))
     owner = _owners(call, config, split_ctas)
     parts = []
     for i in range(int(owner.max()) + 1):
@@ -88,4 +98,4 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
         else:
             mask = call.attn_mask.masked_fill(~mine, -torch.inf)
         parts.append(pipeline(mask))
-    return reference.combine(*(torch.stack(x) for x in zip(*parts, strict=True)))
+    return whole(*reference.combine(*(torch.stack(x) for x in zip(*parts, strict=True))))

@@ -36,7 +36,7 @@ struct Params {
 
   int batches, q_heads, kv_heads, q_length, kv_length, head_dim, value_dim;
   int q_group, k_group;  // rows under one scale; 0: all rows of a head
-  int causal_offset;     // row i attends to keys 0 ... i + causal_offset, and to kv_length keys at most
+  int causal_offset;     // row i attends to no key after i + causal_offset, and to kv_length keys at most
   int heads_side_by_side;
   float score_scale;  // softmax scale times log2 e
   OutType out_type;
@@ -80,6 +80,16 @@ struct Params {
   uint32_t* mask_bits;
   uint8_t* block_mask;
   int mask_batches, mask_heads, mask_groups, mask_rows;
+
+  // Instances with windows: row i attends to no key before i + first_offset.
+  int first_offset;
+
+  // The same: (Hq,), one more logit of each row, which has no value; or null. mean_scores: (B, Hq, Sq), contiguous,
+  // what K's mean adds to the scores of each row; or null. Then the LSE includes it. Instances with a soft cap: scores
+  // become softcap * tanh(score / softcap).
+  float softcap;
+  const float* sinks;
+  const float* mean_scores;
 };
 
 // Parameters of the kernel that quantizes K and V.

@@ -186,11 +186,11 @@ __device__ void dequantize(PortableStorage<C>& shared, int thread, int stage, in
   });
 }
 
-// The blocks first ... end - 1 of a tile and a range of keys; there may be none. All keys of blocks before `whole` are
-// visible to every row.
+// The blocks first ... end - 1 of a tile and a range of keys; there may be none. All keys of the blocks edge ...
+// whole - 1 are visible to every row.
 template <PortableConfig C>
 struct Blocks {
-  int first, end, whole;
+  int first, end, whole, edge = 0;
 
   __device__ Blocks(const Params& p, const Source& source) {
     const Visible visible(p);
@@ -198,6 +198,15 @@ struct Blocks {
     first = share * source.split;
     end = min((visible.end(source.tile.first_row + PortableShape<C>::rows - 1) + C.keys - 1) / C.keys, first + share);
     whole = visible.end(source.tile.first_row) / C.keys;
+    if constexpr (C.window) {
+      first = max(first, visible.begin(source.tile.first_row) / C.keys);
+      edge = (visible.begin(source.tile.first_row + PortableShape<C>::rows - 1) + C.keys - 1) / C.keys;
+    }
+  }
+
+  __device__ bool is_whole(int n) const {
+    if constexpr (C.window) return edge <= n && n < whole;
+    return n < whole;
   }
 };
 
@@ -225,9 +234,9 @@ __device__ void attend_together(const Params& p, PortableStorage<C>& shared, con
     if constexpr (PortableShape<C>::halves) dequantize<C>(shared, threadIdx.x, stage, 0);
     if constexpr (PortableShape<C>::halves || ahead == 0) __syncthreads();
     if constexpr (PortableShape<C>::halves)
-      attention.attend(p, shared, shared.k_half[0], shared.v_half[0], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k_half[0], shared.v_half[0], n * C.keys, blocks.is_whole(n));
     else
-      attention.attend(p, shared, shared.k[stage], shared.v[stage], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k[stage], shared.v[stage], n * C.keys, blocks.is_whole(n));
     stage = stage == C.stages - 1 ? 0 : stage + 1;
   }
   if (blocks.first >= blocks.end) {  // without blocks, nothing has waited for the copies of the tile's scales
@@ -281,9 +290,9 @@ __device__ void consume(const Params& p, PortableStorage<C>& shared, const Block
     before(n);
     ptx::mbarrier_wait(&shared.full[slot], ring.phase);
     if constexpr (PortableShape<C>::halves)
-      attention.attend(p, shared, shared.k_half[slot], shared.v_half[slot], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k_half[slot], shared.v_half[slot], n * C.keys, blocks.is_whole(n));
     else
-      attention.attend(p, shared, shared.k[slot], shared.v[slot], n * C.keys, n < blocks.whole);
+      attention.attend(p, shared, shared.k[slot], shared.v[slot], n * C.keys, blocks.is_whole(n));
     ptx::mbarrier_arrive(&shared.empty[slot]);
   }
 }

@@ -13,9 +13,9 @@ import torch
 from ..call import Call
 from ..device import Device
 from ..recipe import E4M3_MAX, SCALE_BLOCK
-from ..reference import P_OFFSET
+from ..reference import CAUSAL_WINDOW, P_OFFSET
 from ..schedule import unsupported_sizes
-from .configs import REGISTER_FILE, round_up, scores_of
+from .configs import REGISTER_FILE, Scores, round_up, scores_of, unsupported_window
 
 Operands = Literal["shared", "registers", "native"]
 
@@ -59,6 +59,9 @@ class PortableConfig:
         int8: Q and K are int8, and are multiplied as int8.
         half_sums: P·V of a block is summed in half precision. It has twice the rate on GPUs with slower float32 sums
             (GeForce's Ada). P is scaled down so that sums don't overflow.
+        window: supports windows that begin at a key of each row's own, and sinks. Fused instances that aren't general
+            have it.
+        softcap: caps scores. Only instances with windows have it.
     """
 
     head_dim: int
@@ -82,6 +85,8 @@ class PortableConfig:
     drift: bool = False
     int8: bool = False
     half_sums: bool = False
+    window: bool = False
+    softcap: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -134,6 +139,11 @@ class PortableConfig:
         return round_up(total, 128)
 
     @property
+    def scores(self) -> Scores:
+        """What `group` tells apart."""
+        return "softcap" if self.softcap else "window" if self.window else "plain"
+
+    @property
     def name(self) -> str:
         values = (getattr(self, name) for name in self.__dataclass_fields__)
         return "portable_" + "_".join(x if isinstance(x, str) else str(int(x)) for x in values)
@@ -141,6 +151,9 @@ class PortableConfig:
 
 DIMS = (64, 128, 256)
 """Head dims of instances. A call's head dims are rounded up."""
+
+GROUPS: tuple[Scores, ...] = ("plain", "window", "softcap")
+"""Scores whose instances are compiled apart."""
 
 
 def unsupported_config(config: PortableConfig, device: Device) -> str | None:
@@ -156,6 +169,10 @@ def unsupported_config(config: PortableConfig, device: Device) -> str | None:
         return f"operands are {c.operands}; sums of products in half precision are those of e4m3, native"
     if c.int8 and (not c.fused or c.operands == "shared"):
         return "int8 is multiplied as it is by fused products of bytes; operands must be in registers or native, and scores fused"
+    if c.window and (not c.fused or c.general):
+        return "windows take fused scores, and aren't general"
+    if c.softcap and not c.window:
+        return "soft caps come with windows"
     if c.head_dim not in DIMS or c.value_dim not in DIMS:
         return f"head dims are {c.head_dim} and {c.value_dim}; they must be among {DIMS}"
     if c.keys not in (32, 64, 128, 256) or c.warp_rows not in (16, 32) or c.stages < 1:
@@ -267,10 +284,12 @@ head dim 256: their accumulators need more registers than there are."""
 
 def _variants(config: PortableConfig, speed: float) -> dict[PortableConfig, float]:
     """Variants of a config: with P in half, except for eight warps of head dim 256, which would spill on sm_80; and
-    with int8 for the fastest config."""
+    with int8 for the fastest config; and with windows for the fastest, unless it is general."""
     halves = config.operands != "native" and (config.head_dim, config.warps) != (256, 8)
     found = [config, replace(config, e4m3_p=False)] if halves else [config]
-    return {replace(c, int8=int8): speed for c in found for int8 in ((False, True) if speed == 1.0 else (False,))}
+    found += [replace(c, int8=True) for c in found if speed == 1.0]
+    found += [replace(c, window=True, softcap=x) for x in (False, True) for c in found if speed == 1.0 and not (c.general or c.window)]
+    return dict.fromkeys(found, speed)
 
 
 SPEEDS = {variant: speed for config, fastest in MEASURED.items() for variant, speed in _variants(config, fastest).items()}
@@ -284,14 +303,24 @@ def takes(config: PortableConfig, call: Call) -> bool:
         return False
     if config.e4m3_p != (call.compute == "e4m3") or (config.operands == "native" and call.two_level is False):
         return False
-    return config.general or not config.fused or scores_of(call) == "plain"
+    scores = scores_of(call)
+    if config.softcap or scores == "softcap":
+        return config.softcap and scores == "softcap"
+    if config.window or scores == "window":
+        return config.window and scores in ("window", "plain")
+    return config.general or not config.fused or scores == "plain"
 
 
 @functools.cache
-def group(dim: int, device: Device, int8: bool = False) -> tuple[PortableConfig, ...]:
-    """The instances that are compiled together for a head dim (the larger of a call's, rounded up) and for int8 or not,
-    and that a GPU needs."""
-    able = (c for c in INSTANCES if c.head_dim == dim and c.int8 == int8 and fits(c, device))
+def group(dim: int, device: Device, int8: bool = False, scores: Scores = "plain") -> tuple[PortableConfig, ...]:
+    """The instances that are compiled together for a head dim (the larger of a call's, rounded up), for int8 or not,
+    and that a GPU needs.
+
+    Args:
+        scores: `window` or `softcap` for those; any other: for all other scores.
+    """
+    kind = dim, int8, scores in ("window", "softcap"), scores == "softcap"
+    able = (c for c in INSTANCES if (c.head_dim, c.int8, c.window, c.softcap) == kind and fits(c, device))
     return tuple(c for c in able if c.operands != "native" or multiplies_e4m3(device))
 
 
@@ -310,8 +339,9 @@ def padded_dim(call: Call) -> int:
 
 
 @functools.cache
-def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, int8: bool, device: Device) -> tuple[PortableConfig, ...]:
-    able = [c for c in group(dim, device, int8) if c.general >= general and c.e4m3_p == e4m3_p]
+def _serving(dim: int, scores: Scores, e4m3_p: bool, native: bool, int8: bool, device: Device) -> tuple[PortableConfig, ...]:
+    general = scores not in ("plain", "window", "softcap")
+    able = [c for c in group(dim, device, int8, scores) if c.general >= general and c.e4m3_p == e4m3_p]
     units = [c for c in able if c.operands == "native" and native] or [c for c in able if c.operands == "registers"]
     exact = [c for c in units if c.general == general]
     return tuple(exact or units)
@@ -320,7 +350,7 @@ def _serving(dim: int, general: bool, e4m3_p: bool, native: bool, int8: bool, de
 def serving(call: Call, device: Device) -> tuple[PortableConfig, ...]:
     """The shipped instances for a call. They use e4m3 tensor cores if the GPU has them and the recipe allows them."""
     e4m3_p = call.compute == "e4m3"
-    return _serving(padded_dim(call), scores_of(call) != "plain", e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
+    return _serving(padded_dim(call), scores_of(call), e4m3_p, e4m3_p and call.two_level is not False, call.int8, device)
 
 
 def unsupported_call(call: Call, device: Device) -> str | None:
@@ -331,6 +361,9 @@ def unsupported_call(call: Call, device: Device) -> str | None:
         return f"query is {call.q.dtype}; the portable kernel takes what is quantized"
     if call.v.data_ptr() % 16 or not call.v.is_contiguous():
         return "quantized values aren't contiguous from a multiple of 16 bytes on"
+    reason = unsupported_window(call)
+    if reason is not None:
+        return reason
     if not serving(call, device):
         return f"no instance of head dim {padded_dim(call)} fits {device.name}"
     return unsupported_sizes(call)
@@ -348,7 +381,7 @@ the launch of the combine kernel."""
 def key_splits(call: Call, config: PortableConfig, device: Device) -> int:
     """Number of CTAs that share a tile, each with a range of its keys: enough to occupy every SM, but each with at
     least LEAST_KEYS. Flash-Decoding (Dao et al., 2023)."""
-    if config.persistent:
+    if config.persistent or call.sinks is not None:  # every part of a row's keys would add its sink
         return 1
     return max(min(device.sm_count // call.tiles(config.tile_rows), call.kv_length // LEAST_KEYS, MOST_KEY_SPLITS), 1)
 
@@ -376,6 +409,8 @@ def packed(call: Call) -> Call:
     per_head = call.q_scale.shape[2] == 1
     if heads == 1 or call.q_length >= SHORT or call.attn_mask is not None or call.bias is not None or not (per_head or call.q_group == 1):
         return call
+    if call.has_first_key or call.sinks is not None or call.mean_scores is not None:
+        return call
     if call.q_length > 1 and (call.causal != "none" or call.q.stride(1) != call.q_length * call.q.stride(2)):
         return call
     return replace(
@@ -383,8 +418,9 @@ def packed(call: Call) -> Call:
         q=rows_of_heads(call.q, heads),
         q_scale=call.q_scale.reshape(call.batch, call.kv_heads, -1),
         q_group=call.q_length if per_head else 1,
-        kv_length=min(call.kv_length, call.causal_offset + 1),
+        kv_length=min(call.kv_length, call.window_offsets[1] + 1),
         causal="none",
+        window=CAUSAL_WINDOW,
     )
 
 

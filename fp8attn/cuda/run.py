@@ -47,7 +47,7 @@ def library_of(config: Config, device: Device) -> build.Library:
     """
     if isinstance(config, HopperConfig):
         return build.load_with(config, configs.instances(config.scores, config.int8, config.fuse_q_quant), device.arch)
-    return build.load_with(config, portable.group(config.head_dim, device, config.int8), device.arch)
+    return build.load_with(config, portable.group(config.head_dim, device, config.int8, config.scores), device.arch)
 
 
 def split_ctas_of(call: Call, config: Config, device: Device) -> int:
@@ -79,6 +79,8 @@ def forward(call: Call, device: Device, config: Config | None = None, split_ctas
     if out.numel() == 0:
         return out, lse
     if call.kv_length == 0:
+        if call.return_lse and call.sinks is not None:
+            return out.zero_(), lse.copy_(call.sinks[:, None].expand_as(lse))
         return out.zero_(), lse.fill_(-torch.inf)
     if config is None:
         config = choose(call, device)
@@ -104,6 +106,7 @@ def forward(call: Call, device: Device, config: Config | None = None, split_ctas
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, call.lse_mean, counter, parts, part_rows,
+        call.window_offsets[0] if config.window else 0, call.softcap, call.sinks, call.mean_scores,
     )  # fmt: skip
     return out, lse
 
@@ -139,7 +142,7 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
     if call.causal != "none" and tiles > ctas:
         scratch = Scratch(words=1)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
-    numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.causal_offset)
+    numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.window_offsets[1])
     return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), scratch
 
 

@@ -90,6 +90,8 @@ class Traits:
     Attributes:
         d0, d1: the parts of D; d1 may be 0.
         dv0, dv1: the parts of Dv.
+        window: rows have a first key.
+        softcap: scores have a soft cap.
         q_group, k_group: rows under one scale; 0 for all rows of a head.
         int8: Q and K are int8.
         half: P and the operands are half precision, not e4m3.
@@ -97,7 +99,7 @@ class Traits:
         two_level: P·V of every key block gets a fresh accumulator.
         positive: softmax_scale > 0.
         folded: scores are scaled inside the FMA of the exponent. This requires a positive factor, and that nothing is
-            added to the scores.
+            done to the scores.
     """
 
     config: Config
@@ -110,6 +112,8 @@ class Traits:
     q_group: int
     k_group: int
     causal: bool
+    window: bool
+    softcap: bool
     int8: bool
     half: bool
     native: bool
@@ -136,12 +140,14 @@ class Traits:
             call.q_group,
             call.k_group,
             causal=call.causal != "none",
+            window=call.has_first_key,
+            softcap=call.softcap > 0,
             int8=call.int8,
             half=half,
             native=device.has_fp8_units and not device.emulated,
             two_level=two_level and not half,
             positive=call.softmax_scale > 0,
-            folded=call.softmax_scale > 0 and not additive,
+            folded=call.softmax_scale > 0 and not additive and not call.softcap,
         )
 
 

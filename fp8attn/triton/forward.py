@@ -16,9 +16,12 @@ from .tile import (
     QUERY_GROUP,
     SCALE_BLOCK,
     add_bias,
+    add_sink,
     bias_row,
+    cap_scores,
     hide,
     inverse,
+    load_rows_of,
     log_sum_exp,
     operand,
     permute_keys,
@@ -27,6 +30,7 @@ from .tile import (
     set_nonfinite_keys,
     set_nonfinite_rows,
     softmax_step,
+    whole_blocks,
 )
 
 
@@ -70,7 +74,7 @@ def add_values(acc, alpha, p, v, C: tl.constexpr):
 @triton.jit
 def attend(
     q0, q1, row_factor, m, l, acc0, acc1, start, k_base, k_stride, k_scale, k_scale_stride, v_base, kv_padded,
-    bias, bias_factor, mask, mask_strides, rows, q_length, kv_length, causal_offset, C: tl.constexpr, MASKED: tl.constexpr,
+    bias, bias_factor, softcap, shift, mask, mask_strides, rows, q_length, kv_length, offsets, C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries attends to the keys start … start+block_n. MASKED: some rows may not see some of these keys."""
     columns = tl.arange(0, C.config.block_n)
@@ -94,8 +98,10 @@ def attend(
         x *= factor[:, None]
     if bias is not None:
         x = add_bias(x, bias, bias_factor, keys, kv_length)
+    if C.softcap:
+        x = cap_scores(x, shift, softcap)
     if MASKED:
-        x = hide(x, rows[:, None], start, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, False)
+        x = hide(x, rows[:, None], start, columns[None, :], q_length, kv_length, offsets, mask, mask_strides, C.window, False)
 
     p, m, alpha, lanes = softmax_step(x, factor, m, C.folded, False, None)
     l = l * alpha[:, None] + lanes
@@ -108,20 +114,25 @@ def attend(
 
 @triton.jit
 def store_part(
-    acc, l, v_scale, v_scale_stride, v_mean, out, out_stride, rows, q_length, START: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
+    acc, factor, weight, v_scale, v_scale_stride, v_mean, out, out_stride, rows, q_length, START: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Normalise, descale and store channels START … START+WIDTH."""
+    """Normalise, descale and store channels START … START+WIDTH.
+
+    Args:
+        factor: (M,), normalises sums of P·V.
+        weight: (M,), of all keys of a row: 1; 0 without visible keys; less beside a sink.
+    """
     channels = START + tl.arange(0, WIDTH)
     inside = channels < C.value_dim
-    value = acc * inverse(l)[:, None] * tl.load(v_scale + channels * v_scale_stride, mask=inside, other=0.0)[None, :]
+    value = acc * factor[:, None] * tl.load(v_scale + channels * v_scale_stride, mask=inside, other=0.0)[None, :]
     if v_mean is not None:
         mean = tl.load(v_mean + channels, mask=inside, other=0.0)
-        value += tl.where(l == 0, 0.0, 1.0)[:, None] * mean[None, :]
+        value += weight[:, None] * mean[None, :]
     pointers = out + rows[:, None].to(tl.int64) * out_stride + channels[None, :]
     tl.store(pointers, value.to(out.dtype.element_ty), mask=(rows < q_length)[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_length", "kv_length", "causal_offset"])
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_length", "kv_length", "first_offset", "last_offset"])
 def forward_kernel(
     q,  # (B, Hq, Sq, D): e4m3 or int8
     q_scale,  # (B, Hq, n)
@@ -132,6 +143,8 @@ def forward_kernel(
     v_mean,  # (B, Hkv, Dv) float32, contiguous: the mean removed from V; or None
     bias,  # (B, Hq, ceil(Sq / 64), Sk rounded up) float32, contiguous: the score bias of smoothed queries; or None
     mask,  # (B, Hq, Sq, Sk): bool as bytes, or float; or None
+    sinks,  # (Hq,) float32, contiguous: one more logit of each row; or None
+    mean_scores,  # (B, Hq, Sq) float32, contiguous: what K's mean adds to the scores of a row; or None
     out,  # (B, Hq, Sq, Dv)
     lse,  # (B, Hq, Sq) float32, contiguous; or None
     q_strides,
@@ -146,7 +159,9 @@ def forward_kernel(
     q_length,
     kv_length,
     kv_padded,
-    causal_offset,
+    first_offset,  # row i sees the keys from i + first_offset
+    last_offset,  # to i + last_offset
+    softcap,  # a float; 0 caps nothing
     softmax_scale,
     C: tl.constexpr,  # Traits
 ):
@@ -193,39 +208,52 @@ def forward_kernel(
     if DV1 > 0:
         acc1 = tl.zeros([BLOCK_M, DV1], tl.float32)
 
-    # every row of the tile sees the keys before `whole`; no row sees the keys from `end` on
-    end = kv_length
-    whole = kv_length
-    if C.causal:
-        last = tl.minimum(first + BLOCK_M, q_length) - 1
-        end = tl.maximum(tl.minimum(kv_length, last + causal_offset + 1), 0)
-        whole = tl.maximum(tl.minimum(kv_length, first + causal_offset + 1), 0)
-    whole = whole // BLOCK_N * BLOCK_N
+    shift = load_rows_of(mean_scores, batch * q_heads + head, rows, q_length)
+    offsets = (first_offset, last_offset)
+    last = tl.minimum(first + BLOCK_M, q_length) - 1
+    begin, whole, end_whole, end = whole_blocks(first, last, offsets, kv_length, BLOCK_N, C.causal, C.window)
     if mask is not None:
-        whole = 0
-    for start in range(0, whole, BLOCK_N):
+        end_whole = 0
+    if C.window:
+        for start in range(begin * BLOCK_N, whole * BLOCK_N, BLOCK_N):
+            m, l, acc0, acc1 = attend(
+                q0, q1, row_factor, m, l, acc0, acc1, start, k, k_strides[2], k_scale, k_scale_strides[2], v, kv_padded,
+                bias, softmax_scale * LOG2E, softcap, shift, mask, mask_strides, rows, q_length, kv_length, offsets, C, True,
+            )  # fmt: skip
+    for start in range(whole * BLOCK_N, end_whole * BLOCK_N, BLOCK_N):
         m, l, acc0, acc1 = attend(
             q0, q1, row_factor, m, l, acc0, acc1, start, k, k_strides[2], k_scale, k_scale_strides[2], v, kv_padded,
-            bias, softmax_scale * LOG2E, mask, mask_strides, rows, q_length, kv_length, causal_offset, C, False,
+            bias, softmax_scale * LOG2E, softcap, shift, mask, mask_strides, rows, q_length, kv_length, offsets, C, False,
         )  # fmt: skip
-    for start in range(whole, end, BLOCK_N):
+    for start in range(end_whole * BLOCK_N, end * BLOCK_N, BLOCK_N):
         m, l, acc0, acc1 = attend(
             q0, q1, row_factor, m, l, acc0, acc1, start, k, k_strides[2], k_scale, k_scale_strides[2], v, kv_padded,
-            bias, softmax_scale * LOG2E, mask, mask_strides, rows, q_length, kv_length, causal_offset, C, True,
+            bias, softmax_scale * LOG2E, softcap, shift, mask, mask_strides, rows, q_length, kv_length, offsets, C, True,
         )  # fmt: skip
 
     l = tl.sum(l, 1)
     if C.int8:
         l = set_nonfinite_rows(l, q, rows, q_strides[2], q_length)
+    weight = tl.where(l == 0, 0.0, 1.0)
+    factor = inverse(l)
+    if sinks is not None:
+        sink = tl.load(sinks + head)
+        if not C.softcap:
+            sink -= shift
+        m, kept, l, alpha = add_sink(m, l, sink)
+        factor = inverse(l) * alpha
+        weight = inverse(l) * kept
     out += batch * out_strides[0] + head * out_strides[1]
     v_scale += batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
     if v_mean is not None:
         v_mean += kv_index * C.value_dim
-    store_part(acc0, l, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, 0, C.dv0, C)
+    store_part(acc0, factor, weight, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, 0, C.dv0, C)
     if C.dv1 > 0:
-        store_part(acc1, l, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, C.dv0, C.dv1, C)
+        store_part(acc1, factor, weight, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, C.dv0, C.dv1, C)
     if lse is not None:
         value = log_sum_exp(m, l)
+        if mean_scores is not None and not C.softcap:
+            value += shift
         tl.store(lse + (batch * q_heads + head) * q_length + rows, value, mask=rows < q_length)
 
 
@@ -262,6 +290,8 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
         call.v_mean,
         call.bias,
         call.mask_bytes,
+        call.sinks,
+        call.mean_scores,
         out,
         lse if call.return_lse else None,
         call.q.stride(),
@@ -276,7 +306,8 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
         call.q_length,
         call.kv_length,
         call.v.shape[3],
-        call.causal_offset,
+        *call.window_offsets,
+        float(call.softcap),
         call.softmax_scale,
         traits,
         num_warps=config.num_warps,

@@ -26,15 +26,19 @@ from .tile import (
     NOTHING,
     SCALE_BLOCK,
     add_bias,
+    add_sink,
     bias_row,
+    cap_scores,
     hide,
     inverse,
+    load_rows_of,
     log_sum_exp,
     permute_keys,
     score_factor,
     set_nonfinite_keys,
     set_nonfinite_rows,
     softmax_step,
+    whole_blocks,
 )
 
 
@@ -101,17 +105,15 @@ def place_in(turn, TEAM: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def visible_end(row, shape, causal_offset, C: gl.constexpr):
-    """The end of the range of keys, 0 … end, that rows up to `row` see."""
+def blocks_of(first, rows: gl.constexpr, shape, offsets, C: gl.constexpr):
+    """tile.whole_blocks of so many rows from `first` on, which exists."""
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
-    if C.causal:
-        return gl.maximum(gl.minimum(kv_length, gl.minimum(row, q_length - 1) + causal_offset + 1), 0)
-    else:
-        return kv_length
+    last = gl.minimum(first + rows, q_length) - 1
+    return whole_blocks(first, last, offsets, kv_length, C.config.block_n, C.causal, C.window)
 
 
 @gluon.jit
-def produce(descriptors, buffers, barriers, shape, positions, causal_offset, TEAM: gl.constexpr, C: gl.constexpr):
+def produce(descriptors, buffers, barriers, shape, positions, offsets, TEAM: gl.constexpr, C: gl.constexpr):
     """One warp: loads the queries of every tile of a team, and its blocks of K and V, in the order in which the
     consumers need them."""
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc = descriptors
@@ -135,8 +137,8 @@ def produce(descriptors, buffers, barriers, shape, positions, causal_offset, TEA
                 tma.async_copy_global_to_shared(q0_desc, [batch, head, my_row, 0], q_full.index(c), sQ0.index(c))
                 if C.d1 > 0:
                     tma.async_copy_global_to_shared(q1_desc, [batch, head, my_row, C.d0], q_full.index(c), sQ1.index(c))
-            blocks = gl.cdiv(visible_end(row + C.config.tile_rows - 1, shape, causal_offset, C), BLOCK_N)
-            for n in range(0, blocks):
+            begin, _, _, blocks = blocks_of(row, C.config.tile_rows, shape, offsets, C)
+            for n in range(begin, blocks):
                 stage = TEAM * STAGES + block % STAGES
                 free = (block // STAGES & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), free)
@@ -227,7 +229,7 @@ def attend(
     """
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    k_stride, k_scale, k_scale_stride, bias_factor, mask_strides, rows, q_length, kv_length, causal_offset = keys
+    k_stride, k_scale, k_scale_stride, bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, offsets = keys
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.stages
     stage = TEAM * STAGES + block % STAGES
@@ -263,8 +265,10 @@ def attend(
         s *= factor[:, None]
     if bias is not None:
         s = add_bias(s, bias, bias_factor, n * BLOCK_N + columns, kv_length)
+    if C.softcap:
+        s = cap_scores(s, shift, softcap)
     if MASKED:
-        s = hide(s, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, causal_offset, mask, mask_strides, True)
+        s = hide(s, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, offsets, mask, mask_strides, C.window, True)
     EXP2: gl.constexpr = C.exp2 if POSITIVE else None
     p, m, alpha, lanes = softmax_step(s, factor, m, C.folded, POSITIVE, EXP2)
     LANES: gl.constexpr = lane_layout()
@@ -302,15 +306,15 @@ def load_channels(pointer, stride, START: gl.constexpr, WIDTH: gl.constexpr, DIM
 
 
 @gluon.jit
-def store_part(acc, l, scale, mean, out, out_stride, rows, q_length, START: gl.constexpr, DIM: gl.constexpr):
-    """Normalise, descale and store channels START … of 64 rows. `mean` may be None."""
+def store_part(acc, factor, weight, scale, mean, out, out_stride, rows, q_length, START: gl.constexpr, DIM: gl.constexpr):
+    """Normalise, descale and store channels START … of 64 rows. factor, weight: as in forward.store_part. `mean` may be
+    None."""
     L: gl.constexpr = acc.type.layout
     C: gl.constexpr = gl.SliceLayout(0, L)
     R: gl.constexpr = gl.SliceLayout(1, L)
-    l = gl.convert_layout(l, R)
-    value = acc * inverse(l)[:, None] * gl.convert_layout(scale, C)[None, :]
+    value = acc * gl.convert_layout(factor, R)[:, None] * gl.convert_layout(scale, C)[None, :]
     if mean is not None:
-        value += gl.where(l == 0, 0.0, 1.0)[:, None] * gl.convert_layout(mean, C)[None, :]
+        value += gl.convert_layout(weight, R)[:, None] * gl.convert_layout(mean, C)[None, :]
     channels = START + gl.arange(0, acc.shape[1], layout=C)
     rows = gl.convert_layout(rows, R)
     pointers = out + rows[:, None].to(gl.int64) * out_stride + channels[None, :]
@@ -318,14 +322,13 @@ def store_part(acc, l, scale, mean, out, out_stride, rows, q_length, START: gl.c
 
 
 @gluon.jit
-def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ME: gl.constexpr, C: gl.constexpr):
+def consume(buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: attention of 64 queries of every tile."""
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q, k, q_scale, k_scale, v_scale, v_mean, bias, mask, out, lse = tensors
+    q, k, q_scale, k_scale, v_scale, v_mean, bias, mask, sinks, means, out, lse = tensors
     q_strides, k_strides, q_scale_strides, k_scale_strides, v_scale_strides, mask_strides, out_strides = strides
     batches, q_heads, kv_heads, q_length, kv_length, group = shape
-    BLOCK_N: gl.constexpr = C.config.block_n
     R: gl.constexpr = gl.SliceLayout(1, score_layout(C))
     O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv0, 32])
     O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(C.dv1, 16), 32])
@@ -356,12 +359,16 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             acc0 = gl.full([64, C.dv0], 0.0, gl.float32, O0)
             acc1 = gl.full([64, C.dv1], 0.0, gl.float32, O1) if C.dv1 > 0 else acc0
 
-            # blocks that the team loads, that some row of this consumer sees, that all its rows see completely
-            loaded = gl.cdiv(visible_end(tile * C.config.tile_rows + C.config.tile_rows - 1, shape, causal_offset, C), BLOCK_N)
-            seen = gl.cdiv(visible_end(first + 63, shape, causal_offset, C), BLOCK_N)
-            seen = gl.where(first < q_length, seen, 0)
-            whole = visible_end(first, shape, causal_offset, C) // BLOCK_N
+            # the team loads the blocks loaded_begin … loaded - 1; some row of this consumer sees those from `begin` to
+            # seen - 1, and all its rows see all keys of those from `edge` to whole - 1
+            loaded_begin, _, _, loaded = blocks_of(tile * C.config.tile_rows, C.config.tile_rows, shape, offsets, C)
+            begin, edge, whole, seen = blocks_of(first, 64, shape, offsets, C)
+            seen = gl.where(first < q_length, seen, loaded_begin)
             whole = 0 if mask is not None else gl.minimum(whole, seen)
+            if C.window:
+                begin = gl.minimum(begin, seen)
+                edge = gl.minimum(edge, seen)
+                block = release(barriers, loaded_begin, begin, block, TEAM, STAGES)
             scale_base = k_scale + batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
             bias_base = bias
             if bias is not None:
@@ -373,14 +380,22 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             if C.int8:
                 k_base += batch * k_strides[0] + kv_head * k_strides[1]
             bias_factor = softmax_scale * LOG2E
-            keys = (k_strides[2], scale_base, k_scale_strides[2], bias_factor, mask_strides, rows, q_length, kv_length, causal_offset)
+            shift = load_rows_of(means, batch * q_heads + head, rows, q_length)
+            keys = (k_strides[2], scale_base, k_scale_strides[2], bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, offsets)
             x = empty_scores(C)
             if C.config.overlap:
-                if seen > 0:
+                if seen > begin:
                     mbarrier.wait(k_full.index(TEAM * STAGES + block % STAGES), block // STAGES & 1)
                 x = warpgroup_mma_wait(0, deps=(start_scores(sq, buffers, TEAM * STAGES + block % STAGES, C),))
-            opening = gl.minimum(whole, 1)
-            for n in range(0, opening):
+            if C.window:
+                for n in range(begin, edge):
+                    m, l, acc0, acc1, x = attend(
+                        m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, True,
+                        False, False,
+                    )  # fmt: skip
+                    block += 1
+            opening = gl.minimum(whole, edge + 1)
+            for n in range(edge, opening):
                 m, l, acc0, acc1, x = attend(
                     m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, False, False,
                     False,
@@ -421,19 +436,30 @@ def consume(buffers, barriers, tensors, strides, shape, positions, causal_offset
             l = gl.convert_layout(gl.sum(l, 1), R)
             if C.int8:
                 l = set_nonfinite_rows(l, q + batch * q_strides[0] + head * q_strides[1], rows, q_strides[2], q_length)
+            weight = gl.where(l == 0, 0.0, 1.0)
+            factor = inverse(l)
+            if sinks is not None:
+                sink = gl.load(sinks + head)
+                if not C.softcap:
+                    sink -= shift
+                m, kept, l, alpha = add_sink(m, l, sink)
+                factor = inverse(l) * alpha
+                weight = inverse(l) * kept
             out_base = out + batch * out_strides[0] + head * out_strides[1]
-            store_part(acc0, l, scale0, mean0, out_base, out_strides[2], rows, q_length, 0, C.value_dim)
+            store_part(acc0, factor, weight, scale0, mean0, out_base, out_strides[2], rows, q_length, 0, C.value_dim)
             if C.dv1 > 0:
-                store_part(acc1, l, scale1, mean1, out_base, out_strides[2], rows, q_length, C.dv0, C.value_dim)
+                store_part(acc1, factor, weight, scale1, mean1, out_base, out_strides[2], rows, q_length, C.dv0, C.value_dim)
             if lse is not None:
                 value = log_sum_exp(m, l)
+                if means is not None and not C.softcap:
+                    value += shift
                 gl.store(lse + (batch * q_heads + head) * q_length + rows, value, mask=rows < q_length)
 
 
-@gluon.jit(do_not_specialize=["batches", "q_heads", "kv_heads", "q_length", "kv_length", "group", "positions", "causal_offset"])
+@gluon.jit(do_not_specialize=["batches", "q_heads", "kv_heads", "q_length", "kv_length", "group", "positions", "first_offset", "last_offset"])
 def hopper_kernel(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, tensors, strides, batches, q_heads, kv_heads, q_length, kv_length, group,
-    positions, causal_offset, softmax_scale, C: gl.constexpr,
+    positions, first_offset, last_offset, softcap, softmax_scale, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: at most one CTA per SM; see `run` for the arguments. Descriptors of absent parts are None.
 
@@ -443,6 +469,7 @@ def hopper_kernel(
     """
     descriptors = (q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc)
     shape = (batches, q_heads, kv_heads, q_length, kv_length, group)
+    offsets = (first_offset, last_offset)
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.teams * C.config.stages
     CONSUMERS: gl.constexpr = C.config.consumers
@@ -485,8 +512,8 @@ def hopper_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ZERO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, ZERO, C)),
             ],
             [1],
             [24],
@@ -494,9 +521,9 @@ def hopper_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ONE, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, ZERO, C)),
             ],
             [4, 1],
             [C.config.registers, 24],
@@ -504,10 +531,10 @@ def hopper_kernel(
     elif TEAMS == 1:
         gl.warp_specialize(
             [
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, TWO, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ONE, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, TWO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, ZERO, C)),
             ],
             [4, 4, 1],
             [C.config.registers, C.config.registers, 24],
@@ -515,12 +542,12 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ZERO, C)),
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, ONE, C)),
-                (consume, (buffers, barriers, tensors, strides, shape, positions, causal_offset, softmax_scale, TWO, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ZERO, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, ONE, C)),
-                (produce, (descriptors, buffers, barriers, shape, positions, causal_offset, TWO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ONE, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, TWO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, ZERO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, ONE, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, TWO, C)),
             ],
             [4, 4, 1, 1, 1],
             [C.config.registers, C.config.registers, 24, 24, 24],
@@ -577,6 +604,8 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
             call.v_mean,
             call.bias,
             call.mask_bytes,
+            call.sinks,
+            call.mean_scores,
             out,
             lse if call.return_lse else None,
         ),
@@ -596,7 +625,8 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         call.kv_length,
         heads_side_by_side(call, ctas * config.teams),
         positions,
-        call.causal_offset,
+        *call.window_offsets,
+        float(call.softcap),
         call.softmax_scale,
         traits,
         num_warps=4,

@@ -101,22 +101,74 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP
 
 
 @triton.jit
-def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
+def first_key(row, first_offset, kv_length):
+    """The first key that a row sees."""
+    return tl.minimum(tl.maximum(row + first_offset, 0), kv_length)
+
+
+@triton.jit
+def end_of_keys(row, last_offset, kv_length):
+    """The end of the keys that a row sees."""
+    return tl.minimum(tl.maximum(row + last_offset + 1, 0), kv_length)
+
+
+@triton.jit
+def whole_blocks(first, last, offsets, kv_length, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The blocks of N keys of a tile of the rows from `first` to `last`.
+
+    Args:
+        offsets: of Call.window_offsets.
+
+    Returns:
+        begin, whole, end_whole, end: a row sees keys of the blocks begin … end - 1 only, and all rows see all keys of
+        the blocks whole … end_whole - 1. There may be none of either.
+    """
+    end = kv_length
+    end_whole = kv_length
+    if CAUSAL:
+        end = end_of_keys(last, offsets[1], kv_length)
+        end_whole = end_of_keys(first, offsets[1], kv_length)
+    end = tl.cdiv(end, N)
+    end_whole = end_whole // N
+    begin = 0
+    whole = 0
+    if WINDOW:
+        begin = tl.minimum(first_key(first, offsets[0], kv_length) // N, end)
+        whole = tl.minimum(tl.cdiv(first_key(last, offsets[0], kv_length), N), end)
+        end_whole = tl.maximum(end_whole, whole)
+    return begin, whole, end_whole, end
+
+
+@triton.jit
+def hide(
+    x, rows, start, columns, q_length, kv_length, offsets, mask, mask_strides, WINDOW: tl.constexpr, BY_ARITHMETIC: tl.constexpr
+):  # fmt: skip
     """Scores (M, N) with the mask added and -inf where `rows` (M, 1) don't see the keys start + `columns` (1, N).
 
     Args:
+        offsets: of Call.window_offsets.
         mask: pointer to the (Sq, Sk) matrix of the tile's head, or None. Float masks hide with -inf, boolean ones with
             0. A finite number adds at least LOWEST_SCORE.
+        WINDOW: rows have a first key. There is no mask then.
         BY_ARITHMETIC: don't use predicates. M x N of them would be computed ahead of the scores, and spill. It needs a
             minimum that drops NaN, as the hardware's does; NumPy's, which the interpreter uses, doesn't.
     """
     # compare columns, not keys: compilers widen the loop variable to 64 bits, which M x N comparisons must avoid
-    limit = tl.minimum(rows + causal_offset, kv_length - 1) - start
+    limit = tl.minimum(rows + offsets[1], kv_length - 1) - start
     if mask is None and BY_ARITHMETIC:
-        bound = ((limit.to(tl.float32) + 0.5) - columns.to(tl.float32)) * float("inf")
-        return tl.minimum(x, bound)
+        inside = (limit.to(tl.float32) + 0.5) - columns.to(tl.float32)
+        if WINDOW:
+            # half a key's distance inside of the window's nearer end: keys are visible up to a distance from its middle
+            N: tl.constexpr = x.shape[1]
+            last = tl.minimum(tl.maximum(limit, -1), N).to(tl.float32)
+            first = tl.minimum(tl.maximum(rows + offsets[0] - start, 0), N).to(tl.float32)
+            inside = (last - first) * 0.5 + 0.5 - tl.abs(columns.to(tl.float32) - (first + last) * 0.5)
+        return tl.minimum(x, inside * float("inf"))
     elif mask is None:
-        return tl.where(columns > limit, -float("inf"), x)
+        hidden = columns > limit
+        if WINDOW:
+            hidden |= columns < rows + offsets[0] - start
+        return tl.where(hidden, -float("inf"), x)
     else:
         hidden = columns > limit
         keys = start + columns
@@ -134,6 +186,45 @@ def hide(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask
         else:
             hidden |= value == 0
         return tl.where(hidden, -float("inf"), x)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent: near 0 a polynomial, whose relative error is 1e-7; else 1 - 2 / (1 + e^2x), whose error is
+    2e-7."""
+    z = x * x
+    near = x * (1 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835)))))
+    far = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
+    return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def cap_scores(x, shift, softcap):
+    """Scores (M, N) under a soft cap, in base 2. shift: (M,), what is missing from the natural scores of a row."""
+    return tanh(x * (1 / (LOG2E * softcap)) + (shift / softcap)[:, None]) * (softcap * LOG2E)
+
+
+@triton.jit
+def load_rows_of(numbers, index, rows, length):
+    """A number of each of `rows` (M,); zeros if `numbers` is None. numbers: (H, length). index: the head's, 64 bits."""
+    if numbers is None:
+        return rows.to(tl.float32) * 0.0
+    else:
+        return tl.load(numbers + index * length + rows, mask=rows < length, other=0.0)
+
+
+@triton.jit
+def add_sink(m, l, sink):
+    """One more logit of each row, `sink` (M,), for scores like those of m and l (M,).
+
+    Returns:
+        m; the sums of the keys' P, and with the sink's; the factors for sums of P·V.
+    """
+    sink *= LOG2E
+    m_new = tl.maximum(m, sink)
+    alpha = tl.exp2(m - m_new)
+    l *= alpha
+    return m_new, l, l + tl.exp2(sink - m_new + P_OFFSET), alpha
 
 
 @triton.jit

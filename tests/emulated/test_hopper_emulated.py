@@ -11,12 +11,12 @@ import torch
 import emulation
 from closeness import on_grid
 from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_mask, normal, quantized
-from fp8attn import Recipe
+from fp8attn import Recipe, reference, rotation
 from fp8attn.api import call_of
 from fp8attn.call import HALVES, Call
 from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, instances
 from fp8attn.recipe import FUSED_RECIPES
-from mutants import ADDED, EVERY, GENERAL, INT8, MASKED, READY_MUTANTS
+from mutants import ADDED, EVERY, GENERAL, INT8, MASKED, READY_MUTANTS, SOFTCAP, WINDOW
 
 pytestmark = pytest.mark.anywhere
 
@@ -44,8 +44,14 @@ CHECKED = {
     "masked 192": of("masked", 192, 192),
     "added 128": of("added", 128, 128),
     "added 256": of("added", 256, 256),
+    "window 64": of("window", 64, 64, 4),
+    "window 128": of("window", 128, 128, 3),
+    "window 256": of("window", 256, 256, 2),
+    "softcap 64": of("softcap", 64, 64, 4),
+    "softcap 128": of("softcap", 128, 128, 3),
+    "softcap 256": of("softcap", 256, 256, 2),
 }
-WITH_INT8 = "64, four consumers", "64, overlap", "96", "128, overlap", "192", "general 64", "masked 64", "added 128"
+WITH_INT8 = "64, four consumers", "64, overlap", "96", "128, overlap", "192", "general 64", "masked 64", "added 128", "window 128", "softcap 128"
 CHECKED |= {f"int8 {n}": of((c := CHECKED[n]).scores, c.head_dim, c.value_dim, c.consumers, int8=True) for n in WITH_INT8}
 
 FUSED_Q = {
@@ -54,7 +60,13 @@ FUSED_Q = {
     "plain queries int8 128": of("plain", 128, 128, 2, fuse_q_quant=True, int8=True),
     "plain queries masked 128": of("masked", 128, 128, fuse_q_quant=True),
     "plain queries int8 added 64": of("added", 64, 64, fuse_q_quant=True, int8=True),
+    "plain queries window 128": of("window", 128, 128, 2, fuse_q_quant=True),
+    "plain queries softcap 64": of("softcap", 64, 64, 4, fuse_q_quant=True),
 }
+
+
+WINDOWS = (0, 0), (130, 0), (40, 70), (300, -1), (1000, 5)
+"""Of one key; of keys of one or two blocks; some that end with the keys, or begin with them."""
 
 
 def test_they_are_instances() -> None:
@@ -108,6 +120,19 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
         held((1, 2, 150), (1, 1, 201), recipe=Recipe(smooth_q=True))
         held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token"), scale=-0.1)
         held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token", smooth_q=True), attn_mask=shown(140, 300))
+    if config.scores in ("window", "softcap"):
+        sinks = torch.tensor([3.0, -torch.inf])
+        options: dict = dict(softcap=7.5) if config.softcap else {}
+        held((1, 2, 300), (1, 1, 300), sinks=sinks, is_causal=True, **options)
+        held((1, 2, 200), (1, 2, 70), sinks=sinks + 4, window=(60, -1), out_dtype=torch.bfloat16, **options)  # later rows see their sink
+    if config.scores == "softcap":
+        held((1, 1, 100), (1, 1, 300), softcap=0.5)
+        held((1, 2, 300), (1, 1, 700), softcap=20.0, window=(130, 5), causal_alignment="bottom_right", recipe=Recipe(smooth_k=False))
+    if config.scores == "window":
+        for window in WINDOWS:
+            held((1, 2, 500), (1, 1, 700), window=window, causal_alignment="bottom_right")
+        held((1, 1, 600), (1, 1, 200), window=(60, -1))  # later rows see nothing
+        held((1, 1, 300), (1, 1, 700), is_causal=True, window=(150, -1), causal_alignment="bottom_right", out_dtype=torch.bfloat16)
     if config.scores == "masked":
         held((1, 2, 300), (1, 1, 700), attn_mask=shown(300, 700))
         held((2, 1, 300), (2, 1, 500), attn_mask=shown(2, 500)[:1])
@@ -130,12 +155,16 @@ def assert_nan_is_told(emulated: Emulated, config: HopperConfig) -> None:
     q[0, 0, 20, 3], k[0, 0, 250, 5] = torch.inf, torch.nan
     sees = torch.arange(300) >= 250
     causal: dict = dict(is_causal=True) if config.scores != "masked" else dict(attn_mask=torch.ones(300, 300).tril().bool())
+    if config.scores == "window":  # whose last rows don't see the key; one before the first nonfinite key of a block is none of theirs
+        k[0, 0, 150, 5] = torch.nan
+        causal["window"], sees = (20, 0), (torch.arange(300) >= 250) & (torch.arange(300) <= 270)
+        sees |= (torch.arange(300) >= 150) & (torch.arange(300) <= 170)
     out = check(emulated, config, (q, k, v), device=TWO_SMS, **causal)
     sees[20] = True
     assert torch.equal(out[0, 0].isnan().all(-1), sees)
 
 
-@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 192", "int8 general 64", "int8 masked 64"))
+@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 192", "int8 general 64", "int8 masked 64", "int8 window 128"))
 def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
     assert_nan_is_told(emulated, CHECKED[name])
 
@@ -148,7 +177,15 @@ def broken(config: HopperConfig, *mutation: str) -> Emulated:
     return emulated
 
 
-KINDS = {None: "64, four consumers", INT8: "int8 64, overlap", GENERAL: "general 64", MASKED: "masked 64", ADDED: "added 128"}
+KINDS = {
+    None: "64, four consumers",
+    INT8: "int8 64, overlap",
+    GENERAL: "general 64",
+    MASKED: "masked 64",
+    ADDED: "added 128",
+    WINDOW: "window 128",
+    SOFTCAP: "softcap 64",
+}
 MUTANTS = {name: mutant for name, mutant in EVERY.items() if mutant[0] in KINDS and not mutant[1].startswith("ptx/")}
 
 
@@ -174,13 +211,32 @@ def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, confi
         q = on_grid(q)
         q[0, 0, 77, 5] = torch.nan
         options: dict = dict(is_causal=causal, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
-        if config.scores != "plain":
+        if config.scores in ("window", "softcap"):
+            options |= dict(window=(130, 20), is_causal=False, sinks=torch.arange(heads) - 1.0, softcap=7.5 if config.softcap else 0.0)
+        elif config.scores != "plain":
             options["attn_mask"] = shown(500, 300) if config.scores == "masked" else added(500, 304, dtype)[:, :300]
         call = call_of(*quantized(q, k, v, recipe), recipe=recipe, **options)
         expected = emulated(call, dataclasses.replace(config, fuse_q_quant=False), 1, TWO_SMS)
         actual = emulated(dataclasses.replace(call, q=q, q_scale=None), config, 1, TWO_SMS)
         for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sinks_beside_plain_queries(emulated: Emulated) -> None:
+    """The kernel itself computes what K's mean adds to scores; a launch before it does so of quantized queries."""
+    config = FUSED_Q["plain queries window 128"]
+    q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 300), (1, 1, 200)))
+    q, k = on_grid(q), k + 1
+    operands = quantized(q, k, v, Recipe())
+    call = call_of(*operands, enable_gqa=True, return_lse=True, is_causal=True, sinks=torch.tensor([1.0, 4.0]), out_dtype=torch.float32)
+    mean, rotated = operands[1].mean, operands[1].rotated
+    assert mean is not None
+    call = dataclasses.replace(call, mean_scores=reference.smoothing_shift(rotation.rotate_queries(q, rotated), mean, call.softmax_scale))
+    assert call.mean_scores is not None and call.mean_scores.abs().max() > 1
+    expected = emulated(call, dataclasses.replace(config, fuse_q_quant=False), 1, TWO_SMS)
+    plain = dataclasses.replace(call, q=q, q_scale=None, mean_scores=None, lse_mean=mean)
+    for x, y in zip(emulated(plain, config, 1, TWO_SMS), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", (CHECKED["192"], CHECKED["int8 64, overlap"], FUSED_Q["plain queries 64"]), ids=lambda c: c.name)
@@ -355,8 +411,8 @@ WIDE_MUTANTS = {
     "the last keys taken for all of a block": (
         "int8 192",
         "hopper_mainloop.h",
-        "!has_nonfinite_key && kv_block.index < wg_tile.whole)",
-        "!has_nonfinite_key)",
+        "!has_nonfinite_key && kv_block.index < wg_tile.whole &&",
+        "!has_nonfinite_key &&",
     ),
 }
 """The same of int8 with more than 128 channels, whose products with V come in parts and whose ordinary blocks have a way of their own."""

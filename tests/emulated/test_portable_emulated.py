@@ -26,6 +26,11 @@ CONFIGS = {
     **{name: RUNGS[name] for name in ("1 wmma-qk", "3 wmma-pv", "9 fast exp", "10 native e4m3", "11 register operands", "12 int8 qk")},
     "drift": BEST[128]["11 register operands"],
     "general": GENERAL,
+    "window": dataclasses.replace(RUNGS["11 register operands"], window=True),
+    "int8 window, drift": dataclasses.replace(BEST[128]["12 int8 qk"], window=True),
+    "softcap": dataclasses.replace(RUNGS["11 register operands"], window=True, softcap=True),
+    "int8 softcap, drift": dataclasses.replace(BEST[128]["12 int8 qk"], window=True, softcap=True),
+    "window, producers": dataclasses.replace(RUNGS["9 fast exp"], window=True),
     "int8, drift": BEST[128]["12 int8 qk"],
     "int8 general": dataclasses.replace(GENERAL, int8=True),
     "int8 native": dataclasses.replace(RUNGS["10 native e4m3"], int8=True),
@@ -37,10 +42,23 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_matches_the_pipeline(emulated: Emulated, config: PortableConfig) -> None:
     dim = config.head_dim
+    if config.window:
+        options: dict = dict(softcap=7.5, sinks=torch.tensor([3.0, -torch.inf])) if config.softcap else dict(sinks=torch.tensor([3.0, -torch.inf]))
+        check(emulated, config, normal((1, 2, 150, dim), (1, 1, 300, dim)), None, is_causal=True, **options)
+        check(emulated, config, normal((1, 2, 150, dim), (1, 1, 70, dim)), window=(60, -1), **options)  # later rows see their sink
+    if config.softcap:
+        check(emulated, config, normal((1, 1, 20, dim), (1, 1, 700, dim)), split_ctas=3, softcap=2.0)
+        return
     check(emulated, config, normal((1, 2, 70, dim), (1, 1, 300, dim)))
     check(emulated, config, normal((1, 1, 150, dim), (1, 1, 150, dim)), is_causal=True)
     check(emulated, config, normal((1, 1, 20, dim - 24), (1, 1, 33, dim - 24)))
     check(emulated, config, normal((1, 1, 5, dim), (1, 1, 140, dim)), moved=3)
+    if config.window:
+        for window in ((0, 0), (40, 70), (130, -1), (500, 5)):
+            check(emulated, config, normal((1, 2, 150, dim), (1, 1, 300, dim)), window=window, causal_alignment="bottom_right")
+        check(emulated, config, normal((1, 1, 300, dim), (1, 1, 150, dim)), window=(60, -1))  # later rows see nothing
+        check(emulated, config, normal((1, 1, 20, dim), (1, 1, 700, dim)), split_ctas=3, window=(130, 0), causal_alignment="bottom_right")
+        check(emulated, config, normal((1, 2, 1, dim), (1, 1, 700, dim)), None, window=(130, 0), is_causal=True, causal_alignment="bottom_right")
     if config.drift or config.producers:
         check(emulated, config, normal((1, 1, 20, dim), (1, 1, 900, dim)))  # stages are filled again and again
     if config.general or not config.fused:

@@ -83,7 +83,7 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     ctas, (arguments, _) = library.recorded(buffer), run.launch_of(call, H100, config, build.Library(operators, {config: launcher}), 1)
     p = emulation.params(
         *arguments, q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, call.lse_mean, counter, None, None,
-        ready, 2,
+        ready=ready, ready_ctas=2,
     )  # fmt: skip
     assert ctas == H100.sm_count
     assert buffer.raw[emulation.MAPS :].startswith(bytes(p))

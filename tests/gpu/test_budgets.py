@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,27 @@ STACK = {
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True): 24,
     HopperConfig(256, 256, 2, 2, 240, False, 2, False, False, True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, False, window=True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, False, window=True, softcap=True): 24,
+    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, False, window=True, softcap=True): 16,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, False, window=True): 24,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, False, window=True): 48,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, False, window=True, softcap=True): 80,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, False, window=True, softcap=True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, window=True): 8,
+    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True): 40,
+    HopperConfig(256, 256, 2, 2, 240, False, 2, False, False, True, window=True): 104,
+    HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True, window=True): 104,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, window=True, softcap=True): 24,
+    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True, softcap=True): 16,
+    HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True, window=True, softcap=True): 16,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True): 24,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True): 40,
+    HopperConfig(256, 256, 2, 2, 240, False, 2, False, True, True, window=True): 128,
+    HopperConfig(256, 256, 1, 2, 240, False, 2, False, True, True, window=True): 128,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True, softcap=True): 72,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True, softcap=True): 40,
+    HopperConfig(256, 256, 1, 2, 240, False, 2, False, True, True, window=True, softcap=True): 16,
 }
 """Bytes of it that an instance may have; the others have none."""
 
@@ -63,7 +85,8 @@ def one_of(default: int, instances: tuple, *others: object) -> list[Any]:
 
 def shipped(arch: int) -> tuple[PortableConfig, ...]:
     """The portable kernel's instances for an architecture."""
-    return tuple(c for dim in DIMS for int8 in (False, True) for c in portable.group(dim, ARCHITECTURES[arch], int8))
+    groups = itertools.product(DIMS, (False, True), portable.GROUPS)
+    return tuple(c for dim, int8, scores in groups for c in portable.group(dim, ARCHITECTURES[arch], int8, scores))
 
 
 @pytest.mark.parametrize("config", one_of(5, QUANTIZED))

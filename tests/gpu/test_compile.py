@@ -53,12 +53,22 @@ Problem = tuple[int, int, str, str]
 PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "e4m3": ((128, 128, "e4m3", "full"),),
     "causal": ((128, 128, "e4m3", "causal"), (128, 128, "e4m3", "one key")),
+    "window": ((128, 128, "e4m3", "window"), (256, 256, "e4m3 int8", "window"), (72, 40, "e4m3 smoothed", "window")),
+    "softcap": ((128, 128, "e4m3", "softcap"), (64, 64, "e4m3", "sinks")),
     "masks": ((72, 40, "e4m3", "bool"), (128, 128, "f16", "float")),
     "int8": ((128, 128, "e4m3 int8", "causal"), (128, 128, "e4m3 int8", "bool"), (128, 128, "f16 int8", "bool")),
     "smoothed": ((128, 128, "e4m3 smoothed", "causal"), (72, 40, "e4m3 smoothed", "bool"), (128, 128, "e4m3 int8 smoothed", "full")),
     "head dims": ((64, 64, "e4m3", "full"), (192, 128, "e4m3", "full"), (256, 256, "e4m3", "full")),
 }
 """What is compiled in one process. Other head dims are the Hopper kernel's business."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (60, 5)},
+    "softcap": {"softcap": 50.0, "is_causal": True},
+    "sinks": {"sinks": torch.zeros(512), "is_causal": True},
+    "causal": {"is_causal": True},
+}
+"""Options of sdpa, by what stands in the mask's place."""
 
 BESIDE = {
     "e4m3": {
@@ -111,12 +121,12 @@ def compile_all(arch: int, problems: str) -> list[dict]:
         # enough tiles that the configs for a full GPU are chosen
         shapes = ((1, 512, 64, dim), (1, 1, keys, dim), (1, 1, keys, value_dim))
         q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
-        attn_mask = {"float": torch.zeros(64, keys), "full": None, "causal": None}.get(mask, torch.ones(64, keys, dtype=torch.bool))
+        attn_mask = ({"float": torch.zeros(64, keys), "full": None} | dict.fromkeys(OPTIONS)).get(mask, torch.ones(64, keys, dtype=torch.bool))
         case = f"D {dim} Dv {value_dim} {computes} {mask}"
         recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3", smooth_q="smoothed" in others)
         quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
         many = torch.zeros(1, 1, triton_quantize.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
-        call = call_of(*quantized, attn_mask, is_causal=mask == "causal", enable_gqa=True, recipe=recipe, return_lse=True)
+        call = call_of(*quantized, attn_mask, enable_gqa=True, recipe=recipe, return_lse=True, **OPTIONS.get(mask, {}))
         with architecture(arch):
             # Hopper has a kernel of its own, beside which the portable one doubles the time: there for what takes most shared memory
             portable = () if arch == 90 and mask != "bool" and dim != 256 else (configs.portable_config(call, device),)

@@ -449,8 +449,8 @@ def test_libraries_of_an_architecture() -> None:
     )
     for arch in (80, 89):
         assert {c for group in build.groups(arch) for c in group if not isinstance(c, PortableConfig)} == {*general_quantize.INSTANCES}
-    # of each head dim one of e4m3 and one of int8, and the general quantizer
-    assert all(len(build.groups(arch)) == (22 if arch == 90 else 7) and all(build.groups(arch)) for arch in (80, 89, 90))
+    # of each head dim one of e4m3 and one of int8, each for plain scores, windows and soft caps; and the general quantizer
+    assert all(len(build.groups(arch)) == count and all(build.groups(arch)) for arch, count in ((80, 19), (89, 15), (90, 42)))
 
 
 @pytest.mark.gpu
@@ -486,7 +486,7 @@ def test_a_library_of_kernels_knows_no_torch(nvcc: str, fresh: Path, monkeypatch
         rows, floats = torch.zeros(1, 1, 16, 64, dtype=torch.uint8), torch.zeros(1, 1, 16, 64)
         tensors = (rows, floats, rows, floats, rows, floats, None, None, None, floats, *[None] * 5)
         with pytest.raises(RuntimeError, match="the CUDA kernel wasn't launched"):
-            library.operators.forward.default(library.launchers[config], 0, 0, 0, 0, 1, 1, 1, 1, 16, 1.0, 0, *tensors)
+            library.operators.forward.default(library.launchers[config], 0, 0, 0, 0, 1, 1, 1, 1, 16, 1.0, 0, *tensors, 0, 0.0, None, None)
 
 
 KINDS: tuple[render.Config, ...] = (

@@ -101,7 +101,10 @@ class Params(ctypes.Structure):
         ("ready_ctas", ctypes.c_int),
         ("mask_bits", ctypes.c_void_p),
         ("block_mask", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows")),
+        *((name, ctypes.c_int) for name in ("mask_batches", "mask_heads", "mask_groups", "mask_rows", "first_offset")),
+        ("softcap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
+        ("mean_scores", ctypes.c_void_p),
     ]
 
 
@@ -374,11 +377,12 @@ def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k,
 
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
-    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, lse_mean, counter, parts, part_rows, ready=None, ready_ctas=0,
+    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, lse_mean, counter, parts, part_rows,
+    first_offset=0, softcap=0.0, sinks=None, mean_scores=None, ready=None, ready_ctas=0,
 ) -> Params:  # fmt: skip
     """The Params that binding.cpp's forward or forward_when_ready makes from its arguments."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
-    tensors |= dict(lse_mean=lse_mean, bias=bias, parts=parts, part_rows=part_rows, ready=ready)
+    tensors |= dict(lse_mean=lse_mean, bias=bias, parts=parts, part_rows=part_rows, ready=ready, sinks=sinks, mean_scores=mean_scores)
     p = _params_of(tensors, softmax_scale, causal_offset)
     p.v_pitch = v.size(3)
     p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = kv_length, v.size(2), q_group, k_group, heads_side_by_side
@@ -387,6 +391,8 @@ def params(
         p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(mask)
         p.mask_in_boxes = has_boxes(mask)
     p.ready_ctas = ready_ctas
+    p.softcap = softcap
+    p.first_offset = max(min(first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     if rows > 0 and parts is not None:  # partial results of the tiles that CTAs share
         p.stream_k_ctas, p.counter, p.partials_ready = p.key_splits, None, p.counter
@@ -495,7 +501,7 @@ def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward_when_ready."""
     launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, ready, cluster) = arguments[:12], arguments[12:]
     launch += (q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, None, None)
-    _run(library, tensor_maps(*launch) + bytes(params(*launch, ready, cluster)), launch[5])
+    _run(library, tensor_maps(*launch) + bytes(params(*launch, ready=ready, ready_ctas=cluster)), launch[5])
 
 
 def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:

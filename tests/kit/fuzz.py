@@ -34,7 +34,7 @@ from fp8attn.quantization import dequantize, quantize_kv, quantize_q
 E4M3 = torch.float8_e4m3fn
 NAMES = (
     *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "causal_alignment", "recipe", "q_scale", "k_scale"),
-    *("v_scale", "q", "k", "v", "out_dtype", "return_lse", "backend", "dtype"),
+    *("v_scale", "q", "k", "v", "out_dtype", "return_lse", "backend", "dtype", "window", "softcap", "sinks"),
 )
 NAMED = re.compile(rf"^({'|'.join(NAMES)})(\.\w+)? ")
 """Matches an error message that names its argument."""

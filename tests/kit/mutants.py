@@ -221,6 +221,41 @@ ADDED_MUTANTS = {
 """Mutants of the Hopper kernel's instances for masks that are added to scores."""
 
 
+WINDOW = "window"
+
+
+WINDOW_MUTANTS = {
+    "a key too early": ("tile/mask.h", "min(row, q_length - 1) + first_offset, 0)", "min(row, q_length - 1) + first_offset - 1, 0)"),
+    "a key too late": ("tile/mask.h", "if (8 * j + 1 < limit)", "if (8 * j < limit)"),
+    "the first block whole": ("tile/attend.h", "edge = (visible.begin(row + ROWS - 1)", "edge = (visible.begin(row)"),
+    "another consumer's first block": ("hopper_mainloop.h", "n < wg_tile.begin; ring", "n + 1 < wg_tile.begin; ring"),
+    "scale of the first block": ("hopper_producer.h", "kv_head * p.k_scale_strides[1] + begin * scale_step", "kv_head * p.k_scale_strides[1]"),
+    "first keys hidden in every row": ("tile/mask.h", "visible.begin(first_row + f.row + 8 * r)", "visible.begin(first_row + f.row + 8)"),
+    "sink in base 2": ("tile/score_mod.h", "merge_rows(m, l, sink * LOG2E,", "merge_rows(m, l, sink,"),
+    "sink of another head": ("hopper_mainloop.h", "sink = p.sinks[tile.head];", "sink = p.sinks[0];"),
+    "sink beside scores without the mean": (
+        "hopper_mainloop.h",
+        "SinkRow::add<>(largest[0], l[0], sink - means.x)",
+        "SinkRow::add<>(largest[0], l[0], sink)",
+    ),
+    "values' mean with all weight": ("tile/score_mod.h", "return {mine * inverse, mine * keys * inverse};", "return {mine * inverse, 1.0f};"),
+    "sums of keys not rescaled": ("tile/score_mod.h", "return {mine * inverse, mine", "return {inverse, mine"),
+}
+"""Mutants of the Hopper kernel's instances for windows."""
+
+
+SOFTCAP = "softcap"
+
+
+SOFTCAP_MUTANTS = {
+    "cap without the mean": ("tile/score_mod.h", "offset = shift[r] * inverse;", "offset = 0.0f;"),
+    "a row's mean for both": ("hopper_mainloop.h", "wg_tile.first_row() + f.row + 8 * r);\n    }", "wg_tile.first_row() + f.row);\n    }"),
+    "cap of natural scores": ("tile/score_mod.h", "factor[r] * (inverse / LOG2E)", "factor[r] * inverse"),
+    "no cap": ("hopper_mainloop.h", "if constexpr (C.softcap) cap_scores(s, factor, shift, p.softcap);", ""),
+}
+"""Mutants of the Hopper kernel's instances for soft caps."""
+
+
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 
 
@@ -240,3 +275,9 @@ EVERY |= {f"{MASKED}: {name}": (MASKED, *mutant) for name, mutant in MASKED_MUTA
 
 
 EVERY |= {f"{ADDED}: {name}": (ADDED, *mutant) for name, mutant in ADDED_MUTANTS.items()}
+
+
+EVERY |= {f"{WINDOW}: {name}": (WINDOW, *mutant) for name, mutant in WINDOW_MUTANTS.items()}
+
+
+EVERY |= {f"{SOFTCAP}: {name}": (SOFTCAP, *mutant) for name, mutant in SOFTCAP_MUTANTS.items()}

@@ -81,6 +81,18 @@ OPERATOR_ERRORS: list[Sample] = [
     (forward(bias=torch.zeros(2, 4, 1, 200)), ValueError, r"bias has shape \(2, 4, 1, 200\); it must be \(2, 4, 2, 200\)"),
     (forward(bias=torch.zeros(2, 4, 2, 400)[..., ::2]), ValueError, "bias has strides .*; it must be contiguous"),
     (forward(causal="left"), ValueError, "causal is 'left'; it must be one of"),
+    (forward(window=(-1, 0), softcap=-1.0), ValueError, "softcap is -1.0; it must be 0"),
+    (forward(window=(-1, 0), softcap=0.0, sinks=torch.zeros(8)[::2]), ValueError, "sinks has strides .*; it must be contiguous"),
+    (
+        forward(window=(-1, 0), softcap=0.0, sinks=None, mean_scores=torch.zeros(2, 4, 69)),
+        ValueError,
+        r"mean_scores has shape \(2, 4, 69\); it must be \(2, 4, 70\)",
+    ),
+    (
+        lambda: library_ops.reference_forward(*FLOATS.values(), None, 0.1, "none", torch.float32, torch.float32, (1, 1)),
+        ValueError,
+        r"window is \(1, 1\) and causal is 'none'; it must be \(-1, 0\)",
+    ),
     (forward(softmax_scale=float("nan")), ValueError, "softmax_scale is nan; it must be a finite number"),
     (forward(out_dtype=torch.int8), TypeError, "out_dtype is torch.int8; it must be one of"),
     (plain(k=torch.zeros(2, 3, 200, 32)), ValueError, "q has 4 heads; they must be a multiple of k's 3"),

@@ -17,12 +17,12 @@ import torch
 from closeness import E4M3_STEP, assert_matches_pipeline
 from emulated import ROW_KINDS, low_mask
 from emulation import mutate
-from fp8attn import Recipe, reference
+from fp8attn import Recipe, reference, rotation
 from fp8attn.api import call_of, cuda_unavailable
 from fp8attn.call import Call, Problem, empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, fused_small
 from fp8attn.cuda import run as cuda_run
-from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES
+from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES, SOFTCAP_INSTANCES, WINDOW_INSTANCES
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
@@ -39,8 +39,10 @@ from mutants import (
     NATIVE,
     READY,
     SCALAR,
+    SOFTCAP,
     SPECIALISED,
     SPLIT,
+    WINDOW,
     WMMA,
 )
 
@@ -71,9 +73,11 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         configs.FUSED_Q_INSTANCES = configs.FUSED_Q_INSTANCES[:1]
         return check_ready()
     hopper = {None: INSTANCES[0], GENERAL: next(c for c in INSTANCES if c.general), INT8: INT8_INSTANCES[0]}
-    hopper |= {MASKED: MASKED_INSTANCES[0], ADDED: ADDED_INSTANCES[0]}
+    hopper |= {MASKED: MASKED_INSTANCES[0], ADDED: ADDED_INSTANCES[0], WINDOW: WINDOW_INSTANCES[0], SOFTCAP: SOFTCAP_INSTANCES[0]}
     config = (hopper | LADDER[64] | BEST[64])[rung]
-    build.INSTANCES = configs.INSTANCES = configs.INT8_INSTANCES = configs.MASKED_INSTANCES = configs.ADDED_INSTANCES = (config,)
+    for name in ("INSTANCES", "INT8_INSTANCES", "MASKED_INSTANCES", "ADDED_INSTANCES", "WINDOW_INSTANCES", "SOFTCAP_INSTANCES"):
+        setattr(configs, name, (config,))
+    build.INSTANCES = (config,)
     device = torch.device("cuda")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(device) for n in (150, 700, 700))
@@ -112,6 +116,10 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
     for (queries, keys, values, causal), mask in itertools.product(problems, masks):
         quantized = quantize(queries, keys, values, recipe)
         call = call_by(quantized, causal)
+        if rung in (WINDOW, SOFTCAP):
+            shift = reference.smoothing_shift(rotation.rotate_queries(queries, quantized[1].rotated), quantized[1].mean, call.softmax_scale)
+            options: dict = dict(sinks=torch.full((1,), 2.0, device=device), mean_scores=shift, softcap=7.5 if rung == SOFTCAP else 0.0)
+            call = dataclasses.replace(call, causal="bottom_right", window=(130, 0 if causal != "none" else 40), **options)
         if mask is not None:
             call = dataclasses.replace(call, attn_mask=mask.expand(1, 1, 150, 700))
         seen += compare(cuda_run.forward(call, device_of(device), config), oracle(quantized, call, config))
@@ -202,7 +210,7 @@ def test_mutants_change_what_is_there(name: str, tmp_path: Path) -> None:
 def require(rung: str | None, device: torch.device) -> None:
     """Skip where a GPU can't run it."""
     reason = cuda_unavailable(device)
-    if reason is None and rung in (None, GENERAL, INT8, MASKED, ADDED, FUSED_SMALL, READY):
+    if reason is None and rung in (None, GENERAL, INT8, MASKED, ADDED, WINDOW, SOFTCAP, FUSED_SMALL, READY):
         reason = configs.unsupported_config(INSTANCES[0], device_of(device))
     if reason is not None:
         pytest.skip(reason)
@@ -210,7 +218,9 @@ def require(rung: str | None, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.thorough
-@pytest.mark.parametrize("rung", (None, GENERAL, INT8, MASKED, ADDED, FUSED_SMALL, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT))
+@pytest.mark.parametrize(
+    "rung", (None, GENERAL, INT8, MASKED, ADDED, WINDOW, SOFTCAP, FUSED_SMALL, READY, SCALAR, WMMA, FUSED, SPECIALISED, NATIVE, SPLIT)
+)
 def test_the_kernel_itself_passes(device: torch.device, rung: str | None, tmp_path: Path) -> None:
     require(rung, device)
     assert run_check(mutated(None, tmp_path), tmp_path / "cache", rung) == []

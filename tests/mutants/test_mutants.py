@@ -21,22 +21,69 @@ from fp8attn.triton import quantize as triton_quantize
 pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
 
 original_softmax, original_bias_row, original_feed_back = tile.softmax_step, tile.bias_row, feedback.feed_back
+original_hide, original_whole_blocks = tile.hide, tile.whole_blocks
+original_cap, original_sink = tile.cap_scores, tile.add_sink
 
 
 @triton.jit
-def mask_off_by_one(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
-    limit = tl.minimum(rows + causal_offset + 1, kv_length - 1) - start
+def mask_off_by_one(
+    x, rows, start, columns, q_length, kv_length, offsets, mask, mask_strides, WINDOW: tl.constexpr, BY_ARITHMETIC: tl.constexpr
+):  # fmt: skip
+    limit = tl.minimum(rows + offsets[1] + 1, kv_length - 1) - start
     return tl.where(columns > limit, -float("inf"), x)
 
 
 @triton.jit
-def forgets_the_end(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
-    return tl.where(columns > rows + causal_offset - start, -float("inf"), x)
+def forgets_the_end(
+    x, rows, start, columns, q_length, kv_length, offsets, mask, mask_strides, WINDOW: tl.constexpr, BY_ARITHMETIC: tl.constexpr
+):  # fmt: skip
+    return tl.where(columns > rows + offsets[1] - start, -float("inf"), x)
 
 
 @triton.jit
-def lets_the_lowest_overflow(x, rows, start, columns, q_length, kv_length, causal_offset, mask, mask_strides, BY_ARITHMETIC: tl.constexpr):
-    limit = tl.minimum(rows + causal_offset, kv_length - 1) - start
+def forgets_the_first_key(
+    x, rows, start, columns, q_length, kv_length, offsets, mask, mask_strides, WINDOW: tl.constexpr, BY_ARITHMETIC: tl.constexpr
+):  # fmt: skip
+    return original_hide(x, rows, start, columns, q_length, kv_length, offsets, mask, mask_strides, False, BY_ARITHMETIC)
+
+
+@triton.jit
+def first_keys_whole(first, last, offsets, kv_length, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    return original_whole_blocks(first, first, offsets, kv_length, N, CAUSAL, WINDOW)
+
+
+@triton.jit
+def first_blocks_left_out(first, last, offsets, kv_length, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    begin, whole, end_whole, end = original_whole_blocks(first, last, offsets, kv_length, N, CAUSAL, WINDOW)
+    return whole, whole, end_whole, end
+
+
+@triton.jit
+def caps_nothing(x, shift, softcap):
+    return x
+
+
+@triton.jit
+def caps_without_the_mean(x, shift, softcap):
+    return original_cap(x, shift * 0, softcap)
+
+
+@triton.jit
+def sink_without_weight(m, l, sink):
+    return m, l, l, l * 0 + 1
+
+
+@triton.jit
+def sink_beside_stale_sums(m, l, sink):
+    m_new, kept, total, alpha = original_sink(m, l, sink)
+    return m_new, kept, total, alpha * 0 + 1
+
+
+@triton.jit
+def lets_the_lowest_overflow(
+    x, rows, start, columns, q_length, kv_length, offsets, mask, mask_strides, WINDOW: tl.constexpr, BY_ARITHMETIC: tl.constexpr
+):  # fmt: skip
+    limit = tl.minimum(rows + offsets[1], kv_length - 1) - start
     if mask is not None:
         pointers = mask + rows * mask_strides[2] + (start + columns) * mask_strides[3]
         x += tl.load(pointers, mask=(rows < q_length) & (start + columns < kv_length), other=0).to(tl.float32) * tile.LOG2E
@@ -136,6 +183,13 @@ def all_finite(x):
 MUTANTS = {
     "mask off by one": ("hide", mask_off_by_one),
     "end of keys forgotten": ("hide", forgets_the_end),
+    "first key forgotten": ("hide", forgets_the_first_key),
+    "first keys seen by all rows": ("whole_blocks", first_keys_whole),
+    "first blocks left out": ("whole_blocks", first_blocks_left_out),
+    "scores not capped": ("cap_scores", caps_nothing),
+    "capped without K's mean": ("cap_scores", caps_without_the_mean),
+    "a sink without weight": ("add_sink", sink_without_weight),
+    "keys' sums not rescaled beside a sink": ("add_sink", sink_beside_stale_sums),
     "missing rescale": ("softmax_step", never_rescales),
     "stale maximum": ("softmax_step", keeps_the_old_maximum),
     "m never falls": ("softmax_step", never_falls),
@@ -159,6 +213,16 @@ def check() -> None:
         call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32)
         out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
         oracle, _ = reference.pipeline(*quantized, block_n=32, causal="bottom_right" if is_causal else "none")
+        assert_matches_pipeline(out, oracle, emulated=True)
+    quantized = fp8attn.quantize(q, k, v)
+    call = call_of(*quantized, window=(50, 10), causal_alignment="bottom_right", out_dtype=torch.float32)
+    out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
+    assert_matches_pipeline(out, reference.pipeline(*quantized, block_n=32, causal=call.causal, window=call.window)[0], emulated=True)
+    quantized = fp8attn.quantize(q, k + 1, v + 1)
+    for options in (dict(softcap=5.0), dict(sinks=torch.full((1,), 6.0))):
+        call = call_of(*quantized, out_dtype=torch.float32, **options)
+        out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
+        oracle, _ = reference.pipeline(*quantized, block_n=32, softcap=call.softcap, sinks=call.sinks, mean_scores=call.mean_scores)
         assert_matches_pipeline(out, oracle, emulated=True)
     falling = -4 * torch.arange(450.0).expand(1, 1, 70, -1)
     quantized = fp8attn.quantize(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1))

@@ -18,31 +18,18 @@ from fp8attn import Quantized, Recipe, reference
 from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs as hopper
-from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import portable
-from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_ADDED_INSTANCES, INT8_MASKED_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.render import Config
-from fp8attn.device import Device, device_of
+from fp8attn.device import device_of
 from fp8attn.quantization import empty_rows, quantize
 from fp8attn.recipe import ProductType
-from fp8attn.triton import configs, run
+from fp8attn.triton import configs
+from running import run_call
 from strategies import Case, alike, cases, given_several, noted
 
 INT8 = Recipe(qk="int8")
 SMOOTH_Q, INT8_SMOOTH_Q = Recipe(smooth_q=True), Recipe(smooth_q=True, qk="int8")
-
-
-def run_call(quantized: tuple, call: Call, device: Device, sdpa: Attention, config: configs.Config | Config | None = None):
-    """out, lse and the pipeline oracle's, which is told how they were computed."""
-    if sdpa.backend == "cuda":
-        instance = cuda_run.choose(call, device) if config is None else config
-        return *cuda_run.forward(call, device, instance), *cuda_oracle.oracle(
-            quantized, call, instance, cuda_run.split_ctas_of(call, instance, device)
-        )
-    config = run.choose(call, device) if config is None else config
-    model = dict(block_n=config.block_n, causal=call.causal, softmax_scale=call.softmax_scale, compute=call.compute)
-    return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, **model)
 
 
 def quantized_call(case: Case, device: torch.device) -> tuple[tuple[Quantized, Quantized, Quantized], Call]:

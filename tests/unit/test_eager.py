@@ -97,7 +97,7 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     ctas = library.recorded(buffer)
     p = emulation.Params.from_buffer(buffer, emulation.MAPS)
     p.out = None
-    for name in ("lse", "lse_mean", "counter", "parts", "part_rows", "partials_ready", "ready", "mask_bits", "block_mask"):
+    for name in ("lse", "lse_mean", "counter", "parts", "part_rows", "partials_ready", "mean_scores", "ready", "mask_bits", "block_mask"):
         setattr(p, name, bool(getattr(p, name)))
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
@@ -597,6 +597,26 @@ def test_what_is_warmed_up_is_repeated(repeats: Repeats, options: dict) -> None:
     mask = torch.ones(300, 700, dtype=torch.bool) if options.pop("mask", None) else None
     fp8attn.cuda_sdpa(q, k, v, mask, enable_gqa=True, **options)
     assert repeats.last()
+
+
+@pytest.mark.parametrize("options", (dict(window=(40, 0)), dict(window=[-1, 17], causal_alignment="bottom_right"), dict(softcap=30.0)))
+def test_windows_and_soft_caps_are_kept(repeats: Repeats, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops.implementations, "dequantize", lambda x, *_: torch.empty(x.shape, dtype=torch.float32, device=x.device))
+    monkeypatch.setitem(ops.implementations, "unsmoothed_lse", lambda lse, *_, **__: function(lse, out := torch.empty_like(lse)) or out)
+    x = operands()
+    kept(*x)()
+    assert repeats.last()
+    alike(lambda: fp8attn.cuda_sdpa(*x, **options))
+    for other in (dict(window=(41, 0)), dict(softcap=31.0)):
+        fp8attn.cuda_sdpa(*x, **other)
+        assert not repeats.last()
+
+
+def test_sinks_are_not_kept(repeats: Repeats) -> None:
+    x = operands()
+    for _ in range(4):
+        fp8attn.cuda_sdpa(*x, sinks=torch.zeros(x[0].shape[1]))
+    assert not any(repeats.hits)
 
 
 def test_which_operands_there_are_is_part_of_a_call(repeats: Repeats) -> None:

@@ -72,15 +72,19 @@ __device__ void add_in_parts(float (&o)[FIRST], float (&o_second)[SECOND], const
 struct WarpgroupTile {
   const Tile& tile;  // in shared memory and read there again: registers are scarce between
   int consumer;
-  // Numbers of K/V blocks, without regard to a mask: blocks that at least one row of mine sees, and blocks that all
-  // rows of mine see whole.
-  int seen, whole;
+  // Numbers of K/V blocks, without regard to a mask: at least one row of mine sees keys of the blocks begin ...
+  // seen - 1, and all rows of mine see all keys of the blocks edge ... whole - 1.
+  int seen, whole, begin = 0, edge = 0;
 
-  // Of the tile's blocks those before `end`.
-  __device__ WarpgroupTile(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS) : tile(its_tile), consumer(number) {
+  // Of the tile's blocks those before `end`. `window`: whether rows have a first key.
+  __device__ WarpgroupTile(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS, bool window = false)
+      : tile(its_tile), consumer(number) {
     const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
     seen = min(visible.blocks(row + ROWS - 1), end);
     whole = visible.end(row) / KEYS;
+    if (!window) return;
+    begin = visible.first_block(row, row + ROWS - 1);
+    edge = (visible.begin(row + ROWS - 1) + KEYS - 1) / KEYS;
   }
 
   __device__ int first_row() const { return tile.first_row + consumer * ROWS; }

@@ -11,6 +11,7 @@
 #include "nonfinite.h"
 #include "products.h"
 #include "schedule.h"
+#include "score_mod.h"
 #include "shared_tile.h"
 
 namespace fp8attn {
@@ -93,13 +94,22 @@ struct Fused {
       const bool calm = !C.general && __all_sync(~0u, fmaxf(factor[t][0], factor[t][1]) < LARGEST_SCORE / (LARGEST_PRODUCT<C.int8> * C.head_dim));
       if (has_nonfinite_key) nan_nonfinite_keys(p, tile, start + first_key, s[t], f);
       if (by_key) scale_by_key(p, tile, start + first_key, s[t], f);
-      if (!calm) scale_by_row(factor[t], s[t]);
+      if (!calm && !C.softcap) scale_by_row(factor[t], s[t]);
+      if constexpr (C.softcap) {
+        const int row = tile.first_row + f.row;
+        const float shift[2] = {mean_score(p, tile, row), mean_score(p, tile, row + 8)};
+        cap_scores(s[t], factor[t], shift, p.softcap);
+        scale_by_row(factor[t], s[t]);
+      }
       if constexpr (C.general) {
         if (p.bias != nullptr) add_bias(s[t], p, tile.batch, tile.head, tile.first_row + first + 16 * t, start + first_key, f);
         if (p.mask != nullptr) add_mask(s[t], p, tile.batch, tile.head, tile.first_row, start + first_key, f);
       }
       if (!whole) hide(s[t], shared.scales.row_end, start + first_key, f);
-      softmax[t].template advance<C.general>(s[t], factor[t], alpha[t]);
+      if constexpr (C.window) {
+        if (!whole) hide_before(s[t], Visible(p), tile.first_row, start + first_key, f);
+      }
+      softmax[t].template advance<C.general || C.softcap>(s[t], factor[t], alpha[t]);
     }
     // no branches from here on, so that the compiler can interleave exponentials with products
     values(s, factor, alpha, v);
@@ -118,13 +128,24 @@ struct Fused {
       softmax[t].finish();
       const Fragment f = Fragment::of_warp(first + 16 * t);
       if constexpr (C.int8) nan_nonfinite_rows(p, shared.source.tile, tile.first_row, f, softmax[t].l);
-      const Output output(p, tile, tile.first_row, f, softmax[t].l);
+      Output output(p, tile, tile.first_row, f, softmax[t].l);
+      if constexpr (C.window) {
+        if (p.sinks != nullptr) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float sink = p.sinks[tile.head] - (C.softcap ? 0.0f : mean_score(p, tile, tile.first_row + f.row + 8 * r));
+            const SinkRow sums = SinkRow::add<offset>(softmax[t].m[r], softmax[t].l[r], sink);
+            output.inverse[r] = sums.normalise, output.there[r] = sums.weight;
+          }
+        }
+      }
       output.store<0, C.value_dim>(o[t], shared.scales);
       if (f.column != 0) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile.first_row + f.row + 8 * r;
-        if (row < p.q_length) store_row<offset>(p, tile, row, softmax[t].m[r], softmax[t].l[r]);
+        constexpr bool has_mean = C.window && !C.softcap;  // a soft cap's scores have it already
+        if (row < p.q_length) store_row<offset, has_mean>(p, tile, row, softmax[t].m[r], softmax[t].l[r], has_mean ? mean_score(p, tile, row) : 0.0f);
       }
     }
   }

@@ -58,7 +58,7 @@ class KvBlockIterator {
     return end_;
   }
 
-  __device__ int first() { return min(next(0), end_ - 1); }
+  __device__ int first(int) { return min(next(0), end_ - 1); }
 
   // Of the one that was found last.
   __device__ uint32_t mask(int block) const {

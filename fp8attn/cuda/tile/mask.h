@@ -29,18 +29,22 @@ struct Fragment {
   __device__ static Fragment of_warp(int row) { return {row + int(threadIdx.x) % 32 / 4, int(threadIdx.x) % 4 * 2}; }
 };
 
-// Causal mask and the end of the keys.
+// Which keys a row attends to: its window, of which a causal mask is one, and the end of the keys.
 struct Visible {
-  int q_length, kv_length, causal_offset;
+  int q_length, kv_length, causal_offset, first_offset;
 
-  __device__ explicit Visible(const Params& p) : q_length(p.q_length), kv_length(p.kv_length), causal_offset(p.causal_offset) {}
+  __device__ explicit Visible(const Params& p) : q_length(p.q_length), kv_length(p.kv_length), causal_offset(p.causal_offset), first_offset(p.first_offset) {}
 
-  // A row attends to keys 0 ... end - 1.
+  // A row attends to keys begin ... end - 1. Only instances with windows ask for begin; it is 0 in others.
+  __device__ int begin(int row) const { return min(kv_length, max(min(row, q_length - 1) + first_offset, 0)); }
   __device__ int end(int row) const { return max(min(kv_length, min(row, q_length - 1) + causal_offset + 1), 0); }
 
   // Number of blocks that rows up to `row` attend to. At least 1: rows without visible keys get one block, all of whose
   // keys are masked out.
   __device__ int blocks(int row) const { return max((end(row) + KEYS - 1) / KEYS, 1); }
+
+  // The first block that rows from `first` to `last` attend to. There is at least one.
+  __device__ int first_block(int first, int last) const { return min(begin(first) / KEYS, blocks(last) - 1); }
 };
 
 // Scores of keys from row_end on become -inf. The scores are those of a thread's rows and the keys from `start` on.
@@ -53,6 +57,20 @@ __device__ void hide(float (&s)[N], const int (&row_end)[M], int start, Fragment
     for (int j = 0; j < N / 4; ++j) {
       if (8 * j >= limit) s[4 * j + 2 * r] = -INFINITE;
       if (8 * j + 1 >= limit) s[4 * j + 2 * r + 1] = -INFINITE;
+    }
+  }
+}
+
+// Scores of keys before the rows' windows become -inf. The rows are those from `first_row` on.
+template <int N>
+__device__ void hide_before(float (&s)[N], const Visible& visible, int first_row, int start, Fragment f) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int limit = visible.begin(first_row + f.row + 8 * r) - start - f.column;
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+      if (8 * j < limit) s[4 * j + 2 * r] = -INFINITE;
+      if (8 * j + 1 < limit) s[4 * j + 2 * r + 1] = -INFINITE;
     }
   }
 }

@@ -39,12 +39,13 @@ __device__ inline void store_element(const Params& p, int64_t index, float value
 }
 
 // Stores the LSE of a row; if CTAs split the keys, m and the sum of exponentials of this part of the keys. P is
-// relative to m and at most 2^OFFSET.
-template <int OFFSET>
-__device__ void store_row(const Params& p, const Tile& place, int row, float m, float l) {
+// relative to m and at most 2^OFFSET. HAS_MEAN: K's mean adds `of_mean` to the LSE.
+template <int OFFSET, bool HAS_MEAN = false>
+__device__ void store_row(const Params& p, const Tile& place, int row, float m, float l, float of_mean = 0.0f) {
   const int64_t index = (int64_t(place.batch) * p.q_heads + place.head) * p.q_length + row;
   if (p.part_rows == nullptr) {
     if (p.lse != nullptr) p.lse[index] = (m - OFFSET + log2f(l)) / LOG2E;
+    if (HAS_MEAN && p.lse != nullptr) p.lse[index] += of_mean;
   } else {
     p.part_rows[index] = m;
     p.part_rows[int64_t(p.key_splits) * p.batches * p.q_heads * p.q_length + index] = l * (1.0f / (1 << OFFSET));

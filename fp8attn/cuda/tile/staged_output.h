@@ -17,8 +17,8 @@ struct alignas(1024) OutputBoxes {
   uint8_t bytes[4][BOXES][OUTPUT_ROWS * OUTPUT_BYTES];
 };
 
-// Normalises and stores the 16 output rows of a warp.
-template <typename Scales, int BOXES>
+// Normalises and stores the 16 output rows of a warp. SINKS: keys may not have all weight of a row.
+template <typename Scales, int BOXES, bool SINKS = false>
 struct StagedOutput {
   const Params& p;
   const Tile& tile;
@@ -26,7 +26,7 @@ struct StagedOutput {
   OutputBoxes<BOXES>& boxes;
   int first_row, lane;
   bool there[2];  // a row without visible keys is zero
-  float inverse[2];
+  float inverse[2], weight[2];
 
   __device__ StagedOutput(const Params& params, const Tile& its_tile, int warpgroup_row, const Scales& its_scales, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
       : p(params), tile(its_tile), scales(its_scales), boxes(its_boxes), first_row(warpgroup_row + threadIdx.x % 128 / 32 * OUTPUT_ROWS), lane(threadIdx.x % 32) {
@@ -34,7 +34,16 @@ struct StagedOutput {
     for (int r = 0; r < 2; ++r) {
       there[r] = l[r] != 0.0f;
       inverse[r] = 1.0f / l[r];
+      weight[r] = 1.0f;
     }
+  }
+
+  // Row r of the thread has sums beside a sink.
+  template <typename Row>
+  __device__ void set_row(int r, const Row& row) {
+    there[r] = true;
+    inverse[r] = row.normalise;
+    weight[r] = row.weight;
   }
 
   // Normalises, descales and stores COUNT channels, from FIRST on.
@@ -54,6 +63,9 @@ struct StagedOutput {
   // The output of channels x and x + 1 of the thread's row r.
   __device__ float2 value(float a, float b, int r, int x) const {
     const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[x]), mean = reinterpret_cast<const float2&>(scales.channel_mean[x]);
+    if constexpr (SINKS) {
+      return {there[r] ? fmaf(a * inverse[r], scale.x, weight[r] * mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, weight[r] * mean.y) : 0.0f};
+    }
     return {there[r] ? fmaf(a * inverse[r], scale.x, mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, mean.y) : 0.0f};
   }
 

@@ -1,0 +1,39 @@
+"""Attention by the kernels of a backend, beside the oracle that models them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8attn import reference
+from fp8attn.call import Call
+from fp8attn.cuda import oracle as cuda_oracle
+from fp8attn.cuda import run as cuda_run
+from fp8attn.device import Device
+from fp8attn.triton import run
+
+
+def run_call(quantized: tuple, call: Call, device: Device, sdpa: Any, config: Any = None) -> tuple[torch.Tensor, ...]:
+    """out, lse and the pipeline oracle's, which is told how they were computed.
+
+    Args:
+        sdpa: conftest.Attention.
+        config: one of the backend's; None: the one that is chosen for the call.
+    """
+    if sdpa.backend == "cuda":
+        instance = cuda_run.choose(call, device) if config is None else config
+        return *cuda_run.forward(call, device, instance), *cuda_oracle.oracle(
+            quantized, call, instance, cuda_run.split_ctas_of(call, instance, device)
+        )
+    config = run.choose(call, device) if config is None else config
+    model = dict(
+        block_n=config.block_n,
+        causal=call.causal,
+        window=call.window,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        compute=call.compute,
+    )
+    return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, mean_scores=call.mean_scores, **model)
