@@ -10,7 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-from packaging.tags import platform_tags
 from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
@@ -70,6 +69,8 @@ class AnyPython(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         if not ARCHITECTURES:
             return super().get_tag()
+        from packaging.tags import platform_tags  # which other wheels don't need
+
         tags = list(platform_tags())  # the newest manylinux is that of this machine's C library
         return "py3", "none", next((tag for tag in tags if tag.startswith("manylinux_2")), tags[0])
 
