@@ -343,7 +343,8 @@ def sdpa(
         key: (B, Hkv, Sk, D), likewise; of query's dtype if both are floating point.
         value: (B, Hkv, Sk, Dv), of key's kind, but e4m3 if key is int8. Dv is a multiple of 8 from 16 to 256. Batch
             sizes and numbers of heads that are 1 are broadcast, without a copy. All three may be DTensors, sharded by
-            batch or heads: each rank attends with its shards, and out is sharded as query is.
+            batch or heads: each rank attends with its shards, and out is sharded as query is. Then `sinks` must be
+            None.
         attn_mask: broadcastable to (B, Hq, Sq, Sk). bool: True means attend. float: added to the scaled scores; -inf
             hides a key, and every finite number is a score (a row that is finfo.min everywhere gives the mean of the
             values). Or a torch.nn.attention.bias.CausalBias, which means `is_causal`.
@@ -385,8 +386,8 @@ def sdpa(
     if type(query) is not torch.Tensor and dtensor.is_dtensor(query):
         return dtensor.attend_by_shards(
             sdpa, query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-            causal_alignment=causal_alignment, recipe=recipe, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype,
-            return_lse=return_lse, backend=backend,
+            causal_alignment=causal_alignment, window=window, softcap=softcap, sinks=sinks, recipe=recipe, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
         )  # fmt: skip
     device = getattr(query, "device", None)
     if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:

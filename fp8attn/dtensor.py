@@ -20,7 +20,9 @@ def is_dtensor(x: object) -> bool:
     return type(x).__name__ == "DTensor" and type(x).__module__.startswith("torch.distributed")
 
 
-def attend_by_shards(function: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any, *, return_lse: bool, **options: Any) -> Any:
+def attend_by_shards(
+    function: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any, *, return_lse: bool, sinks: Any, **options: Any
+) -> Any:
     """Attention of DTensors, by `function` on each rank's shards.
 
     Args:
@@ -29,6 +31,7 @@ def attend_by_shards(function: Callable[..., Any], query: Any, key: Any, value: 
             by batch or by heads, all three alike, or all are replicated. What has a batch or heads of 1 is replicated.
         attn_mask: None; a DTensor, sharded likewise where its size isn't 1; or a tensor that is the same on all ranks,
             whose size is 1 in every sharded dimension.
+        sinks: None.
 
     Returns:
         out, or out and LSE, as DTensors sharded as query is.
@@ -36,6 +39,8 @@ def attend_by_shards(function: Callable[..., Any], query: Any, key: Any, value: 
     Raises:
         TypeError, ValueError: an argument isn't as above.
     """
+    if sinks is not None:
+        raise ValueError(f"sinks is a {type(sinks).__name__} and query a DTensor; it must be None: a rank has some of the heads")
     for name, x in (("key", key), ("value", value)):
         if not is_dtensor(x):
             raise TypeError(

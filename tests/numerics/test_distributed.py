@@ -611,7 +611,8 @@ def test_dtensors_sharded_by_batch_and_heads(ranks: Ranks, placements: tuple) ->
     problem = Problem(batch=3, q_length=40, kv_length=50)
     mask = torch.arange(50) < torch.tensor([50, 20, 7]).view(3, 1, 1, 1)
     of_mask = tuple(ALL if placement == HEADS else placement for placement in placements)
-    for options, own in (({}, {"attn_mask": of_mask}), ({"is_causal": True}, {})):
+    of_scores = {"is_causal": True, "window": (9, 0), "softcap": 2.0}
+    for options, own in (({}, {"attn_mask": of_mask}), ({"is_causal": True}, {}), (of_scores, {})):
         expected = fp8attn.sdpa(*problem.tensors(), mask if own else None, enable_gqa=True, backend="reference", return_lse=True, **options)
         placed = {"query": placements, "key": placements, "value": placements, **own}
         for found in ranks.run(by_shards, (2, 2), [(placed, options)] * 4):
@@ -638,6 +639,12 @@ def test_dtensors_that_are_refused(ranks: Ranks, name: str) -> None:
     placed = dict.fromkeys(("query", "key", "value"), (BATCH, HEADS)) | changed
     for one in ranks.outcomes(by_shards, (2, 2), [(placed, {})] * 4):
         assert isinstance(one, Failed) and one.kind == kind and re.search(message, one.message)
+
+
+def test_sinks_of_dtensors_are_refused(ranks: Ranks) -> None:
+    placed = dict.fromkeys(("query", "key", "value"), (BATCH, HEADS))
+    for one in ranks.outcomes(by_shards, (2, 2), [(placed, {"sinks": torch.zeros(4)})] * 4):
+        assert isinstance(one, Failed) and one.kind == "ValueError" and one.message.startswith("sinks is a Tensor and query a DTensor")
 
 
 LARGE = Problem(heads=8, kv_heads=4, q_length=8192, kv_length=8192, dim=128, value_dim=128)

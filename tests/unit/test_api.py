@@ -461,3 +461,14 @@ def test_warmup_says_what_is_wrong(arguments: tuple, options: dict, message: str
 
 def test_warmup_without_a_gpu() -> None:
     fp8attn.warmup(((1, 4, 20, 64), (1, 2, 30, 64)), ((1, 2, 8, 32), (1, 2, 9, 32), (1, 2, 9, 16)), device="cpu", backend="modelled", enable_gqa=True)
+
+
+def test_every_argument_reaches_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a DTensor: a rank attends with what the call was made with."""
+    reached: list[dict] = []
+    monkeypatch.setattr(api.dtensor, "is_dtensor", lambda x: True)
+    monkeypatch.setattr(api.dtensor, "attend_by_shards", lambda *operands, **options: reached.append(options))
+    given = {name: object() for name in inspect.signature(fp8attn.sdpa).parameters}
+    fp8attn.sdpa(**given)
+    operands = ("query", "key", "value", "attn_mask")
+    assert reached == [{name: x for name, x in given.items() if name not in operands}]
