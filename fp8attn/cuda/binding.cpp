@@ -413,7 +413,8 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("repeat(int options, Tensor?[] operands) -> Tensor[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) {
+// The operators that launch kernels.
+void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
   m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
@@ -421,6 +422,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) {
   m.impl("quantize_general", TORCH_BOX(&quantize_general));
   m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) { implement_launches(m); }
 
 // Of any device: tensors that aren't like any before aren't an error here.
 STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CompositeExplicitAutograd, m) {

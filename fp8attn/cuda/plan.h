@@ -22,6 +22,22 @@ namespace fp8attn {
 
 inline void check(cudaError_t error) { STD_TORCH_CHECK(error == cudaSuccess, "the CUDA kernel wasn't launched: ", cudaGetErrorString(error)); }
 
+// Inside, a device is the current one. A thread that has made no CUDA call gets a context, which the driver's functions
+// need.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t device) {
+    check(cudaGetDevice(&before_));
+    check(cudaSetDevice(device));
+  }
+  ~DeviceGuard() { cudaSetDevice(before_); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
 template <class P>
 using Launcher = cudaError_t (*)(const P&, int, cudaStream_t);
 
@@ -161,6 +177,7 @@ struct Plan {
   int64_t workspace = 0, zeros = 0;
   size_t slots = 0;
 
+  // On the inputs' device, which is the current one.
   std::vector<Tensor> run(const std::vector<Tensor>& inputs) const {
     const Device device = inputs.at(0).device();
     Bases bases(slots);
@@ -178,8 +195,6 @@ struct Plan {
     uint8_t* const begin = room ? static_cast<uint8_t*>(room->mutable_data_ptr()) : nullptr;
     for (const auto& [slot, offset] : rooms) bases[slot] = begin + offset;
     const cudaStream_t stream = current_stream(device.index());
-    // A thread that has made no CUDA call has no context, which the driver's functions need.
-    check(cudaSetDevice(device.index()));
     if (zeros > 0) check(cudaMemsetAsync(begin, 0, zeros, stream));
     for (const auto& step : steps) step->run(bases, stream);
     return made;

@@ -60,19 +60,4 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Inside, a device is the current one.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int32_t device) {
-    cudaGetDevice(&before_);
-    cudaSetDevice(device);
-  }
-  ~DeviceGuard() { cudaSetDevice(before_); }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-};
-
 }  // namespace fp8attn

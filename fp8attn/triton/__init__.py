@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import bias, half_keys, lse, probe, quantize, run
 
-    __all__ = ["bias", "half_keys", "lse", "probe", "quantize", "run"]
-
-MODULES = ("bias", "half_keys", "lse", "probe", "quantize", "run")
+__all__ = ["bias", "half_keys", "lse", "probe", "quantize", "run"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name not in MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return importlib.import_module(f"{__name__}.{name}")

@@ -43,14 +43,7 @@ CUresult launch_function(const CUlaunchConfig* config, CUfunction function, void
   return answer == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) {
-  m.impl("forward", TORCH_BOX(&forward));
-  m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
-  m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
-  m.impl("quantize", TORCH_BOX(&quantize));
-  m.impl("quantize_general", TORCH_BOX(&quantize_general));
-  m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
-}
+STABLE_TORCH_LIBRARY_IMPL(fp8attn_on_cpu, CPU, m) { implement_launches(m); }
 
 }  // namespace
 
