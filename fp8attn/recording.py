@@ -44,12 +44,14 @@ class Recorder(TorchDispatchMode):
 
     Args:
         operators: the binding's operators.
+        device: of all tensors.
         implementations: those of fp8attn's own operators, by name. Inside an operator, allocations would not be seen.
     """
 
-    def __init__(self, operators: Any, implementations: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, operators: Any, device: torch.device, implementations: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__()
         self._operators = operators
+        self._device = device
         self._implementations = implementations
         self._factories: dict[Any, Callable[..., torch.Tensor]] = {
             aten.empty.memory_format: self._empty,
@@ -72,26 +74,26 @@ class Recorder(TorchDispatchMode):
             raise NotRecordable(f"it calls {function}")
         return make(*args, **options)
 
-    def tensor(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, remainder: int = 0, zero: bool = False):
+    def tensor(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, remainder: int = 0, zero: bool = False) -> torch.Tensor:
         """A tensor without memory.
 
         Args:
             remainder: its address modulo 16, in bytes.
             zero: whether it is 0 before the first launch of a call.
         """
-        return self._operators.recorded_tensor.default(sizes, strides, dtype, device, remainder, zero)
+        return self._operators.recorded_tensor.default(sizes, strides, dtype, remainder, zero)
 
     def like(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """A tensor without memory in place of an input."""
-        return None if x is None else self.tensor(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+        return None if x is None else self.tensor(x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
     def _empty(
         self, size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, zero: bool = False,
         strides: Sequence[int] | None = None, **others: Any,
     ) -> torch.Tensor:  # fmt: skip
-        if device is None or any(x is not None and x is not False and x != torch.strided for x in others.values()):
+        if device != self._device or any(x is not None and x is not False and x != torch.strided for x in others.values()):
             raise NotRecordable(f"it makes a tensor on {device} with {others}")
-        return self.tensor(size, contiguous_strides(size) if strides is None else strides, dtype or torch.get_default_dtype(), device, zero=zero)
+        return self.tensor(size, contiguous_strides(size) if strides is None else strides, dtype or torch.get_default_dtype(), zero=zero)
 
     def _new(
         self, like: torch.Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **options: Any
@@ -160,8 +162,9 @@ def record(
         operands: the call's tensors.
         attend: makes the call with other operands, and returns its outputs.
     """
-    recorder = _of_thread.recorder = Recorder(operators, implementations)
-    operators.record.default()
+    device = next(x.device for x in operands if x is not None)
+    recorder = _of_thread.recorder = Recorder(operators, device, implementations)
+    operators.record.default(device)
     try:
         inputs = [recorder.like(x) for x in operands]
         with recorder:

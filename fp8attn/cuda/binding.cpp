@@ -43,13 +43,16 @@ fp8attn::OutType out_type(ScalarType type) {
   }
 }
 
+// What a tensor map is made with. A plan puts addresses of later tensors in its place.
+const void* map_address(const Tensor& x) { return recording != nullptr ? reinterpret_cast<const void*>(recording->distance(x)) : x.const_data_ptr(); }
+
 // Boxes of `rows` rows x `bytes` bytes of (B, H, S, D).
 void encode_rows(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t bytes) {
   const uint64_t size = x.element_size();
   const uint64_t sizes[4] = {size * x.size(3), uint64_t(x.size(2)), uint64_t(x.size(1)), uint64_t(x.size(0))};
   const uint64_t strides[3] = {size * x.stride(2), size * x.stride(1), size * x.stride(0)};
   const uint32_t box[4] = {uint32_t(bytes), uint32_t(rows), 1, 1};
-  STD_TORCH_CHECK(fp8attn::encode(map, x.const_data_ptr(), sizes, strides, box), "no tensor map for shape ", text(x.sizes()), ", strides ", text(x.strides()));
+  STD_TORCH_CHECK(fp8attn::encode(map, map_address(x), sizes, strides, box), "no tensor map for shape ", text(x.sizes()), ", strides ", text(x.strides()));
 }
 
 template <int N>
@@ -72,7 +75,7 @@ void launch(int64_t launcher, const P& p, int64_t ctas, int32_t device) {
 
 // Memory for a launch's own use. It must live until the kernel is launched.
 Tensor room_of(int64_t bytes, const Tensor& like) {
-  return recording != nullptr ? recording->tensor({bytes}, {1}, ScalarType::Byte, like.device(), 0, false) : fp8attn::memory(bytes, like.device());
+  return recording != nullptr ? recording->tensor({bytes}, {1}, ScalarType::Byte, 0, false) : fp8attn::memory(bytes, like.device());
 }
 
 // What all instances are told, of V no more than where it is and how wide.
@@ -128,7 +131,7 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
     const uint64_t sizes[4] = {2 * uint64_t(mask.size(3)), uint64_t(mask.size(2)), uint64_t(p.mask_heads), uint64_t(p.mask_batches)};
     const uint64_t strides[3] = {bytes(2), bytes(1), bytes(0)};
     const uint32_t box[4] = {128, uint32_t(l.rows), 1, 1};
-    p.mask_in_boxes = fp8attn::encode(p.mask_map, mask.const_data_ptr(), sizes, strides, box);
+    p.mask_in_boxes = fp8attn::encode(p.mask_map, map_address(mask), sizes, strides, box);
   }
   const int64_t blocks = int64_t(p.mask_batches) * p.mask_heads * p.mask_groups * ((l.kv_length + l.keys - 1) / l.keys), words = 4 * p.mask_rows * blocks;
   STD_TORCH_CHECK(blocks < int64_t(1) << 31, "attn_mask has ", blocks, " blocks of ", l.rows, " rows and ", l.keys, " keys; it must have fewer than 2^31");
@@ -153,7 +156,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     encode_rows(p.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
     const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
     const uint32_t box[2] = {uint32_t(l.keys), uint32_t(l.value_rows)};
-    STD_TORCH_CHECK(fp8attn::encode(p.v_map, v.const_data_ptr(), sizes, strides, box), "no tensor map for values of shape ", text(v.sizes()));
+    STD_TORCH_CHECK(fp8attn::encode(p.v_map, map_address(v), sizes, strides, box), "no tensor map for values of shape ", text(v.sizes()));
   }
   p.lse_mean = lse_mean ? lse_mean->const_data_ptr<float>() : nullptr;
   p.v_pitch = v.size(3);
@@ -352,13 +355,14 @@ fp8attn::Facts facts(int64_t options, const Operands& operands) {
 }
 
 // From now on this thread's launches are recorded, until `keep` or `discard`.
-void record() { recording = std::make_unique<fp8attn::Recording>(); }
+// Its tensors are `device`'s.
+void record(fp8attn::Device device) { recording = std::make_unique<fp8attn::Recording>(device); }
 
 void discard() { recording.reset(); }
 
-Tensor recorded_tensor(const Ints& size, const Ints& stride, ScalarType dtype, fp8attn::Device device, int64_t remainder, bool zero) {
+Tensor recorded_tensor(const Ints& size, const Ints& stride, ScalarType dtype, int64_t remainder, bool zero) {
   STD_TORCH_CHECK(recording != nullptr, "nothing is being recorded");
-  return recording->tensor(size, stride, dtype, device, remainder, zero);
+  return recording->tensor(size, stride, dtype, remainder, zero);
 }
 
 void record_function(int64_t function, const Ints& shape, bool dependent, const Ints& words, const Ints& pointers) {
@@ -405,9 +409,9 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("quantize_general(int launcher, int ctas, int[] numbers, Tensor?[] operands, Tensor?[] results) -> ()");
   define("unsmooth_lse(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor k_mean, Tensor lse, Tensor(a!) out) -> ()");
 
-  define("record() -> ()");
+  define("record(Device device) -> ()");
   define("discard() -> ()");
-  define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, Device device, int remainder, bool zero) -> Tensor");
+  define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, int remainder, bool zero) -> Tensor");
   define("record_function(int function, int[] shape, bool dependent, int[] words, int[] pointers) -> ()");
   define("keep(int options, Tensor?[] operands, Tensor[] outputs) -> bool");
   define("repeat(int options, Tensor?[] operands) -> Tensor[]");

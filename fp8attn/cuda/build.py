@@ -91,12 +91,13 @@ class Library:
 
 
 def cuda_home() -> str | None:
-    """The folder of the CUDA toolkit, as torch finds it, or None.
+    """The folder of the CUDA toolkit: CUDA_HOME or CUDA_PATH, or where torch finds one; or None. A CPU build of torch
+    looks for none.
 
     Raises:
         BuildError: torch can't look for it.
     """
-    home = _cpp_extension().CUDA_HOME
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or _cpp_extension().CUDA_HOME
     return os.path.abspath(home) if home else None
 
 
@@ -120,6 +121,11 @@ def missing() -> str | None:
     """
     if torch.version.cuda is None:
         return "torch is a CPU build; install one with CUDA"
+    return missing_compiler()
+
+
+def missing_compiler() -> str | None:
+    """The compiler that isn't here, and what to do; or None."""
     try:
         host, home, device_compiler = cxx()[0], cuda_home(), nvcc()[0]
     except BuildError as error:
@@ -567,12 +573,12 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
 
 def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:
     """Compile the binding and all libraries for an architecture, or only `libraries`, ahead of time. A wheel contains
-    `folder` as PREBUILT.
+    `folder` as PREBUILT. A CPU build of torch suffices.
 
     Raises:
         BuildError: they can't be compiled here.
     """
-    reason = missing()
+    reason = missing_compiler()
     if reason is not None:
         raise BuildError(reason)
     parts: list[Part] = [Binding(), *(Kernels(instances, arch) for instances in (groups(arch) if libraries is None else libraries))]

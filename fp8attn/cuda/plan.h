@@ -83,7 +83,7 @@ inline const Addresses& addresses(const UnsmoothLseParams&) {
 }
 #undef AT
 
-// Allocation i of a recording owns the addresses from (i + 1) * SLOT on.
+// Allocation i of a recording owns the addresses from (i + 1) * SLOT behind its anchor on.
 constexpr uint64_t SLOT = uint64_t(1) << 40;
 
 // Parameters have, at byte `at`, the address of byte `offset` of an allocation.
@@ -204,14 +204,20 @@ struct Plan {
 // A call that is being recorded.
 class Recording {
  public:
-  // Without memory. Address: `remainder` bytes behind a multiple of SLOT.
-  Tensor tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, Device device, int64_t remainder, bool zero) {
+  explicit Recording(Device device) : anchor_(memory(1, device)) {}
+
+  // Without memory. Address: `remainder` bytes behind a multiple of SLOT, counted from the anchor.
+  Tensor tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, int64_t remainder, bool zero) {
     int64_t elements = 1;
     for (size_t i = 0; i < sizes.size(); ++i) elements = sizes[i] == 0 || elements == 0 ? 0 : elements + (sizes[i] - 1) * strides[i];
     allocations_.push_back({elements * int64_t(element_size(dtype)) + remainder, zero});
     if (allocations_.back().bytes >= int64_t(SLOT)) fail("a tensor is too large");
-    return torch::stable::from_blob(reinterpret_cast<void*>(allocations_.size() * SLOT + remainder), sizes, strides, device, dtype);
+    STD_TORCH_CHECK(remainder % int64_t(element_size(dtype)) == 0, "a tensor doesn't begin at a multiple of its elements' size");
+    return behind(anchor_, (allocations_.size() * SLOT + remainder) / element_size(dtype), sizes, strides, dtype);
   }
+
+  // How far a tensor is behind the anchor. Of addresses themselves the driver makes no tensor map if no memory is there.
+  uint64_t distance(const Tensor& x) const { return distance(reinterpret_cast<uintptr_t>(x.const_data_ptr())); }
 
   template <class P>
   void add(int64_t launcher, const P& p, int64_t ctas) {
@@ -248,9 +254,8 @@ class Recording {
     std::vector<bool> placed(allocations_.size());
     std::fill_n(placed.begin(), inputs, true);
     for (const Tensor& x : outputs) {
-      const auto address = reinterpret_cast<uintptr_t>(x.const_data_ptr());
-      const size_t slot = address / SLOT - 1;
-      if (address % SLOT != 0 || slot >= allocations_.size() || placed[slot]) return nullptr;
+      const size_t slot = distance(x) / SLOT - 1;
+      if (distance(x) % SLOT != 0 || slot >= allocations_.size() || placed[slot]) return nullptr;
       placed[slot] = true;
       plan->outputs.push_back({x.sizes().vec(), x.strides().vec(), x.scalar_type(), slot});
     }
@@ -279,11 +284,15 @@ class Recording {
 
   void refer(Step& step, size_t at, uint64_t address) {
     if (address == 0) return;
-    const size_t slot = address / SLOT - 1;  // of an address below SLOT: behind all
-    if (slot >= allocations_.size() || int64_t(address % SLOT) > allocations_[slot].bytes) return fail("an address belongs to no tensor of the recording");
-    step.references.push_back({at, slot, address % SLOT});
+    const uint64_t offset = distance(address) % SLOT;
+    const size_t slot = distance(address) / SLOT - 1;  // of an address that isn't a recorded tensor's: behind all
+    if (slot >= allocations_.size() || int64_t(offset) > allocations_[slot].bytes) return fail("an address belongs to no tensor of the recording");
+    step.references.push_back({at, slot, offset});
   }
 
+  uint64_t distance(uint64_t address) const { return address - reinterpret_cast<uintptr_t>(anchor_.const_data_ptr()); }
+
+  Tensor anchor_;  // torch makes CUDA tensors only where memory of the device is
   std::vector<Allocation> allocations_;
   std::vector<std::unique_ptr<const Step>> steps_;
   std::string failure_;

@@ -7,7 +7,6 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
@@ -44,6 +43,16 @@ inline Tensor memory(int64_t bytes, Device device) {
   const int64_t one = 1;
   AtenTensorHandle made;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &one, code_of(ScalarType::Byte), code_of(device.type()), device.index(), &made));
+  return Tensor(made);
+}
+
+// A tensor that begins `offset` elements behind `memory`. Only `memory` itself need be the device's.
+// Not torch::stable::from_blob: it returns a tensor that isn't one after an error.
+inline Tensor behind(const Tensor& memory, int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype) {
+  const Device device = memory.device();
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(memory.mutable_data_ptr(), sizes.size(), sizes.data(), strides.data(), offset, code_of(dtype),
+                                                            code_of(device.type()), device.index(), &made));
   return Tensor(made);
 }
 

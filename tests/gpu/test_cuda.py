@@ -266,6 +266,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine that can compile and has not: its cache."""
     monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "missing", lambda: None)
+    monkeypatch.setattr(build, "missing_compiler", lambda: None)
     for name in ("_failures", "_libraries", "_having"):
         monkeypatch.setattr(build, name, {})
     monkeypatch.setattr(build, "NAMESPACE", f"fp8attn_{tmp_path.name}")

@@ -623,8 +623,8 @@ def test_which_operands_there_are_is_part_of_a_call(repeats: Repeats) -> None:
     """Also of tensors with the same shape and dtype."""
     operators, _ = emulation.binding()
     x = torch.zeros(3)
-    operators.record.default()
-    recorded = [operators.recorded_tensor.default([3], [1], torch.float32, CPU, 0, False) for _ in range(2)]
+    operators.record.default(CPU)
+    recorded = [operators.recorded_tensor.default([3], [1], torch.float32, 0, False) for _ in range(2)]
     assert operators.keep.default(-5, [x, None, None], recorded[1:])
     assert len(operators.repeat.default(-5, [x, None, None])) == 1
     for others in ([None, x, None], [x, None], [x, None, x], [None, None, x], [x]):
@@ -670,10 +670,10 @@ def test_what_the_binding_keeps_is_bounded(repeats: Repeats) -> None:
     assert repeats.last()
     operators, _ = emulation.binding()
     for i in range(4096):
-        operators.record.default()
-        assert operators.keep.default(-1 - i, [torch.zeros(3)], [operators.recorded_tensor.default([3], [1], torch.float32, CPU, 0, False)]) is False
-        operators.record.default()
-        inputs, out = (operators.recorded_tensor.default([3], [1], torch.float32, CPU, 0, False) for _ in range(2))
+        operators.record.default(CPU)
+        assert operators.keep.default(-1 - i, [torch.zeros(3)], [operators.recorded_tensor.default([3], [1], torch.float32, 0, False)]) is False
+        operators.record.default(CPU)
+        inputs, out = (operators.recorded_tensor.default([3], [1], torch.float32, 0, False) for _ in range(2))
         assert operators.keep.default(-1 - i, [torch.zeros(3)], [out])
     call()
     assert not repeats.last()
@@ -761,7 +761,7 @@ def test_arguments_of_a_kernel_are_packed_as_triton_passes_them() -> None:
     kinds = {"x": "*fp32", "strides": ("i64", "i32", "constexpr"), "scale": "fp32", "flag": "i1", "none": "constexpr", "n": "i32"}
     compiled = SimpleNamespace(run=None, function=123, metadata=SimpleNamespace(**metadata), src=SimpleNamespace(signature=kinds))
     x = torch.zeros(3)
-    recorder = recording.Recorder(operators, {})
+    recorder = recording.Recorder(operators, CPU, {})
     recorder.kernel(compiled, (7, 2), (x, (1 << 40, -2, 1), 0.5, True, None, 6), True)
     words = [x.data_ptr(), 1 << 40, 0xFFFFFFFE, struct.unpack("<I", struct.pack("<f", 0.5))[0], 1, 6, 0, 0]
     assert recorded == [(123, (7, 2, 1, 128, 99), True, words, [0])]
