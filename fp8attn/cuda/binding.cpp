@@ -43,7 +43,8 @@ fp8attn::OutType out_type(ScalarType type) {
   }
 }
 
-// What a tensor map is made with. A plan puts addresses of later tensors in its place.
+// What a tensor map is made with. A plan puts addresses of later tensors in its place. While a call is recorded it is a
+// small number, because no driver promises to take an address without memory.
 const void* map_address(const Tensor& x) { return recording != nullptr ? reinterpret_cast<const void*>(recording->distance(x)) : x.const_data_ptr(); }
 
 // Boxes of `rows` rows x `bytes` bytes of (B, H, S, D).

@@ -216,7 +216,7 @@ class Recording {
     return behind(anchor_, (allocations_.size() * SLOT + remainder) / element_size(dtype), sizes, strides, dtype);
   }
 
-  // How far a tensor is behind the anchor. Of addresses themselves the driver makes no tensor map if no memory is there.
+  // How far a tensor is behind the anchor.
   uint64_t distance(const Tensor& x) const { return distance(reinterpret_cast<uintptr_t>(x.const_data_ptr())); }
 
   template <class P>

@@ -91,7 +91,8 @@ def test_filters_are_known() -> None:
     """Every command that has cases, rows or recipes has filters for them."""
     found = {(name, option) for name, option in FILTERS}
     assert found >= {
-        (name, "--case") for name in ("run", "quantize", "compare", "accuracy", "price", "masks", "overhead", "ladder", "profile", "search")
+        (name, "--case")
+        for name in ("run", "quantize", "compare", "accuracy", "price", "masks", "overhead", "first-calls", "ladder", "profile", "search")
     }
     assert found >= {(name, "--peer") for name in ("run", "accuracy", "needle", "model", "masks", "profile")}
     assert found >= {("price", "--recipe"), ("masks", "--mask"), ("compare", "--backend"), ("sanitize", "--tool"), ("run", "--distribution")}

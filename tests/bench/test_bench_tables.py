@@ -22,6 +22,7 @@ from bench import (
     cases,
     compare,
     distributed,
+    first_calls,
     ladder,
     masks,
     model,
@@ -138,6 +139,9 @@ SAMPLES: dict[str, Callable[[], list[Sheet]]] = {
     "distributed.simulation": lambda: [distributed.simulation(rows_of_ranks(), 50e9)],
     "models.table": lambda: [models.table(forwards(), gpu) for gpu in (True, False)],
     "needle.table": lambda: [needle.table(needles())],
+    "first_calls.table": lambda: [
+        first_calls.table(first_calls.Start(2.1, 0.3), [first_calls.FirstCall(kind, 12345.6, 12, 12.34) for kind in first_calls.KINDS])
+    ],
     "overhead.table": lambda: [overhead.table([overhead.Overhead(kind, 32.1, 1234.5, 12345.6, 12345.6, 28.9, 12345.6) for kind in overhead.KINDS])],
     "price.table": lambda: [price.table(prices())],
     "profile.table": lambda: [profile.table(KERNELS, "D64 full 4k")],

@@ -220,6 +220,8 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
     options: dict = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left")
     if config.skips_blocks:
         options["attn_mask"] = some_blocks(rows, generator, config.scores == "added").to(device)[:, :keys]
+    if config.softcap:
+        options["softcap"] = 20.0
     recipe = FUSED_RECIPES["int8" if config.int8 else "e4m3"]
     call = call_of(*quantize(q, k, v, recipe), **options, out_dtype=torch.bfloat16, return_lse=True)
     expected = cuda_run.forward(call, device_of(device), dataclasses.replace(config, fuse_q_quant=False))

@@ -172,6 +172,8 @@ def test_torch_that_cannot_look_for_the_toolkit(machine: Machine) -> None:
     """Its module for extensions imports setuptools, which not every environment has."""
     machine.patch.undo()
     machine.patch.setattr(torch.version, "cuda", "13.0")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        machine.patch.delenv(name, raising=False)
     machine.patch.setitem(sys.modules, "torch.utils.cpp_extension", None)
     with pytest.raises(BuildError) as caught:
         build.binding_command(Path("a.cpp"))
