@@ -106,8 +106,8 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     if device.type != "cuda":
         raise UsageError(NO_GPU)
     found: list[Start | FirstCall] = []
-    with report.progress("first calls") as bar:
-        task = bar.add_task("first calls", total=1 + len(kinds))
+    with report.progress("first-calls") as bar:
+        task = bar.add_task("calls", total=1 + len(kinds))
         for one in measure(kinds, bar.ticks(task)):
             found.append(one)
             report.append(arguments.json, [report.json_line("first-calls", asdict(one), about(device))])

@@ -43,6 +43,7 @@ def compiled() -> int:
 
 
 def main() -> None:
+    del sys.path[0]  # this script's folder, in which a module is named like one of Python's
     start = time.perf_counter()
     import torch
 

@@ -38,8 +38,8 @@ __device__ void broadcast_stats(QuantizeStorage<C>& shared, const ClusterCoord& 
 #pragma unroll 1
   for (int token_chunk = threadIdx.x / 32; token_chunk < coord.token_chunks; token_chunk += WARPS) {
     const int rank = coord.rank_of(token_chunk, coord.slice);
-    dsmem_store(rank, reinterpret_cast<uint4*>(&shared.values.token_chunks[coord.token_chunk]) + lane, reinterpret_cast<const uint4*>(&shared.own.token_chunk)[lane], &shared.stats_full);
-    if (has_mean) dsmem_store(rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.stats_full);
+    send(coord, rank, reinterpret_cast<uint4*>(&shared.values.token_chunks[coord.token_chunk]) + lane, reinterpret_cast<const uint4*>(&shared.own.token_chunk)[lane], &shared.stats_full);
+    if (has_mean) send(coord, rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.stats_full);
   }
   broadcast_nonfinite<C>(shared, coord, &shared.stats_full);
 }
@@ -56,10 +56,8 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   const Mine mine;
   if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&shared.stats_full, 1);
-    ptx::mbarrier_init(&shared.largest_full, 1);
-    ptx::mbarrier_expect(&shared.stats_full, bytes_of_stats(shared, coord));
-    ptx::mbarrier_expect(&shared.largest_full, bytes_of_largest(shared, coord));
+    expect(coord, &shared.stats_full, bytes_of_stats(shared, coord));
+    expect(coord, &shared.largest_full, bytes_of_largest(shared, coord));
     ptx::fence_barrier_init();
   }
   __syncthreads();

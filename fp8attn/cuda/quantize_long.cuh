@@ -83,8 +83,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
   const ClusterCoord coord(p, blockIdx.x, false);
   const Mine mine;
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&shared.largest_full, 1);
-    ptx::mbarrier_expect(&shared.largest_full, bytes_of_largest(shared, coord));
+    expect(coord, &shared.largest_full, bytes_of_largest(shared, coord));
     ptx::fence_barrier_init();
   }
   ptx::wait_for_grids_before();

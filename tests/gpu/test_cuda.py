@@ -238,6 +238,7 @@ def race(folder: str, barrier, log: str) -> None:
         (staging / f"{part.name}.so").write_text("whole")
 
     os.environ["FP8ATTN_CACHE"] = folder
+    build.PREBUILT = Path(folder) / "nothing"
     build.missing = lambda: None
     build.make_in = slow
     barrier.wait()
@@ -267,6 +268,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FP8ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "missing", lambda: None)
     monkeypatch.setattr(build, "missing_compiler", lambda: None)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "nothing")
     for name in ("_failures", "_libraries", "_having"):
         monkeypatch.setattr(build, name, {})
     monkeypatch.setattr(build, "NAMESPACE", f"fp8attn_{tmp_path.name}")

@@ -76,6 +76,7 @@ static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
 struct ClusterCoord {
   int token_chunks, slices, token_chunk, slice, first, count, batch, head, pair;
   int first_token_chunk;  // of the CTA's cluster
+  bool alone;             // in its cluster
 
   // `cta`: number of the CTA: heads, their token chunks, their slices. `whole`: a cluster has all of a head, not only
   // the slices of one token chunk.
@@ -87,6 +88,7 @@ struct ClusterCoord {
     pair = cta / (token_chunks * slices);
     batch = pair / p.heads, head = pair % p.heads;
     first_token_chunk = whole ? 0 : token_chunk;
+    alone = (whole ? token_chunks * slices : slices) == 1;
   }
 
   __device__ int rank_of(int its_token_chunk, int its_slice) const { return (its_token_chunk - first_token_chunk) * slices + its_slice; }
@@ -107,6 +109,19 @@ struct ClusterCoord {
   // Index of the slice's first channel, among the channels of all heads.
   __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
 };
+
+// Prepares a barrier for `bytes` that `send` brings.
+__device__ inline void expect(const ClusterCoord& coord, uint64_t* barrier, int bytes) {
+  ptx::mbarrier_init(barrier, coord.alone ? 1 + bytes / 16 : 1);
+  ptx::mbarrier_expect(barrier, coord.alone ? 0 : bytes);
+}
+
+// Sends 16 bytes to the CTA with this rank in the cluster, as dsmem_store. A cluster of one CTA has no DSMEM.
+__device__ inline void send(const ClusterCoord& coord, int rank, void* to, uint4 x, uint64_t* barrier) {
+  if (!coord.alone) return dsmem_store(rank, to, x, barrier);
+  *static_cast<uint4*>(to) = x;
+  ptx::mbarrier_arrive(barrier);
+}
 
 // Where a CTA's slice of its head begins.
 template <typename T>
@@ -139,7 +154,7 @@ __device__ inline void wait_for_block(int n) {
 template <QuantizeConfig C>
 __device__ void broadcast_nonfinite(QuantizeStorage<C>& shared, const ClusterCoord& coord, uint64_t* barrier) {
   const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
-  if (slice < coord.slices) dsmem_store(coord.rank_of(coord.token_chunk, slice), &shared.nonfinite[coord.slice][n], shared.own.nonfinite[n], barrier);
+  if (slice < coord.slices) send(coord, coord.rank_of(coord.token_chunk, slice), &shared.nonfinite[coord.slice][n], shared.own.nonfinite[n], barrier);
 }
 
 // Whether some tokens of the token chunk don't exist, or are non-finite in one of the slices first ... end - 1.

@@ -186,7 +186,7 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coo
     for (int i = 0; i < WARPS; ++i) of_slice = fmaxf(of_slice, shared.of_warps[i][n]);
     largest[n] = __float_as_uint(of_slice);
   }
-  dsmem_store(coord.rank_of(coord.token_chunk, threadIdx.x), shared.largest[coord.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
+  send(coord, coord.rank_of(coord.token_chunk, threadIdx.x), shared.largest[coord.slice], {largest[0], largest[1], largest[2], largest[3]}, &shared.largest_full);
 }
 
 // Stores the scales of K's blocks. An int8 scale is negative if a token of the block is non-finite. Returns the inverse
