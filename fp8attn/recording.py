@@ -62,6 +62,11 @@ class Recorder(TorchDispatchMode):
             aten.empty_like.default: lambda like, **options: self._new(like, like.shape, strides=_strides_like(like), **options),
         }
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch imports torch._dynamo, which takes seconds, to keep it out of here. It compiles no recording."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         options = kwargs or {}
         if function.namespace == "fp8attn":

@@ -62,4 +62,4 @@ def test_the_command(device: torch.device, tmp_path: Path, capsys: pytest.Captur
     assert command.main(words) == 0
     start, call = map(json.loads, (tmp_path / "first.jsonl").read_text().splitlines())
     assert start["import_s"] > 0 and call["kind"] == "4096"
-    assert call["milliseconds"] > call["again_ms"] > 0
+    assert call["milliseconds"] > 0 and 0 < call["again_ms"] < 1000

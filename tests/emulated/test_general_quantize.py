@@ -193,8 +193,10 @@ def test_emulated_what_is_not_finite(emulated: Quantizer, dtype: torch.dtype, di
 @pytest.mark.parametrize("dim, value_dim, length", (*SHAPES, (128, 128, 8192), (64, 64, 20_000), (256, 256, 4097)))
 @pytest.mark.parametrize("dtype", general_quantize.DTYPES)
 def test_what_is_not_finite(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int, length: int) -> None:
-    for recipe in RECIPES:
-        check(by_cuda, of_shapes(dim, value_dim, length, dtype, device), recipe)
+    operands = of_shapes(dim, value_dim, length, dtype, device)
+    for i, recipe in enumerate(RECIPES):
+        if length < 2000 or i % 5 == length % 5:
+            check(by_cuda, operands, recipe)
 
 
 def wide_keys(length: int, dtype: torch.dtype, device: torch.device | str, shape: tuple[int, int, int]) -> Operands:

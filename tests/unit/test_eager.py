@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import struct
+import subprocess
+import sys
 import threading
 import unittest.mock
 import warnings
@@ -772,6 +774,24 @@ def test_arguments_of_a_kernel_are_packed_as_triton_passes_them() -> None:
     compiled.metadata = SimpleNamespace(**metadata)
     with pytest.raises(recording.NotRecordable, match="f is launched in a way of its own"):
         recorder.kernel(compiled, (7, 2), (), True)
+
+
+def test_recording_does_not_import_dynamo() -> None:
+    """It takes seconds, in the second call of a process."""
+    program = """
+import sys
+from types import SimpleNamespace
+import torch
+from fp8attn import recording
+made = torch.ones(3)
+operators = SimpleNamespace(recorded_tensor=SimpleNamespace(default=lambda *arguments: made))
+with recording.Recorder(operators, torch.device("cpu"), {}):
+    found = torch.empty(3, device="cpu")
+assert torch.equal(found, made)
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("plain", (False, True))
