@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Otherwise torch imports torch._dynamo, which takes seconds, to keep it out of here. It compiles no recording."""
+        """Otherwise torch imports torch._dynamo, which takes seconds, only to keep it out of here."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
