@@ -72,12 +72,18 @@ class Recorder(TorchDispatchMode):
         if function.namespace == "fp8attn":
             with self:
                 return self._implementations[function._opname](*args, **options)
-        if function.is_view or function.namespace.startswith("fp8attn_"):
+        if function.namespace.startswith("fp8attn_"):
             return function(*args, **options)
         make = self._factories.get(function)
-        if make is None:
+        if make is not None:
+            return make(*args, **options)
+        with self:  # reshape, contiguous and the like are views or copies: this tells which
+            made = function.decompose(*args, **options)
+        if made is not NotImplemented:
+            return made
+        if not function.is_view:
             raise NotRecordable(f"it calls {function}")
-        return make(*args, **options)
+        return function(*args, **options)
 
     def tensor(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, remainder: int = 0, zero: bool = False) -> torch.Tensor:
         """A tensor without memory.

@@ -3,6 +3,7 @@ for CPU tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import struct
@@ -774,6 +775,27 @@ def test_arguments_of_a_kernel_are_packed_as_triton_passes_them() -> None:
     compiled.metadata = SimpleNamespace(**metadata)
     with pytest.raises(recording.NotRecordable, match="f is launched in a way of its own"):
         recorder.kernel(compiled, (7, 2), (), True)
+
+
+@pytest.mark.parametrize("in_operator", (False, True))
+@pytest.mark.parametrize("copies", (True, False))
+def test_views_are_recorded_and_copies_are_not(copies: bool, in_operator: bool) -> None:
+    """Functions that may be both tell by the tensor. Inside an operator, torch asks the mode for all of them."""
+
+    def made(sizes: list[int], strides: list[int], dtype: torch.dtype, *_: object) -> torch.Tensor:
+        return torch.empty_strided(sizes, strides, dtype=dtype)
+
+    operators = SimpleNamespace(recorded_tensor=SimpleNamespace(default=made))
+    x = torch.randn(4, 6).t() if copies else torch.randn(4, 6)
+    either = (lambda: x.contiguous(), lambda: x.reshape(-1), lambda: x.flatten(), lambda: x.to(torch.float16 if copies else x.dtype))
+    views = (lambda: x.expand(3, 4, 6)[..., 1:].transpose(0, 1), lambda: x.view(torch.int32).unbind())
+    for function in either if copies else (*either, *views):
+        with (
+            pytest.raises(recording.NotRecordable, match="it calls aten") if copies else contextlib.nullcontext(),
+            recording.Recorder(operators, CPU, {}),
+            torch._C._AutoDispatchBelowAutograd() if in_operator else contextlib.nullcontext(),
+        ):
+            function()
 
 
 def test_recording_does_not_import_dynamo() -> None:
