@@ -459,10 +459,11 @@ def choose(call: Call, device: Device) -> HopperConfig:
     return _fastest(kind(call), call.batch * call.q_heads, call.q_length, -(-call.kv_length // KEYS), call.causal != "none", device.sm_count)
 
 
-def _measured(config: HopperConfig) -> HopperConfig:
-    """The measured config that corresponds to a variant: e4m3, with Q quantized before the kernel."""
+@functools.cache
+def _speed(config: HopperConfig) -> float:
+    """Of the measured config that corresponds to a variant: e4m3, with Q quantized before the kernel."""
     plain = replace(config, int8=False, fuse_q_quant=False, window=False, softcap=False)
-    return next(measured for measured in SPEEDS if replace(measured, exact=config.exact) == plain)
+    return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact) == plain)
 
 
 @functools.lru_cache(4096)
@@ -474,7 +475,7 @@ def _fastest(of: Kind, heads: int, q_length: int, blocks: int, is_causal: bool, 
         return stream_k.rounds(tiles, blocks, sm_count) if config.stream_k else math.ceil(tiles / sm_count)
 
     def time(config: HopperConfig) -> float:
-        return rounds(config) * config.tile_rows / SPEEDS[_measured(config)]
+        return rounds(config) * config.tile_rows / _speed(config)
 
     return min(_serving(of), key=time)
 
