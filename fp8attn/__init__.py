@@ -1,7 +1,7 @@
 """FP8 (e4m3) attention forward for PyTorch inference."""
 
 from .ahead import warmup
-from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa
+from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa, varlen_sdpa
 from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
 from .integrations import patch
@@ -27,6 +27,7 @@ __all__ = [
     "reference_sdpa",
     "sdpa",
     "triton_sdpa",
+    "varlen_sdpa",
     "warmup",
 ]
 __version__ = "0.1.0"

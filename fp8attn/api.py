@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch.compiler import is_compiling
 
-from . import dtensor, eager, hybrid, ops, rotation
+from . import dtensor, eager, hybrid, ops, rotation, varlen_ops
 from . import triton as triton_kernels
 from .ambient import autocast_dtype
 from .call import GROUPS, Call, Problem, empty_lse, empty_output
@@ -21,7 +21,7 @@ from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .eager import Attention
-from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, ProductType, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, Packed, ProductType, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal, Window, simplified
 from .validate import (
     Arguments,
@@ -31,6 +31,7 @@ from .validate import (
     Operand,
     Scale,
     Stored,
+    VarlenArguments,
     cast,
     check,
     check_backend,
@@ -38,7 +39,9 @@ from .validate import (
     check_import,
     check_launch,
     check_quantize,
+    check_quantize_packed,
     check_scores,
+    check_varlen,
     checked_window,
 )
 
@@ -135,22 +138,34 @@ def choose_backend(backend: Backend, device: torch.device) -> str:
 
 
 @overload
-def quantize(query: torch.Tensor, key: None = None, value: None = None, *, recipe: Recipe = ...) -> Quantized: ...
+def quantize(
+    query: torch.Tensor, key: None = None, value: None = None, *, recipe: Recipe = ..., cu_seqlens_q: torch.Tensor | None = ...
+) -> Quantized: ...
 @overload
-def quantize(query: None, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ...) -> tuple[Quantized, Quantized]: ...
+def quantize(
+    query: None, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ..., cu_seqlens_k: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ...,
+) -> tuple[Quantized, Quantized]: ...  # fmt: skip
 @overload
-def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ...) -> tuple[Quantized, Quantized, Quantized]: ...
-def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
+def quantize(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe = ..., cu_seqlens_q: torch.Tensor | None = ...,
+    cu_seqlens_k: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
+) -> tuple[Quantized, Quantized, Quantized]: ...  # fmt: skip
+def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None):
     """Quantize to e4m3, query and key perhaps to int8, as a recipe says.
 
     Keys and values go together: a token whose value isn't finite gets NaN in its key (see fp8attn.quantize).
 
     Args:
-        query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None.
+        query: (B, Hq, Sq, D), float16, bfloat16 or float32, unit last stride; or None. With cu_seqlens_q, packed:
+            (Tq, Hq, D).
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float16, bfloat16 or float32, unit last stride; or both None.
-            All that are given have one dtype. Hq is a multiple of Hkv.
+            All that are given have one dtype. Hq is a multiple of Hkv. With cu_seqlens_k, packed: (Tk, Hkv, D) and
+            (Tk, Hkv, Dv).
         recipe: granularities, smoothing, rotation, and the formats in which query and key are stored. With `smooth_q`,
             query is quantized together with the keys that it attends to.
+        cu_seqlens_q, cu_seqlens_k, seqused_k: where packed sequences lie, as of `varlen_sdpa`, which takes the results.
+            Each sequence has scales and means of its own, and the bytes that it has alone.
 
     Returns:
         The `Quantized` of what was given: of query; of key and value; or of all three.
@@ -159,19 +174,46 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE):
         TypeError, ValueError: an argument isn't as above.
         RuntimeError: an argument requires grad, or has a tangent.
     """
-    check_quantize(query, key, value, recipe)
-    results = tuple(x for x in _quantize(query, key, value, recipe) if x is not None)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if packed:
+        query, key, value, of_q, of_k = _packed(query, key, value, recipe, (cu_seqlens_q, cu_seqlens_k, seqused_k))
+    elif seqused_k is not None:
+        raise ValueError("seqused_k is given and cu_seqlens_k is None; it must be None, too")
+    else:
+        check_quantize(query, key, value, recipe)
+        of_q = of_k = None
+    results = tuple(x for x in _quantize(query, key, value, recipe, packed=(of_q, of_k)) if x is not None)
     return results[0] if len(results) == 1 else results
 
 
+def _packed(query: Any, key: Any, value: Any, recipe: Recipe, lengths: tuple[Any, Any, Any]) -> tuple:
+    """Packed operands of `quantize` as (1, H, T, D), or None, and where their sequences lie."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k = lengths
+    operands = {name: x for name, x in (("query", query), ("key", key), ("value", value)) if x is not None}
+    tokens = {name: x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else 0 for name, x in operands.items()}
+    packed: dict[str, Packed] = {}
+    if cu_seqlens_q is not None:
+        packed["q"] = Packed(cu_seqlens_q, None, tokens.get("query", 0))
+    if cu_seqlens_k is not None:
+        packed["k"] = Packed(cu_seqlens_k, seqused_k, tokens.get("key", 0))
+    floats = check_quantize_packed(operands, recipe, packed)
+    return *(floats.get(name) for name in ("query", "key", "value")), packed.get("q"), packed.get("k")
+
+
 def _quantize(
-    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe, modelled: bool = False
-) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """The quantize operator, with its results as `Quantized`, or None for a tensor that isn't given.
+    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe, modelled: bool = False,
+    packed: tuple[Packed | None, Packed | None] = (None, None),
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:  # fmt: skip
+    """The quantize operators, with their results as `Quantized`, or None for a tensor that isn't given.
 
     Args:
         modelled: compute in plain torch, on any device.
+        packed: where sequences lie in query, and in key and value.
     """
+    of_q, of_k = packed
+    if of_k is not None and key is not None and value is not None:
+        q = None if query is None else _quantize(query, None, None, recipe, modelled, (of_q, None))[0]
+        return q, *_quantize_packed(key, value, recipe, of_k, modelled)
     operator = ops.library_ops.modelled_quantize if modelled else ops.library_ops.quantize
     tensors = operator(
         query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
@@ -179,12 +221,24 @@ def _quantize(
     q = k = v = None
     if query is not None:
         means, bias = (tensors[2], None if key is None else tensors[9]) if recipe.smooth_q else (None, None)
-        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, rotation.part_of(query.shape[3], recipe.rotate), bias)
+        part = rotation.part_of(query.shape[3], recipe.rotate)
+        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, part, bias, of_q)
     if key is not None:
         k_mean, part = tensors[5] if recipe.smooth_k else None, rotation.part_of(key.shape[3], recipe.rotate)
         k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], k_mean, part)
         v = Quantized(tensors[6], tensors[7], recipe.v, "values", key.shape[2], tensors[8] if recipe.smooth_v else None)
     return q, k, v
+
+
+def _quantize_packed(key: torch.Tensor, value: torch.Tensor, recipe: Recipe, packed: Packed, modelled: bool) -> tuple[Quantized, Quantized]:
+    """The operator that quantizes packed keys and values, with its results as `Quantized`."""
+    operator = ops.library_ops.modelled_varlen_quantize if modelled else ops.library_ops.varlen_quantize
+    k_data, k_scale, k_mean, v_data, v_scale, v_mean = operator(key, value, packed.cu_seqlens, packed.seqused, recipe.text)
+    part = rotation.part_of(key.shape[3], recipe.rotate)
+    return (
+        Quantized(k_data, k_scale, recipe.k, "rows", packed.tokens, k_mean if recipe.smooth_k else None, part, packed=packed),
+        Quantized(v_data, v_scale, recipe.v, "values", packed.tokens, v_mean if recipe.smooth_v else None, packed=packed),
+    )
 
 
 def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: Scale, v_scale: Scale) -> tuple[Quantized, Quantized]:
@@ -239,7 +293,8 @@ def _prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> _Prepare
     floats = [x if isinstance(x, torch.Tensor) else None for x in (query, key, value)]
     if any(x is not None for x in floats):
         recipe_beside = _beside([x for x in (query, key) if isinstance(x, Quantized)], recipe)
-        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe_beside, chosen == "modelled")
+        packed = (None, None) if checked.varlen is None else (checked.varlen.q, checked.varlen.k)
+        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe_beside, chosen == "modelled", packed)
         query, key, value = q or query, k or key, v or value
     assert isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)
     if query.mean is not None and query.bias is None:
@@ -257,10 +312,17 @@ def _beside(quantized: list[Quantized], recipe: Recipe) -> Recipe:
 
 
 def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
-    """The arguments of a backend's forward operator, in the order of `Call`'s fields."""
+    """The arguments of a backend's forward operator, in the order of `Call`'s fields; of packed sequences, those of its
+    varlen_forward operator."""
     mean_scores = None
     if p.key.mean is not None and (p.checked.softcap or p.checked.sinks is not None):
         mean_scores = _unsmoothed(p, torch.zeros(p.query.shape[:3], dtype=torch.float32, device=p.query.device))
+    if p.checked.varlen is not None:
+        return (
+            p.query.data, p.query.scale, p.key.data, p.key.scale, GROUPS[p.key.granularity], p.value.data, p.value.scale, p.value.mean,
+            *varlen_ops.lengths_of(p.checked.varlen), p.checked.softmax_scale, p.checked.causal, p.recipe.compute, p.recipe.two_level,
+            p.checked.out_dtype, return_lse, p.checked.window, p.checked.softcap, p.checked.sinks, mean_scores,
+        )  # fmt: skip
     batch, q_heads = p.query.shape[:2]
     kv_heads = p.key.shape[1]
     return (
@@ -471,6 +533,124 @@ for _name in ("auto", "triton", "cuda", "modelled"):
     )
 
 
+def varlen_sdpa(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    is_causal: bool = False,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    recipe: Recipe = DEFAULT_RECIPE,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention in FP8 of N sequences of different lengths, packed into one tensor without padding.
+
+    Each sequence attends to its own keys only, and has scales and means of its own: its rows are those of `sdpa` of the
+    sequence alone, whatever lies beside it. Kernels read lengths on the GPU. The host doesn't, so nothing waits for the
+    GPU, a CUDA graph can be replayed with other lengths, and torch.compile keeps one graph.
+
+    Args:
+        q: (Tq, Hq, D), float16, bfloat16 or float32 with unit last stride, or a `Quantized` that was packed. Tq is the
+            tokens of all sequences. D is a multiple of 8 from 16 to 256.
+        k: (Tk, Hkv, D), likewise. Hq is a multiple of Hkv.
+        v: (Tk, Hkv, Dv), of k's kind.
+        cu_seqlens_q: int32 (N + 1), contiguous, on q's device: queries of sequence i are q[cu_seqlens_q[i] :
+            cu_seqlens_q[i + 1]]. A sequence may be empty. Tokens in no sequence are not read, and their rows of the
+            results hold anything. None if q is Quantized.
+        cu_seqlens_k: the same for k and v. None if k is Quantized.
+        max_seqlen_q, max_seqlen_k: the most queries and keys of a sequence, or None. Kernels choose tiles by them;
+            results don't depend on them, but for rounding.
+        seqused_k: int32 (N,): only the first seqused_k[i] keys of sequence i exist; or None.
+        is_causal: row i of a sequence sees its keys j <= i + Sk - Sq: the mask is aligned to the bottom right.
+        window: (left, right): row i sees the keys from j - left to j + right, where j is i + Sk - Sq. -1 is unlimited.
+            With `is_causal`, right is 0.
+        softcap, sinks, scale: as of `sdpa`.
+        recipe: numeric choices. q's scales are per token, k's per token or block, v's per channel; `smooth_q` and keys
+            in half precision aren't made for packed sequences.
+        out_dtype: as of `sdpa`.
+        return_lse: also return the natural log of the sum of exponentials of each row's scores.
+        backend: as of `sdpa`. `auto` and `triton` run Triton's kernels; `reference` and `modelled` are plain torch, for
+            which the host reads lengths.
+
+    Returns:
+        out (Tq, Hq, Dv); with `return_lse` also LSE (Hq, Tq) float32, which includes sinks. A row without visible keys
+        gives zeros and -inf, or its sink.
+
+    Raises:
+        TypeError, ValueError: an argument isn't as above.
+        RuntimeError: an argument requires grad, or has a tangent.
+        BackendUnavailable: the backend can't run here.
+    """
+    device = getattr(q, "device", None)
+    if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
+        q, k, v = (cast(x, dtype) for x in (q, k, v))
+        out_dtype = out_dtype or dtype
+    checked = check_varlen(
+        VarlenArguments(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, is_causal=is_causal,
+            window=window, softcap=softcap, sinks=sinks, scale=scale, recipe=recipe, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
+        )
+    )  # fmt: skip
+    chosen = choose_backend(backend, checked.device)
+    if chosen == "reference":
+        if backend == "auto":
+            _say_once_that_it_is_exact()
+        result = _by_reference(checked, return_lse, torch.float32)
+    elif is_compiling() and checked.is_float:
+        result = _traced_varlen(checked, recipe, return_lse, chosen)
+    else:
+        result = _run(checked, chosen, recipe, return_lse)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out = out.squeeze(0).transpose(0, 1)
+    return out if lse is None else (out, lse.squeeze(0))
+
+
+def _traced_varlen(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> Attention:
+    """A call of packed sequences as one operator."""
+    assert checked.varlen is not None
+    out, lse = getattr(ops.library_ops, f"{chosen}_varlen_sdpa")(
+        *checked.floats, *varlen_ops.lengths_of(checked.varlen), checked.softmax_scale, checked.causal, recipe.text, checked.out_dtype, return_lse,
+        checked.window, checked.softcap, checked.sinks, scale=checked.scale,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _whole_varlen(
+    chosen: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None, longest_q: int, longest_k: int, softmax_scale: float, causal: Causal, recipe: str, out_dtype: torch.dtype,
+    return_lse: bool, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The operator's implementation. The operators that it calls check what this one doesn't."""
+    varlen = varlen_ops.varlen_of((cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k), q, k)
+    checked = Checked(q, k, v, None, causal, softmax_scale, out_dtype, None, checked_window(window), softcap, sinks, varlen)
+    result = _run(checked, chosen, Recipe.of_text(recipe), return_lse)
+    return result if isinstance(result, tuple) else (result, empty_lse(q, False))
+
+
+def _fake_whole_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k, softmax_scale, causal, recipe, out_dtype, return_lse,
+                       window=CAUSAL_WINDOW, softcap=0.0, sinks=None):  # fmt: skip
+    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
+
+
+for _name in ("auto", "triton", "cuda", "modelled"):
+    ops.register(
+        f"{_name}_varlen_sdpa(Tensor q, Tensor k, Tensor v, {varlen_ops.LENGTHS}, float softmax_scale, str causal, str recipe, ScalarType out_dtype,"
+        f" bool return_lse, {ops.OPTIONS}) -> (Tensor, Tensor)",
+        functools.partial(_whole_varlen, _name),
+        _fake_whole_varlen,
+    )
+
+
 def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Attention:
     """`sdpa` of a checked call by kernels, or their model."""
     if recipe.has_half_keys:
@@ -484,7 +664,7 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         out, lse = _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
         return (out, lse) if return_lse else out
     prepared = _prepare(checked, recipe, chosen)
-    out, lse = _forward(chosen)(*_operator_arguments(prepared, return_lse), scale=checked.scale)
+    out, lse = _forward(chosen, checked)(*_operator_arguments(prepared, return_lse), scale=checked.scale)
     if not return_lse:
         return out
     if prepared.key.mean is None or checked.softcap or checked.sinks is not None:
@@ -496,12 +676,20 @@ def _unsmoothed(p: _Prepared, lse: torch.Tensor) -> torch.Tensor:
     """The LSE of K as it was, of that of K without its mean."""
     # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
     plain = isinstance(p.checked.query, torch.Tensor)
-    q, rotated = (p.checked.query, p.query.rotated) if plain else (_dequantized(p.query), 0)
+    q, rotated = (p.checked.query, p.query.rotated) if plain else (_dequantized(replace(p.query, packed=None)), 0)
+    if p.checked.varlen is not None:
+        cu_seqlens_q = p.checked.varlen.q.cu_seqlens
+        return ops.library_ops.varlen_unsmoothed_lse(lse, q, p.key.mean, cu_seqlens_q, p.checked.softmax_scale, rotated, scale=p.checked.scale)
     return ops.library_ops.unsmoothed_lse(lse, q, p.key.mean, p.checked.softmax_scale, rotated, scale=p.checked.scale)
 
 
 def _dequantized(x: Quantized) -> torch.Tensor:
     """float32 (B, H, S, D), as fp8attn.quantization.dequantize."""
+    if x.packed is not None:
+        packed = x.packed
+        return ops.library_ops.varlen_dequantize(
+            x.data, x.scale, x.granularity, x.layout, x.mean, packed.cu_seqlens, packed.seqused, packed.tokens
+        )  # fmt: skip
     return ops.library_ops.dequantize(x.data, x.scale, x.granularity, x.layout, x.length, x.mean)
 
 
@@ -520,9 +708,9 @@ def _say_once_that_it_is_exact() -> None:
     )
 
 
-def _forward(chosen: str):
+def _forward(chosen: str, checked: Checked):
     """A backend's operator of attention to what is quantized."""
-    return getattr(ops.library_ops, f"{chosen}_forward")
+    return getattr(ops.library_ops, f"{chosen}_forward" if checked.varlen is None else f"{chosen}_varlen_forward")
 
 
 def _from_fp16(chosen: str):
@@ -540,7 +728,7 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
         if plain is not None:
             return *_from_fp16(chosen)(*plain, part.softmax_scale, others.qk, causal, part.out_dtype, True, scale=part.scale), None
         prepared = _prepare(part, others, chosen)
-        return *_forward(chosen)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
+        return *_forward(chosen, part)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
 
     to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
     out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_fp8_keys, to_half_keys)
@@ -552,7 +740,7 @@ def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor
 
     The answer depends only on what torch.compile knows.
     """
-    if not checked.is_float or not _is_fused_recipe(recipe):
+    if not checked.is_float or checked.varlen is not None or not _is_fused_recipe(recipe):
         return None
     query, key, value = checked.floats
     if not ((checked.attn_mask is None and fused_small.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
@@ -660,10 +848,11 @@ def reference_sdpa(
 
 def _by_reference(checked: Checked, return_lse: bool, dtype: torch.dtype) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     q, k, v = _restored(checked)
-    out, lse = ops.library_ops.reference_forward(
-        q, k, v, checked.attn_mask, checked.softmax_scale, checked.causal, dtype, checked.out_dtype, checked.window, checked.softcap,
-        checked.sinks, scale=checked.scale,
-    )  # fmt: skip
+    options = checked.softmax_scale, checked.causal, dtype, checked.out_dtype, checked.window, checked.softcap, checked.sinks
+    if checked.varlen is None:
+        out, lse = ops.library_ops.reference_forward(q, k, v, checked.attn_mask, *options, scale=checked.scale)
+    else:
+        out, lse = ops.library_ops.reference_varlen_forward(q, k, v, *varlen_ops.lengths_of(checked.varlen), *options, scale=checked.scale)
     return (out, lse) if return_lse else out
 
 

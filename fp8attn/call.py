@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, ComputeType, Granularity, ProductType, Quantized, Recipe
+from .layout import units_of
+from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, ComputeType, Granularity, Packed, ProductType, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal, Window, window_offsets
 
 GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
@@ -17,6 +18,21 @@ GRANULARITIES: dict[int, Granularity] = {0: "head", SCALE_BLOCK: "block", 1: "to
 
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes of q that kernels can quantize themselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen:
+    """The sequences of a call of packed operands.
+
+    Attributes:
+        q, k: where they lie in q and o, and in k and v.
+        longest_q, longest_k: the most tokens of a sequence, as far as the caller knows. Only speed depends on them.
+    """
+
+    q: Packed
+    k: Packed
+    longest_q: int
+    longest_k: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +61,9 @@ class Call:
         return_lse: whether to return the LSE of the scores of the stored q and k, and of `lse_mean`.
         lse_mean: float32 (B, Hkv, D), contiguous, K's mean as `Quantized.mean` has it, whose part of the scores kernels
             that quantize q add to the LSE; or None.
+        varlen: the sequences of packed operands, or None. B is then 1, Sq and Sk are the tokens of all sequences, and
+            k, v, k_scale, v_scale and v_mean are laid out as `Quantized.packed` says. `causal` is `none` or
+            `bottom_right`, of each sequence. There is no attn_mask, bias or lse_mean.
     """
 
     q: torch.Tensor
@@ -70,6 +89,7 @@ class Call:
     sinks: torch.Tensor | None = None
     mean_scores: torch.Tensor | None = None
     lse_mean: torch.Tensor | None = None
+    varlen: Varlen | None = None
 
     @property
     def int8(self) -> bool:
@@ -112,13 +132,32 @@ class Call:
     def value_dim(self) -> int:
         return self.v.shape[2]
 
+    @property
+    def longest_q(self) -> int:
+        """The most queries of a sequence, as far as the host knows."""
+        return self.q_length if self.varlen is None else self.varlen.longest_q
+
+    @property
+    def longest_k(self) -> int:
+        """The most keys of a sequence, as far as the host knows."""
+        return self.kv_length if self.varlen is None else self.varlen.longest_k
+
     def tiles(self, rows: int) -> int:
-        """Number of tiles of `rows` query rows, over all heads."""
+        """Number of tiles of `rows` query rows, over all heads; of packed sequences an upper bound."""
+        if self.varlen is not None:
+            return self.q_heads * units_of(self.varlen.q, rows)
         return self.batch * self.q_heads * -(-self.q_length // rows)
 
     @property
     def window_offsets(self) -> tuple[int, int]:
-        """(first, last): row i sees the keys j with i + first <= j <= i + last."""
+        """(first, last): row i sees the keys j with i + first <= j <= i + last.
+
+        Packed sequences have different offsets. For them, this is the window that kernels compute offsets from; -1 is
+        unlimited. Its sides are cut where they are as good as unlimited, so that sums of lengths fit into 32 bits.
+        """
+        if self.varlen is not None:
+            left, right = (-1, -1) if self.causal == "none" else self.window
+            return min(left, self.kv_length), min(right, self.q_length)
         return window_offsets(self.causal, self.window, self.q_length, self.kv_length)
 
     @property
@@ -129,6 +168,8 @@ class Call:
     def visible_keys(self, rows: int) -> int:
         """The most keys that a tile of `rows` query rows sees."""
         first, last = self.window_offsets
+        if self.varlen is not None:
+            return self.longest_k if first < 0 or last < 0 else min(first + last + rows, self.longest_k)
         return min(max(last - first + rows, 0), self.kv_length)
 
 

@@ -1,4 +1,4 @@
-"""The key order of quantized V. Defined once for PyTorch, Triton and the tests.
+"""The key order of quantized V, and the places of packed sequences. Defined once for PyTorch, Triton and the tests.
 
 V is stored transposed, (B, H, D, S_padded), because FP8 tensor cores take K-major operands only. Its keys are permuted
 inside groups of 16. With this order, a thread's accumulators of Q·Kᵀ, converted to e4m3, are the bytes of its A operand
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .recipe import SCALE_BLOCK
+from .recipe import SCALE_BLOCK, Packed
 
 GROUP = 16
 PADDING = SCALE_BLOCK
@@ -29,6 +29,20 @@ def key_of_slot(slot):
 def padded_length(length: int) -> int:
     """`length` rounded up to whole padding blocks."""
     return -(-length // PADDING) * PADDING
+
+
+def first_unit(begin, sequence, size):
+    """The place of a packed sequence's first unit of `size` tokens among the units of all sequences.
+
+    `begin` is the sequence's first token, `sequence` its number. Its units don't overlap the next one's, and all fit
+    into `units_of` places, so nobody has to add up lengths. The arguments are as of `key_of_slot`.
+    """
+    return begin // size + sequence
+
+
+def units_of(packed: Packed, size: int) -> int:
+    """Places of units of `size` tokens of all packed sequences, some of which stay empty."""
+    return packed.tokens // size + packed.sequences
 
 
 def slots(length: int, device: torch.device | None = None) -> torch.Tensor:

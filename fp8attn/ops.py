@@ -352,7 +352,7 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return _by_triton(call)
 
 
-def _laid_out(
+def laid_out(
     q: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor], out_dtype: torch.dtype, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE that plain torch computed, in the dtypes and strides in which kernels give them."""
@@ -362,20 +362,46 @@ def _laid_out(
 
 def _by_model(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By the pipeline's oracle, in plain torch: what the kernels compute, but for float32's order of summation."""
-    q, k, v = quantized_of(call)
-    found = reference.pipeline(
-        q, k, v, call.attn_mask, block_n=SCALE_BLOCK, causal=call.causal, window=call.window, softcap=call.softcap, sinks=call.sinks,
-        mean_scores=call.mean_scores, softmax_scale=call.softmax_scale, compute=call.compute,
+    model = functools.partial(modelled, call, SCALE_BLOCK)
+    if call.varlen is None:
+        return laid_out(call.q, model(*quantized_of(call), call.mean_scores), call.out_dtype, call.return_lse)
+    found = of_sequences(call, model)
+    return laid_out(call.q, found, call.out_dtype, call.return_lse)
+
+
+def modelled(
+    call: Call, block_n: int, q: Quantized, k: Quantized, v: Quantized, mean_scores: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """reference.pipeline with a call's options and key blocks of `block_n`."""
+    return reference.pipeline(
+        q, k, v, call.attn_mask, block_n=block_n, causal=call.causal, window=call.window, softcap=call.softcap, sinks=call.sinks,
+        mean_scores=mean_scores, softmax_scale=call.softmax_scale, compute=call.compute,
     )  # fmt: skip
-    return _laid_out(call.q, found, call.out_dtype, call.return_lse)
+
+
+def of_sequences(call: Call, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed operands in plain torch.
+
+    Args:
+        attend: of q, k and v of a sequence, and of what K's mean adds to the scores of its rows, or None.
+    """
+    assert call.varlen is not None
+    q, k, v = (quantize_ref.sequences_of(x) for x in quantized_of(call))
+
+    def of_one(sequence: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        mean_scores = None if call.mean_scores is None else call.mean_scores[:, :, rows]
+        return attend(q[sequence], k[sequence], v[sequence], mean_scores)
+
+    return reference.of_each_sequence(call.q, call.value_dim, call.varlen.q, of_one)
 
 
 def quantized_of(call: Call) -> tuple[Quantized, Quantized, Quantized]:
     """q, k and v of a call as `Quantized`, without what the kernels aren't told."""
     assert call.q_scale is not None
-    q = Quantized(call.q, call.q_scale, GRANULARITIES[call.q_group], "rows", call.q_length, None, 0, call.bias)
-    k = Quantized(call.k, call.k_scale, GRANULARITIES[call.k_group], "rows", call.kv_length)
-    return q, k, Quantized(call.v, call.v_scale, "channel", "values", call.kv_length, call.v_mean)
+    of_q, of_k = (None, None) if call.varlen is None else (call.varlen.q, call.varlen.k)
+    q = Quantized(call.q, call.q_scale, GRANULARITIES[call.q_group], "rows", call.q_length, None, 0, call.bias, of_q)
+    k = Quantized(call.k, call.k_scale, GRANULARITIES[call.k_group], "rows", call.kv_length, packed=of_k)
+    return q, k, Quantized(call.v, call.v_scale, "channel", "values", call.kv_length, call.v_mean, packed=of_k)
 
 
 def forward_by(backend: Forward):
@@ -423,7 +449,10 @@ def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, 
     return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
 
 
-for _name, _backend in (("triton", _by_triton), ("cuda", _by_cuda), ("auto", _by_whichever), ("modelled", _by_model)):
+FORWARDS: dict[str, Forward] = {"triton": _by_triton, "cuda": _by_cuda, "auto": _by_whichever, "modelled": _by_model}
+"""Attention to quantized operands, by backend."""
+
+for _name, _backend in FORWARDS.items():
     register(
         f"{_name}_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
         " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, Tensor? bias, SymInt kv_length, float softmax_scale, str causal,"
@@ -457,7 +486,7 @@ def _half_keys_modelled(
     found = reference.with_half_keys(
         q, k, v, fp8_out, fp8_lse, sinks=sinks, recent=recent, causal=causal, softmax_scale=softmax_scale
     )  # fmt: skip
-    return _laid_out(q, found, out_dtype, return_lse)
+    return laid_out(q, found, out_dtype, return_lse)
 
 
 def _fake_half_keys(q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse):
@@ -484,7 +513,7 @@ def _reference_forward(
     found = reference.attention(
         q, k, v, attn_mask, causal=causal, window=of_rows, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale, dtype=dtype
     )  # fmt: skip
-    return _laid_out(q, found, out_dtype, True)
+    return laid_out(q, found, out_dtype, True)
 
 
 def _fake_reference_forward(q, k, v, attn_mask, softmax_scale, causal, dtype, out_dtype, window=CAUSAL_WINDOW, softcap=0.0, sinks=None):

@@ -22,7 +22,7 @@ import torch
 
 from . import rotation
 from .ambient import product
-from .layout import padded_length, slots
+from .layout import first_unit, padded_length, slots, units_of
 from .recipe import (
     BIAS_ALIGNMENT,
     E4M3,
@@ -35,6 +35,7 @@ from .recipe import (
     ROW_ALIGNMENT,
     SCALE_BLOCK,
     Granularity,
+    Packed,
     ProductType,
     Quantized,
     Recipe,
@@ -586,6 +587,61 @@ def quantize(
     return q_quantized, k_quantized, v_quantized
 
 
+def empty_packed(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed) -> tuple[Quantized, Quantized]:
+    """Uninitialised results of `quantize_packed`."""
+    heads, pages = k.shape[1], units_of(packed, SCALE_BLOCK)
+
+    def numbers(there: bool, *shape: int) -> torch.Tensor | None:
+        return k.new_empty(shape, dtype=torch.float32) if there else None
+
+    scale, v_scale = numbers(True, 1, heads, packed.tokens if recipe.k == "token" else pages), numbers(True, packed.sequences, heads, v.shape[3])
+    assert scale is not None and v_scale is not None
+    k_mean, v_mean = (numbers(there, packed.sequences, heads, x.shape[3]) for there, x in ((recipe.smooth_k, k), (recipe.smooth_v, v)))
+    part, rows = rotation.part_of(k.shape[3], recipe.rotate), empty_rows(k, row_type(recipe.qk))
+    values = v.new_empty(1, heads, v.shape[3], pages * SCALE_BLOCK, dtype=E4M3)
+    return (
+        Quantized(rows, scale, recipe.k, "rows", packed.tokens, k_mean, part, packed=packed),
+        Quantized(values, v_scale, recipe.v, "values", packed.tokens, v_mean, packed=packed),
+    )
+
+
+def sequences_of(x: Quantized) -> list[Quantized]:
+    """The sequences of a packed operand, each as if it were alone. Rows, pages, scales and means are views."""
+    packed, found = x.packed, []
+    assert packed is not None
+    for sequence, (begin, length) in enumerate(packed.spans()):
+        page = first_unit(begin, sequence, SCALE_BLOCK)
+        pages = slice(page, page + padded_length(length) // SCALE_BLOCK)
+        tokens, own = slice(begin, begin + length), slice(sequence, sequence + 1)
+        mean = None if x.mean is None else x.mean[own]
+        if x.layout == "values":
+            data, scale = x.data[..., SCALE_BLOCK * pages.start : SCALE_BLOCK * pages.stop], x.scale[own]
+        else:
+            data, scale = x.data[:, :, tokens], x.scale[..., tokens if x.granularity == "token" else pages]
+        found.append(replace(x, data=data, scale=scale, length=length, mean=mean, packed=None))
+    return found
+
+
+def quantize_packed(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed) -> tuple[Quantized, Quantized]:
+    """Quantize packed keys (1, H, T, D) and values (1, H, T, Dv): each sequence as `quantize_kv` does.
+
+    Pages without tokens, and tokens that are in no sequence, are zero.
+    """
+    results = empty_packed(k, v, recipe, packed)
+    for x in results:
+        for tensor in (x.data, x.scale, x.mean):
+            if tensor is not None:
+                tensor.view(torch.uint8 if tensor.dtype == E4M3 else tensor.dtype).zero_()
+    for (begin, length), *parts in zip(packed.spans(), *map(sequences_of, results), strict=True):
+        tokens = slice(begin, begin + length)
+        for part, alone in zip(parts, quantize_kv(k[:, :, tokens], v[:, :, tokens], recipe), strict=True):
+            part.data.copy_(alone.data)
+            part.scale.copy_(alone.scale)
+            if part.mean is not None and alone.mean is not None:
+                part.mean.copy_(alone.mean)
+    return results
+
+
 def values_layout(rows: torch.Tensor) -> torch.Tensor:
     """e4m3 (B, H, S, D) -> (B, H, D, S_padded): transposed, keys permuted inside groups of 16, zeros past the end."""
     batch, heads, length, dim = rows.shape
@@ -636,3 +692,12 @@ def dequantize(x: Quantized) -> torch.Tensor:
     else:
         y = rows_layout(x.data, x.length).float() * x.scale.unsqueeze(-2)
     return y if x.mean is None else y + token_means(x.mean, x.length)
+
+
+def dequantize_packed(x: Quantized) -> torch.Tensor:
+    """`dequantize` of each sequence of a packed operand: (1, H, T, D), zeros where there is no sequence."""
+    assert x.packed is not None
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for (begin, length), alone in zip(x.packed.spans(), sequences_of(x), strict=True):
+        y[:, :, begin : begin + length] = dequantize(alone)
+    return y

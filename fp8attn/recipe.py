@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -169,6 +170,37 @@ FUSED_RECIPES: dict[ProductType, Recipe] = {recipe.qk: recipe for recipe in (DEF
 
 
 @dataclass(frozen=True, eq=False)
+class Packed:
+    """Where sequences of different lengths lie in a packed tensor, one after the other.
+
+    The GPU reads `cu_seqlens` and `seqused`, and the host doesn't: a call needs no synchronisation.
+
+    Attributes:
+        cu_seqlens: int32 (N + 1), contiguous. Sequence i has the tokens from cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        seqused: int32 (N,), contiguous, the number of these tokens that exist, the first ones; or None: all exist.
+        tokens: T, the tokens of the packed tensor. Whatever the numbers above are, nothing outside is read.
+    """
+
+    cu_seqlens: torch.Tensor
+    seqused: torch.Tensor | None
+    tokens: int
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return self.cu_seqlens.shape[0] - 1
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The first token and the number of tokens of each sequence. For plain torch only: the host waits for the
+        GPU."""
+        ends = [min(max(x, 0), self.tokens) for x in self.cu_seqlens.tolist()]
+        lengths = [max(end - begin, 0) for begin, end in itertools.pairwise(ends)]
+        if self.seqused is not None:
+            lengths = [min(max(used, 0), length) for used, length in zip(self.seqused.tolist(), lengths, strict=True)]
+        return list(zip(ends, lengths, strict=False))
+
+
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """An e4m3 or int8 tensor with the scales that restore it.
 
@@ -191,6 +223,10 @@ class Quantized:
         bias: for queries whose means were subtracted: what these means add to the scores of the keys that they were
             quantized with, divided by the softmax scale. float32 (B, H, ceil(S / 64), Sk rounded up to a multiple of
             4). Else None.
+        packed: the sequences of a packed tensor, or None. B is then 1 and S is T, the tokens of all N sequences.
+            Sequence i has its own pages of 128 tokens: page j is page cu_seqlens[i] // 128 + i + j of all T // 128 + N.
+            `block` scales are (1, H, T // 128 + N), `values` are (1, H, D, 128 · (T // 128 + N)), and what each
+            sequence has one of, means and `channel` scales, is (N, H, D). Pages without tokens hold anything.
     """
 
     data: torch.Tensor
@@ -201,6 +237,7 @@ class Quantized:
     mean: torch.Tensor | None = None
     rotated: int = 0
     bias: torch.Tensor | None = None
+    packed: Packed | None = None
 
     @property
     def shape(self) -> torch.Size:

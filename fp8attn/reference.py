@@ -7,6 +7,7 @@ walks the same key blocks and rounds P in the same place. A kernel differs from 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from . import rotation
 from .ambient import product
 from .quantization import numbers, of_every_query, row_scales, rows_layout
-from .recipe import E4M3, E4M3_NAN, ComputeType, Quantized
+from .recipe import E4M3, E4M3_NAN, ComputeType, Packed, Quantized
 
 Causal = Literal["none", "top_left", "bottom_right"]
 """What a window is relative to; `none`: every row sees all keys."""
@@ -154,6 +155,26 @@ def attention(
         out[:, :, part] = product(p, v) / total.masked_fill(total == 0, 1.0)
         lse[:, :, part] = (largest + total.log()).squeeze(-1)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+def of_each_sequence(
+    q: torch.Tensor, value_dim: int, packed: Packed, attend: Callable[[int, slice], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed queries (1, Hq, T, D), one sequence after the other: the definition, whatever `attend` is.
+
+    Args:
+        attend: of a sequence's number and its rows, out (1, Hq, Sq, Dv) and LSE (1, Hq, Sq).
+
+    Returns:
+        out (1, Hq, T, Dv) and LSE (1, Hq, T), float32 or float64 as `attend`'s; zeros and -inf for rows of no sequence.
+    """
+    results = [(slice(begin, begin + length), *attend(i, slice(begin, begin + length))) for i, (begin, length) in enumerate(packed.spans())]
+    dtype = results[0][1].dtype if results else torch.float32
+    out = torch.zeros(*q.shape[:3], value_dim, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
+    for rows, part, part_lse in results:
+        out[:, :, rows], lse[:, :, rows] = part, part_lse
+    return out, lse
 
 
 def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:

@@ -29,6 +29,14 @@ HEAD_CTAS = 5
 find them in L2."""
 
 
+TILE_FIELDS = ("sequence", "first_row", "q_begin", "q_length", "k_begin", "k_length")
+"""What attention kernels know of a tile of packed sequences, int32 each: its sequence, its first row, and the first
+token and the number of tokens of the sequence in q and in k. All are 0 where there is no tile."""
+
+TILE_PITCH = 8
+"""int32 numbers of a tile: those of TILE_FIELDS in one memory sector."""
+
+
 def unsupported_size(name: str, x: torch.Tensor) -> str | None:
     """The reason why kernels can't count the tokens or tiles of x (B, H, S, D), or None if they can."""
     batch, heads, length, _ = x.shape
@@ -59,13 +67,13 @@ def heads_side_by_side(call: Call, teams: int) -> int:
     can serve.
 
     Without a causal mask, all tiles take the same time, and the query heads of one key/value head are enough. In a
-    window, a tile reads few keys of a head.
+    window, a tile reads few keys of a head. Tiles of packed sequences take different times in any case.
     """
     sharing = call.q_heads // call.kv_heads
-    if call.causal == "none":
+    if call.causal == "none" and call.varlen is None:
         return sharing
     heads = call.batch * call.kv_heads
-    keys = max(call.visible_keys(LEAST_ROWS), 1) if call.has_first_key else call.kv_length
+    keys = max(call.visible_keys(LEAST_ROWS), 1) if call.has_first_key else call.longest_k
     in_l2 = L2_BYTES // (keys * (call.head_dim + call.value_dim))
     mixed = max(in_l2, teams // HEAD_CTAS // sharing, 1)
     groups = -(-heads // mixed)  # of equal size: a small last group would run its long tiles late

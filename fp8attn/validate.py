@@ -19,8 +19,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_compiling
 
 from . import rotation
-from .call import Call
-from .layout import padded_length
+from .call import Call, Varlen
+from .layout import padded_length, units_of
 from .quantization import bias_pitch, scale_shape
 from .recipe import (
     DEFAULT_RECIPE,
@@ -31,6 +31,7 @@ from .recipe import (
     VALUE_GRANULARITIES,
     Granularity,
     Layout,
+    Packed,
     Quantized,
     Recipe,
 )
@@ -82,6 +83,30 @@ class Arguments:
 
 
 @dataclass(frozen=True, eq=False)
+class VarlenArguments:
+    """The arguments of `fp8attn.varlen_sdpa`, in its order and with its defaults."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    _: KW_ONLY
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    seqused_k: torch.Tensor | None = None
+    is_causal: bool = False
+    window: Window | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    scale: float | None = None
+    recipe: Recipe = DEFAULT_RECIPE
+    out_dtype: torch.dtype | None = None
+    return_lse: bool = False
+    backend: Backend = "auto"
+
+
+@dataclass(frozen=True, eq=False)
 class Stored:
     """A tensor that the user quantized.
 
@@ -115,6 +140,7 @@ class Checked:
         softmax_scale: factor of Q·Kᵀ, ignored if `scale` is given.
         out_dtype: dtype of the output.
         scale: factor of Q·Kᵀ if torch.compile doesn't know its value, a float64 scalar tensor on the CPU; else None.
+        varlen: the sequences of packed operands, which are (1, H, T, D), or None.
     """
 
     query: torch.Tensor | Quantized | Stored
@@ -128,6 +154,7 @@ class Checked:
     window: Window = CAUSAL_WINDOW
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    varlen: Varlen | None = None
 
     @property
     def is_float(self) -> bool:
@@ -189,13 +216,160 @@ def check(a: Arguments) -> Checked:
     value = expanded("value", _with_scale("v", a.value, a.v_scale, for_values=True), batch, kv_heads)
     _check_pair(query, key)
     sinks = None if a.sinks is None else a.sinks.contiguous()
-    default_dtype = query.dtype if isinstance(query, torch.Tensor) else torch.bfloat16
-    softmax_scale, scale = a.query.shape[3] ** -0.5, None
-    if a.scale is not None and is_compiling() and not _is_known(a.scale):
-        scale = torch.ones((), dtype=torch.float64, device="cpu") * a.scale
-    elif a.scale is not None:
-        softmax_scale = float(a.scale)
-    return Checked(query, key, value, attn_mask, causal, softmax_scale, a.out_dtype or default_dtype, scale, window, float(a.softcap), sinks)
+    softmax_scale, scale = _softmax_scale(a.scale, a.query.shape[3])
+    return Checked(query, key, value, attn_mask, causal, softmax_scale, a.out_dtype or _default_dtype(query), scale, window, float(a.softcap), sinks)
+
+
+def _default_dtype(query: torch.Tensor | Quantized | Stored) -> torch.dtype:
+    """The dtype of the output of a query."""
+    return query.dtype if isinstance(query, torch.Tensor) else torch.bfloat16
+
+
+def _softmax_scale(scale: float | None, dim: int) -> tuple[float, torch.Tensor | None]:
+    """`Checked.softmax_scale` and `Checked.scale`."""
+    if scale is not None and is_compiling() and not _is_known(scale):
+        return dim**-0.5, torch.ones((), dtype=torch.float64, device="cpu") * scale
+    return dim**-0.5 if scale is None else float(scale), None
+
+
+def check_varlen(a: VarlenArguments) -> Checked:
+    """Check all arguments of attention of packed sequences but `backend`, which depends on the machine.
+
+    Raises:
+        TypeError, ValueError: an argument isn't as the docstring of fp8attn.varlen_sdpa says.
+        RuntimeError: an argument requires grad, or has a tangent.
+    """
+    check_recipe(a.recipe)
+    check_varlen_recipe(a.recipe)
+    query, key, value = (_check_packed_operand(name, getattr(a, name), "values" if name == "v" else "rows") for name in "qkv")
+    if isinstance(key, Quantized) != isinstance(value, Quantized):
+        kinds = [x.data.dtype if isinstance(x, Quantized) else x.dtype for x in (key, value)]
+        raise TypeError(f"k is {kinds[0]} and v {kinds[1]}; both must be float, or both Quantized")
+    for name, x in (("k", key), ("v", value)):
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}; it must be on q's device, {query.device}")
+    _check_alike({name: x for name, x in (("q", query), ("k", key), ("v", value)) if isinstance(x, torch.Tensor)})
+    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(f"v has {value.shape[2]} tokens and {value.shape[1]} heads; it must have k's, {key.shape[2]} and {kv_heads}")
+    if key.shape[3] != dim:
+        raise ValueError(f"k has head_dim {key.shape[3]}; it must be q's, {dim}")
+    _check_groups(heads, kv_heads)
+    varlen = _checked_lengths(a, query, key)
+    _check_pair(query, key)
+    causal, window = _varlen_window(a)
+    _check_flags(is_causal=a.is_causal, return_lse=a.return_lse)
+    _check_scale_and_dtype(a.scale, a.out_dtype)
+    check_scores(a.softcap, a.sinks, heads, query.device)
+    for name in ("q", "k", "v", "sinks"):
+        _check_no_gradient(name, getattr(a, name))
+    softmax_scale, scale = _softmax_scale(a.scale, dim)
+    sinks = None if a.sinks is None else a.sinks.contiguous()
+    return Checked(
+        query, key, value, None, causal, softmax_scale, a.out_dtype or _default_dtype(query), scale, window, float(a.softcap), sinks, varlen
+    )
+
+
+def check_varlen_recipe(recipe: Recipe) -> None:
+    """Check that packed sequences can be quantized by a recipe."""
+    for name, wanted in (("q", ("token",)), ("k", ("block", "token")), ("v", ("channel",)), ("smooth_q", (False,))):
+        if getattr(recipe, name) not in wanted:
+            allowed = " or ".join(map(repr, wanted))
+            raise ValueError(f"recipe.{name} is {getattr(recipe, name)!r}; it must be {allowed}: no other is made for packed sequences")
+    if recipe.has_half_keys:
+        raise ValueError(f"{_half_keys_of(recipe)}; it must keep none: such recipes aren't made for packed sequences")
+
+
+def _check_packed_operand(name: str, x: object, layout: Layout) -> torch.Tensor | Quantized:
+    """Check a packed q, k or v on its own, and give it as (1, H, T, D)."""
+    if isinstance(x, Quantized):
+        if x.packed is None:
+            raise ValueError(f"{name} is Quantized without cu_seqlens; it must be packed, by fp8attn.quantize with cu_seqlens_q or cu_seqlens_k")
+        check_quantized(name, x, layout, packed=True)
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor or a fp8attn.Quantized")
+    check_plain(name, x)
+    if x.dim() != 3:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (tokens, heads, head_dim)")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} is {x.dtype}; it must be one of {FLOATS}, or Quantized")
+    if x.shape[2] > 1 and x.stride(2) != 1:
+        raise ValueError(f"{name} has strides {x.stride()}; the last must be 1. Nothing is copied silently: call .contiguous()")
+    _check_dim(f"{name} has head_dim", x.shape[2])
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _checked_lengths(a: VarlenArguments, query: torch.Tensor | Quantized, key: torch.Tensor | Quantized) -> Varlen:
+    """The sequences of a call."""
+    of_q = _packed("q", a.cu_seqlens_q, None, query)
+    of_k = _packed("k", a.cu_seqlens_k, a.seqused_k, key)
+    if of_q.sequences != of_k.sequences:
+        raise ValueError(f"cu_seqlens_k is of {of_k.sequences} sequences; it must be of as many as cu_seqlens_q, {of_q.sequences}")
+    for name, longest in (("max_seqlen_q", a.max_seqlen_q), ("max_seqlen_k", a.max_seqlen_k)):
+        if longest is not None and (not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool)):
+            raise TypeError(f"{name} is a {type(longest).__name__}; it must be an int or None")
+        if longest is not None and not is_compiling() and longest < 0:
+            raise ValueError(f"{name} is {longest}; it must be 0 or more")
+    longest_q = of_q.tokens if a.max_seqlen_q is None else a.max_seqlen_q
+    return Varlen(of_q, of_k, longest_q, of_k.tokens if a.max_seqlen_k is None else a.max_seqlen_k)
+
+
+def _packed(name: str, cu_seqlens: torch.Tensor | None, seqused: torch.Tensor | None, x: torch.Tensor | Quantized) -> Packed:
+    """Where the sequences of q or k lie: as the arguments say, or as `x` was quantized."""
+    if isinstance(x, Quantized):
+        assert x.packed is not None
+        for what, given, own in (("cu_seqlens", cu_seqlens, x.packed.cu_seqlens), ("seqused", seqused, x.packed.seqused)):
+            if given is not None and given is not own and not is_compiling():
+                raise ValueError(f"{what}_{name} isn't the tensor that {name} was quantized with; it must be that tensor, or None")
+        return x.packed
+    if cu_seqlens is None:
+        raise TypeError(f"cu_seqlens_{name} is None; it must be int32 (N + 1) for a {name} that isn't Quantized")
+    packed = Packed(cu_seqlens, seqused, x.shape[2])
+    _check_packed(name, packed, x.device)
+    return packed
+
+
+def _check_packed(name: str, packed: Packed, device: torch.device) -> None:
+    """Check the tensors of a `Packed` of q or k."""
+    _check_tensor(f"cu_seqlens_{name}", packed.cu_seqlens, (torch.int32,), None, device)
+    if packed.cu_seqlens.dim() != 1 or packed.cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens_{name} has shape {tuple(packed.cu_seqlens.shape)}; it must be (sequences + 1,), of one sequence at least")
+    _check_contiguous(f"cu_seqlens_{name}", packed.cu_seqlens)
+    if packed.seqused is not None:
+        _check_tensor(f"seqused_{name}", packed.seqused, (torch.int32,), (packed.sequences,), device)
+        _check_contiguous(f"seqused_{name}", packed.seqused)
+
+
+def _varlen_window(a: VarlenArguments) -> tuple[Causal, Window]:
+    """The window of every sequence, and its alignment."""
+    if a.window is None:
+        return "bottom_right" if a.is_causal else "none", CAUSAL_WINDOW
+    left, right = checked_window(a.window)
+    window = (left, 0 if a.is_causal else right)
+    return ("none", CAUSAL_WINDOW) if window == (-1, -1) else ("bottom_right", window)
+
+
+def check_lengths(varlen: Varlen, device: torch.device) -> None:
+    """Check the lengths that an operator got."""
+    _check_packed("q", varlen.q, device)
+    _check_packed("k", varlen.k, device)
+    if varlen.q.sequences != varlen.k.sequences:
+        raise ValueError(f"cu_seqlens_k is of {varlen.k.sequences} sequences; it must be of as many as cu_seqlens_q, {varlen.q.sequences}")
+    for name, longest in (("longest_q", varlen.longest_q), ("longest_k", varlen.longest_k)):
+        if longest < 0:
+            raise ValueError(f"{name} is {longest}; it must be 0 or more")
+
+
+def check_packed_floats(k: torch.Tensor, v: torch.Tensor, packed: Packed) -> None:
+    """Check packed keys and values of an operator, (1, H, T, D)."""
+    check_rows("k", k, FLOATS)
+    check_rows("v", v, (k.dtype,))
+    _, heads, tokens, dim = k.shape
+    _check_tensor("k", k, FLOATS, (1, heads, tokens, dim), k.device)
+    _check_tensor("v", v, FLOATS, (1, heads, tokens, v.shape[3]), k.device)
+    check_dims(dim, v.shape[3])
+    _check_packed("k", packed, k.device)
 
 
 def _is_known(number: float) -> bool:
@@ -203,6 +377,45 @@ def _is_known(number: float) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
 
     return has_static_value(number)
+
+
+def check_quantize_packed(operands: dict[str, object], recipe: Recipe, packed: dict[str, Packed]) -> dict[str, torch.Tensor]:
+    """Check the arguments of fp8attn.quantize for packed sequences.
+
+    Args:
+        operands: query, key and value, those that are given.
+        packed: q and k, those that are given.
+
+    Returns:
+        the operands as (1, H, T, D).
+
+    Raises:
+        TypeError, ValueError: an argument isn't as the docstring of fp8attn.quantize says.
+        RuntimeError: an argument requires grad, or has a tangent.
+    """
+    check_recipe(recipe)
+    check_varlen_recipe(recipe)
+    floats: dict[str, torch.Tensor] = {}
+    for name, x in operands.items():
+        found = _check_packed_operand(name, x, "values" if name == "value" else "rows")
+        if isinstance(found, Quantized):
+            raise TypeError(f"{name} is quantized already; it must be float16, bfloat16 or float32")
+        _check_no_gradient(name, found)
+        floats[name] = found
+    for name in ("q", "k"):
+        there = ("query" if name == "q" else "key") in operands
+        if there != (name in packed):
+            what = "query" if name == "q" else "key"
+            raise ValueError(f"cu_seqlens_{name} is {'None' if there else 'given'}; it must be {'given' if there else 'None'}, as {what} is")
+    if ("key" in floats) != ("value" in floats):
+        raise ValueError(f"{'value' if 'key' in floats else 'key'} is None; key and value are quantized together")
+    _check_alike(floats)
+    if "key" in floats and floats["value"].shape[1:3] != floats["key"].shape[1:3]:
+        tokens, heads = floats["value"].shape[2], floats["value"].shape[1]
+        raise ValueError(f"value has {tokens} tokens and {heads} heads; it must have key's, {floats['key'].shape[2]} and {floats['key'].shape[1]}")
+    for name, where in packed.items():
+        _check_packed(name, where, next(iter(floats.values())).device)
+    return floats
 
 
 def check_quantize(query: object, key: object, value: object, recipe: Recipe) -> None:
@@ -316,8 +529,14 @@ def _check_dim(what: str, dim: int) -> None:
         raise ValueError(f"{what} {dim}; it must be a multiple of {DIM_STEP} from {MIN_DIM} to {MAX_DIM}")
 
 
-def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
-    """Check that the tensors of a `Quantized` have the dtypes, shapes and device that its attributes say."""
+def check_quantized(name: str, x: Quantized, layout: Layout, *, packed: bool = False) -> None:
+    """Check that the tensors of a `Quantized` have the dtypes, shapes and device that its attributes say.
+
+    Args:
+        packed: whether it must be packed. Otherwise it must not.
+    """
+    if (x.packed is not None) != packed:
+        raise ValueError(f"{name} is Quantized with cu_seqlens; it must be quantized without: packed operands are varlen_sdpa's")
     if x.layout != layout:
         raise ValueError(f"{name} is Quantized in the layout {x.layout!r}; it must be {layout!r}")
     dtypes = (E4M3, torch.int8) if layout == "rows" else (E4M3,)
@@ -325,11 +544,21 @@ def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
     check_rows(f"{name}.data", x.data, dtypes)
     if x.granularity not in granularities:
         raise ValueError(f"{name}.granularity is {x.granularity!r}; it must be one of {granularities}")
-    stored, wanted = (x.data.shape[2], x.length) if layout == "rows" else (x.data.shape[3], padded_length(x.length))
+    pages = None if x.packed is None else units_of(x.packed, SCALE_BLOCK)
+    padded = padded_length(x.length) if pages is None else SCALE_BLOCK * pages
+    stored, wanted = (x.data.shape[2], x.length) if layout == "rows" else (x.data.shape[3], padded)
     if stored != wanted:
         raise ValueError(f"{name}.length is {x.length} and {name}.data has shape {tuple(x.data.shape)}; it must hold {wanted} tokens")
     batch, heads, length, dim = x.shape
-    _check_tensor(f"{name}.scale", x.scale, (torch.float32,), scale_shape(x.granularity, batch, heads, length, dim), x.device)
+    scales = scale_shape(x.granularity, batch, heads, length, dim)
+    if x.packed is not None and pages is not None:
+        _check_packed("q" if name in ("q", "query") else "k", x.packed, x.device)
+        if batch != 1:
+            raise ValueError(f"{name}.data has shape {tuple(x.data.shape)}; packed, it must have 1 as its first size")
+        batch = x.packed.sequences
+        if x.granularity != "token":
+            scales = (1, heads, pages) if layout == "rows" else (batch, heads, dim)
+    _check_tensor(f"{name}.scale", x.scale, (torch.float32,), scales, x.device)
     if x.mean is not None and (layout == "values" or x.mean.dim() != 4):
         _check_tensor(f"{name}.mean", x.mean, (torch.float32,), (batch, heads, dim), x.device)
     if layout == "values":
@@ -431,9 +660,7 @@ def expanded(name: str, x: torch.Tensor | Quantized | Stored, batch: int, heads:
 
 def _check_masks(a: Arguments, full: tuple[int, int, int, int]) -> tuple[torch.Tensor | None, Causal, Window]:
     """attn_mask, expanded to `full` = (B, Hq, Sq, Sk), and the window with its alignment."""
-    for name, flag in (("is_causal", a.is_causal), ("enable_gqa", a.enable_gqa), ("return_lse", a.return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} is a {type(flag).__name__}; it must be a bool")
+    _check_flags(is_causal=a.is_causal, enable_gqa=a.enable_gqa, return_lse=a.return_lse)
     if a.causal_alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"causal_alignment is {a.causal_alignment!r}; it must be 'top_left' (as in PyTorch) or 'bottom_right'")
     causal: Causal = "none"
@@ -505,10 +732,20 @@ def _check_options(a: Arguments) -> None:
     """Check dropout_p, scale and out_dtype."""
     if not isinstance(a.dropout_p, Real) or a.dropout_p != 0:
         raise ValueError(f"dropout_p is {a.dropout_p}; it must be 0: fp8attn is for inference")
-    if a.scale is not None:
-        check_scale("scale", a.scale)
-    if a.out_dtype is not None and a.out_dtype not in FLOATS:
-        raise TypeError(f"out_dtype is {a.out_dtype}; it must be float16, bfloat16 or float32")
+    _check_scale_and_dtype(a.scale, a.out_dtype)
+
+
+def _check_scale_and_dtype(scale: object, out_dtype: torch.dtype | None) -> None:
+    if scale is not None:
+        check_scale("scale", scale)
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype is {out_dtype}; it must be float16, bfloat16 or float32")
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is a {type(flag).__name__}; it must be a bool")
 
 
 def check_scale(name: str, scale: object) -> None:
@@ -658,16 +895,21 @@ def check_call(c: Call) -> None:
     _check_groups(heads, kv_heads)
     if c.kv_length != kv_length:
         raise ValueError(f"kv_length is {c.kv_length}; it must be k's, {kv_length}")
+    padded, k_scales, sequences = padded_length(kv_length), _scales("k_group", c.k_group, kv_length), batch
+    if c.varlen is not None:
+        pages, sequences = units_of(c.varlen.k, SCALE_BLOCK), c.varlen.k.sequences
+        padded, k_scales = pages * SCALE_BLOCK, kv_length if c.k_group == 1 else pages
+        _check_packed_call(c)
     _check_tensor("k", c.k, (c.q.dtype,), (batch, kv_heads, kv_length, dim), device)
-    _check_tensor("v", c.v, (E4M3,), (batch, kv_heads, value_dim, padded_length(kv_length)), device)
+    _check_tensor("v", c.v, (E4M3,), (batch, kv_heads, value_dim, padded), device)
     check_dims(dim, value_dim)
     floats = (torch.float32,)
     assert c.q_scale is not None
     _check_tensor("q_scale", c.q_scale, floats, (batch, heads, _scales("q_group", c.q_group, q_length)), device)
-    _check_tensor("k_scale", c.k_scale, floats, (batch, kv_heads, _scales("k_group", c.k_group, kv_length)), device)
-    _check_tensor("v_scale", c.v_scale, floats, (batch, kv_heads, value_dim), device)
+    _check_tensor("k_scale", c.k_scale, floats, (batch, kv_heads, k_scales), device)
+    _check_tensor("v_scale", c.v_scale, floats, (sequences, kv_heads, value_dim), device)
     if c.v_mean is not None:
-        _check_tensor("v_mean", c.v_mean, floats, (batch, kv_heads, value_dim), device)
+        _check_tensor("v_mean", c.v_mean, floats, (sequences, kv_heads, value_dim), device)
     _check_contiguous("v", c.v)
     _check_contiguous("v_mean", c.v_mean)
     if c.attn_mask is not None:
@@ -683,6 +925,16 @@ def check_call(c: Call) -> None:
     _check_contiguous("mean_scores", c.mean_scores)
     if c.attn_mask is not None and c.causal != "none":
         raise ValueError(f"attn_mask is given and causal is {c.causal!r}; it must be 'none'")
+
+
+def _check_packed_call(c: Call) -> None:
+    """Check what a call of packed operands doesn't have."""
+    if c.q.shape[0] != 1:
+        raise ValueError(f"q has shape {tuple(c.q.shape)}; packed, it must have 1 as its first size")
+    if c.k_group not in (1, SCALE_BLOCK):
+        raise ValueError(f"k_group is {c.k_group}; packed, it must be 1 or {SCALE_BLOCK}")
+    if c.causal == "top_left":
+        raise ValueError("causal is 'top_left'; packed, it must be 'none' or 'bottom_right'")
 
 
 def _check_groups(heads: int, kv_heads: int) -> None:
@@ -774,11 +1026,16 @@ def check_half_keys(
         _check_contiguous("k_mean", k_mean)
 
 
-def check_unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor) -> None:
-    """Check the tensors of the operator unsmoothed_lse."""
+def check_unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, packed: Packed | None = None) -> None:
+    """Check the tensors of the operators unsmoothed_lse and varlen_unsmoothed_lse."""
     check_rows("q", q, FLOATS)
     _check_tensor("lse", lse, (torch.float32,), tuple(q.shape[:3]), q.device)
     _check_tensor("k_mean", k_mean, (torch.float32,), None, q.device)
     batch, heads, _, dim = q.shape
+    if packed is not None:
+        _check_packed("q", packed, q.device)
+        _check_tensor("q", q, FLOATS, (1, *q.shape[1:]), q.device)
+        _check_contiguous("lse", lse)
+        batch = packed.sequences
     if k_mean.dim() != 3 or k_mean.shape[0] != batch or k_mean.shape[2] != dim or k_mean.shape[1] == 0 or heads % k_mean.shape[1]:
         raise ValueError(f"k_mean has shape {tuple(k_mean.shape)}; it must be ({batch}, a divisor of {heads}, {dim})")

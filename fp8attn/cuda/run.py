@@ -26,6 +26,8 @@ def plan(call: Call, device: Device, first: bool = False) -> Config | str:
         first: only instances that `auto` takes before Triton's kernels: those of the Hopper kernel. On other GPUs the
             portable kernel wasn't measured beside Triton's kernels. On Hopper, Triton's e4m3 kernel is faster than it.
     """
+    if call.varlen is not None:
+        return "packed sequences are attended to by Triton"
     reason = configs.unsupported_call(call, device)
     if reason is None:
         return configs.choose(call, device)

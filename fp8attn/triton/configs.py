@@ -263,7 +263,7 @@ def portable_config(call: Call, device: Device) -> PortableConfig:
     """The default portable config: the first of a few good configs that fits, from large tiles to small ones."""
     if device.emulated:
         return PortableConfig(64, 64, 4, 1)
-    block_m = 64 if call.q_length > 32 else max(16, 1 << (call.q_length - 1).bit_length())
+    block_m = 64 if call.longest_q > 32 else max(16, 1 << (call.longest_q - 1).bit_length())
     warps = max(block_m // 16, 1)
     for block_n, stages in ((128, 3), (128, 2), (64, 3), (64, 2), (32, 2)):
         config = PortableConfig(block_m, block_n, warps, stages)

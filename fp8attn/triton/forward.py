@@ -32,6 +32,7 @@ from .tile import (
     softmax_step,
     whole_blocks,
 )
+from .varlen import first_unit, load_tile_entry, offsets_of, table_of
 
 
 @triton.jit
@@ -145,6 +146,7 @@ def forward_kernel(
     mask,  # (B, Hq, Sq, Sk): bool as bytes, or float; or None
     sinks,  # (Hq,) float32, contiguous: one more logit of each row; or None
     mean_scores,  # (B, Hq, Sq) float32, contiguous: what K's mean adds to the scores of a row; or None
+    tiles,  # the table of tiles of packed sequences (varlen.table_of), or None
     out,  # (B, Hq, Sq, Dv)
     lse,  # (B, Hq, Sq) float32, contiguous; or None
     q_strides,
@@ -160,42 +162,61 @@ def forward_kernel(
     kv_length,
     kv_padded,
     first_offset,  # row i sees the keys from i + first_offset
-    last_offset,  # to i + last_offset
+    last_offset,  # to i + last_offset; of packed sequences, these two are the window (Call.window_offsets)
     softcap,  # a float; 0 caps nothing
     softmax_scale,
     C: tl.constexpr,  # Traits
 ):
-    """Grid: query tiles x heads x batch, in one dimension."""
+    """Grid: query tiles x heads x batch, in one dimension; of packed sequences, heads x places in the table."""
     BLOCK_M: tl.constexpr = C.config.block_m
     BLOCK_N: tl.constexpr = C.config.block_n
     DV0: tl.constexpr = C.dv0
     DV1: tl.constexpr = C.dv1
-    tiles = tl.cdiv(q_length, BLOCK_M)
     program = tl.program_id(0)
-    # the last tiles of a causal head see the most keys, so they run first
-    first = (tiles - 1 - program % tiles) * BLOCK_M
-    head = (program // tiles) % q_heads
-    batch = (program // tiles // q_heads).to(tl.int64)
+    q_tokens = q_length  # of a row of mean_scores and lse
+    q_begin = 0
+    k_begin = 0
+    v_begin = 0
+    k_block = 0
+    offsets = (first_offset, last_offset)
+    if tiles is None:
+        count = tl.cdiv(q_length, BLOCK_M)
+        # the last tiles of a causal head see the most keys, so they run first
+        first = (count - 1 - program % count) * BLOCK_M
+        head = (program // count) % q_heads
+        batch = (program // count // q_heads).to(tl.int64)
+        sequence = batch
+    else:
+        head = program % q_heads
+        sequence, first, q_begin, q_length, k_begin, kv_length = load_tile_entry(tiles, program // q_heads)
+        page = first_unit(k_begin, sequence, SCALE_BLOCK)
+        batch = (program * 0).to(tl.int64)
+        sequence = sequence.to(tl.int64)
+        q_begin = q_begin.to(tl.int64)
+        k_begin = k_begin.to(tl.int64)
+        v_begin = page.to(tl.int64) * SCALE_BLOCK
+        k_block = k_begin if C.k_group == 1 else page.to(tl.int64)
+        offsets = offsets_of(offsets, q_length, kv_length)
     kv_head = (head // (q_heads // kv_heads)).to(tl.int64)
     head = head.to(tl.int64)
     kv_index = batch * kv_heads + kv_head
     rows = first + tl.arange(0, BLOCK_M)
 
-    q += batch * q_strides[0] + head * q_strides[1]
+    q += batch * q_strides[0] + head * q_strides[1] + q_begin * q_strides[2]
     q0 = load_rows(q, rows, q_strides[2], q_length, 0, C.d0, C.head_dim, True)
     q1 = q0
     if C.d1 > 0:
         q1 = load_rows(q, rows, q_strides[2], q_length, C.d0, C.d1, C.head_dim, True)
-    q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1]
+    q_scale += batch * q_scale_strides[0] + head * q_scale_strides[1] + q_begin * q_scale_strides[2]
     index = rows * 0 if C.q_group == 0 else rows // C.q_group
     row_scale = tl.load(q_scale + index.to(tl.int64) * q_scale_strides[2], mask=rows < q_length, other=1.0)
     q0 = operand(q0, C.half)
     q1 = operand(q1, C.half)
     row_factor = row_scale * (softmax_scale * LOG2E)
 
-    k += batch * k_strides[0] + kv_head * k_strides[1]
-    k_scale += batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
-    v += kv_index * C.value_dim * kv_padded
+    k += batch * k_strides[0] + kv_head * k_strides[1] + k_begin * k_strides[2]
+    k_scale += batch * k_scale_strides[0] + kv_head * k_scale_strides[1] + k_block * k_scale_strides[2]
+    v += kv_index * C.value_dim * kv_padded + v_begin
     if bias is not None:
         tl.static_assert(QUERY_GROUP % BLOCK_M == 0)
         bias = bias_row(bias, batch * q_heads + head, first, q_length, kv_length)
@@ -208,8 +229,9 @@ def forward_kernel(
     if DV1 > 0:
         acc1 = tl.zeros([BLOCK_M, DV1], tl.float32)
 
-    shift = load_rows_of(mean_scores, batch * q_heads + head, rows, q_length)
-    offsets = (first_offset, last_offset)
+    if mean_scores is not None:
+        mean_scores += (batch * q_heads + head) * q_tokens + q_begin
+    shift = load_rows_of(mean_scores, rows, q_length)
     last = tl.minimum(first + BLOCK_M, q_length) - 1
     begin, whole, end_whole, end = whole_blocks(first, last, offsets, kv_length, BLOCK_N, C.causal, C.window)
     if mask is not None:
@@ -243,10 +265,10 @@ def forward_kernel(
         m, kept, l, alpha = add_sink(m, l, sink)
         factor = inverse(l) * alpha
         weight = inverse(l) * kept
-    out += batch * out_strides[0] + head * out_strides[1]
-    v_scale += batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
+    out += batch * out_strides[0] + head * out_strides[1] + q_begin * out_strides[2]
+    v_scale += sequence * v_scale_strides[0] + kv_head * v_scale_strides[1]
     if v_mean is not None:
-        v_mean += kv_index * C.value_dim
+        v_mean += (sequence * kv_heads + kv_head) * C.value_dim
     store_part(acc0, factor, weight, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, 0, C.dv0, C)
     if C.dv1 > 0:
         store_part(acc1, factor, weight, v_scale, v_scale_strides[2], v_mean, out, out_strides[2], rows, q_length, C.dv0, C.dv1, C)
@@ -254,7 +276,7 @@ def forward_kernel(
         value = log_sum_exp(m, l)
         if mean_scores is not None and not C.softcap:
             value += shift
-        tl.store(lse + (batch * q_heads + head) * q_length + rows, value, mask=rows < q_length)
+        tl.store(lse + (batch * q_heads + head) * q_tokens + q_begin + rows, value, mask=rows < q_length)
 
 
 def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,6 +314,7 @@ def run(call: Call, config: PortableConfig, device: Device, *, warmup: bool = Fa
         call.mask_bytes,
         call.sinks,
         call.mean_scores,
+        table_of(call, config.block_m, device, warmup=warmup),
         out,
         lse if call.return_lse else None,
         call.q.stride(),

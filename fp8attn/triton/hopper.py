@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
+from ..layout import units_of
 from ..schedule import heads_side_by_side
 from .configs import ROWS, HopperConfig, Traits
 from .launch import ceil_div, launch
@@ -40,6 +41,9 @@ from .tile import (
     softmax_step,
     whole_blocks,
 )
+from .varlen import first_unit, load_tile_entry, offsets_of, table_of
+
+TABLE: gl.constexpr = gl.constexpr(10)  # of the tensors that consumers take, the table of tiles
 
 
 @gluon.constexpr_function
@@ -78,18 +82,36 @@ host_values_layout = functools.cache(values_layout)
 
 
 @gluon.jit
-def tile_at(position, shape, C: gl.constexpr):
-    """(batch, head, tile) at a position in the schedule.
+def tile_at(position, shape, offsets, table, C: gl.constexpr):
+    """The tile at a position in the schedule.
 
-    Heads are processed in groups. Inside a group the last tiles go first: in a causal call these are the long ones.
+    Heads are processed in groups. Inside a group the last tiles go first: in a causal call these are the long ones. The
+    table of packed sequences has the heavy tiles first.
+
+    Returns:
+        batch and head; the first row of the tile, and the lengths and window offsets of its sequence; and where the
+        sequence lies: its number, and its first query, key, and page of keys.
     """
-    batches, q_heads, kv_heads, q_length, kv_length, group = shape
-    tiles = gl.cdiv(q_length, C.config.tile_rows)
+    batches, q_heads, kv_heads, q_length, kv_length, group, tiles = shape
     first = position // (group * tiles) * group
     inside = position % (group * tiles)
     heads = gl.minimum(group, batches * q_heads - first)
     head = first + inside % heads
-    return head // q_heads, head % q_heads, tiles - 1 - inside // heads
+    if table is None:
+        batch = head // q_heads
+        row = (tiles - 1 - inside // heads) * C.config.tile_rows
+        return batch, head % q_heads, row, (q_length, kv_length), offsets, (batch, 0, 0, 0)
+    else:
+        sequence, row, q_begin, q_length, k_begin, kv_length = load_tile_entry(table, inside // heads)
+        page = first_unit(k_begin, sequence, SCALE_BLOCK)
+        return (
+            head // q_heads,
+            head % q_heads,
+            row,
+            (q_length, kv_length),
+            offsets_of(offsets, q_length, kv_length),
+            (sequence, q_begin, k_begin, page),
+        )
 
 
 @gluon.jit
@@ -105,9 +127,9 @@ def place_in(turn, TEAM: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of(first, rows: gl.constexpr, shape, offsets, C: gl.constexpr):
+def blocks_of(first, rows: gl.constexpr, lengths, offsets, C: gl.constexpr):
     """tile.whole_blocks of so many rows from `first` on, which exists."""
-    batches, q_heads, kv_heads, q_length, kv_length, group = shape
+    q_length, kv_length = lengths
     last = gl.minimum(first + rows, q_length) - 1
     return whole_blocks(first, last, offsets, kv_length, C.config.block_n, C.causal, C.window)
 
@@ -116,10 +138,10 @@ def blocks_of(first, rows: gl.constexpr, shape, offsets, C: gl.constexpr):
 def produce(descriptors, buffers, barriers, shape, positions, offsets, TEAM: gl.constexpr, C: gl.constexpr):
     """One warp: loads the queries of every tile of a team, and its blocks of K and V, in the order in which the
     consumers need them."""
-    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc = descriptors
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, table = descriptors
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    batches, q_heads, kv_heads, q_length, kv_length, group = shape
+    batches, q_heads, kv_heads, _, _, _, _ = shape
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.stages
     MEMBERS: gl.constexpr = C.config.members
@@ -127,31 +149,33 @@ def produce(descriptors, buffers, barriers, shape, positions, offsets, TEAM: gl.
     for turn in range(0, gl.cdiv(positions, gl.num_programs(0) * C.config.teams)):
         position = place_in(turn, TEAM, C)
         if position < positions:
-            batch, head, tile = tile_at(position, shape, C)
+            batch, head, row, lengths, own_offsets, begins = tile_at(position, shape, offsets, table, C)
+            _, q_begin, k_begin, page = begins
             kv_head = head // (q_heads // kv_heads)
-            row = tile * C.config.tile_rows
             for c in gl.static_range(TEAM * MEMBERS, (TEAM + 1) * MEMBERS):
                 my_row = row + (c - TEAM * MEMBERS) * 64
                 mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
                 mbarrier.expect(q_full.index(c), 64 * (C.d0 + C.d1))
-                tma.async_copy_global_to_shared(q0_desc, [batch, head, my_row, 0], q_full.index(c), sQ0.index(c))
+                tma.async_copy_global_to_shared(q0_desc, [batch, head, q_begin + my_row, 0], q_full.index(c), sQ0.index(c))
                 if C.d1 > 0:
-                    tma.async_copy_global_to_shared(q1_desc, [batch, head, my_row, C.d0], q_full.index(c), sQ1.index(c))
-            begin, _, _, blocks = blocks_of(row, C.config.tile_rows, shape, offsets, C)
+                    tma.async_copy_global_to_shared(q1_desc, [batch, head, q_begin + my_row, C.d0], q_full.index(c), sQ1.index(c))
+            begin, _, _, blocks = blocks_of(row, C.config.tile_rows, lengths, own_offsets, C)
             for n in range(begin, blocks):
                 stage = TEAM * STAGES + block % STAGES
                 free = (block // STAGES & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), free)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (C.d0 + C.d1))
-                tma.async_copy_global_to_shared(k0_desc, [batch, kv_head, n * BLOCK_N, 0], k_full.index(stage), sK0.index(stage))
+                tma.async_copy_global_to_shared(k0_desc, [batch, kv_head, k_begin + n * BLOCK_N, 0], k_full.index(stage), sK0.index(stage))
                 if C.d1 > 0:
-                    tma.async_copy_global_to_shared(k1_desc, [batch, kv_head, n * BLOCK_N, C.d0], k_full.index(stage), sK1.index(stage))
+                    tma.async_copy_global_to_shared(k1_desc, [batch, kv_head, k_begin + n * BLOCK_N, C.d0], k_full.index(stage), sK1.index(stage))
                 mbarrier.wait(v_empty.index(stage), free)
                 mbarrier.expect(v_full.index(stage), BLOCK_N * (C.dv0 + C.dv1))
                 channel = (batch * kv_heads + kv_head) * C.value_dim
-                tma.async_copy_global_to_shared(v0_desc, [channel, n * BLOCK_N], v_full.index(stage), sV0.index(stage))
+                tma.async_copy_global_to_shared(v0_desc, [channel, page * SCALE_BLOCK + n * BLOCK_N], v_full.index(stage), sV0.index(stage))
                 if C.dv1 > 0:
-                    tma.async_copy_global_to_shared(v1_desc, [channel + C.dv0, n * BLOCK_N], v_full.index(stage), sV1.index(stage))
+                    tma.async_copy_global_to_shared(
+                        v1_desc, [channel + C.dv0, page * SCALE_BLOCK + n * BLOCK_N], v_full.index(stage), sV1.index(stage)
+                    )
                 block += 1
 
 
@@ -326,9 +350,9 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
     """One warpgroup: attention of 64 queries of every tile."""
     sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q, k, q_scale, k_scale, v_scale, v_mean, bias, mask, sinks, means, out, lse = tensors
+    q, k, q_scale, k_scale, v_scale, v_mean, bias, mask, sinks, means, table, out, lse = tensors
     q_strides, k_strides, q_scale_strides, k_scale_strides, v_scale_strides, mask_strides, out_strides = strides
-    batches, q_heads, kv_heads, q_length, kv_length, group = shape
+    _, q_heads, kv_heads, q_tokens, _, _, _ = shape
     R: gl.constexpr = gl.SliceLayout(1, score_layout(C))
     O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv0, 32])
     O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(C.dv1, 16), 32])
@@ -341,15 +365,22 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
     for turn in range(0, gl.cdiv(positions, gl.num_programs(0) * C.config.teams)):
         position = place_in(turn, TEAM, C)
         if position < positions:
-            batch, head, tile = tile_at(position, shape, C)
+            batch, head, tile_row, lengths, own_offsets, begins = tile_at(position, shape, offsets, table, C)
+            q_length, kv_length = lengths
+            sequence, q_begin, k_begin, page = begins
             kv_head = (head // (q_heads // kv_heads)).to(gl.int64)
             batch = batch.to(gl.int64)
             head = head.to(gl.int64)
-            first = tile * C.config.tile_rows + MEMBER * 64
+            if table is not None:
+                q_begin = q_begin.to(gl.int64)
+                k_begin = k_begin.to(gl.int64)
+                page = page.to(gl.int64)
+            sequence = sequence.to(gl.int64)
+            first = tile_row + MEMBER * 64
             rows = first + gl.arange(0, 64, layout=R)
 
             index = rows * 0 if C.q_group == 0 else rows // C.q_group
-            pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + index.to(gl.int64) * q_scale_strides[2]
+            pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + (q_begin + index.to(gl.int64)) * q_scale_strides[2]
             row_scale = gl.load(pointers, mask=rows < q_length, other=1.0)
             mbarrier.wait(q_full.index(ME), turn & 1)
             row_factor = row_scale * (softmax_scale * LOG2E)
@@ -361,8 +392,8 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
 
             # the team loads the blocks loaded_begin … loaded - 1; some row of this consumer sees those from `begin` to
             # seen - 1, and all its rows see all keys of those from `edge` to whole - 1
-            loaded_begin, _, _, loaded = blocks_of(tile * C.config.tile_rows, C.config.tile_rows, shape, offsets, C)
-            begin, edge, whole, seen = blocks_of(first, 64, shape, offsets, C)
+            loaded_begin, _, _, loaded = blocks_of(tile_row, C.config.tile_rows, lengths, own_offsets, C)
+            begin, edge, whole, seen = blocks_of(first, 64, lengths, own_offsets, C)
             seen = gl.where(first < q_length, seen, loaded_begin)
             whole = 0 if mask is not None else gl.minimum(whole, seen)
             if C.window:
@@ -370,6 +401,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 edge = gl.minimum(edge, seen)
                 block = release(barriers, loaded_begin, begin, block, TEAM, STAGES)
             scale_base = k_scale + batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
+            scale_base += (k_begin if C.k_group == 1 else page) * k_scale_strides[2]
             bias_base = bias
             if bias is not None:
                 bias_base = bias_row(bias, batch * q_heads + head, first, q_length, kv_length)
@@ -378,10 +410,13 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 mask_base += batch * mask_strides[0] + head * mask_strides[1]
             k_base = k
             if C.int8:
-                k_base += batch * k_strides[0] + kv_head * k_strides[1]
+                k_base += batch * k_strides[0] + kv_head * k_strides[1] + k_begin * k_strides[2]
             bias_factor = softmax_scale * LOG2E
-            shift = load_rows_of(means, batch * q_heads + head, rows, q_length)
-            keys = (k_strides[2], scale_base, k_scale_strides[2], bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, offsets)
+            mean_base = means
+            if means is not None:
+                mean_base += (batch * q_heads + head) * q_tokens + q_begin
+            shift = load_rows_of(mean_base, rows, q_length)
+            keys = (k_strides[2], scale_base, k_scale_strides[2], bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, own_offsets)
             x = empty_scores(C)
             if C.config.overlap:
                 if seen > begin:
@@ -403,7 +438,10 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 block += 1
             # once no m is negative, none will be; in the rare other case, the masked loop handles the rest
             if whole > opening:
-                whole = gl.where(gl.min(m, 0) >= 0.0, whole, opening)
+                of_rows = m
+                if table is not None:  # rows behind the sequence are the next one's
+                    of_rows = gl.where(rows < q_length, m, 0.0)
+                whole = gl.where(gl.min(of_rows, 0) >= 0.0, whole, opening)
             if C.config.overlap:
                 x = warpgroup_mma_init(x)
             for n in range(opening, whole):
@@ -424,18 +462,18 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
             mbarrier.arrive(q_empty.index(ME))
             block = release(barriers, seen, loaded, block, TEAM, STAGES)
 
-            scale_base = v_scale + batch * v_scale_strides[0] + kv_head * v_scale_strides[1]
+            scale_base = v_scale + sequence * v_scale_strides[0] + kv_head * v_scale_strides[1]
             scale0 = load_channels(scale_base, v_scale_strides[2], 0, C.dv0, C.value_dim)
             scale1 = load_channels(scale_base, v_scale_strides[2], C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else scale0
             mean0 = None
             mean1 = None
             if v_mean is not None:
-                mean_base = v_mean + (batch * kv_heads + kv_head) * C.value_dim
-                mean0 = load_channels(mean_base, 1, 0, C.dv0, C.value_dim)
-                mean1 = load_channels(mean_base, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
+                channel_means = v_mean + (sequence * kv_heads + kv_head) * C.value_dim
+                mean0 = load_channels(channel_means, 1, 0, C.dv0, C.value_dim)
+                mean1 = load_channels(channel_means, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
             l = gl.convert_layout(gl.sum(l, 1), R)
             if C.int8:
-                l = set_nonfinite_rows(l, q + batch * q_strides[0] + head * q_strides[1], rows, q_strides[2], q_length)
+                l = set_nonfinite_rows(l, q + batch * q_strides[0] + head * q_strides[1] + q_begin * q_strides[2], rows, q_strides[2], q_length)
             weight = gl.where(l == 0, 0.0, 1.0)
             factor = inverse(l)
             if sinks is not None:
@@ -445,7 +483,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 m, kept, l, alpha = add_sink(m, l, sink)
                 factor = inverse(l) * alpha
                 weight = inverse(l) * kept
-            out_base = out + batch * out_strides[0] + head * out_strides[1]
+            out_base = out + batch * out_strides[0] + head * out_strides[1] + q_begin * out_strides[2]
             store_part(acc0, factor, weight, scale0, mean0, out_base, out_strides[2], rows, q_length, 0, C.value_dim)
             if C.dv1 > 0:
                 store_part(acc1, factor, weight, scale1, mean1, out_base, out_strides[2], rows, q_length, C.dv0, C.value_dim)
@@ -453,13 +491,13 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 value = log_sum_exp(m, l)
                 if means is not None and not C.softcap:
                     value += shift
-                gl.store(lse + (batch * q_heads + head) * q_length + rows, value, mask=rows < q_length)
+                gl.store(lse + (batch * q_heads + head) * q_tokens + q_begin + rows, value, mask=rows < q_length)
 
 
-@gluon.jit(do_not_specialize=["batches", "q_heads", "kv_heads", "q_length", "kv_length", "group", "positions", "first_offset", "last_offset"])
+@gluon.jit(do_not_specialize=["batches", "q_heads", "kv_heads", "q_length", "kv_length", "group", "tiles", "first_offset", "last_offset"])
 def hopper_kernel(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, tensors, strides, batches, q_heads, kv_heads, q_length, kv_length, group,
-    positions, first_offset, last_offset, softcap, softmax_scale, C: gl.constexpr,
+    tiles, first_offset, last_offset, softcap, softmax_scale, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: at most one CTA per SM; see `run` for the arguments. Descriptors of absent parts are None.
 
@@ -467,8 +505,9 @@ def hopper_kernel(
     of P is then 0 at compile time, and ptxas 12.8 packs two equal pairs of e4m3 into a register and writes only one
     half of it.
     """
-    descriptors = (q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc)
-    shape = (batches, q_heads, kv_heads, q_length, kv_length, group)
+    descriptors = (q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, tensors[TABLE])
+    shape = (batches, q_heads, kv_heads, q_length, kv_length, group, tiles)
+    positions = tiles * batches * q_heads
     offsets = (first_offset, last_offset)
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.teams * C.config.stages
@@ -584,8 +623,8 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         return out, lse
     assert call.q_scale is not None
     traits = Traits.of(call, config, device)
-    positions = ceil_div(call.q_length, config.tile_rows) * call.batch * call.q_heads
-    ctas = min(ceil_div(positions, config.teams), device.sm_count)
+    tiles = ceil_div(call.q_length, config.tile_rows) if call.varlen is None else units_of(call.varlen.q, config.tile_rows)
+    ctas = min(ceil_div(tiles * call.batch * call.q_heads, config.teams), device.sm_count)
     launch(
         hopper_kernel,
         (ctas,),
@@ -606,6 +645,7 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
             call.mask_bytes,
             call.sinks,
             call.mean_scores,
+            table_of(call, config.tile_rows, device, warmup=warmup),
             out,
             lse if call.return_lse else None,
         ),
@@ -624,7 +664,7 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         call.q_length,
         call.kv_length,
         heads_side_by_side(call, ctas * config.teams),
-        positions,
+        tiles,
         *call.window_offsets,
         float(call.softcap),
         call.softmax_scale,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -25,8 +26,8 @@ from .. import layout, rotation
 from .. import quantization as quantize_ref
 from ..call import GROUPS
 from ..device import INTERPRETING, Device
-from ..layout import padded_length
-from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Quantized, Recipe
+from ..layout import padded_length, units_of
+from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Packed, Quantized, Recipe
 from .feedback import feed_back
 from .fit import fitted_codes
 from .launch import ceil_div, check_counted, launch
@@ -42,9 +43,11 @@ from .tile import (
     key_of_slot,
     scale_of,
 )
+from .varlen import first_unit, packed_arguments, spans_of, unit_of_head, units_in
 
 TOKEN_CHUNK: tl.constexpr = tl.constexpr(quantize_ref.TOKEN_CHUNK)
 LANES: tl.constexpr = tl.constexpr(quantize_ref.LANES)
+SAMPLE: tl.constexpr = tl.constexpr(quantize_ref.SAMPLE)
 CHANNELS: tl.constexpr = tl.constexpr(32)  # channels of one program of finish_kernel
 # the interpreter runs plain Python functions as they are
 sign_bit = rotation.sign_bit if INTERPRETING else triton.jit(rotation.sign_bit)
@@ -434,7 +437,7 @@ def write_rows(
 
 @triton.jit
 def write_values(
-    v, v_stride, shift, scale, out, token_chunk, length, padded,
+    v, v_stride, shift, scale, out, token_chunk, length, padded, pitch,
     DIM: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Quantize a token chunk of some channels of one head's v (quantization.encode_values). All its runs advance
@@ -444,6 +447,7 @@ def write_values(
         shift: (1, WIDTH) or a number, which is subtracted.
         scale: (WIDTH,).
         out: the channels' codes, four per word.
+        padded, pitch: codes of a channel, and from one channel to the next.
         CAREFUL: the token chunk is incomplete, or has non-finite tokens.
     """
     columns = tl.arange(0, WIDTH)
@@ -476,7 +480,7 @@ def write_values(
         if group % 2 == 1:  # 32 bytes, which L2 writes at once
             low = tl.join(tl.join(before0, before1), tl.join(before2, before3))
             words = tl.permute(tl.join(low, tl.join(tl.join(words0, words1), tl.join(words2, words3))), (0, 1, 4, 3, 2))
-            at = (first - GROUP)[:, None] // 4 + columns[None, :].to(tl.int64) * (padded // 4)
+            at = (first - GROUP)[:, None] // 4 + columns[None, :].to(tl.int64) * (pitch // 4)
             pointers = out + at[:, :, None] + tl.arange(0, GROUP // 2)[None, None, :]
             exists = (columns < DIM)[None, :, None]
             if CAREFUL:
@@ -567,33 +571,52 @@ def write_queries(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step"])
+@triton.jit
+def inverse_of(count):
+    """1 / max(count, 1), as the host computes it."""
+    return (1.0 / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def sample_of(length):
+    """quantization.sample_step, and the inverse of quantization.sample_size."""
+    step = tl.maximum(tl.cdiv(length, SAMPLE), 1)
+    size = length // (step * LANES) * LANES + tl.minimum(length % (step * LANES), LANES)
+    return step, inverse_of(size)
+
+
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "kv_pairs", "q_length", "kv_length", "sample_step", "sequences"])
 def gather_kernel(
     q, k, v, q_strides, k_strides, v_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, k_mean, k_extremes,
-    v_sums, v_extremes, v_flags, q_heads, kv_heads, kv_pairs, q_length, kv_length, sample_step, inverse_sample_size, C: tl.constexpr,
+    v_sums, v_extremes, v_flags, cu_seqlens, seqused, q_heads, kv_heads, kv_pairs, q_length, kv_length, sample_step, inverse_sample_size, sequences,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Compute statistics of every token chunk of v and k's mean and extremes, and quantize q.
 
-    Statistics of v: sums (B, Hkv, token_chunks, Dv), extremes (…, 2, Dv), flags (…).
+    Statistics of v: sums (B, Hkv, token_chunks, Dv), extremes (…, 2, Dv), flags (…). Of packed sequences, token chunks
+    are places, B is 1 for them, and kv_pairs are the heads of all sequences.
 
     Grid, in one dimension, long programs first: token chunks of v, token chunks of k if C.k_extremes, heads of k if
     C.smooth_k, blocks of q. Dims of 0 in C mean that there is no q, or no k and v.
     """
     begin(C.dependent)
     item = tl.program_id(0)
-    token_chunks = tl.cdiv(kv_length, TOKEN_CHUNK)
-    k_first = kv_pairs * token_chunks
+    token_chunks = units_in(cu_seqlens, sequences, kv_length, TOKEN_CHUNK)
+    k_first = (kv_pairs if cu_seqlens is None else kv_heads) * token_chunks
     mean_first = k_first + (kv_pairs * token_chunks if C.k_extremes else 0)
     q_first = mean_first + (kv_pairs if C.smooth_k else 0)
     if item < k_first:
         if C.v_dim > 0:
             index = item.to(tl.int64)
-            pair = index // token_chunks
-            base = v + pair // kv_heads * v_strides[0] + pair % kv_heads * v_strides[1]
-            gather_token_chunk(
-                base, item % token_chunks, v_strides[2], kv_length, v_sums + index * C.v_dim, v_extremes + index * 2 * C.v_dim,
-                v_flags + index, C.v_dim, C.widths[2], 0,
-            )  # fmt: skip
+            batch, head, _, token_chunk, _, first, length = unit_of_head(
+                item % token_chunks, index // token_chunks, cu_seqlens, seqused, sequences, kv_heads, kv_length, TOKEN_CHUNK
+            )
+            if token_chunk * TOKEN_CHUNK < length:
+                base = v + batch * v_strides[0] + head * v_strides[1] + first * v_strides[2]
+                gather_token_chunk(
+                    base, token_chunk, v_strides[2], length, v_sums + index * C.v_dim, v_extremes + index * 2 * C.v_dim,
+                    v_flags + index, C.v_dim, C.widths[2], 0,
+                )  # fmt: skip
     elif item < mean_first:
         if C.k_extremes:
             index = (item - k_first).to(tl.int64)
@@ -604,37 +627,52 @@ def gather_kernel(
     elif item < q_first:
         if C.smooth_k:
             pair = (item - mean_first).to(tl.int64)
-            base = k + pair // kv_heads * k_strides[0] + pair % kv_heads * k_strides[1]
-            mean = sample_mean(base, sample_step, k_strides[2], kv_length, inverse_sample_size, C.k_dim, C.widths[1], C.part, 4)
+            base = k + pair % kv_heads * k_strides[1]
+            length = kv_length
+            if cu_seqlens is None:
+                base += pair // kv_heads * k_strides[0]
+            else:
+                first, length = spans_of(cu_seqlens, seqused, pair // kv_heads, kv_length, pair < kv_pairs)
+                base += first.to(tl.int64) * k_strides[2]
+                sample_step, inverse_sample_size = sample_of(length)
+            mean = sample_mean(base, sample_step, k_strides[2], length, inverse_sample_size, C.k_dim, C.widths[1], C.part, 4)
             store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
     else:
         if C.q_dim > 0:
             write_queries(q, q_strides, q_data, q_data_strides, q_scale, q_scale_strides, q_mean, item - q_first, q_heads, q_length, C)
 
 
-@triton.jit(do_not_specialize=["token_chunks"])
+@triton.jit(do_not_specialize=["token_chunks", "heads", "length", "sequences"])
 def finish_kernel(
-    k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, token_chunks, inverse_length, C: tl.constexpr
+    k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, cu_seqlens, seqused, token_chunks, inverse_length, heads, length,
+    sequences, C: tl.constexpr,
 ):  # fmt: skip
     """Compute v's means and scales, and the largest magnitudes of k and v, (B, Hkv, D) each. Outputs that are None
     aren't stored.
 
-    Grid: (B · Hkv) x D / CHANNELS.
+    Grid: (B · Hkv) x D / CHANNELS; of packed sequences, their number is B.
     """
     begin(C.dependent)
     pair = tl.program_id(0).to(tl.int64)
+    chunk = pair * token_chunks
+    if cu_seqlens is not None:
+        sequence = (pair // heads).to(tl.int32)
+        first, own_length = spans_of(cu_seqlens, seqused, sequence, length, sequence < sequences)
+        chunk = pair % heads * units_in(cu_seqlens, sequences, length, TOKEN_CHUNK) + first_unit(first, sequence, TOKEN_CHUNK)
+        token_chunks = tl.cdiv(own_length, TOKEN_CHUNK)
+        inverse_length = inverse_of(own_length)
     columns = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     if C.k_extremes:
-        low, high = token_chunk_extremes(k_extremes + pair * token_chunks * 2 * C.k_dim, token_chunks, columns, C.k_dim)
+        low, high = token_chunk_extremes(k_extremes + chunk * 2 * C.k_dim, token_chunks, columns, C.k_dim)
         mean = tl.zeros([CHANNELS], tl.float32)
         if C.smooth_k:
             mean = tl.load(k_mean + pair * C.k_dim + columns, mask=columns < C.k_dim, other=0.0)
         tl.store(k_largest + pair * C.k_dim + columns, largest_magnitude(low, high, mean), mask=columns < C.k_dim)
     inside = columns < C.v_dim
-    low, high = token_chunk_extremes(v_extremes + pair * token_chunks * 2 * C.v_dim, token_chunks, columns, C.v_dim)
+    low, high = token_chunk_extremes(v_extremes + chunk * 2 * C.v_dim, token_chunks, columns, C.v_dim)
     mean = tl.zeros([CHANNELS], tl.float32)
     if C.smooth_v:
-        mean = token_chunk_sum(v_sums + pair * token_chunks * C.v_dim, token_chunks, columns, C.v_dim) * inverse_length
+        mean = token_chunk_sum(v_sums + chunk * C.v_dim, token_chunks, columns, C.v_dim) * inverse_length
         mean = removable(coarse(mean, low, high))
         tl.store(v_mean + pair * C.v_dim + columns, mean, mask=inside)
     largest = largest_magnitude(low, high, mean)
@@ -644,53 +682,72 @@ def finish_kernel(
         tl.store(v_scale + pair * C.v_dim + columns, scale_of(largest), mask=inside)
 
 
-@triton.jit(do_not_specialize=["heads", "length"])
+@triton.jit(do_not_specialize=["heads", "length", "sequences"])
 def write_kernel(
     k, v, k_strides, v_strides, k_mean, v_mean, k_scale, v_scale, k_scale_strides, v_scale_strides, k_data, k_data_strides, v_data,
-    v_flags, heads, length, padded, C: tl.constexpr,
+    v_flags, cu_seqlens, seqused, heads, length, padded, sequences, C: tl.constexpr,
 ):  # fmt: skip
     """Quantize k and v.
 
-    Grid: (token chunks of v, which take longest, and blocks of k) x (B · Hkv), in one dimension.
+    Grid: (token chunks of v, which take longest, and blocks of k) x (B · Hkv), in one dimension; of packed sequences,
+    their places x Hkv.
     """
     begin(C.dependent)
-    token_chunks = tl.cdiv(length, TOKEN_CHUNK)
-    items = token_chunks + tl.cdiv(length, BLOCK)
+    token_chunks = units_in(cu_seqlens, sequences, length, TOKEN_CHUNK)
+    items = token_chunks + units_in(cu_seqlens, sequences, length, BLOCK)
     # heads in reverse order, because the last ones read are still in L2
     from_last = tl.num_programs(0) - 1 - tl.program_id(0)
-    pair = (from_last // items).to(tl.int64)
+    of_head = (from_last // items).to(tl.int64)
     item = items - 1 - from_last % items
-    batch = pair // heads
-    head = pair % heads
-    v += batch * v_strides[0] + head * v_strides[1]
     if item < token_chunks:
-        token_chunk = item
-        v_data += pair * C.v_dim * (padded // 4)
-        v_shift = 0.0
-        if C.smooth_v:
-            v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
-        scale = load_vector(v_scale + batch * v_scale_strides[0] + head * v_scale_strides[1], v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
-        if tl.load(v_flags + pair * token_chunks + token_chunk) == 0:
-            write_values(v, v_strides[2], v_shift, scale, v_data, token_chunk, length, padded, C.v_dim, C.widths[2], C.native, False)
-        else:
-            write_values(v, v_strides[2], v_shift, scale, v_data, token_chunk, length, padded, C.v_dim, C.widths[2], C.native, True)
+        batch, head, pair, token_chunk, sequence, first, own_length = unit_of_head(
+            item, of_head, cu_seqlens, seqused, sequences, heads, length, TOKEN_CHUNK
+        )
+        v += batch * v_strides[0] + head * v_strides[1] + first * v_strides[2]
+        v_data += of_head * C.v_dim * (padded // 4)
+        own_padded = padded
+        if cu_seqlens is not None:
+            v_data += first_unit(first, sequence, BLOCK) * (BLOCK // 4)
+            own_padded = tl.cdiv(own_length, BLOCK) * BLOCK
+        if token_chunk * TOKEN_CHUNK < own_length:
+            v_shift = 0.0
+            if C.smooth_v:
+                v_shift = load_vector(v_mean + pair * C.v_dim, 1, 0.0, C.v_dim, C.widths[2])[None, :]
+            v_scale += (pair // heads) * v_scale_strides[0] + head * v_scale_strides[1]
+            scale = load_vector(v_scale, v_scale_strides[2], 1.0, C.v_dim, C.widths[2])
+            if tl.load(v_flags + of_head * token_chunks + item) == 0:
+                write_values(
+                    v, v_strides[2], v_shift, scale, v_data, token_chunk, own_length, own_padded, padded, C.v_dim, C.widths[2], C.native, False
+                )
+            else:
+                write_values(
+                    v, v_strides[2], v_shift, scale, v_data, token_chunk, own_length, own_padded, padded, C.v_dim, C.widths[2], C.native, True
+                )
     else:
-        block = item - token_chunks
-        careful = tl.load(v_flags + pair * token_chunks + block * BLOCK // TOKEN_CHUNK)
-        k += batch * k_strides[0] + head * k_strides[1]
+        batch, head, pair, block, sequence, first, own_length = unit_of_head(
+            item - token_chunks, of_head, cu_seqlens, seqused, sequences, heads, length, BLOCK
+        )
+        flag = of_head * token_chunks + block * BLOCK // TOKEN_CHUNK
         k_scale += batch * k_scale_strides[0] + head * k_scale_strides[1]
-        k_data += batch * k_data_strides[0] + head * k_data_strides[1]
-        k_shift = 0.0
-        if C.smooth_k:
-            k_shift = load_vector(k_mean + pair * C.k_dim, 1, 0.0, C.k_dim, C.widths[1])[None, :]
-        rows = block * BLOCK + tl.arange(0, BLOCK)
-        hidden = rows < 0
-        if careful != 0:
-            hidden = hidden_tokens(v, rows, v_strides[2], length, C.v_dim, C.widths[2]) > 0
-        write_rows(
-            k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], length,
-            C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
-        )  # fmt: skip
+        if cu_seqlens is not None:
+            flag += first_unit(first, sequence, TOKEN_CHUNK)
+            k_scale += (first if C.k_group == 1 else first_unit(first, sequence, BLOCK)) * k_scale_strides[2]
+        if block * BLOCK < own_length:
+            careful = tl.load(v_flags + flag)
+            v += batch * v_strides[0] + head * v_strides[1] + first * v_strides[2]
+            k += batch * k_strides[0] + head * k_strides[1] + first * k_strides[2]
+            k_data += batch * k_data_strides[0] + head * k_data_strides[1] + first * k_data_strides[2]
+            k_shift = 0.0
+            if C.smooth_k:
+                k_shift = load_vector(k_mean + pair * C.k_dim, 1, 0.0, C.k_dim, C.widths[1])[None, :]
+            rows = block * BLOCK + tl.arange(0, BLOCK)
+            hidden = rows < 0
+            if careful != 0:
+                hidden = hidden_tokens(v, rows, v_strides[2], own_length, C.v_dim, C.widths[2]) > 0
+            write_rows(
+                k, k_strides[2], k_shift, rows, hidden, careful == 0, k_scale, block, k_scale_strides[2], k_data, k_data_strides[2], own_length,
+                C.k_dim, C.widths[1], C.k_group, 1.0, True, C,
+            )  # fmt: skip
 
 
 @triton.jit(noinline=True)
@@ -720,9 +777,9 @@ def small_values(v, v_strides, v_mean, v_data, v_scale, item, kv_heads, length, 
     v_data += (pair * C.v_dim + channel) * (padded // 4)
     for token_chunk in range(token_chunks):
         if careful == 0:
-            write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, length, padded, SLICE, SLICE, C.native, False)
+            write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, length, padded, padded, SLICE, SLICE, C.native, False)
         else:
-            write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, length, padded, SLICE, SLICE, C.native, True)
+            write_values(v, v_strides[2], mean[None, :], scale, v_data, token_chunk, length, padded, padded, SLICE, SLICE, C.native, True)
 
 
 @triton.jit(noinline=True)
@@ -831,6 +888,22 @@ def traits_of(q_dim: int, k_dim: int, v_dim: int, recipe: Recipe, device: Device
     )  # fmt: skip
 
 
+def _resources(traits: Traits, with_values: bool, warmup: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Options of the launches that compute statistics, that write k and v, and of all others."""
+    width = max(traits.widths)
+    resources = dict(warmup=warmup, dependent=traits.dependent, num_warps=WARPS if width <= 128 else 16, maxnreg=128)
+    if traits.int8 or traits.part > 0 or with_values or traits.smooth_q:
+        # int8 is rounded by an addition. Fused with the product before it, a tie of the rounded product would no longer
+        # be a tie. The same holds for values and their correction. And the products that start a rotation, and means of
+        # queries, would not be rounded where they are subnormal
+        resources["enable_fp_fusion"] = False
+    gathering = resources
+    if (width <= 64 and not traits.smooth_q) or traits.work_tiles > 1:
+        # as many programs at a time as registers allow, except for a few words
+        gathering = resources | dict(num_warps=WARPS, maxnreg=80 if width <= 128 else 128)
+    return gathering, resources | dict(maxnreg=80) if width <= 64 else resources, resources
+
+
 def quantize(
     q: torch.Tensor | None,
     k: torch.Tensor | None,
@@ -870,18 +943,7 @@ def quantize(
     token_chunks = ceil_div(kv_length, quantize_ref.TOKEN_CHUNK)
     pairs = batch * kv_heads if k is not None else 0
     traits = traits_of(q_dim, k_dim, v_dim, recipe, device)
-    width = max(traits.widths)
-    resources = dict(warmup=warmup, dependent=traits.dependent, num_warps=WARPS if width <= 128 else 16, maxnreg=128)
-    if traits.int8 or traits.part > 0 or v is not None or traits.smooth_q:
-        # int8 is rounded by an addition. Fused with the product before it, a tie of the rounded product would no longer
-        # be a tie. The same holds for values and their correction. And the products that start a rotation, and means of
-        # queries, would not be rounded where they are subnormal
-        resources["enable_fp_fusion"] = False
-    gathering = resources
-    if (width <= 64 and not traits.smooth_q) or traits.work_tiles > 1:
-        # as many programs at a time as registers allow, except for a few words
-        gathering = resources | dict(num_warps=WARPS, maxnreg=80 if width <= 128 else 128)
-    writing = resources | dict(maxnreg=80) if width <= 64 else resources
+    gathering, writing, resources = _resources(traits, v is not None, warmup)
 
     row_type, largest_code = quantize_ref.row_type(recipe.qk), quantize_ref.largest_code(recipe.qk)
     q_data = q_scale = q_mean = None
@@ -932,7 +994,7 @@ def quantize(
     launch(
         gather_kernel, (kv_items + q_items,),
         q, k, v, _strides(q), _strides(k), _strides(v), *queries, k_mean, k_extremes, v_sums, v_extremes, v_flags,
-        q_heads, kv_heads, pairs, q_length, kv_length, *sample, traits, **gathering,
+        None, None, q_heads, kv_heads, pairs, q_length, kv_length, *sample, 0, traits, **gathering,
     )  # fmt: skip
     if k is None or v is None:
         return q_quantized, None, None
@@ -944,7 +1006,8 @@ def quantize(
     v_scale = new(batch, kv_heads, v_dim) if recipe.v == "channel" else None
     launch(
         finish_kernel, (pairs, ceil_div(max(k_dim, v_dim), CHANNELS.value)),
-        k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, token_chunks, 1 / kv_length, traits,
+        k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, None, None, token_chunks, 1 / kv_length, kv_heads, kv_length,
+        0, traits,
         **resources | dict(num_warps=4, maxnreg=None),
     )  # fmt: skip
     if k_largest is None:
@@ -963,13 +1026,55 @@ def quantize(
     launch(
         write_kernel, (pairs * (token_chunks + blocks),),
         k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
-        _bytes(k_data), k_data.stride(), _words(v_data), v_flags, kv_heads, kv_length, v_data.shape[3], traits, **writing,
+        _bytes(k_data), k_data.stride(), _words(v_data), v_flags, None, None, kv_heads, kv_length, v_data.shape[3], 0, traits, **writing,
     )  # fmt: skip
     return (
         q_quantized,
         Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, traits.part),
         Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
     )
+
+
+def quantize_packed(
+    k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed, device: Device, *, warmup: bool = False
+) -> tuple[Quantized, Quantized]:
+    """quantization.quantize_packed by the fused kernels: each sequence has the bytes that `quantize` gives it alone.
+
+    K's scales are those of tokens or blocks, V's those of channels.
+
+    Args:
+        warmup: compile only.
+    """
+    check_counted("key", k)
+    key, value = quantize_ref.empty_packed(k, v, recipe, packed)
+    heads, v_dim = k.shape[1], v.shape[3]
+    chunks, blocks = units_of(packed, quantize_ref.TOKEN_CHUNK), units_of(packed, SCALE_BLOCK)
+    pairs = packed.sequences * heads
+    traits = traits_of(0, k.shape[3], v_dim, recipe, device)
+    gathering, writing, resources = _resources(traits, True, warmup)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return k.new_empty(shape, dtype=dtype)
+
+    v_sums, v_extremes, v_flags = new(heads, chunks, v_dim), new(heads, chunks, 2, v_dim), new(heads, chunks, dtype=torch.int32)
+    cu_seqlens, seqused, sequences, tokens = packed_arguments(packed)
+    launch(
+        gather_kernel, (heads * chunks + (pairs if traits.smooth_k else 0),),
+        None, k, v, _strides(None), k.stride(), v.stride(), None, _strides(None), None, _scale_strides(None, None), None, key.mean, None,
+        v_sums, v_extremes, v_flags, cu_seqlens, seqused, 1, heads, pairs, 0, tokens, 1, 1.0, sequences, traits, **gathering,
+    )  # fmt: skip
+    launch(
+        finish_kernel, (pairs, ceil_div(v_dim, CHANNELS.value)),
+        key.mean, None, None, v_sums, v_extremes, value.mean, None, value.scale, cu_seqlens, seqused, 0, 1.0, heads, tokens, sequences, traits,
+        **resources | dict(num_warps=4, maxnreg=None),
+    )  # fmt: skip
+    launch(
+        write_kernel, (heads * (chunks + blocks),),
+        k, v, k.stride(), v.stride(), key.mean, value.mean, key.scale, value.scale, key.scale.stride(), value.scale.stride(),
+        _bytes(key.data), key.data.stride(), _words(value.data), v_flags, cu_seqlens, seqused, heads, tokens, value.data.shape[3], sequences, traits,
+        **writing,
+    )  # fmt: skip
+    return key, value
 
 
 def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int, device: Device) -> quantize_ref.PartialStatistics:
@@ -985,8 +1090,8 @@ def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int,
     launch(
         gather_kernel, (batch * heads * token_chunks,),
         None, None, v, _strides(None), _strides(None), v.stride(), None, _strides(None), None, _scale_strides(None, None), None, None, None,
-        sums, extremes, flags, 1, heads, batch * heads, 0, length, 1, 1.0, traits, warmup=False, dependent=traits.dependent, num_warps=WARPS,
-        maxnreg=80 if max(traits.widths) <= 128 else 128, enable_fp_fusion=False,
+        sums, extremes, flags, None, None, 1, heads, batch * heads, 0, length, 1, 1.0, 0, traits, warmup=False, dependent=traits.dependent,
+        num_warps=WARPS, maxnreg=80 if max(traits.widths) <= 128 else 128, enable_fp_fusion=False,
     )  # fmt: skip
     low, high = extremes.unbind(3)
     return quantize_ref.PartialStatistics(quantize_ref.k_sample(k, first, total), sums, low.amin(2), high.amax(2))

@@ -205,12 +205,12 @@ def cap_scores(x, shift, softcap):
 
 
 @triton.jit
-def load_rows_of(numbers, index, rows, length):
-    """A number of each of `rows` (M,); zeros if `numbers` is None. numbers: (H, length). index: the head's, 64 bits."""
+def load_rows_of(numbers, rows, length):
+    """A number of each of `rows` (M,); zeros if `numbers` is None. numbers: (length,), the head's."""
     if numbers is None:
         return rows.to(tl.float32) * 0.0
     else:
-        return tl.load(numbers + index * length + rows, mask=rows < length, other=0.0)
+        return tl.load(numbers + rows, mask=rows < length, other=0.0)
 
 
 @triton.jit

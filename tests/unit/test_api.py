@@ -22,6 +22,7 @@ from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
 from fp8attn.api import cuda_unavailable
 from fp8attn.quantization import dequantize, values_layout
 from operator_errors import OPERATOR_ERRORS
+from varlen_errors import VARLEN_ERRORS
 
 E4M3 = torch.float8_e4m3fn
 KEEPING = Recipe(recent=128)
@@ -252,6 +253,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Recipe(rotate=False), ValueError, "Recipe.rotate is False; it must be one of"),
     (lambda: Recipe(rotate=32), ValueError, "Recipe.rotate is 32; it must be one of"),
     (lambda: Recipe(smooth_k=1), ValueError, "Recipe.smooth_k is 1; it must be one of"),
+    *VARLEN_ERRORS,
 ]
 
 

@@ -32,7 +32,7 @@ FLOORS = (
     {"schedule"},
     {"triton", "cuda"},
     {"ops"},
-    {"eager", "hybrid"},
+    {"eager", "hybrid", "varlen_ops"},
     {"api"},
     {"info", "calibration", "ahead", "distributed"},
     {"integrations"},

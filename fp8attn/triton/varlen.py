@@ -1,0 +1,181 @@
+"""Packed sequences: which sequence a program works on, and the order of query tiles.
+
+Lengths are known on the GPU only. Grids have a program for every place of a unit (layout.units_of), and places without
+tokens do nothing. Attention kernels read their tiles from a table, the heaviest tile first. One launch writes it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import layout, schedule
+from ..call import Call
+from ..device import INTERPRETING, Device
+from ..recipe import Packed
+from .launch import launch
+
+SEARCH: tl.constexpr = tl.constexpr(128)  # sequences that are compared at a time
+PITCH: tl.constexpr = tl.constexpr(schedule.TILE_PITCH)
+# the interpreter runs plain Python functions as they are
+first_unit = layout.first_unit if INTERPRETING else triton.jit(layout.first_unit)
+
+
+@triton.jit
+def begins_of(cu_seqlens, sequences, tokens, inside):
+    """The first tokens of some sequences, a tensor or a number."""
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens + sequences, mask=inside, other=0), 0), tokens)
+
+
+@triton.jit
+def spans_of(cu_seqlens, seqused, sequences, tokens, inside):
+    """Packed.spans of some sequences, a tensor or a number; nothing where not `inside`."""
+    begin = begins_of(cu_seqlens, sequences, tokens, inside)
+    length = tl.maximum(begins_of(cu_seqlens, sequences + 1, tokens, inside) - begin, 0)
+    if seqused is not None:
+        length = tl.minimum(tl.maximum(tl.load(seqused + sequences, mask=inside, other=0), 0), length)
+    return begin, length
+
+
+@triton.jit
+def unit_at(place, cu_seqlens, seqused, sequences, tokens, SIZE: tl.constexpr):
+    """The unit of SIZE tokens at a place (layout.first_unit).
+
+    Returns:
+        its sequence, its number there, and the first token and the number of tokens of the sequence. The unit may have
+        no tokens.
+    """
+    lanes = tl.arange(0, SEARCH)
+    before = tl.zeros([SEARCH], tl.int32)
+    for first in range(0, sequences, SEARCH):
+        index = first + lanes
+        begin = begins_of(cu_seqlens, index, tokens, index < sequences)
+        before += ((index < sequences) & (first_unit(begin, index, SIZE) <= place)).to(tl.int32)
+    sequence = tl.maximum(tl.sum(before, 0) - 1, 0)
+    begin, length = spans_of(cu_seqlens, seqused, sequence, tokens, sequence < sequences)
+    unit = place - first_unit(begin, sequence, SIZE)
+    # negative only if starts of sequences aren't in order
+    return sequence, tl.maximum(unit, 0), begin, tl.where(unit < 0, 0, length)
+
+
+@triton.jit
+def units_in(cu_seqlens, sequences, length, SIZE: tl.constexpr):
+    """Units of SIZE tokens of a head; of packed sequences their places (layout.units_of)."""
+    return tl.cdiv(length, SIZE) if cu_seqlens is None else length // SIZE + sequences
+
+
+@triton.jit
+def unit_of_head(place, pair, cu_seqlens, seqused, sequences, heads, length, SIZE: tl.constexpr):
+    """The unit of SIZE tokens at a place of a head.
+
+    Args:
+        pair: number of the head in all sequences; of packed ones, which share a tensor, in the tensor.
+
+    Returns:
+        batch and head, which the tensor is indexed by; number of the head in all sequences, by which statistics are
+        indexed; the unit's number in the sequence, and the sequence's number, first token and number of tokens.
+    """
+    if cu_seqlens is None:
+        return pair // heads, pair % heads, pair, place, pair // heads, 0, length
+    else:
+        sequence, unit, begin, own_length = unit_at(place, cu_seqlens, seqused, sequences, length, SIZE)
+        return pair * 0, pair, sequence.to(tl.int64) * heads + pair, unit, sequence, begin.to(tl.int64), own_length
+
+
+@triton.jit
+def offsets_of(window, q_length, kv_length):
+    """reference.window_offsets of a sequence, aligned to the bottom right. window: (left, right); -1 is unlimited."""
+    aligned = kv_length - q_length
+    first = tl.where(window[0] < 0, -q_length, tl.maximum(aligned - window[0], -q_length))
+    return first, tl.where(window[1] < 0, kv_length, tl.minimum(aligned + window[1], kv_length))
+
+
+@triton.jit
+def load_tile_entry(table, index):
+    """A tile of the table: schedule.TILE_FIELDS."""
+    entry = table + index * PITCH
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+
+
+@triton.jit
+def most_keys(kv_length, window, ROWS: tl.constexpr):
+    """The most keys that a tile of some sequences sees."""
+    return tl.where((window[0] < 0) | (window[1] < 0), kv_length, tl.minimum(kv_length, window[0] + window[1] + ROWS))
+
+
+@triton.jit
+def keys_of_tile(tile, q_length, kv_length, window, ROWS: tl.constexpr):
+    """The work of a tile: about the keys that it sees. From one tile of a sequence to the next it doesn't decrease."""
+    last = tl.maximum((tile * ROWS + ROWS - q_length) + kv_length + window[1], 0)
+    return tl.where(window[1] < 0, kv_length, tl.minimum(last, most_keys(kv_length, window, ROWS)))
+
+
+@triton.jit
+def tiles_above(work, q_length, kv_length, window, ROWS: tl.constexpr):
+    """The number of tiles of some sequences with more work than `work`."""
+    tiles = tl.cdiv(q_length, ROWS)
+    above = work - (ROWS - q_length + kv_length + window[1])  # a tile's first row must be greater
+    first = tl.where(window[1] < 0, 0, tl.where(above < 0, 0, above // ROWS + 1))
+    some = tl.where(work >= most_keys(kv_length, window, ROWS), 0, tl.maximum(tiles - first, 0))
+    return tl.where(work < 0, tiles, some)
+
+
+@triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right"])
+def table_kernel(cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, ROWS: tl.constexpr):
+    """Write the table of tiles of ROWS queries, (units_of(q, ROWS), TILE_PITCH), those with the most work first.
+
+    Tiles with the same work are in the order of sequences, and in a sequence from the last one on. Each program
+    computes the rank of the tile at its place. `table` is zero before.
+
+    Grid: places.
+    """
+    place = tl.program_id(0)
+    window = (left, right)
+    own, tile, q_begin, q_length = unit_at(place, cu_q, used_q, sequences, q_tokens, ROWS)
+    k_begin, k_length = spans_of(cu_k, used_k, own, k_tokens, own < sequences)
+    work = keys_of_tile(tile, q_length, k_length, window, ROWS)
+    lanes = tl.arange(0, SEARCH)
+    ahead = tl.zeros([SEARCH], tl.int32)
+    for first in range(0, sequences, SEARCH):
+        index = first + lanes
+        _, q_lengths = spans_of(cu_q, used_q, index, q_tokens, index < sequences)
+        _, k_lengths = spans_of(cu_k, used_k, index, k_tokens, index < sequences)
+        # of earlier sequences, tiles with the same work are ahead, too
+        ahead += tl.where(index == own, 0, tiles_above(tl.where(index < own, work - 1, work), q_lengths, k_lengths, window, ROWS))
+    there = tile * ROWS < q_length
+    rank = tl.sum(ahead, 0) + tl.cdiv(q_length, ROWS) - 1 - tile
+    # starts that aren't in order would give any ranks
+    there &= rank < tl.num_programs(0)
+    entry = table + rank * PITCH
+    tl.store(entry, own, mask=there)
+    tl.store(entry + 1, tile * ROWS, mask=there)
+    tl.store(entry + 2, q_begin, mask=there)
+    tl.store(entry + 3, q_length, mask=there)
+    tl.store(entry + 4, k_begin, mask=there)
+    tl.store(entry + 5, k_length, mask=there)
+
+
+def table_of(call: Call, rows: int, device: Device, *, warmup: bool = False) -> torch.Tensor | None:
+    """The tiles of `rows` queries of a call's packed sequences, int32 (places, TILE_PITCH); None if there are none.
+
+    Args:
+        warmup: compile only.
+    """
+    if call.varlen is None:
+        return None
+    q, k = call.varlen.q, call.varlen.k
+    places = layout.units_of(q, rows)
+    table = torch.zeros(places, schedule.TILE_PITCH, dtype=torch.int32, device=call.q.device)
+    launch(
+        table_kernel, (places,),
+        q.cu_seqlens, q.seqused, k.cu_seqlens, k.seqused, table, q.sequences, q.tokens, k.tokens, *call.window_offsets, rows,
+        warmup=warmup, num_warps=1,
+    )  # fmt: skip
+    return table
+
+
+def packed_arguments(packed: Packed | None) -> tuple:
+    """Arguments of kernels: cu_seqlens, seqused, sequences and tokens; None and zeros of one sequence that isn't
+    packed."""
+    return (None, None, 0, 0) if packed is None else (packed.cu_seqlens, packed.seqused, packed.sequences, packed.tokens)
