@@ -157,16 +157,78 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     return compiled
 
 
+def packed_call(dim: int, recipe: Any, options: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A call of packed sequences, quantized on the CPU, and its operands, (1, H, T, D)."""
+    import fp8attn
+    from ragged import varlen_call
+
+    starts = torch.tensor([0, 30, 300], dtype=torch.int32)
+    q, k, v = (torch.zeros(300, heads, dim, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    quantized = fp8attn.quantize(q, k, v, recipe=recipe, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return varlen_call(quantized, q, {**options, "recipe": recipe}), tuple(x.transpose(0, 1)[None] for x in (q, k, v))  # type: ignore[return-value]
+
+
+PACKED: tuple[tuple[int, str, dict[str, Any]], ...] = (
+    (128, "e4m3", {}),
+    (64, "int8", {"is_causal": True}),
+    (256, "e4m3", {"window": (60, 5), "softcap": 5.0, "sinks": torch.zeros(8)}),
+)
+
+
+def compile_packed(arch: int) -> list[str]:
+    """In a process of its own: compile what packed sequences need. The names of the kernels."""
+    import triton
+
+    from fp8attn import Recipe
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import configs, lse, quantize, run
+    from offline import architecture
+
+    device, names = ARCHITECTURES[arch], []
+    original = triton.runtime.jit.JITFunction.run
+
+    def recording(self, *args, **kwargs):
+        kernel = original(self, *args, **kwargs)
+        names.append(self.__name__)
+        fused = kernel.metadata.enable_fp_fusion or re.search(r"\b(mul|add|sub)\.f32", kernel.asm["ptx"])
+        assert not (fused and self.__name__ in QUANTIZERS), f"{self.__name__} fuses"
+        assert kernel.metadata.shared <= device.shared_memory
+        return kernel
+
+    triton.runtime.jit.JITFunction.run = recording
+    for dim, qk, options in PACKED:
+        recipe = Recipe(qk=qk)  # type: ignore[arg-type]
+        call, (q, k, v) = packed_call(dim, recipe, options)
+        with architecture(arch):
+            for config in dict.fromkeys((run.choose(call, device), configs.portable_config(call, device))):
+                run.forward(call, device, config, warmup=True)
+            quantize.quantize_packed(k, v, recipe, call.varlen.k, device, warmup=True)
+            mean = torch.zeros(2, 2, dim)
+            lse.unsmoothed_lse(torch.zeros(q.shape[:3]), q, mean, 0.1, 64, device, packed=call.varlen.q, warmup=True)
+    return names
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in TENSOR_CORES])
+def test_packed_sequences_compile(arch: int, tmp_path: Path) -> None:
+    names = {*by_itself(f"compile_packed({arch})", tmp_path)}
+    kernels = {"gather_kernel", "finish_kernel", "write_kernel", "unsmooth_lse_kernel", "table_kernel", "forward_kernel"}
+    assert names == kernels | ({"hopper_kernel"} if arch == 90 else set())
+
+
 def ambiguous_names() -> list[str]:
     """In a process of its own: names that modules of one kernel give to different numbers."""
     from triton.runtime.jit import JITFunction
 
-    from fp8attn.triton import bias, forward, half_keys, hopper, lse, quantize
+    from fp8attn.triton import bias, forward, half_keys, hopper, lse, quantize, varlen
 
     kernels = {
-        f.__name__: f for module in (quantize, bias, forward, half_keys, hopper, lse) for f in vars(module).values() if isinstance(f, JITFunction)
+        f.__name__: f
+        for module in (quantize, bias, forward, half_keys, hopper, lse, varlen)
+        for f in vars(module).values()
+        if isinstance(f, JITFunction)
     }
-    assert {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel"} <= {*kernels}
+    assert {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel", "table_kernel"} <= {*kernels}
     found = set()
     for kernel in kernels.values():
         assert kernel.cache_key
@@ -205,7 +267,11 @@ def hashes(backwards: bool) -> list[str]:
     q, k, v = (torch.randn(1, 2, 300, 64) for _ in range(3))
     smoothed = fp8attn.quantize(q, k, v, recipe=Recipe(smooth_q=True))
     call = call_of(*smoothed, out_dtype=torch.bfloat16, return_lse=True)
+    packed, (_, keys, values) = packed_call(64, Recipe(), {})
     launches = [
+        lambda: quantize.quantize_packed(keys, values, Recipe(), packed.varlen.k, device, warmup=True),
+        lambda: forward.run(packed, configs.portable_config(packed, device), device, warmup=True),
+        lambda: hopper.run(packed, configs.hopper_config(packed, device), device, warmup=True),
         lambda: quantize.quantize(q, k, v, Recipe(), device, warmup=True),
         lambda: quantize.quantize(q, k, v, Recipe(k="head"), device, warmup=True),
         lambda: bias.with_bias(smoothed[0], k, smoothed[1], device, warmup=True),
@@ -282,7 +348,7 @@ def test_kernels_are_found_in_the_cache_whichever_came_first(tmp_path: Path) -> 
     """Triton's hash of a function lacks the constants of functions that it calls and that weren't hashed before."""
     found = by_itself("hashes(False)", tmp_path)
     names = {line.split()[0] for line in found}
-    assert names >= {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel", "unsmooth_lse_kernel"}
+    assert names >= {*QUANTIZERS, "forward_kernel", "half_keys_kernel", "hopper_kernel", "unsmooth_lse_kernel", "table_kernel"}
     assert by_itself("hashes(True)", tmp_path) == found
 
 

@@ -140,3 +140,30 @@ def test_an_exported_file_names_what_it_needs(device: torch.device, tmp_path: Pa
     program = f"import torch; torch.export.load({str(file)!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "torch.ops.fp8attn." in done.stderr
+
+
+@pytest.mark.parametrize("options", ("plain", "lse", "window"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_for_packed_sequences_of_all_lengths(device: torch.device, backend: str, options: str) -> None:
+    """And for all numbers of sequences."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(COMPILER)
+    kwargs: dict = {"plain": {}, "lse": {"return_lse": True, "is_causal": True}, "window": {"window": (50, 0), "softcap": 3.0}}[options]
+    if backend == "cuda":
+        pytest.skip("packed sequences are Triton's")
+
+    def attention(q, k, v, starts_q, starts_k, longest_q, longest_k):
+        return fp8attn.varlen_sdpa(q, k, v, starts_q, starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, backend=backend, **kwargs)
+
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    graphs = []
+    for lengths in (((70, 130), (30, 20)), ((20, 50), (80, 100), (9, 2)), ((100, 150), (3, 4), (5, 60), (7, 70)), ((33, 44), (55, 66), (77, 88))):
+        generator = torch.Generator().manual_seed(len(lengths))
+        queries, keys = zip(*lengths, strict=True)
+        shapes = ((sum(queries), 4, 64), (sum(keys), 2, 64), (sum(keys), 2, 48))
+        q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+        starts = [torch.tensor([0, *x], dtype=torch.int32, device=device).cumsum(0).int() for x in (queries, keys)]
+        arguments = (q, k, v, *starts, max(queries), max(keys))
+        assert_same(compiled(*arguments), attention(*arguments))
+        graphs.append(counter.frame_count)
+    assert graphs[-1] == graphs[1] == 2
