@@ -10,10 +10,12 @@ import torch
 from hypothesis import strategies as st
 
 from fp8attn import Quantized, Recipe, api
-from fp8attn.call import Call
+from fp8attn.call import Call, Varlen
+from fp8attn.device import device_of
 from fp8attn.ops import quantized_of
 from fp8attn.quantization import sequences_of
-from fp8attn.recipe import ComputeType, ProductType
+from fp8attn.recipe import ComputeType, Packed, ProductType
+from fp8attn.triton import varlen
 from fp8attn.validate import VarlenArguments, check_varlen
 from fp8attn.varlen_ops import forward_by
 
@@ -165,3 +167,15 @@ def alone(call: Call) -> Iterator[tuple[slice, Call]]:
                 kv_length=k.length, mean_scores=mean_scores, varlen=None,
             ),
         )  # fmt: skip
+
+
+def table(q: Packed, k: Packed, rows: int, causal: str, window: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """The table of tiles that attention kernels get. They know no more of a call than this."""
+    x, y = (torch.empty(1, 1, n.tokens, 16, device=device) for n in (q, k))
+    lengths = Varlen(q, k, q.tokens, k.tokens)
+    call = Call(
+        x, None, 1, y, y, 128, y, y, None, None, None, k.tokens, 1.0, causal, "e4m3", None, torch.float32, False, window, varlen=lengths,
+    )  # type: ignore[arg-type]  # fmt: skip
+    found = varlen.table_of(call, rows, device_of(device))
+    assert found is not None
+    return found.cpu()

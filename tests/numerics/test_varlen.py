@@ -15,7 +15,6 @@ import fp8attn
 import ragged as kit
 from closeness import assert_matches_pipeline, relative
 from fp8attn import PRECISE, Recipe, ops, reference
-from fp8attn.call import Call, Varlen
 from fp8attn.device import device_of
 from fp8attn.layout import first_unit, units_of
 from fp8attn.quantization import quantize_kv, quantize_packed, sequences_of
@@ -23,10 +22,10 @@ from fp8attn.recipe import Packed
 from fp8attn.reference import window_offsets
 from fp8attn.schedule import TILE_FIELDS
 from fp8attn.triton import quantize as triton_quantize
-from fp8attn.triton import run, varlen
+from fp8attn.triton import run
 from fp8attn.triton.configs import HopperConfig
 from quantizing import assert_same
-from ragged import TYPICAL, Ragged, alone, head_first, ragged, varlen_call
+from ragged import TYPICAL, Ragged, alone, head_first, ragged, table, varlen_call
 from strategies import given_several, noted
 
 FORWARD_BACKENDS = ("triton", "modelled", "reference")
@@ -192,18 +191,6 @@ def test_the_lse_is_that_of_keys_as_they_were(device: torch.device) -> None:
             _, lse = fp8attn.varlen_sdpa(operand, k, v, starts_q, starts_k, **case.options(device), return_lse=True, backend="triton")
             assert torch.equal(lse[:, inside].isinf(), exact[:, inside].isinf())
             assert (lse - exact)[:, inside].nan_to_num(0.0).abs().max() < 1.0
-
-
-def table(q: Packed, k: Packed, rows: int, causal: str, window: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """The table of tiles that attention kernels get. They know no more of a call than this."""
-    x, y = (torch.empty(1, 1, n.tokens, 16, device=device) for n in (q, k))
-    lengths = Varlen(q, k, q.tokens, k.tokens)
-    call = Call(
-        x, None, 1, y, y, 128, y, y, None, None, None, k.tokens, 1.0, causal, "e4m3", None, torch.float32, False, window, varlen=lengths,
-    )  # type: ignore[arg-type]  # fmt: skip
-    found = varlen.table_of(call, rows, device_of(device))
-    assert found is not None
-    return found.cpu()
 
 
 def visible(row: int, rows: int, q_length: int, kv_length: int, causal: str, window: tuple[int, int]) -> int:
