@@ -270,14 +270,22 @@ def check_varlen(a: VarlenArguments) -> Checked:
     )
 
 
-def check_varlen_recipe(recipe: Recipe) -> None:
-    """Check that packed sequences can be quantized by a recipe."""
+def unsupported_varlen_recipe(recipe: Recipe) -> str | None:
+    """Why packed sequences can't be quantized by a recipe, or None if they can."""
     for name, wanted in (("q", ("token",)), ("k", ("block", "token")), ("v", ("channel",)), ("smooth_q", (False,))):
         if getattr(recipe, name) not in wanted:
             allowed = " or ".join(map(repr, wanted))
-            raise ValueError(f"recipe.{name} is {getattr(recipe, name)!r}; it must be {allowed}: no other is made for packed sequences")
+            return f"recipe.{name} is {getattr(recipe, name)!r}; it must be {allowed}: no other is made for packed sequences"
     if recipe.has_half_keys:
-        raise ValueError(f"{_half_keys_of(recipe)}; it must keep none: such recipes aren't made for packed sequences")
+        return f"{_half_keys_of(recipe)}; it must keep none: such recipes aren't made for packed sequences"
+    return None
+
+
+def check_varlen_recipe(recipe: Recipe) -> None:
+    """Check that packed sequences can be quantized by a recipe."""
+    reason = unsupported_varlen_recipe(recipe)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def _check_packed_operand(name: str, x: object, layout: Layout) -> torch.Tensor | Quantized:

@@ -5,10 +5,11 @@ fp8attn.integrations.transformers.register()      # then model.set_attn_implemen
 fp8attn.integrations.diffusers.register()         # then pipe.transformer.set_attention_backend("fp8attn")
 fp8attn.integrations.torch.activate()             # all modules and threads of the process
 fp8attn.integrations.comfyui.override()           # for the transformer options of a model of ComfyUI
+fp8attn.integrations.flash_attn.flash_attn_func   # in place of FlashAttention's
 """
 
-from . import comfyui, diffusers, torch, transformers
+from . import comfyui, diffusers, flash_attn, torch, transformers
 from .patching import Patched, patch
 from .switching import Report
 
-__all__ = ["Patched", "Report", "comfyui", "diffusers", "patch", "torch", "transformers"]
+__all__ = ["Patched", "Report", "comfyui", "diffusers", "flash_attn", "patch", "torch", "transformers"]

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from ..api import varlen_sdpa
 from ..calibration.calibrated import Calibration
 from ..calibration.names import layer_names
 from ..calibration.replacing import by_fp8attn
-from ..recipe import DEFAULT_RECIPE, Recipe
-from ..validate import Arguments, Backend
+from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
+from ..reference import Window
+from ..validate import Arguments, Backend, unsupported_varlen_recipe
 from .switching import MIN_KEYS, Decode, Policy, Report, attempted, with_lse
 
 OLDEST = "4.54"
@@ -46,7 +48,8 @@ def register(
     Causal attention, padding, sliding windows, static and dynamic caches, grouped keys (not repeated), cross attention,
     position biases and learned sinks go to fp8attn. Soft caps go to FlexAttention on a GPU, and to the model's own
     eager attention for short calls and elsewhere. Other calls that fp8attn doesn't take go to transformers' SDPA. The
-    report counts them.
+    report counts them. Packed batches, with cu_seq_lens_q and cu_seq_lens_k, go to fp8attn.varlen_sdpa with all of
+    these: no mask of all tokens by all tokens is read.
 
     Args:
         name: that `attn_implementation` takes.
@@ -122,9 +125,50 @@ class _Call:
         causal = getattr(self.module, "is_causal", True) if given is None else given
         return bool(self.query.shape[2] > 1 and self.attention_mask is None and causal)
 
+    @property
+    def packing(self) -> _Packing | None:
+        """The lengths of a packed batch, of a module whose mask is causal, a window, or none; else None."""
+        starts_q, starts_k = (self.options.get(f"cu_seq_lens_{x}") for x in "qk")
+        if starts_q is None or starts_k is None or self.query.shape[0] != 1 or self.query.shape[2] != self.key.shape[2]:
+            return None
+        chunked = getattr(getattr(self.module, "config", None), "attention_chunk_size", None) is not None
+        if chunked or self.options.get("position_bias") is not None:
+            return None
+        given, width = self.options.get("is_causal"), self.options.get("sliding_window")
+        causal = bool(getattr(self.module, "is_causal", True) if given is None else given)
+        # max_length_q may be a tensor, which the host would wait for
+        longest_q, longest_k = (x if isinstance(x, int) else None for x in (self.options.get(f"max_length_{x}") for x in "qk"))
+        window = None if width is None else (width - 1, 0 if causal else width - 1)
+        return _Packing(starts_q.to(torch.int32), starts_k.to(torch.int32), longest_q, longest_k, causal, window)
+
     def by(self, function: Callable[..., Answer], attention_mask: torch.Tensor | None) -> Answer:
         """The call by another attention function of transformers."""
         return function(self.module, self.query, self.key, self.value, attention_mask, **self.options)
+
+
+@dataclass(frozen=True, eq=False)
+class _Packing:
+    """Where the sequences of a packed batch lie, and what their rows see: arguments of fp8attn.varlen_sdpa."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    is_causal: bool
+    window: Window | None
+
+    def attend(self, options: dict[str, Any], a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
+        """Attention (1, Hq, T, Dv) of a call of the batch with `options` of transformers."""
+        sinks = options.get("s_aux")
+        assert not isinstance(a.query, Quantized) and not isinstance(a.key, Quantized) and not isinstance(a.value, Quantized)
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (a.query, a.key, a.value))
+        out = varlen_sdpa(
+            q, k, v, self.cu_seqlens_q, self.cu_seqlens_k, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k,
+            is_causal=self.is_causal, window=self.window, softcap=options.get("softcap") or 0.0, sinks=None if sinks is None else sinks.float(),
+            scale=a.scale, recipe=recipe, backend=backend,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(0, 1).unsqueeze(0)
 
 
 class _Implementation:
@@ -137,6 +181,14 @@ class _Implementation:
         # calls in graphs aren't counted, and a name would be a guard
         layer = "" if torch.compiler.is_compiling() and not self.policy.needs_names else call.layer
         query, key, value, options, causal = call.query, call.key, call.value, call.options, call.is_causal
+        packing = call.packing
+        if packing is not None and self.packs(layer):
+            packed = Arguments(
+                query, key, value, None, options.get("dropout", 0.0), False, options.get("scaling"), True, recipe=DEFAULT_RECIPE
+            )  # fmt: skip
+            out = attempted(self.policy, self.report, layer, packed, functools.partial(packing.attend, options))
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
         if options.get("softcap") is not None:
             return self.with_soft_cap(layer, call)
         if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache
@@ -153,6 +205,11 @@ class _Implementation:
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
         return call.by(self.by_sdpa, call.attention_mask) if sinks is None else _eager(call)  # SDPA has no sinks
+
+    def packs(self, layer: str) -> bool:
+        """Whether a layer's recipe is made for packed sequences."""
+        recipe = self.policy.recipe_for(layer, None)
+        return isinstance(recipe, Recipe) and unsupported_varlen_recipe(recipe) is None
 
     def with_soft_cap(self, layer: str, call: _Call) -> Answer:
         """A call whose scores are capped, which fp8attn's kernels don't do."""
