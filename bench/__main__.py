@@ -42,6 +42,7 @@ from . import (
     report,
     sanitize,
     search,
+    varlen,
 )
 from .command_line import Parser, UsageError, at_least, chosen, input_file, more_than_zero, output_file, output_folder, replacing
 from .compare import Comparison
@@ -62,6 +63,7 @@ MODULES: dict[str, ModuleType] = {
     "models": models,
     "price": price,
     "masks": masks,
+    "varlen": varlen,
     "overhead": overhead,
     "first-calls": first_calls,
     "distributed": distributed,
