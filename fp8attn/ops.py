@@ -334,11 +334,18 @@ def plan_cuda(call: Call, first: bool = False) -> cuda_run.Config | str:
     return planned if isinstance(planned, str) else build.unavailable(planned, device.arch) or planned
 
 
+def _forward_by_cuda(call: Call, planned: cuda_run.Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """By an instance of the CUDA kernels. Triton's kernel writes the table of tiles of packed sequences."""
+    device = device_of(call.q.device)
+    table = None if call.varlen is None else triton_kernels.varlen.table_of(call, planned.tile_rows, device)
+    return cuda_run.forward(call, device, planned, tile_table=table)
+
+
 def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     planned = plan_cuda(call)
     if isinstance(planned, str):
         raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
-    return cuda_run.forward(call, device_of(call.q.device), planned)
+    return _forward_by_cuda(call, planned)
 
 
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,7 +353,7 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     planned = plan_cuda(call, first=True)
     if not isinstance(planned, str):
         try:
-            return cuda_run.forward(call, device_of(call.q.device), planned)
+            return _forward_by_cuda(call, planned)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
     return _by_triton(call)

@@ -29,9 +29,10 @@ HEAD_CTAS = 5
 find them in L2."""
 
 
-TILE_FIELDS = ("sequence", "first_row", "q_begin", "q_length", "k_begin", "k_length")
-"""What attention kernels know of a tile of packed sequences, int32 each: its sequence, its first row, and the first
-token and the number of tokens of the sequence in q and in k. All are 0 where there is no tile."""
+TILE_FIELDS = ("sequence", "first_row", "q_begin", "q_length", "k_begin", "k_length", "page")
+"""What attention kernels know of a tile of packed sequences, int32 each: its sequence, its first row in it, the first
+token and the number of tokens of the sequence in q and in k, and its first page of keys (layout.first_unit). All are 0
+where there is no tile."""
 
 TILE_PITCH = 8
 """int32 numbers of a tile: those of TILE_FIELDS in one memory sector."""

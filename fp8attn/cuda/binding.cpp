@@ -146,7 +146,8 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
             const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
             const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
             const std::optional<Tensor>& part_rows, const int* ready = nullptr, int ready_ctas = 0, int64_t first_offset = 0, double softcap = 0.0,
-            const std::optional<Tensor>& sinks = std::nullopt, const std::optional<Tensor>& mean_scores = std::nullopt) {
+            const std::optional<Tensor>& sinks = std::nullopt, const std::optional<Tensor>& mean_scores = std::nullopt,
+            const std::optional<Tensor>& tile_table = std::nullopt) {
   STD_TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", text(v.sizes()), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
   if (l.rows > 0) {
@@ -193,6 +194,8 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   p.softcap = softcap;
   p.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   p.mean_scores = mean_scores ? mean_scores->const_data_ptr<float>() : nullptr;
+  p.tile_table = tile_table ? tile_table->const_data_ptr<int>() : nullptr;
+  p.table_tiles = tile_table ? tile_table->size(0) : 0;
   p.ready = ready;
   p.ready_ctas = ready_ctas;
   p.q_group = l.q_group;
@@ -206,9 +209,9 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
              const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter,
              const std::optional<Tensor>& parts, const std::optional<Tensor>& part_rows, int64_t first_offset, double softcap,
-             const std::optional<Tensor>& sinks, const std::optional<Tensor>& mean_scores) {
+             const std::optional<Tensor>& sinks, const std::optional<Tensor>& mean_scores, const std::optional<Tensor>& tile_table) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, q_scale, k, k_scale, v,
-         v_scale, v_mean, attn_mask, bias, out, lse, lse_mean, counter, parts, part_rows, nullptr, 0, first_offset, softcap, sinks, mean_scores);
+         v_scale, v_mean, attn_mask, bias, out, lse, lse_mean, counter, parts, part_rows, nullptr, 0, first_offset, softcap, sinks, mean_scores, tile_table);
 }
 
 // The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
@@ -400,7 +403,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
-         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, int first_offset, float softcap, Tensor? sinks, Tensor? mean_scores) -> ()");
+         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, int first_offset, float softcap, Tensor? sinks, Tensor? mean_scores, Tensor? tile_table) -> ()");
   define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
   define("forward_from_fp16(int launcher, int ctas, int splits, float softmax_scale, int causal_offset, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   define(

@@ -48,7 +48,7 @@ import torch
 
 from ..device import ARCHITECTURES
 from . import fused_small, general_quantize, portable, quantize, render
-from .configs import GROUPS, INSTANCES
+from .configs import GROUPS, INSTANCES, VARLEN_GROUPS
 from .render import Config
 
 SOURCES = Path(__file__).resolve().parent
@@ -565,6 +565,7 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     """The instances that GPUs of an architecture load, by library."""
     hopper: tuple[tuple[Config, ...], ...] = (
         *GROUPS.values(),
+        *VARLEN_GROUPS.values(),
         *(fused_small.INSTANCES, quantize.INSTANCES, quantize.INT8_INSTANCES),
     )
     others = (portable.group(dim, ARCHITECTURES[arch], int8, scores) for dim in portable.DIMS for int8 in (False, True) for scores in portable.GROUPS)

@@ -66,6 +66,7 @@ class HopperConfig:
         window: supports windows that begin at a key of each row's own, and sinks. No instance has it beside masks and
             what is general.
         softcap: caps scores. Only instances with windows have it.
+        varlen: takes packed sequences, and only these. Tiles come from a table.
     """
 
     head_dim: int
@@ -82,6 +83,7 @@ class HopperConfig:
     added: bool = False
     window: bool = False
     softcap: bool = False
+    varlen: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -103,9 +105,10 @@ class HopperConfig:
         """Whether CTAs may share tiles.
 
         Not with four consumers, which have the fewest registers and would spill; and not for int8 with more than 128
-        channels of V, where the gain doesn't make up for spills. Tiles of windows differ in length.
+        channels of V, where the gain doesn't make up for spills. Tiles of windows differ in length, and so do those of
+        packed sequences.
         """
-        return not self.skips_blocks and not self.window and self.consumers < 4 and not (self.int8 and self.value_dim > 128)
+        return not self.skips_blocks and not self.window and not self.varlen and self.consumers < 4 and not (self.int8 and self.value_dim > 128)
 
     @property
     def skips_blocks(self) -> bool:
@@ -129,9 +132,9 @@ class HopperConfig:
     def producer_registers(self) -> int:
         """Registers of a producer's thread.
 
-        If the producer loads masks or values per key, it gets all registers that the consumers leave.
+        If the producer loads masks, values per key or lengths, it gets all registers that the consumers leave.
         """
-        return self.launched_with - self.consumers * self.registers if self.skips_blocks else 24
+        return self.launched_with - self.consumers * self.registers if self.skips_blocks or self.varlen else 24
 
     @property
     def launched_with(self) -> int:
@@ -162,13 +165,15 @@ class HopperConfig:
         work_tiles = 0 if self.skips_blocks else 4 * 32
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * self.consumers * (2 * self.value_dim + 2 * ROWS) + 8 * self.stages
-        tiles, barriers = 32 * 4, 8 * (2 * self.consumers + 4 * self.stages)
+        tiles, barriers = (64 if self.varlen else 32) * 4, 8 * (2 * self.consumers + 4 * self.stages)
         # swizzled boxes start at multiples of 1024 bytes
         return q + kv + round_up(128 + work_tiles + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)
 
     def does(self, call: Call) -> bool:
         """Whether the instance supports all operations on a call's scores."""
         wanted = scores_of(call)
+        if self.varlen != (call.varlen is not None):
+            return False
         if self.softcap or wanted == "softcap":
             return self.scores == wanted
         if self.window or wanted == "window":
@@ -337,6 +342,20 @@ GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
     ("added", True, True): _with_fused_q(INT8_ADDED_INSTANCES[:-1]),
 }
 
+
+def _with_varlen(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
+    """The variants of configs for packed sequences: for few head dims, those with the most consumers."""
+    return tuple(replace(c, varlen=True) for c in configs if (c.head_dim, c.value_dim, c.consumers) in ((64, 64, 4), (128, 128, 3), (256, 256, 2)))
+
+
+VARLEN_GROUPS: dict[Scores, tuple[HopperConfig, ...]] = {
+    "plain": _with_varlen(tuple(config for config in INSTANCES if not config.general)),
+    "window": _with_varlen(WINDOW_INSTANCES),
+    "softcap": _with_varlen(SOFTCAP_INSTANCES),
+}
+"""Instances for packed sequences by what is done to scores, compiled separately on first use: e4m3, with Q that is
+quantized already."""
+
 FUSED_Q_DIMS = frozenset(config.head_dim for config in FUSED_Q_INSTANCES)
 
 
@@ -375,23 +394,25 @@ def scores_of_mask(attn_mask: torch.Tensor | None) -> Scores:
     return "plain" if attn_mask is None else "masked" if attn_mask.dtype == torch.bool else "added"
 
 
-def instances(scores: Scores, int8: bool, fuse_q_quant: bool) -> tuple[HopperConfig, ...]:
+def instances(scores: Scores, int8: bool, fuse_q_quant: bool, varlen: bool = False) -> tuple[HopperConfig, ...]:
     """All instances of a group, which are compiled together."""
+    if varlen:
+        return () if int8 or fuse_q_quant else VARLEN_GROUPS.get(scores, ())
     return GROUPS["plain" if scores == "general" else scores, int8, fuse_q_quant]
 
 
-Kind = tuple[Scores, bool, bool, int, int]
-"""Properties that an instance must have: (scores, int8, fuse_q_quant, head_dim, value_dim)."""
+Kind = tuple[Scores, bool, bool, bool, int, int]
+"""Properties that an instance must have: (scores, int8, fuse_q_quant, varlen, head_dim, value_dim)."""
 
 
 def kind(call: Call) -> Kind:
-    return scores_of(call), call.int8, call.fuse_q_quant, call.head_dim, call.value_dim
+    return scores_of(call), call.int8, call.fuse_q_quant, call.varlen is not None, call.head_dim, call.value_dim
 
 
 @functools.cache
 def _serving(of: Kind) -> tuple[HopperConfig, ...]:
-    scores, int8, fuse_q_quant, head_dim, value_dim = of
-    able = [c for c in instances(scores, int8, fuse_q_quant) if c.scores == scores and head_dim <= c.head_dim and value_dim <= c.value_dim]
+    scores, int8, fuse_q_quant, varlen, head_dim, value_dim = of
+    able = [c for c in instances(scores, int8, fuse_q_quant, varlen) if c.scores == scores and head_dim <= c.head_dim and value_dim <= c.value_dim]
     smallest = min(((c.head_dim, c.value_dim) for c in able), default=None)
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
@@ -437,13 +458,15 @@ def unsupported_q_quant(
     return (
         unsupported_size("query", q)
         or unsupported_tma(q, "query")
-        or _unsupported_kind((scores_of_mask(attn_mask) if scores == "plain" else scores, qk == "int8", True, q.shape[3], value_dim), device)
+        or _unsupported_kind((scores_of_mask(attn_mask) if scores == "plain" else scores, qk == "int8", True, False, q.shape[3], value_dim), device)
     )
 
 
 @functools.cache
 def _unsupported_kind(of: Kind, device: Device) -> str | None:
     able = _serving(of)
+    if not able and of[3]:
+        return "packed sequences are given; the CUDA kernel takes them in e4m3, with one scale per 128 keys and a positive softmax scale"
     if not able:
         return f"head dims are {of[-2]} and {of[-1]}; the CUDA kernel has no instance as large for such a query and mask"
     return unsupported_config(able[0], device)
@@ -462,7 +485,7 @@ def choose(call: Call, device: Device) -> HopperConfig:
 @functools.cache
 def _speed(config: HopperConfig) -> float:
     """Of the measured config that corresponds to a variant: e4m3, with Q quantized before the kernel."""
-    plain = replace(config, int8=False, fuse_q_quant=False, window=False, softcap=False)
+    plain = replace(config, int8=False, fuse_q_quant=False, window=False, softcap=False, varlen=False)
     return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact) == plain)
 
 

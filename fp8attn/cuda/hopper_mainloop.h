@@ -72,8 +72,8 @@ __device__ float2 mean_scores_of(const Params& p, const WarpgroupTile& wg_tile, 
 }
 
 // store_tile of instances with windows, which may have sinks, and a soft cap if SOFTCAP.
-template <typename T, int DIM, bool SOFTCAP, int FIRST, int SECOND, int BOXES, typename Scales>
-__device__ void store_tile_with_sinks(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
+template <typename T, int DIM, bool SOFTCAP, bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
+__device__ void store_tile_with_sinks(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                                       const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
@@ -82,7 +82,7 @@ __device__ void store_tile_with_sinks(const Params& p, const WarpgroupTile& wg_t
   const auto rotated_mean = rotated_mean_of<DIM>(p, tile);
   // a soft cap's scores have what the mean adds already
   const auto of_mean = [&] { return SOFTCAP ? float2{} : mean_scores_of<T, DIM>(p, wg_tile, rotated_mean, f); };
-  StagedOutput<Scales, BOXES, true> output(p, tile, wg_tile.first_row(), scales, boxes, l);
+  StagedOutput<Scales, BOXES, true, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
   float2 means = {};
   if (p.sinks != nullptr) {
     means = of_mean();
@@ -92,21 +92,21 @@ __device__ void store_tile_with_sinks(const Params& p, const WarpgroupTile& wg_t
   }
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, largest, l, f, [&] { return p.sinks != nullptr ? means : of_mean(); });
+  store_lse(p, wg_tile, row_end, largest, l, f, [&] { return p.sinks != nullptr ? means : of_mean(); });
 }
 
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel. T, DIM: of queries that the
 // kernel quantizes, or DIM is 0.
-template <typename T, int DIM, int FIRST, int SECOND, int BOXES, typename Scales>
-__device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
+template <typename T, int DIM, bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
+__device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                            const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
   const float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
-  const StagedOutput<Scales, BOXES> output(p, wg_tile.tile, wg_tile.first_row(), scales, boxes, l);
+  const StagedOutput<Scales, BOXES, false, PACKED> output(p, wg_tile.tile, wg_tile.first_row(), row_end, scales, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, m, l, f, [&] {
+  store_lse(p, wg_tile, row_end, m, l, f, [&] {
     if constexpr (DIM == 0) {
       return NoMeanScores();
     } else {
@@ -124,7 +124,7 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, const 
 template <HopperConfig C, typename T>
 __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer) {
   using S = Shape<C>;
-  const Visible visible(p);
+  const SeqLen<C.varlen> lengths(p);
   const Fragment f = Fragment::mine();
   // Arrives at barriers for its warp. Where all threads have read metadata of keys, each thread arrives itself.
   const bool elected = threadIdx.x % 32 == 0;
@@ -142,14 +142,14 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   uint32_t probabilities[KEYS / 32][4];
 
   // loads for the next tile are issued in this order, each as soon as nobody reads the last tile's any more
-  const auto load_rows = [&](const Tile& tile) {
+  const auto load_rows = [&](const TileOf<C>& tile) {
     if (tile.exists() && C.fuse_q_quant)
-      scales.find_row_ends(visible, tile.first_row + consumer * ROWS);
+      scales.find_row_ends(lengths.visible(tile), tile.first_row + consumer * ROWS);
     else if (tile.exists())
-      scales.load_rows(p, visible, tile, tile.first_row + consumer * ROWS);
+      scales.load_rows(p, lengths.visible(tile), tile, tile.first_row + consumer * ROWS, lengths.row_end(p, tile));
     ptx::cp_async_commit();
   };
-  const auto load_channels = [&](const Tile& tile) {
+  const auto load_channels = [&](const TileOf<C>& tile) {
     if (tile.exists()) scales.load_channels(p, tile);
     ptx::cp_async_commit();
   };
@@ -178,7 +178,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   if constexpr (C.fuse_q_quant) ptx::warpgroup_sync(1 + consumer);
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
-    const WorkTile& work_tile = shared.tiles[round % TILES];
+    const TileOf<C>& work_tile = shared.tiles[round % TILES];
+    const auto& visible = lengths.visible(work_tile);
     const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile), C.window);
     typename S::RowSoftmax softmax;
     float shift[2] = {};  // what K's mean adds to the scores of the thread's rows
@@ -379,16 +380,16 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 #pragma unroll
       for (int r = 0; r < 2; ++r) nan_if_nonfinite(row_sum(o, o_second, r), nonfinite[r]);
     }
-    const Tile& next_tile = shared.tiles[(round + 1) % TILES];
+    const TileOf<C>& next_tile = shared.tiles[(round + 1) % TILES];
     HalfQueries queries;
     load_queries(queries, next_tile);
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' scales are there; nobody reads rows' scales and Q any more
     load_rows(next_tile);
     if constexpr (C.window)
-      store_tile_with_sinks<T, C.fuse_q_quant ? C.head_dim : 0, C.softcap>(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
-    else if (!S::stream_k || work_tile.complete())
-      store_tile<T, C.fuse_q_quant ? C.head_dim : 0>(p, wg_tile, softmax.m, o, o_second, scales, shared.output[consumer], f);
+      store_tile_with_sinks<T, C.fuse_q_quant ? C.head_dim : 0, C.softcap, C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, scales, shared.output[consumer], f);
+    else if (is_complete<C>(work_tile))
+      store_tile<T, C.fuse_q_quant ? C.head_dim : 0, C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, scales, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more
     if constexpr (!C.fuse_q_quant) load_channels(next_tile);

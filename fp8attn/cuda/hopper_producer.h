@@ -25,10 +25,10 @@ struct DenseKvBlocks {
 // One thread loads Q of every tile and the tile's blocks of K and V, in the order in which the consumers want them. If
 // a mask may hide blocks, the thread's whole warp runs this function: it finds the blocks that the mask doesn't hide.
 template <HopperConfig C>
-__device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedule& schedule) {
+__device__ void produce(const Params& p, SharedStorage<C>& shared, const ScheduleOf<C>& schedule) {
   using S = Shape<C>;
   const bool elected = !S::skips_blocks || threadIdx.x == 0;
-  const Visible visible(p);
+  const SeqLen<C.varlen> lengths(p);
   ptx::tma_prefetch(p.q_map);
   ptx::tma_prefetch(p.k_map);
   ptx::tma_prefetch(p.v_map);
@@ -39,7 +39,8 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   // mbarrier_expect comes last: after the copies are issued and the other data that the barrier guards is written.
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     // A reference where registers are scarce: the tile then stays in shared memory.
-    const std::conditional_t<S::skips_blocks, const Tile&, Tile> tile = shared.tiles[round % TILES];
+    const std::conditional_t<S::skips_blocks, const Tile&, std::conditional_t<C.varlen, const PackedTile&, Tile>> tile = shared.tiles[round % TILES];
+    const auto& visible = lengths.visible(tile);
     for (int c = 0; c < C.consumers; ++c) {
       // This wait also keeps the consumers, which read shared.tiles, at most one round behind.
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
@@ -50,7 +51,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     }
     if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);
     const int blocks = loaded_end<C>(visible, tile, shared.tiles[round % TILES]), begin = begin_of<C>(visible, tile, shared.tiles[round % TILES]);
-    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + begin * scale_step;
+    const float* k_scale = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[1] + (first_page(tile) + begin) * scale_step;
     // The quantizer may have written the scales while this grid ran. L1 may hold older values: read from L2.
     const auto scale_at = [](const float* at) { return C.fuse_q_quant ? __ldcg(at) : *at; };
     auto kv_blocks = [&] {
@@ -78,11 +79,11 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
         if (after == blocks) write_next_work_tile<C>(shared, schedule, round);
       }
       for (int i = 0; i < S::panels; ++i)
-        ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, n * KEYS, tile.kv_head, tile.batch);
+        ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, first_key(tile) + n * KEYS, tile.kv_head, tile.batch);
       shared.k_scale[stage].own = unit * scale;
       ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
-      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], n * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
+      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], (first_page(tile) + n) * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
       if (!S::skips_blocks && after == blocks) write_next_work_tile<C>(shared, schedule, round);
       if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);

@@ -11,6 +11,7 @@
 #include "tile/key_metadata.h"
 #include "tile/mask.h"
 #include "tile/schedule.h"
+#include "tile/seq_len.h"
 #include "tile/staged_output.h"
 #include "tile/stream_k.h"
 #include "tile/subnormal_softmax.h"
@@ -56,8 +57,8 @@ struct Shape {
   // the first after the preparation. Otherwise the softmax is prepared earlier, while sums are added, with a scale that
   // arrived with V of the block before. That is 1 to 2 % faster, but 2 % slower in two parts.
   static constexpr bool prepares_late = C.overlap || second > 0 || skips_blocks;
-  // of a thread; instances that skip blocks give the producer all that the consumers leave
-  static constexpr int producer_registers = skips_blocks ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;
+  // of a thread; instances that skip blocks, or take packed sequences, give the producer all that the consumers leave
+  static constexpr int producer_registers = skips_blocks || C.varlen ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
   static constexpr int start = C.int8 && !C.general && !C.softcap ? START<C.head_dim> : 0;  // of scores' accumulators
@@ -68,7 +69,8 @@ struct Shape {
   using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
   // Whether CTAs may split tiles. Where registers are scarcest, the kernel would spill. With more than 128 channels,
   // int8 spills too, and gains too little to pay for that.
-  static constexpr bool stream_k = !skips_blocks && !C.window && C.consumers < 4 && !(C.int8 && second > 0);
+  static constexpr bool stream_k = !skips_blocks && !C.window && !C.varlen && C.consumers < 4 && !(C.int8 && second > 0);
+  static_assert(!C.varlen || (!skips_blocks && !C.int8 && !C.fuse_q_quant));
   // bytes of each CTA's partial results
   static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;
 };
@@ -93,6 +95,12 @@ struct alignas(sizeof(uint64_t)) BlockScales {
 };
 
 template <HopperConfig C>
+using TileOf = std::conditional_t<C.varlen, PackedTile, WorkTile>;
+
+template <HopperConfig C>
+using ScheduleOf = std::conditional_t<C.varlen, PackedSchedule, Schedule>;
+
+template <HopperConfig C>
 struct alignas(1024) SharedStorage {
   using Added = AddedMask<C.consumers, C.added && C.head_dim <= 128 ? 2 : 0>;
 
@@ -106,7 +114,7 @@ struct alignas(1024) SharedStorage {
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileScales<C.value_dim> scales[C.consumers];
-  WorkTile tiles[TILES];  // of this round and the next; consumers may be two rounds apart
+  TileOf<C> tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   BlockScales k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
@@ -114,27 +122,45 @@ struct alignas(1024) SharedStorage {
 
 // The K/V blocks of a work tile: from begin_of up to, but without, end_of, and those alone that its rows see.
 template <HopperConfig C>
-__device__ int end_of(const WorkTile& work_tile) {
-  return Shape<C>::stream_k ? work_tile.end : ALL_BLOCKS;
+__device__ int end_of(const TileOf<C>& work_tile) {
+  if constexpr (Shape<C>::stream_k)
+    return work_tile.end;
+  else
+    return ALL_BLOCKS;
 }
 
 template <HopperConfig C>
-__device__ int begin_of(const Visible& visible, const Tile& tile, const WorkTile& work_tile) {
-  if constexpr (C.window) return visible.first_block(tile.first_row, tile.first_row + Shape<C>::tile_rows - 1);
-  return Shape<C>::stream_k ? work_tile.begin : 0;
+__device__ int begin_of(const Visible& visible, const Tile& tile, const TileOf<C>& work_tile) {
+  if constexpr (C.window)
+    return visible.first_block(tile.first_row, tile.first_row + Shape<C>::tile_rows - 1);
+  else if constexpr (Shape<C>::stream_k)
+    return work_tile.begin;
+  else
+    return 0;
+}
+
+// Whether the CTA attends to all of a tile's blocks, or to the last ones, so that it stores the output.
+template <HopperConfig C>
+__device__ bool is_complete(const TileOf<C>& work_tile) {
+  if constexpr (Shape<C>::stream_k)
+    return work_tile.complete();
+  else
+    return true;
 }
 
 // One past the last K/V block that a work tile loads: that of the tile's last row.
 template <HopperConfig C>
-__device__ int loaded_end(const Visible& visible, const Tile& tile, const WorkTile& work_tile) {
+__device__ int loaded_end(const Visible& visible, const Tile& tile, const TileOf<C>& work_tile) {
   return min(visible.blocks(tile.first_row + Shape<C>::tile_rows - 1), end_of<C>(work_tile));
 }
 
 // What the CTA does after `round`; first after -1.
 template <HopperConfig C>
-__device__ void write_next_work_tile(SharedStorage<C>& shared, const Schedule& schedule, int round) {
-  WorkTile& next = shared.tiles[(round + 1) % TILES];
-  if constexpr (Shape<C>::stream_k)
+__device__ void write_next_work_tile(SharedStorage<C>& shared, const ScheduleOf<C>& schedule, int round) {
+  TileOf<C>& next = shared.tiles[(round + 1) % TILES];
+  if constexpr (C.varlen)
+    next = schedule.next(round < 0 ? blockIdx.x : schedule.after(round), round);
+  else if constexpr (Shape<C>::stream_k)
     shared.side.work_tiles.write_next(next, schedule, round);
   else
     static_cast<Tile&>(next) = schedule.at(round < 0 ? blockIdx.x : schedule.after(round));

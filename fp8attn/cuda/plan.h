@@ -54,7 +54,7 @@ struct Addresses {
 inline const Addresses& addresses(const Params&) {
   static const auto& found = *new Addresses{
       {AT(q), AT(k), AT(v), AT(q_scale), AT(k_scale), AT(v_scale), AT(v_mean), AT(mask), AT(out), AT(lse), AT(counter), AT(parts), AT(part_rows), AT(lse_mean), AT(bias),
-       AT(partials_ready), AT(ready), AT(mask_bits), AT(block_mask), AT(sinks), AT(mean_scores)},
+       AT(partials_ready), AT(ready), AT(mask_bits), AT(block_mask), AT(sinks), AT(mean_scores), AT(tile_table)},
       {{AT(q_map), AT(q)}, {AT(k_map), AT(k)}, {AT(v_map), AT(v)}, {AT(out_map), AT(out)}, {AT(mask_map), AT(mask)}}};
   return found;
 }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any, get_args
 
-from .. import layout, recipe, reference
+from .. import layout, recipe, reference, schedule
 from .. import quantization as quantize_ref
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .fused_small import FusedSmallConfig
@@ -43,6 +43,7 @@ CONSTANTS: dict[str, int | float] = {
     "LANES": quantize_ref.LANES,
     "TOKEN_CHUNK": quantize_ref.TOKEN_CHUNK,
     "GROUP": layout.GROUP,
+    "TILE_PITCH": schedule.TILE_PITCH,
     "RUN": quantize_ref.RUN,
     "SMALLEST_SCALE": quantize_ref.SMALLEST_SCALE,
     "LARGEST_MEAN": quantize_ref.LARGEST_MEAN,
@@ -68,6 +69,7 @@ def float32(x: float) -> float:
 def constants() -> str:
     """constants.h."""
     lines = [f"constexpr {type(x).__name__} {name} = {x if isinstance(x, int) else f'{float32(x).hex()}f'};" for name, x in CONSTANTS.items()]
+    lines.append(f"enum class TileField : int {{ {', '.join(schedule.TILE_FIELDS)} }};")
     nan = f"constexpr uint8_t INT8_NAN = {recipe.INT8_NAN & 0xFF:#x};"
     return "\n".join((RENDERED, "#pragma once\n", "#include <cstdint>\n", "namespace fp8attn {\n", *lines, nan, "\n}  // namespace fp8attn\n"))
 

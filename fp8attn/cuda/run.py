@@ -26,12 +26,10 @@ def plan(call: Call, device: Device, first: bool = False) -> Config | str:
         first: only instances that `auto` takes before Triton's kernels: those of the Hopper kernel. On other GPUs the
             portable kernel wasn't measured beside Triton's kernels. On Hopper, Triton's e4m3 kernel is faster than it.
     """
-    if call.varlen is not None:
-        return "packed sequences are attended to by Triton"
     reason = configs.unsupported_call(call, device)
     if reason is None:
         return configs.choose(call, device)
-    return reason if first else portable.unsupported_call(call, device) or portable.choose(call, device)
+    return reason if first or call.varlen is not None else portable.unsupported_call(call, device) or portable.choose(call, device)
 
 
 def choose(call: Call, device: Device) -> Config:
@@ -48,7 +46,7 @@ def library_of(config: Config, device: Device) -> build.Library:
         BuildError: they can't be.
     """
     if isinstance(config, HopperConfig):
-        return build.load_with(config, configs.instances(config.scores, config.int8, config.fuse_q_quant), device.arch)
+        return build.load_with(config, configs.instances(config.scores, config.int8, config.fuse_q_quant, config.varlen), device.arch)
     return build.load_with(config, portable.group(config.head_dim, device, config.int8, config.scores), device.arch)
 
 
@@ -63,11 +61,14 @@ def split_ctas_of(call: Call, config: Config, device: Device) -> int:
     return configs.stream_k_ctas(call, config, device)
 
 
-def forward(call: Call, device: Device, config: Config | None = None, split_ctas: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    call: Call, device: Device, config: Config | None = None, split_ctas: int | None = None, tile_table: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the instance `config`, or the one that `plan` has for the call.
 
     Args:
         split_ctas: as `split_ctas_of` says; None: as many as that.
+        tile_table: the tiles of packed sequences, int32 (places, TILE_PITCH), for the config's tile_rows.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
@@ -108,7 +109,7 @@ def forward(call: Call, device: Device, config: Config | None = None, split_ctas
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, call.lse_mean, counter, parts, part_rows,
-        call.window_offsets[0] if config.window else 0, call.softcap, call.sinks, call.mean_scores,
+        call.window_offsets[0] if config.window else 0, call.softcap, call.sinks, call.mean_scores, tile_table,
     )  # fmt: skip
     return out, lse
 
@@ -141,7 +142,7 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
         ctas = max(min(tiles, device.sm_count), split_ctas)
         if split_ctas > 1:
             scratch = Scratch(split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4)
-    if call.causal != "none" and tiles > ctas:
+    if (call.causal != "none" or call.varlen is not None) and tiles > ctas:
         scratch = Scratch(words=1)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.window_offsets[1])

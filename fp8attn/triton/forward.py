@@ -32,7 +32,7 @@ from .tile import (
     softmax_step,
     whole_blocks,
 )
-from .varlen import first_unit, load_tile_entry, offsets_of, table_of
+from .varlen import load_tile_entry, offsets_of, table_of
 
 
 @triton.jit
@@ -188,8 +188,7 @@ def forward_kernel(
         sequence = batch
     else:
         head = program % q_heads
-        sequence, first, q_begin, q_length, k_begin, kv_length = load_tile_entry(tiles, program // q_heads)
-        page = first_unit(k_begin, sequence, SCALE_BLOCK)
+        sequence, first, q_begin, q_length, k_begin, kv_length, page = load_tile_entry(tiles, program // q_heads)
         batch = (program * 0).to(tl.int64)
         sequence = sequence.to(tl.int64)
         q_begin = q_begin.to(tl.int64)

@@ -41,7 +41,7 @@ from .tile import (
     softmax_step,
     whole_blocks,
 )
-from .varlen import first_unit, load_tile_entry, offsets_of, table_of
+from .varlen import load_tile_entry, offsets_of, table_of
 
 TABLE: gl.constexpr = gl.constexpr(10)  # of the tensors that consumers take, the table of tiles
 
@@ -102,8 +102,7 @@ def tile_at(position, shape, offsets, table, C: gl.constexpr):
         row = (tiles - 1 - inside // heads) * C.config.tile_rows
         return batch, head % q_heads, row, (q_length, kv_length), offsets, (batch, 0, 0, 0)
     else:
-        sequence, row, q_begin, q_length, k_begin, kv_length = load_tile_entry(table, inside // heads)
-        page = first_unit(k_begin, sequence, SCALE_BLOCK)
+        sequence, row, q_begin, q_length, k_begin, kv_length, page = load_tile_entry(table, inside // heads)
         return (
             head // q_heads,
             head % q_heads,

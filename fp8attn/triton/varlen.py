@@ -13,11 +13,12 @@ import triton.language as tl
 from .. import layout, schedule
 from ..call import Call
 from ..device import INTERPRETING, Device
-from ..recipe import Packed
+from ..recipe import SCALE_BLOCK, Packed
 from .launch import launch
 
 SEARCH: tl.constexpr = tl.constexpr(128)  # sequences that are compared at a time
 PITCH: tl.constexpr = tl.constexpr(schedule.TILE_PITCH)
+PAGE: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 # the interpreter runs plain Python functions as they are
 first_unit = layout.first_unit if INTERPRETING else triton.jit(layout.first_unit)
 
@@ -95,7 +96,8 @@ def offsets_of(window, q_length, kv_length):
 def load_tile_entry(table, index):
     """A tile of the table: schedule.TILE_FIELDS."""
     entry = table + index * PITCH
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    page = tl.load(entry + 6)
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), page
 
 
 @triton.jit
@@ -154,6 +156,7 @@ def table_kernel(cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_token
     tl.store(entry + 3, q_length, mask=there)
     tl.store(entry + 4, k_begin, mask=there)
     tl.store(entry + 5, k_length, mask=there)
+    tl.store(entry + 6, first_unit(k_begin, own, PAGE), mask=there)
 
 
 def table_of(call: Call, rows: int, device: Device, *, warmup: bool = False) -> torch.Tensor | None:

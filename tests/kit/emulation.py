@@ -105,6 +105,8 @@ class Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("sinks", ctypes.c_void_p),
         ("mean_scores", ctypes.c_void_p),
+        ("tile_table", ctypes.c_void_p),
+        ("table_tiles", ctypes.c_int),
     ]
 
 
@@ -378,11 +380,12 @@ def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k,
 def params(
     launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
     q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, lse_mean, counter, parts, part_rows,
-    first_offset=0, softcap=0.0, sinks=None, mean_scores=None, ready=None, ready_ctas=0,
+    first_offset=0, softcap=0.0, sinks=None, mean_scores=None, tile_table=None, ready=None, ready_ctas=0,
 ) -> Params:  # fmt: skip
     """The Params that binding.cpp's forward or forward_when_ready makes from its arguments."""
     tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
     tensors |= dict(lse_mean=lse_mean, bias=bias, parts=parts, part_rows=part_rows, ready=ready, sinks=sinks, mean_scores=mean_scores)
+    tensors["tile_table"] = tile_table
     p = _params_of(tensors, softmax_scale, causal_offset)
     p.v_pitch = v.size(3)
     p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = kv_length, v.size(2), q_group, k_group, heads_side_by_side
@@ -392,6 +395,7 @@ def params(
         p.mask_in_boxes = has_boxes(mask)
     p.ready_ctas = ready_ctas
     p.softcap = softcap
+    p.table_tiles = 0 if tile_table is None else tile_table.size(0)
     p.first_offset = max(min(first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     if rows > 0 and parts is not None:  # partial results of the tiles that CTAs share

@@ -49,20 +49,20 @@ def trusts_the_lengths(cu_seqlens, seqused, sequences, tokens, inside):
 
 @triton.jit
 def a_key_more(table, index):
-    sequence, row, q_begin, q_length, k_begin, k_length = original_entry(table, index)
-    return sequence, row, q_begin, q_length, k_begin, k_length + 1
+    sequence, row, q_begin, q_length, k_begin, k_length, page = original_entry(table, index)
+    return sequence, row, q_begin, q_length, k_begin, k_length + 1, page
 
 
 @triton.jit
 def a_row_more(table, index):
-    sequence, row, q_begin, q_length, k_begin, k_length = original_entry(table, index)
-    return sequence, row, q_begin, q_length + 1, k_begin, k_length
+    sequence, row, q_begin, q_length, k_begin, k_length, page = original_entry(table, index)
+    return sequence, row, q_begin, q_length + 1, k_begin, k_length, page
 
 
 @triton.jit
 def statistics_of_the_first(table, index):
-    sequence, row, q_begin, q_length, k_begin, k_length = original_entry(table, index)
-    return sequence * 0, row, q_begin, q_length, k_begin, k_length
+    sequence, row, q_begin, q_length, k_begin, k_length, page = original_entry(table, index)
+    return sequence * 0, row, q_begin, q_length, k_begin, k_length, page
 
 
 @triton.jit
@@ -120,7 +120,7 @@ FORWARD_MUTANTS = {
     "a row of the next sequence": (forward, "load_tile_entry", a_row_more),
     "values' means of the first sequence": (forward, "load_tile_entry", statistics_of_the_first),
     "aligned to the top left": (forward, "offsets_of", aligned_to_the_top_left),
-    "pages of the sequence before": (forward, "first_unit", pages_without_a_gap),
+    "pages of the sequence before": (varlen, "first_unit", pages_without_a_gap),
     "tokens of the first sequence": (varlen, "spans_of", first_token_of_all),
     "tiles on the place of others": (varlen, "tiles_above", ties_with_one_rank),
 }

@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "../ptx/stmatrix.h"
 #include "../ptx/tma.h"
 #include "schedule.h"
@@ -17,8 +19,12 @@ struct alignas(1024) OutputBoxes {
   uint8_t bytes[4][BOXES][OUTPUT_ROWS * OUTPUT_BYTES];
 };
 
-// Normalises and stores the 16 output rows of a warp. SINKS: keys may not have all weight of a row.
-template <typename Scales, int BOXES, bool SINKS = false>
+struct Nothing {};
+
+// Normalises and stores the 16 output rows of a warp. SINKS: keys may not have all weight of a row. PACKED: rows from
+// row_end on are the next sequence's. A box with such rows is stored row by row, because TMA only drops what is outside
+// of the tensor.
+template <typename Scales, int BOXES, bool SINKS = false, bool PACKED = false>
 struct StagedOutput {
   const Params& p;
   const Tile& tile;
@@ -27,9 +33,12 @@ struct StagedOutput {
   int first_row, lane;
   bool there[2];  // a row without visible keys is zero
   float inverse[2], weight[2];
+  [[no_unique_address]] std::conditional_t<PACKED, int, Nothing> row_end;
 
-  __device__ StagedOutput(const Params& params, const Tile& its_tile, int warpgroup_row, const Scales& its_scales, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
+  template <typename RowEnd>
+  __device__ StagedOutput(const Params& params, const Tile& its_tile, int warpgroup_row, RowEnd&& end, const Scales& its_scales, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
       : p(params), tile(its_tile), scales(its_scales), boxes(its_boxes), first_row(warpgroup_row + threadIdx.x % 128 / 32 * OUTPUT_ROWS), lane(threadIdx.x % 32) {
+    if constexpr (PACKED) row_end = end();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       there[r] = l[r] != 0.0f;
@@ -60,6 +69,26 @@ struct StagedOutput {
   }
 
  private:
+  __device__ bool by_rows() const {
+    if constexpr (PACKED)
+      return first_row + OUTPUT_ROWS > row_end;
+    else
+      return false;
+  }
+
+  // Stores the rows of a box that are the sequence's, from channel `first` on: a lane stores 16 bytes at a time.
+  template <typename T>
+  __device__ void store_rows(const uint8_t* box, int first) const {
+    constexpr int chunks = OUTPUT_BYTES / 16, elements = 16 / sizeof(T);
+    T* head = static_cast<T*>(p.out) + tile.batch * p.out_strides[0] + tile.head * p.out_strides[1];
+    for (int i = lane; i < OUTPUT_ROWS * chunks; i += 32) {
+      const int row = i / chunks, x = first + i % chunks * elements;
+      if (first_row + row >= row_end || x >= p.value_dim) continue;
+      *reinterpret_cast<uint4*>(head + (first_row + row) * p.out_strides[2] + x) =
+          *reinterpret_cast<const uint4*>(box + row * OUTPUT_BYTES + (i % chunks ^ row % 8) * 16);
+    }
+  }
+
   // The output of channels x and x + 1 of the thread's row r.
   __device__ float2 value(float a, float b, int r, int x) const {
     const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[x]), mean = reinterpret_cast<const float2&>(scales.channel_mean[x]);
@@ -89,7 +118,8 @@ struct StagedOutput {
     for (int box = 0; box < (COUNT + width - 1) / width; ++box) {  // the last box may extend beyond the tensor
       uint8_t* to = boxes.bytes[threadIdx.x % 128 / 32][box % BOXES];
       if (lane == 0) {
-        if (FIRST == 0 && box == 0 && !evenly)
+        // rows that are stored one by one are in no group of TMA's, so groups say nothing of their buffers
+        if ((FIRST == 0 && box == 0 && !evenly) || by_rows())
           ptx::tma_store_wait<0>();
         else
           ptx::tma_store_wait<BOXES - 1>();
@@ -117,6 +147,13 @@ struct StagedOutput {
             matrices[i] = pack(value(s[at], s[at + 1], i % 2, x + 8 * (j + i / 2)), T());
           }
           ptx::stmatrix(row + ((j + lane / 16) ^ lane % 8) * 16, matrices);
+        }
+      }
+      if constexpr (PACKED) {
+        if (by_rows()) {
+          __syncwarp();
+          store_rows<T>(to, FIRST + box * width);
+          continue;
         }
       }
       ptx::fence_proxy_async();

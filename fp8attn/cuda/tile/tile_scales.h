@@ -4,6 +4,7 @@
 #include "../ptx/cp_async.h"
 #include "mask.h"
 #include "schedule.h"
+#include "seq_len.h"
 
 namespace fp8attn {
 
@@ -19,12 +20,13 @@ struct TileScales {
   // Called by all of them; complete once all have been through cp_async_wait.
   __device__ void load(const Params& p, const Visible& visible, const Tile& tile, int first_row) {
     load_channels(p, tile);
-    load_rows(p, visible, tile, first_row);
+    load_rows(p, visible, tile, first_row, p.q_length);
   }
 
-  __device__ void load_channels(const Params& p, const Tile& tile) {
-    const float* scales = p.v_scale + tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[1];
-    const float* means = p.v_mean + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * p.value_dim;
+  template <typename Place>
+  __device__ void load_channels(const Params& p, const Place& tile) {
+    const float* scales = p.v_scale + sequence_of(tile) * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[1];
+    const float* means = p.v_mean + (int64_t(sequence_of(tile)) * p.kv_heads + tile.kv_head) * p.value_dim;
     for (int x = threadIdx.x % THREADS; x < CHANNELS; x += THREADS) {
       const bool exists = x < p.value_dim;
       ptx::cp_async(&channel_scale[x], exists ? scales + x * p.v_scale_strides[2] : p.v_scale, exists);
@@ -32,10 +34,11 @@ struct TileScales {
     }
   }
 
-  __device__ void load_rows(const Params& p, const Visible& visible, const Tile& tile, int first_row) {
+  // `end`: of the rows of the tile's sequence.
+  __device__ void load_rows(const Params& p, const Visible& visible, const Tile& tile, int first_row, int end) {
     const float* row_scales = p.q_scale + tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1];
     for (int i = threadIdx.x % THREADS; i < M; i += THREADS) {
-      const int row = min(first_row + i, p.q_length - 1);
+      const int row = min(first_row + i, end - 1);
       ptx::cp_async(&row_scale[i], row_scales + (p.q_group <= 1 ? row * p.q_group : row / p.q_group) * p.q_scale_strides[2], true);
     }
     find_row_ends(visible, first_row);

@@ -1,0 +1,84 @@
+// Packed sequences: their tiles, and what rows of a tile attend to.
+#pragma once
+
+#include "../params.h"
+#include "constants.h"
+#include "mask.h"
+#include "schedule.h"
+
+namespace fp8attn {
+
+// A tile of packed sequences, which share one tensor: `first_row` is a row of that tensor, and the sequence's rows end
+// at q_end. Its keys begin at k_begin in K, and at page `page` in V and in K's scales.
+struct alignas(32) PackedTile : Tile {
+  int sequence, q_end, k_begin, kv_length, page;
+};
+
+// Tiles in the order of the table. In a group of heads, each entry comes for all heads before the next entry.
+struct PackedSchedule : Schedule {
+  __device__ PackedSchedule(const Params& params, int, bool) : Schedule(params, 1) { tiles = params.table_tiles; }
+
+  // The tile at a position or, if that has none, at the next one that this CTA gets. none() after the last.
+  __device__ PackedTile next(int position, int round) const {
+    for (; position < size(); position = after(round)) {
+      const Tile place = at(position);
+      const int* entry = p.tile_table + int64_t(tiles - 1 - place.first_row) * TILE_PITCH;
+      const auto field = [&](TileField of) { return entry[int(of)]; };
+      const int q_begin = field(TileField::q_begin), q_length = field(TileField::q_length);
+      if (q_length > 0)
+        return {{place.batch, place.head, place.kv_head, q_begin + field(TileField::first_row)}, field(TileField::sequence), q_begin + q_length,
+                field(TileField::k_begin), field(TileField::k_length), field(TileField::page)};
+      if (p.counter == nullptr) break;
+    }
+    return {none()};
+  }
+};
+
+// The first key of a tile's sequence in K, and its first page: 0 where each sequence has a tensor of its own.
+__device__ inline int first_key(const Tile&) { return 0; }
+__device__ inline int first_key(const PackedTile& tile) { return tile.k_begin; }
+__device__ inline int first_page(const Tile&) { return 0; }
+__device__ inline int first_page(const PackedTile& tile) { return tile.page; }
+
+// The sequence of a tile, of whose values there are scales and means.
+__device__ inline int sequence_of(const Tile& tile) { return tile.batch; }
+__device__ inline int sequence_of(const PackedTile& tile) { return tile.sequence; }
+
+// The lengths of a tile's sequence: the same for all tiles, or of packed sequences the tile's own.
+template <bool PACKED>
+class SeqLen {
+ public:
+  __device__ explicit SeqLen(const Params& p) : visible_(p) {}
+
+  __device__ const Visible& visible(const Tile&) const { return visible_; }
+
+  // One past the last row of the tile's sequence.
+  __device__ static int row_end(const Params& p, const Tile&) { return p.q_length; }
+
+ private:
+  const Visible visible_;
+};
+
+template <>
+class SeqLen<true> {
+ public:
+  __device__ explicit SeqLen(const Params& p) : p_(p) {}
+
+  // Of rows of the tensor. The window is aligned to the bottom right: the last row of the sequence to its last key.
+  __device__ Visible visible(const PackedTile& tile) const {
+    Visible found(p_);
+    const int aligned = tile.kv_length - tile.q_end;
+    found.q_length = tile.q_end;
+    found.kv_length = tile.kv_length;
+    found.causal_offset = p_.causal_offset < 0 ? tile.kv_length : aligned + p_.causal_offset;
+    found.first_offset = p_.first_offset < 0 ? -tile.q_end : aligned - p_.first_offset;
+    return found;
+  }
+
+  __device__ static int row_end(const Params&, const PackedTile& tile) { return tile.q_end; }
+
+ private:
+  const Params& p_;
+};
+
+}  // namespace fp8attn

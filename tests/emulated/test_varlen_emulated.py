@@ -1,0 +1,94 @@
+"""The Hopper kernel's instances for packed sequences where there is no GPU: each sequence has the bits that it has alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import fp8attn
+from emulated import H100, Emulated
+from fp8attn import Recipe
+from fp8attn.call import Call
+from fp8attn.cuda import run as cuda_run
+from fp8attn.cuda.configs import VARLEN_GROUPS, HopperConfig
+from fp8attn.device import device_of
+from fp8attn.quantization import quantize_packed
+from fp8attn.recipe import Packed
+from fp8attn.triton import varlen
+from ragged import TYPICAL, Ragged, alone, varlen_call
+
+pytestmark = pytest.mark.anywhere
+
+TWO_SMS = dataclasses.replace(H100, sm_count=2)
+"""So that a CTA has several tiles."""
+
+CPU = torch.device("cpu")
+LENGTHS = ((70, 300), (0, 5), (3, 0), (300, 150), (1, 130), (10, 520))
+CASES = {
+    "plain": dict(is_causal=False),
+    "causal": dict(is_causal=True),
+    "window": dict(window=(100, 3), is_causal=False),
+    "open window": dict(window=(40, -1), is_causal=False),
+    "sinks": dict(is_causal=True, sinks=True),
+    "softcap": dict(is_causal=True, softcap=4.0, sinks=True),
+}
+
+
+def case_of(config: HopperConfig, **fields) -> Ragged:
+    return dataclasses.replace(TYPICAL, lengths=LENGTHS, dim=config.head_dim, value_dim=config.value_dim, kv_heads=1, group=2, **fields)
+
+
+def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32) -> Call:
+    """The call of a case, whose operands the definition has quantized."""
+    q, k, v = case.tensors(CPU)
+    starts_q, starts_k, used = case.starts(CPU)
+    query = fp8attn.quantize(q, cu_seqlens_q=starts_q)
+    key, value = quantize_packed(*(x.transpose(0, 1)[None] for x in (k, v)), Recipe(), Packed(starts_k, used, k.shape[0]))
+    value.data.view(torch.uint8)[value.data.view(torch.uint8) == 0x7F] = 0
+    call = varlen_call((query, key, value), q, {**case.options(CPU), "recipe": Recipe()})
+    return dataclasses.replace(call, out_dtype=out_dtype)
+
+
+def forward(emulated: Emulated, call: Call, config: HopperConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """By an emulated instance. What it doesn't write is 7."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_run, "library_of", lambda config, _: emulated.library(config))
+        for name in ("empty_output", "empty_lse"):
+            original = getattr(cuda_run, name)
+            patch.setattr(cuda_run, name, lambda *args, original=original: original(*args).fill_(7.0))
+        table = None if call.varlen is None else varlen.table_of(call, config.tile_rows, device_of(CPU))
+        return cuda_run.forward(call, TWO_SMS, config, 1, table)
+
+
+def assert_as_alone(packed: Emulated, dense: Emulated, config: HopperConfig, case: Ragged, out_dtype: torch.dtype = torch.float32) -> None:
+    call = call_of_case(case, out_dtype)
+    out, lse = forward(packed, call, config)
+    written = torch.zeros(out.shape[2], dtype=torch.bool)
+    for rows, one in alone(call):
+        expected, expected_lse = forward(dense, one, dataclasses.replace(config, varlen=False))
+        assert torch.equal(out[:, :, rows], expected), f"{int((out[:, :, rows] != expected).sum())} of {expected.numel()} outputs in {rows}"
+        assert torch.equal(lse[:, :, rows], expected_lse), f"LSE in {rows}"
+        written[rows] = True
+    assert (out[:, :, ~written] == 7).all() and (lse[:, :, ~written] == 7).all(), "rows of no sequence were written"
+
+
+def instances_for(name: str) -> tuple[HopperConfig, ...]:
+    return VARLEN_GROUPS["softcap" if name == "softcap" else "window" if name in ("window", "open window", "sinks") else "plain"]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Emulated:
+    return Emulated()
+
+
+@pytest.mark.parametrize("dim", (64, 128, 256))
+@pytest.mark.parametrize("name", CASES)
+def test_a_sequence_has_the_output_that_it_has_alone(emulated: Emulated, name: str, dim: int) -> None:
+    config = next(c for c in instances_for(name) if c.head_dim == dim)
+    case = case_of(config, **CASES[name])
+    assert_as_alone(emulated, emulated, config, case)
+    if name == "causal":
+        assert_as_alone(emulated, emulated, config, dataclasses.replace(case, unused=3, dim=dim - 8, value_dim=dim - 16), torch.bfloat16)
+        assert_as_alone(emulated, emulated, config, dataclasses.replace(case, kv_heads=2, lengths=((20, 20),) * 9), torch.float16)
