@@ -579,8 +579,8 @@ def varlen_sdpa(
             in half precision aren't made for packed sequences.
         out_dtype: as of `sdpa`.
         return_lse: also return the natural log of the sum of exponentials of each row's scores.
-        backend: as of `sdpa`. `auto` and `triton` run Triton's kernels; `reference` and `modelled` are plain torch, for
-            which the host reads lengths.
+        backend: as of `sdpa`. `cuda` takes e4m3 on Hopper, with K's scales per block and a positive scale; `auto` runs
+            Triton for other calls. `reference` and `modelled` are plain torch, for which the host reads lengths.
 
     Returns:
         out (Tq, Hq, Dv); with `return_lse` also LSE (Hq, Tq) float32, which includes sinks. A row without visible keys

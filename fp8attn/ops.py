@@ -337,8 +337,9 @@ def plan_cuda(call: Call, first: bool = False) -> cuda_run.Config | str:
 def _forward_by_cuda(call: Call, planned: cuda_run.Config) -> tuple[torch.Tensor, torch.Tensor]:
     """By an instance of the CUDA kernels. Triton's kernel writes the table of tiles of packed sequences."""
     device = device_of(call.q.device)
-    table = None if call.varlen is None else triton_kernels.varlen.table_of(call, planned.tile_rows, device)
-    return cuda_run.forward(call, device, planned, tile_table=table)
+    if call.varlen is None:
+        return cuda_run.forward(call, device, planned)
+    return cuda_run.forward(call, device, planned, tile_table=triton_kernels.varlen.table_of(call, planned.tile_rows, device))
 
 
 def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

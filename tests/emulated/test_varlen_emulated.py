@@ -9,14 +9,16 @@ import torch
 
 import fp8attn
 from emulated import H100, Emulated
-from fp8attn import Recipe
+from fp8attn import Recipe, schedule
 from fp8attn.call import Call
+from fp8attn.cuda import configs
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import VARLEN_GROUPS, HopperConfig
 from fp8attn.device import device_of
 from fp8attn.quantization import quantize_packed
 from fp8attn.recipe import Packed
 from fp8attn.triton import varlen
+from mutants import VARLEN_MUTANTS
 from ragged import TYPICAL, Ragged, alone, varlen_call
 
 pytestmark = pytest.mark.anywhere
@@ -92,3 +94,38 @@ def test_a_sequence_has_the_output_that_it_has_alone(emulated: Emulated, name: s
     if name == "causal":
         assert_as_alone(emulated, emulated, config, dataclasses.replace(case, unused=3, dim=dim - 8, value_dim=dim - 16), torch.bfloat16)
         assert_as_alone(emulated, emulated, config, dataclasses.replace(case, kv_heads=2, lengths=((20, 20),) * 9), torch.float16)
+
+
+def assert_all_as_alone(packed: Emulated, dense: Emulated) -> None:
+    """Of 128 channels, whose output takes several boxes: causal and not, and groups of heads that come one after the other."""
+    config = next(c for c in VARLEN_GROUPS["plain"] if c.head_dim == 128)
+    for is_causal in (False, True):
+        assert_as_alone(packed, dense, config, case_of(config, is_causal=is_causal))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "L2_BYTES", 0)
+        assert_as_alone(packed, dense, config, dataclasses.replace(case_of(config), kv_heads=2, lengths=LENGTHS[:4]))
+
+
+def test_groups_of_heads(emulated: Emulated) -> None:
+    assert_all_as_alone(emulated, emulated)
+
+
+@pytest.mark.parametrize("name", VARLEN_MUTANTS)
+def test_mutants_are_seen(emulated: Emulated, name: str) -> None:
+    broken = Emulated(VARLEN_MUTANTS[name])
+    with pytest.raises(AssertionError):
+        assert_all_as_alone(broken, emulated)
+
+
+def test_which_calls_they_take() -> None:
+    """e4m3 with one scale per 128 keys and a positive scale, of any head dim; others say what they take."""
+    config = VARLEN_GROUPS["plain"][0]
+    for fields, wanted in ((dict(is_causal=True), "plain"), (dict(window=(5, 0)), "window"), (dict(softcap=3.0), "softcap")):
+        call = call_of_case(dataclasses.replace(case_of(config), dim=72, value_dim=40, **fields))
+        assert configs.unsupported_call(call, H100) is None and configs.choose(call, H100).scores == wanted
+        assert configs.choose(call, H100).varlen and configs.choose(call, H100).head_dim == 128
+        assert not configs.choose(call, H100).does(dataclasses.replace(call, varlen=None))
+    call = call_of_case(case_of(config))
+    for changed in (dataclasses.replace(call, k_group=1), dataclasses.replace(call, softmax_scale=-1.0)):
+        reason = configs.unsupported_call(changed, H100)
+        assert reason is not None and "packed sequences are given" in reason and cuda_run.plan(changed, H100) == reason

@@ -17,7 +17,7 @@ from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConf
 from fp8attn.cuda.portable import DIMS, PortableConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY
-from instances import QUANTIZED
+from instances import QUANTIZED, VARLEN
 
 pytestmark = pytest.mark.anywhere
 
@@ -74,6 +74,7 @@ STACK = {
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True, softcap=True): 72,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True, softcap=True): 40,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, True, True, window=True, softcap=True): 16,
+    **dict(zip(VARLEN, (16, 8, 32, 16, 16, 24, 32, 24, 24), strict=True)),
 }
 """Bytes of it that an instance may have; the others have none."""
 
@@ -89,7 +90,7 @@ def shipped(arch: int) -> tuple[PortableConfig, ...]:
     return tuple(c for dim, int8, scores in groups for c in portable.group(dim, ARCHITECTURES[arch], int8, scores))
 
 
-@pytest.mark.parametrize("config", one_of(5, QUANTIZED))
+@pytest.mark.parametrize("config", (*one_of(5, QUANTIZED), *one_of(1, VARLEN)))
 def test_hopper(nvcc: str, tmp_path: Path, config: HopperConfig) -> None:
     report = compiled(nvcc, config, 90, tmp_path)
     registers, stack = numbers(report)

@@ -6,9 +6,7 @@ import torch
 
 from fp8attn import Recipe
 from fp8attn.api import call_of
-from fp8attn.cuda.configs import (
-    GROUPS,
-)
+from fp8attn.cuda.configs import GROUPS, VARLEN_GROUPS
 from fp8attn.device import ARCHITECTURES
 from fp8attn.quantization import quantize
 
@@ -16,6 +14,9 @@ H100 = ARCHITECTURES[90]
 
 
 QUANTIZED = tuple(config for (_, _, fuse_q_quant), group in GROUPS.items() if not fuse_q_quant for config in group)
+
+
+VARLEN = tuple(config for group in VARLEN_GROUPS.values() for config in group)
 
 
 EVERY = tuple(config for group in GROUPS.values() for config in group)

@@ -256,6 +256,22 @@ SOFTCAP_MUTANTS = {
 """Mutants of the Hopper kernel's instances for soft caps."""
 
 
+VARLEN_MUTANTS = {
+    "keys of the first sequence": ("hopper_producer.h", "first_key(tile) + n * KEYS", "n * KEYS"),
+    "pages of the first sequence": ("hopper_producer.h", "(first_page(tile) + n) * KEYS", "n * KEYS"),
+    "scales of the first sequence": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "begin * scale_step"),
+    "means of the first sequence": ("tile/seq_len.h", "return tile.sequence;", "return 0;"),
+    "rows of the next sequence in a box": ("tile/staged_output.h", "return first_row + OUTPUT_ROWS > row_end;", "return false;"),
+    "rows of the next sequence, one by one": ("tile/staged_output.h", "first_row + row >= row_end", "first_row + row > row_end"),
+    "a buffer that TMA still reads": ("tile/staged_output.h", "&& !evenly) || by_rows())", "&& !evenly))"),
+    "an LSE of the next sequence": ("tile/attend.h", "if (row >= row_end()) continue;", "if (row >= p.q_length) continue;"),
+    "aligned to a key too late": ("tile/seq_len.h", "aligned = tile.kv_length - tile.q_end;", "aligned = tile.kv_length - tile.q_end + 1;"),
+    "all keys of the tensor": ("tile/seq_len.h", "found.kv_length = tile.kv_length;", "found.kv_length = p_.kv_length;"),
+    "no tile after an empty place": ("tile/seq_len.h", "if (p.counter == nullptr) break;", "break;"),
+}
+"""Mutants of the Hopper kernel's instances for packed sequences. tests/emulated/test_varlen_emulated.py sees them."""
+
+
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}
 
 

@@ -15,6 +15,8 @@ import fp8attn
 import ragged as kit
 from closeness import assert_matches_pipeline, relative
 from fp8attn import PRECISE, Recipe, ops, reference
+from fp8attn.cuda import run as cuda_run
+from fp8attn.cuda.configs import HopperConfig as HopperInstance
 from fp8attn.device import device_of
 from fp8attn.layout import first_unit, units_of
 from fp8attn.quantization import quantize_kv, quantize_packed, sequences_of
@@ -22,13 +24,13 @@ from fp8attn.recipe import Packed
 from fp8attn.reference import window_offsets
 from fp8attn.schedule import TILE_FIELDS
 from fp8attn.triton import quantize as triton_quantize
-from fp8attn.triton import run
+from fp8attn.triton import run, varlen
 from fp8attn.triton.configs import HopperConfig
 from quantizing import assert_same
 from ragged import TYPICAL, Ragged, alone, head_first, ragged, table, varlen_call
 from strategies import given_several, noted
 
-FORWARD_BACKENDS = ("triton", "modelled", "reference")
+FORWARD_BACKENDS = ("triton", "modelled", "reference", *(["auto"] if GPU else []))
 
 
 def attention(case: Ragged, device: torch.device, backend: str, **others) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,20 +284,42 @@ def test_autocast_and_other_dtypes(device: torch.device) -> None:
         assert torch.equal(x[inside] if x.dim() == 3 else x[:, inside], y[inside] if y.dim() == 3 else y[:, inside])
 
 
-def test_cuda_kernels_refuse_packed_sequences(device: torch.device) -> None:
+def test_cuda_kernels_say_which_packed_sequences_they_take(device: torch.device) -> None:
     q, k, v = TYPICAL.tensors(device)
-    with pytest.raises(fp8attn.BackendUnavailable, match=r"cuda: (packed sequences are attended to by Triton|tensors are on cpu)"):
-        fp8attn.varlen_sdpa(q, k, v, *TYPICAL.starts(device)[:2], backend="cuda")
+    reasons = r"packed sequences are given; the CUDA kernel takes|it needs sm_90|tensors are on cpu"
+    with pytest.raises(fp8attn.BackendUnavailable, match=f"cuda: ({reasons})"):
+        fp8attn.varlen_sdpa(q, k, v, *TYPICAL.starts(device)[:2], recipe=Recipe(k="token"), backend="cuda")
 
 
 @pytest.mark.gpu
-def test_a_graph_is_replayed_with_other_lengths(device: torch.device) -> None:
+@given(case=ragged)
+def test_by_the_cuda_kernel_a_sequence_has_the_output_that_it_has_alone(case: Ragged, device: torch.device) -> None:
+    """Bit for bit, by the instance for one sequence."""
+    case, properties = replace(case, qk="e4m3", k_granularity="block", compute="e4m3"), device_of(device)
+    if properties.arch // 10 != 9:
+        pytest.skip("needs sm_90")
+    q, k, v = case.tensors(device)
+    cu_seqlens_q, cu_seqlens_k, seqused_k = case.starts(device)
+    quantized = fp8attn.quantize(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    call = varlen_call(quantized, q, case.options(device))
+    config = cuda_run.choose(call, properties)
+    assert isinstance(config, HopperInstance) and config.varlen
+    out, lse = cuda_run.forward(call, properties, config, tile_table=varlen.table_of(call, config.tile_rows, properties))
+    for rows, one in alone(call):
+        expected, expected_lse = cuda_run.forward(one, properties, replace(config, varlen=False), 1)
+        assert torch.equal(out[:, :, rows].nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert torch.equal(lse[:, :, rows].nan_to_num(7.0), expected_lse.nan_to_num(7.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("triton", "auto"))
+def test_a_graph_is_replayed_with_other_lengths(device: torch.device, backend: str) -> None:
     """Nothing waits for the GPU, and nothing of the lengths is kept."""
     lengths = ((70, 130), (30, 20)), ((20, 50), (80, 100)), ((100, 150), (0, 0))
     cases = [replace(TYPICAL, lengths=x, dtype=torch.bfloat16, behind=0) for x in lengths]
     q, k, v = (x.nan_to_num(1.0) for x in cases[0].tensors(device))
     starts = cases[0].starts(device)[:2]
-    options: dict = dict(is_causal=True, return_lse=True, backend="triton")
+    options: dict = dict(is_causal=True, return_lse=True, backend=backend)
     fp8attn.varlen_sdpa(q, k, v, *starts, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

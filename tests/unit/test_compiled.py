@@ -149,8 +149,6 @@ def test_one_graph_for_packed_sequences_of_all_lengths(device: torch.device, bac
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(COMPILER)
     kwargs: dict = {"plain": {}, "lse": {"return_lse": True, "is_causal": True}, "window": {"window": (50, 0), "softcap": 3.0}}[options]
-    if backend == "cuda":
-        pytest.skip("packed sequences are Triton's")
 
     def attention(q, k, v, starts_q, starts_k, longest_q, longest_k):
         return fp8attn.varlen_sdpa(q, k, v, starts_q, starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, backend=backend, **kwargs)
