@@ -74,7 +74,7 @@ def heads_side_by_side(call: Call, teams: int) -> int:
     if call.causal == "none" and call.varlen is None:
         return sharing
     heads = call.batch * call.kv_heads
-    keys = max(call.visible_keys(LEAST_ROWS), 1) if call.has_first_key else call.longest_k
+    keys = max(call.visible_keys(LEAST_ROWS) if call.has_first_key else call.longest_k, 1)
     in_l2 = L2_BYTES // (keys * (call.head_dim + call.value_dim))
     mixed = max(in_l2, teams // HEAD_CTAS // sharing, 1)
     groups = -(-heads // mixed)  # of equal size: a small last group would run its long tiles late

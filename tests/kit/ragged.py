@@ -169,13 +169,17 @@ def alone(call: Call) -> Iterator[tuple[slice, Call]]:
         )  # fmt: skip
 
 
-def table(q: Packed, k: Packed, rows: int, causal: str, window: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """The table of tiles that attention kernels get. They know no more of a call than this."""
-    x, y = (torch.empty(1, 1, n.tokens, 16, device=device) for n in (q, k))
-    lengths = Varlen(q, k, q.tokens, k.tokens)
-    call = Call(
+def call_of_lengths(q: Packed, k: Packed, causal: str, window: tuple[int, int], longest: int | None = None) -> Call:
+    """A call of packed sequences of one head, of which all but lengths is made up."""
+    x, y = (torch.empty(1, 1, n.tokens, 16, device=n.cu_seqlens.device) for n in (q, k))
+    lengths = Varlen(q, k, *((q.tokens, k.tokens) if longest is None else (longest, longest)))
+    return Call(
         x, None, 1, y, y, 128, y, y, None, None, None, k.tokens, 1.0, causal, "e4m3", None, torch.float32, False, window, varlen=lengths,
     )  # type: ignore[arg-type]  # fmt: skip
-    found = varlen.table_of(call, rows, device_of(device))
+
+
+def table(q: Packed, k: Packed, rows: int, causal: str, window: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """The table of tiles that attention kernels get. They know no more of a call than its lengths."""
+    found = varlen.table_of(call_of_lengths(q, k, causal, window), rows, device_of(device))
     assert found is not None
     return found.cpu()

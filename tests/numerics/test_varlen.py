@@ -22,7 +22,7 @@ from fp8attn.layout import first_unit, units_of
 from fp8attn.quantization import quantize_kv, quantize_packed, sequences_of
 from fp8attn.recipe import Packed
 from fp8attn.reference import window_offsets
-from fp8attn.schedule import TILE_FIELDS
+from fp8attn.schedule import TILE_FIELDS, heads_side_by_side
 from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton import run, varlen
 from fp8attn.triton.configs import HopperConfig
@@ -243,6 +243,20 @@ def test_starts_without_sense_lead_nowhere_outside(starts: list[int], rows: int,
     x = torch.randn(tokens, 1, 16, device=device)
     out = fp8attn.varlen_sdpa(x, x, x, where.cu_seqlens, where.cu_seqlens, seqused_k=where.seqused, is_causal=True, backend="triton")
     assert out.shape == x.shape
+
+
+@pytest.mark.parametrize("backend", FORWARD_BACKENDS)
+def test_wrong_longest_lengths_change_nothing_but_time(device: torch.device, backend: str) -> None:
+    case = replace(TYPICAL, is_causal=False)
+    out, lse = attention(case, device, backend)
+    inside = slice(0, case.spans[0][-1].stop)
+    for longest in (0, 1, 100_000):
+        found, found_lse = attention(case, device, backend, max_seqlen_q=longest, max_seqlen_k=longest)
+        torch.testing.assert_close(found[inside], out[inside], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(found_lse[:, inside], lse[:, inside], rtol=1e-3, atol=1e-3)
+    q, k, _ = case.tensors(device)
+    where = [Packed(starts, None, x.shape[0]) for starts, x in zip(case.starts(device)[:2], (q, k), strict=True)]
+    assert heads_side_by_side(kit.call_of_lengths(*where, "none", (-1, 0), longest=0), 4) == 1
 
 
 @pytest.mark.parametrize("tokens", ((0, 9), (9, 0), (0, 0)))
