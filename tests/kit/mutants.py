@@ -187,7 +187,7 @@ MASKED_MUTANTS = {
     "bits that others are shown": ("tile/key_metadata.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
     "blocks left out that show something": ("tile/kv_blocks.h", "mask_ != 0", "(mask_ & 15) != 0"),
     "scale of a block that is left out": ("hopper_producer.h", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
-    "values of a block that is left out": ("hopper_producer.h", "&shared.v_full[stage], n * KEYS,", "&shared.v_full[stage], (after - 1) * KEYS,"),
+    "values of a block that is left out": ("hopper_producer.h", "(first_page(tile) + n) * KEYS", "(first_page(tile) + after - 1) * KEYS"),
     "all is shown": ("block_mask.cuh", "hides |= exists && !visible", "hides |= false"),
 }
 """Mutants of the Hopper kernel's instances for boolean masks."""
@@ -229,7 +229,7 @@ WINDOW_MUTANTS = {
     "a key too late": ("tile/mask.h", "if (8 * j + 1 < limit)", "if (8 * j < limit)"),
     "the first block whole": ("tile/attend.h", "edge = (visible.begin(row + ROWS - 1)", "edge = (visible.begin(row)"),
     "another consumer's first block": ("hopper_mainloop.h", "n < wg_tile.begin; ring", "n + 1 < wg_tile.begin; ring"),
-    "scale of the first block": ("hopper_producer.h", "kv_head * p.k_scale_strides[1] + begin * scale_step", "kv_head * p.k_scale_strides[1]"),
+    "scale of the first block": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "first_page(tile) * scale_step"),
     "first keys hidden in every row": ("tile/mask.h", "visible.begin(first_row + f.row + 8 * r)", "visible.begin(first_row + f.row + 8)"),
     "sink in base 2": ("tile/score_mod.h", "merge_rows(m, l, sink * LOG2E,", "merge_rows(m, l, sink,"),
     "sink of another head": ("hopper_mainloop.h", "sink = p.sinks[tile.head];", "sink = p.sinks[0];"),
