@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
     const Fragment f = Fragment::mine();
     const float l[2] = {o[S::width / 2 - 4], o[S::width / 2 - 2]};  // row sums of P, behind the last channel
     Output(p, tile, tile.first_row, f, l).store<0, C.head_dim>(o, shared);
-    store_lse(p, wg_tile, m, l, f, [&] {
+    store_lse(p, wg_tile, [&] { return p.q_length; }, m, l, f, [&] {
       ptx::mbarrier_wait(&shared.means_full, 0);
       return MeanScores<T, C.head_dim>::of(p, tile, tile.first_row, [&](int i) { return rotated_mean(shared, i); });
     });
