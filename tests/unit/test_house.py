@@ -27,7 +27,7 @@ FLOORS = (
     {"layout", "rotation"},
     {"quantization"},
     {"reference"},
-    {"call"},
+    {"call", "pages"},
     {"validate"},
     {"schedule"},
     {"triton", "cuda"},

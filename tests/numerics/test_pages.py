@@ -1,0 +1,178 @@
+"""Page-local quantization: what comes later changes nothing, chunks don't matter, and the error is FP8's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from closeness import assert_same_pattern, relative
+from fp8attn import PRECISE, Recipe, pages, reference
+from fp8attn.pages import PAGE, Pages, Sequence
+from fp8attn.quantize import Statistics
+
+RECIPES = st.builds(
+    Recipe, smooth_k=st.booleans(), smooth_v=st.booleans(), rotate=st.sampled_from((0, 16, 64, 256)), qk=st.sampled_from(("e4m3", "int8"))
+)
+DIMS = st.sampled_from((16, 40, 64, 128))
+DISTRIBUTIONS = ("normal", "outliers", "biased", "one sign", "grows", "falls", "zeros first")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A causal call on one sequence."""
+
+    length: int
+    kv_heads: int
+    group: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    distribution: str
+    recipe: Recipe
+    seed: int
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(self.seed)
+        heads = self.kv_heads * self.group
+        q, k = (torch.randn(h, self.length, self.dim, generator=g) for h in (heads, self.kv_heads))
+        v = torch.randn(self.kv_heads, self.length, self.value_dim, generator=g)
+        tokens = torch.arange(self.length)[:, None]
+        if self.distribution == "outliers":
+            k, v = (x + 10 * torch.randn(x.shape, generator=g) * (torch.rand(x.shape, generator=g) < 0.01) for x in (k, v))
+        elif self.distribution == "biased":
+            k[..., :4] += torch.tensor([10.0, -20.0, 30.0, -50.0])
+            v += 3
+        elif self.distribution == "one sign":
+            v = v.abs()
+        elif self.distribution in ("grows", "falls"):
+            v = v * 2.0 ** ((3 if self.distribution == "grows" else -3) * (tokens // PAGE))
+        elif self.distribution == "zeros first":
+            k, v = k * (tokens >= PAGE), v * (tokens >= PAGE)
+        return tuple(x.to(self.dtype) for x in (q, k, v))  # type: ignore[return-value]
+
+
+problems = st.builds(
+    Problem, st.integers(1, 560), st.integers(1, 2), st.sampled_from((1, 1, 3)), DIMS, DIMS,
+    st.sampled_from((torch.float16, torch.bfloat16, torch.float32)), st.sampled_from(DISTRIBUTIONS), RECIPES, st.integers(0, 2**31),
+)  # fmt: skip
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def assert_equal_pages(actual: Pages, expected: Pages) -> None:
+    for name in Pages.__dataclass_fields__:
+        assert torch.equal(bits(getattr(actual, name)), bits(getattr(expected, name))), name
+
+
+def exact(problem: Problem) -> torch.Tensor:
+    q, k, v = (x.unsqueeze(0) for x in problem.tensors())
+    return reference.attention(q, k, v, causal="bottom_right", dtype=torch.float64)[0][0]
+
+
+def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = pages.modelled(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), recipe)
+    return out[0], lse[0]
+
+
+@given(problem=problems, share=st.floats(0, 1))
+def test_later_tokens_change_no_bit(problem: Problem, share: float) -> None:
+    q, k, v = problem.tensors()
+    seen = int(share * problem.length)
+    before = modelled(q, k, v, problem.recipe)
+    for x in (q, k, v):
+        x[:, seen:] = x[:, seen:] * 3 + 5
+    after = modelled(q, k, v, problem.recipe)
+    assert torch.equal(bits(before[0][:, :seen]), bits(after[0][:, :seen]))
+    assert torch.equal(bits(before[1][:, :seen]), bits(after[1][:, :seen]))
+    whole = seen // PAGE
+    if whole:
+        first, second = (pages.quantize_sequence(*(x[:, :n] for x in (k, v)), problem.recipe) for n in (whole * PAGE, problem.length))
+        assert first is not None and second is not None
+        assert_equal_pages(first[0], Pages(*(getattr(second[0], name)[:whole] for name in Pages.__dataclass_fields__)))
+
+
+@given(problem=problems, cuts=st.lists(st.integers(1, 559), max_size=4))
+def test_chunks_of_any_sizes_give_the_same_bits(problem: Problem, cuts: list[int]) -> None:
+    """Each chunk sees what a cache would hold: whole pages quantized one by one, and the last tokens in half precision."""
+    q, k, v = problem.tensors()
+    expected = modelled(q, k, v, problem.recipe)
+    edges = [0, *sorted({cut for cut in cuts if cut < problem.length}), problem.length]
+    shared: Statistics | None = None
+    kept: list[Pages] = []
+    for first, last in itertools.pairwise(edges):
+        for page in range(first // PAGE, last // PAGE):
+            part = [x[:, page * PAGE : (page + 1) * PAGE].unsqueeze(0) for x in (k, v)]
+            shared = pages.first_statistics(*part, problem.recipe) if shared is None else shared
+            kept.append(pages.quantize_pages(*part, shared, problem.recipe))
+        all_pages = Pages(*(torch.cat([getattr(page, name) for page in kept]) for name in Pages.__dataclass_fields__)) if kept else None
+        start = first // PAGE * PAGE
+        sequence = Sequence(all_pages, shared, k[:, start:last], v[:, start:last], start)
+        out, lse = pages.attend(q[:, first:last], first, sequence, problem.recipe, problem.dim**-0.5)
+        assert torch.equal(bits(out), bits(expected[0][:, first:last]))
+        assert torch.equal(bits(lse), bits(expected[1][:, first:last]))
+
+
+@given(problem=problems)
+def test_error_is_that_of_fp8(problem: Problem) -> None:
+    problem = dataclasses.replace(problem, distribution="normal" if problem.distribution == "outliers" else problem.distribution)
+    if problem.distribution == "biased" and not (problem.recipe.smooth_k and problem.recipe.smooth_v):
+        return
+    out, _ = modelled(*problem.tensors(), problem.recipe)
+    assert relative(out, exact(problem)) < 0.09
+    own = problem.length if problem.length < PAGE else PAGE
+    assert relative(out[:, :own], exact(problem)[:, :own]) < 1e-5  # queries of the first page see half precision only
+
+
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+def test_exact_where_nothing_is_rounded(qk: str) -> None:
+    """One key of each page and channels of +-1: what is left is float32's rounding, so scales, means and merging are right."""
+    g = torch.Generator().manual_seed(0)
+    k, v = (torch.randint(0, 2, (2, 400, 64), generator=g) * 2.0 - 1 for _ in range(2))
+    q = torch.zeros(4, 400, 64)
+    q[..., 0] = 1.0
+    recipe = Recipe(rotate=0, smooth_k=True, smooth_v=False, qk=qk)
+    k[..., 1:] = 0.0
+    k[:, :, 0] = 3.0  # the mean takes all of it: scores of pages are those of the mean alone
+    out, lse = modelled(q, k, v, recipe)
+    wanted, wanted_lse = reference.attention(*(x.unsqueeze(0) for x in (q, k, v)), causal="bottom_right", dtype=torch.float64)
+    torch.testing.assert_close(out.double(), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse[0], rtol=1e-5, atol=1e-5)
+
+
+@given(x=st.floats(2.0**-100, 2.0**100, width=32))
+@settings(max_examples=200)
+def test_page_scale_is_the_smallest_power_of_two(x: float) -> None:
+    scale = float(pages.page_scale(torch.tensor([x]))[0])
+    assert math.frexp(scale)[0] == 0.5 and x / scale <= 448 < 2 * x / scale
+
+
+def test_page_scale_of_nothing_is_one() -> None:
+    assert float(pages.page_scale(torch.zeros(1))[0]) == 1.0
+    assert bool(torch.isfinite(pages.page_scale(torch.tensor([torch.finfo(torch.float32).max]))).all())
+
+
+@pytest.mark.parametrize("recipe", (Recipe(), PRECISE), ids=("e4m3", "int8"))
+@pytest.mark.parametrize("what", ("q", "k", "v"))
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_exactly_the_rows_that_attend_to_it_are_nan(recipe: Recipe, what: str, value: float) -> None:
+    for token in (5, 127, 128, 290):
+        tensors = {name: torch.randn(1, 300, 32) for name in "qkv"}
+        tensors[what][0, token, 7] = value
+        out, lse = modelled(*(tensors[name] for name in "qkv"), recipe)
+        wanted, wanted_lse = reference.attention(*(tensors[name].unsqueeze(0) for name in "qkv"), causal="bottom_right")
+        assert_same_pattern(out.unsqueeze(0), wanted)
+        assert torch.equal(lse.isnan(), wanted_lse[0].isnan())
+
+
+def test_recipes_that_pages_do_not_take_say_why() -> None:
+    assert pages.unsupported_recipe(Recipe()) is None and pages.unsupported_recipe(PRECISE) is None
+    for changed in (dict(q="head"), dict(k="token"), dict(v="head"), dict(smooth_q=True), dict(compute="f16"), dict(sinks=128), dict(recent=128)):
+        assert next(iter(changed)) in (pages.unsupported_recipe(Recipe(**changed)) or "")
