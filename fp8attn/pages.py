@@ -53,6 +53,10 @@ LEAST_CHANNEL = 2.0**-4
 """V's channel scales are at least this fraction of the head's largest one. A channel that happens to be small in the
 first page may grow: its values would otherwise raise the scale of whole pages."""
 
+RECENT = 192
+"""Last tokens of a sequence that a cache keeps in half precision. Token t is at index t % RECENT. They include the
+incomplete page and at least RECENT - PAGE tokens before the last one, so that a sequence can be cut back by as many."""
+
 LARGEST_EXPONENT = 120
 """Bound of the exponents of V's page scales, so that their products with channel scales are normal numbers."""
 
@@ -72,6 +76,114 @@ class Pages:
     k_scale: torch.Tensor
     v: torch.Tensor
     v_scale: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """The tensors of a KV cache, all on one device. N sequences, P pages.
+
+    Attributes:
+        pages: of all sequences.
+        k_mean: float32 (N, Hkv, D), rotated; v_mean, v_scale: float32 (N, Hkv, Dv). Statistics of each sequence's first
+            page; means that aren't removed are zero.
+        k, v: (N, Hkv, RECENT, D) and (N, Hkv, RECENT, Dv), the last tokens as they came.
+        page_table: int32 (N, P): the numbers of each sequence's pages.
+        lengths: int32 (N): the sequences' tokens.
+        tickets: int32 (N, 1 + Hkv), zeros between launches: how many programs have finished.
+    """
+
+    pages: Pages
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
+    v_scale: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    page_table: torch.Tensor
+    lengths: torch.Tensor
+    tickets: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        fields = (getattr(self, name) for name in self.__dataclass_fields__)
+        return [x for field in fields for x in ([field] if isinstance(field, torch.Tensor) else vars(field).values())]
+
+    def statistics(self, sequence: int) -> Statistics:
+        """What the pages of a sequence share."""
+        part = slice(sequence, sequence + 1)
+        return Statistics(self.k_mean[part], self.v_mean[part], self.v_scale[part])
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """New tokens of some sequences: what is appended to a cache, or attends to it. B sequences.
+
+    Attributes:
+        sequences: int32 (B), the sequences' numbers.
+        counts: int32 (B), how many new tokens each has, at most S.
+        k, v: (B, Hkv, S, D) and (B, Hkv, S, Dv), the new keys and values; or None in attention to those of the cache.
+    """
+
+    sequences: torch.Tensor
+    counts: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+
+
+def append(storage: Storage, step: Step, recipe: Recipe) -> None:
+    """Append new tokens to a cache: the definition of what kernels write. The page table has the numbers of pages that
+    become complete."""
+    assert step.k is not None and step.v is not None
+    for row, (sequence, count) in enumerate(zip(step.sequences.tolist(), step.counts.tolist(), strict=True)):
+        old = int(storage.lengths[sequence])
+        new = old + count
+        first = old // PAGE * PAGE
+        before = torch.arange(first, old, device=step.k.device) % RECENT
+        k, v = (torch.cat([kept[sequence][:, before], x[row, :, :count].to(kept.dtype)], 1) for kept, x in ((storage.k, step.k), (storage.v, step.v)))
+        for page in range(old // PAGE, new // PAGE):
+            part = slice(page * PAGE - first, (page + 1) * PAGE - first)
+            key, value = k[None, :, part], v[None, :, part]
+            if page == 0:
+                found = first_statistics(key, value, recipe)
+                for kept, x in ((storage.k_mean, found.k_mean), (storage.v_mean, found.v_mean), (storage.v_scale, found.v_scale)):
+                    kept[sequence] = 0.0 if x is None else x[0]
+            made = quantize_pages(key, value, storage.statistics(sequence), recipe)
+            number = int(storage.page_table[sequence, page])
+            for name in Pages.__dataclass_fields__:
+                getattr(storage.pages, name)[number] = getattr(made, name)[0]
+        last = torch.arange(max(old, new - RECENT), new, device=step.k.device)
+        storage.k[sequence][:, last % RECENT], storage.v[sequence][:, last % RECENT] = k[:, last - first], v[:, last - first]
+        storage.lengths[sequence] = new
+
+
+def attend_paged(
+    q: torch.Tensor, storage: Storage, step: Step, recent: tuple[torch.Tensor, torch.Tensor], recipe: Recipe, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle of attention to a cache: `attend` for each sequence.
+
+    Args:
+        q: (B, Hq, S, D), the queries of the last `step.counts` tokens of each sequence, which the cache has already.
+        recent: `Storage.k` and `Storage.v`, as they were before step.k and step.v were appended if these are given.
+
+    Returns:
+        out float32 (B, Hq, S, Dv) and the natural-log LSE float32 (B, Hq, S); zeros and -inf past the counts.
+    """
+    out = q.new_zeros(*q.shape[:3], storage.v.shape[3], dtype=torch.float32)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+    for row, (sequence, count) in enumerate(zip(step.sequences.tolist(), step.counts.tolist(), strict=True)):
+        if count == 0:
+            continue
+        length = int(storage.lengths[sequence])
+        first = length - count
+        start = first // PAGE * PAGE
+        kept = torch.arange(start, length if step.k is None else first, device=q.device) % RECENT
+        parts = [x[sequence][:, kept] for x in recent]
+        if step.k is not None and step.v is not None:
+            parts = [torch.cat([x, y[row, :, :count]], 1) for x, y in zip(parts, (step.k, step.v), strict=True)]
+        numbers_of_pages = storage.page_table[sequence, : (length - 1) // PAGE].long()
+        pages = Pages(*(getattr(storage.pages, name)[numbers_of_pages] for name in Pages.__dataclass_fields__))
+        seen = Sequence(pages, storage.statistics(sequence), parts[0], parts[1], start)
+        out[row, :, :count], lse[row, :, :count] = attend(q[row, :, :count], first, seen, recipe, softmax_scale)
+    return out, lse
 
 
 def unsupported_recipe(recipe: Recipe) -> str | None:

@@ -340,6 +340,23 @@ def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
         raise ValueError(f"{name}.rotated is {x.rotated}; with head_dim {dim} it must be one of {sorted(rotations)}")
 
 
+def check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...]) -> None:
+    """Check queries, keys or values of a KV cache's sequences, (B, H, S, D). `like`: their dtype and device; None in
+    `shape` accepts any size."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+    check_operand(name, x, "rows")
+    dtype, device = like
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}; it must be the cache's {dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}; it must be on the cache's device, {device}")
+    for what, have, want in zip(("batch", "heads", "length", "head_dim"), x.shape, shape, strict=True):
+        if want is not None and have != want:
+            raise ValueError(f"{name} has {what} {have}; it must be {want}")
+    _check_no_gradient(name, x)
+
+
 def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None, device: torch.device | None) -> None:
     """Check a tensor that isn't an operand. `shape` or `device` None accepts any."""
     if not isinstance(x, torch.Tensor):
