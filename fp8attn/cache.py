@@ -9,18 +9,29 @@ import torch
 
 from . import pages, validate
 from .ambient import shielded
+from .device import device_of
+from .ops import current, has_kernels
 from .pages import PAGE, RECENT, Pages, Step, Storage
 from .quantize import row_type
 from .recipe import DEFAULT_RECIPE, E4M3, Recipe
-from .validate import FLOATS
+from .triton import paged_append
+from .validate import FLOATS, BackendUnavailable
 
-BACKENDS = ("auto", "modelled")
+BACKENDS = ("auto", "triton", "modelled")
 
 
-def check_backend(backend: object) -> None:
-    """Check the backend of a cache's functions."""
+def by_kernels(backend: object, device: torch.device) -> bool:
+    """Whether Triton's kernels serve a cache on `device`: with `auto` on GPUs.
+
+    Raises:
+        ValueError: there is no such backend.
+        BackendUnavailable: it can't run here.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {BACKENDS}")
+    if backend == "triton" and not has_kernels(device):
+        raise BackendUnavailable(f"triton: the cache is on {device}; it must be on a GPU, or TRITON_INTERPRET=1 be set before Triton is imported")
+    return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 
 class KVCache:
@@ -161,14 +172,15 @@ class KVCache:
             value: (B, Hkv, S, Dv), likewise.
             sequences: the B sequences that the rows belong to, each at most once; None: all, in order.
             counts: how many of the S tokens are real, from the first on, for each of the B; None: all S.
-            backend: `auto` or `modelled`.
+            backend: `auto` (Triton on a GPU, else modelled), `triton`, or `modelled`: the definition in plain torch.
 
         Raises:
+            BackendUnavailable: the backend can't run here.
             TypeError, ValueError: an argument isn't as above.
             RuntimeError: there are too few free pages, or an argument requires grad. Nothing is appended then.
         """
-        check_backend(backend)
-        self.checked_append(key, value, self.checked_rows(key, sequences, counts))
+        kernels = by_kernels(backend, self.device)
+        self.checked_append(key, value, self.checked_rows(key, sequences, counts), kernels)
 
     def checked_rows(self, x: object, sequences: Numbers[int] | None, counts: Numbers[int] | None, name: str = "key") -> list[tuple[int, int]]:
         """Sequence and number of new tokens of each row of x (B, H, S, D), from the arguments of the same names."""
@@ -184,14 +196,18 @@ class KVCache:
             raise ValueError(f"counts is {given}; it must be {len(chosen)} ints from 0 to {name}'s length, {x.shape[2]}")
         return [*zip(chosen, given, strict=True)]
 
-    def checked_append(self, key: torch.Tensor, value: torch.Tensor, rows: list[tuple[int, int]]) -> Step:
+    def checked_append(self, key: torch.Tensor, value: torch.Tensor, rows: list[tuple[int, int]], kernels: bool) -> Step:
         """`append` of rows (sequence, number of tokens) that `checked_rows` gave."""
         like = (self.dtype, self.device)
         validate.check_tokens("key", key, like, (None, self.kv_heads, None, self.head_dim))
         validate.check_tokens("value", value, like, (*key.shape[:3], self.value_dim))
         self.reserve([(sequence, self._lengths[sequence] + count) for sequence, count in rows])
         step = self.step(rows, key, value)
-        shielded(pages.append)(self.storage, step, self.recipe)
+        if kernels:
+            with current(self.device):
+                shielded(paged_append.append)(self.storage, step, self.recipe, device_of(self.device))
+        else:
+            shielded(pages.append)(self.storage, step, self.recipe)
         for sequence, count in rows:
             self._lengths[sequence] += count
             self._oldest[sequence] = max(self._oldest[sequence], self._lengths[sequence] - RECENT)
@@ -208,8 +224,13 @@ class KVCache:
         if numbers not in self._tensors:
             if len(self._tensors) >= 16:
                 self._tensors.clear()
-            self._tensors[numbers] = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+            self._tensors[numbers] = self._copied(numbers, torch.int32)
         return self._tensors[numbers]
+
+    def _copied(self, numbers: object, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers of the host on the device, which isn't waited for."""
+        on_gpu = self.device.type == "cuda"
+        return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu).to(self.device, non_blocking=on_gpu)
 
     def reserve(self, wanted: Numbers[tuple[int, int]]) -> None:
         """Give sequences the pages that they need to grow to some lengths.
@@ -238,7 +259,7 @@ class KVCache:
                 self._held[sequence].append(number)
                 numbers.append(number)
         # sequence, index and number in one copy to the device
-        table = torch.tensor([[*where, number] for where, number in zip(at, numbers, strict=True)], dtype=torch.int64, device=self.device)
+        table = self._copied([[*where, number] for where, number in zip(at, numbers, strict=True)], torch.int64)
         self.storage.page_table[table[:, 0], table[:, 1]] = table[:, 2].int()
 
     def oldest_page(self, sequence: int) -> int:

@@ -8,8 +8,11 @@ import torch
 
 from . import pages, validate
 from .ambient import shielded
-from .cache import KVCache, check_backend
+from .cache import KVCache, by_kernels
+from .device import device_of
+from .ops import current
 from .pages import PAGE, RECENT
+from .triton import paged_attention
 from .validate import FLOATS
 
 
@@ -42,12 +45,13 @@ def paged_sdpa(
         scale: factor of the scores; None: D ** -0.5.
         return_lse: also return the natural-log LSE of the scores, float32 (B, Hq, S).
         out_dtype: float16, bfloat16 or float32; None: query's.
-        backend: `auto` or `modelled`, the oracle in plain torch.
+        backend: `auto` (Triton on a GPU, else modelled), `triton`, or `modelled`: the oracle in plain torch.
 
     Returns:
         out (B, Hq, S, Dv), and the LSE if `return_lse`.
 
     Raises:
+        BackendUnavailable: the backend can't run here.
         TypeError, ValueError: an argument isn't as above; or without key and value, the cache has fewer tokens than
             queries, or no longer has all tokens of the first query's page in half precision. It has for up to 65
             queries, unless the sequence was cut back since.
@@ -55,7 +59,7 @@ def paged_sdpa(
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache")
-    check_backend(backend)
+    kernels = by_kernels(backend, cache.device)
     rows = cache.checked_rows(query, sequences, counts, "query")
     validate.check_tokens("query", query, (cache.dtype, cache.device), (len(rows), None, None, cache.head_dim))
     if query.shape[1] % cache.kv_heads:
@@ -78,10 +82,17 @@ def paged_sdpa(
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; its batch and length must be query's, {len(rows)} and {query.shape[2]}")
         if query.shape[2] > RECENT - PAGE:  # else no token of the first query's page is overwritten
             recent = recent[0].clone(), recent[1].clone()
-        step = cache.checked_append(key, value, rows)
+        step = cache.checked_append(key, value, rows, kernels)
     softmax_scale = cache.head_dim**-0.5 if scale is None else float(scale)
-    out, lse = shielded(pages.attend_paged)(query, cache.storage, step, recent, cache.recipe, softmax_scale)
-    out = out.to(query.dtype if out_dtype is None else out_dtype)
+    dtype = query.dtype if out_dtype is None else out_dtype
+    arguments = (query, cache.storage, step, recent, cache.recipe, softmax_scale)
+    if kernels:
+        most_tokens = max((cache.lengths[sequence] for sequence, _ in rows), default=0)
+        with current(cache.device):
+            out, lse = shielded(paged_attention.attend)(*arguments, device_of(cache.device), most_tokens=most_tokens, out_dtype=dtype)
+    else:
+        out, lse = shielded(pages.attend_paged)(*arguments)
+        out = out.to(dtype)
     return (out, lse) if return_lse else out
 
 

@@ -261,6 +261,51 @@ def variants(dim: int, smooth_q: bool) -> dict[str, int]:
     return {name: names.count(name) for name in {*names}}
 
 
+def paged(arch: int) -> list[dict]:
+    """In a process of its own: compile the kernels of a KV cache; their shared memory."""
+    import triton
+
+    import fp8attn
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import paged_append, paged_attention
+    from offline import architecture
+
+    device, compiled = ARCHITECTURES[arch], []
+    original = triton.runtime.jit.JITFunction.run
+
+    def recording(self, *args, **kwargs):
+        kernel = original(self, *args, **kwargs)
+        fuses = kernel.metadata.enable_fp_fusion
+        compiled.append({"kernel": self.__name__, "dim": dim, "shared": kernel.metadata.shared, "fuses": fuses})
+        return kernel
+
+    triton.runtime.jit.JITFunction.run = recording
+    for dim, length, recipe in ((128, 1, fp8attn.Recipe()), (256, 64, fp8attn.Recipe()), (64, 16, fp8attn.PRECISE), (40, 16, fp8attn.Recipe())):
+        cache = fp8attn.KVCache(2, 8, 2, dim, recipe=recipe, device="cpu")
+        q, k = (torch.zeros(2, heads, length, dim, dtype=torch.bfloat16) for heads in (8, 2))
+        given, kept = cache.step([(0, length), (1, length)], k, k), cache.step([(0, length), (1, length)])
+        with architecture(arch):
+            paged_append.append(cache.storage, given, recipe, device, warmup=True)
+            for step, splits in ((given, 1), (kept, 4)):
+                paged_attention.attend(
+                    q, cache.storage, step, (cache.storage.k, cache.storage.v), recipe, 0.1, device, most_tokens=1024, out_dtype=q.dtype,
+                    splits=splits, warmup=True,
+                )  # fmt: skip
+    return compiled
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in TENSOR_CORES])
+def test_kernels_of_a_cache_compile(arch: int, tmp_path: Path) -> None:
+    from fp8attn.device import SHARED_MEMORY
+
+    compiled = by_itself(f"paged({arch})", tmp_path)
+    assert {entry["kernel"] for entry in compiled} == {"append_kernel", "attention_kernel", "combine_kernel"}
+    for entry in compiled:
+        assert entry["shared"] <= SHARED_MEMORY[arch], entry
+        assert not (entry["fuses"] and entry["kernel"] == "append_kernel"), "its bytes are the definition's only if nothing is fused"
+
+
 def by_itself(call: str, cache: Path) -> Any:
     """What a function of this module returns in a process without a GPU, without the interpreter and with an empty cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

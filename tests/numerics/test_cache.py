@@ -6,12 +6,16 @@ import itertools
 
 import pytest
 import torch
+from conftest import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8attn
+from closeness import relative
 from fp8attn import KVCache, pages
+from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT, Pages
+from fp8attn.triton import paged_attention
 from paging import Problem, assert_equal_pages, bits, modelled, problems
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(6, 70), st.integers(71, 400)), min_size=1, max_size=5)
@@ -53,6 +57,92 @@ def test_appending_in_any_sizes_is_quantizing_at_once(problem: Problem, sizes: l
         cache.append(other[..., : problem.dim], other[..., : problem.value_dim], sequences=[0])
         done += size
     assert_holds(cache, 1, k[:, :done], v[:, :done])
+
+
+@settings(max_examples=15)
+@given(problem=problems, sizes=SIZES, backwards=st.booleans(), bad=st.sampled_from((None, None, "k", "v")))
+def test_the_kernel_writes_the_bytes_of_the_definition(problem: Problem, sizes: list[int], backwards: bool, bad: str | None) -> None:
+    """Into every tensor, for several sequences of different lengths at once."""
+    tensors = dict(zip("qkv", problem.tensors(), strict=True))
+    if bad is not None:
+        tensors[bad][0, :: 1 + problem.seed % 200, problem.seed % 16] = (torch.nan, torch.inf)[problem.seed % 2]
+    k, v = (torch.stack([tensors[name], tensors[name].flip(1)]) for name in "kv")
+    caches = [cache_for(problem, 3) for _ in range(2)]
+    done = 0
+    for size in sizes:
+        size = min(size, problem.length - done)
+        counts = [size, size // 2] if backwards else [size, size]
+        for cache, backend in zip(caches, ("modelled", "triton"), strict=True):
+            part = [x[:, :, done : done + size].to(x.dtype) for x in (k, v)]
+            cache.append(*part, sequences=[2, 0] if backwards else [0, 1], counts=counts, backend=backend)
+        done += size
+    for name, x, y in zip(range(99), caches[0].storage.tensors(), caches[1].storage.tensors(), strict=False):
+        assert torch.equal(bits(x), bits(y)), name
+
+
+def tolerance(problem: Problem) -> float:
+    """Of the kernel: P of the own page is rounded as V is, P of pages at most once to a neighbouring code; the interpreter's bfloat16 is float32."""
+    if GPU:
+        return {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 4e-3}[problem.dtype]
+    return {torch.float16: 1e-3, torch.bfloat16: 2e-4, torch.float32: 2e-4}[problem.dtype]
+
+
+@settings(max_examples=15)
+@given(problem=problems, queries=st.integers(1, 90), splits=st.integers(1, 4), given_keys=st.booleans(), scale=st.sampled_from((0.2, -0.1)))
+def test_the_kernel_attends_as_the_oracle(problem: Problem, queries: int, splits: int, given_keys: bool, scale: float) -> None:
+    """Decode, speculative steps and chunks, of two sequences with different numbers of queries."""
+    q, k, v = (torch.stack([x, x.flip(1)]) for x in problem.tensors())
+    cache = cache_for(problem, 2)
+    queries = min(queries, problem.length, 65 if not given_keys else 90)
+    fewer = (queries + 1) // 2
+    before = problem.length - queries
+    cache.append(k[:, :, :before], v[:, :, :before])
+    recent = cache.storage.k.clone(), cache.storage.v.clone()
+    rows = [(0, queries), (1, fewer)]
+    new = [x[:, :, before:] for x in (k, v)]
+    cache.append(*new, counts=[queries, fewer])
+    step = cache.step(rows, *new) if given_keys else cache.step(rows)
+    recent = recent if given_keys else (cache.storage.k, cache.storage.v)
+    query = q[:, :, before:]
+    expected, expected_lse = pages.attend_paged(query, cache.storage, step, recent, cache.recipe, scale)
+    out, lse = paged_attention.attend(
+        query, cache.storage, step, recent, cache.recipe, scale, device_of(cache.device), most_tokens=problem.length, out_dtype=torch.float32,
+        splits=splits,
+    )  # fmt: skip
+    assert relative(out, expected) <= tolerance(problem)
+    assert not out[1, :, fewer:].any()
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", (fp8attn.Recipe(), fp8attn.PRECISE), ids=("e4m3", "int8"))
+@pytest.mark.parametrize("what", ("q", "k", "v"))
+def test_the_kernel_gives_nan_to_the_rows_of_the_oracle(recipe: fp8attn.Recipe, what: str) -> None:
+    for token in (5, 128, 290):
+        problem = Problem(300, 1, 2, 32, 32, torch.float16, "normal", recipe, token)
+        tensors = dict(zip("qkv", problem.tensors(), strict=True))
+        tensors[what][0, token, 7] = torch.inf
+        answers = []
+        for backend in ("modelled", "triton"):
+            cache = cache_for(problem)
+            answers.append(fp8attn.paged_sdpa(*batched(tensors["q"]), cache, *batched(tensors["k"], tensors["v"]), return_lse=True, backend=backend))
+        for x, y in zip(*answers, strict=True):
+            assert torch.equal(x.isnan(), y.isnan()) and bool(x.isnan().any())
+
+
+def test_decode_by_kernels_is_prefill_by_kernels() -> None:
+    """Token by token, in steps of 16 and at once: what differs is the order of sums."""
+    problem = Problem(300, 2, 2, 64, 64, torch.float16, "normal", fp8attn.Recipe(), 3)
+    q, k, v = batched(*problem.tensors())
+    whole = fp8attn.paged_sdpa(q, cache_for(problem), k, v, backend="triton", out_dtype=torch.float32)
+    for size in (1, 16):
+        cache = cache_for(problem)
+        first = 250
+        cache.append(k[:, :, :first], v[:, :, :first], backend="triton")
+        for start in range(first, first + 2 * size, size):
+            part = slice(start, start + size)
+            cache.append(k[:, :, part], v[:, :, part], backend="triton")
+            out = fp8attn.paged_sdpa(q[:, :, part], cache, backend="triton", out_dtype=torch.float32)
+            assert relative(out, whole[:, :, part]) < 3e-4
 
 
 @given(problem=problems, sizes=SIZES)
