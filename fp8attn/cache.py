@@ -12,7 +12,7 @@ from .ambient import shielded
 from .device import device_of
 from .ops import current, has_kernels
 from .pages import PAGE, RECENT, Pages, Step, Storage
-from .quantize import row_type
+from .quantization import row_type
 from .recipe import DEFAULT_RECIPE, E4M3, Recipe
 from .triton import paged_append
 from .validate import FLOATS, BackendUnavailable

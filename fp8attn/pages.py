@@ -26,7 +26,7 @@ import torch
 from . import rotation
 from .ambient import product
 from .layout import slots
-from .quantize import (
+from .quantization import (
     FEEDBACK,
     FLOAT_MAX,
     Statistics,

@@ -71,7 +71,7 @@ class Attention:
 @triton.jit
 def quantized_rows(q, C: tl.constexpr):
     """Rows (M, WIDTH) of queries as operands of Q·Kᵀ, their scales (M,), and which of them are non-finite (M,):
-    quantize.quantize_q."""
+    quantization.quantize_q."""
     CODE: tl.constexpr = INT8_MAX if C.int8 else E4M3_LARGEST
     FACTOR: tl.constexpr = 1.0 if C.part == 0 else C.part
     y = q.to(tl.float32)

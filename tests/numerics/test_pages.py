@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from closeness import assert_same_pattern, relative
 from fp8attn import PRECISE, Recipe, pages, reference
 from fp8attn.pages import PAGE, Pages, Sequence
-from fp8attn.quantize import Statistics
+from fp8attn.quantization import Statistics
 from paging import Problem, assert_equal_pages, bits, modelled, problems
 
 
