@@ -6,7 +6,9 @@ from .cache import KVCache
 from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
 from .integrations import patch
+from .page_table import PageTable
 from .paged import paged_sdpa
+from .pages import PagedBatch
 from .recipe import PRECISE, Quantized, Recipe
 from .validate import BackendUnavailable
 
@@ -16,6 +18,8 @@ __all__ = [
     "BackendUnavailable",
     "Calibration",
     "KVCache",
+    "PageTable",
+    "PagedBatch",
     "Plan",
     "Quantized",
     "Recipe",

@@ -18,8 +18,10 @@ of later pages only, for which all of it is past. That is why its statistics may
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -57,6 +59,10 @@ RECENT = 192
 """Last tokens of a sequence that a cache keeps in half precision. Token t is at index t % RECENT. They include the
 incomplete page and at least RECENT - PAGE tokens before the last one, so that a sequence can be cut back by as many."""
 
+RECENT_QUERIES = RECENT - PAGE + 1
+"""After an append of this many tokens, the last RECENT ones include all that queries of these tokens see in half
+precision."""
+
 LARGEST_EXPONENT = 120
 """Bound of the exponents of V's page scales, so that their products with channel scales are normal numbers."""
 
@@ -77,19 +83,21 @@ class Pages:
     v: torch.Tensor
     v_scale: torch.Tensor
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in the order of the fields."""
+        return [self.k, self.k_scale, self.v, self.v_scale]
+
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """The tensors of a KV cache, all on one device. N sequences, P pages.
+    """The tensors of one layer's KV cache, all on one device. N sequences, P pages.
 
     Attributes:
         pages: of all sequences.
         k_mean: float32 (N, Hkv, D), rotated; v_mean, v_scale: float32 (N, Hkv, Dv). Statistics of each sequence's first
             page; means that aren't removed are zero.
         k, v: (N, Hkv, RECENT, D) and (N, Hkv, RECENT, Dv), the last tokens as they came.
-        page_table: int32 (N, P): the numbers of each sequence's pages.
-        lengths: int32 (N): the sequences' tokens.
-        tickets: int32 (N, 1 + Hkv), zeros between launches: how many programs have finished.
+        tickets: int32 (N, Hkv), zeros between launches: how many programs have finished.
     """
 
     pages: Pages
@@ -98,14 +106,18 @@ class Storage:
     v_scale: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    page_table: torch.Tensor
-    lengths: torch.Tensor
     tickets: torch.Tensor
 
+    @classmethod
+    def of(cls, tensors: Numbers[torch.Tensor]) -> Storage:
+        """From what `tensors` returns."""
+        count = len(fields(Pages))
+        return cls(Pages(*tensors[:count]), *tensors[count:])
+
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        fields = (getattr(self, name) for name in self.__dataclass_fields__)
-        return [x for field in fields for x in ([field] if isinstance(field, torch.Tensor) else vars(field).values())]
+        """All of them, in the order of the fields."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return [x for part in parts for x in ([part] if isinstance(part, torch.Tensor) else part.tensors())]
 
     def statistics(self, sequence: int) -> Statistics:
         """What the pages of a sequence share."""
@@ -114,75 +126,148 @@ class Storage:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """New tokens of some sequences: what is appended to a cache, or attends to it. B sequences.
+class PagedBatch:
+    """The sequences of one batch: which pages they have, how long they are, and how many of their tokens are new.
+
+    The caller owns the tensors and may change them between calls, or between replays of a CUDA graph. Neither appending
+    nor attention reads them on the host. One batch serves the caches of all layers. All tensors are on the device of
+    these caches.
+
+    What doesn't fit is never used as an index. A row whose page number, sequence or length is out of range gets NaN,
+    and what it would append is dropped. `KVCache.check` raises instead.
 
     Attributes:
-        sequences: int32 (B), the sequences' numbers.
-        counts: int32 (B), how many new tokens each has, at most S.
-        k, v: (B, Hkv, S, D) and (B, Hkv, S, Dv), the new keys and values; or None in attention to those of the cache.
+        page_table: int32 (B, M), unit last stride: the numbers of the pages of each row's sequence, in order. Numbers
+            of pages that aren't complete yet are not read.
+        lengths: int32 (B), contiguous: the sequences' tokens, the new ones included.
+        counts: int32 (B), contiguous: how many of a call's S tokens are real for each row, from the first on; they are
+            the sequence's last ones. None: all S.
+        sequences: int32 (B), contiguous: the number of each row's sequence in the caches, at most once each. None: row
+            b has sequence b.
+        max_length: no sequence is longer. It decides how many programs share a sequence. None: M pages.
     """
 
-    sequences: torch.Tensor
-    counts: torch.Tensor
-    k: torch.Tensor | None
-    v: torch.Tensor | None
+    page_table: torch.Tensor
+    lengths: torch.Tensor
+    counts: torch.Tensor | None = None
+    sequences: torch.Tensor | None = None
+    max_length: int | None = None
+
+    @property
+    def most_pages(self) -> int:
+        """The largest number of complete pages of a sequence."""
+        most = self.page_table.shape[1]
+        return most if self.max_length is None else min(most, self.max_length // PAGE)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """All of them, in the order of the fields."""
+        return self.page_table, self.lengths, self.counts, self.sequences
+
+    def rows(self, length: int, sequences: int) -> list[Row]:
+        """The rows on the host, for calls of `length` tokens and caches of `sequences` sequences."""
+        batch = self.lengths.shape[0]
+        lengths = self.lengths.tolist()
+        counts = [length] * batch if self.counts is None else self.counts.tolist()
+        numbers = [*range(batch)] if self.sequences is None else self.sequences.tolist()
+        found = []
+        for row in range(batch):
+            end = max(lengths[row], 0)
+            sequence = numbers[row] if 0 <= numbers[row] < sequences else None
+            found.append(Row(sequence, end, max(min(counts[row], length, end), 0), self.page_table[row].tolist()))
+        return found
 
 
-def append(storage: Storage, step: Step, recipe: Recipe) -> None:
-    """Append new tokens to a cache: the definition of what kernels write. The page table has the numbers of pages that
-    become complete."""
-    assert step.k is not None and step.v is not None
-    for row, (sequence, count) in enumerate(zip(step.sequences.tolist(), step.counts.tolist(), strict=True)):
-        old = int(storage.lengths[sequence])
-        new = old + count
+@dataclass(frozen=True)
+class Row:
+    """One row of a `PagedBatch`.
+
+    Attributes:
+        sequence: its number, or None if it is out of range.
+        length: its tokens, the new ones included.
+        count: how many of them are new.
+        page_numbers: of its pages.
+    """
+
+    sequence: int | None
+    length: int
+    count: int
+    page_numbers: list[int]
+
+    def page(self, index: int, pages: int) -> int | None:
+        """The number of a page among `pages`, or None if it is out of range."""
+        number = self.page_numbers[index] if index < len(self.page_numbers) else -1
+        return number if 0 <= number < pages else None
+
+
+def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, recipe: Recipe) -> None:
+    """Append new tokens to a cache: the definition of what kernels write.
+
+    Args:
+        k, v: (B, Hkv, S, D) and (B, Hkv, S, Dv), the new keys and values.
+    """
+    number_of_pages = storage.pages.k.shape[0]
+    for index, row in enumerate(batch.rows(k.shape[2], storage.k.shape[0])):
+        if row.sequence is None:
+            continue
+        sequence, new, old = row.sequence, row.length, row.length - row.count
         first = old // PAGE * PAGE
-        before = torch.arange(first, old, device=step.k.device) % RECENT
-        k, v = (torch.cat([kept[sequence][:, before], x[row, :, :count].to(kept.dtype)], 1) for kept, x in ((storage.k, step.k), (storage.v, step.v)))
+        before = torch.arange(first, old, device=k.device) % RECENT
+        both = ((storage.k, k), (storage.v, v))
+        key, value = (torch.cat([kept[sequence][:, before], x[index, :, : row.count].to(kept.dtype)], 1) for kept, x in both)
         for page in range(old // PAGE, new // PAGE):
-            part = slice(page * PAGE - first, (page + 1) * PAGE - first)
-            key, value = k[None, :, part], v[None, :, part]
+            tokens = slice(page * PAGE - first, (page + 1) * PAGE - first)
+            part = key[None, :, tokens], value[None, :, tokens]
             if page == 0:
-                found = first_statistics(key, value, recipe)
+                found = first_statistics(*part, recipe)
                 for kept, x in ((storage.k_mean, found.k_mean), (storage.v_mean, found.v_mean), (storage.v_scale, found.v_scale)):
                     kept[sequence] = 0.0 if x is None else x[0]
-            made = quantize_pages(key, value, storage.statistics(sequence), recipe)
-            number = int(storage.page_table[sequence, page])
-            for name in Pages.__dataclass_fields__:
-                getattr(storage.pages, name)[number] = getattr(made, name)[0]
-        last = torch.arange(max(old, new - RECENT), new, device=step.k.device)
-        storage.k[sequence][:, last % RECENT], storage.v[sequence][:, last % RECENT] = k[:, last - first], v[:, last - first]
-        storage.lengths[sequence] = new
+            number = row.page(page, number_of_pages)
+            if number is not None:
+                made = quantize_pages(*part, storage.statistics(sequence), recipe)
+                for kept, x in zip(storage.pages.tensors(), made.tensors(), strict=True):
+                    kept[number] = x[0]
+        last = torch.arange(max(old, new - RECENT), new, device=k.device)
+        storage.k[sequence][:, last % RECENT], storage.v[sequence][:, last % RECENT] = key[:, last - first], value[:, last - first]
 
 
 def attend_paged(
-    q: torch.Tensor, storage: Storage, step: Step, recent: tuple[torch.Tensor, torch.Tensor], recipe: Recipe, softmax_scale: float
+    q: torch.Tensor, storage: Storage, new: tuple[torch.Tensor, torch.Tensor] | None, batch: PagedBatch, recipe: Recipe, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle of attention to a cache: `attend` for each sequence.
 
     Args:
-        q: (B, Hq, S, D), the queries of the last `step.counts` tokens of each sequence, which the cache has already.
-        recent: `Storage.k` and `Storage.v`, as they were before step.k and step.v were appended if these are given.
+        q: (B, Hq, S, D), the queries of the last tokens of each sequence, of which the pages have all whole ones.
+        new: keys and values of these tokens. `storage.k` and `storage.v` are then as they were before these were
+            appended. None: `storage.k` and `storage.v` have these tokens.
 
     Returns:
         out float32 (B, Hq, S, Dv) and the natural-log LSE float32 (B, Hq, S); zeros and -inf past the counts.
     """
     out = q.new_zeros(*q.shape[:3], storage.v.shape[3], dtype=torch.float32)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
-    for row, (sequence, count) in enumerate(zip(step.sequences.tolist(), step.counts.tolist(), strict=True)):
-        if count == 0:
+    number_of_pages = storage.pages.k.shape[0]
+    for index, row in enumerate(batch.rows(q.shape[2], storage.k.shape[0])):
+        if row.count == 0:
             continue
-        length = int(storage.lengths[sequence])
-        first = length - count
+        first = row.length - row.count
+        most = min((row.length - 1) // PAGE, len(row.page_numbers) + 1)
+        found = [row.page(page, number_of_pages) for page in range(most)]
+        numbers = [*itertools.takewhile(lambda number: number is not None, found)]
+        # queries of the pages behind the first one that is missing, which see it, are NaN
+        count = row.count if len(numbers) == most else min(max((len(numbers) + 1) * PAGE - first, 0), row.count)
+        count = 0 if row.sequence is None else count
+        for x in (out, lse):
+            x[index, :, count : row.count] = math.nan
+        if row.sequence is None or count == 0:
+            continue
         start = first // PAGE * PAGE
-        kept = torch.arange(start, length if step.k is None else first, device=q.device) % RECENT
-        parts = [x[sequence][:, kept] for x in recent]
-        if step.k is not None and step.v is not None:
-            parts = [torch.cat([x, y[row, :, :count]], 1) for x, y in zip(parts, (step.k, step.v), strict=True)]
-        numbers_of_pages = storage.page_table[sequence, : (length - 1) // PAGE].long()
-        pages = Pages(*(getattr(storage.pages, name)[numbers_of_pages] for name in Pages.__dataclass_fields__))
-        seen = Sequence(pages, storage.statistics(sequence), parts[0], parts[1], start)
-        out[row, :, :count], lse[row, :, :count] = attend(q[row, :, :count], first, seen, recipe, softmax_scale)
+        kept = torch.arange(start, first + count if new is None else first, device=q.device) % RECENT
+        parts = [x[row.sequence][:, kept] for x in (storage.k, storage.v)]
+        if new is not None:
+            parts = [torch.cat([x, y[index, :, :count]], 1) for x, y in zip(parts, new, strict=True)]
+        at = torch.tensor(numbers, dtype=torch.long, device=q.device)
+        seen = Sequence(Pages(*(x[at] for x in storage.pages.tensors())), storage.statistics(row.sequence), parts[0], parts[1], start)
+        out[index, :, :count], lse[index, :, :count] = attend(q[index, :, :count], first, seen, recipe, softmax_scale)
     return out, lse
 
 

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from . import rotation
 from .call import Call
 from .layout import padded_length
+from .pages import PAGE, RECENT, PagedBatch, Storage
 from .quantization import bias_pitch, scale_shape
 from .recipe import (
     DEFAULT_RECIPE,
@@ -340,8 +341,90 @@ def check_quantized(name: str, x: Quantized, layout: Layout) -> None:
         raise ValueError(f"{name}.rotated is {x.rotated}; with head_dim {dim} it must be one of {sorted(rotations)}")
 
 
-def check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...]) -> None:
-    """Check queries, keys or values of a KV cache's sequences, (B, H, S, D). `like`: their dtype and device; None in
+def check_batch(batch: object, device: torch.device) -> None:
+    """Check the tensors of a `PagedBatch`, not their numbers. `device`: that of the cache."""
+    if not isinstance(batch, PagedBatch):
+        raise TypeError(f"batch is a {type(batch).__name__}; it must be a fp8attn.PagedBatch")
+    table, lengths, counts, sequences = batch.tensors()
+    _check_tensor("page_table", table, (torch.int32,), None, device)
+    if table.dim() != 2 or table.shape[1] == 0 or table.stride(1) != 1:
+        raise ValueError(f"page_table has shape {tuple(table.shape)} and strides {table.stride()}; it must be (B, M) with a unit last stride")
+    for name, x in (("lengths", lengths), ("counts", counts), ("sequences", sequences)):
+        if x is not None:
+            _check_tensor(name, x, (torch.int32,), (table.shape[0],), device)
+            _check_contiguous(name, x)
+    if batch.max_length is not None and (not isinstance(batch.max_length, int) or batch.max_length < 0):
+        raise ValueError(f"max_length is {batch.max_length!r}; it must be None or an int of at least 0")
+
+
+def check_numbers_of_batch(batch: PagedBatch, length: int, sequences: int, num_pages: int) -> None:
+    """Check the numbers in a `PagedBatch`, for calls of `length` tokens and a cache of `sequences` and `num_pages`."""
+    table, lengths, counts, numbers = (None if x is None else x.tolist() for x in batch.tensors())
+    assert table is not None and lengths is not None
+    most = len(table[0]) * PAGE + PAGE - 1 if table else 0
+    most = most if batch.max_length is None else min(most, batch.max_length)
+    for row, of_row in enumerate(lengths):
+        if not 0 <= of_row <= most:
+            raise ValueError(f"lengths[{row}] is {of_row}; it must be 0 to {most}")
+        count = length if counts is None else counts[row]
+        if not 0 <= count <= min(length, of_row):
+            raise ValueError(f"counts[{row}] is {count}; it must be 0 to {min(length, of_row)}, the tokens of the call and of the sequence")
+        for page, number in enumerate(table[row][: of_row // PAGE]):
+            if not 0 <= number < num_pages:
+                raise ValueError(f"page_table[{row}, {page}] is {number}; it must be 0 to {num_pages - 1}")
+    numbers = [*range(len(lengths))] if numbers is None else numbers
+    if len({*numbers}) != len(numbers) or not all(0 <= number < sequences for number in numbers):
+        raise ValueError(f"sequences is {numbers}; it must be different numbers from 0 to {sequences - 1}")
+
+
+def check_storage(storage: Storage) -> None:
+    """Check the tensors of a cache."""
+    device, kept = storage.k.device, storage.k.dtype
+    _check_tensor("pages.k", storage.pages.k, (E4M3, torch.int8), None, device)
+    if storage.pages.k.dim() != 4 or storage.k.dim() != 4 or storage.v.dim() != 4:
+        raise ValueError("pages.k, k or v of the cache doesn't have 4 dimensions; each must")
+    num_pages, heads, _, dim = storage.pages.k.shape
+    sequences, value_dim = storage.k.shape[0], storage.v.shape[3]
+    check_dims(dim, value_dim)
+    expected = (
+        ("pages.k", (E4M3, torch.int8), (num_pages, heads, PAGE, dim)),
+        ("pages.k_scale", (torch.float32,), (num_pages, heads)),
+        ("pages.v", (E4M3,), (num_pages, heads, value_dim, PAGE)),
+        ("pages.v_scale", (torch.float32,), (num_pages, heads)),
+        ("k_mean", (torch.float32,), (sequences, heads, dim)),
+        ("v_mean", (torch.float32,), (sequences, heads, value_dim)),
+        ("v_scale", (torch.float32,), (sequences, heads, value_dim)),
+        ("k", FLOATS, (sequences, heads, RECENT, dim)),
+        ("v", (kept,), (sequences, heads, RECENT, value_dim)),
+        ("tickets", (torch.int32,), (sequences, heads)),
+    )
+    for (name, dtypes, shape), x in zip(expected, storage.tensors(), strict=True):
+        _check_tensor(name, x, dtypes, shape, device)
+        _check_contiguous(name, x)
+    if num_pages == 0 or heads == 0:
+        raise ValueError(f"pages.k has shape {tuple(storage.pages.k.shape)}; it must have at least one page and one head")
+
+
+def check_new_tokens(key: object, value: object, batch: PagedBatch, length: int | None, storage: Storage) -> None:
+    """Check keys and values of new tokens. `length`: how many they are; None: any number."""
+    like = (storage.k.dtype, storage.k.device)
+    rows, heads = batch.lengths.shape[0], storage.k.shape[1]
+    _check_tokens("key", key, like, (rows, heads, length, storage.k.shape[3]))
+    assert isinstance(key, torch.Tensor)
+    _check_tokens("value", value, like, (*key.shape[:3], storage.v.shape[3]))
+
+
+def check_queries(query: object, batch: PagedBatch, storage: Storage) -> None:
+    """Check queries of a cache's sequences."""
+    heads = storage.k.shape[1]
+    _check_tokens("query", query, (storage.k.dtype, storage.k.device), (batch.lengths.shape[0], None, None, storage.k.shape[3]))
+    assert isinstance(query, torch.Tensor)
+    if query.shape[1] % heads:
+        raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {heads}")
+
+
+def _check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...]) -> None:
+    """Check queries, keys or values of a cache's sequences, (B, H, S, D). `like`: their dtype and device; None in
     `shape` accepts any size."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")

@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import bias, half_keys, lse, probe, quantize, run
+    from . import bias, half_keys, lse, paged_append, paged_attention, probe, quantize, run
 
-__all__ = ["bias", "half_keys", "lse", "probe", "quantize", "run"]
+__all__ = ["bias", "half_keys", "lse", "paged_append", "paged_attention", "probe", "quantize", "run"]
 
 
 def __getattr__(name: str) -> ModuleType:

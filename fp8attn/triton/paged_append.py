@@ -1,8 +1,8 @@
 """Appends tokens to a KV cache in one launch: `pages.append` by a kernel, byte for byte.
 
 A program quantizes one page that becomes complete. The last program of a head to finish stores the head's last tokens
-in half precision, because the other programs may still read tokens that these replace. The last head of a sequence to
-finish stores the sequence's length. Programs count themselves by tickets, which are zero again afterwards.
+in half precision, because the other programs may still read tokens that these replace. Programs count themselves by
+tickets, which are zero again afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .. import pages, rotation
 from ..device import Device
-from ..pages import Step, Storage
+from ..pages import PagedBatch, Storage
 from ..recipe import Recipe
 from .feedback import feed_back
 from .launch import ceil_div, launch
@@ -224,55 +224,76 @@ def copy_tokens(new, stride, recent, old, end, DIM: tl.constexpr, WIDTH: tl.cons
         tl.store(recent + (tokens % RECENT)[:, None] * DIM + columns[None, :], x, mask=inside)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "most_pages", "table_width"])
+@triton.jit
+def batch_row(lengths, counts, sequences, row, length, every_sequence):
+    """pages.PagedBatch.rows: of one row, its sequence, 0 if its number is out of range, and whether it is not; its
+    tokens; and how many of them are new."""
+    sequence = row.to(tl.int32)
+    count = length
+    if sequences is not None:
+        sequence = tl.load(sequences + row)
+    if counts is not None:
+        count = tl.load(counts + row)
+    end = tl.maximum(tl.load(lengths + row), 0)
+    exists = (sequence >= 0) & (sequence < every_sequence)
+    return tl.where(exists, sequence, 0).to(tl.int64), exists, end, tl.maximum(tl.minimum(tl.minimum(count, length), end), 0)
+
+
+@triton.jit
+def page_number(table, page, width, every_page):
+    """The number of a sequence's page, 0 if it is out of range, and whether it is not."""
+    number = tl.load(table + page, mask=page < width, other=-1)
+    exists = (number >= 0) & (number < every_page)
+    return tl.where(exists, number, 0).to(tl.int64), exists
+
+
+@triton.jit(do_not_specialize=["kv_heads", "length", "most_pages", "table_width", "every_page", "every_sequence"])
 def append_kernel(
-    k, v, k_strides, v_strides, sequences, counts, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean, channel_scale, recent_k, recent_v,
-    page_table, lengths, tickets, kv_heads, most_pages, table_width, C: tl.constexpr,
+    k, v, k_strides, v_strides, page_table, lengths, counts, sequences, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean, channel_scale,
+    recent_k, recent_v, tickets, kv_heads, length, most_pages, table_stride, table_width, every_page, every_sequence, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: pages that may become complete, at least one, x heads x rows, in one dimension. The tensors are those of
-    pages.Step and pages.Storage; v_pages has words of four codes."""
+    pages.PagedBatch and pages.Storage; v_pages has words of four codes."""
     program = tl.program_id(0)
     head = (program // most_pages % kv_heads).to(tl.int64)
     row = (program // most_pages // kv_heads).to(tl.int64)
-    sequence = tl.load(sequences + row).to(tl.int64)
-    old = tl.load(lengths + sequence)
-    end = old + tl.load(counts + row)
-    page = old // BLOCK + program % most_pages
-    pair = sequence * kv_heads + head
-    k += row * k_strides[0] + head * k_strides[1]
-    v += row * v_strides[0] + head * v_strides[1]
-    recent_k += pair * RECENT * C.dim
-    recent_v += pair * RECENT * C.value_dim
-    if page < end // BLOCK:
-        index = tl.load(page_table + sequence * table_width + page).to(tl.int64) * kv_heads + head
-        write_page(
-            k, k_strides[2], v, v_strides[2], recent_k, recent_v, page, old, k_pages + index * BLOCK * C.dim, k_scale + index,
-            v_pages + index * C.value_dim * (BLOCK // 4), v_scale + index, k_mean + pair * C.dim, v_mean + pair * C.value_dim,
-            channel_scale + pair * C.value_dim, C,
-        )  # fmt: skip
-    tl.debug_barrier()
-    ticket = tickets + sequence * (1 + kv_heads)
-    if tl.atomic_add(ticket + 1 + head, 1) == most_pages - 1:
+    sequence, exists, end, count = batch_row(lengths, counts, sequences, row, length, every_sequence)
+    if exists & (count > 0):
+        old = end - count
+        page = old // BLOCK + program % most_pages
+        pair = sequence * kv_heads + head
+        k += row * k_strides[0] + head * k_strides[1]
+        v += row * v_strides[0] + head * v_strides[1]
+        recent_k += pair * RECENT * C.dim
+        recent_v += pair * RECENT * C.value_dim
+        if page < end // BLOCK:
+            number, has_page = page_number(page_table + row * table_stride, page, table_width, every_page)
+            if has_page:
+                index = number * kv_heads + head
+                write_page(
+                    k, k_strides[2], v, v_strides[2], recent_k, recent_v, page, old, k_pages + index * BLOCK * C.dim, k_scale + index,
+                    v_pages + index * C.value_dim * (BLOCK // 4), v_scale + index, k_mean + pair * C.dim, v_mean + pair * C.value_dim,
+                    channel_scale + pair * C.value_dim, C,
+                )  # fmt: skip
         tl.debug_barrier()
-        copy_tokens(k, k_strides[2], recent_k, old, end, C.dim, C.width)
-        copy_tokens(v, v_strides[2], recent_v, old, end, C.value_dim, C.value_width)
-        tl.store(ticket + 1 + head, 0)
-        if tl.atomic_add(ticket, 1) == kv_heads - 1:
-            tl.store(ticket, 0)
-            tl.store(lengths + sequence, end)
+        if tl.atomic_add(tickets + pair, 1) == most_pages - 1:
+            tl.debug_barrier()
+            copy_tokens(k, k_strides[2], recent_k, old, end, C.dim, C.width)
+            copy_tokens(v, v_strides[2], recent_v, old, end, C.value_dim, C.value_width)
+            tl.store(tickets + pair, 0)
 
 
-def append(storage: Storage, step: Step, recipe: Recipe, device: Device, *, warmup: bool = False) -> None:
-    """pages.append by a kernel, in one launch. Lengths are read on the device. `warmup`: compile only."""
-    assert step.k is not None and step.v is not None
-    if step.k.shape[2] == 0:
+def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, recipe: Recipe, device: Device, *, warmup: bool = False) -> None:
+    """pages.append by a kernel, in one launch. `warmup`: compile only."""
+    if k.numel() == 0:
         return
-    kv_heads, most_pages = storage.k.shape[1], ceil_div(step.k.shape[2], pages.PAGE)
+    sequences, kv_heads = storage.k.shape[:2]
+    most_pages = ceil_div(k.shape[2], pages.PAGE)
     cached = storage.pages
     launch(
-        append_kernel, (most_pages * kv_heads * step.k.shape[0],),
-        step.k, step.v, step.k.stride(), step.v.stride(), step.sequences, step.counts, cached.k.view(torch.uint8), cached.k_scale,
-        cached.v.view(torch.int32), cached.v_scale, storage.k_mean, storage.v_mean, storage.v_scale, storage.k, storage.v,
-        storage.page_table, storage.lengths, storage.tickets, kv_heads, most_pages, storage.page_table.shape[1],
+        append_kernel, (most_pages * kv_heads * k.shape[0],),
+        k, v, k.stride(), v.stride(), *batch.tensors(), cached.k.view(torch.uint8), cached.k_scale, cached.v.view(torch.int32), cached.v_scale,
+        storage.k_mean, storage.v_mean, storage.v_scale, storage.k, storage.v, storage.tickets, kv_heads, k.shape[2], most_pages,
+        batch.page_table.stride(0), batch.page_table.shape[1], cached.k.shape[0], sequences,
         Traits.of(storage, recipe, device), num_warps=8, enable_fp_fusion=False, warmup=warmup,
     )  # fmt: skip

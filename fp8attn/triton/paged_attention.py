@@ -16,13 +16,13 @@ import triton.language as tl
 
 from .. import pages
 from ..device import Device
-from ..pages import PAGE, Step, Storage
+from ..pages import PagedBatch, Storage
 from ..recipe import Recipe
 from .fit import fitted_codes
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
 from .launch import ceil_div, launch
-from .paged_append import RECENT, Traits, load_tokens
+from .paged_append import RECENT, Traits, batch_row, load_tokens, page_number
 from .quantize import BLOCK, FIT_DIM, rotated
 from .tile import (
     E4M3_LARGEST,
@@ -60,12 +60,14 @@ class Attention:
         rows: of a tile.
         splits: programs that share a tile's pages.
         stages: pages in flight.
+        warps: of a program.
     """
 
     traits: Traits
     rows: int
     splits: int
     stages: int
+    warps: int
 
 
 @triton.jit
@@ -99,10 +101,12 @@ def finite_or_zero(m):
 
 
 @triton.jit
-def attend_to_page(q, row_factor, m, l, acc, k_page, k_scale, v_page, v_scale, hidden, C: tl.constexpr):
+def attend_to_page(q, row_factor, m, l, acc, k_page, k_scale, v_page, v_scale, exists, hidden, C: tl.constexpr):
     """Add attention to one page in FP8 to the sums. P is relative to the page's largest score alone.
 
-    hidden: (M,), rows that don't see the page.
+    Args:
+        exists: whether the page does; if not, rows that see it become NaN.
+        hidden: (M,), rows that don't see the page.
     """
     keys = tl.arange(0, BLOCK)
     x = tl.dot(q, operand(load_rows(k_page, keys, C.dim, BLOCK, 0, C.width, C.dim, False), False).T)
@@ -110,7 +114,7 @@ def attend_to_page(q, row_factor, m, l, acc, k_page, k_scale, v_page, v_scale, h
     if C.int8:
         x = set_nonfinite_keys(x.to(tl.float32), scale < 0, k_page, keys, C.dim, BLOCK)
     x *= score_factor(row_factor, tl.abs(scale), C.positive)[:, None]
-    x = tl.where(hidden[:, None], -float("inf"), x)
+    x = tl.where(hidden[:, None], -float("inf"), tl.where(exists, x, float("nan")))
     largest = tl.max(x, 1)
     p = tl.exp2((x - finite_or_zero(largest)[:, None]) + P_OFFSET)
     m_new = tl.maximum(m, largest)
@@ -132,27 +136,26 @@ def attend_to_recent(q, m, l, acc, keys, visible, k, v, recent_k, recent_v, k_st
     bad = tl.max(tl.where(is_finite(key.to(tl.float32)), 0, 1), 1) + tl.max(tl.where(is_finite(value.to(tl.float32)), 0, 1), 1) > 0
     key = tl.where(bad[:, None], 0.0, key).to(q.dtype)
     value = tl.where(is_finite(value.to(tl.float32)), value, 0.0).to(q.dtype)
-    x = tl.dot(q, key.T) * factor
+    x = tl.dot(q, key.T, input_precision="ieee") * factor
     x = tl.where(visible, tl.where(bad[None, :], float("nan"), x), -float("inf"))
     largest = tl.max(x, 1)
     p = tl.exp2(x - finite_or_zero(largest)[:, None])
     m_new = tl.maximum(m, largest)
     alpha, beta = tl.exp2(m - finite_or_zero(m_new)), tl.exp2(largest - finite_or_zero(m_new))
     l = l * alpha + tl.sum(p, 1) * beta
-    return m_new, l, acc * alpha[:, None] + tl.dot(p.to(value.dtype), value) * beta[:, None]
+    return m_new, l, acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee") * beta[:, None]
 
 
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "length", "table_width", "splits"])
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "length", "table_width", "every_page", "every_sequence", "splits"])
 def attention_kernel(
-    q, k, v, q_strides, k_strides, v_strides, sequences, counts, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean, channel_scale,
-    recent_k, recent_v, recent_lengths, page_table, out, lse, partial, partial_sums, q_heads, kv_heads, length, table_width, splits, softmax_scale,
-    ROWS: tl.constexpr, C: tl.constexpr,
+    q, k, v, q_strides, k_strides, v_strides, page_table, lengths, counts, sequences, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean,
+    channel_scale, recent_k, recent_v, out, lse, partial, partial_sums, q_heads, kv_heads, length, table_stride, table_width, every_page,
+    every_sequence, splits, softmax_scale, ROWS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows x splits x kv_heads x sequences, in one dimension.
+    """Grid: tiles of rows x splits x kv_heads x batch, in one dimension.
 
     Args:
         k, v: the new tokens; or None if all are in recent_k and recent_v.
-        recent_lengths: the cache's lengths.
         out, lse: (B, Hq, S, Dv) and float32 (B, Hq, S), contiguous.
         partial, partial_sums: float32 (splits, B, Hq, S, Dv) and (splits, 2, B, Hq, S), acc, m and l of each split; or
             None if there is one.
@@ -165,9 +168,7 @@ def attention_kernel(
     split = program // tiles % splits
     kv_head = (program // tiles // splits % kv_heads).to(tl.int64)
     batch = (program // tiles // splits // kv_heads).to(tl.int64)
-    sequence = tl.load(sequences + batch).to(tl.int64)
-    count = tl.load(counts + batch)
-    end = tl.load(recent_lengths + sequence)
+    sequence, has_sequence, end, count = batch_row(lengths, counts, sequences, batch, length, every_sequence)
     pair = sequence * kv_heads + kv_head
 
     rows = tile * ROWS + tl.arange(0, ROWS)
@@ -181,27 +182,26 @@ def attention_kernel(
     x = tl.load(pointers, mask=real[:, None] & (columns < C.dim)[None, :], other=0.0)
     operand_q, row_scale, bad = quantized_rows(x, C)
     own = tl.where(real, position // BLOCK, 0)  # number of pages that each row sees in FP8
-    most = tl.max(own, 0)
+    most = tl.minimum(tl.max(own, 0), table_width + 1)  # rows that would see more are NaN already
 
     m = tl.full([ROWS], -float("inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     share = tl.cdiv(most, splits)
     for page in range(split * share, tl.minimum(split * share + share, most)):
-        index = tl.load(page_table + sequence * table_width + page).to(tl.int64) * kv_heads + kv_head
+        number, has_page = page_number(page_table + batch * table_stride, page, table_width, every_page)
+        index = number * kv_heads + kv_head
         m, l, acc = attend_to_page(
             operand_q, row_scale * (softmax_scale * LOG2E), m, l, acc, k_pages + index * BLOCK * C.dim, k_scale + index,
-            v_pages + index * C.value_dim * BLOCK, v_scale + index, own <= page, C,
+            v_pages + index * C.value_dim * BLOCK, v_scale + index, has_page, own <= page, C,
         )  # fmt: skip
-    # what K and V lost comes back, once for all pages
     channels = tl.arange(0, C.value_width)
     inside = channels < C.value_dim
-    restore = tl.load(channel_scale + pair * C.value_dim + channels, mask=inside, other=0.0)
-    mean = tl.load(v_mean + pair * C.value_dim + channels, mask=inside, other=0.0)
-    acc = acc * restore[None, :] + l[:, None] * mean[None, :]
-    if C.smooth_k:  # noqa: SIM102
-        if most > 0:
-            m += mean_scores(x, load_mean(k_mean + pair * C.dim, C.dim, C.width, C.part)) * (softmax_scale * LOG2E)
+    if most > 0:  # what K and V lost comes back, once for all pages
+        restore = tl.load(channel_scale + pair * C.value_dim + channels, mask=inside, other=0.0)
+        mean = tl.load(v_mean + pair * C.value_dim + channels, mask=inside, other=0.0)
+        acc = acc * restore[None, :] + l[:, None] * mean[None, :]
+        m += mean_scores(x, load_mean(k_mean + pair * C.dim, C.dim, C.width, C.part)) * (softmax_scale * LOG2E)
 
     if split == splits - 1:
         edge = end
@@ -217,7 +217,7 @@ def attention_kernel(
                 x, m, l, acc, keys, visible, k, v, recent_k + pair * RECENT * C.dim, recent_v + pair * RECENT * C.value_dim, k_strides[2],
                 v_strides[2], edge, end, softmax_scale * LOG2E, C,
             )  # fmt: skip
-    l = tl.where(bad & (l != 0), float("nan"), l)
+    l = tl.where((bad & (l != 0)) | (real & (has_sequence == 0)), float("nan"), l)
 
     at = (batch * q_heads + head) * length + query
     where = exists[:, None] & inside[None, :]
@@ -253,62 +253,61 @@ def combine_kernel(partial, partial_sums, out, lse, total, splits, ROWS: tl.cons
     tl.store(lse + rows, (m + tl.log2(l)) / LOG2E, mask=exists)
 
 
-def choose(q: torch.Tensor, storage: Storage, most_tokens: int, traits: Traits, device: Device) -> Attention:
-    """How to run attention of q (B, Hq, S, D). most_tokens: of the longest sequence, or more."""
+def choose(q: torch.Tensor, storage: Storage, most_pages: int, traits: Traits, device: Device) -> Attention:
+    """How to run attention of q (B, Hq, S, D). most_pages: of the longest sequence, or more."""
     batch, q_heads, length, _ = q.shape
     kv_heads = storage.k.shape[1]
     rows = length * (q_heads // kv_heads)
     tile = 16 if rows <= 16 else 32 if rows <= 32 or max(traits.width, traits.value_width) > 128 else 64
     tiles = ceil_div(rows, tile) * kv_heads * batch
-    splits = min(2 * device.sm_count // max(tiles, 1), ceil_div(most_tokens // PAGE, SPLIT_PAGES))
+    splits = min(2 * device.sm_count // max(tiles, 1), ceil_div(most_pages, SPLIT_PAGES))
+    wide = max(traits.width, traits.value_width) > 128
     # a page of 128 keys takes 32 KB in flight with 128 channels, and 64 KB with 256
-    stages = (2 if device.shared_memory < 160_000 else 3) - (max(traits.width, traits.value_width) > 128)
-    return Attention(traits, tile, max(splits, 1), stages)
+    stages = (2 if device.shared_memory < 160_000 else 3) - wide
+    return Attention(traits, tile, max(splits, 1), stages, 8 if wide else 4)
 
 
 def attend(
-    q: torch.Tensor, storage: Storage, step: Step, recent: tuple[torch.Tensor, torch.Tensor], recipe: Recipe, softmax_scale: float,
-    device: Device, *, most_tokens: int, out_dtype: torch.dtype, splits: int | None = None,
-    warmup: bool = False,
+    q: torch.Tensor, storage: Storage, new: tuple[torch.Tensor, torch.Tensor] | None, batch: PagedBatch, recipe: Recipe, softmax_scale: float,
+    device: Device, out_dtype: torch.dtype, *, splits: int | None = None, warmup: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """pages.attend_paged by kernels.
 
     Args:
-        most_tokens: of the longest sequence, or more.
         splits: programs that share a tile's pages; None: `choose` decides.
         warmup: compile only.
 
     Returns:
         out (B, Hq, S, Dv) in `out_dtype` and the LSE, float32 (B, Hq, S).
     """
-    batch, q_heads, length, _ = q.shape
-    kv_heads, value_dim = storage.k.shape[1], storage.v.shape[3]
+    rows, q_heads, length, _ = q.shape
+    sequences, kv_heads, _, value_dim = storage.v.shape
     traits = Traits.of(storage, recipe, device, softmax_scale)
-    how = choose(q, storage, most_tokens, traits, device)
+    how = choose(q, storage, batch.most_pages, traits, device)
     how = how if splits is None else replace(how, splits=splits)
+    k, v = (None, None) if new is None else new
+    recent_k, recent_v = storage.k, storage.v
     # the interpreter can't multiply bfloat16, and truncates to it instead of rounding
-    k, v = step.k, step.v
-    recent_k, recent_v = recent
     if device.emulated and q.dtype == torch.bfloat16:
         q, recent_k, recent_v = q.float(), recent_k.float(), recent_v.float()
         k, v = None if k is None else k.float(), None if v is None else v.float()
-    out = torch.empty(batch, q_heads, length, value_dim, dtype=torch.float32 if device.emulated else out_dtype, device=q.device)
-    lse = torch.empty(batch, q_heads, length, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, q_heads, length, value_dim, dtype=torch.float32 if device.emulated else out_dtype, device=q.device)
+    lse = torch.empty(rows, q_heads, length, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out.to(out_dtype), lse
     partial = sums = None
     if how.splits > 1:
         partial = torch.empty(how.splits, *out.shape, dtype=torch.float32, device=q.device)
         sums = torch.empty(how.splits, 2, *lse.shape, dtype=torch.float32, device=q.device)
-    cached = storage.pages
+    cached, table = storage.pages, batch.page_table
     stored = [x if x.dtype == torch.int8 or traits.native else x.view(torch.uint8) for x in (cached.k, cached.v)]
     nothing = (0, 0, 0, 0)
     launch(
-        attention_kernel, (ceil_div(length * (q_heads // kv_heads), how.rows) * how.splits * kv_heads * batch,),
-        q, k, v, q.stride(), nothing if k is None else k.stride(), nothing if v is None else v.stride(), step.sequences, step.counts,
+        attention_kernel, (ceil_div(length * (q_heads // kv_heads), how.rows) * how.splits * kv_heads * rows,),
+        q, k, v, q.stride(), nothing if k is None else k.stride(), nothing if v is None else v.stride(), *batch.tensors(),
         stored[0], cached.k_scale, stored[1], cached.v_scale, storage.k_mean, storage.v_mean, storage.v_scale, recent_k, recent_v,
-        storage.lengths, storage.page_table, out, lse, partial, sums, q_heads, kv_heads, length, storage.page_table.shape[1], how.splits,
-        softmax_scale, how.rows, traits, num_warps=4, num_stages=how.stages, warmup=warmup,
+        out, lse, partial, sums, q_heads, kv_heads, length, table.stride(0), table.shape[1], cached.k.shape[0], sequences, how.splits,
+        softmax_scale, how.rows, traits, num_warps=how.warps, num_stages=how.stages, warmup=warmup,
     )  # fmt: skip
     if partial is not None:
         launch(

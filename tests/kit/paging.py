@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from fp8attn import Recipe, pages
-from fp8attn.pages import PAGE, Pages
+from fp8attn import KVCache, PagedBatch, PageTable, Recipe, paged_sdpa, pages
+from fp8attn.pages import PAGE, RECENT, Pages
 
 RECIPES = st.builds(
     Recipe, smooth_k=st.booleans(), smooth_v=st.booleans(), rotate=st.sampled_from((0, 16, 64, 256)), qk=st.sampled_from(("e4m3", "int8"))
@@ -31,7 +31,7 @@ class Problem:
     recipe: Recipe
     seed: int
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(self.seed)
         heads = self.kv_heads * self.group
         q, k = (torch.randn(h, self.length, self.dim, generator=g) for h in (heads, self.kv_heads))
@@ -48,7 +48,7 @@ class Problem:
             v = v * 2.0 ** ((3 if self.distribution == "grows" else -3) * (tokens // PAGE))
         elif self.distribution == "zeros first":
             k, v = k * (tokens >= PAGE), v * (tokens >= PAGE)
-        return tuple(x.to(self.dtype) for x in (q, k, v))  # type: ignore[return-value]
+        return tuple(x.to(device, self.dtype) for x in (q, k, v))  # type: ignore[return-value]
 
 
 problems = st.builds(
@@ -69,3 +69,71 @@ def assert_equal_pages(actual: Pages, expected: Pages) -> None:
 def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = pages.modelled(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), recipe)
     return out[0], lse[0]
+
+
+def batched(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.unsqueeze(0) for x in tensors)
+
+
+class Sequences:
+    """A cache and its page table, with lengths that the host counts, too."""
+
+    def __init__(self, problem: Problem, device: torch.device, sequences: int = 1, num_pages: int = 12) -> None:
+        self.cache = KVCache(
+            sequences, num_pages, problem.kv_heads, problem.dim, problem.value_dim, recipe=problem.recipe, dtype=problem.dtype, device=device
+        )
+        self.table = PageTable(sequences, num_pages, device=device)
+        self.lengths = [0] * sequences
+
+    def ints(self, *numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.cache.device)
+
+    def batch(self, sequences: list[int], counts: list[int] | None = None) -> PagedBatch:
+        """A batch of these sequences as they are, of which `counts` tokens are new."""
+        rows = torch.tensor(sequences, device=self.cache.device)
+        new = None if counts is None else self.ints(*counts)
+        return PagedBatch(self.table.table[rows], self.table.lengths[rows], new, self.ints(*sequences))
+
+    def grow(self, sequences: list[int], counts: list[int]) -> PagedBatch:
+        """The batch of these sequences with `counts` more tokens."""
+        for sequence, count in zip(sequences, counts, strict=True):
+            self.lengths[sequence] += count
+            self.table.reserve(sequence, self.lengths[sequence])
+            self.table.lengths[sequence] = self.lengths[sequence]
+        return self.batch(sequences, counts)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, sequences: list[int] | None = None, counts: list[int] | None = None, **options) -> None:
+        sequences = [0] if sequences is None else sequences
+        counts = [k.shape[2]] * len(sequences) if counts is None else counts
+        self.cache.append(k, v, self.grow(sequences, counts), **options)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.table.truncate(sequence, length)
+        self.lengths[sequence] = length
+
+    def fork(self, source: int, target: int) -> None:
+        self.table.fork(source, target, self.lengths[source])
+        self.cache.fork(source, target)
+        self.lengths[target] = self.lengths[source]
+
+    def attend(self, q: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None, sequences: list[int] | None = None, **options):
+        """Attention of one sequence's last tokens, or of several sequences'; with `new`, after they are appended."""
+        sequences = [0] if sequences is None else sequences
+        counts = [q.shape[2]] * len(sequences)
+        batch = self.batch(sequences, counts) if new is None else self.grow(sequences, counts)
+        return paged_sdpa(q, self.cache, batch, new, **options)
+
+    def held(self, sequence: int) -> Pages:
+        """The complete pages of a sequence."""
+        numbers = self.table.table[sequence, : self.lengths[sequence] // PAGE].long()
+        return Pages(*(x[numbers] for x in self.cache.storage.pages.tensors()))
+
+    def assert_holds(self, sequence: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The pages are those of the tokens at once, and so are the last tokens."""
+        made = pages.quantize_sequence(k, v, self.cache.recipe)
+        assert self.lengths[sequence] == k.shape[1] == int(self.table.lengths[sequence])
+        if made is not None:
+            assert_equal_pages(self.held(sequence), made[0])
+        tokens = torch.arange(k.shape[1] // PAGE * PAGE, k.shape[1], device=k.device)
+        for kept, x in ((self.cache.storage.k, k), (self.cache.storage.v, v)):
+            assert torch.equal(kept[sequence][:, tokens % RECENT], x[:, tokens])

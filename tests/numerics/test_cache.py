@@ -12,208 +12,230 @@ from hypothesis import strategies as st
 
 import fp8attn
 from closeness import relative
-from fp8attn import KVCache, pages
+from fp8attn import KVCache, PagedBatch, PageTable, pages
 from fp8attn.device import device_of
-from fp8attn.pages import PAGE, RECENT, Pages
+from fp8attn.pages import PAGE, RECENT, RECENT_QUERIES
 from fp8attn.triton import paged_attention
-from paging import Problem, assert_equal_pages, bits, modelled, problems
+from paging import Problem, Sequences, batched, bits, modelled, problems
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(6, 70), st.integers(71, 400)), min_size=1, max_size=5)
 
 
-def cache_for(problem: Problem, sequences: int = 1, num_pages: int = 12) -> KVCache:
-    return KVCache(sequences, num_pages, problem.kv_heads, problem.dim, problem.value_dim, recipe=problem.recipe, dtype=problem.dtype, device="cpu")
-
-
-def held(cache: KVCache, sequence: int) -> Pages:
-    count = cache.lengths[sequence] // PAGE
-    numbers = cache.storage.page_table[sequence, :count].long()
-    return Pages(*(getattr(cache.storage.pages, name)[numbers] for name in Pages.__dataclass_fields__))
-
-
-def batched(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(x.unsqueeze(0) for x in tensors)
-
-
-def assert_holds(cache: KVCache, sequence: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The pages are those of the tokens at once, and so are the last tokens."""
-    made = pages.quantize_sequence(k, v, cache.recipe)
-    assert cache.lengths[sequence] == k.shape[1] == int(cache.storage.lengths[sequence])
-    if made is not None:
-        assert_equal_pages(held(cache, sequence), made[0])
-    tokens = torch.arange(max(k.shape[1] // PAGE * PAGE, 0), k.shape[1])
-    assert torch.equal(cache.storage.k[sequence][:, tokens % RECENT], k[:, tokens])
-    assert torch.equal(cache.storage.v[sequence][:, tokens % RECENT], v[:, tokens])
+def noise(problem: Problem, device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Other keys and values of a problem's heads."""
+    g = torch.Generator().manual_seed(problem.seed + 1)
+    shapes = (problem.kv_heads, tokens, problem.dim), (problem.kv_heads, tokens, problem.value_dim)
+    k, v = (torch.randn(shape, generator=g).to(device, problem.dtype) for shape in shapes)
+    return k, v
 
 
 @given(problem=problems, sizes=SIZES)
-def test_appending_in_any_sizes_is_quantizing_at_once(problem: Problem, sizes: list[int]) -> None:
-    _, k, v = problem.tensors()
-    cache, other = cache_for(problem, 2), torch.randn(1, problem.kv_heads, 3, max(problem.dim, problem.value_dim)).to(problem.dtype)
+def test_appending_in_any_sizes_is_quantizing_at_once(device: torch.device, problem: Problem, sizes: list[int]) -> None:
+    _, k, v = problem.tensors(device)
+    both, others = Sequences(problem, device, 2), batched(*noise(problem, device, 3))
     done = 0
     for size in sizes:
         size = min(size, problem.length - done)
-        cache.append(*batched(k[:, done : done + size], v[:, done : done + size]), sequences=[1])
-        cache.append(other[..., : problem.dim], other[..., : problem.value_dim], sequences=[0])
+        both.append(*batched(k[:, done : done + size], v[:, done : done + size]), sequences=[1], backend="modelled")
+        both.append(*others, sequences=[0], backend="modelled")
         done += size
-    assert_holds(cache, 1, k[:, :done], v[:, :done])
+    both.assert_holds(1, k[:, :done], v[:, :done])
 
 
 @settings(max_examples=15)
 @given(problem=problems, sizes=SIZES, backwards=st.booleans(), bad=st.sampled_from((None, None, "k", "v")))
-def test_the_kernel_writes_the_bytes_of_the_definition(problem: Problem, sizes: list[int], backwards: bool, bad: str | None) -> None:
+def test_the_kernel_writes_the_bytes_of_the_definition(
+    device: torch.device, problem: Problem, sizes: list[int], backwards: bool, bad: str | None
+) -> None:
     """Into every tensor, for several sequences of different lengths at once."""
-    tensors = dict(zip("qkv", problem.tensors(), strict=True))
+    tensors = dict(zip("qkv", problem.tensors(device), strict=True))
     if bad is not None:
         tensors[bad][0, :: 1 + problem.seed % 200, problem.seed % 16] = (torch.nan, torch.inf)[problem.seed % 2]
     k, v = (torch.stack([tensors[name], tensors[name].flip(1)]) for name in "kv")
-    caches = [cache_for(problem, 3) for _ in range(2)]
+    caches = [Sequences(problem, device, 3) for _ in range(2)]
     done = 0
     for size in sizes:
         size = min(size, problem.length - done)
         counts = [size, size // 2] if backwards else [size, size]
         for cache, backend in zip(caches, ("modelled", "triton"), strict=True):
-            part = [x[:, :, done : done + size].to(x.dtype) for x in (k, v)]
+            part = [x[:, :, done : done + size] for x in (k, v)]
             cache.append(*part, sequences=[2, 0] if backwards else [0, 1], counts=counts, backend=backend)
         done += size
-    for name, x, y in zip(range(99), caches[0].storage.tensors(), caches[1].storage.tensors(), strict=False):
-        assert torch.equal(bits(x), bits(y)), name
+    for index, (x, y) in enumerate(zip(*(cache.cache.storage.tensors() for cache in caches), strict=True)):
+        assert torch.equal(bits(x), bits(y)), index
 
 
 def tolerance(problem: Problem) -> float:
-    """Of the kernel: P of the own page is rounded as V is, P of pages at most once to a neighbouring code; the interpreter's bfloat16 is float32."""
+    """Of the kernel: P of the own page is rounded as V is, P of pages at most once to a neighbouring code; a GPU's tensor cores sum scores
+    with 13 bits, and the interpreter's bfloat16 is float32."""
     if GPU:
-        return {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 4e-3}[problem.dtype]
+        return {torch.float16: 4e-3, torch.bfloat16: 1e-2, torch.float32: 4e-3}[problem.dtype]
     return {torch.float16: 1e-3, torch.bfloat16: 2e-4, torch.float32: 2e-4}[problem.dtype]
+
+
+def assert_lse_close(lse: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(lse, expected, rtol=1e-3 if GPU else 1e-4, atol=5e-3 if GPU else 1e-4, equal_nan=True)
 
 
 @settings(max_examples=15)
 @given(problem=problems, queries=st.integers(1, 90), splits=st.integers(1, 4), given_keys=st.booleans(), scale=st.sampled_from((0.2, -0.1)))
-def test_the_kernel_attends_as_the_oracle(problem: Problem, queries: int, splits: int, given_keys: bool, scale: float) -> None:
+def test_the_kernel_attends_as_the_oracle(device: torch.device, problem: Problem, queries: int, splits: int, given_keys: bool, scale: float) -> None:
     """Decode, speculative steps and chunks, of two sequences with different numbers of queries."""
-    q, k, v = (torch.stack([x, x.flip(1)]) for x in problem.tensors())
-    cache = cache_for(problem, 2)
-    queries = min(queries, problem.length, 65 if not given_keys else 90)
-    fewer = (queries + 1) // 2
+    q, k, v = (torch.stack([x, x.flip(1)]) for x in problem.tensors(device))
+    both = Sequences(problem, device, 2)
+    queries = min(queries, problem.length, 90 if given_keys else RECENT_QUERIES)
     before = problem.length - queries
-    cache.append(k[:, :, :before], v[:, :, :before])
-    recent = cache.storage.k.clone(), cache.storage.v.clone()
-    rows = [(0, queries), (1, fewer)]
-    new = [x[:, :, before:] for x in (k, v)]
-    cache.append(*new, counts=[queries, fewer])
-    step = cache.step(rows, *new) if given_keys else cache.step(rows)
-    recent = recent if given_keys else (cache.storage.k, cache.storage.v)
-    query = q[:, :, before:]
-    expected, expected_lse = pages.attend_paged(query, cache.storage, step, recent, cache.recipe, scale)
-    out, lse = paged_attention.attend(
-        query, cache.storage, step, recent, cache.recipe, scale, device_of(cache.device), most_tokens=problem.length, out_dtype=torch.float32,
-        splits=splits,
-    )  # fmt: skip
+    both.append(k[:, :, :before], v[:, :, :before], [0, 1], backend="modelled")
+    counts = [queries, (queries + 1) // 2]
+    new = k[:, :, before:], v[:, :, before:]
+    storage = both.cache.storage
+    old = pages.Storage.of([x.clone() if x is storage.k or x is storage.v else x for x in storage.tensors()])
+    both.append(*new, [0, 1], counts, backend="modelled")
+    arguments = (q[:, :, before:], old if given_keys else storage, new if given_keys else None, both.batch([0, 1], counts), both.cache.recipe, scale)
+    expected, expected_lse = pages.attend_paged(*arguments)
+    out, lse = paged_attention.attend(*arguments, device_of(device), torch.float32, splits=splits)
     assert relative(out, expected) <= tolerance(problem)
-    assert not out[1, :, fewer:].any()
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert not out[1, :, counts[1] :].any()
+    assert_lse_close(lse, expected_lse)
 
 
 @pytest.mark.parametrize("recipe", (fp8attn.Recipe(), fp8attn.PRECISE), ids=("e4m3", "int8"))
 @pytest.mark.parametrize("what", ("q", "k", "v"))
-def test_the_kernel_gives_nan_to_the_rows_of_the_oracle(recipe: fp8attn.Recipe, what: str) -> None:
+def test_the_kernel_gives_nan_to_the_rows_of_the_oracle(device: torch.device, recipe: fp8attn.Recipe, what: str) -> None:
     for token in (5, 128, 290):
         problem = Problem(300, 1, 2, 32, 32, torch.float16, "normal", recipe, token)
-        tensors = dict(zip("qkv", problem.tensors(), strict=True))
+        tensors = dict(zip("qkv", problem.tensors(device), strict=True))
         tensors[what][0, token, 7] = torch.inf
-        answers = []
-        for backend in ("modelled", "triton"):
-            cache = cache_for(problem)
-            answers.append(fp8attn.paged_sdpa(*batched(tensors["q"]), cache, *batched(tensors["k"], tensors["v"]), return_lse=True, backend=backend))
+        q, k, v = batched(*tensors.values())
+        answers = [Sequences(problem, device).attend(q, (k, v), return_lse=True, backend=backend) for backend in ("modelled", "triton")]
         for x, y in zip(*answers, strict=True):
             assert torch.equal(x.isnan(), y.isnan()) and bool(x.isnan().any())
 
 
-def test_decode_by_kernels_is_prefill_by_kernels() -> None:
+@pytest.mark.parametrize("backend", ("triton", "auto"))
+def test_decode_by_kernels_is_prefill_by_kernels(device: torch.device, backend: str) -> None:
     """Token by token, in steps of 16 and at once: what differs is the order of sums."""
     problem = Problem(300, 2, 2, 64, 64, torch.float16, "normal", fp8attn.Recipe(), 3)
-    q, k, v = batched(*problem.tensors())
-    whole = fp8attn.paged_sdpa(q, cache_for(problem), k, v, backend="triton", out_dtype=torch.float32)
+    q, k, v = batched(*problem.tensors(device))
+    whole = Sequences(problem, device).attend(q, (k, v), backend=backend, out_dtype=torch.float32)
     for size in (1, 16):
-        cache = cache_for(problem)
-        first = 250
-        cache.append(k[:, :, :first], v[:, :, :first], backend="triton")
+        cache, first = Sequences(problem, device), 250
+        cache.append(k[:, :, :first], v[:, :, :first])
         for start in range(first, first + 2 * size, size):
             part = slice(start, start + size)
-            cache.append(k[:, :, part], v[:, :, part], backend="triton")
-            out = fp8attn.paged_sdpa(q[:, :, part], cache, backend="triton", out_dtype=torch.float32)
+            cache.append(k[:, :, part], v[:, :, part])
+            out = cache.attend(q[:, :, part], backend=backend, out_dtype=torch.float32)
             assert relative(out, whole[:, :, part]) < 3e-4
 
 
 @given(problem=problems, sizes=SIZES)
-def test_attention_in_chunks_has_the_bits_of_attention_at_once(problem: Problem, sizes: list[int]) -> None:
-    q, k, v = problem.tensors()
-    cache = cache_for(problem)
+def test_attention_in_chunks_has_the_bits_of_attention_at_once(device: torch.device, problem: Problem, sizes: list[int]) -> None:
+    q, k, v = problem.tensors(device)
+    cache = Sequences(problem, device)
     edges = [0, *(x for x in itertools.accumulate(sizes) if x < problem.length), problem.length]
     found = []
     for first, last in itertools.pairwise(edges):
         query, key, value = batched(q[:, first:last], k[:, first:last], v[:, first:last])
-        if last - first <= RECENT - PAGE:
-            cache.append(key, value)
-            found.append(fp8attn.paged_sdpa(query, cache, return_lse=True, out_dtype=torch.float32))
+        options = dict(return_lse=True, out_dtype=torch.float32, backend="modelled")
+        if last - first <= RECENT_QUERIES and first % 2:
+            cache.append(key, value, backend="modelled")
+            found.append(cache.attend(query, **options))
         else:
-            found.append(fp8attn.paged_sdpa(query, cache, key, value, return_lse=True, out_dtype=torch.float32))
+            found.append(cache.attend(query, (key, value), **options))
     expected = modelled(q, k, v, problem.recipe)
     assert torch.equal(bits(torch.cat([out[0] for out, _ in found], 1)), bits(expected[0]))
     assert torch.equal(bits(torch.cat([lse[0] for _, lse in found], 1)), bits(expected[1]))
 
 
-@given(problem=problems, draft=st.integers(1, 16), kept=st.integers(0, 16))
-def test_rejected_tokens_leave_no_trace(problem: Problem, draft: int, kept: int) -> None:
+@given(problem=problems, draft=st.integers(1, 16), kept=st.integers(0, 16), on_device=st.booleans())
+def test_rejected_tokens_leave_no_trace(device: torch.device, problem: Problem, draft: int, kept: int, on_device: bool) -> None:
     """A speculative step across any page's edge, cut back and continued by other tokens."""
-    _, k, v = problem.tensors()
-    cache, kept = cache_for(problem), min(kept, draft)
-    cache.append(*batched(k, v))
-    more = torch.randn(problem.kv_heads, draft + 20, problem.dim).to(problem.dtype), torch.randn(problem.kv_heads, draft + 20, problem.value_dim)
-    more = more[0], more[1].to(problem.dtype)
-    cache.append(*batched(*(x[:, :draft] for x in more)))
-    cache.truncate(0, problem.length + kept)
-    cache.append(*batched(*(x[:, draft:] for x in more)))
-    whole = [torch.cat([x, y[:, :kept], y[:, draft:]], 1) for x, y in zip((k, v), more, strict=True)]
-    assert_holds(cache, 0, *whole)
+    _, k, v = problem.tensors(device)
+    cache, kept = Sequences(problem, device), min(kept, draft)
+    cache.append(*batched(k, v), backend="modelled")
+    more = noise(problem, device, draft + 20)
+    cache.append(*batched(*(x[:, :draft] for x in more)), backend="modelled")
+    if on_device:  # the pages stay its own, and a page that was complete is written again
+        cache.table.lengths[0] -= draft - kept
+        cache.lengths[0] -= draft - kept
+    else:
+        cache.truncate(0, problem.length + kept)
+    cache.append(*batched(*(x[:, draft:] for x in more)), backend="modelled")
+    cache.assert_holds(0, *(torch.cat([x, y[:, :kept], y[:, draft:]], 1) for x, y in zip((k, v), more, strict=True)))
 
 
 @given(problem=problems, share=st.floats(0, 1))
-def test_forks_share_pages_and_go_on_alone(problem: Problem, share: float) -> None:
-    _, k, v = problem.tensors()
-    cache = cache_for(problem, 2)
-    cache.append(*batched(k, v), sequences=[0])
-    free = cache.free_pages
-    cache.fork(0, 1)
-    assert cache.free_pages == free
-    assert_holds(cache, 1, k, v)
+def test_forks_share_pages_and_go_on_alone(device: torch.device, problem: Problem, share: float) -> None:
+    _, k, v = problem.tensors(device)
+    both = Sequences(problem, device, 2)
+    both.append(*batched(k, v), sequences=[0], backend="modelled")
+    free = both.table.free_pages
+    both.fork(0, 1)
+    assert both.table.free_pages == free
+    both.assert_holds(1, k, v)
     cut = int(share * problem.length) // PAGE * PAGE
-    cache.truncate(1, cut)
+    both.truncate(1, cut)
     new_k, new_v = 2 - k[:, :90], v[:, :90] * 2
-    cache.append(*batched(new_k, new_v), sequences=[1])
-    assert_holds(cache, 0, k, v)
-    assert_holds(cache, 1, torch.cat([k[:, :cut], new_k], 1), torch.cat([v[:, :cut], new_v], 1))
-    cache.truncate(0, 0), cache.truncate(1, 0)
-    assert cache.free_pages == 12
+    both.append(*batched(new_k, new_v), sequences=[1], backend="modelled")
+    both.assert_holds(0, k, v)
+    both.assert_holds(1, torch.cat([k[:, :cut], new_k], 1), torch.cat([v[:, :cut], new_v], 1))
+    both.truncate(0, 0), both.truncate(1, 0)
+    assert both.table.free_pages == 12
 
 
-def test_ragged_rows_and_shuffled_pages() -> None:
-    problem = Problem(400, 2, 2, 64, 40, torch.float16, "normal", fp8attn.Recipe(), 0)
-    q, k, v = problem.tensors()
-    cache = cache_for(problem, 3, 20)
-    cache.append(*batched(k[:, :200], v[:, :200]), sequences=[1])  # pages of the sequences alternate
-    key, value = k.expand(3, -1, -1, -1)[:, :, :300], v.expand(3, -1, -1, -1)[:, :, :300]
-    cache.truncate(1, 0)
-    for x in (cache.storage.k, cache.storage.v):
-        x.fill_(torch.nan)  # never seen
-    out, lse = fp8attn.paged_sdpa(
-        q.expand(3, -1, -1, -1)[:, :, :300], cache, key, value, sequences=[2, 0, 1], counts=[300, 0, 129], return_lse=True, out_dtype=torch.float32
-    )  # fmt: skip
+@pytest.mark.parametrize("backend", ("modelled", "triton", "auto"))
+def test_ragged_rows_and_shuffled_pages(device: torch.device, backend: str) -> None:
+    """Lengths of 0, 1 and at pages' edges, in the rows of one call; what no sequence has is NaN, and never seen."""
+    problem = Problem(400, 2, 2, 64, 64, torch.float16, "normal", fp8attn.Recipe(), 0)
+    q, k, v = problem.tensors(device)
+    lengths = [300, 0, 1, 127, 128, 129, 256, 400]
     expected, expected_lse = modelled(q, k, v, problem.recipe)
-    for row, count in enumerate((300, 0, 129)):
-        assert torch.equal(out[row, :, :count], expected[:, :count]) and torch.equal(lse[row, :, :count], expected_lse[:, :count])
-        assert not out[row, :, count:].any() and bool((lse[row, :, count:] == -torch.inf).all())
-    assert cache.lengths == (0, 129, 300)
+    cache = KVCache(8, 20, 2, 64, dtype=torch.float16, device=device)
+    for x in cache.storage.tensors():
+        if x.dtype != torch.int32:
+            x.view(torch.uint8).fill_(0x7F) if x.dtype == torch.float8_e4m3fn else x.fill_(torch.nan)
+    ints = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=device)  # noqa: E731
+    free = torch.randperm(20, generator=torch.Generator().manual_seed(1)).tolist()
+    table = [[free.pop() for _ in range(length // PAGE)] for length in lengths]
+    batch = PagedBatch(ints([[*row, *[10**6] * 4][:4] for row in table]), ints(lengths), None, ints([5, 3, 0, 7, 1, 2, 4, 6]))
+    whole = lambda x: x.expand(8, -1, -1, -1)[:, :, :400]  # noqa: E731
+    prompts = PagedBatch(batch.page_table, batch.lengths, batch.lengths, batch.sequences)
+    cache.check(prompts, 400)
+    out, lse = fp8attn.paged_sdpa(whole(q), cache, prompts, (whole(k), whole(v)), return_lse=True, out_dtype=torch.float32, backend=backend)
+    steps = PagedBatch(batch.page_table, batch.lengths, ints([4, 0, 1, 4, 4, 4, 4, 4]), batch.sequences)
+    queries = torch.stack([q[:, max(length - 4, 0) : max(length - 4, 0) + 4] for length in lengths])
+    last, last_lse = fp8attn.paged_sdpa(queries, cache, steps, return_lse=True, out_dtype=torch.float32, backend=backend)
+    close = 0.0 if backend == "modelled" else tolerance(problem)
+    for row, length in enumerate(lengths):
+        count = min(length, 4)
+        for found, found_lse, first, last_row in ((out, lse, 0, length), (last, last_lse, length - count, length)):
+            rows = last_row - first
+            assert relative(found[row, :, :rows], expected[:, first:last_row]) <= close
+            assert_lse_close(found_lse[row, :, :rows], expected_lse[:, first:last_row])
+            assert not found[row, :, rows:].any() and bool((found_lse[row, :, rows:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("backend", ("modelled", "triton", "auto"))
+def test_numbers_out_of_range_are_no_indices(device: torch.device, backend: str) -> None:
+    """A page, a sequence or a length that isn't there gives NaN to the rows that would see it, and others are as they were."""
+    problem = Problem(300, 1, 2, 64, 64, torch.float16, "normal", fp8attn.Recipe(), 5)
+    q, k, v = (x.expand(4, -1, -1, -1) for x in problem.tensors(device))
+    good, bad = (KVCache(4, 8, 1, 64, dtype=torch.float16, device=device) for _ in range(2))
+    ints = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=device)  # noqa: E731
+    table, lengths = ints([[0, 1], [2, 3], [4, 5], [6, 7]]), ints([300] * 4)
+    right = fp8attn.paged_sdpa(q, good, PagedBatch(table, lengths), (k, v), backend=backend)
+    wrong_table, wrong_lengths, sequences = table.clone(), lengths.clone(), ints([0, 1, 9, 3])
+    wrong_table[1, 1] = 8
+    wrong_lengths[3] = 1 << 30
+    batch = PagedBatch(wrong_table, wrong_lengths, ints([300, 300, 300, 0]), sequences)
+    with pytest.raises(ValueError, match=r"page_table\[1, 1\] is 8; it must be 0 to 7"):
+        bad.check(batch, 300)
+    out = fp8attn.paged_sdpa(q, bad, batch, (k, v), backend=backend)
+    assert torch.equal(out[0], right[0])
+    assert torch.equal(out[1, :, :256], right[1, :, :256]) and bool(out[1, :, 256:].isnan().all())
+    assert bool(out[2].isnan().all()) and not out[3].any()
+    steps = PagedBatch(wrong_table, wrong_lengths, None, sequences)
+    assert bool(fp8attn.paged_sdpa(q[:, :, :1], bad, steps, backend=backend)[3].isnan().all())
 
 
 @pytest.mark.parametrize("dim", (64, 128, 256))
@@ -222,92 +244,65 @@ def test_bytes_per_token(dim: int) -> None:
     assert cache.nbytes / (8 * 8192) <= 1.06 * 2 * dim
 
 
-def filled() -> tuple[KVCache, torch.Tensor]:
-    cache = KVCache(2, 4, 2, 64, device="cpu")
-    x = torch.zeros(2, 2, 300, 64, dtype=torch.bfloat16)
-    cache.append(x[:1], x[:1], sequences=[0])
-    return cache, x
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    (
-        (dict(sequences=0), ValueError, "sequences is 0"),
-        (dict(num_pages=-1), ValueError, "num_pages is -1"),
-        (dict(kv_heads=True), ValueError, "kv_heads is True"),
-        (dict(head_dim=65), ValueError, "head_dim is 65"),
-        (dict(value_dim=8), ValueError, "head_dim is 8"),
-        (dict(recipe=fp8attn.Recipe(recent=128)), ValueError, "recipe has recent=128"),
-        (dict(recipe="int8"), TypeError, "recipe is a str"),
-        (dict(dtype=torch.float64), TypeError, "dtype is torch.float64"),
-    ),
-)
-def test_wrong_caches(change: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        KVCache(**{**dict(sequences=1, num_pages=1, kv_heads=1, head_dim=64, device="cpu"), **change})
-
-
-def test_wrong_appends() -> None:
-    cache, x = filled()
-    for arguments, options, error, message in (
-        ((x, x[:, :1]), {}, ValueError, "value has heads 1; it must be 2"),
-        ((x, x[..., :32]), {}, ValueError, "value has head_dim 32"),
-        ((x.float(), x), {}, TypeError, "key is torch.float32; it must be the cache's torch.bfloat16"),
-        ((x[:1], x[:1]), {}, ValueError, "key has batch 1; it must be the number of sequences, 2"),
-        ((x, x), dict(sequences=[0, 0]), ValueError, "sequences is"),
-        ((x, x), dict(sequences=[0, 2]), ValueError, "sequences is"),
-        ((x, x), dict(counts=[1, 301]), ValueError, "counts is"),
-        ((x[0], x), {}, TypeError, "key must be"),
-        ((x, None), {}, TypeError, "value is a NoneType"),
-        ((x, x), dict(backend="cudnn"), ValueError, "backend is 'cudnn'"),
-        ((x.clone().requires_grad_(), x), {}, RuntimeError, "key requires grad"),
-        ((x, x), {}, RuntimeError, "the cache has 2 free pages of 128 tokens; 4 are needed"),
-    ):
-        with pytest.raises(error, match=message):
-            cache.append(*arguments, **options)
-        assert cache.lengths == (300, 0) and cache.free_pages == 2
-
-
-def test_wrong_attention() -> None:
-    cache, x = filled()
-    q = torch.zeros(1, 4, 60, 64, dtype=torch.bfloat16)
-    only = dict(sequences=[0])
-    for arguments, options, error, message in (
-        ((q, "cache"), only, TypeError, "cache is a str"),
-        ((q[:, :3], cache), only, ValueError, "query has 3 heads; it must be a multiple of the cache's 2"),
-        ((q, cache, x[:1]), only, ValueError, "value is None"),
-        ((q, cache, x[:1], x[:1]), only, ValueError, "key has shape"),
-        ((q, cache), dict(sequences=[1]), ValueError, "query has 60 tokens for sequence 1, which has 0"),
-        ((q.expand(1, 4, 60, 64).repeat(1, 1, 4, 1), cache), only, ValueError, "no longer kept in half precision"),
-        ((q, cache), dict(scale=float("nan"), **only), ValueError, "scale is nan"),
-        ((q, cache), dict(out_dtype=torch.int8, **only), TypeError, "out_dtype is torch.int8"),
-        ((q, cache), dict(return_lse=1, **only), TypeError, "return_lse is a int"),
-    ):
-        with pytest.raises(error, match=message):
-            fp8attn.paged_sdpa(*arguments, **options)
-
-
-def test_wrong_truncations_and_forks() -> None:
-    cache, x = filled()
-    for sequence, length, message in ((2, 0, "sequence is 2"), (0, 301, "length is 301"), (0, 100, "or at least 128"), (0, -1, "length is -1")):
-        with pytest.raises(ValueError, match=message):
-            cache.truncate(sequence, length)
-    with pytest.raises(ValueError, match="target is 0"):
-        cache.fork(0, 0)
-    with pytest.raises(ValueError, match="source is 7"):
-        cache.fork(7, 1)
-    cache.truncate(0, 128)
-    assert cache.lengths == (128, 0) and cache.free_pages == 3
-
-
 @settings(max_examples=5)
 @given(seed=st.integers(0, 99))
-def test_complete_pages_are_never_written_again(seed: int) -> None:
+def test_complete_pages_are_never_written_again(device: torch.device, seed: int) -> None:
     problem = Problem(500, 1, 1, 16, 16, torch.float32, "normal", fp8attn.Recipe(), seed)
-    _, k, v = problem.tensors()
-    cache = cache_for(problem)
+    _, k, v = problem.tensors(device)
+    cache = Sequences(problem, device)
     cache.append(*batched(k[:, :300], v[:, :300]))
-    before = [x.clone() for x in vars(held(cache, 0)).values()]
+    before = [x.clone() for x in cache.held(0).tensors()]
     cache.append(*batched(1e3 * k[:, 300:], 1e3 * v[:, 300:]))
-    for x, y in zip(before, vars(held(cache, 0)).values(), strict=True):
+    for x, y in zip(before, cache.held(0).tensors(), strict=True):
         assert torch.equal(bits(x), bits(y[:2]))
+
+
+def test_last_tokens_that_a_cache_keeps(device: torch.device) -> None:
+    """After any append, it has what RECENT_QUERIES queries see in half precision."""
+    assert all((end - RECENT_QUERIES) // PAGE * PAGE >= end - RECENT for end in range(RECENT_QUERIES, 1000))
+    cache, x = KVCache(1, 4, 1, 64, device=device), torch.zeros(1, 1, RECENT_QUERIES + 1, 64, dtype=torch.bfloat16, device=device)
+    table = PageTable(1, 4, device=device)
+    table.lengths += 100
+    fp8attn.paged_sdpa(x[:, :, 1:], cache, table.batch(), backend="modelled")
+    with pytest.raises(ValueError, match=r"query has 66 tokens and new is None; it must have at most 65"):
+        fp8attn.paged_sdpa(x, cache, table.batch(), backend="modelled")
+
+
+@pytest.mark.gpu
+def test_lengths_change_between_replays(device: torch.device) -> None:
+    """One graph decodes several steps across pages' edges, of sequences of different lengths, and cuts one back."""
+    problem = Problem(700, 2, 4, 128, 128, torch.bfloat16, "normal", fp8attn.Recipe(), 7)
+    q, k, v = (torch.stack([x, x.flip(1)]) for x in problem.tensors(device))
+    both, twin = Sequences(problem, device, 2), Sequences(problem, device, 2)
+    firsts = [250, 380]
+    for cache in (both, twin):
+        cache.append(k[:, :, :380], v[:, :, :380], [0, 1], firsts)
+        for sequence in (0, 1):
+            cache.table.reserve(sequence, 700)
+    query, key, value = (torch.zeros_like(x[:, :, :1]) for x in (q, k, v))
+    batch = both.table.batch(max_length=700)
+
+    def step() -> torch.Tensor:
+        both.table.lengths += 1
+        return fp8attn.paged_sdpa(query, both.cache, batch, (key, value), out_dtype=torch.float32)
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    both.table.lengths.copy_(both.ints(*firsts))
+    done = [*firsts]
+    for _ in range(12):
+        for x, to in ((q, query), (k, key), (v, value)):
+            to.copy_(torch.stack([x[row, :, done[row] : done[row] + 1] for row in (0, 1)]))
+        graph.replay()
+        new = key.clone(), value.clone()
+        expected = twin.attend(query, new, [0, 1], out_dtype=torch.float32, backend="modelled")
+        assert relative(out, expected) <= tolerance(problem)
+        done = [n + 1 for n in done]
+        if done[0] == 258:  # rejected
+            both.table.lengths[0] -= 4
+            twin.table.lengths[0] -= 4
+            twin.lengths[0] -= 4
+            done[0] -= 4
