@@ -39,7 +39,8 @@ def paged_sdpa(
         scale: factor of the scores; None: D ** -0.5.
         return_lse: also return the natural-log LSE of the scores, float32 (B, Hq, S).
         out_dtype: float16, bfloat16 or float32; None: query's.
-        backend: `auto` (kernels on a GPU, else modelled), `triton`, or `modelled`: the oracle in plain torch.
+        backend: `auto` (kernels on a GPU, else modelled); `cuda`: the kernel for few queries on Hopper GPUs; `triton`;
+            or `modelled`: the oracle in plain torch.
 
     Returns:
         out (B, Hq, S, Dv), and the LSE if `return_lse`. Zeros and -inf past the counts.
@@ -69,7 +70,7 @@ def paged_sdpa(
         validate.check_new_tokens(key, value, batch, query.shape[2], storage)
         if query.shape[2] > RECENT_QUERIES:
             storage = replace(storage, k=storage.k.clone(), v=storage.v.clone())
-        cache.append(key, value, batch, backend=backend)
+        cache.append(key, value, batch, backend="auto" if backend == "cuda" else backend)
         if storage is cache.storage:
             key = value = None
     softmax_scale = cache.head_dim**-0.5 if scale is None else float(scale)

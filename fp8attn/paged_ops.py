@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 
 from . import pages, validate
 from . import triton as triton_kernels
+from .cuda import build, decode
+from .cuda import run as cuda_run
+from .cuda.build import BuildError
 from .device import device_of
 from .ops import current, has_kernels, library_ops, register
 from .pages import PagedBatch, Storage
 from .recipe import Recipe, Rotation
 from .validate import BackendUnavailable
 
-BACKENDS = {"append": ("auto", "triton", "modelled"), "attention": ("auto", "triton", "modelled")}
+BACKENDS = {"append": ("auto", "triton", "modelled"), "attention": ("auto", "cuda", "triton", "modelled")}
 """By what is done."""
 
 Tensors = Sequence[torch.Tensor]
@@ -50,6 +54,38 @@ def _runs_triton(backend: str, device: torch.device) -> bool:
     if backend == "triton" and not has_kernels(device):
         raise BackendUnavailable(f"triton: the cache is on {device}; it must be on a GPU, or TRITON_INTERPRET=1 be set before Triton is imported")
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
+
+
+def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, softmax_scale: float) -> str | None:
+    """Why the CUDA kernel doesn't attend to tokens of a cache, or None if it does.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
+    device = device_of(query.device)
+    return decode.unsupported_call(query, cache, batch, softmax_scale, device) or build.unavailable(decode.choose(cache), device.arch)
+
+
+def _by_cuda(
+    required: bool, query: torch.Tensor, cache: Storage, batch: PagedBatch, recipe: Recipe, softmax_scale: float, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention to tokens of a cache by the CUDA kernel, or None if another one is to do it.
+
+    Raises:
+        BackendUnavailable: the kernel is `required` and doesn't support the call.
+        BuildError: it is required and can't be compiled here.
+    """
+    reason = unsupported_decode(query, cache, batch, softmax_scale)
+    if reason is not None:
+        if required:
+            raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+        return None
+    try:
+        return cuda_run.attend_to_pages(query, cache, batch, recipe, softmax_scale, device_of(query.device), out_dtype)
+    except BuildError as error:
+        if required:
+            raise
+        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return None
 
 
 def _append_by(backend: str):
@@ -87,6 +123,13 @@ def _attend_by(backend: str):
             assert key is not None and value is not None
             new = key, value
         recipe = _recipe(rotate, True, True, cache.pages.k.dtype == torch.int8)
+        if backend == "cuda" and new is not None:
+            raise BackendUnavailable("cuda: key and value are given; the kernel takes queries whose tokens are in the cache")
+        if backend == "cuda" or (backend == "auto" and new is None and query.device.type == "cuda"):
+            with current(query.device):
+                found = _by_cuda(backend == "cuda", query, cache, batch, recipe, softmax_scale, out_dtype)
+            if found is not None:
+                return found
         if _runs_triton(backend, query.device):
             with current(query.device):
                 return triton_kernels.paged_attention.attend(query, cache, new, batch, recipe, softmax_scale, device_of(query.device), out_dtype)
