@@ -71,29 +71,31 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Dec
       }
       for (int block = first; block < min(tile.end, first + 32); ++block, ring.advance()) {
         const int from = __shfl_sync(~0u, index, block - first), stage = ring.stage;
+        const bool is_half = block >= tile.blocks.pages;
+        uint64_t *const k_full = &shared.k_full[stage], *const v_full = &shared.v_full[stage];
+        if (lane == 0) {
+          ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+          ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
+          if (is_half) {
+            const int row = pair * RECENT + (tile.blocks.first_half + block - tile.blocks.pages) % (RECENT / HALF_BLOCK) * HALF_BLOCK;
+            for (int i = 0; i < S::half_panels; ++i) ptx::tma_load(shared.k[stage] + i * HALF_BLOCK * 128, p.recent_k_map, k_full, i * 128, row);
+            for (int i = 0; i < S::half_panels; ++i) ptx::tma_load(shared.v[stage] + i * HALF_BLOCK * 128, p.recent_v_map, v_full, i * 128, row);
+          } else if (from >= 0) {
+            for (int i = 0; i < S::panels; ++i) ptx::tma_load(shared.k[stage] + i * KEYS * S::panel, p.k_map, k_full, i * S::panel, from * KEYS);
+            ptx::tma_load(shared.v[stage], p.v_map, v_full, 0, from * C.head_dim);
+          }
+        }
+        // the scales arrive while the copies run, and are written before the barriers know of these
         const PageScales of_block = {__shfl_sync(~0u, scales.k, block - first), __shfl_sync(~0u, scales.v, block - first)};
         if (lane != 0) continue;
-        uint64_t *const k_full = &shared.k_full[stage], *const v_full = &shared.v_full[stage];
-        ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
-        ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
-        if (block >= tile.blocks.pages) {
-          const int token = (tile.blocks.first_half + block - tile.blocks.pages) % (RECENT / HALF_BLOCK) * HALF_BLOCK;
-          for (int i = 0; i < S::half_panels; ++i) ptx::tma_load(shared.k[stage] + i * HALF_BLOCK * 128, p.recent_k_map, k_full, i * 128, pair * RECENT + token);
-          ptx::mbarrier_expect(k_full, S::block_bytes);
-          for (int i = 0; i < S::half_panels; ++i) ptx::tma_load(shared.v[stage] + i * HALF_BLOCK * 128, p.recent_v_map, v_full, i * 128, pair * RECENT + token);
-          ptx::mbarrier_expect(v_full, S::block_bytes);
-          continue;
-        }
         shared.scales[stage] = of_block;
-        if (from < 0) {
+        if (is_half || from >= 0) {
+          ptx::mbarrier_expect(k_full, S::block_bytes);
+          ptx::mbarrier_expect(v_full, S::block_bytes);
+        } else {
           ptx::mbarrier_arrive(k_full);
           ptx::mbarrier_arrive(v_full);
-          continue;
         }
-        for (int i = 0; i < S::panels; ++i) ptx::tma_load(shared.k[stage] + i * KEYS * S::panel, p.k_map, k_full, i * S::panel, from * KEYS);
-        ptx::mbarrier_expect(k_full, S::block_bytes);
-        ptx::tma_load(shared.v[stage], p.v_map, v_full, 0, from * C.head_dim);
-        ptx::mbarrier_expect(v_full, S::block_bytes);
       }
     }
   }
@@ -284,6 +286,12 @@ __global__ void __launch_bounds__(DECODE_THREADS, Instance::config.ctas) decode(
       ptx::mbarrier_init(&shared.v_empty[stage], DECODERS / 32);
     }
     ptx::fence_barrier_init();
+  }
+  if (threadIdx.x == DECODERS) {
+    ptx::tma_prefetch(p.k_map);
+    ptx::tma_prefetch(p.v_map);
+    ptx::tma_prefetch(p.recent_k_map);
+    ptx::tma_prefetch(p.recent_v_map);
   }
   __syncthreads();
   ptx::wait_for_grids_before();

@@ -89,6 +89,7 @@ CASES = {
     "two row tiles": (Case((300, 257), queries=17, group=4), 2),
     "more CTAs than blocks": (Case((140, 20)), 5),
     "many short": (Case((3,) * 40, group=1), 2),
+    "many of different lengths": (Case((3, 140) * 70, group=1), 40),
     "no rotation": (Case((300,), recipe=Recipe(rotate=0, smooth_k=False, smooth_v=False)), 1),
     "all channels rotated": (Case((300,), recipe=Recipe(rotate=256)), 1),
     "128 channels": (Case((300, 140), dim=128), 1),

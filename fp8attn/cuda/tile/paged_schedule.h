@@ -57,12 +57,20 @@ __device__ inline int inclusive_sum(int x) {
 // The blocks of all tiles, one after another: of all batches, heads and row tiles. CTAs share them equally; the first
 // `sharers` have at least one each. Called by whole warps.
 struct DecodeSchedule {
+  static constexpr int KEPT = 4;
+
   const DecodeParams& p;
   int row_tiles, total = 0, sharers;
+  int kept[KEPT] = {};  // numbers of blocks of the lane's first batches: every 32nd
 
   __device__ explicit DecodeSchedule(const DecodeParams& params)
       : p(params), row_tiles((params.q_heads / params.kv_heads * params.q_length + ROWS - 1) / ROWS) {
-    for (int batch = threadIdx.x % 32; batch < p.batches; batch += 32) total += of_batch(batch);
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {
+      if (lane + 32 * i < p.batches) total += kept[i] = of_batch(lane + 32 * i);
+    }
+    for (int batch = lane + 32 * KEPT; batch < p.batches; batch += 32) total += of_batch(batch);
     total = __shfl_sync(~0u, inclusive_sum(total), 31);
     sharers = max(min(p.ctas, total), 1);
   }
@@ -84,24 +92,41 @@ struct DecodeSchedule {
   // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. There
   // is such a batch.
   __device__ int find_batch(int& block) const {
-    const int lane = threadIdx.x % 32;
-    for (int first = 0;; first += 32) {
-      const int mine = first + lane < p.batches ? of_batch(first + lane) : 0, upto = inclusive_sum(mine);
-      const uint32_t beyond = __ballot_sync(~0u, upto > block);
-      if (beyond != 0) {
-        const int found = __ffs(beyond) - 1;
-        block -= __shfl_sync(~0u, upto - mine, found);
-        return first + found;
-      }
-      block -= __shfl_sync(~0u, upto, 31);
+    int found = -1;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {
+      if (found < 0) found = find_among(32 * i, kept[i], block);
     }
+    for (int first = 32 * KEPT; found < 0; first += 32) {
+      const int batch = first + threadIdx.x % 32;
+      found = find_among(first, batch < p.batches ? of_batch(batch) : 0, block);
+    }
+    return found;
   }
 
   // Number of blocks before those of a batch.
   __device__ int before(int batch) const {
     int sum = 0;
-    for (int other = threadIdx.x % 32; other < batch; other += 32) sum += of_batch(other);
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) sum += lane + 32 * i < batch ? kept[i] : 0;
+    for (int other = lane + 32 * KEPT; other < batch; other += 32) sum += of_batch(other);
     return __shfl_sync(~0u, inclusive_sum(sum), 31);
+  }
+
+ private:
+  // The batch that has `block`, among 32 from `first` on, of which each lane has the number of blocks of one; or -1.
+  // Moves `block` to that batch, or behind all of them.
+  __device__ static int find_among(int first, int mine, int& block) {
+    const int upto = inclusive_sum(mine);
+    const uint32_t beyond = __ballot_sync(~0u, upto > block);
+    if (beyond == 0) {
+      block -= __shfl_sync(~0u, upto, 31);
+      return -1;
+    }
+    const int found = __ffs(beyond) - 1;
+    block -= __shfl_sync(~0u, upto - mine, found);
+    return first + found;
   }
 };
 
