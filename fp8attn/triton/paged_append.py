@@ -42,6 +42,12 @@ LEAST_CHANNEL: tl.constexpr = tl.constexpr(pages.LEAST_CHANNEL)
 LARGEST_EXPONENT: tl.constexpr = tl.constexpr(pages.LARGEST_EXPONENT)
 COPIED: tl.constexpr = tl.constexpr(64)  # tokens that are copied together
 
+FEW_TOKENS = 16
+"""Up to so many new tokens, pages are seldom completed."""
+
+FEW_REGISTERS = 64
+"""Of a thread then. What a page takes is spilled, and four programs fit an SM instead of one."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -275,8 +281,11 @@ def append_kernel(
                     v_pages + index * C.value_dim * (BLOCK // 4), v_scale + index, k_mean + pair * C.dim, v_mean + pair * C.value_dim,
                     channel_scale + pair * C.value_dim, C,
                 )  # fmt: skip
-        tl.debug_barrier()
-        if tl.atomic_add(tickets + pair, 1) == most_pages - 1:
+        ticket = 0
+        if most_pages > 1:
+            tl.debug_barrier()
+            ticket = tl.atomic_add(tickets + pair, 1)
+        if ticket == most_pages - 1:
             tl.debug_barrier()
             copy_tokens(k, k_strides[2], recent_k, old, end, C.dim, C.width)
             copy_tokens(v, v_strides[2], recent_v, old, end, C.value_dim, C.value_width)
@@ -290,10 +299,11 @@ def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch
     sequences, kv_heads = storage.k.shape[:2]
     most_pages = ceil_div(k.shape[2], pages.PAGE)
     cached = storage.pages
+    options = {"maxnreg": FEW_REGISTERS} if k.shape[2] <= FEW_TOKENS and not device.emulated else {}
     launch(
         append_kernel, (most_pages * kv_heads * k.shape[0],),
         k, v, k.stride(), v.stride(), *batch.tensors(), cached.k.view(torch.uint8), cached.k_scale, cached.v.view(torch.int32), cached.v_scale,
         storage.k_mean, storage.v_mean, storage.v_scale, storage.k, storage.v, storage.tickets, kv_heads, k.shape[2], most_pages,
         batch.page_table.stride(0), batch.page_table.shape[1], cached.k.shape[0], sequences,
-        Traits.of(storage, recipe, device), num_warps=8, enable_fp_fusion=False, warmup=warmup,
+        Traits.of(storage, recipe, device), num_warps=8, enable_fp_fusion=False, warmup=warmup, **options,
     )  # fmt: skip

@@ -125,7 +125,7 @@ def test_decode_by_kernels_is_prefill_by_kernels(device: torch.device, backend: 
             part = slice(start, start + size)
             cache.append(k[:, :, part], v[:, :, part])
             out = cache.attend(q[:, :, part], backend=backend, out_dtype=torch.float32)
-            assert relative(out, whole[:, :, part]) < 3e-4
+            assert relative(out, whole[:, :, part]) < (tolerance(problem) if GPU else 3e-4)
 
 
 @given(problem=problems, sizes=SIZES)
