@@ -64,7 +64,7 @@ CASES = (
     DecodeCase("1 × 32k", (32768,)),
     DecodeCase("1 × 128k", (131072,)),
     DecodeCase("1 × 1k", (1024,)),
-    DecodeCase("64 ragged 200 … 12k", ragged(64, 200, 12000)),
+    DecodeCase("64 ragged 0.2–12k", ragged(64, 200, 12000)),
     DecodeCase("128 × 2k 64/8", (2048,) * 128, q_heads=64),
     DecodeCase("32 × 4k 64/8 D64", (4096,) * 32, q_heads=64, dim=64),
     DecodeCase("16 × 4k 16/8 D256", (4096,) * 16, q_heads=16, dim=256),
@@ -286,7 +286,8 @@ def table(results: Sequence[Result]) -> Sheet:
     """A table: a row for each case; for each way to decode microseconds and the share of the memory's bandwidth."""
     names = list(dict.fromkeys(result.row.name for result in results))
     note = f"µs (share of {PEAK_BYTES_PER_SECOND / 1e12:.2f} TB/s by the bytes of keys and values). Medians of one interleaved run each; –: refused."
-    made = report.table_of("Decoding", ("case",), (*names, "relative L2"), note)
+    optional = [name for name in ("SDPA bf16", "relative L2", "FA3 bf16", "fp8attn append", "fp8attn triton") if name in (*names, "relative L2")]
+    made = report.table_of("Decoding", ("case",), (*names, "relative L2"), note, optional=optional)
     for case in dict.fromkeys(result.case for result in results):
         by = {result.row.name: result for result in results if result.case == case}
         cells = [report.us_of(by[name].us) + ("" if by[name].share is None else f" ({by[name].share:.0%})") for name in names]

@@ -381,8 +381,9 @@ def check_storage(storage: Storage) -> None:
     """Check the tensors of a cache."""
     device, kept = storage.k.device, storage.k.dtype
     _check_tensor("pages.k", storage.pages.k, (E4M3, torch.int8), None, device)
-    if storage.pages.k.dim() != 4 or storage.k.dim() != 4 or storage.v.dim() != 4:
-        raise ValueError("pages.k, k or v of the cache doesn't have 4 dimensions; each must")
+    for name, x in (("pages.k", storage.pages.k), ("k", storage.k), ("v", storage.v)):
+        if x.dim() != 4:
+            raise ValueError(f"the cache's {name} has shape {tuple(x.shape)}; it must have 4 dimensions")
     num_pages, heads, _, dim = storage.pages.k.shape
     sequences, value_dim = storage.k.shape[0], storage.v.shape[3]
     check_dims(dim, value_dim)

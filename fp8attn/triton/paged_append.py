@@ -8,6 +8,7 @@ tickets, which are zero again afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -299,7 +300,7 @@ def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch
     sequences, kv_heads = storage.k.shape[:2]
     most_pages = ceil_div(k.shape[2], pages.PAGE)
     cached = storage.pages
-    options = {"maxnreg": FEW_REGISTERS} if k.shape[2] <= FEW_TOKENS and not device.emulated else {}
+    options: dict[str, Any] = {"maxnreg": FEW_REGISTERS} if k.shape[2] <= FEW_TOKENS and not device.emulated else {}
     launch(
         append_kernel, (most_pages * kv_heads * k.shape[0],),
         k, v, k.stride(), v.stride(), *batch.tensors(), cached.k.view(torch.uint8), cached.k_scale, cached.v.view(torch.int32), cached.v_scale,

@@ -18,6 +18,7 @@ from conftest import GPU
 from torch.nn.attention.bias import causal_lower_right
 
 import fp8attn
+from cache_errors import CACHE_ERRORS
 from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
 from fp8attn.api import cuda_unavailable
 from fp8attn.quantization import dequantize, values_layout
@@ -265,7 +266,7 @@ def test_errors_say_what_was_and_what_must_be(sample: tuple[Callable[[], object]
 def test_every_error_is_tested() -> None:
     """Every `raise` of the checks is reached by one of the samples, of a public function's or an operator's errors."""
     reached = set()
-    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS]:
+    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS, *CACHE_ERRORS]:
         try:
             action()
         except kind as error:
