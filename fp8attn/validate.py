@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from . import rotation
 from .call import Call
 from .layout import padded_length
-from .pages import PAGE, RECENT, PagedBatch, Storage
+from .pages import PAGE, RECENT, PagedBatch, Storage, unsupported_recipe
 from .quantization import bias_pitch, scale_shape
 from .recipe import (
     DEFAULT_RECIPE,
@@ -183,6 +183,8 @@ def check(a: Arguments) -> Checked:
     check_no_gradients(a)
     if a.recipe.has_half_keys:
         _check_half_keys_call(a)
+    if a.recipe.statistics == "page":
+        _check_page_call(a.recipe, causal, a.query.shape[2], a.key.shape[2])
     query = expanded("query", _with_scale("q", a.query, a.q_scale, for_values=False), batch, heads)
     if isinstance(query, Stored):  # unlike keys and values, queries aren't converted
         query = Quantized(query.data, query.scale, query.granularity, "rows", query.shape[2])
@@ -658,7 +660,24 @@ def _check_no_gradient(name: str, x: object) -> None:
 
 
 def _half_keys_of(recipe: Recipe) -> str:
-    return f"recipe keeps keys (sinks={recipe.sinks}, recent={recipe.recent})"
+    return f"recipe keeps keys ({half_keys_of(recipe)})"
+
+
+def half_keys_of(recipe: Recipe) -> str:
+    """Which keys a recipe leaves in half precision."""
+    return "statistics='page'" if recipe.statistics == "page" else f"sinks={recipe.sinks}, recent={recipe.recent}"
+
+
+def _check_page_call(recipe: Recipe, causal: Causal, q_length: int, kv_length: int) -> None:
+    """Check that a recipe with statistics of pages takes a call."""
+    reason = unsupported_recipe(recipe)
+    if reason is not None:
+        raise ValueError(reason)
+    if (causal == "none" and q_length != 1) or q_length > kv_length:  # a single query that sees all keys is the last one
+        raise ValueError(
+            f"is_causal is {causal != 'none'}, and there are {q_length} queries and {kv_length} keys; with recipe.statistics='page' it must be True,"
+            " and there must be no more queries than keys"
+        )
 
 
 def _check_half_keys_call(a: Arguments) -> None:

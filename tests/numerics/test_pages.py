@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fp8attn
 from closeness import assert_same_pattern, relative
 from fp8attn import PRECISE, Recipe, pages, reference
 from fp8attn.pages import PAGE, Pages, Sequence
@@ -117,3 +118,82 @@ def test_recipes_that_pages_do_not_take_say_why() -> None:
     assert pages.unsupported_recipe(Recipe()) is None and pages.unsupported_recipe(PRECISE) is None
     for changed in (dict(q="head"), dict(k="token"), dict(v="head"), dict(smooth_q=True), dict(compute="f16"), dict(sinks=128), dict(recent=128)):
         assert next(iter(changed)) in (pages.unsupported_recipe(Recipe(**changed)) or "")
+
+
+PAGE_WISE = Recipe(statistics="page")
+
+
+def drawn(device: torch.device, length: int, dim: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, heads, length, dim, generator=g).to(device, torch.float16) for heads in (4, 2, 2))
+    return q, k + 1, v + 0.5
+
+
+@pytest.mark.parametrize("backend", ("modelled", "triton"))
+@pytest.mark.parametrize("recipe", (PAGE_WISE, dataclasses.replace(PRECISE, statistics="page")), ids=("e4m3", "int8"))
+def test_later_tokens_change_no_bit_of_a_causal_call(device: torch.device, recipe: Recipe, backend: str) -> None:
+    """As they do with statistics of all tokens."""
+    q, k, v = drawn(device, 300)
+    options = dict(is_causal=True, enable_gqa=True, return_lse=True, backend=backend)
+    before = fp8attn.sdpa(q, k, v, recipe=recipe, **options)
+    by_sequence = fp8attn.sdpa(q, k, v, recipe=recipe.of_fp8_keys, **options)
+    for x in (k, v):
+        x[:, :, 200:] = 3 * x[:, :, 200:] + 5
+    after = fp8attn.sdpa(q, k, v, recipe=recipe, **options)
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x[:, :, :200], y[:, :, :200]) and not torch.equal(x, y)
+    assert not torch.equal(by_sequence[0][:, :, :200], fp8attn.sdpa(q, k, v, recipe=recipe.of_fp8_keys, **options)[0][:, :, :200])
+
+
+@pytest.mark.parametrize("backend", ("modelled", "triton", "auto"))
+@pytest.mark.parametrize("rows, alignment", ((300, "top_left"), (300, "bottom_right"), (140, "top_left"), (140, "bottom_right"), (3, "bottom_right")))
+def test_causal_calls_are_the_oracle_s(device: torch.device, rows: int, alignment: str, backend: str) -> None:
+    q, k, v = drawn(device, 300)
+    q = q[:, :, -rows:]
+    options = dict(return_lse=True, backend=backend, out_dtype=torch.float32)
+    found, lse = fp8attn.sdpa(q, k, v, is_causal=True, enable_gqa=True, causal_alignment=alignment, recipe=PAGE_WISE, **options)
+    seen = rows if alignment == "top_left" else 300
+    expected, expected_lse = pages.modelled(q, k[:, :, :seen], v[:, :, :seen], PAGE_WISE)
+    if backend == "auto" and device.type == "cpu":  # which is exact there
+        expected, expected_lse = reference.attention(q, k, v, causal=alignment)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
+    assert relative(found, expected) < 4e-3 if backend != "modelled" else torch.equal(found, expected)
+
+
+def test_chunks_of_a_causal_call_are_those_of_a_cache(device: torch.device) -> None:
+    """The last queries alone, with all keys: the same bits."""
+    q, k, v = drawn(device, 300)
+    options = dict(is_causal=True, enable_gqa=True, causal_alignment="bottom_right", recipe=PAGE_WISE, backend="modelled")
+    whole = fp8attn.sdpa(q, k, v, **options)
+    for rows in (1, 70, 200):
+        assert torch.equal(fp8attn.sdpa(q[:, :, -rows:], k, v, **options), whole[:, :, -rows:])
+
+
+def test_calls_without_tokens(device: torch.device) -> None:
+    q, k, v = drawn(device, 9)
+    out, lse = fp8attn.sdpa(q[:, :, :0], k, v, is_causal=True, enable_gqa=True, recipe=PAGE_WISE, return_lse=True, backend="modelled")
+    assert out.shape == (2, 4, 0, 64) and lse.shape == (2, 4, 0)
+
+
+def test_compiled(device: torch.device) -> None:
+    q, k, v = drawn(device, 200)
+
+    def attention(q, k, v):
+        return fp8attn.sdpa(q + 1, k, v, is_causal=True, enable_gqa=True, recipe=PAGE_WISE, backend="triton")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), attention(q, k, v))
+
+
+def test_explained(device: torch.device) -> None:
+    q, k, v = drawn(device, 200)
+    plan = fp8attn.explain(q, k, v, is_causal=True, enable_gqa=True, recipe=PAGE_WISE, backend="triton")
+    assert (plan.backend, plan.kernel) == ("triton", "paged") and any("statistics of pages" in reason for reason in plan.because)
+
+
+def test_integrations_take_it_for_causal_calls() -> None:
+    """Other calls have the recipe without pages."""
+    assert PAGE_WISE.of_call(False, True) is PAGE_WISE
+    assert PAGE_WISE.of_call(False, False) == PAGE_WISE.of_call(True, True) == Recipe()
+    assert Recipe(recent=128).of_call(False, False) == Recipe(recent=128) and Recipe(recent=128).of_call(True, True) == Recipe()

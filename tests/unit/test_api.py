@@ -51,6 +51,10 @@ def keeping(query=Q, **options) -> Callable[[], object]:
     return lambda: fp8attn.sdpa(query, K, V, enable_gqa=True, recipe=KEEPING, **options)
 
 
+def by_pages(k="block", **options) -> Callable[[], object]:
+    return lambda: fp8attn.sdpa(Q, K, V, enable_gqa=True, recipe=Recipe(statistics="page", k=k), **options)
+
+
 def cached(**options) -> Callable[[], object]:
     return call(Q8, K8, V8, **(SCALES | options))
 
@@ -224,6 +228,9 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         r"attn_mask is given and recipe keeps keys \(sinks=0, recent=128\)",
     ),
+    (by_pages(), ValueError, r"is_causal is False, and there are 6 queries and 9 keys; with recipe.statistics='page'"),
+    (by_pages(k="token", is_causal=True), ValueError, "recipe has k='token'; for pages it must be 'block'"),
+    (by_pages(softcap=5.0), ValueError, r"softcap is given and recipe keeps keys \(statistics='page'\)"),
     (keeping(query=quantized()), TypeError, "query is quantized already and recipe keeps keys"),
     (keeping(query=Q8, q_scale=1.0), TypeError, "query is quantized already and recipe keeps keys"),
     (keeping(query=Q.half()), TypeError, "key is torch.bfloat16; it must be query's torch.float16"),

@@ -33,8 +33,10 @@ FLOORS = (
     {"triton", "cuda"},
     {"ops"},
     {"eager", "hybrid", "paged_ops"},
-    {"api", "cache"},
-    {"info", "calibration", "ahead", "distributed", "paged"},
+    {"cache"},
+    {"paged"},
+    {"api"},
+    {"info", "calibration", "ahead", "distributed"},
     {"integrations"},
     {"__init__", "__main__"},
 )
