@@ -8,17 +8,14 @@ import pytest
 import torch
 
 import emulation
-from closeness import relative
 from fp8attn import KVCache, PagedBatch, Recipe, pages
 from fp8attn.cuda import build, decode, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, Storage
 from fp8attn.recipe import DEFAULT_RECIPE
+from paging import assert_attends
 
 H100 = ARCHITECTURES[90]
-
-CLOSE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""P of blocks in half precision is rounded as V is, and the output once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +69,7 @@ def check(library: build.Library | None, case: Case, device: torch.device, sms: 
     q, storage, batch = case.cache(device)
     actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=sms))
     expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
-    for x, y in zip(actual, expected, strict=True):
-        assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
-    out, lse = (x.nan_to_num(0.0, 0.0, 0.0) for x in actual)
-    wanted, wanted_lse = (x.nan_to_num(0.0, 0.0, 0.0) for x in expected)
-    assert relative(out, wanted) <= CLOSE[case.dtype], relative(out, wanted)
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=5e-3)
+    assert_attends(*actual, expected, case.dtype, library is not None)
 
 
 CASES = {

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
+from closeness import E4M3_STEP, LOG2E, TENSOR_CORE_STEP, relative
 from fp8attn import KVCache, PagedBatch, PageTable, Recipe, paged_sdpa, pages
 from fp8attn.pages import PAGE, RECENT, Pages
 
@@ -69,6 +70,31 @@ def assert_equal_pages(actual: Pages, expected: Pages) -> None:
 def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = pages.modelled(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), recipe)
     return out[0], lse[0]
+
+
+INTERPRETED = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 4e-4}
+"""Relative error of answers where sums are float32: P of the own page is rounded as V is."""
+
+
+def assert_attends(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, exact_sums: bool) -> None:
+    """Compare a kernel's float32 output and LSE with the oracle's.
+
+    A GPU's tensor cores sum scores with 13 bits: the tolerances of `closeness.assert_matches_pipeline`, and the rounding
+    of P in the own page. `exact_sums`: sums are float32.
+    """
+    wanted, wanted_lse = expected
+    for x, y in ((out, wanted), (lse, wanted_lse)):
+        assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
+    out, lse, wanted, wanted_lse = (x.nan_to_num(0.0, 0.0, 0.0) for x in (out, lse, wanted, wanted_lse))
+    largest = 0.0 if exact_sums else float(wanted_lse.abs().max()) * LOG2E
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4 if exact_sums else 1e-3, atol=(1e-4 if exact_sums else 5e-3) + largest * TENSOR_CORE_STEP)
+    if exact_sums:
+        assert relative(out, wanted) <= INTERPRETED[dtype], relative(out, wanted)
+        return
+    by_scores, norm = 2 ** (largest * TENSOR_CORE_STEP) - 1, wanted.norm(dim=-1)
+    error = (out - wanted).norm(dim=-1) / (norm + float(norm.max()) * 1e-6 + 1e-30)
+    assert float(error.max()) <= E4M3_STEP + INTERPRETED[dtype] + by_scores, f"a row is off by {float(error.max()):.1e}"
+    assert float(error.median()) <= 4e-3 + INTERPRETED[dtype] + by_scores, f"the typical row is off by {float(error.median()):.1e}"
 
 
 def batched(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
