@@ -18,10 +18,10 @@
 
 namespace fp8attn {
 
-constexpr int DECODERS = 128;                       // threads that attend
-constexpr int DECODE_THREADS = DECODERS + 32;       // and a warp that loads
-constexpr int COMBINERS = 128;                      // threads of the second kernel, a warp for each row
-constexpr int COMBINED_ROWS = COMBINERS / 32;
+constexpr int DECODERS = 128;                 // threads that attend
+constexpr int DECODE_THREADS = DECODERS + 32;  // and a warp that loads
+constexpr int COMBINERS = 64;                 // threads of the second kernel, few, so that it fits beside the first one
+constexpr int COMBINED_ROWS = COMBINERS / 32;  // a warp has a row
 
 // The scales of a page. Both are 0 if it isn't there; V's scale is never 0 otherwise.
 struct PageScales {
