@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from bench import decode, report
+from bench import decode, readme, report
 from bench.decode import CASES, ROWS, DecodeCase, Inputs, Result, Row
 from bench.gates import Gates
 from bench.timing import Protocol, Timing
@@ -68,3 +70,13 @@ def test_a_row_that_fails_is_refused() -> None:
 def test_lengths_of_ragged_sequences() -> None:
     lengths = next(case for case in CASES if "ragged" in case.name).lengths
     assert len(lengths) == 64 and min(lengths) == 200 and max(lengths) == 12000 and list(lengths) != sorted(lengths)
+
+
+def test_the_table_of_the_documentation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timing = Timing(80.0, 80.0, 80.0, 80.0, 0.0, (80.0,), 1, 1, "CUDA graph")
+    about = dict(gpu="X", driver="1", torch="2", cudnn=91900, triton="3", date="2026-11-26", commit="0123456789")
+    results = [Result(CASES[0], row, None if row.name == "SDPA bf16" else timing) for row in ROWS]
+    (tmp_path / "decode.jsonl").write_text("".join(json.dumps(result.record() | about) + "\n" for result in results))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    line = readme.decode().splitlines()[-1]
+    assert line == "| 32 × 4k | 80.0 (100%) | 80.0 (100%) | 80.0 (100%) | 80.0 (200%) | – | 80.0 | – |"
