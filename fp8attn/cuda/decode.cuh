@@ -15,6 +15,7 @@
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
 #include "tile/paged_rows.h"
+#include "tile/products.h"
 
 namespace fp8attn {
 
@@ -23,13 +24,16 @@ constexpr int DECODE_THREADS = DECODERS + 32;  // and a warp that loads
 constexpr int COMBINERS = 64;                 // threads of the second kernel, few, so that it fits beside the first one
 constexpr int COMBINED_ROWS = COMBINERS / 32;  // a warp has a row
 
-// The scales of a page. Both are 0 if it isn't there; V's scale is never 0 otherwise.
+// The scales of a page. Both are 0 if it isn't there; V's scale is never 0 otherwise. K's is negative if an int8 key is
+// not finite.
 struct PageScales {
   float k, v;
 };
 
 template <DecodeConfig C>
 struct DecodeShape {
+  using Score = std::conditional_t<C.int8, int32_t, float>;  // of Q·Kᵀ
+  using ScoreProduct = std::conditional_t<C.int8, ptx::WgmmaInt8<KEYS>, ptx::Wgmma<KEYS>>;
   static constexpr int panel = C.head_dim < 128 ? C.head_dim : 128;  // bytes of a row of K or Q in a panel
   static constexpr int panels = C.head_dim / panel;
   static constexpr int half_panels = 2 * C.head_dim / 128;  // of tokens in half precision
@@ -101,10 +105,14 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Dec
   }
 }
 
-// Issues Q·Kᵀ of a page.
+// Issues Q·Kᵀ of a page. Sums of int8 products start at ZERO_BITS.
 template <DecodeConfig C>
-__device__ void issue_page_scores(float (&s)[KEYS / 2], const DecodeStorage<C>& shared, int stage) {
+__device__ void issue_page_scores(typename DecodeShape<C>::Score (&s)[KEYS / 2], const DecodeStorage<C>& shared, int stage) {
   using S = DecodeShape<C>;
+  if constexpr (C.int8) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) s[i] = ZERO_BITS;
+  }
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < S::panels; ++i) {
@@ -112,13 +120,25 @@ __device__ void issue_page_scores(float (&s)[KEYS / 2], const DecodeStorage<C>& 
     const uint64_t k = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[stage] + i * KEYS * S::panel));
 #pragma unroll
     for (int step = 0; step < S::panel / 32; ++step) {
-      if (i == 0 && step == 0)
-        ptx::Wgmma<KEYS>::template run<false>(s, q, k);
+      if (!C.int8 && i == 0 && step == 0)
+        S::ScoreProduct::template run<false>(s, q, k);
       else
-        ptx::Wgmma<KEYS>::template run<true>(s, ptx::operand_of(q, step, 32), ptx::operand_of(k, step, 32));
+        S::ScoreProduct::template run<true>(s, ptx::operand_of(q, step, 32), ptx::operand_of(k, step, 32));
     }
   }
   ptx::wgmma_commit();
+}
+
+// Scores of int8 as floats. `nonfinite`: whether the page has keys that are not finite; their scores become NaN.
+template <DecodeConfig C>
+__device__ void float_scores(const int32_t (&sums)[KEYS / 2], float (&s)[KEYS / 2], const uint8_t* k, bool nonfinite, Fragment f) {
+  static_assert(128 * 127 * C.head_dim < 1 << 22);
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; ++i) s[i] = __int_as_float(sums[i]) - ZERO;
+  if (!nonfinite) return;
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; ++i)
+    if (k[ptx::swizzled<DecodeShape<C>::panel>(i / 4 * 8 + f.column + i % 2, 0)] == INT8_NAN) s[i] = NAN;
 }
 
 // Finds the tokens of a block in half precision that are not finite, and makes their V zero. What is there behind the
@@ -185,6 +205,10 @@ __device__ void store_rows(const DecodeParams& p, const DecodeTiles& tile, const
   }
 }
 
+// Scores as floats: the sums, or what int8's were converted to.
+__device__ inline float (&scores_of(float (&sums)[KEYS / 2], float (&)[1]))[KEYS / 2] { return sums; }
+__device__ inline float (&scores_of(int32_t (&)[KEYS / 2], float (&converted)[KEYS / 2]))[KEYS / 2] { return converted; }
+
 // A warpgroup attends to the blocks of all tiles of the CTA.
 template <DecodeConfig C, typename T>
 __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, DecodeTiles tile) {
@@ -196,7 +220,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
     const int height = min(p.q_heads / p.kv_heads * p.q_length - tile.row_tile * ROWS, ROWS);
     const bool active = int(threadIdx.x) / 32 * 16 < height;  // whether rows of the warp exist
     ptx::warpgroup_sync(1);                                    // nobody reads the last tile's queries any more
-    quantize_queries<T, C.head_dim, S::panel>(p, tile, shared.q, shared.row_scale, shared.mean_score);
+    quantize_queries<T, C.head_dim, S::panel, C.int8>(p, tile, shared.q, shared.row_scale, shared.mean_score);
     ptx::fence_proxy_async();
     ptx::warpgroup_sync(1);
     const HalfQueries<T> queries(p, tile, f);
@@ -228,11 +252,19 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
         if (elected) ptx::mbarrier_arrive(&shared.k_empty[stage]), ptx::mbarrier_arrive(&shared.v_empty[stage]);
         continue;
       }
-      float s[KEYS / 2], alpha[2] = {1.0f, 1.0f}, beta[2] = {};
-      issue_page_scores<C>(s, shared, stage);
-      const float factor[2] = {score_factor(row_scale[0] * scales.k, false), score_factor(row_scale[1] * scales.k, false)};
+      typename S::Score sums[KEYS / 2];
+      float alpha[2] = {1.0f, 1.0f}, beta[2] = {};
+      issue_page_scores<C>(sums, shared, stage);
+      const float k_scale = C.int8 ? fabsf(scales.k) : scales.k;
+      const float factor[2] = {score_factor(row_scale[0] * k_scale, false), score_factor(row_scale[1] * k_scale, false)};
       ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(s);
+      ptx::wgmma_touch(sums);
+      float converted[C.int8 ? KEYS / 2 : 1];
+      if constexpr (C.int8) {
+        float_scores<C>(sums, converted, shared.k[stage], scales.k < 0.0f, f);
+        __syncwarp();  // all lanes have read the keys
+      }
+      auto& s = scores_of(sums, converted);
       if (elected) ptx::mbarrier_arrive(&shared.k_empty[stage]);
       uint32_t probabilities[KEYS / 32][4] = {};
       if (active) rows.softmax_of_page(s, factor, hidden, scales.v, probabilities, alpha, beta);

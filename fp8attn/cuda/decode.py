@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from ..device import Device
 from ..pages import PAGE, PagedBatch, Storage
-from ..recipe import E4M3
 from .configs import KEYS, ROWS, round_up
 
 WARP = 32
@@ -34,11 +33,13 @@ class DecodeConfig:
         head_dim: channels of Q, K and V.
         stages: blocks of keys in flight, each of 256 head_dim bytes.
         ctas: CTAs per SM that registers must leave room for.
+        int8: Q and K are int8, and are multiplied as int8.
     """
 
     head_dim: int
     stages: int
     ctas: int
+    int8: bool = False
 
     @property
     def threads(self) -> int:
@@ -53,11 +54,20 @@ class DecodeConfig:
 
     @property
     def name(self) -> str:
-        return "decode_" + "_".join(str(x) for x in astuple(self))
+        return "decode_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-INSTANCES = (DecodeConfig(64, 4, 3), DecodeConfig(128, 3, 2), DecodeConfig(256, 3, 1))
-"""The compiled instances, which are compiled together. Their stages fill the shared memory of an SM."""
+E4M3_INSTANCES = (DecodeConfig(64, 4, 3), DecodeConfig(128, 3, 2), DecodeConfig(256, 3, 1))
+"""Their stages fill the shared memory of an SM."""
+
+INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
+
+INSTANCES = E4M3_INSTANCES + INT8_INSTANCES
+
+
+def group(config: DecodeConfig) -> tuple[DecodeConfig, ...]:
+    """The instances that are compiled together with one."""
+    return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
 
 
 def row_tiles(q: torch.Tensor, storage: Storage) -> int:
@@ -67,7 +77,8 @@ def row_tiles(q: torch.Tensor, storage: Storage) -> int:
 
 def choose(storage: Storage) -> DecodeConfig:
     """The instance for a cache that the kernel supports."""
-    return next(config for config in INSTANCES if config.head_dim == storage.k.shape[3])
+    wanted = storage.k.shape[3], storage.pages.k.dtype == torch.int8
+    return next(config for config in INSTANCES if (config.head_dim, config.int8) == wanted)
 
 
 def ctas_of(config: DecodeConfig, device: Device) -> int:
@@ -84,13 +95,11 @@ def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softm
     """The reason why the kernel doesn't support a call without new tokens, or None if it does."""
     if device.emulated or device.arch != 90:
         return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
-    if storage.pages.k.dtype != E4M3:
-        return f"the cache's keys are {storage.pages.k.dtype}; it takes {E4M3}"
     if q.dtype not in DTYPES:
         return f"query is {q.dtype}; it takes {' or '.join(map(str, DTYPES))}"
     dims = {storage.k.shape[3], storage.v.shape[3]}
     if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
-        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in INSTANCES]} for keys and values"
+        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in E4M3_INSTANCES]} for keys and values"
     if not softmax_scale > 0:
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
     if q.numel() == 0 or row_tiles(q, storage) > MOST_ROW_TILES:

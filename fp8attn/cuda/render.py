@@ -225,7 +225,7 @@ def widths(configs: Sequence[Config]) -> list[int]:
 
 def files(configs: Sequence[Config]) -> dict[str, str]:
     """All rendered files, by name."""
-    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
+    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig | DecodeConfig))
     found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "constants.h": constants(), "config.h": structs()}
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):

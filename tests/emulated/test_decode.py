@@ -12,7 +12,7 @@ from fp8attn import KVCache, PagedBatch, Recipe, pages
 from fp8attn.cuda import build, decode, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, Storage
-from fp8attn.recipe import DEFAULT_RECIPE
+from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
 from paging import assert_attends
 
 H100 = ARCHITECTURES[90]
@@ -84,6 +84,8 @@ CASES = {
     "many of different lengths": (Case((3, 140) * 70, group=1), 40),
     "no rotation": (Case((300,), recipe=Recipe(rotate=0, smooth_k=False, smooth_v=False)), 1),
     "all channels rotated": (Case((300,), recipe=Recipe(rotate=256)), 1),
+    "int8": (Case((300, 140), recipe=PRECISE, kv_heads=2), 1),
+    "int8, 256 channels": (Case((300,), dim=256, group=2, recipe=PRECISE), 1),
     "128 channels": (Case((300, 140), dim=128), 1),
     "256 channels": (Case((300,), dim=256, group=2), 2),
 }
@@ -100,8 +102,12 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     return request.param
 
 
+def config_of(case: Case) -> decode.DecodeConfig:
+    return next(c for c in decode.INSTANCES if (c.head_dim, c.int8) == (case.dim, case.recipe.qk == "int8"))
+
+
 def library_of(backend: str, case: Case) -> build.Library | None:
-    return emulation.decoder(next(c for c in decode.INSTANCES if c.head_dim == case.dim)) if backend == "emulated" else None
+    return emulation.decoder(config_of(case)) if backend == "emulated" else None
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,10 +117,11 @@ def test_answers_are_the_oracle_s(name: str, backend: str, device: torch.device)
     check(library_of(backend, case), case, place, sms if backend == "emulated" else H100.sm_count)
 
 
+@pytest.mark.parametrize("recipe", (DEFAULT_RECIPE, PRECISE), ids=("e4m3", "int8"))
 @pytest.mark.parametrize("what", ("q", "k", "v", "recent k", "recent v"))
-def test_non_finite_tokens(what: str, backend: str, device: torch.device) -> None:
+def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torch.device) -> None:
     """Exactly the rows that attend to them become NaN."""
-    case = Case((300, 200), queries=4, group=1)
+    case = Case((300, 200), queries=4, group=1, recipe=recipe)
     place = torch.device("cpu") if backend == "emulated" else device
     q, storage, batch = case.cache(place)
     if what == "q":
@@ -123,6 +130,10 @@ def test_non_finite_tokens(what: str, backend: str, device: torch.device) -> Non
         x = storage.k if what.endswith("k") else storage.v
         sequence = int(batch.sequences[0])  # type: ignore[index]
         x[sequence, 0, 298 % pages.RECENT, 7] = torch.inf
+    elif recipe.qk == "int8":
+        number = batch.page_table[0, 1].item()
+        storage.pages.k[number, 0, 5] = INT8_NAN
+        storage.pages.k_scale[number] *= -1
     elif what == "k":
         storage.pages.k.view(torch.uint8)[batch.page_table[0, 1].item(), 0, 5, 3] = 0x7F
     else:
@@ -172,8 +183,15 @@ MUTANTS = {
 }
 
 
+INT8_MUTANTS = {
+    "sums that start at zero": ("decode.cuh", "s[i] = ZERO_BITS;", "s[i] = 0;"),
+    "e4m3's scale": ("tile/paged_queries.h", "row_scale_of<INT8>(largest)", "row_scale_of<false>(largest)"),
+    "start not subtracted": ("decode.cuh", "__int_as_float(sums[i]) - ZERO;", "__int_as_float(sums[i]);"),
+}
+
+
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored(MUTANTS.values())
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
 
 
 MUTANT_CASE = Case((385, 141), queries=3, kv_heads=2, group=2, dim=128, seed=2)
@@ -181,26 +199,26 @@ MUTANT_CASE = Case((385, 141), queries=3, kv_heads=2, group=2, dim=128, seed=2)
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS))
 def test_mutant_is_seen(name: str) -> None:
-    library = emulation.decoder(next(c for c in decode.INSTANCES if c.head_dim == MUTANT_CASE.dim), MUTANTS[name])
+    case = dataclasses.replace(MUTANT_CASE, recipe=PRECISE) if name in INT8_MUTANTS else MUTANT_CASE
+    library = emulation.decoder(config_of(case), (MUTANTS | INT8_MUTANTS)[name])
     with pytest.raises(AssertionError):
-        check(library, MUTANT_CASE, torch.device("cpu"), 3)
+        check(library, case, torch.device("cpu"), 3)
 
 
 def test_the_case_of_the_mutants_is_right(backend: str, device: torch.device) -> None:
     place = torch.device("cpu") if backend == "emulated" else device
-    check(library_of(backend, MUTANT_CASE), MUTANT_CASE, place, 3)
+    for case in (MUTANT_CASE, dataclasses.replace(MUTANT_CASE, recipe=PRECISE)):
+        check(library_of(backend, case), case, place, 3)
 
 
 def test_unsupported_calls_say_why() -> None:
     q, storage, batch = Case((300,)).cache(torch.device("cpu"))
     wide = Case((300,), dim=16).cache(torch.device("cpu"))
-    int8 = Case((300,), recipe=Recipe(qk="int8")).cache(torch.device("cpu"))
     single = Case((300,), dtype=torch.float32).cache(torch.device("cpu"))
     for call, scale, device, reason in (
         ((q, storage, batch), 0.2, ARCHITECTURES[100], "it needs sm_90"),
-        (int8, 0.2, H100, "the cache's keys are torch.int8"),
         (single, 0.2, H100, "query is torch.float32"),
         (wide, 0.2, H100, "head dims are"),
         ((q, storage, batch), -0.2, H100, "softmax_scale is -0.2"),

@@ -15,7 +15,7 @@ __device__ const T* query_at(const DecodeParams& p, int batch, const QueryRow& r
 
 // Quantizes the rows of a tile. Called by a warpgroup. `codes`: an operand of wgmma with rows of PANEL bytes. Sets the
 // scales of the rows, times p.score_scale; NaN if a query is not finite. Sets what K's mean adds to the rows' scores.
-template <typename T, int DIM, int PANEL>
+template <typename T, int DIM, int PANEL, bool INT8>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles& tile, uint8_t* codes, float (&row_scale)[ROWS], float (&mean_score)[ROWS]) {
   const RowTeam team(DIM);
   const TeamRotation rotation(p.part, team, p.inverse_part), rotation_of_mean(p.part, team, 1.0f);
@@ -40,11 +40,11 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles& tile,
     for (int i = 0; i < CHUNK; ++i) sum = fmaf(x[i], mean[i], sum);
     sum = team.sum(sum);
     const RowChunk rotated(chunk, rotation, zeros);
-    const float largest = team.largest(rotated.largest), scale = row_scale_of<false>(largest), inverse = __fdiv_rn(1.0f, scale);
+    const float largest = team.largest(rotated.largest), scale = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, scale);
     const bool has_nan = team.any(rotated.has_nan());
-    const uint2 of_chunk = {codes_of<false>(rotated.y, inverse), codes_of<false>(rotated.y + 4, inverse)};
+    const uint2 of_chunk = {codes_of<INT8>(rotated.y, inverse), codes_of<INT8>(rotated.y + 4, inverse)};
     float kept = largest > 0.0f ? scale * unit : 1.0f;
-    if constexpr (DIM <= FIT_DIM) {
+    if constexpr (!INT8 && DIM <= FIT_DIM) {
       Fit sums;
       sums.add(rotated.y, inverse, of_chunk.x);
       sums.add(rotated.y + 4, inverse, of_chunk.y);
