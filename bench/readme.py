@@ -288,6 +288,21 @@ def masks() -> str:
     return f"{_machines(records, lambda record: record['mask'])}:\n\n{markdown_table(head, rows, 2)}"
 
 
+def decode() -> str:
+    """Decoding from paged KV caches: microseconds, and the share of the memory's bandwidth."""
+    records = _lines("decode")
+    names = ("fp8attn cuda", "fp8attn triton", "FA3 e4m3", "FA3 bf16", "SDPA bf16", "fp8attn append")
+    rows = []
+    for (case,), by in _by_case(records, "case").items():
+        cells = []
+        for name in names:
+            found = by.get(name, {})
+            share = found.get("share_of_peak")
+            cells.append(number_of(found.get("p50_us"), ".1f") + ("" if share is None else f" ({share:.0%})"))
+        rows.append([case, *cells, number_of(by.get(names[0], {}).get("relative_l2"), ".4f")])
+    return f"{_machine(records)}:\n\n{markdown_table(('case', *names, 'relative L2'), rows, 1)}"
+
+
 def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     """The table of a results file, or how to get one."""
     missing = f"Not measured on a GPU yet: `python -m bench {name} --json bench/results/{name}.jsonl && python -m bench readme`."
@@ -329,6 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "beside": beside,
     "draws": draws,
     "masks": if_measured("masks", masks),
+    "decode": if_measured("decode", decode),
     "ladder": ladder,
     "price": if_measured("price", price),
     "price_int8": functools.partial(price, "price_int8"),

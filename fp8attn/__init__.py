@@ -2,9 +2,13 @@
 
 from .ahead import warmup
 from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa, varlen_sdpa
+from .cache import KVCache
 from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
 from .integrations import patch
+from .page_table import PageTable
+from .paged import paged_sdpa
+from .pages import PagedBatch
 from .recipe import PRECISE, Quantized, Recipe
 from .validate import BackendUnavailable
 
@@ -13,6 +17,9 @@ __all__ = [
     "AttentionCall",
     "BackendUnavailable",
     "Calibration",
+    "KVCache",
+    "PageTable",
+    "PagedBatch",
     "Plan",
     "Quantized",
     "Recipe",
@@ -22,6 +29,7 @@ __all__ = [
     "explain",
     "import_kv",
     "info",
+    "paged_sdpa",
     "patch",
     "quantize",
     "reference_sdpa",

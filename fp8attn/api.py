@@ -15,12 +15,15 @@ from torch.compiler import is_compiling
 from . import dtensor, eager, hybrid, ops, rotation, varlen_ops
 from . import triton as triton_kernels
 from .ambient import autocast_dtype
+from .cache import KVCache
 from .call import GROUPS, Call, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .eager import Attention
+from .paged import paged_sdpa
+from .pages import PAGE, PagedBatch
 from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, Packed, ProductType, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal, Window, simplified
 from .validate import (
@@ -485,7 +488,7 @@ def _attend(a: Arguments, options: tuple | None) -> Attention:
     if is_compiling() and checked.is_float:
         return _traced(checked, a.recipe, a.return_lse, chosen)
     result = _run(checked, chosen, a.recipe, a.return_lse)
-    if options is not None and chosen != "modelled":
+    if options is not None and chosen != "modelled" and a.recipe.statistics != "page":
         eager.remember(a.query, a.key, a.value, a.attn_mask, options, lambda *operands: _attend_to(a, *operands))
     return result
 
@@ -653,6 +656,8 @@ for _name in ("auto", "triton", "cuda", "modelled"):
 
 def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Attention:
     """`sdpa` of a checked call by kernels, or their model."""
+    if recipe.statistics == "page":
+        return _by_pages(checked, recipe, return_lse, chosen)
     if recipe.has_half_keys:
         return _with_half_keys(checked, recipe, return_lse, chosen)
     plain = _plain(checked, recipe) if chosen in ("auto", "cuda") else None
@@ -733,6 +738,30 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
     to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
     out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_fp8_keys, to_half_keys)
     return (out, lse) if return_lse else out
+
+
+def _by_pages(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> Attention:
+    """`sdpa` by a recipe with statistics of pages: K and V are appended to a cache, and queries attend to it."""
+    q, k, v = checked.floats
+    if checked.causal == "top_left":
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    batch, heads, length, dim = k.shape
+    first = length - q.shape[2]
+    if q.numel() == 0 or k.numel() == 0:
+        out, lse = empty_output(q, v.shape[3], checked.out_dtype).zero_(), empty_lse(q, True).fill_(-torch.inf)
+        return (out, lse) if return_lse else out
+    pages = max(length // PAGE, 1)
+    cache = KVCache(batch, batch * pages, heads, dim, v.shape[3], recipe, q.dtype, q.device)
+    table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
+    before, after = (torch.full((batch,), n, dtype=torch.int32, device=q.device) for n in (first, length))
+    if first > 0:
+        by = "auto" if chosen == "cuda" else chosen
+        cache.append(k[:, :, :first], v[:, :, :first], PagedBatch(table, before), backend=by)
+    new = k[:, :, first:], v[:, :, first:]
+    return paged_sdpa(
+        q, cache, PagedBatch(table, after, max_length=length), new, scale=checked.softmax_scale, return_lse=return_lse,
+        out_dtype=checked.out_dtype, backend=chosen,
+    )  # fmt: skip
 
 
 def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -911,6 +940,9 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
         return Plan("reference", "attention", None, "float32", (*because, *missing, "exact, whatever the recipe"))
     if chosen == "modelled":
         return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
+    if recipe.statistics == "page":
+        reasons = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
+        return Plan("triton", "paged", None, "int8 and e4m3" if recipe.qk == "int8" else "e4m3", reasons)
     if recipe.has_half_keys:
         return _explain_half_keys(checked, recipe, backend)
     properties = device_of(device)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from . import reference, rotation
+from . import pages, reference, rotation
 from .quantization import quantize
 from .recipe import SCALE_BLOCK, Recipe
 from .reference import Causal, causal_offset
@@ -103,6 +103,9 @@ def modelled(
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), float32.
     """
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    if recipe.statistics == "page":
+        length = q.shape[2] if causal == "top_left" else k.shape[2]
+        return pages.modelled(q, k[:, :, :length], v[:, :, :length], recipe, softmax_scale=scale)
 
     def to_fp8_keys(part: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fp8_causal: Causal) -> Fp8Attention:
         query, key, value = quantize(part, keys, values, recipe.of_fp8_keys)

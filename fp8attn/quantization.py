@@ -294,7 +294,7 @@ def feedback(length: int) -> float:
     return FEEDBACK if length > TOKEN_CHUNK else 0.0
 
 
-def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def encode_values(y: torch.Tensor, scale: torch.Tensor, gain: float | None = None) -> torch.Tensor:
     """Round V's y / scale to e4m3 so that errors of neighbouring tokens cancel. y: (B, H, S, D); scale: broadcastable
     to (B, H, D).
 
@@ -310,7 +310,10 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     All arithmetic is in half precision, because hardware processes two channels of it at a time. Every operation
     rounds; the residual is rounded once per token. No code is negative zero.
+
+    `gain`: the feedback factor; None for that of a sequence of y's length.
     """
+    gain = feedback(y.shape[2]) if gain is None else gain
     z = (y * (1.0 / scale).unsqueeze(-2)).half()
     batch, heads, length, dim = z.shape
     padded = z.new_zeros(batch, heads, -(-length // RUN) * RUN, dim)
@@ -321,7 +324,7 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     for token, x in enumerate(runs.unbind(-2)):
         correction = torch.minimum(residual.abs(), x.abs() * LARGEST_CORRECTION).copysign(residual)
         code = (x + correction).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-        residual = (residual.float() + (x - code.half()).float() * feedback(length)).half()
+        residual = (residual.float() + (x - code.half()).float() * gain).half()
         codes[..., token, :] = code
     return codes.flatten(2, 3)[:, :, :length]
 
@@ -557,6 +560,14 @@ def statistics(parts: Sequence[PartialStatistics], total: int, recipe: Recipe) -
     return Statistics(k_mean, v_mean, scale_of(largest))
 
 
+def quantize_k(k: torch.Tensor, nonfinite: torch.Tensor, mean: torch.Tensor | None, recipe: Recipe) -> Quantized:
+    """Quantize keys (B, H, S, D) of any float dtype, of which `nonfinite`, bool (B, H, S), have non-finite values.
+
+    `mean`: float32 (B, H, D), rotated, is subtracted; or None.
+    """
+    return _quantize_rows(k, recipe.k, mean, nonfinite, rotation.part_of(k.shape[-1], recipe.rotate), 1.0, recipe.qk)
+
+
 def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, given: Statistics | None = None) -> tuple[Quantized, Quantized]:
     """Quantize keys (B, H, S, D) and values (B, H, S, Dv) together, of any float dtypes.
 
@@ -566,8 +577,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, given: Statist
     length = v.shape[2]
     found = statistics([partial_statistics(k, v, 0, length)], length, recipe) if given is None else given
     nonfinite = ~v.isfinite().all(-1)
-    part = rotation.part_of(k.shape[-1], recipe.rotate)
-    k_quantized = _quantize_rows(k, recipe.k, found.k_mean, nonfinite, part, 1.0, recipe.qk)
+    k_quantized = quantize_k(k, nonfinite, found.k_mean, recipe)
     y = centre(v, found.v_mean).nan_to_num(nan=0.0)
     rows = encode_values(y, found.v_scale)
     return k_quantized, Quantized(values_layout(rows), found.v_scale, recipe.v, "values", length, found.v_mean)

@@ -40,6 +40,8 @@ QUERY_GROUP = 64
 BIAS_ALIGNMENT = 4
 """Rows of the score bias that these means cause start at multiples of this many float32 elements."""
 
+Coverage = Literal["sequence", "page"]
+
 HALF_KEY_COUNTS = tuple(range(0, 1025, SCALE_BLOCK))
 """Numbers of keys that a recipe may leave in half precision at each end (`sinks`, `recent`)."""
 
@@ -80,6 +82,10 @@ class Recipe:
             query sees. They are neither quantized nor smoothed; all other keys are. For layers that attend to recent
             keys or to sinks. Multiples of 128 up to 1024. Queries, keys and values must not be quantized yet, and
             attn_mask must be None (sinks and window: StreamingLLM, arXiv:2309.17453; residual: KIVI, arXiv:2402.02750).
+        statistics: what means and scales of K and V are computed from. `sequence`: from all keys of a call, so a later
+            key changes the answer of an earlier query a little. `page`: from pages of 128 keys (docs/cache.md), so a
+            later key changes no bit of it, and a KV cache gives the same answers. The keys of a query's own page stay
+            in half precision. Causal calls only, with operands as for `recent`, and the default granularities.
         two_level: accumulate P·V of every key block in a fresh accumulator and add that to the running float32 output
             outside the tensor core. `None` does so where the hardware's FP8 accumulators are narrower than float32.
 
@@ -102,6 +108,7 @@ class Recipe:
     two_level: bool | None = None
     sinks: int = 0
     recent: int = 0
+    statistics: Coverage = "sequence"
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -118,6 +125,7 @@ class Recipe:
             "two_level": (None, False, True),
             "sinks": HALF_KEY_COUNTS,
             "recent": HALF_KEY_COUNTS,
+            "statistics": get_args(Coverage),
         }
         for field in fields(self):
             value = getattr(self, field.name)
@@ -144,12 +152,21 @@ class Recipe:
     @property
     def has_half_keys(self) -> bool:
         """Whether some keys stay in half precision."""
-        return self.sinks > 0 or self.recent > 0
+        return self.sinks > 0 or self.recent > 0 or self.statistics == "page"
 
     @property
     def of_fp8_keys(self) -> Recipe:
         """The recipe of the keys that don't stay in half precision."""
-        return replace(self, sinks=0, recent=0)
+        return replace(self, sinks=0, recent=0, statistics="sequence")
+
+    def of_call(self, masked: bool, causal: bool) -> Recipe:
+        """This recipe, or without keys in half precision where it doesn't take a call.
+
+        Args:
+            masked: whether the call has an attn_mask.
+            causal: whether it is causal.
+        """
+        return self.of_fp8_keys if self.has_half_keys and (masked or (self.statistics == "page" and not causal)) else self
 
 
 DEFAULT_RECIPE = Recipe()

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from . import rotation
 from .call import Call, Varlen
 from .layout import padded_length, units_of
+from .pages import PAGE, RECENT, PagedBatch, Storage, unsupported_recipe
 from .quantization import bias_pitch, scale_shape
 from .recipe import (
     DEFAULT_RECIPE,
@@ -209,6 +210,8 @@ def check(a: Arguments) -> Checked:
     check_no_gradients(a)
     if a.recipe.has_half_keys:
         _check_half_keys_call(a)
+    if a.recipe.statistics == "page":
+        _check_page_call(a.recipe, causal, a.query.shape[2], a.key.shape[2])
     query = expanded("query", _with_scale("q", a.query, a.q_scale, for_values=False), batch, heads)
     if isinstance(query, Stored):  # unlike keys and values, queries aren't converted
         query = Quantized(query.data, query.scale, query.granularity, "rows", query.shape[2])
@@ -272,7 +275,7 @@ def check_varlen(a: VarlenArguments) -> Checked:
 
 def unsupported_varlen_recipe(recipe: Recipe) -> str | None:
     """Why packed sequences can't be quantized by a recipe, or None if they can."""
-    for name, wanted in (("q", ("token",)), ("k", ("block", "token")), ("v", ("channel",)), ("smooth_q", (False,))):
+    for name, wanted in (("q", ("token",)), ("k", ("block", "token")), ("v", ("channel",)), ("smooth_q", (False,)), ("statistics", ("sequence",))):
         if getattr(recipe, name) not in wanted:
             allowed = " or ".join(map(repr, wanted))
             return f"recipe.{name} is {getattr(recipe, name)!r}; it must be {allowed}: no other is made for packed sequences"
@@ -577,6 +580,106 @@ def check_quantized(name: str, x: Quantized, layout: Layout, *, packed: bool = F
         raise ValueError(f"{name}.rotated is {x.rotated}; with head_dim {dim} it must be one of {sorted(rotations)}")
 
 
+def check_batch(batch: object, device: torch.device) -> None:
+    """Check the tensors of a `PagedBatch`, not their numbers. `device`: that of the cache."""
+    if not isinstance(batch, PagedBatch):
+        raise TypeError(f"batch is a {type(batch).__name__}; it must be a fp8attn.PagedBatch")
+    table, lengths, counts, sequences = batch.tensors()
+    _check_tensor("page_table", table, (torch.int32,), None, device)
+    if table.dim() != 2 or table.shape[1] == 0 or table.stride(1) != 1:
+        raise ValueError(f"page_table has shape {tuple(table.shape)} and strides {table.stride()}; it must be (B, M) with a unit last stride")
+    for name, x in (("lengths", lengths), ("counts", counts), ("sequences", sequences)):
+        if x is not None:
+            _check_tensor(name, x, (torch.int32,), (table.shape[0],), device)
+            _check_contiguous(name, x)
+    if batch.max_length is not None and (not isinstance(batch.max_length, int) or batch.max_length < 0):
+        raise ValueError(f"max_length is {batch.max_length!r}; it must be None or an int of at least 0")
+
+
+def check_numbers_of_batch(batch: PagedBatch, length: int, sequences: int, num_pages: int) -> None:
+    """Check the numbers in a `PagedBatch`, for calls of `length` tokens and a cache of `sequences` and `num_pages`."""
+    table, lengths, counts, numbers = (None if x is None else x.tolist() for x in batch.tensors())
+    assert table is not None and lengths is not None
+    most = len(table[0]) * PAGE + PAGE - 1 if table else 0
+    most = most if batch.max_length is None else min(most, batch.max_length)
+    for row, of_row in enumerate(lengths):
+        if not 0 <= of_row <= most:
+            raise ValueError(f"lengths[{row}] is {of_row}; it must be 0 to {most}")
+        count = length if counts is None else counts[row]
+        if not 0 <= count <= min(length, of_row):
+            raise ValueError(f"counts[{row}] is {count}; it must be 0 to {min(length, of_row)}, the tokens of the call and of the sequence")
+        for page, number in enumerate(table[row][: of_row // PAGE]):
+            if not 0 <= number < num_pages:
+                raise ValueError(f"page_table[{row}, {page}] is {number}; it must be 0 to {num_pages - 1}")
+    numbers = [*range(len(lengths))] if numbers is None else numbers
+    if len({*numbers}) != len(numbers) or not all(0 <= number < sequences for number in numbers):
+        raise ValueError(f"sequences is {numbers}; it must be different numbers from 0 to {sequences - 1}")
+
+
+def check_storage(storage: Storage) -> None:
+    """Check the tensors of a cache."""
+    device, kept = storage.k.device, storage.k.dtype
+    _check_tensor("pages.k", storage.pages.k, (E4M3, torch.int8), None, device)
+    for name, x in (("pages.k", storage.pages.k), ("k", storage.k), ("v", storage.v)):
+        if x.dim() != 4:
+            raise ValueError(f"the cache's {name} has shape {tuple(x.shape)}; it must have 4 dimensions")
+    num_pages, heads, _, dim = storage.pages.k.shape
+    sequences, value_dim = storage.k.shape[0], storage.v.shape[3]
+    check_dims(dim, value_dim)
+    expected = (
+        ("pages.k", (E4M3, torch.int8), (num_pages, heads, PAGE, dim)),
+        ("pages.k_scale", (torch.float32,), (num_pages, heads)),
+        ("pages.v", (E4M3,), (num_pages, heads, value_dim, PAGE)),
+        ("pages.v_scale", (torch.float32,), (num_pages, heads)),
+        ("k_mean", (torch.float32,), (sequences, heads, dim)),
+        ("v_mean", (torch.float32,), (sequences, heads, value_dim)),
+        ("v_scale", (torch.float32,), (sequences, heads, value_dim)),
+        ("k", FLOATS, (sequences, heads, RECENT, dim)),
+        ("v", (kept,), (sequences, heads, RECENT, value_dim)),
+        ("tickets", (torch.int32,), (sequences, heads)),
+    )
+    for (name, dtypes, shape), x in zip(expected, storage.tensors(), strict=True):
+        _check_tensor(name, x, dtypes, shape, device)
+        _check_contiguous(name, x)
+    if num_pages == 0 or heads == 0:
+        raise ValueError(f"pages.k has shape {tuple(storage.pages.k.shape)}; it must have at least one page and one head")
+
+
+def check_new_tokens(key: object, value: object, batch: PagedBatch, length: int | None, storage: Storage) -> None:
+    """Check keys and values of new tokens. `length`: how many they are; None: any number."""
+    like = (storage.k.dtype, storage.k.device)
+    rows, heads = batch.lengths.shape[0], storage.k.shape[1]
+    _check_tokens("key", key, like, (rows, heads, length, storage.k.shape[3]))
+    assert isinstance(key, torch.Tensor)
+    _check_tokens("value", value, like, (*key.shape[:3], storage.v.shape[3]))
+
+
+def check_queries(query: object, batch: PagedBatch, storage: Storage) -> None:
+    """Check queries of a cache's sequences."""
+    heads = storage.k.shape[1]
+    _check_tokens("query", query, (storage.k.dtype, storage.k.device), (batch.lengths.shape[0], None, None, storage.k.shape[3]))
+    assert isinstance(query, torch.Tensor)
+    if query.shape[1] % heads:
+        raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {heads}")
+
+
+def _check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...]) -> None:
+    """Check queries, keys or values of a cache's sequences, (B, H, S, D). `like`: their dtype and device; None in
+    `shape` accepts any size."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+    check_operand(name, x, "rows")
+    dtype, device = like
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}; it must be the cache's {dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}; it must be on the cache's device, {device}")
+    for what, have, want in zip(("batch", "heads", "length", "head_dim"), x.shape, shape, strict=True):
+        if want is not None and have != want:
+            raise ValueError(f"{name} has {what} {have}; it must be {want}")
+    _check_no_gradient(name, x)
+
+
 def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None, device: torch.device | None) -> None:
     """Check a tensor that isn't an operand. `shape` or `device` None accepts any."""
     if not isinstance(x, torch.Tensor):
@@ -802,7 +905,24 @@ def _check_no_gradient(name: str, x: object) -> None:
 
 
 def _half_keys_of(recipe: Recipe) -> str:
-    return f"recipe keeps keys (sinks={recipe.sinks}, recent={recipe.recent})"
+    return f"recipe keeps keys ({half_keys_of(recipe)})"
+
+
+def half_keys_of(recipe: Recipe) -> str:
+    """Which keys a recipe leaves in half precision."""
+    return "statistics='page'" if recipe.statistics == "page" else f"sinks={recipe.sinks}, recent={recipe.recent}"
+
+
+def _check_page_call(recipe: Recipe, causal: Causal, q_length: int, kv_length: int) -> None:
+    """Check that a recipe with statistics of pages takes a call."""
+    reason = unsupported_recipe(recipe)
+    if reason is not None:
+        raise ValueError(reason)
+    if (causal == "none" and q_length != 1) or q_length > kv_length:  # a single query that sees all keys is the last one
+        raise ValueError(
+            f"is_causal is {causal != 'none'}, and there are {q_length} queries and {kv_length} keys; with recipe.statistics='page' it must be True,"
+            " and there must be no more queries than keys"
+        )
 
 
 def _check_half_keys_call(a: Arguments) -> None:

@@ -11,6 +11,7 @@ import torch
 from .. import hybrid, reference
 from ..ambient import product, shielded
 from ..api import quantize, sdpa
+from ..pages import PAGE
 from ..quantization import dequantize
 from ..quantization import quantize as quantize_ref
 from ..recipe import QUERY_GROUP, SCALE_BLOCK, Quantized, Recipe
@@ -79,8 +80,8 @@ def errors_of(call: AttentionCall, recipes: Sequence[Recipe]) -> list[HeadErrors
     """The errors of each recipe on a call, measured with the kernels on a GPU, elsewhere with the oracle that models
     them.
 
-    None: the recipe has half-precision keys and the call has a mask. Autocast, the default device and the precision of
-    float32 products have no effect.
+    None: the recipe has half-precision keys and the call has a mask, or isn't causal and the recipe has pages.
+    Autocast, the default device and the precision of float32 products have no effect.
 
     Raises:
         TypeError, ValueError: `sdpa` doesn't take an argument of the call.
@@ -89,7 +90,8 @@ def errors_of(call: AttentionCall, recipes: Sequence[Recipe]) -> list[HeadErrors
     with torch.no_grad():
         out, _ = reference.attention(*checked.floats, checked.attn_mask, causal=checked.causal, softmax_scale=checked.softmax_scale)
         exact = out.double().flatten(2)
-        return [None if recipe.has_half_keys and checked.attn_mask is not None else _errors(checked, recipe, exact) for recipe in recipes]
+        masked, causal = checked.attn_mask is not None, checked.causal != "none"
+        return [_errors(checked, recipe, exact) if recipe.of_call(masked, causal) is recipe else None for recipe in recipes]
 
 
 def _errors(checked: Checked, recipe: Recipe, exact: torch.Tensor) -> HeadErrors:
@@ -150,7 +152,11 @@ def _attention_mass(checked: Checked, q: Quantized, k: Quantized, recipe: Recipe
     approximate = _scores(checked, dequantize(replace(q, mean=None)), dequantize(k), rows, q.bias)
     if recipe.has_half_keys:
         keys = torch.arange(kv_length, device=rows.device)
-        kept = reference.half_key_mask(rows, keys, checked.causal, length, kv_length, recipe.sinks, recipe.recent)
+        if recipe.statistics == "page":
+            own = rows + reference.causal_offset(checked.causal, length, kv_length)
+            kept = keys // PAGE == own[:, None] // PAGE
+        else:
+            kept = reference.half_key_mask(rows, keys, checked.causal, length, kv_length, recipe.sinks, recipe.recent)
         approximate = torch.where(kept, exact, approximate)
     return (_probabilities(checked, approximate, rows) - _probabilities(checked, exact, rows)).abs().sum(-1).mean(-1) / 2
 

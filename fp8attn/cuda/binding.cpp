@@ -325,6 +325,54 @@ void unsmooth_lse(int64_t launcher, int64_t ctas, int64_t part, double softmax_s
   launch(launcher, p, ctas, q.get_device());
 }
 
+// The address of a tensor that may not be there.
+template <class T>
+const T* address_of(const std::optional<Tensor>& x) {
+  return x ? x->const_data_ptr<T>() : nullptr;
+}
+
+// Boxes of `rows` rows x `bytes` bytes of a contiguous tensor, as one matrix of rows of its last size.
+void encode_matrix(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t bytes) {
+  const uint64_t pitch = x.element_size() * x.size(x.dim() - 1), sizes[2] = {pitch, uint64_t(x.numel() / x.size(x.dim() - 1))}, strides[1] = {pitch};
+  const uint32_t box[2] = {uint32_t(bytes), uint32_t(rows)};
+  STD_TORCH_CHECK(fp8attn::encode(map, x.const_data_ptr(), sizes, strides, box), "no tensor map for shape ", text(x.sizes()));
+}
+
+// Attends to a KV cache with few queries, (B, Hq, Sq, D). `storage`: the tensors of pages.Storage. `batch`: the page
+// table, lengths, counts and sequences of pages.PagedBatch. `part`: channels that are rotated together. `results`: the
+// output, its LSE, and memory for partial results.
+void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage,
+            const std::vector<std::optional<Tensor>>& batch, const std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(storage.size() == 10 && batch.size() == 4 && batch[0] && batch[1] && results.size() == 4, "decode takes 10 tensors of a cache, 4 of a batch and 4 results");
+  const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
+  const int64_t dim = q.size(3);
+  fp8attn::DecodeParams p = {};
+  // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
+  check(cudaSetDevice(q.get_device()));
+  const int64_t keys = k.size(2), panel = std::min<int64_t>(dim, 128);
+  encode_matrix(p.k_map, k, keys, panel);
+  encode_matrix(p.v_map, v, dim, keys);
+  encode_matrix(p.recent_k_map, recent_k, keys / 2, 128);
+  encode_matrix(p.recent_v_map, recent_v, keys / 2, 128);
+  p.q = q.const_data_ptr();
+  p.k_scale = storage[1].const_data_ptr<float>(), p.v_page_scale = storage[3].const_data_ptr<float>();
+  p.k_mean = storage[4].const_data_ptr<float>(), p.v_mean = storage[5].const_data_ptr<float>(), p.v_scale = storage[6].const_data_ptr<float>();
+  p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
+  p.out = results[0].mutable_data_ptr(), p.lse = results[1].mutable_data_ptr<float>();
+  p.parts = results[2].mutable_data_ptr<float>(), p.part_rows = results[3].mutable_data_ptr<float>();
+  copy_strides(p.q_strides, q);
+  p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
+  p.batches = q.size(0), p.q_heads = q.size(1), p.kv_heads = k.size(1), p.q_length = q.size(2);
+  p.every_page = k.size(0), p.every_sequence = recent_k.size(0);
+  p.ctas = ctas, p.part_height = results[2].size(1);
+  p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
+  p.score_scale = softmax_scale * 1.4426950408889634;
+  p.out_type = out_type(results[0].scalar_type());
+  p.half = q.scalar_type() == ScalarType::Half;
+  STD_TORCH_CHECK(recording == nullptr, "calls of decode are not recorded");
+  check(reinterpret_cast<fp8attn::Launcher<fp8attn::DecodeParams>>(launcher)(p, ctas, fp8attn::current_stream(q.get_device())));
+}
+
 // The tensors among a call's operands.
 std::vector<Tensor> present(const Operands& operands) {
   std::vector<Tensor> found;
@@ -413,6 +461,8 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("quantize_general(int launcher, int ctas, int[] numbers, Tensor?[] operands, Tensor?[] results) -> ()");
   define("unsmooth_lse(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor k_mean, Tensor lse, Tensor(a!) out) -> ()");
 
+  define("decode(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+
   define("record(Device device) -> ()");
   define("discard() -> ()");
   define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, int remainder, bool zero) -> Tensor");
@@ -429,6 +479,7 @@ void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("quantize_general", TORCH_BOX(&quantize_general));
   m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
+  m.impl("decode", TORCH_BOX(&decode));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) { implement_launches(m); }

@@ -166,4 +166,37 @@ struct UnsmoothLseParams {
   bool q_aligned;  // whether rows start at multiples of 16 bytes
 };
 
+// Parameters of the decode kernel, which attends to a KV cache: pages.Storage and pages.PagedBatch. N sequences, P
+// pages, of 128 keys each.
+struct DecodeParams {
+  // Bytes of the pages, (P * Hkv * 128, D) and (P * Hkv * D, 128), and of the tokens in half precision, (N * Hkv *
+  // RECENT, 2 D).
+  CUtensorMap k_map, v_map, recent_k_map, recent_v_map;
+
+  const void* q;  // (B, Hq, Sq, D) of bfloat16 or half; rows start at multiples of 16 bytes
+
+  const float* k_scale;       // (P, Hkv), contiguous, as all tensors below but the page table
+  const float* v_page_scale;  // (P, Hkv)
+  const float* k_mean;        // (N, Hkv, D), rotated
+  const float* v_mean;        // (N, Hkv, D)
+  const float* v_scale;       // (N, Hkv, D)
+  const int* page_table;      // (B, table_width)
+  const int* lengths;         // (B)
+  const int* counts;          // (B); or null: q_length
+  const int* sequences;       // (B); or null: 0 ... B - 1
+  void* out;                  // (B, Hq, Sq, D)
+  float* lse;                 // (B, Hq, Sq)
+  float* parts;               // (2 * ctas, rows of a tile, D): partial outputs
+  float* part_rows;           // (2 * ctas, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
+
+  int64_t q_strides[3], table_stride;
+
+  int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;
+  int ctas, part_height;  // of the grid; rows of a tile in parts
+  int part;               // channels that are rotated together; 0: none
+  float inverse_part, score_scale;  // the latter: softmax scale times log2 e
+  OutType out_type;
+  bool half;  // q and the tokens in half precision are half, else bfloat16
+};
+
 }  // namespace fp8attn

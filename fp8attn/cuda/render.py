@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any, get_args
 
-from .. import layout, recipe, reference, schedule
+from .. import layout, pages, recipe, reference, schedule
 from .. import quantization as quantize_ref
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
+from .decode import DecodeConfig
 from .fused_small import FusedSmallConfig
 from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
 from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
-Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig
+Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig
 
 RENDERED = "// Rendered by fp8attn/cuda/render.py."
 
@@ -29,6 +30,7 @@ CONSTANTS: dict[str, int | float] = {
     "ONES": ONES,
     "VALUE_PART": VALUE_PART,
     "SCALE_BLOCK": recipe.SCALE_BLOCK,
+    "RECENT": pages.RECENT,
     "BIAS_ALIGNMENT": recipe.BIAS_ALIGNMENT,
     "E4M3_MAX": recipe.E4M3_MAX,
     "E4M3_LARGEST": recipe.E4M3_LARGEST,
@@ -175,6 +177,7 @@ KINDS = {
     QuantizeConfig: ("quantize.cuh", "QuantizeStorage", "QuantizeParams"),
     GeneralQuantizeConfig: ("general_quantize.cuh", "GeneralQuantizeStorage", "GeneralQuantizeParams"),
     UnsmoothLseConfig: ("unsmooth_lse.cuh", "", "UnsmoothLseParams"),
+    DecodeConfig: ("decode.cuh", "DecodeStorage", "DecodeParams"),
 }
 """The header of each kind of kernel, its type of shared storage, empty if it has none, and its parameters."""
 
@@ -217,12 +220,14 @@ def widths(configs: Sequence[Config]) -> list[int]:
             found |= {KEYS, c.head_dim + ONES}
         elif isinstance(c, HopperConfig):
             found |= {KEYS, *c.value_widths}
+        elif isinstance(c, DecodeConfig):
+            found |= {KEYS, min(c.head_dim, KEYS)}
     return sorted(found)
 
 
 def files(configs: Sequence[Config]) -> dict[str, str]:
     """All rendered files, by name."""
-    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
+    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig | DecodeConfig))
     found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "constants.h": constants(), "config.h": structs()}
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):

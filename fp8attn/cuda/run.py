@@ -8,11 +8,13 @@ import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
+from ..pages import PagedBatch, Storage
 from ..quantization import sample_size
 from ..recipe import ProductType, Quantized, Recipe
 from ..reference import causal_offset
+from ..rotation import part_of
 from ..schedule import heads_side_by_side
-from . import build, configs, fused_small, general_quantize, portable, quantize
+from . import build, configs, decode, fused_small, general_quantize, portable, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
 
@@ -238,3 +240,28 @@ def unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, sof
     out, ctas = torch.empty_like(lse), general_quantize.unsmoothing_ctas(q)
     library.operators.unsmooth_lse.default(library.launchers[config], ctas, rotated, softmax_scale, q, k_mean.contiguous(), lse, out)
     return out
+
+
+def attend_to_pages(
+    q: torch.Tensor, storage: Storage, batch: PagedBatch, recipe: Recipe, softmax_scale: float, device: Device, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """pages.attend_paged by the decode kernel, of queries whose tokens are in the cache.
+
+    `decode.unsupported_call` must return None for the call.
+
+    Returns:
+        out (B, Hq, S, D) and LSE (B, Hq, S).
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    config = decode.choose(storage)
+    library = build.load_with(config, decode.group(config), device.arch)
+    ctas, height, dim = decode.ctas_of(config, device), decode.part_height(q, storage), q.shape[3]
+    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+    parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (dim, 2))
+    library.operators.decode.default(
+        library.launchers[config], ctas, part_of(dim, recipe.rotate), softmax_scale, q, storage.tensors(), list(batch.tensors()),
+        [out, lse, parts, part_rows],
+    )  # fmt: skip
+    return out, lse

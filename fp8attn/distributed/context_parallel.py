@@ -24,7 +24,7 @@ from ..ambient import autocast_dtype
 from ..api import choose_backend, sdpa
 from ..quantization import Statistics
 from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
-from ..validate import Arguments, Backend, Checked, cast, check
+from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
 from .merge import Accumulator
 from .parts import (
@@ -231,7 +231,7 @@ def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: objec
     if not checked.is_float:
         raise TypeError("query, key or value is quantized; they must be float16, bfloat16 or float32: each rank quantizes its own")
     if a.recipe.has_half_keys:
-        raise ValueError(f"recipe keeps keys (sinks={a.recipe.sinks}, recent={a.recipe.recent}); it must keep none")
+        raise ValueError(f"recipe keeps keys ({half_keys_of(a.recipe)}); it must keep none")
     q, k, v = checked.floats
     backend = _backend(a.backend, q.device)
     ulysses = groups[0].size() if mode == "ulysses" or len(groups) == 2 else 1

@@ -63,7 +63,7 @@ def register(name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys
             attn_mask = attn_mask[:, None, None, :]
         layer = f"{query.shape[1]} queries, {key.shape[1]} keys"
         if return_lse:
-            of_call = recipe if attn_mask is None else recipe.of_fp8_keys
+            of_call = recipe.of_call(attn_mask is not None, is_causal)
             out, lse = sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=of_call, return_lse=True, backend=backend)
             report.count(layer, None)
             return out.transpose(1, 2), lse.transpose(1, 2)
@@ -113,7 +113,7 @@ def _parallel(policy: Policy, recipe: Recipe, report: Report, a: _Call, parallel
     if a.attn_mask is not None or reason is not None:
         report.count(layer, reason)
         return _by_templates(
-            a, parallel_config, _forward_op(recipe if a.attn_mask is None else recipe.of_fp8_keys, policy.backend, exact=reason is not None)
+            a, parallel_config, _forward_op(recipe.of_call(a.attn_mask is not None, a.is_causal), policy.backend, exact=reason is not None)
         )
     if ring > 1 and ulysses > 1:
         where: dict[str, Any] = {"mesh": config._mesh["ring", "ulysses"], "mode": "ring"}

@@ -79,7 +79,7 @@ class Policy:
         """
         is_masked = attn_mask is not None and not is_causal_bias(attn_mask)
         if isinstance(self.recipe, Recipe):
-            return self.recipe.of_fp8_keys if is_masked and self.recipe.has_half_keys else self.recipe
+            return self.recipe.of_call(is_masked, True)
         choice = layers_at(self.recipe.by_step, self.recipe.layers, timestep).get(layer)
         if choice is None:
             return UNCALIBRATED
@@ -172,6 +172,7 @@ def attempted(
     if isinstance(recipe, str):
         reason = recipe
     else:
+        recipe = recipe.of_call(False, a.is_causal or is_causal_bias(a.attn_mask))
         if torch.compiler.is_compiling():
             reason = refusal(a, recipe)
         if reason is None:

@@ -105,7 +105,7 @@ def test_a_filter_that_matches_nothing_is_an_error(name: str, option: str, no_wo
     assert repr(TYPO) in line and (option in line or name == "profile")
     action = next(action for one, action in options() if (one, action.option_strings[0]) == (name, option))
     there = list(action.choices or ()) or {"--recipe": list(rows.RECIPES), "--mask": list(masks.MASKS)}.get(
-        option, ["fp8attn", "D128", "tiny", "Flux 4608", "4609 keys"]
+        option, ["fp8attn", "D128", "tiny", "Flux 4608", "4609 keys", "32 × 4k"]
     )
     assert any(one in line for one in there), line
 

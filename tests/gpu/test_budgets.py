@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from compiling import compiled, numbers
-from fp8attn.cuda import fused_small, general_quantize, portable, quantize
+from fp8attn.cuda import decode, fused_small, general_quantize, portable, quantize
 from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig
+from fp8attn.cuda.decode import DecodeConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.portable import DIMS, PortableConfig
@@ -141,6 +142,23 @@ def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: General
         assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
         threads = general_quantize.MEASURERS if "general_measure" in entry or "general_finish" in entry else config.threads
         assert registers * threads * config.ctas <= REGISTER_FILE, entry
+
+
+MOST_STACK_OF_DECODE = 176
+"""Bytes of a thread's stack: it keeps what a tile needs beside its blocks."""
+
+
+@pytest.mark.parametrize("config", one_of(1, decode.INSTANCES))
+def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
+    """Registers and shared memory for as many CTAs as a config says. The second kernel has no stack."""
+    report = compiled(nvcc, config, 90, tmp_path)
+    entries = report.split("Compiling entry function")[1:]
+    assert len(entries) == 3 and "wgmma" not in report, report
+    for entry in entries:
+        registers, stack = numbers(entry)
+        assert stack <= (0 if "combine_decoded" in entry else MOST_STACK_OF_DECODE), entry
+        assert registers * config.threads * config.ctas <= REGISTER_FILE, entry
+    assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED  # of an SM
 
 
 @pytest.mark.parametrize("arch, config", [*one_of(-1, shipped(80), 80), *one_of(0, shipped(89), 89), *one_of(-1, shipped(90), 90)])

@@ -327,6 +327,80 @@ def variants(dim: int, smooth_q: bool) -> dict[str, int]:
     return {name: names.count(name) for name in {*names}}
 
 
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread of a kernel, and bytes of its stack."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def paged(arch: int) -> list[dict]:
+    """In a process of its own: compile the kernels of a KV cache; their shared memory."""
+    import triton
+
+    import fp8attn
+    from fp8attn.device import ARCHITECTURES
+    from fp8attn.triton import paged_append, paged_attention
+    from offline import architecture
+
+    device, compiled = ARCHITECTURES[arch], []
+    original = triton.runtime.jit.JITFunction.run
+
+    def recording(self, *args, **kwargs):
+        kernel = original(self, *args, **kwargs)
+        fuses = kernel.metadata.enable_fp_fusion
+        registers, stack = resources(kernel.asm["cubin"])
+        facts = {"kernel": self.__name__, "dim": dim, "int8": recipe.qk == "int8", "length": length, "registers": registers, "stack": stack}
+        compiled.append(facts | {"shared": kernel.metadata.shared, "fuses": fuses})
+        return kernel
+
+    triton.runtime.jit.JITFunction.run = recording
+    for dim, length, recipe in (
+        (128, 1, fp8attn.Recipe()),
+        (128, 200, fp8attn.Recipe()),
+        (256, 64, fp8attn.Recipe()),
+        (64, 16, fp8attn.PRECISE),
+        (40, 16, fp8attn.Recipe()),
+    ):
+        cache, table = fp8attn.KVCache(2, 8, 2, dim, recipe=recipe, device="cpu"), fp8attn.PageTable(2, 8, device="cpu")
+        q, k = (torch.zeros(2, heads, length, dim, dtype=torch.bfloat16) for heads in (8, 2))
+        some = dataclasses.replace(table.batch(table.lengths), sequences=table.lengths)
+        with architecture(arch):
+            for batch, new, splits in ((table.batch(), (k, k), 1), (some, None, 4)):
+                paged_append.append(cache.storage, k, k, batch, recipe, device, warmup=True)
+                paged_attention.attend(q, cache.storage, new, batch, recipe, 0.1, device, q.dtype, splits=splits, warmup=True)
+    return compiled
+
+
+STACK_OF_FEW_TOKENS = 1600
+"""Bytes of a thread's stack of the kernel that appends few tokens, and so seldom a page."""
+
+MOST_STACK = {"append_kernel": 160, "attention_kernel": 192, "combine_kernel": 0}
+"""Bytes of a thread's stack that a cache's kernels may have on Hopper, for registers that are spilled."""
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in TENSOR_CORES])
+def test_kernels_of_a_cache_compile(arch: int, tmp_path: Path) -> None:
+    from fp8attn.device import SHARED_MEMORY
+    from fp8attn.triton.paged_append import FEW_REGISTERS, FEW_TOKENS
+
+    compiled = by_itself(f"paged({arch})", tmp_path)
+    assert {entry["kernel"] for entry in compiled} == {"append_kernel", "attention_kernel", "combine_kernel"}
+    for entry in compiled:
+        assert entry["shared"] <= SHARED_MEMORY[arch], entry
+        few = entry["kernel"] == "append_kernel" and entry["length"] <= FEW_TOKENS
+        assert arch != 90 or entry["stack"] <= (STACK_OF_FEW_TOKENS if few else MOST_STACK[entry["kernel"]]), entry
+        assert arch != 90 or entry["registers"] <= (FEW_REGISTERS if few else 255), entry
+        assert not (entry["fuses"] and entry["kernel"] == "append_kernel"), "its bytes are the definition's only if nothing is fused"
+
+
 def by_itself(call: str, cache: Path) -> Any:
     """What a function of this module returns in a process without a GPU, without the interpreter and with an empty cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8attn.cuda import build, general_quantize, quantize, render
+from fp8attn.cuda import build, decode, general_quantize, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import PortableConfig
@@ -154,6 +154,24 @@ class UnsmoothLseParams(ctypes.Structure):
         ("softmax_scale", ctypes.c_float),
         ("type", ctypes.c_int),
         ("q_aligned", ctypes.c_bool),
+    ]
+
+
+class DecodeParams(ctypes.Structure):
+    """C++'s DecodeParams."""
+
+    _fields_ = [
+        ("maps", ctypes.c_uint8 * (4 * MAP)),
+        ("q", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("k_scale", "v_page_scale", "k_mean", "v_mean", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "out", "lse", "parts", "part_rows")),
+        ("q_strides", ctypes.c_int64 * 3),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence")),
+        *((name, ctypes.c_int) for name in ("ctas", "part_height", "part")),
+        *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
+        ("out_type", ctypes.c_int),
+        ("half", ctypes.c_bool),
     ]
 
 
@@ -452,6 +470,31 @@ def unsmooth_lse_params(part, softmax_scale, q, k_mean, lse, out) -> UnsmoothLse
     return p
 
 
+def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
+    """The DecodeParams that binding.cpp's decode makes from its arguments."""
+    k, k_scale, v, v_page_scale, k_mean, v_mean, v_scale, recent_k, recent_v, _ = storage
+    table, lengths, counts, sequences = batch
+    dim = q.size(3)
+    boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
+    p = DecodeParams((ctypes.c_uint8 * (4 * MAP))(*b"".join(matrix_map(*box) for box in boxes)))
+    tensors = dict(q=q, k_scale=k_scale, v_page_scale=v_page_scale, k_mean=k_mean, v_mean=v_mean, v_scale=v_scale, page_table=table, lengths=lengths)
+    tensors |= dict(counts=counts, sequences=sequences) | dict(zip(("out", "lse", "parts", "part_rows"), results, strict=True))
+    for name, x in tensors.items():
+        setattr(p, name, None if x is None else x.data_ptr())
+    p.q_strides, p.table_stride, p.table_width = (ctypes.c_int64 * 3)(*q.stride()[:3]), table.stride(0), table.size(1)
+    p.batches, p.q_heads, p.q_length, _ = q.shape
+    p.kv_heads, p.every_page, p.every_sequence = k.size(1), k.size(0), recent_k.size(0)
+    p.ctas, p.part_height, p.part, p.inverse_part = ctas, results[2].size(1), part, 1.0 / max(part, 1)
+    p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
+    return p
+
+
+def matrix_map(x: torch.Tensor, rows: int, width: int) -> bytes:
+    """A tensor map of boxes of `rows` rows x `width` bytes of a contiguous tensor, as one matrix of rows of its last size."""
+    pitch = x.element_size() * x.size(-1)
+    return tensor_map(x, (pitch, x.numel() // x.size(-1)), (pitch,), (width, rows))
+
+
 def tensor_map(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """A tensor map of byte boxes in x, in the format of tests/kit/emulation/tensor_map_on_cpu.h.
 
@@ -579,6 +622,18 @@ def unsmoother(*mutations: Mutation) -> build.Library:
     emulated = library("unsmooth_lse.cpp", *mutations, instance=instance_of(general_quantize.UNSMOOTHER))
     operators = SimpleNamespace(unsmooth_lse=SimpleNamespace(default=functools.partial(_unsmooth_lse, emulated)))
     return build.Library(operators, dict.fromkeys(general_quantize.INSTANCES, 0))
+
+
+def _decode(library: ctypes.CDLL, launcher: int, *arguments) -> None:
+    """binding.cpp's decode."""
+    p = decode_params(*arguments)
+    assert library.decode(ctypes.byref(p), ctypes.sizeof(p)) & 0xFF, "the emulated kernels don't come to an end"
+
+
+def decoder(config: decode.DecodeConfig, *mutations: Mutation) -> build.Library:
+    """The library that fp8attn.cuda.run launches in place of the compiled decode kernel."""
+    emulated = library("decode.cpp", *mutations, instance=instance_of(config))
+    return build.Library(SimpleNamespace(decode=SimpleNamespace(default=functools.partial(_decode, emulated))), {config: 0})
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from conftest import GPU
 from torch.nn.attention.bias import causal_lower_right
 
 import fp8attn
+from cache_errors import CACHE_ERRORS
 from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
 from fp8attn.api import cuda_unavailable
 from fp8attn.quantization import dequantize, values_layout
@@ -49,6 +50,10 @@ def full(**options) -> Callable[[], object]:
 
 def keeping(query=Q, **options) -> Callable[[], object]:
     return lambda: fp8attn.sdpa(query, K, V, enable_gqa=True, recipe=KEEPING, **options)
+
+
+def by_pages(k="block", **options) -> Callable[[], object]:
+    return lambda: fp8attn.sdpa(Q, K, V, enable_gqa=True, recipe=Recipe(statistics="page", k=k), **options)
 
 
 def cached(**options) -> Callable[[], object]:
@@ -224,6 +229,9 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         r"attn_mask is given and recipe keeps keys \(sinks=0, recent=128\)",
     ),
+    (by_pages(), ValueError, r"is_causal is False, and there are 6 queries and 9 keys; with recipe.statistics='page'"),
+    (by_pages(k="token", is_causal=True), ValueError, "recipe has k='token'; for pages it must be 'block'"),
+    (by_pages(softcap=5.0), ValueError, r"softcap is given and recipe keeps keys \(statistics='page'\)"),
     (keeping(query=quantized()), TypeError, "query is quantized already and recipe keeps keys"),
     (keeping(query=Q8, q_scale=1.0), TypeError, "query is quantized already and recipe keeps keys"),
     (keeping(query=Q.half()), TypeError, "key is torch.bfloat16; it must be query's torch.float16"),
@@ -267,7 +275,7 @@ def test_errors_say_what_was_and_what_must_be(sample: tuple[Callable[[], object]
 def test_every_error_is_tested() -> None:
     """Every `raise` of the checks is reached by one of the samples, of a public function's or an operator's errors."""
     reached = set()
-    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS]:
+    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS, *CACHE_ERRORS]:
         try:
             action()
         except kind as error:

@@ -20,7 +20,7 @@ from emulated import quantized
 from fp8attn import recording
 from fp8attn.api import call_of
 from fp8attn.call import HALVES, Problem
-from fp8attn.cuda import build, fused_small, general_quantize, run
+from fp8attn.cuda import build, decode, fused_small, general_quantize, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 from strategies import Case, cases
@@ -155,6 +155,25 @@ def test_params_of_the_lse_are_as_described(recorder: Recorder, dtype: torch.dty
     buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.UnsmoothLseParams))
     assert recorder.library.recorded_unsmooth_lse(buffer) == told.arguments[1] == 2 * 4 * 3
     assert buffer.raw == bytes(emulation.unsmooth_lse_params(*told.arguments[2:]))
+
+
+@pytest.mark.parametrize("dtype, dim", ((torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 256)))
+def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtype, dim: int) -> None:
+    cache, table = fp8attn.KVCache(3, 5, 2, dim, dtype=dtype, device="cpu"), fp8attn.PageTable(3, 5, max_pages=4, device="cpu")
+    counts = torch.ones(3, dtype=torch.int32)
+    told = Told(recorder, "decode", "record_decode")
+    told.library = build.Library(told.library.operators, dict.fromkeys(decode.INSTANCES, *{*told.library.launchers.values()}))
+    for batch in (table.batch(), dataclasses.replace(table.batch(counts), sequences=counts)):
+        q = torch.zeros(3, 2, 8, dim, dtype=dtype).transpose(1, 2)
+        assert decode.unsupported_call(q, cache.storage, batch, 0.1, H100) is None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "load_with", lambda *_: told.library)
+            out, lse = run.attend_to_pages(q, cache.storage, batch, fp8attn.Recipe(), 0.1, H100, torch.float32)
+        assert out.shape == q.shape and out.is_contiguous() and lse.shape == (3, 8, 2)
+        buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
+        assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.choose(cache.storage).ctas * H100.sm_count
+        expected = bytes(emulation.decode_params(*told.arguments[1:]))
+        assert buffer.raw[: len(expected)] == expected
 
 
 def test_a_plan_repeats_the_general_quantizer(recorder: Recorder) -> None:

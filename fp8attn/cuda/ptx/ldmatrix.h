@@ -17,4 +17,12 @@ __device__ inline void ldmatrix(uint32_t* matrices, const void* row) {
                : "memory");
 }
 
+// The same of transposed matrices: lane 4g + c gets elements 2c and 2c + 1, of 16 bits, of column g of each matrix.
+__device__ inline void ldmatrix_transposed(uint32_t* matrices, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
 }  // namespace fp8attn::ptx

@@ -11,6 +11,7 @@ fp8attn::Params launched;
 fp8attn::QuantizeParams quantized;
 fp8attn::GeneralQuantizeParams generally_quantized;
 fp8attn::UnsmoothLseParams unsmoothed;
+fp8attn::DecodeParams decoded;
 std::vector<int64_t> function_launch;  // function, grid, threads, shared memory, attributes, and the parameters' words
 int64_t function_words = 0;            // how many there are
 int launched_ctas;
@@ -119,6 +120,19 @@ int recorded_unsmooth_lse(void* to) {
   std::memcpy(to, &unsmoothed, sizeof(unsmoothed));
   return launched_ctas;
 }
+
+cudaError_t record_decode(const fp8attn::DecodeParams& p, int ctas, cudaStream_t) {
+  decoded = p;
+  launched_ctas = ctas;
+  return answer;
+}
+
+int recorded_decode(void* to) {
+  std::memcpy(to, &decoded, sizeof(decoded));
+  return launched_ctas;
+}
+
+int decode_params_size() { return sizeof(fp8attn::DecodeParams); }
 
 // The last launch of a function with `words` parameters.
 void expect_words(int words) { function_words = words; }

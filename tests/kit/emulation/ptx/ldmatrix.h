@@ -19,4 +19,20 @@ inline void ldmatrix(uint32_t* matrices, const void* row) {
   });
 }
 
+inline void ldmatrix_transposed(uint32_t* matrices, const void* row) {
+  struct Lane {
+    uint32_t* matrices;
+    const uint8_t* row;
+  } mine{matrices, static_cast<const uint8_t*>(row)};
+  if (uintptr_t(row) % 16 != 0) abort();
+  cta::together(&mine, [](void** all) {
+    const auto lane = [&](int i) -> Lane& { return *static_cast<Lane*>(all[i]); };
+    for (int l = 0; l < 32; ++l) {
+      for (int i = 0; i < 4; ++i) {
+        for (int j = 0; j < 2; ++j) memcpy(reinterpret_cast<uint8_t*>(lane(l).matrices + i) + 2 * j, lane(8 * i + l % 4 * 2 + j).row + 2 * (l / 4), 2);
+      }
+    }
+  });
+}
+
 }  // namespace fp8attn::ptx

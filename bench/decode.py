@@ -1,0 +1,335 @@
+"""Decoding from KV caches in pages that are shuffled, beside FlashAttention-3 and PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fp8attn import KVCache, PagedBatch, paged_sdpa, reference
+from fp8attn.pages import PAGE
+
+from . import adapters, command_line, report
+from .command_line import NO_GPU, UsageError, at_least, more_than_zero
+from .errors import Bad, Errors
+from .gates import Gates
+from .machine import machine
+from .peers import needs_gpu, needs_nothing
+from .progress import Tick, no_tick
+from .sheet import Sheet
+from .timing import Protocol, Run, Timing, input_sets, time_all
+
+HELP = "decoding from a paged KV cache: share of the memory's bandwidth, beside FlashAttention-3 and PyTorch"
+
+PEAK_BYTES_PER_SECOND = 3.35e12
+"""Of an H100 SXM's memory, by NVIDIA's data sheet."""
+
+SEED = 46
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One step of several sequences. Lengths include its tokens."""
+
+    name: str
+    lengths: tuple[int, ...]
+    q_heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    queries: int = 1
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values, one each."""
+        return 2 * sum(self.lengths) * self.kv_heads * self.dim
+
+
+def ragged(count: int, least: int, most: int) -> tuple[int, ...]:
+    """Different lengths, in random order."""
+    step = (most - least) / (count - 1)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED)).tolist()
+    return tuple(round(least + step * i) for i in order)
+
+
+CASES = (
+    DecodeCase("32 × 4k", (4096,) * 32),
+    DecodeCase("1 × 32k", (32768,)),
+    DecodeCase("1 × 128k", (131072,)),
+    DecodeCase("1 × 1k", (1024,)),
+    DecodeCase("64 ragged 0.2–12k", ragged(64, 200, 12000)),
+    DecodeCase("128 × 2k 64/8", (2048,) * 128, q_heads=64),
+    DecodeCase("32 × 4k 64/8 D64", (4096,) * 32, q_heads=64, dim=64),
+    DecodeCase("16 × 4k 16/8 D256", (4096,) * 16, q_heads=16, dim=256),
+    DecodeCase("32 × 4k 4 queries", (4096,) * 32, queries=4),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Queries (B, Hq, Sq, D) and a cache of bfloat16 pages (P, 128, Hkv, D), which FlashAttention-3 takes.
+
+    Attributes:
+        table: int32 (B, M): the numbers of each sequence's pages, shuffled.
+        lengths: int32 (B).
+    """
+
+    case: DecodeCase
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, case: DecodeCase, device: torch.device, seed: int) -> Inputs:
+        g = torch.Generator(device).manual_seed(seed)
+        pages = [math.ceil(length / PAGE) for length in case.lengths]
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16)
+
+        numbers = torch.randperm(sum(pages), generator=g, device=device, dtype=torch.int32)
+        table = torch.zeros(len(pages), max(pages) + 1, dtype=torch.int32, device=device)
+        for row, part in enumerate(numbers.split(pages)):
+            table[row, : len(part)] = part
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+        q, shape = normal(len(pages), case.q_heads, case.queries, case.dim), (sum(pages), PAGE, case.kv_heads, case.dim)
+        return cls(case, q, normal(*shape), normal(*shape), table, lengths)
+
+    def sequence(self, x: torch.Tensor, row: int) -> torch.Tensor:
+        """Keys or values of one sequence: (1, Hkv, S, D)."""
+        length = self.case.lengths[row]
+        return x[self.table[row, : math.ceil(length / PAGE)].long()].flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0)
+
+    def exact(self) -> torch.Tensor:
+        """The exact answer, float32."""
+        found = []
+        for row in range(len(self.case.lengths)):
+            k, v = (self.sequence(x, row) for x in (self.k, self.v))
+            found.append(reference.attention(self.q[row : row + 1], k, v, causal="bottom_right")[0])
+        return torch.cat(found)
+
+
+def filled(inputs: Inputs) -> tuple[KVCache, PagedBatch]:
+    """fp8attn's cache of the same keys and values, in the same pages."""
+    case, device = inputs.case, inputs.q.device
+    cache = KVCache(len(case.lengths), inputs.k.shape[0], case.kv_heads, case.dim, device=device)
+    rows = torch.arange(len(case.lengths), dtype=torch.int32, device=device)
+    for row in range(len(case.lengths)):
+        one = slice(row, row + 1)
+        batch = PagedBatch(inputs.table[one], inputs.lengths[one], None, rows[one])
+        cache.append(inputs.sequence(inputs.k, row), inputs.sequence(inputs.v, row), batch)
+    return cache, PagedBatch(inputs.table, inputs.lengths, max_length=max(case.lengths))
+
+
+def _own(backend: str, sets: Sequence[Inputs]) -> Run:
+    caches = [filled(inputs) for inputs in sets]
+    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend=backend)
+
+
+def _append(sets: Sequence[Inputs]) -> Run:
+    """One more token of each sequence, the same one in each call."""
+    caches = [filled(inputs) for inputs in sets]
+    steps = [dataclasses.replace(batch, lengths=batch.lengths + 1, max_length=None) for _, batch in caches]
+    new = [x.q[:, : x.case.kv_heads, :1].contiguous() for x in sets]
+
+    def append(i: int) -> None:
+        i %= len(sets)
+        caches[i][0].append(new[i], new[i], steps[i])
+
+    return append
+
+
+def _flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
+    """fa3_fwd_interface.flash_attn_with_kvcache, with one scale per tensor in FP8."""
+    function = importlib.import_module("fa3_fwd_interface").flash_attn_with_kvcache
+
+    def call(inputs: Inputs) -> Callable[[], torch.Tensor]:
+        q, case = inputs.q.transpose(1, 2).contiguous(), inputs.case
+        tensors, options = [q, inputs.k, inputs.v], {}
+        if fp8:
+            quantized = [adapters.per_tensor(x) for x in tensors]
+            tensors = [x for x, _ in quantized]
+            shape = len(case.lengths), case.kv_heads
+            options = {f"{name}_descale": scale.expand(shape) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+        return lambda: function(*tensors, cache_seqlens=inputs.lengths, page_table=inputs.table, causal=True, **options).transpose(1, 2)
+
+    calls = [call(inputs) for inputs in sets]
+    return lambda i: calls[i % len(calls)]()
+
+
+def _sdpa(sets: Sequence[Inputs]) -> Run:
+    """PyTorch's SDPA of keys and values that are contiguous, for sequences of one length."""
+    case = sets[0].case
+    if len({*case.lengths}) > 1:
+        raise ValueError("lengths differ")
+    dense = [[torch.cat([x.sequence(y, row) for row in range(len(case.lengths))]) for y in (x.k, x.v)] for x in sets]
+    mask = None
+    if case.queries > 1:
+        mask = torch.ones(case.queries, case.lengths[0], dtype=torch.bool, device=sets[0].q.device).tril(case.lengths[0] - case.queries)
+
+    def attend(i: int) -> torch.Tensor:
+        i %= len(sets)
+        k, v = dense[i]
+        return F.scaled_dot_product_attention(sets[i].q, k, v, attn_mask=mask, enable_gqa=case.q_heads != case.kv_heads)
+
+    return attend
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to decode.
+
+    Attributes:
+        prepare: makes the call of some inputs.
+        kv_bytes: of an element of keys and values that it reads.
+        attends: whether it gives an answer; or else it appends.
+        needs: what it lacks here, or None.
+    """
+
+    name: str
+    prepare: Callable[[Sequence[Inputs]], Run]
+    kv_bytes: int = 1
+    attends: bool = True
+    needs: Callable[[], str | None] = needs_nothing
+
+
+_FA3 = adapters.lacking("fa3_fwd_interface", "FlashAttention-3: pip install fa3-fwd")
+
+ROWS = (
+    Row("fp8attn cuda", functools.partial(_own, "cuda"), needs=needs_gpu),
+    Row("fp8attn triton", functools.partial(_own, "triton")),
+    Row("fp8attn append", _append, attends=False),
+    Row("FA3 e4m3", functools.partial(_flash3, True), needs=_FA3),
+    Row("FA3 bf16", functools.partial(_flash3, False), 2, needs=_FA3),
+    Row("SDPA bf16", _sdpa, 2),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row's time of a case."""
+
+    case: DecodeCase
+    row: Row
+    timing: Timing | None = None
+    errors: Errors | None = None
+    refused: str | None = None
+
+    @property
+    def us(self) -> float | None:
+        """The median."""
+        return None if self.timing is None else self.timing.p50_us
+
+    @property
+    def share(self) -> float | None:
+        """The bytes of keys and values over what the memory moves in that time."""
+        if self.us is None or not self.row.attends:
+            return None
+        return self.case.kv_bytes * self.row.kv_bytes / (self.us * 1e-6) / PEAK_BYTES_PER_SECOND
+
+    def record(self) -> dict[str, Any]:
+        """One flat JSON object; fields that don't apply are null."""
+        case = {field.name: getattr(self.case, field.name) for field in dataclasses.fields(DecodeCase) if field.name not in ("name", "lengths")}
+        return {
+            "case": self.case.name,
+            "batch": len(self.case.lengths),
+            "tokens": sum(self.case.lengths),
+            **case,
+            "backend": self.row.name,
+            "p50_us": self.us,
+            "p90_us": None if self.timing is None else self.timing.p90_us,
+            "round_us": None if self.timing is None else self.timing.round_us,
+            "method": None if self.timing is None else self.timing.method,
+            "share_of_peak": self.share,
+            "relative_l2": None if self.errors is None else self.errors.relative_l2,
+            "refused": self.refused,
+        }
+
+
+def measure(case: DecodeCase, rows: Sequence[Row], bad: Bad, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> list[Result]:
+    """Every row, from one interleaved run.
+
+    Args:
+        tick: called for every turn, which counts as 1.
+    """
+    sets = [Inputs.of(case, device, SEED + i) for i in range(input_sets(case.kv_bytes, device))]
+    expected = sets[0].exact()
+    runs: dict[str, Run] = {}
+    errors: dict[str, Errors] = {}
+    refused: dict[str, str] = {}
+    for row in rows:
+        try:
+            run = row.prepare(sets)
+            out = run(0)
+            if row.attends:
+                assert isinstance(out, torch.Tensor)
+                errors[row.name] = Errors.of(out, expected, bad)
+            runs[row.name] = run
+        except Exception as error:
+            refused[row.name] = f"{type(error).__name__}: {error}".strip()
+    timed = time_all(runs, len(sets), protocol, device, tick)
+    lacking = {name: "out of memory beside the others" for name in runs if name not in timed}
+    reasons = refused | lacking
+    return [Result(case, row, timed[row.name].timing if row.name in timed else None, errors.get(row.name), reasons.get(row.name)) for row in rows]
+
+
+def table(results: Sequence[Result]) -> Sheet:
+    """A table: a row for each case; for each way to decode microseconds and the share of the memory's bandwidth."""
+    names = list(dict.fromkeys(result.row.name for result in results))
+    note = f"µs (share of {PEAK_BYTES_PER_SECOND / 1e12:.2f} TB/s by the bytes of keys and values). Medians of one interleaved run each; –: refused."
+    optional = [name for name in ("SDPA bf16", "relative L2", "FA3 bf16", "fp8attn append", "fp8attn triton") if name in (*names, "relative L2")]
+    made = report.table_of("Decoding", ("case",), (*names, "relative L2"), note, optional=optional)
+    for case in dict.fromkeys(result.case for result in results):
+        by = {result.row.name: result for result in results if result.case == case}
+        cells = [report.us_of(by[name].us) + ("" if by[name].share is None else f" ({by[name].share:.0%})") for name in names]
+        own = next((result.errors for result in by.values() if result.errors is not None), None)
+        made.add_row(case.name, *cells, report.number_of(None if own is None else own.relative_l2, ".4f"))
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command_line.add_case(parser)
+    command_line.add_peer(parser)
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
+    parser.add_argument(
+        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
+    )
+    command_line.add_json(parser)
+
+
+def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    cases = command_line.chosen(arguments.case, CASES, "--case")
+    rows = command_line.chosen(arguments.peer, ROWS, "--peer", "row")
+    if device.type != "cuda":
+        raise UsageError(NO_GPU)
+    for row in rows:
+        lacking = row.needs()
+        if lacking is not None:
+            report.say(f"{row.name} is left out: it needs {lacking}", "dim")
+    rows = [row for row in rows if row.needs() is None]
+    gates, about = Gates.load(), machine(device)
+    protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
+    results: list[Result] = []
+    with report.progress("decode") as bar:
+        turns = protocol.rounds * len(rows)
+        task = bar.add_task(f"cases: {len(cases)}", total=turns * len(cases))
+        for i, case in enumerate(cases):
+            bar.update(task, completed=i * turns, description=case.name)
+            found = measure(case, rows, gates.bad, protocol, device, bar.ticks(task, f"{case.name}, "))
+            report.append(arguments.json, (report.json_line("decode", result.record(), about) for result in found))
+            results += found
+            torch.cuda.empty_cache()
+    report.console().print(table(results))
+    for result in results:
+        if result.refused is not None:
+            report.say(f"{result.case.name}, {result.row.name}: {result.refused}", "dim")
+    return 0

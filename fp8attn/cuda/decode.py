@@ -1,0 +1,113 @@
+"""The CUDA kernel that attends to a KV cache with few queries, sm_90: its configs, and the calls that it supports."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+import torch
+
+from ..device import Device
+from ..pages import PAGE, PagedBatch, Storage
+from .configs import KEYS, ROWS, round_up
+
+WARP = 32
+
+DECODERS = 128
+"""Threads of a CTA that attend. Another warp loads."""
+
+MOST_ROW_TILES = 4
+"""Tiles of rows of a key/value head, each of which reads the head's pages. With more, Triton's kernel is expected to be
+no slower."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+ALIGNMENT = 16
+"""Bytes at multiples of which rows of queries start."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One instance of the kernel. The fields of C++'s DecodeConfig, in order.
+
+    Attributes:
+        head_dim: channels of Q, K and V.
+        stages: blocks of keys in flight, each of 256 head_dim bytes.
+        ctas: CTAs per SM that registers must leave room for.
+        int8: Q and K are int8, and are multiplied as int8.
+    """
+
+    head_dim: int
+    stages: int
+    ctas: int
+    int8: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return DECODERS + WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(DecodeStorage), in bytes."""
+        tiles = self.stages * 2 * KEYS * self.head_dim + ROWS * self.head_dim
+        return round_up(tiles + 2 * 4 * ROWS + 8 * self.stages + KEYS // 2 + 4 * 8 * self.stages, 1024)
+
+    @property
+    def name(self) -> str:
+        return "decode_" + "_".join(str(int(x)) for x in astuple(self))
+
+
+E4M3_INSTANCES = (DecodeConfig(64, 4, 3), DecodeConfig(128, 3, 2), DecodeConfig(256, 3, 1))
+"""Their stages fill the shared memory of an SM."""
+
+INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
+
+INSTANCES = E4M3_INSTANCES + INT8_INSTANCES
+
+
+def group(config: DecodeConfig) -> tuple[DecodeConfig, ...]:
+    """The instances that are compiled together with one."""
+    return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
+
+
+def row_tiles(q: torch.Tensor, storage: Storage) -> int:
+    """Tiles of rows of a key/value head."""
+    return -(-q.shape[1] // storage.k.shape[1] * q.shape[2] // ROWS)
+
+
+def choose(storage: Storage) -> DecodeConfig:
+    """The instance for a cache that the kernel supports."""
+    wanted = storage.k.shape[3], storage.pages.k.dtype == torch.int8
+    return next(config for config in INSTANCES if (config.head_dim, config.int8) == wanted)
+
+
+def ctas_of(config: DecodeConfig, device: Device) -> int:
+    """The CTAs that share the blocks of a call: as many as run at once."""
+    return config.ctas * device.sm_count
+
+
+def part_height(q: torch.Tensor, storage: Storage) -> int:
+    """Rows of a tile that partial results have room for."""
+    return min(q.shape[1] // storage.k.shape[1] * q.shape[2], ROWS)
+
+
+def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
+    """The reason why the kernel doesn't support a call without new tokens, or None if it does."""
+    if device.emulated or device.arch != 90:
+        return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
+    if q.dtype not in DTYPES:
+        return f"query is {q.dtype}; it takes {' or '.join(map(str, DTYPES))}"
+    dims = {storage.k.shape[3], storage.v.shape[3]}
+    if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
+        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in E4M3_INSTANCES]} for keys and values"
+    if not softmax_scale > 0:
+        return f"softmax_scale is {softmax_scale}; it takes positive ones"
+    if q.numel() == 0 or row_tiles(q, storage) > MOST_ROW_TILES:
+        return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * ROWS} queries of the heads that share a key/value head"
+    if q.stride(3) != 1 or any(q.size(i) > 1 and q.stride(i) * q.element_size() % ALIGNMENT for i in range(3)) or q.data_ptr() % ALIGNMENT:
+        return f"query has strides {q.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
+    sizes = (storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3]), storage.k.shape[0] * storage.k.shape[1] * storage.k.shape[2])
+    blocks = q.shape[0] * storage.k.shape[1] * row_tiles(q, storage) * (batch.page_table.shape[1] + 8)
+    if max(*sizes, blocks, q.shape[0] * q.shape[1] * q.shape[2]) >= 1 << 31:
+        return f"the cache has {sizes[0]} rows of keys, and the call {blocks} blocks; it takes fewer than 2^31"
+    return None

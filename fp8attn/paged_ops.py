@@ -1,0 +1,166 @@
+"""The operators of KV caches: append, and attention. See `ops` for what all operators have in common."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import pages, validate
+from . import triton as triton_kernels
+from .cuda import build, decode
+from .cuda import run as cuda_run
+from .cuda.build import BuildError
+from .device import device_of
+from .ops import current, has_kernels, library_ops, register
+from .pages import PagedBatch, Storage
+from .recipe import Recipe, Rotation
+from .validate import BackendUnavailable
+
+BACKENDS = {"append": ("auto", "triton", "modelled"), "attention": ("auto", "cuda", "triton", "modelled")}
+"""By what is done."""
+
+Tensors = Sequence[torch.Tensor]
+MaybeTensor = torch.Tensor | None
+
+
+def operator_of(what: str, backend: object, batch: object) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The operator that appends a batch's tokens to a cache, or attends to it.
+
+    Raises:
+        ValueError: there is no such backend.
+        TypeError: `batch` isn't a `PagedBatch`.
+    """
+    if backend not in BACKENDS[what]:
+        raise ValueError(f"backend is {backend!r}; it must be one of {BACKENDS[what]}")
+    if not isinstance(batch, PagedBatch):
+        raise TypeError(f"batch is a {type(batch).__name__}; it must be a fp8attn.PagedBatch")
+    return getattr(library_ops, f"{backend}_paged_{what}")
+
+
+@functools.cache
+def _recipe(rotate: Rotation, smooth_k: bool, smooth_v: bool, int8: bool) -> Recipe:
+    return Recipe(smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate, qk="int8" if int8 else "e4m3")
+
+
+def _runs_triton(backend: str, device: torch.device) -> bool:
+    """Whether Triton's kernels serve a cache on `device`: with `auto` on GPUs.
+
+    Raises:
+        BackendUnavailable: they can't run here.
+    """
+    if backend == "triton" and not has_kernels(device):
+        raise BackendUnavailable(f"triton: the cache is on {device}; it must be on a GPU, or TRITON_INTERPRET=1 be set before Triton is imported")
+    return backend == "triton" or (backend == "auto" and device.type == "cuda")
+
+
+def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, softmax_scale: float) -> str | None:
+    """Why the CUDA kernel doesn't attend to tokens of a cache, or None if it does.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
+    device = device_of(query.device)
+    return decode.unsupported_call(query, cache, batch, softmax_scale, device) or build.unavailable(decode.choose(cache), device.arch)
+
+
+def _by_cuda(
+    required: bool, query: torch.Tensor, cache: Storage, batch: PagedBatch, recipe: Recipe, softmax_scale: float, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention to tokens of a cache by the CUDA kernel, or None if another one is to do it.
+
+    Raises:
+        BackendUnavailable: the kernel is `required` and doesn't support the call.
+        BuildError: it is required and can't be compiled here.
+    """
+    reason = unsupported_decode(query, cache, batch, softmax_scale)
+    if reason is not None:
+        if required:
+            raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+        return None
+    try:
+        return cuda_run.attend_to_pages(query, cache, batch, recipe, softmax_scale, device_of(query.device), out_dtype)
+    except BuildError as error:
+        if required:
+            raise
+        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return None
+
+
+def _append_by(backend: str):
+    def append(
+        key: torch.Tensor, value: torch.Tensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor, counts: MaybeTensor,
+        sequences: MaybeTensor, rotate: Rotation, smooth_k: bool, smooth_v: bool,
+    ) -> None:  # fmt: skip
+        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences)
+        validate.check_storage(cache)
+        validate.check_batch(batch, cache.k.device)
+        validate.check_new_tokens(key, value, batch, None, cache)
+        recipe = _recipe(rotate, smooth_k, smooth_v, cache.pages.k.dtype == torch.int8)
+        if _runs_triton(backend, key.device):
+            with current(key.device):
+                triton_kernels.paged_append.append(cache, key, value, batch, recipe, device_of(key.device))
+        else:
+            pages.append(cache, key, value, batch, recipe)
+
+    return append
+
+
+def _attend_by(backend: str):
+    def attend(
+        query: torch.Tensor, key: MaybeTensor, value: MaybeTensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor,
+        counts: MaybeTensor, sequences: MaybeTensor, max_length: int | None, rotate: Rotation, softmax_scale: float, out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, max_length)
+        validate.check_storage(cache)
+        validate.check_batch(batch, cache.k.device)
+        validate.check_queries(query, batch, cache)
+        validate.check_launch(softmax_scale, "bottom_right", out_dtype)
+        new = None
+        if key is not None or value is not None:
+            validate.check_new_tokens(key, value, batch, query.shape[2], cache)
+            assert key is not None and value is not None
+            new = key, value
+        recipe = _recipe(rotate, True, True, cache.pages.k.dtype == torch.int8)
+        if backend == "cuda" and new is not None:
+            raise BackendUnavailable("cuda: key and value are given; the kernel takes queries whose tokens are in the cache")
+        if backend == "cuda" or (backend == "auto" and new is None and query.device.type == "cuda"):
+            with current(query.device):
+                found = _by_cuda(backend == "cuda", query, cache, batch, recipe, softmax_scale, out_dtype)
+            if found is not None:
+                return found
+        if _runs_triton(backend, query.device):
+            with current(query.device):
+                return triton_kernels.paged_attention.attend(query, cache, new, batch, recipe, softmax_scale, device_of(query.device), out_dtype)
+        out, lse = pages.attend_paged(query, cache, new, batch, recipe, softmax_scale)
+        return out.to(out_dtype), lse
+
+    return attend
+
+
+def _fake_append(key, value, storage, page_table, lengths, counts, sequences, rotate, smooth_k, smooth_v) -> None:
+    return None
+
+
+def _fake_attend(query, key, value, storage, page_table, lengths, counts, sequences, max_length, rotate, softmax_scale, out_dtype):
+    shape, value_dim = query.shape[:3], Storage.of(storage).v.shape[3]
+    return query.new_empty(*shape, value_dim, dtype=out_dtype), query.new_empty(shape, dtype=torch.float32)
+
+
+_BATCH = "Tensor page_table, Tensor lengths, Tensor? counts, Tensor? sequences"
+
+for _name in BACKENDS["append"]:
+    register(
+        f"{_name}_paged_append(Tensor key, Tensor value, Tensor(a!)[] storage, {_BATCH}, int rotate, bool smooth_k, bool smooth_v) -> ()",
+        _append_by(_name),
+        _fake_append,
+    )
+
+for _name in BACKENDS["attention"]:
+    register(
+        f"{_name}_paged_attention(Tensor query, Tensor? key, Tensor? value, Tensor[] storage, {_BATCH}, int? max_length, int rotate,"
+        " float softmax_scale, ScalarType out_dtype) -> (Tensor, Tensor)",
+        _attend_by(_name),
+        _fake_attend,
+    )

@@ -1,0 +1,228 @@
+"""The decode kernel, on a CPU too: the oracle's answers, whatever the lengths, the pages and the number of CTAs that share them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import emulation
+from fp8attn import KVCache, PagedBatch, Recipe, pages
+from fp8attn.cuda import build, decode, run
+from fp8attn.device import ARCHITECTURES, Device, device_of
+from fp8attn.pages import PAGE, Storage
+from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
+from paging import assert_attends
+
+H100 = ARCHITECTURES[90]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Decoding of several sequences at once, whose lengths include `queries` new tokens each."""
+
+    lengths: tuple[int, ...]
+    queries: int = 1
+    kv_heads: int = 1
+    group: int = 4
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    recipe: Recipe = DEFAULT_RECIPE
+    counts: tuple[int, ...] | None = None
+    seed: int = 0
+
+    def cache(self, device: torch.device) -> tuple[torch.Tensor, Storage, PagedBatch]:
+        """Queries, and a cache with shuffled pages; what no token has written is NaN."""
+        g = torch.Generator().manual_seed(self.seed)
+        rows, longest = len(self.lengths), max(*self.lengths, 1)
+        total = sum(length // PAGE for length in self.lengths) + 3
+        cache = KVCache(rows + 2, total, self.kv_heads, self.dim, recipe=self.recipe, dtype=self.dtype, device=device)
+        for x in cache.storage.tensors():
+            if x.dtype != torch.int32:
+                x.view(torch.uint8).fill_(0x7F) if x.element_size() == 1 else x.fill_(torch.nan)
+        k, v = (torch.randn(rows, self.kv_heads, longest, self.dim, generator=g) for _ in range(2))
+        k = (k * torch.linspace(0.5, 2, longest)[:, None] + 1).to(device, self.dtype)
+        v = (v * 2.0 ** (torch.arange(longest) // PAGE % 3)[:, None] + 0.5).to(device, self.dtype)
+        order = torch.randperm(total, generator=g).tolist()
+        table = torch.full((rows, longest // PAGE + 1), 1 << 20, dtype=torch.int32)
+        for row, length in enumerate(self.lengths):
+            table[row, : length // PAGE] = torch.tensor([order.pop() for _ in range(length // PAGE)], dtype=torch.int32)
+        ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in (self.lengths, torch.randperm(rows + 2, generator=g)[:rows].tolist())]
+        counts = None if self.counts is None else torch.tensor(self.counts, dtype=torch.int32, device=device)
+        batch = PagedBatch(table.to(device), ints[0], ints[0], ints[1])
+        pages.append(cache.storage, k, v, batch, self.recipe)
+        q = torch.randn(rows, self.kv_heads * self.group, self.queries, self.dim, generator=g).to(device, self.dtype)
+        return q, cache.storage, dataclasses.replace(batch, counts=counts)
+
+
+def attend(library: build.Library | None, case: Case, q: torch.Tensor, storage: Storage, batch: PagedBatch, device: Device, scale: float = 0.2):
+    """Output and LSE of the kernel; `library` None: compiled."""
+    assert decode.unsupported_call(q, storage, batch, scale, H100) is None
+    with pytest.MonkeyPatch.context() as patch:
+        if library is not None:
+            patch.setattr(build, "load_with", lambda *_: library)
+        return run.attend_to_pages(q, storage, batch, case.recipe, scale, device, torch.float32)
+
+
+def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
+    q, storage, batch = case.cache(device)
+    actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=sms))
+    expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
+    assert_attends(*actual, expected, case.dtype, library is not None)
+
+
+CASES = {
+    "one query": (Case((300,)), 1),
+    "all edges": (Case((0, 1, 64, 127, 128, 129, 192, 256, 257, 400)), 2),
+    "half": (Case((300, 200), dtype=torch.float16, kv_heads=2), 2),
+    "drafts across pages": (Case((130, 258, 5, 384), queries=5, group=2), 2),
+    "drafts of several sizes": (Case((130, 258, 70, 384), queries=5, group=3, counts=(1, 5, 0, 2)), 1),
+    "two row tiles": (Case((300, 257), queries=17, group=4), 2),
+    "more CTAs than blocks": (Case((140, 20)), 5),
+    "many short": (Case((3,) * 40, group=1), 2),
+    "many of different lengths": (Case((3, 140) * 70, group=1), 40),
+    "no rotation": (Case((300,), recipe=Recipe(rotate=0, smooth_k=False, smooth_v=False)), 1),
+    "all channels rotated": (Case((300,), recipe=Recipe(rotate=256)), 1),
+    "int8": (Case((300, 140), recipe=PRECISE, kv_heads=2), 1),
+    "int8, 256 channels": (Case((300,), dim=256, group=2, recipe=PRECISE), 1),
+    "128 channels": (Case((300, 140), dim=128), 1),
+    "256 channels": (Case((300,), dim=256, group=2), 2),
+}
+"""By what is special, with the number of SMs that share the work."""
+
+MOST_CHANNELS = 128
+"""Of cases of the default tier without a GPU."""
+
+
+@pytest.fixture(params=("emulated", "cuda"))
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    if request.param == "cuda" and (device.type != "cuda" or device_of(device).arch != 90):
+        pytest.skip("needs a Hopper GPU")
+    return request.param
+
+
+def config_of(case: Case) -> decode.DecodeConfig:
+    return next(c for c in decode.INSTANCES if (c.head_dim, c.int8) == (case.dim, case.recipe.qk == "int8"))
+
+
+def library_of(backend: str, case: Case) -> build.Library | None:
+    return emulation.decoder(config_of(case)) if backend == "emulated" else None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_the_oracle_s(name: str, backend: str, device: torch.device) -> None:
+    case, sms = CASES[name]
+    place = torch.device("cpu") if backend == "emulated" else device
+    check(library_of(backend, case), case, place, sms if backend == "emulated" else H100.sm_count)
+
+
+@pytest.mark.parametrize("recipe", (DEFAULT_RECIPE, PRECISE), ids=("e4m3", "int8"))
+@pytest.mark.parametrize("what", ("q", "k", "v", "recent k", "recent v"))
+def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torch.device) -> None:
+    """Exactly the rows that attend to them become NaN."""
+    case = Case((300, 200), queries=4, group=1, recipe=recipe)
+    place = torch.device("cpu") if backend == "emulated" else device
+    q, storage, batch = case.cache(place)
+    if what == "q":
+        q[0, 0, 2, 5] = torch.inf
+    elif what.startswith("recent"):
+        x = storage.k if what.endswith("k") else storage.v
+        sequence = int(batch.sequences[0])  # type: ignore[index]
+        x[sequence, 0, 298 % pages.RECENT, 7] = torch.inf
+    elif recipe.qk == "int8":
+        number = batch.page_table[0, 1].item()
+        storage.pages.k[number, 0, 5] = INT8_NAN
+        storage.pages.k_scale[number] *= -1
+    elif what == "k":
+        storage.pages.k.view(torch.uint8)[batch.page_table[0, 1].item(), 0, 5, 3] = 0x7F
+    else:
+        storage.pages.k.view(torch.uint8)[batch.page_table[0, 0].item(), 0, 77] = 0x7F
+    actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=2))
+    expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x.isnan(), y.isnan()) and bool(x.isnan().any())
+
+
+def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device) -> None:
+    case = Case((300, 300, 300, 300, 260), queries=2)
+    place = torch.device("cpu") if backend == "emulated" else device
+    q, storage, batch = case.cache(place)
+    assert batch.sequences is not None
+    batch.page_table[1, 1] = -1
+    batch.page_table[4, 0] = 1 << 20
+    batch.sequences[2] = 99
+    batch.lengths[3] = 1 << 30
+    actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=3))
+    expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+    assert bool(actual[0][0].isfinite().all())
+
+
+MUTANTS = {
+    "page scale of V forgotten": ("tile/paged_rows.h", "beta[r] *= v_scale;", ""),
+    "own page in FP8": ("decode.cuh", "{visible[0].begin <= block * KEYS, visible[1].begin <= block * KEYS}", "{false, false}"),
+    "missing rescale": ("decode.cuh", "o * alpha[i / 2 % 2])", "o)"),
+    "missing rescale in half precision": ("tile/paged_rows.h", "o[i] *= alpha[i / 2 % 2];", "o[i] *= 1.0f;"),
+    "K's mean forgotten": ("tile/paged_rows.h", "m[r] += mean_score[r];", ""),
+    "V's mean forgotten": ("tile/paged_rows.h", "l[r] * mean.x);", "0.0f);"),
+    "what is behind the last token": ("decode.cuh", "  if (nonfinite) {", "  if (false) {"),
+    "another place in the ring": ("decode.cuh", "% (RECENT / HALF_BLOCK) * HALF_BLOCK", "% 2 * HALF_BLOCK"),
+    "page of another head": ("decode.cuh", "index = number * p.kv_heads + tile.kv_head;", "index = number * p.kv_heads;"),
+    "sums counted four times": ("tile/paged_rows.h", "if (f.column != 0) l[0] = l[1] = 0.0f;", ""),
+    "a CTA's second place": ("tile/paged_schedule.h", "return 2 * cta + begins_here;", "return 2 * cta;"),
+    "a part left out": ("decode.cuh", "for (int cta = first; cta <= last; ++cta) {", "for (int cta = first; cta < last; ++cta) {"),
+    "the page before": ("decode.cuh", "mine < p.table_width ? pages[mine] : -1", "mine < p.table_width ? pages[max(mine - 1, 0)] : -1"),
+    "unpermuted V": (
+        "tile/paged_rows.h",
+        "s[8 * t + 2 * r], s[8 * t + 2 * r + 1], s[8 * t + 4 + 2 * r]",
+        "s[8 * t + 2 * r], s[8 * t + 4 + 2 * r], s[8 * t + 2 * r + 1]",
+    ),
+    "keys in the wrong panel": ("tile/paged_rows.h", "channel / PANEL_CHANNELS * (HALF_BLOCK * PANEL)", "0 * channel"),
+}
+
+
+INT8_MUTANTS = {
+    "sums that start at zero": ("decode.cuh", "s[i] = ZERO_BITS;", "s[i] = 0;"),
+    "e4m3's scale": ("tile/paged_queries.h", "row_scale_of<INT8>(largest)", "row_scale_of<false>(largest)"),
+    "start not subtracted": ("decode.cuh", "__int_as_float(sums[i]) - ZERO;", "__int_as_float(sums[i]);"),
+}
+
+
+def test_mutants_change_a_source() -> None:
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
+
+
+MUTANT_CASE = Case((385, 141), queries=3, kv_heads=2, group=2, dim=128, seed=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS))
+def test_mutant_is_seen(name: str) -> None:
+    case = dataclasses.replace(MUTANT_CASE, recipe=PRECISE) if name in INT8_MUTANTS else MUTANT_CASE
+    library = emulation.decoder(config_of(case), (MUTANTS | INT8_MUTANTS)[name])
+    with pytest.raises(AssertionError):
+        check(library, case, torch.device("cpu"), 3)
+
+
+def test_the_case_of_the_mutants_is_right(backend: str, device: torch.device) -> None:
+    place = torch.device("cpu") if backend == "emulated" else device
+    for case in (MUTANT_CASE, dataclasses.replace(MUTANT_CASE, recipe=PRECISE)):
+        check(library_of(backend, case), case, place, 3)
+
+
+def test_unsupported_calls_say_why() -> None:
+    q, storage, batch = Case((300,)).cache(torch.device("cpu"))
+    wide = Case((300,), dim=16).cache(torch.device("cpu"))
+    single = Case((300,), dtype=torch.float32).cache(torch.device("cpu"))
+    for call, scale, device, reason in (
+        ((q, storage, batch), 0.2, ARCHITECTURES[100], "it needs sm_90"),
+        (single, 0.2, H100, "query is torch.float32"),
+        (wide, 0.2, H100, "head dims are"),
+        ((q, storage, batch), -0.2, H100, "softmax_scale is -0.2"),
+        ((q.expand(1, 4, 70, 64), storage, batch), 0.2, H100, "query has shape"),
+        ((torch.zeros(1, 4, 1, 65, dtype=q.dtype)[..., 1:], storage, batch), 0.2, H100, "query has strides"),
+    ):
+        assert reason in (decode.unsupported_call(*call, scale, device) or "")
