@@ -47,9 +47,9 @@ def _machine(records: Sequence[Record]) -> str:
     if any(record[key] != first[key] for record in records for key in ("commit", "gpu")):
         raise UsageError("these are results of more than one commit or GPU, which have no table together")
     cudnn = f"{first['cudnn'] // 10000}.{first['cudnn'] // 100 % 100}"
+    driver = "" if first["driver"] is None else f", driver {first['driver']}"  # nvidia-smi may be hidden
     return (
-        f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, cuDNN {cudnn}, Triton {first['triton']},"
-        f" {first['date'][:10]}, commit {first['commit'][:7]}"
+        f"{first['gpu']}{driver}, torch {first['torch']}, cuDNN {cudnn}, Triton {first['triton']}, {first['date'][:10]}, commit {first['commit'][:7]}"
     )
 
 
@@ -303,6 +303,15 @@ def decode() -> str:
     return f"{_machine(records)}:\n\n{markdown_table(('case', *names, 'relative L2'), rows, 1)}"
 
 
+def first_calls() -> str:
+    """What a process waits for, by kind of call."""
+    start, *calls = _lines("first_calls")
+    rows = [[one["kind"], f"{one['milliseconds']:.1f}", str(one["compiled"]), f"{one['again_ms']:.1f}"] for one in calls]
+    table = markdown_table(("call", "first, ms", "compiled", "second, ms"), rows, 1)
+    imported = f"`import torch` takes {start['torch_s']:.1f} s, then `import fp8attn` {start['import_s']:.2f} s"
+    return f"{_machine(calls)}; {imported}:\n\n{table}"
+
+
 def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     """The table of a results file, or how to get one."""
     missing = f"Not measured on a GPU yet: `python -m bench {name} --json bench/results/{name}.jsonl && python -m bench readme`."
@@ -345,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "draws": draws,
     "masks": if_measured("masks", masks),
     "decode": if_measured("decode", decode),
+    "first_calls": first_calls,
     "ladder": ladder,
     "price": if_measured("price", price),
     "price_int8": functools.partial(price, "price_int8"),

@@ -74,6 +74,8 @@ def _by_cuda(
         BackendUnavailable: the kernel is `required` and doesn't support the call.
         BuildError: it is required and can't be compiled here.
     """
+    if not required and not decode.is_faster(query, cache, batch):
+        return None
     reason = unsupported_decode(query, cache, batch, softmax_scale)
     if reason is not None:
         if required:

@@ -19,6 +19,11 @@ MOST_ROW_TILES = 4
 """Tiles of rows of a key/value head, each of which reads the head's pages. With more, Triton's kernel is expected to be
 no slower."""
 
+LARGEST_DIM = 256
+
+MOST_PAGES = 264
+"""Pages of all heads that an H100's CTAs take at once."""
+
 DTYPES = (torch.bfloat16, torch.float16)
 
 ALIGNMENT = 16
@@ -89,6 +94,13 @@ def ctas_of(config: DecodeConfig, device: Device) -> int:
 def part_height(q: torch.Tensor, storage: Storage) -> int:
     """Rows of a tile that partial results have room for."""
     return min(q.shape[1] // storage.k.shape[1] * q.shape[2], ROWS)
+
+
+def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
+    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): with the largest head dim, and where
+    each CTA has a page at most."""
+    pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
+    return storage.k.shape[3] == LARGEST_DIM or pages <= MOST_PAGES
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
