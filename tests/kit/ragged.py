@@ -18,6 +18,7 @@ from fp8attn.recipe import ComputeType, Packed, ProductType
 from fp8attn.triton import varlen
 from fp8attn.validate import VarlenArguments, check_varlen
 from fp8attn.varlen_ops import forward_by
+from strategies import of_few_kinds
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Ragged:
 SIDES = (-1, 0, 1, 20, 64, 150, 10_000)
 LENGTHS = st.one_of(st.just(0), st.integers(1, 20), st.integers(21, 200), st.sampled_from((64, 127, 128, 129)))
 
-ragged = st.builds(
+any_ragged = st.builds(
     Ragged,
     lengths=st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=4).map(tuple),
     unused=st.sampled_from((0, 0, 5)),
@@ -125,7 +126,25 @@ TYPICAL = Ragged(
 
 def like(case: Ragged, first: Ragged) -> Ragged:
     """`case` with the properties that kernels are compiled for of `first`."""
-    return replace(first, lengths=case.lengths, unused=case.unused if first.unused else 0, behind=case.behind, seed=case.seed)
+    window = first.window if None in (case.window, first.window) else case.window
+    return replace(first, lengths=case.lengths, unused=case.unused if first.unused else 0, behind=case.behind, seed=case.seed, window=window)
+
+
+PLAIN = replace(TYPICAL, unused=5, dtype=torch.float16, is_causal=False)
+
+KINDS = (
+    PLAIN,
+    replace(PLAIN, dim=128, value_dim=128, is_causal=True),
+    replace(PLAIN, window=(20, 0), sinks=True),
+    replace(PLAIN, dim=128, value_dim=128, softcap=3.0, window=(64, 20)),
+    replace(PLAIN, dim=40, value_dim=24, dtype=torch.float32, unused=0, qk="int8", k_granularity="token"),
+    replace(PLAIN, value_dim=96, compute="f16", is_causal=True, softcap=3.0, sinks=True),
+    replace(PLAIN, dim=128, value_dim=64, qk="int8", kv_heads=1, group=1, sinks=True),
+    replace(PLAIN, dim=40, value_dim=64, dtype=torch.float32, compute="f16", window=(1, 150)),
+)
+"""What problems of the default tier on a GPU are like."""
+
+ragged = of_few_kinds(any_ragged, like, KINDS)
 
 
 def head_first(x: torch.Tensor, span: slice) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from conftest import GPU
@@ -145,6 +145,8 @@ class Case:
         return {"causal": "top_left", "bottom right": "bottom_right"}.get(self.mask, "none")
 
 
+T = TypeVar("T")
+
 RECIPES: dict[str, tuple] = {
     "q": ROW_GRANULARITIES,
     "k": ROW_GRANULARITIES,
@@ -225,10 +227,18 @@ def kinds() -> tuple[Case, ...]:
     return tuple(found)
 
 
+def of_few_kinds(free: st.SearchStrategy[T], of_kind: Callable[[T, T], T], kinds: Sequence[T]) -> st.SearchStrategy[T]:
+    """Any cases; in the default tier on a GPU those of a few kinds, so that all tests share their kernels.
+
+    Args:
+        of_kind: a case, changed so that it runs the kernels that are compiled for a kind.
+    """
+    return st.builds(of_kind, free, st.sampled_from(kinds)) if GPU and settings().derandomize else free
+
+
 def cases(distributions: tuple[str, ...] = FINITE, masks: tuple[str, ...] = MASKS) -> st.SearchStrategy[Case]:
-    """Any cases; in the default tier on a GPU those of a few kinds, so that all tests share their kernels."""
-    free = any_cases(distributions, masks)
-    return st.builds(Case.of_kind, free, st.sampled_from(kinds())) if GPU and settings().derandomize else free
+    """See `of_few_kinds`."""
+    return of_few_kinds(any_cases(distributions, masks), Case.of_kind, kinds())
 
 
 def given_several(one: st.SearchStrategy, part: int = 1, **others: st.SearchStrategy) -> Callable[[Callable], Callable]:

@@ -21,7 +21,7 @@ from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantization import quantize
 from fp8attn.recipe import DEFAULT_RECIPE
 from running import run_call
-from strategies import given_several, lengths, noted
+from strategies import given_several, lengths, noted, of_few_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Modified:
         return dict(softcap=self.softcap, sinks=sinks, window=self.window, causal_alignment="bottom_right", attn_mask=mask, enable_gqa=True)
 
 
-modified = st.builds(
+RECIPES = Recipe(), Recipe(qk="int8"), Recipe(smooth_k=False), Recipe(smooth_q=True), Recipe(k="token"), Recipe(compute="f16")
+
+any_modified = st.builds(
     Modified,
     q_length=lengths,
     kv_length=lengths,
@@ -63,9 +65,34 @@ modified = st.builds(
     sinks=st.booleans(),
     window=st.sampled_from((None, None, (40, 0), (130, 20), (-1, 0))),
     masked=st.booleans(),
-    recipe=st.sampled_from((Recipe(), Recipe(qk="int8"), Recipe(smooth_k=False), Recipe(smooth_q=True), Recipe(k="token"), Recipe(compute="f16"))),
+    recipe=st.sampled_from(RECIPES),
     seed=st.integers(0, 2**31),
 )
+
+KINDS = tuple(
+    Modified(1, 1, softcap, sinks, window, masked, RECIPES[i % len(RECIPES)], 0)
+    for i, (softcap, sinks, window, masked) in enumerate(
+        (
+            (3.0, False, None, False),
+            (30.0, True, None, False),
+            (0.0, True, None, True),
+            (3.0, True, (40, 0), False),
+            (50.0, False, (130, 20), False),
+            (30.0, False, None, True),
+            (0.0, True, None, False),
+            (0.0, True, (-1, 0), False),
+        )
+    )
+)
+
+
+def of_kind(case: Modified, kind: Modified) -> Modified:
+    """`case` with the properties that kernels are compiled for of `kind`."""
+    softcap = case.softcap if case.softcap and kind.softcap else kind.softcap
+    return dataclasses.replace(kind, q_length=case.q_length, kv_length=case.kv_length, softcap=softcap, seed=case.seed)
+
+
+modified = of_few_kinds(any_modified, of_kind, KINDS)
 
 
 def by_definition(case: Modified, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
