@@ -18,7 +18,6 @@ from fp8attn.recipe import ComputeType, Packed, ProductType
 from fp8attn.triton import varlen
 from fp8attn.validate import VarlenArguments, check_varlen
 from fp8attn.varlen_ops import forward_by
-from strategies import of_few_kinds
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,6 @@ KINDS = (
     replace(PLAIN, dim=40, value_dim=64, dtype=torch.float32, compute="f16", window=(1, 150)),
 )
 """What problems of the default tier on a GPU are like."""
-
-ragged = of_few_kinds(any_ragged, like, KINDS)
 
 
 def head_first(x: torch.Tensor, span: slice) -> torch.Tensor:

@@ -27,8 +27,10 @@ from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton import run, varlen
 from fp8attn.triton.configs import HopperConfig
 from quantizing import assert_same
-from ragged import TYPICAL, Ragged, alone, head_first, ragged, table, varlen_call
-from strategies import given_several, noted
+from ragged import KINDS, TYPICAL, Ragged, alone, any_ragged, head_first, table, varlen_call
+from strategies import given_several, noted, of_few_kinds
+
+ragged = of_few_kinds(any_ragged, kit.like, KINDS)
 
 FORWARD_BACKENDS = ("triton", "modelled", "reference", *(["auto"] if GPU else []))
 
