@@ -340,8 +340,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def paged(arch: int) -> list[dict]:
-    """In a process of its own: compile the kernels of a KV cache; their shared memory."""
+def paged(arch: int, half: int) -> list[dict]:
+    """In a process of its own: compile the kernels of a KV cache, for every second problem; their resources."""
     import triton
 
     import fp8attn
@@ -361,13 +361,14 @@ def paged(arch: int) -> list[dict]:
         return kernel
 
     triton.runtime.jit.JITFunction.run = recording
-    for dim, length, recipe in (
+    problems = (
         (128, 1, fp8attn.Recipe()),
         (128, 200, fp8attn.Recipe()),
         (256, 64, fp8attn.Recipe()),
         (64, 16, fp8attn.PRECISE),
         (40, 16, fp8attn.Recipe()),
-    ):
+    )
+    for dim, length, recipe in problems[half::2]:
         cache, table = fp8attn.KVCache(2, 8, 2, dim, recipe=recipe, device="cpu"), fp8attn.PageTable(2, 8, device="cpu")
         q, k = (torch.zeros(2, heads, length, dim, dtype=torch.bfloat16) for heads in (8, 2))
         some = dataclasses.replace(table.batch(table.lengths), sequences=table.lengths)
@@ -387,11 +388,12 @@ MOST_STACK = {"append_kernel": 160, "attention_kernel": 192, "combine_kernel": 0
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in TENSOR_CORES])
-def test_kernels_of_a_cache_compile(arch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", (0, 1))
+def test_kernels_of_a_cache_compile(arch: int, half: int, tmp_path: Path) -> None:
     from fp8attn.device import SHARED_MEMORY
     from fp8attn.triton.paged_append import FEW_REGISTERS, FEW_TOKENS
 
-    compiled = by_itself(f"paged({arch})", tmp_path)
+    compiled = by_itself(f"paged({arch}, {half})", tmp_path)
     assert {entry["kernel"] for entry in compiled} == {"append_kernel", "attention_kernel", "combine_kernel"}
     for entry in compiled:
         assert entry["shared"] <= SHARED_MEMORY[arch], entry
