@@ -13,7 +13,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -336,13 +336,25 @@ def chosen(substrings: Sequence[str] | None, among: Sequence[Peer] = PEERS, kind
     return tuple(command_line.chosen(substrings, among, "--peer", kind))
 
 
-def present(peers: Sequence[Peer]) -> tuple[tuple[Peer, ...], dict[str, str]]:
+class Needing(Protocol):
+    """A peer, or a row of a command's own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> Callable[[], str | None]: ...
+
+
+AnyPeer = TypeVar("AnyPeer", bound=Needing)
+
+
+def present(peers: Sequence[AnyPeer]) -> tuple[tuple[AnyPeer, ...], dict[str, str]]:
     """The peers that this machine has, and what the missing ones need, by name."""
     needs = {peer.name: peer.needs() for peer in peers}
     return tuple(peer for peer in peers if needs[peer.name] is None), {name: need for name, need in needs.items() if need is not None}
 
 
-def here(peers: Sequence[Peer]) -> tuple[Peer, ...]:
+def here(peers: Sequence[AnyPeer]) -> tuple[AnyPeer, ...]:
     """The peers that this machine has. What the missing ones need is printed to standard error.
 
     Raises:

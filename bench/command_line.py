@@ -199,6 +199,13 @@ def add_peer(parser: argparse.ArgumentParser, kind: str = "row") -> None:
     parser.add_argument("--peer", action="append", metavar="SUBSTRING", help=f"only {kind}s with this in their names; repeatable")
 
 
+def add_turns(parser: argparse.ArgumentParser, kind: str = "row") -> None:
+    parser.add_argument("--rounds", type=at_least(1), default=5, help=f"turns that every {kind} gets (default: %(default)s)")
+    parser.add_argument(
+        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE",

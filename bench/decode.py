@@ -18,7 +18,7 @@ from fp8attn import KVCache, PagedBatch, paged_sdpa, reference
 from fp8attn.pages import PAGE
 
 from . import adapters, command_line, report
-from .command_line import NO_GPU, UsageError, at_least, more_than_zero
+from .command_line import NO_GPU, UsageError
 from .errors import Bad, Errors
 from .gates import Gates
 from .machine import machine
@@ -299,23 +299,16 @@ def table(results: Sequence[Result]) -> Sheet:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_case(parser)
     command_line.add_peer(parser)
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
-    parser.add_argument(
-        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
-    )
+    command_line.add_turns(parser)
     command_line.add_json(parser)
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
     cases = command_line.chosen(arguments.case, CASES, "--case")
-    rows = command_line.chosen(arguments.peer, ROWS, "--peer", "row")
+    rows: Sequence[Row] = command_line.chosen(arguments.peer, ROWS, "--peer", "row")
     if device.type != "cuda":
         raise UsageError(NO_GPU)
-    for row in rows:
-        lacking = row.needs()
-        if lacking is not None:
-            report.say(f"{row.name} is left out: it needs {lacking}", "dim")
-    rows = [row for row in rows if row.needs() is None]
+    rows = adapters.here(rows)
     gates, about = Gates.load(), machine(device)
     protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
     results: list[Result] = []

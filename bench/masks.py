@@ -17,7 +17,7 @@ from fp8attn.cuda.configs import KEYS, ROWS
 
 from . import adapters, command_line, report
 from .cases import HIDDEN, TOKENS, Case, square
-from .command_line import NO_GPU, UsageError, at_least, more_than_zero
+from .command_line import NO_GPU, UsageError
 from .errors import Bad, Errors
 from .gates import Gates
 from .machine import machine
@@ -229,10 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_case(parser)
     parser.add_argument("--mask", metavar="SUBSTRING", help="only masks with this in their names")
     command_line.add_peer(parser)
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
-    parser.add_argument(
-        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
-    )
+    command_line.add_turns(parser)
     command_line.add_json(parser)
 
 

@@ -18,7 +18,7 @@ from fp8attn import Recipe
 
 from . import command_line, report
 from .cases import HIDDEN, TOKENS, Case, square
-from .command_line import NO_GPU, UsageError, at_least, more_than_zero
+from .command_line import NO_GPU, UsageError, at_least
 from .compare import round_ratios
 from .errors import Bad, Errors, standard_error
 from .gates import Gates
@@ -245,10 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SUBSTRING",
         help="only the recipe of this name, or those with this in theirs, and the default; repeatable",
     )
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every part gets (default: %(default)s)")
-    parser.add_argument(
-        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
-    )
+    command_line.add_turns(parser, "part")
     parser.add_argument(
         "--settle", type=at_least(0, float), default=SETTLE, help="milliseconds of turns that don't count before the first (default: %(default)s)"
     )

@@ -16,7 +16,7 @@ import torch
 import fp8attn
 
 from . import adapters, command_line, report
-from .command_line import NO_GPU, UsageError, at_least, more_than_zero
+from .command_line import NO_GPU, UsageError
 from .machine import machine
 from .peers import needs_gpu
 from .progress import Tick, no_tick
@@ -219,24 +219,17 @@ def table(results: Sequence[Result]) -> Sheet:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_case(parser)
     command_line.add_peer(parser)
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
-    parser.add_argument(
-        "--milliseconds", type=more_than_zero, default=10.0, help="length of a turn, and of the same work before it (default: %(default)s)"
-    )
+    command_line.add_turns(parser)
     command_line.add_json(parser)
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
     batches = command_line.chosen(arguments.case, BATCHES, "--case")
-    rows = command_line.chosen(arguments.peer, ROWS_OF_TABLE, "--peer", "row")
+    rows: Sequence[Row] = command_line.chosen(arguments.peer, ROWS_OF_TABLE, "--peer", "row")
     if device.type != "cuda":
         raise UsageError(NO_GPU)
     about, protocol = machine(device), Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
-    for row in rows:
-        lacking = row.needs()
-        if lacking is not None:
-            report.console().print(f"{row.name} needs {lacking}")
-    rows = [row for row in rows if row.needs() is None]
+    rows = adapters.here(rows)
     results: list[Result] = []
     with report.progress("varlen") as bar:
         turns = protocol.rounds * len(rows)

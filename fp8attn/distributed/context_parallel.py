@@ -306,7 +306,7 @@ class _Call:
         form: what its tensors are.
         q_spans, kv_spans: tokens of every rank.
         shift: as of visibility.pieces.
-        at_once: gather keys and values instead of passing them on.
+        gathers: whether keys and values are gathered, not passed on.
     """
 
     checked: Checked
@@ -315,7 +315,7 @@ class _Call:
     q_spans: list[Spans]
     kv_spans: list[Spans]
     shift: int | None
-    at_once: bool
+    gathers: bool
 
     def run(self, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """out (B, Hq, Sq of this rank, Dv) and LSE (B, Hq, Sq of this rank)."""
@@ -400,7 +400,7 @@ class _Call:
 
         if outer is None or size == 1:
             attend(own, rank)
-        elif self.at_once:
+        elif self.gathers:
             gathering = start_gather(own, max(sizes), outer)
             attend(own, rank)
             buffers = gathering.wait().chunk(size) if max(sizes) else [own] * size

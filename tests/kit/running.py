@@ -15,7 +15,7 @@ from fp8attn.triton import run
 
 
 def run_call(quantized: tuple, call: Call, device: Device, sdpa: Any, config: Any = None) -> tuple[torch.Tensor, ...]:
-    """out, lse and the pipeline oracle's, which is told how they were computed.
+    """out, lse and the pipeline oracle's, which gets how they were computed.
 
     Args:
         sdpa: conftest.Attention.
