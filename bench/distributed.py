@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
@@ -41,22 +42,37 @@ ON_GPUS = tuple(
     for heads in (24, 40)
     for causal in (False, True)
 )
+LONG = tuple(
+    square(f"H24 D128 {'causal' if causal else 'full'} {length // 1024}k", 1, 24, length, 128, causal)
+    for length in (262144, 1048576)
+    for causal in (False, True)
+)
+"""Cases that --case chooses, and that aren't timed otherwise."""
+
 ON_CPU = tuple(square(f"tiny {'causal' if causal else 'full'} 256", 1, 2, 256, 32, causal) for causal in (False, True))
 
 ONE, ONE_BF16 = "fp8attn, one GPU", "bf16, one GPU"
 RING, ULYSSES, ALL_GATHER = "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather"
+MESH = "fp8attn 2-D"
 RING_BF16, ULYSSES_BF16 = "bf16 ring", "bf16 Ulysses"
-ROWS = (ONE, RING, ULYSSES, ALL_GATHER, ONE_BF16, RING_BF16, ULYSSES_BF16)
+ROWS = (ONE, RING, ULYSSES, MESH, ALL_GATHER, ONE_BF16, RING_BF16, ULYSSES_BF16)
 """Rows of the table. Those of one GPU are timed on the first rank, while the others wait."""
 
 OF_ONE = (ONE, ONE_BF16)
-MODES: dict[str, context_parallel.Mode] = {RING: "ring", ULYSSES: "ulysses", ALL_GATHER: "all_gather"}
+OWN: dict[str, context_parallel.Mode] = {RING: "ring", ULYSSES: "ulysses", MESH: "ring", ALL_GATHER: "all_gather"}
+"""Rows of `context_parallel_sdpa` and their modes; MESH's is the outer one."""
 
 CALLS = 3
-"""Calls back to back whose mean is a sample."""
+"""Calls back to back whose mean is a sample, of cases that aren't LONG_FLOPS long."""
+
+LONG_FLOPS = 10**14
+"""FLOPs of a rank, about 0.1 s, from which a sample is one call, and the call that is checked is the only warm-up."""
+
+INNER = 2
+"""Ranks of Ulysses in the mesh; the others are the ring's."""
 
 SAMPLED_ROWS = 128
-"""Query rows, the last ones of the last rank, whose error is measured."""
+"""Query rows, the last ones of the first rank, whose error is measured."""
 
 SIMULATED = (2, 4, 8, 16, 32, 64)
 """Numbers of ranks of the simulation."""
@@ -73,12 +89,14 @@ class Shard:
     """A case on one rank.
 
     Attributes:
+        mesh: of two dimensions, for MESH; None if the ranks make none.
         q, k, v: (B, H, tokens of this rank, D) in bfloat16.
         whole: of the first rank, the whole tensors; else None.
     """
 
     case: Case
     group: dist.ProcessGroup
+    mesh: DeviceMesh | None
     sharding: Sharding
     q: torch.Tensor
     k: torch.Tensor
@@ -97,13 +115,20 @@ def sharding_of(case: Case) -> Sharding:
     return "zigzag" if case.causal else "contiguous"
 
 
-def shard_of(case: Case, group: dist.ProcessGroup, device: torch.device) -> Shard:
+def mesh_of(ranks: int, device: torch.device) -> DeviceMesh | None:
+    """INNER ranks of Ulysses inside of a ring; None if the ring would have one rank, or parts of one."""
+    if ranks % INNER or ranks == INNER:
+        return None
+    return init_device_mesh(device.type, (ranks // INNER, INNER), mesh_dim_names=("ring", "ulysses"))
+
+
+def shard_of(case: Case, group: dist.ProcessGroup, device: torch.device, mesh: DeviceMesh | None = None) -> Shard:
     """A rank's part of a case. Every rank draws the whole, with the same seed."""
     whole = inputs(case, "normal", device)
     sharding = sharding_of(case)
     spans = spans_of(shard_lengths(case.q_length, group.size(), sharding), sharding)[group.rank()]
     q, k, v = (torch.cat([x[:, :, span.first : span.first + span.length] for span in spans], 2) for x in whole)
-    return Shard(case, group, sharding, q, k, v, spans, whole)
+    return Shard(case, group, mesh, sharding, q, k, v, spans, whole)
 
 
 @contextlib.contextmanager
@@ -161,15 +186,18 @@ def attention_of(row: str, shard: Shard) -> Callable[[], torch.Tensor]:
                 return F.scaled_dot_product_attention(*shard.whole, **options)
 
         return one_bf16
-    if row in MODES:
+    if row in OWN:
+        where: dict[str, Any] = {"mesh": shard.mesh} if row == MESH else {"group": shard.group, "mode": OWN[row]}
         return lambda: context_parallel.context_parallel_sdpa(
-            shard.q, shard.k, shard.v, group=shard.group, mode=MODES[row], sharding=shard.sharding, backend=shard.backend, **options
+            shard.q, shard.k, shard.v, **where, sharding=shard.sharding, backend=shard.backend, **options
         )  # type: ignore[return-value]
     return (lambda: bf16_ring(shard)) if row == RING_BF16 else (lambda: bf16_ulysses(shard))
 
 
 def unsupported_row(row: str, case: Case, ranks: int) -> str | None:
     """Why a row can't run a case, or None."""
+    if row == MESH and (ranks % INNER or ranks == INNER):
+        return f"{ranks} ranks aren't a ring of groups of {INNER}"
     if "Ulysses" in row and case.q_heads % ranks:
         return f"{case.q_heads} heads aren't a multiple of {ranks} ranks"
     if row in (RING_BF16, ULYSSES_BF16) and case.q_length % (2 * ranks):
@@ -230,19 +258,24 @@ def bf16_bytes(row: str, shard: Shard) -> int:
     return kv * (n - 1) if row == RING_BF16 else (kv + 2 * q) * (n - 1) // n
 
 
-def sample_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of a call, the mean of CALLS back to back."""
+def calls_of(case: Case, ranks: int) -> int:
+    """Calls of a sample."""
+    return 1 if case.flops >= LONG_FLOPS * ranks else CALLS
+
+
+def sample_us(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Microseconds of a call, the mean of some back to back; one on a CPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e6
     start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start_event.record()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     end_event.record()
     torch.cuda.synchronize(device)
-    return start_event.elapsed_time(end_event) * 1e3 / CALLS
+    return start_event.elapsed_time(end_event) * 1e3 / calls
 
 
 def error_of(out: torch.Tensor, shard: Shard) -> float:
@@ -252,11 +285,16 @@ def error_of(out: torch.Tensor, shard: Shard) -> float:
     end = last.first + last.length
     q, k, v = shard.whole
     keys = end if shard.case.causal else k.shape[2]
-    expected = fp8attn.reference_sdpa(
-        q[:, :, end - count : end], k[:, :, :keys], v[:, :, :keys], is_causal=shard.case.causal, causal_alignment="bottom_right",
-        enable_gqa=True, out_dtype=torch.float32,
-    )  # fmt: skip
-    return float((out[:, :, -count:].float() - expected).norm() / expected.norm())
+    group = q.shape[1] // k.shape[1]
+    wrong = exact = 0.0
+    for head in range(q.shape[1]):  # one by one: float32 copies of all keys of a long sequence don't fit
+        k_head, v_head = (x[:, head // group, None, :keys] for x in (k, v))
+        expected = fp8attn.reference_sdpa(
+            q[:, head, None, end - count : end], k_head, v_head, is_causal=shard.case.causal, causal_alignment="bottom_right", out_dtype=torch.float32
+        )
+        wrong += float((out[:, head, None, -count:].float() - expected).square().sum())
+        exact += float(expected.square().sum())
+    return (wrong / exact) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -302,9 +340,10 @@ def _slowest(us: float, group: dist.ProcessGroup) -> float:
     return max(found)
 
 
-def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGroup, device: torch.device) -> list[Result]:
+def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGroup, mesh: DeviceMesh | None, device: torch.device) -> list[Result]:
     """All rows of a case, in turns. Every rank of the group runs this."""
-    shard, ranks = shard_of(case, group, device), group.size()
+    shard, ranks = shard_of(case, group, device, mesh), group.size()
+    calls = calls_of(case, ranks)
     refused = {row: unsupported_row(row, case, ranks) for row in rows}
     runs = {row: attention_of(row, shard) for row in rows if refused[row] is None and (row not in OF_ONE or group.rank() == 0)}
     turns = [row for row in rows if refused[row] is None]
@@ -314,23 +353,24 @@ def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGr
         if row in runs:
             with Counted() as counted:
                 out = runs[row]()
-            sent[row] = counted.sent if row in MODES else 0 if row in OF_ONE else bf16_bytes(row, shard)
+            sent[row] = counted.sent if row in OWN else 0 if row in OF_ONE else bf16_bytes(row, shard)
             of_last = out[:, :, : shard.spans[-1].first + shard.spans[-1].length] if row in OF_ONE else out
             if not (row == ULYSSES_BF16 and case.causal):
                 errors[row] = error_of(of_last, shard)
             del out, of_last
-            runs[row]()
+            if calls > 1:
+                runs[row]()
     samples: dict[str, list[float]] = {row: [] for row in turns}
     parts: dict[str, list[float]] = {"attention": [], "transfer": []}
     for i in range(rounds):
         for row in in_turn(turns, i):
             dist.barrier(group=group)
-            us = sample_us(runs[row], device) if row in runs else 0.0
+            us = sample_us(runs[row], device, calls) if row in runs else 0.0
             samples[row].append(_slowest(us, group))
         if RING in turns:
             for name, call in (("attention", _without_transfers(runs[RING])), ("transfer", _transfers(runs[RING], shard))):
                 dist.barrier(group=group)
-                parts[name].append(_slowest(sample_us(call, device), group))
+                parts[name].append(_slowest(sample_us(call, device, calls), group))
     found = []
     for row in rows:
         if refused[row] is not None:
@@ -411,8 +451,9 @@ def rank_main(rank: int, ranks: int, port: int, request: tuple[Sequence[Case], S
         group = dist.group.WORLD
         assert group is not None
         cases, rows, rounds = request
+        mesh = mesh_of(ranks, device) if MESH in rows else None
         for case in cases:
-            found = measured(case, rows, rounds, group, device)
+            found = measured(case, rows, rounds, group, mesh, device)
             if connection is not None:
                 connection.send(found)
             if gpu:
@@ -486,6 +527,15 @@ def table(results: Sequence[Result]) -> Sheet:
     return made
 
 
+def link_of(ring: Result) -> float | None:
+    """Bytes per second that the ring's transfers alone reached; None if they weren't timed."""
+    if not ring.transfer_us:
+        return None
+    case, steps = ring.case, max(ring.ranks - 1, 1)
+    shard_bytes = case.batch * case.kv_heads * case.kv_length / ring.ranks * (case.head_dim + case.value_dim)
+    return shard_bytes * steps / ring.transfer_us * 1e6
+
+
 def simulation(results: Sequence[Result], network: float) -> Sheet | None:
     """The ring of 2 to 64 ranks, from what was measured on one GPU and on the link between two; None if it wasn't.
 
@@ -496,9 +546,8 @@ def simulation(results: Sequence[Result], network: float) -> Sheet | None:
     one, ring, bf16 = by.get(ONE), by.get(RING), by.get(ONE_BF16)
     if one is None or ring is None or one.us is None or not ring.transfer_us or not ring.sent:
         return None
-    case, steps = one.case, max(ring.ranks - 1, 1)
-    shard_bytes = case.batch * case.kv_heads * case.kv_length / ring.ranks * (case.head_dim + case.value_dim)
-    link = shard_bytes * steps / ring.transfer_us * 1e6
+    case, link = one.case, link_of(ring)
+    assert link is not None
     headers = ("µs, link", "× one GPU", "µs, network", "× one GPU, network", "bf16 µs, network", "µs, 2-D", "× one GPU, 2-D")
     made = report.table_of(
         f"Simulated ring, {case.name}", ("ranks",), headers,
@@ -514,10 +563,40 @@ def simulation(results: Sequence[Result], network: float) -> Sheet | None:
     return made
 
 
+def scaling(results: Sequence[Sequence[Result]]) -> Sheet | None:
+    """The rows of fp8attn over numbers of ranks, beside the simulated ring; None for fewer than two numbers, or without times of one GPU.
+
+    Args:
+        results: of one case, a sequence for each number of ranks.
+    """
+    one = next((result.us for some in results for result in some if result.row == ONE and result.us is not None), None)
+    if one is None or len(results) < 2:
+        return None
+    case = results[0][0].case
+    made = report.table_of(
+        f"Scaling, {case.name}", ("row", "ranks"), ("µs", "× one GPU", "efficiency", "× one GPU, simulated"),
+        "× one GPU: its time over this one. Efficiency: that over the number of ranks. Simulated: a ring by the model above, with the link that"
+        " was measured for these ranks.",
+        optional=("× one GPU, simulated",),
+    )  # fmt: skip
+    for row in OWN:
+        for some in results:
+            result = next((result for result in some if result.row == row and result.us is not None), None)
+            if result is None or result.us is None:
+                continue
+            link = link_of(result)
+            expected = None if link is None else simulated_us(case, result.ranks, one, link)
+            cells = (report.us_of(result.us), _over(one, result.us), _over(one, result.us * result.ranks, ".0%"), _over(one, expected))
+            made.add_row(row, str(result.ranks), *cells)
+    return made
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_case(parser)
     command_line.add_peer(parser)
-    parser.add_argument("--ranks", type=at_least(2), metavar="N", help="number of processes (default: the GPUs, 2 without a GPU)")
+    parser.add_argument(
+        "--ranks", type=at_least(2), nargs="+", metavar="N", help="numbers of processes, each timed (default: the GPUs, 2 without a GPU)"
+    )
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
     parser.add_argument(
         "--network", type=more_than_zero, default=50.0, metavar="GB/S", help="link between machines in the simulation (default: %(default)s)"
@@ -531,21 +610,29 @@ def _itself(row: str) -> str:
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    works = command_line.chosen(arguments.case, ON_GPUS if gpus else ON_CPU, "--case")
+    of_device = ON_GPUS if gpus else ON_CPU
+    works = command_line.chosen(arguments.case, of_device + LONG * bool(gpus), "--case") if arguments.case else of_device
     rows = command_line.chosen(arguments.peer, ROWS, "--peer", "row", _itself)
-    ranks = arguments.ranks or max(gpus, 2)
-    if gpus and ranks > gpus:
-        raise UsageError(f"--ranks is {ranks}; there are {gpus} GPUs, and each rank needs one")
-    about, found = machine(device), []
+    numbers = sorted(set(arguments.ranks or [max(gpus, 2)]))
+    if gpus and numbers[-1] > gpus:
+        raise UsageError(f"--ranks has {numbers[-1]}; there are {gpus} GPUs, and each rank needs one")
+    about = machine(device)
+    found: dict[Case, list[list[Result]]] = {case: [] for case in works}
     with report.progress("distributed") as bar:
-        for results in results_of(works, rows, arguments.rounds, ranks, bar):
-            report.append(arguments.json, (report.json_line("distributed", result.record(), about) for result in results))
-            found.append(results)
-    for results in found:
-        report.console().print(table(results))
-        expected = simulation(results, arguments.network * 1e9)
-        if expected is not None:
-            report.console().print(expected)
+        for i, ranks in enumerate(numbers):
+            of_ranks = [row for row in rows if i == 0 or row not in OF_ONE]
+            for results in results_of(works, of_ranks, arguments.rounds, ranks, bar):
+                report.append(arguments.json, (report.json_line("distributed", result.record(), about) for result in results))
+                found[results[0].case].append(results)
+    for by_ranks in found.values():
+        of_one = [result for result in by_ranks[0] if result.row in OF_ONE]
+        for results in by_ranks:
+            with_one = results if results is by_ranks[0] else [*of_one, *results]
+            for made in (table(with_one), simulation(with_one, arguments.network * 1e9)):
+                if made is not None:
+                    report.console().print(made)
+        if (made := scaling(by_ranks)) is not None:
+            report.console().print(made)
     if not gpus:
         report.say("Without a GPU the ranks are processes on one CPU: errors and bytes mean what they say, times mean nothing.")
     return 0

@@ -1,6 +1,8 @@
 """Denoising steps of a video transformer of Wan 1.3B's sizes, with random weights: PyTorch's attention, then fp8attn's, by diffusers.
 
-81 frames of 480 x 832 pixels are 32,760 tokens. On a CPU the default sizes are tiny.
+81 frames of 480 x 832 pixels are 32,760 tokens. On a CPU the default sizes are tiny. With several GPUs the tokens are sharded over them:
+
+    torchrun --nproc-per-node 2 examples/video_dit.py
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128 if gpu else 32, help="default: %(default)s")
     options = parser.parse_args()
     whole_model.needs("diffusers")
-    from diffusers import WanTransformer3DModel
+    from diffusers import ContextParallelConfig, WanTransformer3DModel
 
+    ranks = whole_model.ranks_of_torchrun(options)
     device = torch.device(options.device)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -36,6 +39,9 @@ def main() -> None:
         model.eval().requires_grad_(False)
         noise, text = torch.randn(1, 16, options.frames, options.height, options.width), torch.randn(1, 512, text_dim)
         timesteps = torch.linspace(1000, 0, options.steps + 1)
+
+    if ranks > 1:
+        model.enable_parallelism(config=ContextParallelConfig(ring_degree=ranks))
 
     latents = start = noise.float()
 

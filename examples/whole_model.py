@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 import fp8attn
 
@@ -23,6 +25,20 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--attn", choices=CHOICES, default="fp8attn", help="to compare with sdpa, PyTorch's in bfloat16 (default: %(default)s)")
     made.add_argument("--steps", type=int, default=4, help="steps that are timed (default: %(default)s)")
     return made
+
+
+def ranks_of_torchrun(options: argparse.Namespace) -> int:
+    """Processes that torchrun started, which can talk to each other after this; 1 without torchrun. Each takes its own GPU, and the first one
+    prints."""
+    if not dist.is_torchelastic_launched():
+        return 1
+    gpu = torch.device(options.device).type == "cuda"
+    dist.init_process_group("nccl" if gpu else "gloo")
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return dist.get_world_size()
 
 
 @dataclass(frozen=True)

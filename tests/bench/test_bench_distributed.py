@@ -13,7 +13,7 @@ import torch
 from bench import __main__ as command
 from bench import distributed
 from bench.cases import Case, square
-from bench.distributed import ALL_GATHER, ONE, ONE_BF16, RING, RING_BF16, ROWS, ULYSSES, ULYSSES_BF16, Counted, Result
+from bench.distributed import ALL_GATHER, MESH, ONE, ONE_BF16, RING, RING_BF16, ROWS, ULYSSES, ULYSSES_BF16, Counted, Result
 from fp8attn.distributed import context_parallel
 
 CASE = square("small", 1, 4, 1024, 64)
@@ -85,7 +85,28 @@ def test_the_tables() -> None:
 def test_rows_that_do_not_fit_say_why() -> None:
     assert distributed.unsupported_row(ULYSSES, CASE, 3) == "4 heads aren't a multiple of 3 ranks"
     assert distributed.unsupported_row(RING_BF16, Case("x", 1, 4, 4, 1001, 1001, 64, 64, False), 2) == "1001 tokens aren't a multiple of 4"
-    assert all(distributed.unsupported_row(row, CASE, 2) is None for row in ROWS)
+    assert distributed.unsupported_row(MESH, CASE, 2) == "2 ranks aren't a ring of groups of 2"
+    assert distributed.unsupported_row(MESH, CASE, 3) == "3 ranks aren't a ring of groups of 2"
+    assert all(distributed.unsupported_row(row, CASE, 4) is None for row in ROWS)
+
+
+def test_the_scaling_over_ranks() -> None:
+    """Efficiency is the speedup over one GPU by the number of ranks. The simulation takes the link of the same ranks."""
+    two = [result(ONE, 200.0), result(RING, 125.0, attention_us=100.0, transfer_us=40.0), result(ULYSSES, None, refused="heads")]
+    four = [Result(CASE, RING, 4, 80.0, transfer_us=60.0), Result(CASE, ULYSSES, 4, 100.0)]
+    made = distributed.scaling([two, four])
+    assert made is not None
+    rows = list(zip(*(column.cells for column in made.columns), strict=True))
+    assert [row[:5] for row in rows] == [
+        (RING, "2", "125.0", "1.60", "80%"), (RING, "4", "80.0", "2.50", "62%"), (ULYSSES, "4", "100.0", "2.00", "50%"),
+    ]  # fmt: skip
+    assert rows[1][5] == f"{200 / distributed.simulated_us(CASE, 4, 200.0, 4 * 1024 / 4 * 128 * 3 / 60e-6):.2f}" and rows[2][5] == "–"
+    assert distributed.scaling([two]) is None and distributed.scaling([two[1:], four]) is None
+
+
+def test_long_cases_are_sampled_by_one_call() -> None:
+    by_name = {case.name: case for case in distributed.LONG}
+    assert distributed.calls_of(by_name["H24 D128 full 1024k"], 4) == 1 and distributed.calls_of(CASE, 2) == distributed.CALLS
 
 
 @pytest.mark.anywhere
@@ -96,10 +117,16 @@ def test_the_command_with_two_processes(tmp_path: Path, capsys: pytest.CaptureFi
     assert command.main(["distributed", "--case", "full", "--rounds", "1", "--json", str(file)]) == 0
     assert "Simulated ring" in (out := capsys.readouterr().out) and "2 ranks" in out
     found = {record["backend"]: record for record in map(json.loads, file.read_text().splitlines())}
-    assert list(found) == list(ROWS) and all(record["us"] > 0 for record in found.values())
+    assert list(found) == list(ROWS) and found.pop(MESH)["refused"] and all(record["us"] > 0 for record in found.values())
     for row in (ONE, RING, ULYSSES, ALL_GATHER):
         assert 0.01 < found[row]["relative_l2"] < 0.08
     for row in (ONE_BF16, RING_BF16, ULYSSES_BF16):
         assert found[row]["relative_l2"] < 0.005
     assert found[RING]["attention_us"] > 0 and found[RING]["transfer_us"] > 0 and 0 <= found[RING]["overlap"] <= 1
+    ranks = ["distributed", "--case", "causal", "--peer", "one GPU", "--peer", "2-D", "--peer", "ring", "--rounds", "1", "--ranks", "2", "4"]
+    assert command.main([*ranks, "--json", str(file)]) == 0 and "Scaling" in capsys.readouterr().out
+    more = [json.loads(line) for line in file.read_text().splitlines()]
+    mesh = next(record for record in more if record["backend"] == MESH and record["ranks"] == 4)
+    assert mesh["us"] > 0 and 0.01 < mesh["relative_l2"] < 0.08 and mesh["sent"] > 0
+    assert sum(record["backend"] == ONE for record in more) == 1
     assert command.main(["distributed", "--case", "nobody's"]) == 2 and "nobody's" in capsys.readouterr().err
