@@ -111,10 +111,10 @@ def verdicts() -> list[Verdict]:
     ]
 
 
-def rows_of_ranks() -> list[distributed.Result]:
+def rows_of_ranks(ranks: int = 2) -> list[distributed.Result]:
     case = dataclasses.replace(cases.PREFILL[0], name="H24 D128 causal 1024k")
     numbers = dict(sent=1_234_567_890, attention_us=123456.7, transfer_us=12345.6, relative_l2=0.0512)
-    return [distributed.Result(case, row, 2, 123456.7 * (i + 1), **numbers) for i, row in enumerate(distributed.ROWS)]
+    return [distributed.Result(case, row, ranks, 123456.7 * (i + 1), **numbers) for i, row in enumerate(distributed.ROWS)]
 
 
 def forwards() -> list[models.Result]:
@@ -139,6 +139,7 @@ SAMPLES: dict[str, Callable[[], list[Sheet]]] = {
     "decode.table": lambda: [decode.table([decode.Result(case, row, timing(16068.4), GOOD) for case in decode.CASES for row in decode.ROWS])],
     "model.table": lambda: [model.table([model.Result(row, 2.10166, 0.000149, 0.0000745, 0.99516) for row in accuracy.DRAWN], "a model " * 20)],
     "distributed.table": lambda: [distributed.table(rows_of_ranks())],
+    "distributed.scaling": lambda: [distributed.scaling([rows_of_ranks(), rows_of_ranks(4)])],
     "distributed.simulation": lambda: [distributed.simulation(rows_of_ranks(), 50e9)],
     "models.table": lambda: [models.table(forwards(), gpu) for gpu in (True, False)],
     "needle.table": lambda: [needle.table(needles())],
