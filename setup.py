@@ -7,6 +7,7 @@ wheel serves every Python, and every torch that has the stable ABI: it is of a p
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -59,8 +60,10 @@ class BuildWithKernels(build_py):
         unknown = [arch for arch in ARCHITECTURES if arch not in device.ARCHITECTURES]
         if unknown:
             raise SetupError(f"FP8ATTN_PREBUILD names {unknown[0]}; it must name some of {', '.join(map(str, device.ARCHITECTURES))}")
-        for arch in ARCHITECTURES:
-            build.prebuild(Path(self.build_lib) / "fp8attn" / "cuda" / "prebuilt", arch)
+        folder = Path(self.build_lib) / "fp8attn" / "cuda" / "prebuilt"
+        kept = {library for arch in ARCHITECTURES for library in build.prebuild(folder, arch)}
+        for library in set(folder.iterdir()) - kept:  # of an earlier build, from other sources
+            shutil.rmtree(library)
 
 
 class AnyPython(bdist_wheel):

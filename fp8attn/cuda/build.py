@@ -572,9 +572,12 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     return (*(hopper if arch // 10 == 9 else ()), general_quantize.INSTANCES, *filter(None, others))
 
 
-def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> None:
+def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] | None = None) -> list[Path]:
     """Compile the binding and all libraries for an architecture, or only `libraries`, ahead of time. A wheel contains
     `folder` as PREBUILT. A CPU build of torch suffices.
+
+    Returns:
+        Their folders, those that were there before included.
 
     Raises:
         BuildError: they can't be compiled here.
@@ -592,6 +595,7 @@ def prebuild(folder: Path, arch: int, libraries: tuple[tuple[Config, ...], ...] 
             into.mkdir(parents=True, exist_ok=True)
             for name in (f"{part.name}.so", "build_meta.json"):
                 shutil.copy(Path(staging) / name, into / name)
+    return [folder / part.name for part in parts]
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:

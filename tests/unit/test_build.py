@@ -375,6 +375,13 @@ def test_a_wheels_record_that_is_not_whole(machine: Machine, record: str) -> Non
     assert f"{meta_of(folder)} {RECORDS[record][1]}" in words and "install fp8attn again" in words
 
 
+def test_prebuilding_tells_what_the_wheel_contains(machine: Machine) -> None:
+    """What was there already, too: whatever else is in the folder is of other sources."""
+    first = build.prebuild(build.PREBUILT, 90, (INSTANCE,))
+    assert len(first) == 2 and set(first) == set(build.PREBUILT.iterdir())
+    assert build.prebuild(build.PREBUILT, 90, (INSTANCE,)) == first
+
+
 @pytest.mark.parametrize("left", (0, 100, 5000, None))
 def test_half_a_library_is_not_loaded(machine: Machine, left: int | None) -> None:
     """To load one whose record says more bytes would end the process by a bus error. None: it isn't there."""
