@@ -83,7 +83,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       shared.k_scale[stage].own = unit * scale;
       ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
-      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], (first_page(tile) + n) * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
+      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], first_value(tile) + n * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
       if (!S::skips_blocks && after == blocks) write_next_work_tile<C>(shared, schedule, round);
       if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);

@@ -33,7 +33,7 @@ def test_pages_are_shuffled_and_each_is_one_sequence_s() -> None:
 
 @pytest.mark.parametrize("case", (SMALL, RAGGED), ids=lambda case: case.name)
 def test_rows_attend_to_the_same(case: DecodeCase) -> None:
-    rows = [row for row in ROWS if row.needs() is None]
+    rows = [row for row in ROWS if row.needs() is None and "cuda" not in row.name]  # tensors are on the CPU, also beside a GPU
     assert {row.name for row in rows} >= {"fp8attn triton", "fp8attn append", "SDPA bf16"}
     results = decode.measure(case, rows, BAD, SHORT, CPU)
     for result in results:

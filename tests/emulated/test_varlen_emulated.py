@@ -15,8 +15,9 @@ from fp8attn.cuda import configs
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import VARLEN_GROUPS, HopperConfig
 from fp8attn.device import device_of
+from fp8attn.layout import first_unit, padded_length
 from fp8attn.quantization import quantize_packed
-from fp8attn.recipe import Packed
+from fp8attn.recipe import SCALE_BLOCK, Packed
 from fp8attn.triton import varlen
 from mutants import VARLEN_MUTANTS
 from ragged import TYPICAL, Ragged, alone, varlen_call
@@ -48,7 +49,13 @@ def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32) -> Call:
     starts_q, starts_k, used = case.starts(CPU)
     query = fp8attn.quantize(q, cu_seqlens_q=starts_q)
     key, value = quantize_packed(*(x.transpose(0, 1)[None] for x in (k, v)), Recipe(), Packed(starts_k, used, k.shape[0]))
-    value.data.view(torch.uint8)[value.data.view(torch.uint8) == 0x7F] = 0
+    pages = torch.ones(value.data.shape[3] // SCALE_BLOCK, dtype=torch.bool)
+    for i, (begin, length) in enumerate(Packed(starts_k, used, k.shape[0]).spans()):
+        first = first_unit(begin, i, SCALE_BLOCK)
+        pages[first : first + padded_length(length) // SCALE_BLOCK] = False
+    # a quantizer writes nothing to pages without tokens: what was there may be NaN
+    value.data.view(torch.uint8)[..., pages.repeat_interleave(SCALE_BLOCK)] = 0x7F
+    key.scale[..., pages] = torch.nan
     call = varlen_call((query, key, value), q, {**case.options(CPU), "recipe": Recipe()})
     return dataclasses.replace(call, out_dtype=out_dtype)
 
