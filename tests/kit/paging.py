@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from closeness import E4M3_STEP, LOG2E, TENSOR_CORE_STEP, relative
 from fp8attn import KVCache, PagedBatch, PageTable, Recipe, paged_sdpa, pages
 from fp8attn.pages import PAGE, RECENT, Pages
+from strategies import of_few_kinds
 
 RECIPES = st.builds(
     Recipe, smooth_k=st.booleans(), smooth_v=st.booleans(), rotate=st.sampled_from((0, 16, 64, 256)), qk=st.sampled_from(("e4m3", "int8"))
@@ -52,10 +53,28 @@ class Problem:
         return tuple(x.to(device, self.dtype) for x in (q, k, v))  # type: ignore[return-value]
 
 
-problems = st.builds(
+any_problems = st.builds(
     Problem, st.integers(1, 560), st.integers(1, 2), st.sampled_from((1, 1, 3)), DIMS, DIMS,
     st.sampled_from((torch.float16, torch.bfloat16, torch.float32)), st.sampled_from(DISTRIBUTIONS), RECIPES, st.integers(0, 2**31),
 )  # fmt: skip
+
+PLAIN = Problem(300, 1, 1, 64, 64, torch.bfloat16, "normal", Recipe(), 0)
+KINDS = (
+    PLAIN,
+    dataclasses.replace(PLAIN, dim=128, value_dim=128, group=3, dtype=torch.float16),
+    dataclasses.replace(PLAIN, dim=40, dtype=torch.float32, recipe=Recipe(qk="int8", rotate=16, smooth_v=False)),
+    dataclasses.replace(PLAIN, dim=128, value_dim=40, recipe=Recipe(qk="int8", rotate=256, smooth_k=False)),
+    dataclasses.replace(PLAIN, dim=16, value_dim=16, dtype=torch.float16, recipe=Recipe(rotate=0)),
+)
+"""What problems of the default tier on a GPU are like."""
+
+
+def like(problem: Problem, kind: Problem) -> Problem:
+    """`problem` with the properties that kernels are compiled for of `kind`."""
+    return dataclasses.replace(kind, length=problem.length, kv_heads=problem.kv_heads, distribution=problem.distribution, seed=problem.seed)
+
+
+problems = of_few_kinds(any_problems, like, KINDS)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -134,12 +134,10 @@ PLAIN = replace(TYPICAL, unused=5, dtype=torch.float16, is_causal=False)
 KINDS = (
     PLAIN,
     replace(PLAIN, dim=128, value_dim=128, is_causal=True),
-    replace(PLAIN, window=(20, 0), sinks=True),
-    replace(PLAIN, dim=128, value_dim=128, softcap=3.0, window=(64, 20)),
+    replace(PLAIN, dim=128, value_dim=64, window=(20, 0), qk="int8", kv_heads=1, group=1, sinks=True),
+    replace(PLAIN, dim=128, value_dim=128, softcap=3.0, window=(64, 20), sinks=True),
     replace(PLAIN, dim=40, value_dim=24, dtype=torch.float32, unused=0, qk="int8", k_granularity="token"),
-    replace(PLAIN, value_dim=96, compute="f16", is_causal=True, softcap=3.0, sinks=True),
-    replace(PLAIN, dim=128, value_dim=64, qk="int8", kv_heads=1, group=1, sinks=True),
-    replace(PLAIN, dim=40, value_dim=64, dtype=torch.float32, compute="f16", window=(1, 150)),
+    replace(PLAIN, value_dim=96, compute="f16", is_causal=True, softcap=3.0),
 )
 """What problems of the default tier on a GPU are like."""
 

@@ -74,12 +74,9 @@ KINDS = tuple(
     for i, (softcap, sinks, window, masked) in enumerate(
         (
             (3.0, False, None, False),
-            (30.0, True, None, False),
-            (0.0, True, None, True),
-            (3.0, True, (40, 0), False),
-            (50.0, False, (130, 20), False),
-            (30.0, False, None, True),
+            (30.0, True, None, True),
             (0.0, True, None, False),
+            (50.0, True, (130, 20), False),
             (0.0, True, (-1, 0), False),
         )
     )
