@@ -106,6 +106,6 @@ def needs(library: str) -> None:
     """End the script if a library can't be imported."""
     try:
         __import__(library)
-    except ImportError:
-        print(f"this example needs {library}: pip install {library}", file=sys.stderr)
+    except ImportError as error:
+        print(f"this example needs {library}: pip install {library} ({error})", file=sys.stderr)
         sys.exit(2)

@@ -135,10 +135,15 @@ def sample_step(length: int) -> int:
     return max(1, -(-length // SAMPLE))
 
 
+def sampled_before(position: int, length: int) -> int:
+    """Number of sampled tokens before a position, in a sequence of `length` tokens."""
+    stride = sample_step(length) * LANES
+    return position // stride * LANES + min(position % stride, LANES)
+
+
 def sample_size(length: int) -> int:
     """Number of tokens that are sampled."""
-    stride = sample_step(length) * LANES
-    return length // stride * LANES + min(length % stride, LANES)
+    return sampled_before(length, length)
 
 
 def key_mean(k: torch.Tensor) -> torch.Tensor:
@@ -158,8 +163,9 @@ def k_sample(k: torch.Tensor, first: int, total: int) -> torch.Tensor:
         first: position of the part in its sequence.
         total: tokens of the sequence.
     """
-    tokens = torch.arange(first, first + k.shape[2], device=k.device)
-    return k[:, :, tokens // LANES % sample_step(total) == 0]
+    # indices are made on the device: to look for them, the host would wait for it
+    sample = torch.arange(sampled_before(first, total), sampled_before(first + k.shape[2], total), device=k.device)
+    return k.index_select(2, sample // LANES * (LANES * sample_step(total)) + sample % LANES - first)
 
 
 def mean_of_sample(sample: torch.Tensor) -> torch.Tensor:

@@ -333,12 +333,11 @@ class _Call:
             own = packed(flat, form.kv_forms(held([mine]))) if flat else q.new_empty(0, dtype=torch.uint8)
             runs: Spans = self.q_spans[ranks.rank]
             out, lse = self._attended(queries, runs, own, spans, found, share)
-            out = out.to(self.checked.out_dtype)
         else:
             queries, runs, own, order = self._traded(queries, tensors, spans[ranks.outer_rank])
             heads = _kv_heads(form, ranks.inner_rank, ranks.inner_size)
             out, lse = self._attended(queries, runs, own, spans, of_heads(found, heads), share)
-            out, lse = self._returned(out.to(self.checked.out_dtype), lse, order, return_lse)
+            out, lse = self._returned(out, lse, order, return_lse)
         if return_lse and found is not None and found.k_mean is not None:
             lse = ops.library_ops.unsmoothed_lse(lse.contiguous(), q, found.k_mean, self.checked.softmax_scale, form.rotated)
         return out, lse
@@ -387,7 +386,7 @@ class _Call:
             form: of the tensors in the buffers.
 
         Returns:
-            float32 out (B, H, S, Dv) and LSE (B, H, S), for K without its mean.
+            out (B, H, S, Dv) in the call's output dtype, and LSE (B, H, S), for K without its mean.
         """
         like = q.data if isinstance(q, Quantized) else q
         total = Accumulator(like, form.value_dim)
@@ -415,7 +414,7 @@ class _Call:
                 attend(buffer, index)
                 if transfer is not None:
                     buffer = transfer.wait()
-        return total.result()
+        return total.result(self.checked.out_dtype)
 
     def _attend(self, total: Accumulator, q: torch.Tensor | Quantized, runs: Spans, part: Part) -> None:
         """Add attention to a part of the keys."""

@@ -11,7 +11,6 @@ from .. import ops, rotation
 from ..ambient import shielded
 from ..layout import padded_length
 from ..quantization import (
-    LANES,
     TOKEN_CHUNK,
     PartialStatistics,
     Statistics,
@@ -20,7 +19,7 @@ from ..quantization import (
     quantize_q,
     row_scales,
     row_type,
-    sample_step,
+    sampled_before,
     scale_shape,
     statistics,
 )
@@ -105,16 +104,10 @@ class Format:
         for span in spans:
             rows = (self.batch, self.kv_heads)
             values = Form((*rows, self.value_dim), torch.float32)
-            sampled = _sampled_before(span.first + span.length, total) - _sampled_before(span.first, total) if self.recipe.smooth_k else 0
+            sampled = sampled_before(span.first + span.length, total) - sampled_before(span.first, total) if self.recipe.smooth_k else 0
             sums = Form((*rows, -(-span.length // TOKEN_CHUNK), self.value_dim), torch.float32)
             forms += [Form((*rows, sampled, self.head_dim), self.dtype), sums, values, values]
         return forms
-
-
-def _sampled_before(position: int, total: int) -> int:
-    """Tokens before a position that K's mean is taken over, in a sequence of `total` tokens."""
-    period = sample_step(total) * LANES
-    return position // period * LANES + min(position % period, LANES)
 
 
 def _cut(x: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:

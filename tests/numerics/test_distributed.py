@@ -466,25 +466,33 @@ def test_a_zigzag_rank_attends_to_its_own_keys_in_two_calls() -> None:
     ]
 
 
-@given(st.integers(1, 5), st.integers(0, 2**31))
-def test_the_accumulator_combines(count: int, seed: int) -> None:
-    """Sets of some rows, in float64: rows that saw nothing, and rows that aren't numbers."""
+@pytest.mark.parametrize("by_kernel", (True, False), ids=("kernel", "plain"))
+@given(count=st.integers(1, 5), seed=st.integers(0, 2**31), dtype=st.sampled_from((torch.float32, torch.float16)))
+def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Sets of some rows, in float64: rows that saw nothing, and rows that aren't numbers. In another dtype, float32's bits, rounded."""
     generator = torch.Generator().manual_seed(seed)
-    outs = torch.randn(count, 1, 2, 9, 4, generator=generator)
-    lses = torch.randn(count, 1, 2, 9, generator=generator) * 20
+    outs = torch.randn(count, 1, 2, 39, 5, generator=generator)
+    lses = torch.randn(count, 1, 2, 39, generator=generator) * 20
     lses[torch.rand(lses.shape, generator=generator) < 0.2] = -math.inf
     outs[lses == -math.inf] = 0.0
     lses[0, 0, 0, 0] = outs[0, 0, 0, 0] = torch.nan
-    total = Accumulator(torch.zeros(1, 2, 9, 8), 4)
-    for i in range(count):
-        start, stop = (0, 9) if i % 2 == 0 else (3, 7)
-        lses[i, :, :, :start] = lses[i, :, :, stop:] = -math.inf
-        outs[i, :, :, :start] = outs[i, :, :, stop:] = 0.0
-        total.add(start, stop, outs[i, :, :, start:stop].clone(), lses[i, :, :, start:stop].clone())
+    outs, lses = outs.to(device), lses.to(device)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "has_kernels", lambda _: by_kernel)
+        for of in (torch.float32, dtype):
+            total = Accumulator(torch.zeros(1, 2, 39, 8, device=device), 5)
+            for i in range(count):
+                start, stop = (0, 39) if i % 2 == 0 else (3, 37)
+                lses[i, :, :, :start] = lses[i, :, :, stop:] = -math.inf
+                outs[i, :, :, :start] = outs[i, :, :, stop:] = 0.0
+                total.add(start, stop, outs[i, :, :, start:stop].clone(), lses[i, :, :, start:stop].clone())
+            found.append(total.result(of))
     expected, expected_lse = reference.combine(outs.double(), lses.double())
-    out, lse = total.result()
+    (out, lse), (rounded, same_lse) = found
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(rounded.nan_to_num(7.0), out.to(dtype).nan_to_num(7.0)) and torch.equal(lse.nan_to_num(7.0), same_lse.nan_to_num(7.0))
 
 
 def test_buffers_hold_what_was_packed() -> None:
