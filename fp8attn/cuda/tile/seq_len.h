@@ -41,8 +41,8 @@ __device__ inline int first_key(const PackedTile& tile) { return tile.k_begin; }
 __device__ inline int first_page(const Tile&) { return 0; }
 __device__ inline int first_page(const PackedTile& tile) { return tile.page; }
 __device__ inline int first_value(const Tile&) { return 0; }
-// Nobody has written the page of a sequence without keys. It may hold NaN, which P = 0 doesn't hide. Behind V, TMA reads
-// zeros.
+// Nobody has written the page of a sequence without keys. It may hold NaN, which P = 0 doesn't hide. Behind V, TMA
+// reads zeros.
 __device__ inline int first_value(const PackedTile& tile) { return tile.kv_length > 0 ? tile.page * KEYS : 1 << 30; }
 
 // The sequence of a tile, of whose values there are scales and means.
