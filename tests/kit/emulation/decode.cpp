@@ -11,6 +11,5 @@ extern "C" bool decode(const void* params, int bytes) {
   constexpr long patience = 20000;
   auto* kernel = p.half ? fp8attn::decode<Instance, __half> : fp8attn::decode<Instance, __nv_bfloat16>;
   if (!cta::run(kernel, p, p.ctas, DECODE_THREADS, 1, patience)) return false;
-  const int row_tiles = (p.q_heads / p.kv_heads * p.q_length + ROWS - 1) / ROWS;
-  return cta::run(combine_decoded<Instance>, p, p.batches * p.kv_heads * row_tiles * combining_ctas_of_tile(p), COMBINERS, 1, patience);
+  return cta::run(combine_decoded<Instance>, p, p.batches * p.kv_heads * row_tiles(p) * combining_ctas_of_tile(p), COMBINERS, 1, patience);
 }
