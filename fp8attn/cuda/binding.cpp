@@ -364,7 +364,8 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
   p.batches = q.size(0), p.q_heads = q.size(1), p.kv_heads = k.size(1), p.q_length = q.size(2);
   p.every_page = k.size(0), p.every_sequence = recent_k.size(0);
-  p.group = p.q_heads / p.kv_heads, p.ctas = ctas, p.part_height = results[2].size(1);
+  p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
+  p.ctas = ctas, p.part_height = results[2].size(1);
   p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(results[0].scalar_type());

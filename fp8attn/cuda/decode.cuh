@@ -53,6 +53,7 @@ struct alignas(1024) DecodeStorage {
   };
   float v_scale[C.head_dim], v_mean[C.head_dim];
   float row_scale[ROWS], mean_score[ROWS];
+  int position[ROWS];
   OfWarps<float> m, l, weight;  // of the sums; `weight` makes them parts of the tile's
   PageScales scales[C.stages];
   DecodeTiles tiles[2];  // the warps' tile, and the next one, by turns
@@ -61,16 +62,16 @@ struct alignas(1024) DecodeStorage {
 
 // How the warps share a tile: as many groups of eight rows, 1, 2, 4 or 8, and in each of these as many warps.
 struct WarpShares {
-  int groups, sharers;
+  int bits, groups, sharers;
 
-  __device__ explicit WarpShares(const DecodeParams& p) : groups(1) {
-    while (groups < DECODE_WARPS && groups * QUERY_GROUP < p.part_height) groups *= 2;
-    sharers = DECODE_WARPS / groups;
-  }
+  __device__ explicit WarpShares(const DecodeParams& p)
+      : bits((p.part_height > QUERY_GROUP) + (p.part_height > 2 * QUERY_GROUP) + (p.part_height > 4 * QUERY_GROUP)),
+        groups(1 << bits),
+        sharers(DECODE_WARPS >> bits) {}
 
-  __device__ int group(int warp) const { return warp % groups; }
+  __device__ int group(int warp) const { return warp & (groups - 1); }
 
-  __device__ int share(int warp) const { return warp / groups; }
+  __device__ int share(int warp) const { return warp >> bits; }
 };
 
 // One warp loads the blocks of all tiles of the CTA.
@@ -225,23 +226,26 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
     const DecodeTiles& tile = shared.tiles[turn];
     if (!tile.exists()) break;
     const int64_t pair = int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head;
+    if (threadIdx.x < DIM / 4) {
+      ptx::cp_async_16(shared.v_scale + 4 * threadIdx.x, p.v_scale + pair * DIM + 4 * threadIdx.x, true);
+      ptx::cp_async_16(shared.v_mean + 4 * threadIdx.x, p.v_mean + pair * DIM + 4 * threadIdx.x, true);
+    }
     quantize_queries<T, DIM, DECODERS, C.int8>(p, tile, shared.q, shared.row_scale, shared.mean_score);
-    if (threadIdx.x < DIM) shared.v_scale[threadIdx.x] = p.v_scale[pair * DIM + threadIdx.x], shared.v_mean[threadIdx.x] = p.v_mean[pair * DIM + threadIdx.x];
+    if (threadIdx.x < ROWS) shared.position[threadIdx.x] = QueryRow(p, tile.row, tile.kv_head, tile.row_tile * ROWS + threadIdx.x).position;
     if (threadIdx.x == DECODERS - 1) {
       DecodeTiles next = tile;
       next.next(p);
       shared.tiles[turn ^ 1] = next;
     }
+    ptx::cp_async_wait();
     ptx::warps_sync<DECODERS>(1);
-    int position[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) position[r] = QueryRow(p, tile.row, tile.kv_head, tile.row_tile * ROWS + first_row + f.column + r).position;
     PagedRows<DIM> rows;
-    const int first = tile.begin + shares.share(warp), end_of_pages = min(tile.end, tile.blocks.pages);
-    int block = first;
+    const int end_of_pages = min(tile.end, tile.blocks.pages);
+    int block = tile.begin + shares.share(warp);
     for (; block < end_of_pages; block += shares.sharers) {
       const Ring<C.stages> ring = ring_at(tile.before + block);
       const int stage = ring.stage;
+      const int* position = shared.position + first_row + f.column;
       const bool hidden[2] = {own_page(position[0]) <= block, own_page(position[1]) <= block};
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);
       const PageScales scales = shared.scales[stage];
@@ -275,7 +279,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       rows.add_values(shared.v[stage], probabilities, alpha, beta);
       release(shared.v_empty[stage]);
     }
-    if (block > first) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score + first_row + f.column, f);
+    if (tile.begin + shares.share(warp) < end_of_pages) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score + first_row + f.column, f);
 
     for (; block < tile.end; block += shares.sharers) {
       const Ring<C.stages> ring = ring_at(tile.before + block);
@@ -283,13 +287,13 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       const HalfQueries<T, DIM> queries(p, tile, first_row, f);
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);
       ptx::mbarrier_wait(&shared.v_full[stage], ring.phase);
-      rows.attend_to_half_block(shared.k[stage], shared.v[stage], start, queries, position, p.score_scale, f);
+      rows.attend_to_half_block(shared.k[stage], shared.v[stage], start, queries, shared.position + first_row + f.column, p.score_scale, f);
       release(shared.k_empty[stage]), release(shared.v_empty[stage]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float row_scale = shared.row_scale[first_row + f.column + r];
-      if (row_scale != row_scale && position[r] >= 0) rows.l[r] = NAN;
+      const int mine = first_row + f.column + r;
+      if (shared.position[mine] >= 0 && shared.row_scale[mine] != shared.row_scale[mine]) rows.l[r] = NAN;
     }
     store_rows(p, shared, tile, rows, f);
   }
@@ -350,19 +354,27 @@ __global__ void __launch_bounds__(COMBINERS) combine_decoded(const __grid_consta
   ptx::wait_for_grids_before();
   if (first == last || mine >= p.part_height || !query.exists) return;
   const auto place = [&](int cta) { return int64_t(DecodeTiles::place(cta, cta == first)) * p.part_height + mine; };
-  const auto row_of = [&](int cta) { return *reinterpret_cast<const float2*>(p.part_rows + 2 * place(cta)); };
   float largest = -INFINITE, sum = 0.0f, o[2 * PAIRS] = {};
-  for (int cta = first; cta <= last; ++cta) largest = fmaxf(largest, row_of(cta).x);
-#pragma unroll 4
-  for (int cta = first; cta <= last; ++cta) {
-    const float2 of_cta = row_of(cta);
-    const float weight = ptx::exp2_approx(of_cta.x - finite_or_zero(largest));
-    sum = fmaf(weight, of_cta.y, sum);
-    const float* from = p.parts + place(cta) * DIM + 2 * lane;
+  for (int start = first; start <= last; start += 32) {  // each lane has the sums of one part
+    const int parts = min(last + 1 - start, 32);
+    const float2 of_part = lane < parts ? *reinterpret_cast<const float2*>(p.part_rows + 2 * place(start + lane)) : float2{-INFINITE, 0.0f};
+    float m = fmaxf(largest, of_part.x);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(from + 64 * i);
-      o[2 * i] = fmaf(weight, pair.x, o[2 * i]), o[2 * i + 1] = fmaf(weight, pair.y, o[2 * i + 1]);
+    for (int distance = 16; distance > 0; distance /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, distance));
+    const float kept = ptx::exp2_approx(largest - finite_or_zero(m)), weight = ptx::exp2_approx(of_part.x - finite_or_zero(m));
+    largest = m, sum *= kept;
+#pragma unroll
+    for (float& x : o) x *= kept;
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) {
+      const float* from = p.parts + place(start + i) * DIM + 2 * lane;
+      const float factor = __shfl_sync(~0u, weight, i);
+      sum = fmaf(factor, __shfl_sync(~0u, of_part.y, i), sum);
+#pragma unroll
+      for (int j = 0; j < PAIRS; ++j) {
+        const float2 pair = *reinterpret_cast<const float2*>(from + 64 * j);
+        o[2 * j] = fmaf(factor, pair.x, o[2 * j]), o[2 * j + 1] = fmaf(factor, pair.y, o[2 * j + 1]);
+      }
     }
   }
   if (query.real && !row.exists) sum = NAN;

@@ -59,7 +59,7 @@ class DecodeConfig:
     def shared_bytes(self) -> int:
         """sizeof(DecodeStorage), in bytes."""
         tiles = self.stages * 2 * KEYS * self.head_dim + max(ROWS * (self.head_dim + 16), 4 * ROWS * SLICE)
-        return round_up(tiles + 4 * (2 * self.head_dim + 5 * ROWS) + (8 + 4 * 8) * self.stages + 2 * TILE_BYTES, 1024)
+        return round_up(tiles + 4 * (2 * self.head_dim + 6 * ROWS) + (8 + 4 * 8) * self.stages + 2 * TILE_BYTES, 1024)
 
     @property
     def name(self) -> str:

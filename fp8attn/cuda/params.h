@@ -192,7 +192,7 @@ struct DecodeParams {
   int64_t q_strides[3], table_stride;
 
   int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;
-  int group;              // query heads of a key/value head
+  int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
   int ctas, part_height;  // of the grid; rows of a tile in parts
   int part;               // channels that are rotated together; 0: none
   float inverse_part, score_scale;  // the latter: softmax scale times log2 e

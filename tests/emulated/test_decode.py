@@ -173,7 +173,7 @@ MUTANTS = {
     "page of another head": ("decode.cuh", "number * p.kv_heads + tile.kv_head : -1", "number * p.kv_heads : -1"),
     "sums counted eight times": ("tile/paged_rows.h", "if (f.row != 0) l[0] = l[1] = 0.0f;", ""),
     "a CTA's second place": ("tile/paged_schedule.h", "return 2 * cta + begins_here;", "return 2 * cta;"),
-    "a part left out": ("decode.cuh", "for (int cta = first; cta <= last; ++cta) {", "for (int cta = first; cta < last; ++cta) {"),
+    "a part left out": ("decode.cuh", "min(last + 1 - start, 32)", "min(last - start, 32)"),
     "the page before": ("decode.cuh", "? pages[mine] : -1", "? pages[max(mine - 1, 0)] : -1"),
     "unpermuted V": ("tile/paged_rows.h", "e4m3x4(of[0], of[1], of[2], of[3])", "e4m3x4(of[0], of[2], of[1], of[3])"),
     "P not transposed": ("tile/paged_rows.h", "= ptx::transposed(low)", "= low"),

@@ -23,22 +23,27 @@ constexpr int QUERY_PITCH = DIM + 16;
 template <typename T, int DIM, int THREADS, bool INT8>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles& tile, uint8_t* codes, float (&row_scale)[ROWS], float (&mean_score)[ROWS]) {
   const RowTeam team(DIM);
-  const TeamRotation rotation(p.part, team, p.inverse_part);
-  const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
-  float mean[CHUNK] = {};
+  const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
+  int mine = threadIdx.x / team.lanes;
+  if (mine - above >= rows) return;
+  const auto load = [&](int index) {
+    const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + index);
+    Chunk<T> chunk;
+    if (index < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
+    return chunk;
+  };
+  Chunk<T> chunk = load(mine);  // in flight together with the mean
+  alignas(16) float mean[CHUNK] = {};
   if (tile.blocks.pages > 0) {  // else the sequence may have none yet
     const float* from = p.k_mean + (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + team.channel;
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) mean[i] = from[i];
+    for (int i = 0; i < CHUNK; i += 4) *reinterpret_cast<float4*>(mean + i) = *reinterpret_cast<const float4*>(from + i);
   }
+  const TeamRotation rotation(p.part, team, p.inverse_part);
+  const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
   rotation.unrotate(mean);  // over `unit`, which is a power of two
-  const int rows = tile.height(p), at_once = THREADS / team.lanes;
 #pragma unroll 1
-  for (int first = 0; first < rows; first += at_once) {
-    const int mine = first + int(threadIdx.x) / team.lanes;
-    const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + mine);
-    Chunk<T> chunk;
-    if (mine < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
+  for (; mine - above < rows; mine += THREADS / team.lanes, chunk = load(mine)) {
     float x[CHUNK], sum = 0.0f;
     chunk.floats(x);
 #pragma unroll

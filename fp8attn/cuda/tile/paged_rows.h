@@ -178,7 +178,7 @@ struct PagedRows {
 
   // Attends to a block in half precision, from token `start` on. `k`, `v`: panels of HALF_BLOCK rows of 128 bytes.
   template <typename T>
-  __device__ void attend_to_half_block(const uint8_t* k, const uint8_t* v, int start, const HalfQueries<T, DIM>& queries, const int (&position)[2],
+  __device__ void attend_to_half_block(const uint8_t* k, const uint8_t* v, int start, const HalfQueries<T, DIM>& queries, const int* positions,
                                        float score_scale, Fragment f) {
     using Tokens = SharedTile<HALF_BLOCK, HALF_PANEL, true>;
     constexpr int PANEL_CHANNELS = HALF_PANEL / 2;
@@ -199,6 +199,7 @@ struct PagedRows {
       }
     }
     bool nonfinite = false;
+    const int position[2] = {positions[0], positions[1]};
     float largest[2] = {-INFINITE, -INFINITE}, alpha[2], beta[2], sum[2] = {};
 #pragma unroll
     for (int t = 0; t < HALF_BLOCK / 16; ++t)

@@ -30,6 +30,9 @@ struct BatchRow {
 // Tiles of rows of a key/value head.
 __host__ __device__ inline int row_tiles(const DecodeParams& p) { return (p.group * p.q_length + ROWS - 1) / ROWS; }
 
+// The query of a row of a key/value head, without a division. There are at most 256 rows, of which a group is a part.
+__device__ inline int query_of(const DecodeParams& p, int row) { return row * p.group_inverse >> 16; }
+
 // The blocks that ROWS rows of a key/value head attend to: complete pages, then blocks in half precision, from block
 // `first_half` of the sequence on. Row i is query i / group of the head's query head i % group.
 struct TileBlocks {
@@ -39,8 +42,8 @@ struct TileBlocks {
 
   __device__ TileBlocks(const DecodeParams& p, const BatchRow& row, int row_tile) {
     const int start = row.end - row.count;
-    const int first = row_tile == 0 ? 0 : row_tile * ROWS / p.group;
-    const int last = row_tile == row_tiles(p) - 1 ? row.count - 1 : min((row_tile * ROWS + ROWS - 1) / p.group, row.count - 1);
+    const int first = query_of(p, row_tile * ROWS);
+    const int last = min(query_of(p, row_tile * ROWS + ROWS - 1), row.count - 1);
     if (!row.exists || first > last) return;
     // The page behind the table isn't there. Rows that see it are NaN, whatever comes after it.
     pages = min((start + last) / KEYS, p.table_width + 1);
@@ -179,7 +182,7 @@ struct QueryRow {
   int position;       // of the token; -1 if it isn't one
 
   __device__ QueryRow(const DecodeParams& p, const BatchRow& row, int kv_head, int index) {
-    query = index / p.group, head = kv_head * p.group + index % p.group;
+    query = query_of(p, index), head = kv_head * p.group + index - query * p.group;
     exists = query < p.q_length, real = query < row.count;
     position = real ? row.end - row.count + query : -1;
   }
