@@ -5,8 +5,8 @@
 // precision; each takes 256 D bytes of shared memory. One warp loads blocks by TMA, as many ahead as there are stages.
 // Eight warps attend. A warp has eight rows and whole blocks: if the tile has eight rows, each warp has every eighth
 // block; if it has 64, all warps have all blocks. So warps wait for each other only at the end of a tile, where they
-// add their sums. Where CTAs share a tile, they store partial results, and a second kernel adds these in the order of
-// the keys.
+// add their sums. Where CTAs share a tile, they store partial results, and the last one to do so adds these, in the
+// order of the keys.
 #pragma once
 
 #include "config.h"
@@ -25,8 +25,6 @@ namespace fp8attn {
 constexpr int DECODERS = 256;  // threads that attend
 constexpr int DECODE_WARPS = DECODERS / 32;
 constexpr int DECODE_THREADS = DECODERS + 32;  // and a warp that loads
-constexpr int COMBINERS = 64;                 // threads of the second kernel, few, so that it fits beside the first one
-constexpr int COMBINED_ROWS = COMBINERS / 32;  // a warp has a row
 constexpr int SLICE_CHANNELS = 64;             // of the sums that warps exchange at once
 constexpr int SLICE_PITCH = SLICE_CHANNELS + 4;  // floats; a warp's stores have no bank conflicts
 static_assert(DECODE_WARPS * QUERY_GROUP == ROWS);
@@ -57,6 +55,8 @@ struct alignas(1024) DecodeStorage {
   OfWarps<float> m, l, weight;  // of the sums; `weight` makes them parts of the tile's
   PageScales scales[C.stages];
   DecodeTiles tiles[2];  // the warps' tile, and the next one, by turns
+  BlockShares shares;
+  bool is_last;  // whether the CTA is the last one to store its part of the tile
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
@@ -205,9 +205,80 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
   }
 }
 
+// Adds the parts of a tile that several CTAs share, in the order of the keys, in the last CTA that has stored its part.
+// Called by all decoders. Not inlined: its loads would take registers from the loop over pages.
+template <DecodeConfig C>
+__device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<C>& shared, const DecodeTiles& tile) {
+  constexpr int DIM = C.head_dim, PAIRS = DIM / 64, TICKET_BITS = 8;
+  const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
+  const int first = shared.shares.cta_of(start), last = shared.shares.cta_of(start + tile.blocks.size() - 1);
+  ptx::warps_sync<DECODERS>(1);
+  if (threadIdx.x == 0) {
+    int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;
+    const int shift = TICKET_BITS * tile.row_tile;
+    __threadfence();  // the part is stored, as all threads see it, before the ticket says so
+    shared.is_last = (atomicAdd(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == last - first;
+    if (shared.is_last) atomicAdd(ticket, -(last - first + 1) * (1 << shift));
+    __threadfence();
+  }
+  ptx::warps_sync<DECODERS>(1);
+  if (!shared.is_last) return;
+  for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODE_WARPS) {
+    const auto place = [&](int cta) { return int64_t(DecodeTiles::place(cta, cta == first)) * p.part_height + mine; };
+    float largest = -INFINITE, sum = 0.0f, o[2 * PAIRS] = {};
+    for (int from = first; from <= last; from += 32) {  // each lane has the sums of one part
+      const int parts = min(last + 1 - from, 32);
+      const float2 of_part = lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * place(from + lane))) : float2{-INFINITE, 0.0f};
+      float m = fmaxf(largest, of_part.x);
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, distance));
+      const float kept = ptx::exp2_approx(largest - finite_or_zero(m)), weight = ptx::exp2_approx(of_part.x - finite_or_zero(m));
+      largest = m, sum *= kept;
+#pragma unroll
+      for (float& x : o) x *= kept;
+#pragma unroll (DIM > 128 ? 4 : 8)
+      for (int i = 0; i < parts; ++i) {
+        const float* part = p.parts + place(from + i) * DIM + 2 * lane;
+        const float factor = __shfl_sync(~0u, weight, i);
+        sum = fmaf(factor, __shfl_sync(~0u, of_part.y, i), sum);
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+          const float2 pair = __ldcg(reinterpret_cast<const float2*>(part + 64 * j));
+          o[2 * j] = fmaf(factor, pair.x, o[2 * j]), o[2 * j + 1] = fmaf(factor, pair.y, o[2 * j + 1]);
+        }
+      }
+    }
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.row_tile * ROWS + mine).index(p, tile.batch);
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) store_pair(p, index * DIM + 64 * j + 2 * lane, o[2 * j] * inverse, o[2 * j + 1] * inverse);
+    if (lane == 0) p.lse[index] = (largest + log2f(sum)) / LOG2E;
+  }
+}
+
+// Stores zeros for the rows of tiles without blocks, or NaN if their sequence isn't there. CTAs share the tiles. Called
+// by a warp.
+__device__ inline void store_empty_tiles(const DecodeParams& p, int dim) {
+  const int lane = threadIdx.x % 32, of_batch = p.kv_heads * row_tiles(p);
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < p.batches * of_batch; tile += p.ctas) {
+    const int batch = tile / of_batch, kv_head = tile % of_batch / row_tiles(p), row_tile = tile % row_tiles(p);
+    const BatchRow row(p, batch);
+    if (TileBlocks(p, row, row_tile).size() > 0) continue;
+#pragma unroll 1
+    for (int index = row_tile * ROWS; index < min(p.group * p.q_length, (row_tile + 1) * ROWS); ++index) {
+      const QueryRow query(p, row, kv_head, index);
+      const bool nan = query.real && !row.exists;
+#pragma unroll 1
+      for (int channel = 2 * lane; channel < dim; channel += 64) store_pair(p, query.index(p, batch) * dim + channel, nan ? NAN : 0.0f, nan ? NAN : 0.0f);
+      if (lane == 0) p.lse[query.index(p, batch)] = nan ? NAN : -INFINITE;
+    }
+  }
+}
+
 // Eight warps attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
 template <DecodeConfig C, typename T>
-__device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, DecodeTiles tiles) {
+__device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, DecodeTiles tiles, BlockShares shares_of_ctas) {
   constexpr int DIM = C.head_dim;
   const Fragment f = Fragment::of_warp(0);
   const WarpShares shares(p);
@@ -219,7 +290,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
   };
   if (threadIdx.x == 0) {
     tiles.next(p);
-    shared.tiles[0] = tiles;
+    shared.tiles[0] = tiles, shared.shares = shares_of_ctas;
   }
   for (int turn = 0;; turn ^= 1) {
     ptx::warps_sync<DECODERS>(1);  // nobody reads the last tile's sums any more
@@ -296,6 +367,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       if (shared.position[mine] >= 0 && shared.row_scale[mine] != shared.row_scale[mine]) rows.l[r] = NAN;
     }
     store_rows(p, shared, tile, rows, f);
+    if (!tile.complete()) combine_parts(p, shared, tile);
   }
 }
 
@@ -326,63 +398,12 @@ __global__ void __launch_bounds__(DECODE_THREADS, 1) decode(const __grid_constan
   ptx::launch_dependents();
   const DecodeSchedule schedule(p);
   const DecodeTiles tiles(schedule, blockIdx.x);
-  if (threadIdx.x >= DECODERS)
+  if (threadIdx.x >= DECODERS) {
     load_blocks<C>(p, shared, tiles);
-  else
-    attend_to_blocks<C, T>(p, shared, tiles);
-}
-
-// CTAs of the second kernel, for each tile.
-__host__ __device__ inline int combining_ctas_of_tile(const DecodeParams& p) { return (p.part_height + COMBINED_ROWS - 1) / COMBINED_ROWS; }
-
-// Adds the partial results of tiles that several CTAs share, in the order of the keys. Stores zeros for rows without
-// blocks, or NaN if their sequence isn't there. The grid: combining_ctas_of_tile for each tile. A warp has a row.
-template <class Instance>
-__global__ void __launch_bounds__(COMBINERS) combine_decoded(const __grid_constant__ DecodeParams p) {
-  constexpr int DIM = Instance::config.head_dim, PAIRS = DIM / 64;
-  const int lane = threadIdx.x % 32, tile = blockIdx.x / combining_ctas_of_tile(p), mine = blockIdx.x % combining_ctas_of_tile(p) * COMBINED_ROWS + threadIdx.x / 32;
-  const DecodeSchedule schedule(p);
-  const int row_tile = tile % row_tiles(p), kv_head = tile / row_tiles(p) % p.kv_heads, batch = tile / row_tiles(p) / p.kv_heads;
-  const BatchRow row(p, batch);
-  const TileBlocks blocks(p, row, row_tile);
-  const QueryRow query(p, row, kv_head, row_tile * ROWS + mine);
-  int start = schedule.before(batch) + kv_head * blocks_of_head(p, row);
-#pragma unroll 1
-  for (int i = 0; i < row_tile; ++i) start += TileBlocks(p, row, i).size();
-  const bool empty = blocks.size() == 0;
-  const int first = empty ? 0 : schedule.cta_of(start), last = empty ? -1 : schedule.cta_of(start + blocks.size() - 1);
-  ptx::wait_for_grids_before();
-  if (first == last || mine >= p.part_height || !query.exists) return;
-  const auto place = [&](int cta) { return int64_t(DecodeTiles::place(cta, cta == first)) * p.part_height + mine; };
-  float largest = -INFINITE, sum = 0.0f, o[2 * PAIRS] = {};
-  for (int start = first; start <= last; start += 32) {  // each lane has the sums of one part
-    const int parts = min(last + 1 - start, 32);
-    const float2 of_part = lane < parts ? *reinterpret_cast<const float2*>(p.part_rows + 2 * place(start + lane)) : float2{-INFINITE, 0.0f};
-    float m = fmaxf(largest, of_part.x);
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, distance));
-    const float kept = ptx::exp2_approx(largest - finite_or_zero(m)), weight = ptx::exp2_approx(of_part.x - finite_or_zero(m));
-    largest = m, sum *= kept;
-#pragma unroll
-    for (float& x : o) x *= kept;
-#pragma unroll 8
-    for (int i = 0; i < parts; ++i) {
-      const float* from = p.parts + place(start + i) * DIM + 2 * lane;
-      const float factor = __shfl_sync(~0u, weight, i);
-      sum = fmaf(factor, __shfl_sync(~0u, of_part.y, i), sum);
-#pragma unroll
-      for (int j = 0; j < PAIRS; ++j) {
-        const float2 pair = *reinterpret_cast<const float2*>(from + 64 * j);
-        o[2 * j] = fmaf(factor, pair.x, o[2 * j]), o[2 * j + 1] = fmaf(factor, pair.y, o[2 * j + 1]);
-      }
-    }
+    store_empty_tiles(p, C.head_dim);
+  } else {
+    attend_to_blocks<C, T>(p, shared, tiles, schedule.shares);
   }
-  if (query.real && !row.exists) sum = NAN;
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  const int64_t index = query.index(p, batch);
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) store_pair(p, index * DIM + 64 * i + 2 * lane, o[2 * i] * inverse, o[2 * i + 1] * inverse);
-  if (lane == 0) p.lse[index] = (largest + log2f(sum)) / LOG2E;
 }
 
 template <class Instance>
@@ -391,9 +412,7 @@ cudaError_t launch(const DecodeParams& p, int ctas, cudaStream_t stream) {
   const auto kernel = p.half ? decode<Instance, __half> : decode<Instance, __nv_bfloat16>;
   const cudaError_t error = take_shared_memory(kernel, bytes);
   if (error != cudaSuccess) return error;
-  const cudaError_t launched = launch_grid(kernel, p, ctas, DECODE_THREADS, bytes, stream);
-  if (launched != cudaSuccess) return launched;
-  return launch_grid(combine_decoded<Instance>, p, p.batches * p.kv_heads * row_tiles(p) * combining_ctas_of_tile(p), COMBINERS, 0, stream);
+  return launch_grid(kernel, p, ctas, DECODE_THREADS, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -120,6 +120,8 @@ def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softm
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
     if q.numel() == 0 or row_tiles(q, storage) > MOST_ROW_TILES:
         return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * ROWS} queries of the heads that share a key/value head"
+    if q.shape[0] > storage.k.shape[0]:
+        return f"the batch has {q.shape[0]} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
     if q.stride(3) != 1 or any(q.size(i) > 1 and q.stride(i) * q.element_size() % ALIGNMENT for i in range(3)) or q.data_ptr() % ALIGNMENT:
         return f"query has strides {q.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
     sizes = (storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3]), storage.k.shape[0] * storage.k.shape[1] * storage.k.shape[2])

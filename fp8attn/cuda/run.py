@@ -262,6 +262,6 @@ def attend_to_pages(
     parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (dim, 2))
     library.operators.decode.default(
         library.launchers[config], ctas, part_of(dim, recipe.rotate), softmax_scale, q, storage.tensors(), list(batch.tensors()),
-        [out, lse, parts, part_rows],
+        [out, lse, parts, part_rows, storage.tickets],
     )  # fmt: skip
     return out, lse

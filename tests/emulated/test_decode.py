@@ -70,6 +70,7 @@ def check(library: build.Library | None, case: Case, device: torch.device, sms: 
     actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=sms))
     expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
     assert_attends(*actual, expected, case.dtype, library is not None)
+    assert not storage.tickets.any()
 
 
 CASES = {
@@ -173,7 +174,7 @@ MUTANTS = {
     "page of another head": ("decode.cuh", "number * p.kv_heads + tile.kv_head : -1", "number * p.kv_heads : -1"),
     "sums counted eight times": ("tile/paged_rows.h", "if (f.row != 0) l[0] = l[1] = 0.0f;", ""),
     "a CTA's second place": ("tile/paged_schedule.h", "return 2 * cta + begins_here;", "return 2 * cta;"),
-    "a part left out": ("decode.cuh", "min(last + 1 - start, 32)", "min(last - start, 32)"),
+    "a part left out": ("decode.cuh", "min(last + 1 - from, 32)", "min(last - from, 32)"),
     "the page before": ("decode.cuh", "? pages[mine] : -1", "? pages[max(mine - 1, 0)] : -1"),
     "unpermuted V": ("tile/paged_rows.h", "e4m3x4(of[0], of[1], of[2], of[3])", "e4m3x4(of[0], of[2], of[1], of[3])"),
     "P not transposed": ("tile/paged_rows.h", "= ptx::transposed(low)", "= low"),
@@ -187,6 +188,8 @@ MUTANTS = {
     ),
     "warps' sums not weighed": ("decode.cuh", "weight = shared.weight[other][warp];", "weight = shared.weight[group][warp];"),
     "sums written over queries": ("decode.cuh", "ptx::warps_sync<DECODERS>(1);  // nobody reads the queries", "// nobody reads the queries"),
+    "parts added by the first CTA": ("decode.cuh", "== last - first;", "== 0;"),
+    "tickets that stay": ("decode.cuh", "if (shared.is_last) atomicAdd", "if (false) atomicAdd"),
     "scales that may come later": ("decode.cuh", "ptx::cp_async_arrive(k_full);", "ptx::mbarrier_arrive(k_full);"),
     "a stage released by one warp": ("decode.cuh", "const int readers = WarpShares(p).groups;", "const int readers = 1;"),
 }
@@ -233,5 +236,6 @@ def test_unsupported_calls_say_why() -> None:
         ((q, storage, batch), -0.2, H100, "softmax_scale is -0.2"),
         ((q.expand(1, 4, 70, 64), storage, batch), 0.2, H100, "query has shape"),
         ((torch.zeros(1, 4, 1, 65, dtype=q.dtype)[..., 1:], storage, batch), 0.2, H100, "query has strides"),
+        ((q.expand(9, 4, 1, 64), storage, batch), 0.2, H100, "the batch has 9 rows"),
     ):
         assert reason in (decode.unsupported_call(*call, scale, device) or "")

@@ -73,19 +73,9 @@ __device__ inline int blocks_of_head(const DecodeParams& p, const BatchRow& row)
   return sum;
 }
 
-// The blocks of all tiles, one after another: of all batches, heads and row tiles. CTAs share them equally: all have
-// `share`, and the first `longer` ones have one more. Called by whole warps.
-struct DecodeSchedule {
-  const DecodeParams& p;
-  int first, total, share, longer;  // `first`: blocks of the lane's first batch
-
-  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params) {
-    total = first = of_batch(threadIdx.x % 32);
-#pragma unroll 1
-    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) total += of_batch(batch);
-    total = __shfl_sync(~0u, inclusive_sum(total), 31);
-    share = total / p.ctas, longer = total % p.ctas;
-  }
+// How CTAs share blocks: all have `share`, and the first `longer` ones have one more.
+struct BlockShares {
+  int share, longer;
 
   // The first block of a CTA.
   __device__ int begin(int cta) const { return cta * share + min(cta, longer); }
@@ -94,6 +84,22 @@ struct DecodeSchedule {
   __device__ int cta_of(int block) const {
     const int of_longer = longer * (share + 1);
     return block < of_longer ? block / (share + 1) : longer + (block - of_longer) / share;
+  }
+
+};
+
+// The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps.
+struct DecodeSchedule {
+  const DecodeParams& p;
+  int first;  // blocks of the lane's first batch
+  BlockShares shares;
+
+  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), first(of_batch(threadIdx.x % 32)) {
+    int total = first;
+#pragma unroll 1
+    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) total += of_batch(batch);
+    total = __shfl_sync(~0u, inclusive_sum(total), 31);
+    shares = {total / p.ctas, total % p.ctas};
   }
 
   // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. There
@@ -113,15 +119,6 @@ struct DecodeSchedule {
     }
   }
 
-  // Number of blocks before those of a batch.
-  __device__ int before(int batch) const {
-    const int lane = threadIdx.x % 32;
-    int sum = lane < batch ? first : 0;
-#pragma unroll 1
-    for (int other = lane + 32; other < batch; other += 32) sum += of_batch(other);
-    return __shfl_sync(~0u, inclusive_sum(sum), 31);
-  }
-
  private:
   // 0 behind the last one.
   __device__ int of_batch(int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head(p, BatchRow(p, batch)) : 0; }
@@ -137,7 +134,7 @@ struct DecodeTiles {
   DecodeTiles() = default;
 
   // Called by whole warps.
-  __device__ DecodeTiles(const DecodeSchedule& schedule, int cta) : skipped_(schedule.begin(cta)), left_(schedule.begin(cta + 1) - skipped_) {
+  __device__ DecodeTiles(const DecodeSchedule& schedule, int cta) : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.begin(cta + 1) - skipped_) {
     if (left_ == 0) return;
     batch = schedule.find_batch(skipped_);
     row = BatchRow(schedule.p, batch);
@@ -168,7 +165,7 @@ struct DecodeTiles {
   // Its rows that the call has.
   __device__ int height(const DecodeParams& p) const { return min(p.group * p.q_length - row_tile * ROWS, ROWS); }
 
-  // Where its partial results of the tile go, among two places of each CTA: second if the tile begins here.
+  // Where partial results of a tile go, among two places of each CTA: second if the tile begins there.
   __device__ static int place(int cta, bool begins_here) { return 2 * cta + begins_here; }
 
  private:
