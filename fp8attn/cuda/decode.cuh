@@ -13,6 +13,7 @@
 #include "launch.h"
 #include "params.h"
 #include "ptx/cp_async.h"
+#include "ptx/flag.h"
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
@@ -57,6 +58,7 @@ struct alignas(1024) DecodeStorage {
   DecodeTiles tiles[2];  // the warps' tile, and the next one, by turns
   BlockShares shares;
   bool is_last;  // whether the CTA is the last one to store its part of the tile
+  int issued;    // blocks whose loads are issued
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
@@ -112,9 +114,17 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Dec
         ptx::cp_async(&shared.scales[stage].k, p.k_scale + max(from, 0), from >= 0);
         ptx::cp_async(&shared.scales[stage].v, p.v_page_scale + max(from, 0), from >= 0);
         ptx::cp_async_arrive(k_full);
+        ptx::store_release_cta(&shared.issued, tile.before + block + 1);
       }
     }
   }
+}
+
+// Waits until the loads of a block are issued. A warp that is more than `stages` blocks ahead must not wait for the
+// block's barriers: they are two phases behind, where parity can't tell.
+template <DecodeConfig C>
+__device__ void wait_until_issued(const DecodeStorage<C>& shared, int place) {
+  while (ptx::load_acquire_cta(&shared.issued) <= place) {}
 }
 
 // Scores of int8 as floats. `nonfinite`: whether the page has keys that are not finite; their scores become NaN.
@@ -318,6 +328,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       const int stage = ring.stage;
       const int* position = shared.position + first_row + f.column;
       const bool hidden[2] = {own_page(position[0]) <= block, own_page(position[1]) <= block};
+      wait_until_issued(shared, tile.before + block);
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);
       const PageScales scales = shared.scales[stage];
       if (scales.v == 0.0f) {  // the page isn't there
@@ -356,6 +367,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       const Ring<C.stages> ring = ring_at(tile.before + block);
       const int stage = ring.stage, start = (tile.blocks.first_half + block - tile.blocks.pages) * HALF_BLOCK;
       const HalfQueries<T, DIM> queries(p, tile, first_row, f);
+      wait_until_issued(shared, tile.before + block);
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);
       ptx::mbarrier_wait(&shared.v_full[stage], ring.phase);
       rows.attend_to_half_block(shared.k[stage], shared.v[stage], start, queries, shared.position + first_row + f.column, p.score_scale, f);
@@ -379,6 +391,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, 1) decode(const __grid_constan
   DecodeStorage<C>& shared = *reinterpret_cast<DecodeStorage<C>*>(bytes);
   if (threadIdx.x == 0) {
     const int readers = WarpShares(p).groups;
+    shared.issued = 0;
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.k_full[stage], 2);  // keys and scales
       ptx::mbarrier_init(&shared.v_full[stage], 1);
