@@ -219,16 +219,16 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
 // Called by all decoders. Not inlined: its loads would take registers from the loop over pages.
 template <DecodeConfig C>
 __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<C>& shared, const DecodeTiles& tile) {
-  constexpr int DIM = C.head_dim, PAIRS = DIM / 64, TICKET_BITS = 8;
+  constexpr int DIM = C.head_dim, PAIRS = DIM / 64, TICKET_BITS = 8;  // there are fewer than 2^8 CTAs
   const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
   const int first = shared.shares.cta_of(start), last = shared.shares.cta_of(start + tile.blocks.size() - 1);
   ptx::warps_sync<DECODERS>(1);
   if (threadIdx.x == 0) {
     int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;
-    const int shift = TICKET_BITS * tile.row_tile;
+    const int shift = TICKET_BITS * tile.row_tile, count = last - first + 1;
     __threadfence();  // the part is stored, as all threads see it, before the ticket says so
-    shared.is_last = (atomicAdd(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == last - first;
-    if (shared.is_last) atomicAdd(ticket, -(last - first + 1) * (1 << shift));
+    shared.is_last = (atomicAdd(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
+    if (shared.is_last) atomicAdd(ticket, int(0u - (uint32_t(count) << shift)));
     __threadfence();
   }
   ptx::warps_sync<DECODERS>(1);

@@ -188,7 +188,7 @@ MUTANTS = {
     ),
     "warps' sums not weighed": ("decode.cuh", "weight = shared.weight[other][warp];", "weight = shared.weight[group][warp];"),
     "sums written over queries": ("decode.cuh", "ptx::warps_sync<DECODERS>(1);  // nobody reads the queries", "// nobody reads the queries"),
-    "parts added by the first CTA": ("decode.cuh", "== last - first;", "== 0;"),
+    "parts added by the first CTA": ("decode.cuh", "== count - 1;", "== 0;"),
     "tickets that stay": ("decode.cuh", "if (shared.is_last) atomicAdd", "if (false) atomicAdd"),
     "scales that may come later": ("decode.cuh", "ptx::cp_async_arrive(k_full);", "ptx::mbarrier_arrive(k_full);"),
     "a stage released by one warp": ("decode.cuh", "const int readers = WarpShares(p).groups;", "const int readers = 1;"),
