@@ -97,7 +97,7 @@ class Storage:
         k_mean: float32 (N, Hkv, D), rotated; v_mean, v_scale: float32 (N, Hkv, Dv). Statistics of each sequence's first
             page; means that aren't removed are zero.
         k, v: (N, Hkv, RECENT, D) and (N, Hkv, RECENT, Dv), the last tokens as they came.
-        tickets: int32 (N, Hkv), zeros between launches: how many programs have finished.
+        tickets: int32 (N, Hkv), zeros between launches: how many programs or CTAs have finished.
     """
 
     pages: Pages

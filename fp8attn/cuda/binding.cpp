@@ -340,10 +340,10 @@ void encode_matrix(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t byte
 
 // Attends to a KV cache with few queries, (B, Hq, Sq, D). `storage`: the tensors of pages.Storage. `batch`: the page
 // table, lengths, counts and sequences of pages.PagedBatch. `part`: channels that are rotated together. `results`: the
-// output, its LSE, and memory for partial results.
+// output, its LSE, memory for partial results, and tickets.
 void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage,
             const std::vector<std::optional<Tensor>>& batch, const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(storage.size() == 10 && batch.size() == 4 && batch[0] && batch[1] && results.size() == 4, "decode takes 10 tensors of a cache, 4 of a batch and 4 results");
+  STD_TORCH_CHECK(storage.size() == 10 && batch.size() == 4 && batch[0] && batch[1] && results.size() == 5, "decode takes 10 tensors of a cache, 4 of a batch and 5 results");
   const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
   const int64_t dim = q.size(3);
   fp8attn::DecodeParams p = {};
@@ -360,10 +360,12 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
   p.out = results[0].mutable_data_ptr(), p.lse = results[1].mutable_data_ptr<float>();
   p.parts = results[2].mutable_data_ptr<float>(), p.part_rows = results[3].mutable_data_ptr<float>();
+  p.tickets = results[4].mutable_data_ptr<int>();
   copy_strides(p.q_strides, q);
   p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
   p.batches = q.size(0), p.q_heads = q.size(1), p.kv_heads = k.size(1), p.q_length = q.size(2);
   p.every_page = k.size(0), p.every_sequence = recent_k.size(0);
+  p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
   p.ctas = ctas, p.part_height = results[2].size(1);
   p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
   p.score_scale = softmax_scale * 1.4426950408889634;

@@ -12,8 +12,11 @@ from .configs import KEYS, ROWS, round_up
 
 WARP = 32
 
-DECODERS = 128
-"""Threads of a CTA that attend. Another warp loads."""
+WARPS = 8
+"""Warps of a CTA that attend. Another one loads."""
+
+SLICE = 64 + 4
+"""Floats that a warp exchanges of each of its rows at once, with padding."""
 
 MOST_ROW_TILES = 4
 """Tiles of rows of a key/value head, each of which reads the head's pages. With more, Triton's kernel is expected to be
@@ -29,6 +32,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes at multiples of which rows of queries start."""
 
+TILE_BYTES = 60
+"""sizeof(DecodeTiles)."""
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -37,32 +43,30 @@ class DecodeConfig:
     Attributes:
         head_dim: channels of Q, K and V.
         stages: blocks of keys in flight, each of 256 head_dim bytes.
-        ctas: CTAs per SM that registers must leave room for.
         int8: Q and K are int8, and are multiplied as int8.
     """
 
     head_dim: int
     stages: int
-    ctas: int
     int8: bool = False
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return DECODERS + WARP
+        """Threads of a CTA, of which an SM has one."""
+        return (WARPS + 1) * WARP
 
     @property
     def shared_bytes(self) -> int:
         """sizeof(DecodeStorage), in bytes."""
-        tiles = self.stages * 2 * KEYS * self.head_dim + ROWS * self.head_dim
-        return round_up(tiles + 2 * 4 * ROWS + 8 * self.stages + KEYS // 2 + 4 * 8 * self.stages, 1024)
+        tiles = self.stages * 2 * KEYS * self.head_dim + max(ROWS * (self.head_dim + 16), 4 * ROWS * SLICE)
+        return round_up(tiles + 4 * (2 * self.head_dim + 6 * ROWS) + (8 + 4 * 8) * self.stages + 2 * TILE_BYTES, 1024)
 
     @property
     def name(self) -> str:
         return "decode_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-E4M3_INSTANCES = (DecodeConfig(64, 4, 3), DecodeConfig(128, 3, 2), DecodeConfig(256, 3, 1))
+E4M3_INSTANCES = (DecodeConfig(64, 12), DecodeConfig(128, 6), DecodeConfig(256, 3))
 """Their stages fill the shared memory of an SM."""
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
@@ -86,9 +90,9 @@ def choose(storage: Storage) -> DecodeConfig:
     return next(config for config in INSTANCES if (config.head_dim, config.int8) == wanted)
 
 
-def ctas_of(config: DecodeConfig, device: Device) -> int:
-    """The CTAs that share the blocks of a call: as many as run at once."""
-    return config.ctas * device.sm_count
+def ctas_of(device: Device) -> int:
+    """The CTAs that share the blocks of a call: as many as run at once, one on each SM."""
+    return device.sm_count
 
 
 def part_height(q: torch.Tensor, storage: Storage) -> int:
@@ -116,6 +120,8 @@ def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softm
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
     if q.numel() == 0 or row_tiles(q, storage) > MOST_ROW_TILES:
         return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * ROWS} queries of the heads that share a key/value head"
+    if q.shape[0] > storage.k.shape[0]:
+        return f"the batch has {q.shape[0]} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
     if q.stride(3) != 1 or any(q.size(i) > 1 and q.stride(i) * q.element_size() % ALIGNMENT for i in range(3)) or q.data_ptr() % ALIGNMENT:
         return f"query has strides {q.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
     sizes = (storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3]), storage.k.shape[0] * storage.k.shape[1] * storage.k.shape[2])

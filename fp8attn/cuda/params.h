@@ -188,10 +188,12 @@ struct DecodeParams {
   float* lse;                 // (B, Hq, Sq)
   float* parts;               // (2 * ctas, rows of a tile, D): partial outputs
   float* part_rows;           // (2 * ctas, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
+  int* tickets;               // (at least B, Hkv), zeros between launches: how many parts are stored, 8 bits a row tile
 
   int64_t q_strides[3], table_stride;
 
   int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;
+  int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
   int ctas, part_height;  // of the grid; rows of a tile in parts
   int part;               // channels that are rotated together; 0: none
   float inverse_part, score_scale;  // the latter: softmax scale times log2 e

@@ -220,14 +220,12 @@ def widths(configs: Sequence[Config]) -> list[int]:
             found |= {KEYS, c.head_dim + ONES}
         elif isinstance(c, HopperConfig):
             found |= {KEYS, *c.value_widths}
-        elif isinstance(c, DecodeConfig):
-            found |= {KEYS, min(c.head_dim, KEYS)}
     return sorted(found)
 
 
 def files(configs: Sequence[Config]) -> dict[str, str]:
     """All rendered files, by name."""
-    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig | DecodeConfig))
+    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
     found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "constants.h": constants(), "config.h": structs()}
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):

@@ -70,6 +70,7 @@ def check(library: build.Library | None, case: Case, device: torch.device, sms: 
     actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=sms))
     expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
     assert_attends(*actual, expected, case.dtype, library is not None)
+    assert not storage.tickets.any()
 
 
 CASES = {
@@ -78,6 +79,7 @@ CASES = {
     "half": (Case((300, 200), dtype=torch.float16, kv_heads=2), 2),
     "drafts across pages": (Case((130, 258, 5, 384), queries=5, group=2), 2),
     "drafts of several sizes": (Case((130, 258, 70, 384), queries=5, group=3, counts=(1, 5, 0, 2)), 1),
+    "four groups of rows": (Case((300, 257), queries=7, group=4), 2),
     "two row tiles": (Case((300, 257), queries=17, group=4), 2),
     "more CTAs than blocks": (Case((140, 20)), 5),
     "many short": (Case((3,) * 40, group=1), 2),
@@ -162,31 +164,41 @@ def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device)
 
 MUTANTS = {
     "page scale of V forgotten": ("tile/paged_rows.h", "beta[r] *= v_scale;", ""),
-    "own page in FP8": ("decode.cuh", "{visible[0].begin <= block * KEYS, visible[1].begin <= block * KEYS}", "{false, false}"),
-    "missing rescale": ("decode.cuh", "o * alpha[i / 2 % 2])", "o)"),
-    "missing rescale in half precision": ("tile/paged_rows.h", "o[i] *= alpha[i / 2 % 2];", "o[i] *= 1.0f;"),
+    "own page in FP8": ("decode.cuh", "{own_page(position[0]) <= block, own_page(position[1]) <= block}", "{false, false}"),
+    "missing rescale": ("tile/paged_rows.h", "o[first + t][i] * alpha[i % 2])", "o[first + t][i])"),
+    "missing rescale in half precision": ("tile/paged_rows.h", "of[i] *= alpha[i % 2];", "of[i] *= 1.0f;"),
     "K's mean forgotten": ("tile/paged_rows.h", "m[r] += mean_score[r];", ""),
-    "V's mean forgotten": ("tile/paged_rows.h", "l[r] * mean.x);", "0.0f);"),
-    "what is behind the last token": ("decode.cuh", "  if (nonfinite) {", "  if (false) {"),
+    "V's mean forgotten": ("tile/paged_rows.h", "l[i % 2] * v_mean[channel]);", "0.0f);"),
+    "what is behind the last token": ("tile/paged_rows.h", "if (nonfinite) clamp<T>(a);", ""),
     "another place in the ring": ("decode.cuh", "% (RECENT / HALF_BLOCK) * HALF_BLOCK", "% 2 * HALF_BLOCK"),
-    "page of another head": ("decode.cuh", "index = number * p.kv_heads + tile.kv_head;", "index = number * p.kv_heads;"),
-    "sums counted four times": ("tile/paged_rows.h", "if (f.column != 0) l[0] = l[1] = 0.0f;", ""),
+    "page of another head": ("decode.cuh", "number * p.kv_heads + tile.kv_head : -1", "number * p.kv_heads : -1"),
+    "sums counted eight times": ("tile/paged_rows.h", "if (f.row != 0) l[0] = l[1] = 0.0f;", ""),
     "a CTA's second place": ("tile/paged_schedule.h", "return 2 * cta + begins_here;", "return 2 * cta;"),
-    "a part left out": ("decode.cuh", "for (int cta = first; cta <= last; ++cta) {", "for (int cta = first; cta < last; ++cta) {"),
-    "the page before": ("decode.cuh", "mine < p.table_width ? pages[mine] : -1", "mine < p.table_width ? pages[max(mine - 1, 0)] : -1"),
-    "unpermuted V": (
-        "tile/paged_rows.h",
-        "s[8 * t + 2 * r], s[8 * t + 2 * r + 1], s[8 * t + 4 + 2 * r]",
-        "s[8 * t + 2 * r], s[8 * t + 4 + 2 * r], s[8 * t + 2 * r + 1]",
+    "a part left out": ("decode.cuh", "min(last + 1 - from, 32)", "min(last - from, 32)"),
+    "the page before": ("decode.cuh", "? pages[mine] : -1", "? pages[max(mine - 1, 0)] : -1"),
+    "unpermuted V": ("tile/paged_rows.h", "e4m3x4(of[0], of[1], of[2], of[3])", "e4m3x4(of[0], of[2], of[1], of[3])"),
+    "P not transposed": ("tile/paged_rows.h", "= ptx::transposed(low)", "= low"),
+    "channels of K in another order": ("tile/paged_rows.h", "(codes[2 * step], b[0], b[1])", "(codes[2 * step], b[1], b[0])"),
+    "keys in the wrong panel": ("tile/paged_rows.h", "<const Tokens*>(of)[channel / PANEL_CHANNELS]", "<const Tokens*>(of)[0 * channel]"),
+    "rows of the first warp": ("decode.cuh", "first_row = shares.group(warp) * QUERY_GROUP", "first_row = 0"),
+    "a warp's sums left out": (
+        "decode.cuh",
+        "other < DECODE_WARPS; other += shares.groups) {",
+        "other < DECODE_WARPS - 1; other += shares.groups) {",
     ),
-    "keys in the wrong panel": ("tile/paged_rows.h", "channel / PANEL_CHANNELS * (HALF_BLOCK * PANEL)", "0 * channel"),
+    "warps' sums not weighed": ("decode.cuh", "weight = shared.weight[other][warp];", "weight = shared.weight[group][warp];"),
+    "sums written over queries": ("decode.cuh", "ptx::warps_sync<DECODERS>(1);  // nobody reads the queries", "// nobody reads the queries"),
+    "parts added by the first CTA": ("decode.cuh", "== count - 1;", "== 0;"),
+    "tickets that stay": ("decode.cuh", "if (shared.is_last) atomicAdd", "if (false) atomicAdd"),
+    "scales that may come later": ("decode.cuh", "ptx::cp_async_arrive(k_full);", "ptx::mbarrier_arrive(k_full);"),
+    "a stage released by one warp": ("decode.cuh", "const int readers = WarpShares(p).groups;", "const int readers = 1;"),
 }
 
 
 INT8_MUTANTS = {
-    "sums that start at zero": ("decode.cuh", "s[i] = ZERO_BITS;", "s[i] = 0;"),
+    "sums that start at zero": ("decode.cuh", "sum = ZERO_BITS;", "sum = 0;"),
     "e4m3's scale": ("tile/paged_queries.h", "row_scale_of<INT8>(largest)", "row_scale_of<false>(largest)"),
-    "start not subtracted": ("decode.cuh", "__int_as_float(sums[i]) - ZERO;", "__int_as_float(sums[i]);"),
+    "start not subtracted": ("decode.cuh", "__int_as_float(sums[t][i]) - ZERO;", "__int_as_float(sums[t][i]);"),
 }
 
 
@@ -194,7 +206,7 @@ def test_mutants_change_a_source() -> None:
     emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
 
 
-MUTANT_CASE = Case((385, 141), queries=3, kv_heads=2, group=2, dim=128, seed=2)
+MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=9, dim=128, seed=2)
 
 
 @pytest.mark.thorough
@@ -224,5 +236,6 @@ def test_unsupported_calls_say_why() -> None:
         ((q, storage, batch), -0.2, H100, "softmax_scale is -0.2"),
         ((q.expand(1, 4, 70, 64), storage, batch), 0.2, H100, "query has shape"),
         ((torch.zeros(1, 4, 1, 65, dtype=q.dtype)[..., 1:], storage, batch), 0.2, H100, "query has strides"),
+        ((q.expand(9, 4, 1, 64), storage, batch), 0.2, H100, "the batch has 9 rows"),
     ):
         assert reason in (decode.unsupported_call(*call, scale, device) or "")

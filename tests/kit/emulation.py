@@ -164,11 +164,11 @@ class DecodeParams(ctypes.Structure):
         ("maps", ctypes.c_uint8 * (4 * MAP)),
         ("q", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("k_scale", "v_page_scale", "k_mean", "v_mean", "v_scale")),
-        *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "out", "lse", "parts", "part_rows")),
+        *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "out", "lse", "parts", "part_rows", "tickets")),
         ("q_strides", ctypes.c_int64 * 3),
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence")),
-        *((name, ctypes.c_int) for name in ("ctas", "part_height", "part")),
+        *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
         ("half", ctypes.c_bool),
@@ -478,12 +478,14 @@ def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, s
     boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
     p = DecodeParams((ctypes.c_uint8 * (4 * MAP))(*b"".join(matrix_map(*box) for box in boxes)))
     tensors = dict(q=q, k_scale=k_scale, v_page_scale=v_page_scale, k_mean=k_mean, v_mean=v_mean, v_scale=v_scale, page_table=table, lengths=lengths)
-    tensors |= dict(counts=counts, sequences=sequences) | dict(zip(("out", "lse", "parts", "part_rows"), results, strict=True))
+    tensors |= dict(counts=counts, sequences=sequences) | dict(zip(("out", "lse", "parts", "part_rows", "tickets"), results, strict=True))
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())
     p.q_strides, p.table_stride, p.table_width = (ctypes.c_int64 * 3)(*q.stride()[:3]), table.stride(0), table.size(1)
     p.batches, p.q_heads, p.q_length, _ = q.shape
     p.kv_heads, p.every_page, p.every_sequence = k.size(1), k.size(0), recent_k.size(0)
+    p.group = p.q_heads // p.kv_heads
+    p.group_inverse = -(-(1 << 16) // p.group)
     p.ctas, p.part_height, p.part, p.inverse_part = ctas, results[2].size(1), part, 1.0 / max(part, 1)
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
     return p

@@ -1,5 +1,7 @@
-// Flags in global memory, which synchronise CTAs. PTX ISA, "Memory Consistency Model".
+// Flags in global memory, which synchronise CTAs, and in shared memory, which synchronise warps. PTX ISA, "Memory Consistency Model".
 #pragma once
+
+#include "mbarrier.h"
 
 namespace fp8attn::ptx {
 
@@ -10,6 +12,17 @@ __device__ inline void store_release(int* flag, int value) { asm volatile("st.re
 __device__ inline int load_acquire(const int* flag) {
   int value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+// The same for threads of a CTA, and a flag in its shared memory.
+__device__ inline void store_release_cta(int* flag, int value) {
+  asm volatile("st.release.cta.shared::cta.b32 [%0], %1;" ::"r"(shared_address(flag)), "r"(value) : "memory");
+}
+
+__device__ inline int load_acquire_cta(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.cta.shared::cta.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(flag)) : "memory");
   return value;
 }
 

@@ -2,7 +2,6 @@
 // in half precision.
 #pragma once
 
-#include "../ptx/operand.h"
 #include "paged_schedule.h"
 #include "row_team.h"
 
@@ -13,27 +12,38 @@ __device__ const T* query_at(const DecodeParams& p, int batch, const QueryRow& r
   return static_cast<const T*>(p.q) + batch * p.q_strides[0] + row.head * p.q_strides[1] + row.query * p.q_strides[2];
 }
 
-// Quantizes the rows of a tile. Called by a warpgroup. `codes`: an operand of wgmma with rows of PANEL bytes. Sets the
-// scales of the rows, times p.score_scale; NaN if a query is not finite. Sets what K's mean adds to the rows' scores.
-template <typename T, int DIM, int PANEL, bool INT8>
+constexpr int QUERY_GROUP = 8;  // rows that a warp has
+
+// Bytes from one row of codes to the next: ldmatrix of eight rows has no bank conflicts.
+template <int DIM>
+constexpr int QUERY_PITCH = DIM + 16;
+
+// Quantizes the rows of a tile. Called by THREADS threads. Sets the scales of the rows, times p.score_scale; NaN if a
+// query is not finite. Sets what K's mean adds to the rows' scores.
+template <typename T, int DIM, int THREADS, bool INT8>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles& tile, uint8_t* codes, float (&row_scale)[ROWS], float (&mean_score)[ROWS]) {
   const RowTeam team(DIM);
-  const TeamRotation rotation(p.part, team, p.inverse_part), rotation_of_mean(p.part, team, 1.0f);
-  const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
-  float mean[CHUNK] = {};
+  const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
+  int mine = threadIdx.x / team.lanes;
+  if (mine - above >= rows) return;
+  const auto load = [&](int index) {
+    const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + index);
+    Chunk<T> chunk;
+    if (index < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
+    return chunk;
+  };
+  Chunk<T> chunk = load(mine);  // in flight together with the mean
+  alignas(16) float mean[CHUNK] = {};
   if (tile.blocks.pages > 0) {  // else the sequence may have none yet
     const float* from = p.k_mean + (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + team.channel;
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) mean[i] = from[i];
+    for (int i = 0; i < CHUNK; i += 4) *reinterpret_cast<float4*>(mean + i) = *reinterpret_cast<const float4*>(from + i);
   }
-  rotation_of_mean.unrotate(mean);
-  const int rows = min(p.q_heads / p.kv_heads * p.q_length - tile.row_tile * ROWS, ROWS), at_once = 128 / team.lanes;
+  const TeamRotation rotation(p.part, team, p.inverse_part);
+  const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
+  rotation.unrotate(mean);  // over `unit`, which is a power of two
 #pragma unroll 1
-  for (int first = 0; first < rows; first += at_once) {
-    const int mine = first + int(threadIdx.x) / team.lanes;
-    const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + mine);
-    Chunk<T> chunk;
-    if (mine < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
+  for (; mine - above < rows; mine += THREADS / team.lanes, chunk = load(mine)) {
     float x[CHUNK], sum = 0.0f;
     chunk.floats(x);
 #pragma unroll
@@ -51,29 +61,22 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles& tile,
       kept = fminf(fmaxf(kept * Fit::factor(sums.sums(team.lanes)), SMALLEST_SCALE), -NOTHING);
     }
     if (mine >= rows) continue;
-    uint8_t* panel = codes + team.channel / PANEL * (ROWS * PANEL);
-    *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(mine, team.channel % PANEL)) = of_chunk;
-    if (team.member == 0) row_scale[mine] = has_nan ? NAN : kept * p.score_scale, mean_score[mine] = sum * p.score_scale;
+    *reinterpret_cast<uint2*>(codes + mine * QUERY_PITCH<DIM> + team.channel) = of_chunk;
+    if (team.member == 0) row_scale[mine] = has_nan ? NAN : kept * p.score_scale, mean_score[mine] = sum * unit * p.score_scale;
   }
 }
 
-// Words of the A operands of mma m16n8k16, of 16 channels from `channel` on: a thread's two rows as they came.
-template <typename T>
+// B operands of mma m16n8k16 for each 16 channels: the lane's query as it came. Row `first` of the tile is the warp's
+// first one.
+template <typename T, int DIM>
 struct HalfQueries {
-  const T* rows[2];
-  bool real[2];
+  uint32_t words[DIM / 16][2];
 
-  __device__ HalfQueries(const DecodeParams& p, const DecodeTiles& tile, Fragment f) {
+  __device__ HalfQueries(const DecodeParams& p, const DecodeTiles& tile, int first, Fragment f) {
+    const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + first + f.row);
+    const T* from = query_at<T>(p, tile.batch, row) + f.column;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + f.row + 8 * r);
-      rows[r] = query_at<T>(p, tile.batch, row) + f.column, real[r] = row.real;
-    }
-  }
-
-  __device__ void load(uint32_t (&a)[4], int channel) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = real[i % 2] ? *reinterpret_cast<const uint32_t*>(rows[i % 2] + channel + i / 2 * 8) : 0;
+    for (int i = 0; i < DIM / 8; ++i) words[i / 2][i % 2] = row.real ? *reinterpret_cast<const uint32_t*>(from + 8 * i) : 0;
   }
 };
 

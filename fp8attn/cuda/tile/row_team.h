@@ -51,7 +51,7 @@ struct TeamRotation {
 
   __device__ TeamRotation(int its_part, const RowTeam& team, float unit) : part(its_part) {
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) factor[i] = part > 0 && sign_bit((team.channel + i) & (part - 1)) ? -unit : unit;
+    for (int i = 0; i < CHUNK; ++i) factor[i] = (part > 0) & sign_bit((team.channel + i) & (part - 1)) ? -unit : unit;
   }
 
   // Times the matrix without signs.

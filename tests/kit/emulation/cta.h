@@ -22,10 +22,12 @@
 #undef __launch_bounds__
 #undef __grid_constant__
 #undef __align__
+#undef __noinline__
 #define __device__
 #define __global__
 #define __shared__
 #define __launch_bounds__(...)
+#define __noinline__
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -211,6 +213,8 @@ inline unsigned __ballot_sync(unsigned, int x) {
 inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
+
+inline void __threadfence() {}
 
 inline int atomicAdd(int* to, int x) {
   const int before = *to;

@@ -1,8 +1,8 @@
-// The decode kernel: its two launches, one after another.
+// The decode kernel.
 #include "instance.h"
 #include "run.h"
 
-// `params`: DecodeParams, which may not be aligned as tensor maps must be. Returns whether the kernels ended.
+// `params`: DecodeParams, which may not be aligned as tensor maps must be. Returns whether the kernel ended.
 extern "C" bool decode(const void* params, int bytes) {
   using namespace fp8attn;
   DecodeParams p = {};
@@ -10,7 +10,6 @@ extern "C" bool decode(const void* params, int bytes) {
   memcpy(&p, params, bytes);
   constexpr long patience = 20000;
   auto* kernel = p.half ? fp8attn::decode<Instance, __half> : fp8attn::decode<Instance, __nv_bfloat16>;
-  if (!cta::run(kernel, p, p.ctas, DECODE_THREADS, 1, patience)) return false;
-  const int row_tiles = (p.q_heads / p.kv_heads * p.q_length + ROWS - 1) / ROWS;
-  return cta::run(combine_decoded<Instance>, p, p.batches * p.kv_heads * row_tiles * combining_ctas_of_tile(p), COMBINERS, 1, patience);
+  // the last CTA to store its part of a tile is then the one that has the tile's first keys
+  return cta::run<true>(kernel, p, p.ctas, DECODE_THREADS, 1, patience);
 }

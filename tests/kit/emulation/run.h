@@ -167,16 +167,17 @@ bool run_cluster(long patience) {
   return patience > 0 && !left_something && !went_another_way && in_flight.empty();
 }
 
-// Runs `ctas` CTAs of `size` threads, one cluster after another. Returns whether all clusters ended, each within
-// `patience` rounds.
-template <typename Params>
+// Runs `ctas` CTAs of `size` threads, one cluster after another, or from the last one on (BACKWARDS). Returns whether all
+// clusters ended, each within `patience` rounds.
+template <bool BACKWARDS = false, typename Params>
 bool run(void (*of)(const Params), const Params& p, int ctas, int size, int cluster_size = 1, long patience = PATIENCE) {
   kernel = [of, &p] { of(p); };
   threads = size, cluster = cluster_size;
   grid.x = ctas;
   if (cluster > 16 || ctas % cluster != 0) abort();
   stacks.reset(new char[STACK * threads * cluster]);
-  for (block.x = 0; block.x < ctas; block.x += cluster) {
+  for (int done = 0; done < ctas; done += cluster) {
+    block.x = BACKWARDS ? ctas - cluster - done : done;
     if (!run_cluster(patience)) return false;
   }
   return true;

@@ -1,4 +1,4 @@
-// Flags in global memory. CTAs run one after another, so a CTA that waits for a later one never ends.
+// Flags in global and in shared memory. CTAs run one after another, so a CTA that waits for a later one never ends.
 #pragma once
 
 #include "cta.h"
@@ -13,5 +13,9 @@ inline int load_acquire(const int* flag) {
   cta::yield();
   return *flag;
 }
+
+inline void store_release_cta(int* flag, int value) { *flag = value; }
+
+inline int load_acquire_cta(const int* flag) { return load_acquire(flag); }
 
 }  // namespace fp8attn::ptx
