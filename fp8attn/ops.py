@@ -113,7 +113,7 @@ def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) 
     Nothing is compiled to find out, so compiling may still fail.
     """
     device = device_of(k.device)
-    return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k, recipe.qk), device.arch)
+    return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k), device.arch)
 
 
 def unsupported_general_quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe) -> str | None:
