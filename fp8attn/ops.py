@@ -21,7 +21,7 @@ from . import quantization as quantize_ref
 from . import reference, rotation, validate
 from . import triton as triton_kernels
 from .ambient import shielded
-from .call import GRANULARITIES, Call, Problem, empty_lse, empty_output
+from .call import GRANULARITIES, Call, HalfKeys, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small, general_quantize
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
@@ -530,10 +530,9 @@ def _half_keys(
     validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
     offset = causal_offset(causal, q.shape[2], k.shape[2])
+    call = HalfKeys(q, k, v, sinks, recent, softmax_scale, offset, out_dtype, return_lse, fp8_out, fp8_lse, k_mean, rotated)
     with current(q.device):
-        return triton_kernels.half_keys.half_keys(
-            q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, offset, out_dtype, return_lse, device_of(q.device)
-        )  # fmt: skip
+        return triton_kernels.half_keys.half_keys(call, device_of(q.device))
 
 
 def _half_keys_modelled(

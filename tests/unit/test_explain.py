@@ -68,8 +68,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def with_bias(q: Any, k: Any, key: Any, device: Any) -> Any:
         return dataclasses.replace(q, bias=quantize_ref.score_bias(q.mean, quantize_ref.dequantize(key)))
 
-    def half_keys(q: Any, k: Any, v: Any, *arguments: Any) -> tuple:
-        return empty_output(q, v.shape[3], arguments[-3]), empty_lse(q, arguments[-2])
+    def half_keys(call: Any, device: Any) -> tuple:
+        return empty_output(call.q, call.v.shape[3], call.out_dtype), empty_lse(call.q, call.return_lse)
 
     for module in (api, ops, varlen_ops, paged_ops):
         monkeypatch.setattr(module, "device_of", lambda device: H100)
