@@ -6,9 +6,11 @@ import functools
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from . import instances as compiled
 from .command_line import UsageError, checkout
 from .machine import ROOT
 from .report import number_of
@@ -18,6 +20,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 SPEED_PAGE = DOCS / "benchmark-tables.md"
 ACCURACY_PAGE = DOCS / "accuracy-tables.md"
+INSTANCES_PAGE = DOCS / "instances.md"
 RESULTS = ROOT / "bench" / "results"
 
 Record = dict[str, Any]
@@ -312,6 +315,34 @@ def first_calls() -> str:
     return f"{_machine(calls)}; {imported}:\n\n{table}"
 
 
+def instances() -> str:
+    """Compiled CUDA instances by the calls that choose them, with the size of their code in a wheel. A group has no size
+    if a library of it hasn't."""
+    sizes = json.loads((RESULTS / "instance_sizes.json").read_text())
+    rows, counts, total = [], dict.fromkeys(compiled.ARCHS, 0), 0.0
+    for group in compiled.rows():
+        parts = [sizes["code_bytes"].get(name) for name in group.library_names(compiled.SIZED)]
+        code = None if None in parts else sum(parts) / 1e6
+        rows.append([group.kernel, group.calls, group.why, *(str(group.count(arch) or "–") for arch in counts), number_of(code, ".1f")])
+        counts = {arch: count + group.count(arch) for arch, count in counts.items()}
+        total += code or 0.0
+    rows.append(["all", "", "", *map(str, counts.values()), f"{total:.1f}"])
+    head = ("kernel", "calls that choose one", "why it is compiled apart", *(f"sm_{arch}" for arch in counts), f"sm_{compiled.SIZED} code, MB")
+    return f"Sizes by nvcc, {', '.join(sizes['nvcc'])}:\n\n{markdown_table(head, rows, 3)}"
+
+
+def instance_fields() -> str:
+    """Fields of the attention kernels' configs, with the values that instances have."""
+    rows = []
+    for kind, reasons in compiled.FIELDS.items():
+        for field in fields(kind):
+            if field.name not in reasons:
+                raise UsageError(f"{kind.__name__}.{field.name} has no reason; bench/instances.py must have one in FIELDS")
+            values = (("no", "yes")[x] if isinstance(x, bool) else str(x) for x in compiled.values_of(kind, field.name))
+            rows.append([kind.__name__, f"`{field.name}`", ", ".join(values), reasons[field.name]])
+    return markdown_table(("config", "field", "values", "why it is compiled"), rows, 4)
+
+
 def if_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
     """The table of a results file, or how to get one."""
     missing = f"Not measured on a GPU yet: `python -m bench {name} --json bench/results/{name}.jsonl && python -m bench readme`."
@@ -365,7 +396,13 @@ ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "model": if_measured("model", model),
     "recent": recent,
 }
-DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {README: README_TABLES, SPEED_PAGE: TABLES, ACCURACY_PAGE: ACCURACY_TABLES}
+INSTANCE_TABLES: dict[str, Callable[[], str]] = {"instances": instances, "instance_fields": instance_fields}
+DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
+    README: README_TABLES,
+    SPEED_PAGE: TABLES,
+    ACCURACY_PAGE: ACCURACY_TABLES,
+    INSTANCES_PAGE: INSTANCE_TABLES,
+}
 DOCUMENTS |= {path: {} for path in sorted(DOCS.glob("*.md")) if path not in DOCUMENTS}
 """Of each document the tables that it must have; it may have others. The journal (docs/journal) is never filled again."""
 
@@ -386,7 +423,7 @@ def rendered(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     Raises:
         UsageError: one of them has no place in it; a table has more than one; or there is no such table.
     """
-    every = {**TABLES, **ACCURACY_TABLES, **README_TABLES, **tables}
+    every = {**TABLES, **ACCURACY_TABLES, **README_TABLES, **INSTANCE_TABLES, **tables}
     for name in dict.fromkeys((*tables, *MARKER.findall(text))):
         if name not in every:
             raise UsageError(f"the document has a place for the table {name!r}; there are {', '.join(every)}")

@@ -156,36 +156,56 @@ def proposed(
     return fresh, rejected
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """The configs that a search tries.
+
+    Attributes:
+        space: all of them.
+        seeds: the first generation.
+        fits: the reason why a config can't run, or None if it can.
+    """
+
+    space: Sequence[Space]
+    seeds: Sequence[Config]
+    fits: Callable[[Config], str | None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a search goes on, and by which dice.
+
+    Attributes:
+        deadline: of `clock`; a generation that has started is finished.
+        batch: candidates of a generation.
+    """
+
+    deadline: float
+    dice: random.Random
+    clock: Callable[[], float] = time.monotonic
+    batch: int = BATCH
+
+
 def search(
-    space: Sequence[Space],
-    seeds: Sequence[Config],
-    fits: Callable[[Config], str | None],
+    candidates: Candidates,
     evaluate: Evaluate,
     journal: Journal,
-    deadline: float,
-    *,
-    dice: random.Random,
-    clock: Callable[[], float] = time.monotonic,
-    batch: int = BATCH,
+    effort: Effort,
     progress: Callable[[list[Outcome], int], object] = lambda elite, tried: None,
 ) -> list[Outcome]:
-    """The elite when the time is up or everything has been tried, the fastest first.
-
-    Args:
-        seeds: the first generation.
-        deadline: of `clock`; a generation that has started is finished.
-    """
+    """The elite when the time is up or everything has been tried, the fastest first."""
     generation = 0
-    candidates = [config for config in seeds if config not in journal.outcomes]
+    fresh = [config for config in candidates.seeds if config not in journal.outcomes]
     rejected: list[Outcome] = []
-    while clock() < deadline:
-        for outcome in (*rejected, *(evaluate(candidates) if candidates else ())):
+    while effort.clock() < effort.deadline:
+        for outcome in (*rejected, *(evaluate(fresh) if fresh else ())):
             journal.add(outcome, generation)
         elite = elite_of(journal.outcomes.values())
         progress(elite, len(journal.outcomes))
         generation += 1
-        candidates, rejected = proposed(space, [one.config for one in elite], set(journal.outcomes), fits, dice, batch)
-        if not candidates:
+        parents, tried = [one.config for one in elite], set(journal.outcomes)
+        fresh, rejected = proposed(candidates.space, parents, tried, candidates.fits, effort.dice, effort.batch)
+        if not fresh:
             for outcome in rejected:
                 journal.add(outcome, generation)
             break
@@ -393,10 +413,9 @@ def one_search(
         show(f"{backend}, {case.name}: {tried} candidates{best}", (1 - FINAL_SHARE) * share)
 
     show(f"{backend}, {case.name}: what ships", 0.0)
-    elite = search(
-        spaces(backend, call, device), seeds, lambda config: unsupported_config(config, call, device), evaluate, journal, began + seconds,
-        dice=random.Random(arguments.seed), batch=arguments.batch, progress=progress,
-    )  # fmt: skip
+    candidates = Candidates(spaces(backend, call, device), seeds, lambda config: unsupported_config(config, call, device))
+    effort = Effort(began + seconds, random.Random(arguments.seed), batch=arguments.batch)
+    elite = search(candidates, evaluate, journal, effort, progress)
     finalists = list(dict.fromkeys([seeds[0], *(one.config for one in elite)]))
     # in pairs, because in larger rounds a result depends on the neighbours
     again: list[Outcome] = []

@@ -1,7 +1,7 @@
 """FP8 (e4m3) attention forward for PyTorch inference."""
 
 from .ahead import warmup
-from .api import Plan, cuda_sdpa, explain, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa, varlen_sdpa
+from .api import Plan, cuda_sdpa, explain, explain_varlen, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa, varlen_sdpa
 from .cache import KVCache
 from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
@@ -27,6 +27,7 @@ __all__ = [
     "capture",
     "cuda_sdpa",
     "explain",
+    "explain_varlen",
     "import_kv",
     "info",
     "paged_sdpa",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch.compiler import is_compiling
 
-from . import dtensor, eager, hybrid, ops, rotation, varlen_ops
+from . import dtensor, eager, hybrid, ops, paged_ops, rotation, varlen_ops
 from . import triton as triton_kernels
 from .ambient import autocast_dtype
 from .cache import KVCache
@@ -292,17 +292,26 @@ class _Prepared:
 
 
 def _prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> _Prepared:
-    query, key, value = _imported(checked)
-    floats = [x if isinstance(x, torch.Tensor) else None for x in (query, key, value)]
-    if any(x is not None for x in floats):
-        recipe_beside = _beside([x for x in (query, key) if isinstance(x, Quantized)], recipe)
+    query, key, value = operands = _imported(checked)
+    q, k, v, recipe_beside = _to_quantize(operands, recipe)
+    if q is not None or k is not None:
         packed = (None, None) if checked.varlen is None else (checked.varlen.q, checked.varlen.k)
-        q, k, v = _quantize(floats[0], floats[1], floats[2], recipe_beside, chosen == "modelled", packed)
-        query, key, value = q or query, k or key, v or value
+        q_quantized, k_quantized, v_quantized = _quantize(q, k, v, recipe_beside, chosen == "modelled", packed)
+        query, key, value = q_quantized or query, k_quantized or key, v_quantized or value
     assert isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)
     if query.mean is not None and query.bias is None:
         query = replace(query, bias=ops.library_ops.score_bias(query.mean, key.data, key.scale, key.granularity))
     return _Prepared(query, key, value, checked, recipe)
+
+
+def _to_quantize(
+    operands: tuple[Operand, Operand, Operand], recipe: Recipe
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Recipe]:
+    """q, k and v of the operands that aren't quantized yet, else None; and the recipe by which they are."""
+    q, k, v = (x if isinstance(x, torch.Tensor) else None for x in operands)
+    if q is None and k is None:
+        return q, k, v, recipe
+    return q, k, v, _beside([x for x in operands[:2] if isinstance(x, Quantized)], recipe)
 
 
 def _beside(quantized: list[Quantized], recipe: Recipe) -> Recipe:
@@ -454,10 +463,7 @@ def sdpa(
             causal_alignment=causal_alignment, window=window, softcap=softcap, sinks=sinks, recipe=recipe, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    device = getattr(query, "device", None)
-    if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
-        query, key, value = (cast(x, dtype) for x in (query, key, value))
-        out_dtype = out_dtype or dtype
+    query, key, value, out_dtype = _autocast(query, key, value, out_dtype)
     options = None
     if sinks is None and not is_compiling() and type(recipe) is Recipe:
         options = (
@@ -475,6 +481,14 @@ def sdpa(
         ),
         options,
     )  # fmt: skip
+
+
+def _autocast(q: Any, k: Any, v: Any, out_dtype: torch.dtype | None) -> tuple[Any, Any, Any, torch.dtype | None]:
+    """Operands and `out_dtype` as autocast has them, if it is on."""
+    device = getattr(q, "device", None)
+    if not isinstance(device, torch.device) or (dtype := autocast_dtype(device)) is None:
+        return q, k, v, out_dtype
+    return *(cast(x, dtype) for x in (q, k, v)), out_dtype or dtype
 
 
 def _attend(a: Arguments, options: tuple | None) -> Attention:
@@ -594,10 +608,7 @@ def varlen_sdpa(
         RuntimeError: an argument requires grad, or has a tangent.
         BackendUnavailable: the backend can't run here.
     """
-    device = getattr(q, "device", None)
-    if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
-        q, k, v = (cast(x, dtype) for x in (q, k, v))
-        out_dtype = out_dtype or dtype
+    q, k, v, out_dtype = _autocast(q, k, v, out_dtype)
     checked = check_varlen(
         VarlenArguments(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, is_causal=is_causal,
@@ -660,12 +671,8 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _by_pages(checked, recipe, return_lse, chosen)
     if recipe.has_half_keys:
         return _with_half_keys(checked, recipe, return_lse, chosen)
-    plain = _plain(checked, recipe) if chosen in ("auto", "cuda") else None
-    if plain is not None:
-        problem = Problem(
-            *plain, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask, checked.window,
-            checked.softcap, checked.sinks,
-        )  # fmt: skip
+    problem = _problem(checked, chosen, recipe, return_lse)
+    if problem is not None:
         out, lse = _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
         return (out, lse) if return_lse else out
     prepared = _prepare(checked, recipe, chosen)
@@ -729,9 +736,9 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
 
     def to_fp8_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal) -> hybrid.Fp8Attention:
         part = replace(checked, query=q, key=k, value=v, causal=causal)
-        plain = _plain(part, others) if chosen in ("auto", "cuda") else None
-        if plain is not None:
-            return *_from_fp16(chosen)(*plain, part.softmax_scale, others.qk, causal, part.out_dtype, True, scale=part.scale), None
+        problem = _problem(part, chosen, others, True)
+        if problem is not None:
+            return *_from_fp16(chosen)(*problem.arguments, scale=part.scale), None
         prepared = _prepare(part, others, chosen)
         return *_forward(chosen, part)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
 
@@ -764,17 +771,21 @@ def _by_pages(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -
     )  # fmt: skip
 
 
-def _plain(checked: Checked, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """q, k and v of a call in which the attention kernel may quantize one or more of them; else None.
+def _problem(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Problem | None:
+    """A call in which the attention kernel may quantize one or more of q, k and v, for the operator that quantizes and
+    attends; None for other calls.
 
     The answer depends only on what torch.compile knows.
     """
-    if not checked.is_float or checked.varlen is not None or not _is_fused_recipe(recipe):
+    if chosen not in ("auto", "cuda") or not checked.is_float or checked.varlen is not None or not _is_fused_recipe(recipe):
         return None
     query, key, value = checked.floats
     if not ((checked.attn_mask is None and fused_small.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
         return None
-    return query, key, value
+    return Problem(
+        query, key, value, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask, checked.window,
+        checked.softcap, checked.sinks,
+    )  # fmt: skip
 
 
 def _is_fused_recipe(recipe: object) -> bool:
@@ -928,10 +939,22 @@ def explain(a: Arguments) -> Plan:
     Raises:
         As `sdpa`.
     """
-    return _explained(check(a), a.recipe, a.backend)
+    query, key, value, out_dtype = _autocast(a.query, a.key, a.value, a.out_dtype)
+    return _explained(check(replace(a, query=query, key=key, value=value, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
 
 
-def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
+@_takes(VarlenArguments)
+def explain_varlen(a: VarlenArguments) -> Plan:
+    """What `varlen_sdpa` with these arguments would run, and why. Quantizes, but doesn't attend.
+
+    Raises:
+        As `varlen_sdpa`.
+    """
+    q, k, v, out_dtype = _autocast(a.q, a.k, a.v, a.out_dtype)
+    return _explained(check_varlen(replace(a, q=q, k=k, v=v, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
+
+
+def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: bool) -> Plan:
     device = checked.device
     chosen = choose_backend(backend, device)
     because = [f"backend={backend!r} on {device}"]
@@ -941,52 +964,91 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
     if chosen == "modelled":
         return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
     if recipe.statistics == "page":
+        paged_ops.check_new(chosen, new=True)
         reasons = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
         return Plan("triton", "paged", None, "int8 and e4m3" if recipe.qk == "int8" else "e4m3", reasons)
     if recipe.has_half_keys:
         return _explain_half_keys(checked, recipe, backend)
-    properties = device_of(device)
-    plain = _plain(checked, recipe) if chosen != "triton" else None
-    problem = None
-    if plain is not None:
-        problem = Problem(*plain, checked.softmax_scale, recipe.qk, checked.causal, attn_mask=checked.attn_mask, window=checked.window)
-        problem = replace(problem, softcap=checked.softcap, sinks=checked.sinks)
-    if problem is not None and ops.unsupported_one_launch(problem) is None:
+    problem = _problem(checked, chosen, recipe, return_lse)
+    if problem is not None:
+        return _explain_problem(problem, chosen, because)
+    operands = _imported(checked)
+    because += _explain_quantizers(*_to_quantize(operands, recipe), is_packed=checked.varlen is not None)
+    query, key, value = operands
+    arguments = _operator_arguments(_prepare(replace(checked, query=query, key=key, value=value), recipe, chosen), return_lse)
+    call = Call(*arguments) if checked.varlen is None else varlen_ops.call_of(*arguments)
+    return _explain_attention(call, chosen, because)
+
+
+def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, is_packed: bool) -> list[str]:
+    """Which kernels quantize which operands, and why others don't."""
+    said = []
+    if is_packed and k is not None:
+        said.append("key and value are quantized by Triton: the CUDA quantizers take no packed sequences")
+        k = v = None
+    names = {"hopper": "the CUDA quantizer for Hopper", "general": "the general CUDA quantizer", "triton": "Triton"}
+    for step in ops.plan_quantizers(q, k, v, recipe) if q is not None or k is not None else ():
+        operands = " and ".join(name for name, x in (("query", step.q), ("key", step.k), ("value", step.v)) if x is not None)
+        because = "".join(f"; not by {reason}" for reason in step.because)
+        said.append(f"{operands} {'is' if operands == 'query' else 'are'} quantized by {names[step.quantizer]}{because}")
+    return said
+
+
+def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
+    """The plan of the operator that quantizes and attends."""
+    device, way = device_of(problem.q.device), ops.way_of(problem)
+    if way == "one launch":
         return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
-    call = Call(*_operator_arguments(_prepare(checked, recipe), False))
-    if problem is not None and ops.unsupported_fused_q(problem) is None:
-        call = replace(call, q=problem.q, q_scale=None)
-        because.append("query is quantized where it attends")
-    scores = "int8 and " if call.int8 else ""
+    if way == "quantize first":
+        because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed=False)
+        return _explain_attention(ops.quantized_call(problem)[0], chosen, because)
+    because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed=False), "query is quantized where it attends"]
+    if way == "fused q":
+        call = ops.fused_q_call(problem)
+        return _cuda_plan(call, configs.choose(call, device), because)
+    planned = early.plan(problem, device)
+    if planned.overlaps:
+        because.append("attention begins with heads whose key and value are quantized")
+    return _cuda_plan(planned.call, planned.config, because)
+
+
+def _explain_attention(call: Call, chosen: str, because: list[str]) -> Plan:
+    """The plan of an operator that attends to what is quantized."""
+    properties = device_of(call.q.device)
     if chosen != "triton":
-        planned = ops.plan_cuda(call, first=chosen == "auto")
-        if isinstance(planned, HopperConfig):
-            if problem is not None and ops.unsupported_two_launches(problem) is None and early.overlaps_quantization(call, planned, properties):
-                because.append("attention begins with heads whose key and value are quantized")
-            return Plan("cuda", "hopper", planned, f"{scores}e4m3", tuple(because))
-        if isinstance(planned, PortableConfig):
-            because.append(f"not the Hopper kernel: {configs.unsupported_call(call, properties)}")
-            return Plan("cuda", "portable", planned, scores + ("e4m3" if planned.operands == "native" else "f16"), tuple(because))
-        if chosen == "cuda":
-            raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
+        planned = ops.plan_backend(chosen, call)
+        if not isinstance(planned, str):
+            return _cuda_plan(call, planned, because)
         because.append(f"cuda: {planned}")
-    reason = triton_kernels.run.unsupported_arch(call, properties)
+    config = triton_kernels.run.choose(call, properties)
     compute = call.compute
     if compute == "e4m3" and not properties.has_fp8_units:
         compute = "f16"
         because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
-    kernel = "portable" if reason else "hopper"
-    return Plan("triton", kernel, triton_kernels.run.choose(call, properties), scores + compute, tuple(because + ([reason] if reason else [])))
+    reason = triton_kernels.run.unsupported_arch(call, properties)
+    if reason is not None:
+        because.append(reason)
+    kernel = "hopper" if isinstance(config, triton_kernels.configs.HopperConfig) else "portable"
+    return Plan("triton", kernel, config, ("int8 and " if call.int8 else "") + compute, tuple(because))
+
+
+def _cuda_plan(call: Call, config: HopperConfig | PortableConfig, because: list[str]) -> Plan:
+    """The plan of a CUDA kernel."""
+    compute = "e4m3"
+    if isinstance(config, PortableConfig):
+        because.append(f"not the Hopper kernel: {configs.unsupported_call(call, device_of(call.q.device))}")
+        compute = "e4m3" if config.operands == "native" else "f16"
+    kernel = "portable" if isinstance(config, PortableConfig) else "hopper"
+    return Plan("cuda", kernel, config, ("int8 and " if call.int8 else "") + compute, tuple(because))
 
 
 def _explain_half_keys(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
     """`explain` for a recipe that keeps keys: of attention to the others."""
     q, k, v = checked.floats
     kept = f"{recipe.sinks} first keys and {recipe.recent} last ones in half precision, by Triton"
-    rows, part_causal = next(hybrid.parts(q.shape[2], k.shape[2], checked.causal))
-    keys, fp8_causal = hybrid.fp8_keys(q[:, :, rows].shape[2], k.shape[2], part_causal, recipe)
+    rows, _, keys, fp8_causal = next(hybrid.ranges(q.shape[2], k.shape[2], checked.causal, recipe))
     if keys.start >= keys.stop:
         return Plan("triton", "half_keys", None, "half", (f"backend={backend!r} on {q.device}", kept, "there are no others"))
     part = replace(checked, query=q[:, :, rows], key=k[:, :, keys], value=v[:, :, keys], causal=fp8_causal)
-    others = _explained(part, recipe.of_fp8_keys, backend)
+    others = _explained(part, recipe.of_fp8_keys, backend, return_lse=True)
     return replace(others, because=(*others.because, kept))

@@ -174,6 +174,38 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
+class HalfKeys:
+    """Attention to the half-precision keys of a recipe, merged with FP8 attention to the other keys.
+
+    Attributes:
+        q: (B, Hq, Sq, D), bfloat16, float16 or float32.
+        k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), likewise.
+        sinks, recent: numbers of first and of last keys of a row, as of `Recipe`.
+        causal_offset: row i sees the keys j with j <= i + causal_offset.
+        out_dtype, return_lse: as of `Call`.
+        fp8_out, fp8_lse: (B, Hq, Sq, Dv) and float32 (B, Hq, Sq), FP8 attention to the other keys; or None if there are
+            none.
+        k_mean: float32 (B, Hkv, D), the mean that was removed from K before it was quantized, which `fp8_lse` doesn't
+            include; or None.
+        rotated: channels that were rotated together in k_mean.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: int
+    recent: int
+    softmax_scale: float
+    causal_offset: int
+    out_dtype: torch.dtype
+    return_lse: bool
+    fp8_out: torch.Tensor | None = None
+    fp8_lse: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
+    rotated: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Problem:
     """A call of plain tensors by a recipe that the attention kernel may quantize by.
 

@@ -39,6 +39,15 @@ def fp8_keys(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> t
     return keys, "none" if causal == "none" else "bottom_right"
 
 
+def ranges(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> Iterator[tuple[slice, Causal, slice, Causal]]:
+    """Ranges of query rows with their masks; of each, the slice of K to which FP8 kernels attend, and its mask.
+
+    FP8 kernels don't attend if there are no rows or the slice is empty.
+    """
+    for rows, part_causal in parts(q_length, kv_length, causal):
+        yield rows, part_causal, *fp8_keys(rows.stop - rows.start, kv_length, part_causal, recipe)
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, recipe: Recipe,
     to_fp8_keys: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Fp8Attention],
@@ -55,9 +64,8 @@ def attend(
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), as `to_half_keys` returns them.
     """
     found = []
-    for rows, part_causal in parts(q.shape[2], k.shape[2], causal):
+    for rows, part_causal, keys, fp8_causal in ranges(q.shape[2], k.shape[2], causal, recipe):
         part = q[:, :, rows]
-        keys, fp8_causal = fp8_keys(part.shape[2], k.shape[2], part_causal, recipe)
         fp8_out: Fp8Attention | tuple[None, None, None] = (None, None, None)
         if keys.start < keys.stop and part.numel() > 0:
             fp8_out = to_fp8_keys(part, k[:, :, keys], v[:, :, keys], fp8_causal)

@@ -12,8 +12,8 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from . import quantization as quantize_ref
 from . import reference, rotation, validate
 from . import triton as triton_kernels
 from .ambient import shielded
-from .call import GRANULARITIES, Call, Problem, empty_lse, empty_output
+from .call import GRANULARITIES, Call, HalfKeys, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, fused_small, general_quantize
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
@@ -113,7 +113,7 @@ def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) 
     Nothing is compiled to find out, so compiling may still fail.
     """
     device = device_of(k.device)
-    return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k, recipe.qk), device.arch)
+    return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k), device.arch)
 
 
 def unsupported_general_quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe) -> str | None:
@@ -193,6 +193,50 @@ def _by_kernels(
     return others[0] or query, others[1] or key, others[2] or value
 
 
+@dataclass(frozen=True, eq=False)
+class Quantizing:
+    """Operands that one quantizer takes.
+
+    Attributes:
+        quantizer: `hopper` takes key and value, `general` any of the three, both are CUDA kernels; `triton` the rest.
+        q, k, v: the operands, or None.
+        because: why the quantizers before it don't take them.
+    """
+
+    quantizer: Literal["hopper", "general", "triton"]
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    because: tuple[str, ...] = ()
+
+
+def plan_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe) -> list[Quantizing]:
+    """Which quantizer takes which of the operands, of which q, or k and v, may be None.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
+    found: list[Quantizing] = []
+    not_hopper: tuple[str, ...] = ()
+    if k is not None and v is not None:
+        reason = unsupported_cuda_quantize(k, v, recipe)
+        if reason is None:
+            found.append(Quantizing("hopper", None, k, v))
+            k = v = None
+        else:
+            not_hopper = (f"the Hopper quantizer: {reason}",)
+    if q is not None and k is not None and unsupported_general_quantize(q, k, v, recipe) is None:
+        return [*found, Quantizing("general", q, k, v, not_hopper)]
+    for of_q, of_k, of_v, because in ((None, k, v, not_hopper), (q, None, None, ())):
+        if of_q is None and of_k is None:
+            continue
+        reason = unsupported_general_quantize(of_q, of_k, of_v, recipe)
+        if reason is None:
+            found.append(Quantizing("general", of_q, of_k, of_v, because))
+        else:
+            found.append(Quantizing("triton", of_q, of_k, of_v, (*because, f"the general quantizer: {reason}")))
+    return found
+
+
 def _by_cuda_quantizers(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
@@ -202,15 +246,13 @@ def _by_cuda_quantizers(
         BuildError: the kernels can't be compiled here.
     """
     query = key = value = None
-    if k is not None and v is not None and unsupported_cuda_quantize(k, v, recipe) is None:
-        key, value = cuda_run.quantize_kv(k, v, recipe.qk, device)
-        k = v = None
-    if q is not None and k is not None and unsupported_general_quantize(q, k, v, recipe) is None:
-        return cuda_run.quantize_any(q, k, v, recipe, device)
-    if k is not None and unsupported_general_quantize(None, k, v, recipe) is None:
-        _, key, value = cuda_run.quantize_any(None, k, v, recipe, device)
-    if q is not None and unsupported_general_quantize(q, None, None, recipe) is None:
-        query, _, _ = cuda_run.quantize_any(q, None, None, recipe, device)
+    for step in plan_quantizers(q, k, v, recipe):
+        if step.quantizer == "hopper":
+            assert step.k is not None and step.v is not None
+            key, value = cuda_run.quantize_kv(step.k, step.v, recipe.qk, device)
+        elif step.quantizer == "general":
+            of_q, of_k, of_v = cuda_run.quantize_any(step.q, step.k, step.v, recipe, device)
+            query, key, value = of_q or query, of_k or key, of_v or value
     return query, key, value
 
 
@@ -342,16 +384,27 @@ def _forward_by_cuda(call: Call, planned: cuda_run.Config) -> tuple[torch.Tensor
     return cuda_run.forward(call, device, planned, tile_table=triton_kernels.varlen.table_of(call, planned.tile_rows, device))
 
 
-def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    planned = plan_cuda(call)
-    if isinstance(planned, str):
+def plan_backend(backend: str, call: Call) -> cuda_run.Config | str:
+    """The instance of the CUDA kernels with which `cuda` or `auto` attends, or why `auto` takes Triton's kernels.
+
+    Raises:
+        BackendUnavailable: `backend` is `cuda`, and there is no instance.
+    """
+    planned = plan_cuda(call, first=backend == "auto")
+    if backend == "cuda" and isinstance(planned, str):
         raise BackendUnavailable(f"cuda: {planned}; use backend='triton' or 'auto'")
+    return planned
+
+
+def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    planned = plan_backend("cuda", call)
+    assert not isinstance(planned, str)
     return _forward_by_cuda(call, planned)
 
 
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By CUDA where it can, by Triton where not, also if compiling CUDA turns out to fail."""
-    planned = plan_cuda(call, first=True)
+    planned = plan_backend("auto", call)
     if not isinstance(planned, str):
         try:
             return _forward_by_cuda(call, planned)
@@ -477,10 +530,9 @@ def _half_keys(
     validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
     offset = causal_offset(causal, q.shape[2], k.shape[2])
+    call = HalfKeys(q, k, v, sinks, recent, softmax_scale, offset, out_dtype, return_lse, fp8_out, fp8_lse, k_mean, rotated)
     with current(q.device):
-        return triton_kernels.half_keys.half_keys(
-            q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, offset, out_dtype, return_lse, device_of(q.device)
-        )  # fmt: skip
+        return triton_kernels.half_keys.half_keys(call, device_of(q.device))
 
 
 def _half_keys_modelled(
@@ -628,6 +680,39 @@ def unsupported_two_launches(problem: Problem) -> str | None:
     return unsupported_fused_q(problem) or unsupported_cuda_quantize(problem.k, problem.v, problem.recipe)
 
 
+Way = Literal["one launch", "two launches", "fused q", "quantize first"]
+"""How plain tensors are quantized and attended to: one kernel does both; a kernel quantizes k and v, and the attention
+kernel q; k and v are quantized by any quantizer, and q by the attention kernel; all are quantized first."""
+
+
+def way_of(problem: Problem) -> Way:
+    """How the operators that quantize and attend run a problem.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
+    if unsupported_one_launch(problem) is None:
+        return "one launch"
+    if unsupported_two_launches(problem) is None:
+        return "two launches"
+    return "fused q" if unsupported_fused_q(problem) is None else "quantize first"
+
+
+def fused_q_call(problem: Problem) -> Call:
+    """Quantizes k and v for the way `fused q`."""
+    _, key, value = quantized(None, problem.k, problem.v, problem.recipe)
+    assert key is not None and value is not None
+    return problem.call_of(key, value, mean_scores=_mean_scores(problem, key) if problem.softcap else None)
+
+
+def quantized_call(problem: Problem) -> tuple[Call, Quantized]:
+    """Quantizes q, k and v for the way `quantize first`. Also the key, whose mean the LSE doesn't include unless there
+    is a soft cap or sinks."""
+    query, key, value = quantized(problem.q, problem.k, problem.v, problem.recipe)
+    assert query is not None and key is not None and value is not None
+    mean_scores = _mean_scores(problem, key) if problem.softcap or problem.sinks is not None else None
+    return problem.call_of(key, value, query, mean_scores), key
+
+
 def from_fp16_by(backend: Forward, required: bool):
     """Implementation of an operator that quantizes by recipe.FUSED_RECIPES[qk] and attends.
 
@@ -656,25 +741,21 @@ def from_fp16_by(backend: Forward, required: bool):
         device = device_of(q.device)
         with current(q.device):
             try:
-                if unsupported_one_launch(problem) is None:
+                way = way_of(problem)
+                if way == "one launch":
                     return cuda_run.forward_from_fp16(problem, device)
-                if unsupported_two_launches(problem) is None:
+                if way == "two launches":
                     return early.quantize_and_attend(problem, device)
-                if unsupported_fused_q(problem) is None:
-                    _, key, value = quantized(None, k, v, problem.recipe)
-                    assert key is not None and value is not None
-                    call = problem.call_of(key, value, mean_scores=_mean_scores(problem, key) if softcap else None)
+                if way == "fused q":
+                    call = fused_q_call(problem)
                     return cuda_run.forward(call, device, configs.choose(call, device))
             except BuildError as error:
                 if required:
                     raise
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-            query, key, value = quantized(q, k, v, problem.recipe)
-            assert query is not None and key is not None and value is not None
-            if softcap or sinks is not None:
-                return backend(problem.call_of(key, value, query, _mean_scores(problem, key)))
-            out, lse = backend(problem.call_of(key, value, query))
-            if return_lse:
+            call, key = quantized_call(problem)
+            out, lse = backend(call)
+            if return_lse and call.mean_scores is None:
                 assert key.mean is not None
                 lse = _unsmoothed_lse(lse, q, key.mean, softmax_scale, key.rotated)
             return out, lse

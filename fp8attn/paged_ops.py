@@ -56,6 +56,16 @@ def _runs_triton(backend: str, device: torch.device) -> bool:
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 
+def check_new(backend: str, new: bool) -> None:
+    """Check that a backend attends to a cache where tokens are appended first, if `new`.
+
+    Raises:
+        BackendUnavailable: it doesn't.
+    """
+    if backend == "cuda" and new:
+        raise BackendUnavailable("cuda: key and value are given; the kernel takes queries whose tokens are in the cache")
+
+
 def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, softmax_scale: float) -> str | None:
     """Why the CUDA kernel doesn't attend to tokens of a cache, or None if it does.
 
@@ -125,8 +135,7 @@ def _attend_by(backend: str):
             assert key is not None and value is not None
             new = key, value
         recipe = _recipe(rotate, True, True, cache.pages.k.dtype == torch.int8)
-        if backend == "cuda" and new is not None:
-            raise BackendUnavailable("cuda: key and value are given; the kernel takes queries whose tokens are in the cache")
+        check_new(backend, new is not None)
         if backend == "cuda" or (backend == "auto" and new is None and query.device.type == "cuda"):
             with current(query.device):
                 found = _by_cuda(backend == "cuda", query, cache, batch, recipe, softmax_scale, out_dtype)

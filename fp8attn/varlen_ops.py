@@ -91,23 +91,31 @@ register(
 )
 
 
-def forward_by(backend: Forward) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """A forward operator's implementation: `Call`'s fields, but for those that packed sequences don't have."""
+def call_of(
+    q: torch.Tensor, q_scale: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, k_group: int, v: torch.Tensor, v_scale: torch.Tensor,
+    v_mean: torch.Tensor | None, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, seqused_k: torch.Tensor | None, longest_q: int,
+    longest_k: int, softmax_scale: float, causal: Causal, compute: ComputeType, two_level: bool | None, out_dtype: torch.dtype,
+    return_lse: bool, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    mean_scores: torch.Tensor | None = None,
+) -> Call:  # fmt: skip
+    """The checked call of a forward operator's arguments: `Call`'s fields, but for those that packed sequences don't
+    have."""
+    varlen = varlen_of((cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k), q, k)
+    call = Call(
+        q, q_scale, 1, k, k_scale, k_group, v, v_scale, v_mean, None, None, k.shape[2], softmax_scale, causal, compute, two_level, out_dtype,
+        return_lse, validate.checked_window(window), softcap, sinks, mean_scores, varlen=varlen,
+    )  # fmt: skip
+    validate.check_call(call)
+    return call
 
-    def forward(
-        q: torch.Tensor, q_scale: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, k_group: int, v: torch.Tensor, v_scale: torch.Tensor,
-        v_mean: torch.Tensor | None, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, seqused_k: torch.Tensor | None, longest_q: int,
-        longest_k: int, softmax_scale: float, causal: Causal, compute: ComputeType, two_level: bool | None, out_dtype: torch.dtype,
-        return_lse: bool, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
-        mean_scores: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        varlen = varlen_of((cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k), q, k)
-        call = Call(
-            q, q_scale, 1, k, k_scale, k_group, v, v_scale, v_mean, None, None, k.shape[2], softmax_scale, causal, compute, two_level, out_dtype,
-            return_lse, validate.checked_window(window), softcap, sinks, mean_scores, varlen=varlen,
-        )  # fmt: skip
-        validate.check_call(call)
-        with current(q.device):
+
+def forward_by(backend: Forward) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """A forward operator's implementation, with the arguments of `call_of`."""
+
+    @functools.wraps(call_of)
+    def forward(*arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        call = call_of(*arguments, **options)
+        with current(call.q.device):
             return backend(call)
 
     return forward

@@ -259,6 +259,7 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_byt
   p.inverse_length = 1.0 / k.size(2);
   p.inverse_sample = 1.0 / sampled;
   p.half = k.scalar_type() == ScalarType::Half;
+  p.int8 = k_data.scalar_type() == ScalarType::Char;
   p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
   const std::optional<Tensor> stats = stats_bytes > 0 ? std::optional(room_of(stats_bytes, k)) : std::nullopt;
   p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;

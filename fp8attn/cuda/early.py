@@ -6,10 +6,13 @@ tiles then, so it does this only if it gains more time than splitting tiles woul
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
+from ..recipe import Quantized
 from . import configs, quantize, run, stream_k
 from .configs import KEYS, HopperConfig
 
@@ -31,6 +34,32 @@ def overlaps_quantization(call: Call, config: HopperConfig, device: Device) -> b
     return nobody_would or stream_k.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
 
 
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """How a problem runs in two launches.
+
+    Attributes:
+        key, value: uninitialised, for the quantizer to fill.
+        call: attention to them.
+        config: its instance.
+        overlaps: whether attention begins with heads that are ready while others are still being quantized.
+    """
+
+    key: Quantized
+    value: Quantized
+    call: Call
+    config: HopperConfig
+    overlaps: bool
+
+
+def plan(problem: Problem, device: Device) -> Planned:
+    """How `quantize_and_attend` runs a problem."""
+    key, value = quantize.empty(problem.k, problem.v, problem.qk)
+    call = problem.call_of(key, value)
+    config = configs.choose(call, device)
+    return Planned(key, value, call, config, overlaps_quantization(call, config, device))
+
+
 def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantization and attention; the attention kernel quantizes q.
 
@@ -42,11 +71,9 @@ def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor,
     Raises:
         BuildError: the kernels can't be compiled here.
     """
-    q, k, v = problem.q, problem.k, problem.v
-    key, value = quantize.empty(k, v, problem.qk)
-    call = problem.call_of(key, value)
-    config = configs.choose(call, device)
-    if not overlaps_quantization(call, config, device):
+    q, k, v, planned = problem.q, problem.k, problem.v, plan(problem, device)
+    key, value, call, config = planned.key, planned.value, planned.call, planned.config
+    if not planned.overlaps:
         run.quantize_into(key, value, k, v, device)
         return run.forward(call, device, config)
     heads = k.shape[0] * k.shape[1]

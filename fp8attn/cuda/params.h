@@ -116,6 +116,7 @@ struct QuantizeParams {
   int heads, length, head_dim;
   float inverse_length, inverse_sample;  // 1 / S, and 1 / the number of tokens sampled for K's mean
   bool half;
+  bool int8;  // K becomes int8, not e4m3
 
   int* ready;  // (B, H), 0 at launch: number of CTAs that have completed a head; or null
   // (B, H, token chunks, slices) of ChunkStats, which one kernel writes and the next reads; null if one kernel does all

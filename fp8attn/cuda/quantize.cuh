@@ -44,10 +44,10 @@ __device__ void broadcast_stats(QuantizeStorage<C>& shared, const ClusterCoord& 
   broadcast_nonfinite<C>(shared, coord, &shared.stats_full);
 }
 
-// Instance::config is the QuantizeConfig. The grid has one cluster per head of K and V. A CTA exits only after it has
-// received everything that is sent to it. So no store targets a CTA that has exited, and the kernel ends without a
-// cluster barrier.
-template <class Instance, typename T>
+// Instance::config is the QuantizeConfig. INT8: K becomes int8, not e4m3. The grid has one cluster per head of K and V.
+// A CTA exits only after it has received everything that is sent to it. So no store targets a CTA that has exited, and
+// the kernel ends without a cluster barrier.
+template <class Instance, bool INT8, typename T>
 __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(const __grid_constant__ QuantizeParams p) {
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   if (threadIdx.x == 0) {
     expect(coord, &shared.stats_full, bytes_of_stats(shared, coord));
-    expect(coord, &shared.largest_full, bytes_of_largest(shared, coord));
+    expect(coord, &shared.largest_full, bytes_of_largest<INT8>(shared, coord));
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -87,22 +87,27 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
     write_values<false, C, T>(p, shared, coord);
   __syncthreads();
 
-  write_keys_of_token_chunk<C, T>(p, shared, coord, k);
+  write_keys_of_token_chunk<INT8, C, T>(p, shared, coord, k);
 }
 
-template <class Instance>
-cudaError_t launch(const QuantizeParams& p, int ctas, cudaStream_t stream) {
+template <class Instance, typename T>
+cudaError_t launch_of(const QuantizeParams& p, int ctas, cudaStream_t stream) {
   if constexpr (IS_LONG<Instance::config>) {
-    return p.half ? launch_long<Instance, __half>(p, ctas, stream) : launch_long<Instance, __nv_bfloat16>(p, ctas, stream);
+    return launch_long<Instance, T>(p, ctas, stream);
   } else {
     constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
     const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
-    const auto kernel = p.half ? quantize_kv<Instance, __half> : quantize_kv<Instance, __nv_bfloat16>;
+    const auto kernel = p.int8 ? quantize_kv<Instance, true, T> : quantize_kv<Instance, false, T>;
     cudaError_t error = take_shared_memory(kernel, bytes);
     if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
     return launch_clusters(kernel, p, ctas, cluster, THREADS, bytes, stream);
   }
+}
+
+template <class Instance>
+cudaError_t launch(const QuantizeParams& p, int ctas, cudaStream_t stream) {
+  return p.half ? launch_of<Instance, __half>(p, ctas, stream) : launch_of<Instance, __nv_bfloat16>(p, ctas, stream);
 }
 
 }  // namespace fp8attn

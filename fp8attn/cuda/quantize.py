@@ -7,7 +7,7 @@ and reads it once. Longer heads take three launches, which read V twice.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -50,12 +50,10 @@ class QuantizeConfig:
         token_chunks: largest number of chunks of TOKEN_CHUNK tokens that a cluster holds; a power of two. 1: heads may
             have any number, and each chunk has a cluster.
         ctas: CTAs per SM that registers must leave room for, at least.
-        int8: K becomes int8, not e4m3.
     """
 
     token_chunks: int
     ctas: int
-    int8: bool = False
 
     @property
     def threads(self) -> int:
@@ -78,14 +76,11 @@ class QuantizeConfig:
 
     @property
     def name(self) -> str:
-        return "quantize_" + "_".join(str(int(x)) for x in astuple(self))
+        return "quantize_" + "_".join(str(x) for x in astuple(self))
 
 
 INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2), QuantizeConfig(1, 3))
-"""The compiled instances. The last one takes heads that are longer than a cluster can hold."""
-
-INT8_INSTANCES = tuple(replace(config, int8=True) for config in INSTANCES)
-"""The same for int8, compiled separately."""
+"""The compiled instances, each for e4m3 and int8. The last one takes heads that are longer than a cluster can hold."""
 
 
 def token_chunks_of(k: torch.Tensor) -> int:
@@ -103,15 +98,10 @@ def exceeds_cluster(k: torch.Tensor) -> bool:
     return ctas_of(k) > LARGEST_CLUSTER
 
 
-def instances(int8: bool) -> tuple[QuantizeConfig, ...]:
-    """The instances that are compiled together."""
-    return INT8_INSTANCES if int8 else INSTANCES
-
-
-def choose(k: torch.Tensor, qk: ProductType) -> QuantizeConfig:
+def choose(k: torch.Tensor) -> QuantizeConfig:
     """The instance for a call. `unsupported_call` must have returned None."""
     is_long = exceeds_cluster(k)
-    return next(c for c in instances(qk == "int8") if c.is_long == is_long and (is_long or c.token_chunks >= token_chunks_of(k)))
+    return next(c for c in INSTANCES if c.is_long == is_long and (is_long or c.token_chunks >= token_chunks_of(k)))
 
 
 def stats_bytes(k: torch.Tensor) -> int:
@@ -143,7 +133,7 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
         reason = unsupported_size(name, x) or unsupported_tma(x, name)
         if reason is not None:
             return reason
-    return unsupported_config(choose(k, recipe.qk), device)
+    return unsupported_config(choose(k), device)
 
 
 def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:

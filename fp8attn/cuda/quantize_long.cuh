@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant
 }
 
 // The grid has a cluster for every token chunk, with a CTA for every slice: K's scales need all slices.
-template <class Instance, typename T>
+template <class Instance, bool INT8, typename T>
 __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const __grid_constant__ QuantizeParams p) {
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
   const ClusterCoord coord(p, blockIdx.x, false);
   const Mine mine;
   if (threadIdx.x == 0) {
-    expect(coord, &shared.largest_full, bytes_of_largest(shared, coord));
+    expect(coord, &shared.largest_full, bytes_of_largest<INT8>(shared, coord));
     ptx::fence_barrier_init();
   }
   ptx::wait_for_grids_before();
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
     write_values<false, C, T>(p, shared, coord);
   }
   __syncthreads();
-  write_keys_of_token_chunk<C, T>(p, shared, coord, slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]);
+  write_keys_of_token_chunk<INT8, C, T>(p, shared, coord, slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]);
 }
 
 // `ctas`: one for every slice of every token chunk.
@@ -119,11 +119,12 @@ template <class Instance, typename T>
 cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
   const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
+  const auto write = p.int8 ? write_kv<Instance, true, T> : write_kv<Instance, false, T>;
   cudaError_t error = take_shared_memory(measure_kv<Instance, T>, bytes);
-  if (error == cudaSuccess) error = take_shared_memory(write_kv<Instance, T>, bytes);
+  if (error == cudaSuccess) error = take_shared_memory(write, bytes);
   if (error == cudaSuccess) error = launch_clusters(measure_kv<Instance, T>, p, ctas, 1, THREADS, bytes, stream);
   if (error == cudaSuccess) error = launch_clusters(finish_kv<T>, p, ctas / token_chunks, 1, CHANNELS + 32, 0, stream);
-  if (error == cudaSuccess) error = launch_clusters(write_kv<Instance, T>, p, ctas, slices, THREADS, bytes, stream);
+  if (error == cudaSuccess) error = launch_clusters(write, p, ctas, slices, THREADS, bytes, stream);
   return error;
 }
 

@@ -195,8 +195,8 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
     Args:
         ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
     """
-    config = quantize.choose(k, "int8" if key.data.dtype == torch.int8 else "e4m3")
-    library = build.load_with(config, quantize.instances(config.int8), device.arch)
+    config = quantize.choose(k)
+    library = build.load_with(config, quantize.INSTANCES, device.arch)
     ctas = k.shape[0] * k.shape[1] * quantize.ctas_of(k)
     library.operators.quantize.default(
         library.launchers[config], ctas, sample_size(k.shape[2]), quantize.stats_bytes(k), k, v, *quantize.filled(key, value), ready

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call import empty_lse, empty_output
+from ..call import HalfKeys, empty_lse, empty_output
 from ..device import Device
 from .bias import high
 from .forward import load_rows
@@ -240,27 +240,25 @@ def half_keys_kernel(
         tl.store(lse + index, (m + tl.log2(l)) / LOG2E, mask=rows < q_length)
 
 
-def half_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8_out: torch.Tensor | None, fp8_lse: torch.Tensor | None, k_mean: torch.Tensor | None,
-    rotated: int, sinks: int, recent: int, softmax_scale: float, causal_offset: int, out_dtype: torch.dtype, return_lse: bool, device: Device,
-    *, warmup: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def half_keys(call: HalfKeys, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """reference.with_half_keys by a kernel.
 
     Args:
-        k_mean: float32 (B, Hkv, D), the mean that was removed from K before quantizing, `rotated` like K; `fp8_lse`
-            doesn't include it. Or None.
         warmup: compile only.
+
+    Returns:
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty unless call.return_lse.
     """
+    q, k, v = call.q, call.k, call.v
     check_counted("query", q)
     check_counted("key", k)
     batch, heads, length, dim = q.shape
     value_dim = v.shape[3]
     # the interpreter truncates to bfloat16 instead of rounding
-    out = empty_output(q, value_dim, torch.float32 if device.emulated else out_dtype)
-    lse = empty_lse(q, return_lse)
+    out = empty_output(q, value_dim, torch.float32 if device.emulated else call.out_dtype)
+    lse = empty_lse(q, call.return_lse)
     if out.numel() == 0:
-        return out.to(out_dtype), lse
+        return out.to(call.out_dtype), lse
     if device.emulated and q.dtype == torch.bfloat16:  # the interpreter can't multiply bfloat16
         q, k, v = q.float(), k.float(), v.float()
     width, value_width = power_of_2(dim), power_of_2(value_dim)
@@ -270,10 +268,10 @@ def half_keys(
         rows = min(rows, 32)
     launch(
         half_keys_kernel, (ceil_div(length, rows) * heads * batch,),
-        q, k, v, fp8_out, fp8_lse, k_mean, out, lse if return_lse else None,
-        q.stride(), k.stride(), v.stride(), (0, 0, 0, 0) if fp8_out is None else fp8_out.stride(), out.stride(),
-        heads, k.shape[1], length, k.shape[2], causal_offset, softmax_scale, sinks, recent,
-        dim, value_dim, width, value_width, rotated, rows, keys, device.has_dependent_launch,
+        q, k, v, call.fp8_out, call.fp8_lse, call.k_mean, out, lse if call.return_lse else None,
+        q.stride(), k.stride(), v.stride(), (0, 0, 0, 0) if call.fp8_out is None else call.fp8_out.stride(), out.stride(),
+        heads, k.shape[1], length, k.shape[2], call.causal_offset, call.softmax_scale, call.sinks, call.recent,
+        dim, value_dim, width, value_width, call.rotated, rows, keys, device.has_dependent_launch,
         warmup=warmup, dependent=device.has_dependent_launch, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out.to(out_dtype), lse
+    return out.to(call.out_dtype), lse

@@ -58,11 +58,10 @@ class Evaluator:
 
 def run(journal: Journal, evaluate: Evaluator, seconds: float, dim: int = 64) -> list[Outcome]:
     call, ticks = a_call(dim), itertools.count()
-    return search.search(
-        space.spaces("cuda", call, H100), space.shipped("cuda", call, H100), lambda config: space.unsupported_config(config, call, H100), evaluate,
-        journal,
-        seconds, dice=random.Random(0), clock=lambda: float(next(ticks)),
-    )  # fmt: skip
+    candidates = search.Candidates(
+        space.spaces("cuda", call, H100), space.shipped("cuda", call, H100), lambda config: space.unsupported_config(config, call, H100)
+    )
+    return search.search(candidates, evaluate, journal, search.Effort(seconds, random.Random(0), lambda: float(next(ticks))))
 
 
 def test_the_best_is_found_and_bad_ones_are_kept_out(tmp_path: Path) -> None:

@@ -334,16 +334,16 @@ SYNCS = {
     "facts": ("  ptx::mbarrier_wait(&shared.stats_full, 0);\n", ""),
     "shifts of all channels": ("coord, threadIdx.x - CHANNELS);\n  __syncthreads();\n", "coord, threadIdx.x - CHANNELS);\n"),
     "values before keys": ("  __syncthreads();\n\n  write_keys_of", "  write_keys_of"),
-    "magnitudes of all warps": ("  __syncthreads();\n  if constexpr (C.int8) broadcast_nonfinite", "  if constexpr (C.int8) broadcast_nonfinite"),
+    "magnitudes of all warps": ("  __syncthreads();\n  if constexpr (INT8) broadcast_nonfinite", "  if constexpr (INT8) broadcast_nonfinite"),
     "magnitudes of all slices": ("  ptx::mbarrier_wait(&shared.largest_full, 0);\n", ""),
     "copies of values": ("    wait_for_block(n);\n    if ((n + 1) * KEYS <= coord.count)", "    if ((n + 1) * KEYS <= coord.count)"),
     "copies of keys": ("    wait_for_block(n);\n    if ((n + 1) * KEYS > count)", "    if ((n + 1) * KEYS > count)"),
     "rows that don't exist": ("chunk_of(tile, token, chunk) = {~0u, ~0u, ~0u, ~0u};", ";"),
     "keys that aren't finite": ("      words = nan_where_nonfinite<T>(words);\n    });", "    });"),
-    "int8's hidden keys of all slices": ("  if constexpr (C.int8) broadcast_nonfinite<C>(shared, coord, &shared.largest_full);\n", ""),
-    "int8's hidden keys of either row": ("C.int8 && nonfinite[i]", "C.int8 && nonfinite[0]"),
+    "int8's hidden keys of all slices": ("  if constexpr (INT8) broadcast_nonfinite<C>(shared, coord, &shared.largest_full);\n", ""),
+    "int8's hidden keys of either row": ("INT8 && nonfinite[i]", "INT8 && nonfinite[0]"),
     "int8's marks of blocks": ("has_nonfinite_key ? -scale : scale", "scale"),
-    "int8's steps": ("row_scale_of<C.int8>(largest)", "scale_of(largest)"),
+    "int8's steps": ("const float scale = row_scale_of<INT8>(largest)", "const float scale = scale_of(largest)"),
     "the cluster of a token chunk is there": ("  ptx::cluster_sync();", "  __syncthreads();"),
     "copies of a token chunk's values": ("  ptx::cp_async_wait_but<0>();\n  ptx::cluster_sync();", "  ptx::cluster_sync();"),
     "a token chunk's values that aren't finite": ("    mine.write_nan<T>(shared.tile);\n    __syncthreads();", "    __syncthreads();"),
@@ -390,13 +390,11 @@ def test_takes(dim: int) -> None:
         k = torch.zeros(1, heads, length, dim, dtype=torch.float16)
         for qk in PRODUCTS:
             assert quantize.unsupported_call(k, k, Recipe(q="block", qk=qk), H100) is None
-            chosen = quantize.choose(k, qk)
-            assert chosen.token_chunks >= quantize.token_chunks_of(k) and chosen.int8 == (qk == "int8") and not chosen.is_long
+        assert quantize.choose(k).token_chunks >= quantize.token_chunks_of(k) and not quantize.choose(k).is_long
         assert quantize.ctas_of(k) <= quantize.LARGEST_CLUSTER and quantize.stats_bytes(k) == 0
     for length in (LONGEST[dim] + 1, 1 << 20):
         k = torch.zeros(1, 1, 1, dim, dtype=torch.float16).expand(1, 3, length, dim)
-        for qk in PRODUCTS:
-            assert quantize.choose(k, qk).is_long and quantize.choose(k, qk).int8 == (qk == "int8")
+        assert quantize.choose(k).is_long
         assert quantize.stats_bytes(k) == 3 * quantize.ctas_of(k) * 576
 
 

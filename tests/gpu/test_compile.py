@@ -92,6 +92,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     import fp8attn
     from fp8attn import Recipe
     from fp8attn.api import call_of
+    from fp8attn.call import HalfKeys
     from fp8attn.device import ARCHITECTURES
     from fp8attn.triton import configs, run
     from fp8attn.triton import quantize as triton_quantize
@@ -145,7 +146,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
                 triton_quantize.quantize(q, many[..., :dim], many[..., :value_dim], recipe, device, warmup=True)
             if mask == "full" and not others:
                 lse, mean = torch.zeros(1, 512, 64), torch.zeros(1, 1, dim)
-                half_keys(q, k, v, q[..., :value_dim], lse, mean, 16, 128, 128, 0.1, 200, q.dtype, True, device, warmup=True)
+                half_keys(HalfKeys(q, k, v, 128, 128, 0.1, 200, q.dtype, True, q[..., :value_dim], lse, mean, 16), device, warmup=True)
                 unsmoothed_lse(lse, q, mean, 0.1, 16, device, warmup=True)
             if quantizes and not others:
                 triton_quantize.import_values(quantized[2].data, device, warmup=True)
@@ -258,6 +259,7 @@ def hashes(backwards: bool) -> list[str]:
     import fp8attn
     from fp8attn import Recipe
     from fp8attn.api import call_of
+    from fp8attn.call import HalfKeys
     from fp8attn.device import ARCHITECTURES
     from fp8attn.triton import bias, configs, forward, half_keys, hopper, lse, quantize
     from offline import architecture
@@ -278,7 +280,7 @@ def hashes(backwards: bool) -> list[str]:
         lambda: forward.run(call, configs.portable_config(call, device), device, warmup=True),
         lambda: hopper.run(call, configs.hopper_config(call, device), device, warmup=True),
         lambda: lse.unsmoothed_lse(torch.empty(1, 2, 300), q, torch.empty(1, 2, 64), 1.0, 64, device, warmup=True),
-        lambda: half_keys.half_keys(q, k, v, None, None, None, 0, 4, 128, 1.0, 0, torch.bfloat16, True, device, warmup=True),
+        lambda: half_keys.half_keys(HalfKeys(q, k, v, 4, 128, 1.0, 0, torch.bfloat16, True), device, warmup=True),
     ]
     with architecture(90):
         for launch in reversed(launches) if backwards else launches:

@@ -43,7 +43,6 @@ Config = HopperConfig | PortableConfig | FusedSmallConfig
 MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", FusedSmallConfig: "fused_small.cpp"}
 """The source that runs an instance."""
 
-QUANTIZERS = quantize.INSTANCES + quantize.INT8_INSTANCES
 
 _pointers = ("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "mask", "out", "lse", "counter")
 _strides = (("q_scale", 3), ("k_scale", 3), ("v_scale", 3), ("mask", 4), ("out", 3), ("q", 3), ("k", 3))
@@ -124,6 +123,7 @@ class QuantizeParams(ctypes.Structure):
         ("inverse_length", ctypes.c_float),
         ("inverse_sample", ctypes.c_float),
         ("half", ctypes.c_bool),
+        ("int8", ctypes.c_bool),
         ("ready", ctypes.c_void_p),
         ("chunk_stats", ctypes.c_void_p),
     ]
@@ -434,7 +434,8 @@ def quantize_params(
     p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
     p.ready = None if ready is None else ready.data_ptr()
     p.chunk_stats = None if chunk_stats is None else chunk_stats.data_ptr()
-    p.inverse_length, p.inverse_sample, p.half = 1.0 / k.size(2), 1.0 / sampled, k.dtype == torch.float16
+    p.inverse_length, p.inverse_sample = 1.0 / k.size(2), 1.0 / sampled
+    p.half, p.int8 = k.dtype == torch.float16, k_data.dtype == torch.int8
     return p
 
 
@@ -588,15 +589,15 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
 def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, stats_bytes: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
     stats = torch.full((stats_bytes // 4,), torch.nan) if stats_bytes else None
-    p, config = quantize_params(*tensors[:-1], sampled, tensors[-1], stats), QUANTIZERS[launcher]
-    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, config.token_chunks, config.int8)
+    p, config = quantize_params(*tensors[:-1], sampled, tensors[-1], stats), quantize.INSTANCES[launcher]
+    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, config.token_chunks)
     assert ended & 0xFF, "the emulated kernel doesn't come to an end"
 
 
 def quantizer(*mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled quantizer."""
     default = functools.partial(_quantize, library("quantize.cpp", *mutations))
-    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(QUANTIZERS)})
+    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(quantize.INSTANCES)})
 
 
 def _quantize_general(library: ctypes.CDLL, launcher: int, ctas: int, numbers, operands, results) -> None:

@@ -14,7 +14,7 @@ from conftest import Attention
 import fp8attn
 from closeness import relative
 from fp8attn import Recipe, reference
-from fp8attn.call import GROUPS, Call, Problem
+from fp8attn.call import GROUPS, Call, HalfKeys, Problem
 from fp8attn.cuda import build, configs, early, fused_small, general_quantize, portable, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.device import ARCHITECTURES, Device, device_of
@@ -116,7 +116,7 @@ def test_no_triton_kernel_has_a_larger_grid_than_there_is(launches: list) -> Non
             if triton_configs.unsupported_arch(call) is None:
                 hopper.run(call, triton_configs.hopper_config(call, H100), H100)
         triton_quantize.import_values(meta(*k_shape, dtype=E4M3), H100)
-        half_keys.half_keys(q, k, v, None, None, None, 0, 4, 128, 1.0, 0, torch.bfloat16, True, H100)
+        half_keys.half_keys(HalfKeys(q, k, v, 4, 128, 1.0, 0, torch.bfloat16, True), H100)
         lse.unsmoothed_lse(meta(*q_shape[:3], dtype=torch.float32), q, meta(*k_shape[:2], k_shape[3], dtype=torch.float32), 1.0, 0, H100)
     triton_quantize.quantize(*(meta(1, 2, 100, 64) for _ in range(3)), Recipe(), H100)  # in one launch
     for name, grid in launches:
@@ -232,7 +232,7 @@ def test_quantizers_refuse_what_they_cannot_count(shape: Shape, launches: list) 
         with pytest.raises(ValueError, match=f"{name} has "):
             triton_quantize.quantize(*operands, Recipe(), H100)
         with pytest.raises(ValueError, match=f"{name} has "):
-            half_keys.half_keys(*operands, None, None, None, 0, 4, 128, 1.0, 0, torch.bfloat16, True, H100)
+            half_keys.half_keys(HalfKeys(*operands, 4, 128, 1.0, 0, torch.bfloat16, True), H100)
     with pytest.raises(ValueError, match="value has "):
         triton_quantize.import_values(large.to(E4M3), H100)
     assert launches == []

@@ -24,8 +24,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8attn.cuda import build
+from fp8attn.cuda import build, general_quantize
 from fp8attn.cuda.build import BuildError, Kernels
+from fp8attn.cuda.configs import INSTANCES
 from machines import CACHES, COMPILER, INSTANCE, Machine, fails, program
 
 
@@ -79,6 +80,48 @@ def test_jobs_and_timeout_are_what_was_set(machine: Machine) -> None:
     machine.patch.setenv("MAX_JOBS", "07")
     machine.patch.setenv("FP8ATTN_COMPILE_TIMEOUT", "2.5")
     assert build.jobs() == 7 and build.timeout() == 2.5
+
+
+@pytest.mark.parametrize(
+    "prebuilt, commit, why",
+    (
+        (None, "a" * 40, "this checkout of fp8attn has no prebuilt kernels"),
+        (None, None, "this installation of fp8attn has no prebuilt kernels"),
+        (("kernels_80_01234567", "kernels_89_01234567", "binding"), None, "there are prebuilt kernels for sm_80, sm_89, and none for sm_90"),
+        (("binding",), None, "there are prebuilt kernels for no GPU, and none for sm_90"),
+        (("kernels_90_01234567",), None, "they aren't among the prebuilt kernels"),
+        ((Kernels(INSTANCE, 90).name,), None, "the prebuilt ones are of other sources"),
+    ),
+)
+def test_a_line_says_what_is_compiled_and_why(
+    machine: Machine, prebuilt: tuple[str, ...] | None, commit: str | None, why: str, capsys: pytest.CaptureFixture
+) -> None:
+    machine.patch.setattr(build, "commit", lambda: commit)
+    for name in prebuilt or ():
+        folder = build.PREBUILT / name
+        folder.mkdir(parents=True)
+        (folder / "build_meta.json").write_text('{"content": "of another version"}')
+    machine.build()
+    line = f"fp8attn: compiling 1 CUDA kernels (hopper, sm_90), once, about {build.COMPILE_SECONDS} s on 1 core: {why}\n"
+    assert capsys.readouterr().err == line
+    machine.build()
+    assert capsys.readouterr().err == "", "it is compiled already"
+
+
+def test_the_estimate_follows_instances_and_cores(machine: Machine) -> None:
+    group, seconds = Kernels(INSTANCES, 90), build.COMPILE_SECONDS
+    for cores, jobs, expected in ((1, "", 18), (4, "", 5), (64, "", 1), (4, "2", 9), (2, "64", 9)):
+        machine.patch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        machine.patch.setenv("MAX_JOBS", jobs)
+        assert len(group.instances) == 18 and group.seconds == expected * seconds, (cores, jobs)
+    assert build.Binding().seconds == seconds
+    assert Kernels(general_quantize.INSTANCES, 80).announcement == "2 CUDA kernels (general_quantize, unsmooth_lse, sm_80)"
+
+
+def test_compiling_ahead_says_so(machine: Machine, capsys: pytest.CaptureFixture) -> None:
+    build.prebuild(machine.folder / "wheel", 90, (INSTANCE,))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.endswith(": ahead of time") for line in lines)
 
 
 def test_compilers_may_be_commands_of_several_words(machine: Machine) -> None:
@@ -403,7 +446,7 @@ def test_half_a_library_is_not_loaded(machine: Machine, left: int | None) -> Non
 def test_a_library_without_its_launchers(machine: Machine) -> None:
     machine.patch.setattr(ctypes, "CDLL", lambda path, own=ctypes.CDLL: own(None))
     words = machine.failure()
-    assert "1 CUDA kernels can't be loaded here: AttributeError" in words and f"launch_{INSTANCE[0].name}" in words
+    assert "1 CUDA kernels (hopper, sm_90) can't be loaded here: AttributeError" in words and f"launch_{INSTANCE[0].name}" in words
 
 
 def test_no_thread_can_be_started(machine: Machine) -> None:

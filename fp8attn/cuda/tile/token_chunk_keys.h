@@ -139,14 +139,14 @@ struct Keys {
 
 // Bytes that a CTA receives on largest_full: the largest magnitudes of all slices, and for int8 also their non-finite
 // tokens. int8 has no NaN: one non-finite channel makes the token's row non-finite in all slices.
-template <QuantizeConfig C>
+template <bool INT8, QuantizeConfig C>
 __device__ int bytes_of_largest(const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
-  return coord.slices * int(sizeof(shared.largest[0]) + (C.int8 ? sizeof(shared.nonfinite[0]) : 0));
+  return coord.slices * int(sizeof(shared.largest[0]) + (INT8 ? sizeof(shared.nonfinite[0]) : 0));
 }
 
 // Finds the largest magnitudes of K's blocks as they arrive, and sends them to all slices of the token chunk.
 // Infinities become NaN in the tile.
-template <QuantizeConfig C, typename T>
+template <bool INT8, QuantizeConfig C, typename T>
 __device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Keys<T>& keys, const float4 (&mean)[QUARTERS]) {
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n) {
@@ -171,12 +171,12 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coo
     if (keys.lane == n) shared.of_warps[keys.warp][n] = __uint_as_float(of_warp);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (C.int8 && nonfinite[i] && keys.token(n, i) < coord.count)
+      if (INT8 && nonfinite[i] && keys.token(n, i) < coord.count)
         atomicOr(reinterpret_cast<uint32_t*>(&shared.own.nonfinite[n]) + keys.warp / 2, 1u << keys.token(0, i) % LANES);
     }
   }
   __syncthreads();
-  if constexpr (C.int8) broadcast_nonfinite<C>(shared, coord, &shared.largest_full);
+  if constexpr (INT8) broadcast_nonfinite<C>(shared, coord, &shared.largest_full);
   if (threadIdx.x >= coord.slices) return;
   uint32_t largest[BLOCKS];
 #pragma unroll
@@ -191,16 +191,16 @@ __device__ void find_largest(QuantizeStorage<C>& shared, const ClusterCoord& coo
 
 // Stores the scales of K's blocks. An int8 scale is negative if a token of the block is non-finite. Returns the inverse
 // scale of block threadIdx.x % BLOCKS.
-template <QuantizeConfig C>
+template <bool INT8, QuantizeConfig C>
 __device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   const int block = threadIdx.x % BLOCKS;
   float largest = 0.0f;
   bool has_nonfinite_key = false;
   for (int i = 0; i < coord.slices; ++i) {
     largest = fmaxf(largest, shared.largest[i][block]);
-    if constexpr (C.int8) has_nonfinite_key |= any(shared.nonfinite[i][block]);
+    if constexpr (INT8) has_nonfinite_key |= any(shared.nonfinite[i][block]);
   }
-  const float scale = row_scale_of<C.int8>(largest);
+  const float scale = row_scale_of<INT8>(largest);
   if (coord.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < coord.count)
     p.k_scale[int64_t(coord.pair) * ((p.length + KEYS - 1) / KEYS) + coord.token_chunk * BLOCKS + block] = has_nonfinite_key ? -scale : scale;
   return __fdiv_rn(1.0f, scale);
@@ -208,7 +208,7 @@ __device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>
 
 // Writes K's codes. `inverse`: what finish_blocks returned to this thread. CAREFUL: some tokens are non-finite or don't
 // exist.
-template <bool CAREFUL, QuantizeConfig C, typename T>
+template <bool CAREFUL, bool INT8, QuantizeConfig C, typename T>
 __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const Keys<T>& keys, const float4 (&mean)[QUARTERS], float inverse) {
   const int odd = keys.lane % 2;
   uint8_t* to = p.k_data + coord.batch * p.k_data_strides[0] + coord.head * p.k_data_strides[1] + coord.slice * CHANNELS;
@@ -227,13 +227,13 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
     for (int quarter = 0; quarter < QUARTERS; quarter += 2) {
       uint32_t codes[2][2];  // [quarter][row]
 #pragma unroll
-      for (int j = 0; j < 4; ++j) codes[j / 2][j % 2] = codes_of<C.int8>(y[quarter + j / 2][j % 2], factor);
+      for (int j = 0; j < 4; ++j) codes[j / 2][j % 2] = codes_of<INT8>(y[quarter + j / 2][j % 2], factor);
       // of two lanes, the even one gets eight channels of the first quarter, the odd one eight of the second
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t kept = odd ? codes[1][i] : codes[0][i], got = __shfl_xor_sync(~0u, odd ? codes[0][i] : codes[1][i], 1);
         uint2 words = odd ? uint2{got, kept} : uint2{kept, got};
-        if (CAREFUL && nonfinite >> Keys<T>::distance * i & 1) words = {NAN_CODES<C.int8>, NAN_CODES<C.int8>};
+        if (CAREFUL && nonfinite >> Keys<T>::distance * i & 1) words = {NAN_CODES<INT8>, NAN_CODES<INT8>};
         if (!CAREFUL || keys.token(n, i) < coord.count) *reinterpret_cast<uint2*>(to + Keys<T>::distance * i * p.k_data_strides[2] + quarter * QUARTER) = words;
       }
     }
@@ -242,20 +242,20 @@ __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, 
 
 // Quantizes a slice of the keys of a token chunk: scales of blocks, codes. `k`: the token chunk's first token, at the
 // slice's first channel. The mean is in shared.key_mean; V is done with shared.tile. Says that the CTA is done.
-template <QuantizeConfig C, typename T>
+template <bool INT8, QuantizeConfig C, typename T>
 __device__ void write_keys_of_token_chunk(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k) {
   const Keys<T> keys;
   keys.load(shared.tile, k, p.k_strides[2], coord.count);
   float4 mean[QUARTERS];
 #pragma unroll
   for (int i = 0; i < QUARTERS; ++i) mean[i] = *reinterpret_cast<const float4*>(&shared.key_mean[i * QUARTER + keys.column]);
-  find_largest<C, T>(shared, coord, keys, mean);
+  find_largest<INT8, C, T>(shared, coord, keys, mean);
   ptx::mbarrier_wait(&shared.largest_full, 0);
-  const float inverse = finish_blocks<C>(p, shared, coord);
+  const float inverse = finish_blocks<INT8, C>(p, shared, coord);
   if (is_careful(shared, coord, 0, coord.slices))
-    write_keys<true, C, T>(p, shared, coord, keys, mean, inverse);
+    write_keys<true, INT8, C, T>(p, shared, coord, keys, mean, inverse);
   else
-    write_keys<false, C, T>(p, shared, coord, keys, mean, inverse);
+    write_keys<false, INT8, C, T>(p, shared, coord, keys, mean, inverse);
   if (p.ready == nullptr) return;
   ptx::fence_proxy_async_all();  // the attention kernel reads these tensors by TMA
   __syncthreads();

@@ -4,27 +4,27 @@
 
 namespace fp8attn {
 
-template <int TOKEN_CHUNKS, int CTAS, bool INT8>
+template <int TOKEN_CHUNKS, int CTAS>
 struct Instance {
-  static constexpr QuantizeConfig config{TOKEN_CHUNKS, CTAS, INT8};
+  static constexpr QuantizeConfig config{TOKEN_CHUNKS, CTAS};
 };
 
 // It takes about 40 rounds.
-template <class Instance, typename T>
+template <class Instance, bool INT8, typename T>
 bool run(const QuantizeParams& p, int ctas) {
   const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
   if constexpr (IS_LONG<Instance::config>) {
     return cta::run(measure_kv<Instance, T>, p, ctas, THREADS, 1, 100) && cta::run(finish_kv<T>, p, ctas / token_chunks, CHANNELS + 32, 1, 100) &&
-           cta::run(write_kv<Instance, T>, p, ctas, THREADS, slices, 100);
+           cta::run(write_kv<Instance, INT8, T>, p, ctas, THREADS, slices, 100);
   } else {
-    return cta::run(quantize_kv<Instance, T>, p, ctas, THREADS, slices * token_chunks, 100);
+    return cta::run(quantize_kv<Instance, INT8, T>, p, ctas, THREADS, slices * token_chunks, 100);
   }
 }
 
 template <int TOKEN_CHUNKS, int CTAS, bool INT8>
 bool run(const QuantizeParams& p, int ctas) {
-  using One = Instance<TOKEN_CHUNKS, CTAS, INT8>;
-  return p.half ? run<One, __half>(p, ctas) : run<One, __nv_bfloat16>(p, ctas);
+  using One = Instance<TOKEN_CHUNKS, CTAS>;
+  return p.half ? run<One, INT8, __half>(p, ctas) : run<One, INT8, __nv_bfloat16>(p, ctas);
 }
 
 template <bool INT8>
@@ -35,7 +35,7 @@ bool quantize(const QuantizeParams& p, int ctas, int token_chunks) {
 }  // namespace fp8attn
 
 // Returns whether the kernels ended.
-extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, int token_chunks, bool int8) {
+extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, int token_chunks) {
   if (bytes != sizeof(*params)) abort();
-  return int8 ? fp8attn::quantize<true>(*params, ctas, token_chunks) : fp8attn::quantize<false>(*params, ctas, token_chunks);
+  return params->int8 ? fp8attn::quantize<true>(*params, ctas, token_chunks) : fp8attn::quantize<false>(*params, ctas, token_chunks);
 }

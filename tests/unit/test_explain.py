@@ -1,0 +1,206 @@
+"""explain and explain_varlen name what a call launches: backend, config and quantizers. CPU tensors are an H100's here, and launches are noted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fp8attn
+from fp8attn import BackendUnavailable, Plan, Recipe, api, ops, paged_ops, varlen_ops
+from fp8attn import quantization as quantize_ref
+from fp8attn import triton as triton_kernels
+from fp8attn.call import empty_lse, empty_output
+from fp8attn.cuda import build, configs, early, fused_small
+from fp8attn.cuda import run as cuda_run
+from fp8attn.device import ARCHITECTURES
+from fp8attn.triton import run as triton_run
+
+pytestmark = pytest.mark.anywhere
+
+H100 = ARCHITECTURES[90]
+
+QUANTIZERS = {"hopper": "the CUDA quantizer for Hopper", "general": "by the general CUDA quantizer", "triton": "quantized by Triton"}
+"""What `Plan.because` says, by the quantizer that is launched."""
+
+
+class Launches:
+    """Notes what would be launched.
+
+    Attributes:
+        attention: backend and config of each launch of attention.
+        quantizers: keys of QUANTIZERS.
+        overlapped: whether attention began before quantization had ended.
+    """
+
+    def __init__(self) -> None:
+        self.attention: list[tuple[str, Any]] = []
+        self.quantizers: set[str] = set()
+        self.overlapped = False
+
+    def attend(self, backend: str, config: Any, q: torch.Tensor, value_dim: int, out_dtype: torch.dtype, return_lse: bool) -> tuple:
+        self.attention.append((backend, config))
+        return empty_output(q, value_dim, out_dtype), empty_lse(q, return_lse)
+
+    def quantize(self, quantizer: str, *arguments: Any) -> tuple:
+        self.quantizers.add(quantizer)
+        return quantize_ref.quantize(*arguments)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    seen = Launches()
+
+    def of_call(backend: str, config: Any, call: Any) -> tuple:
+        return seen.attend(backend, config, call.q, call.value_dim, call.out_dtype, call.return_lse)
+
+    def when_ready(call: Any, device: Any, config: Any, *_: Any) -> None:
+        of_call("cuda", config, call)
+        seen.overlapped = True
+
+    def packed(*arguments: Any) -> tuple:
+        seen.quantizers.add("triton")
+        return quantize_ref.quantize_packed(*arguments[:4])
+
+    def with_bias(q: Any, k: Any, key: Any, device: Any) -> Any:
+        return dataclasses.replace(q, bias=quantize_ref.score_bias(q.mean, quantize_ref.dequantize(key)))
+
+    def half_keys(call: Any, device: Any) -> tuple:
+        return empty_output(call.q, call.v.shape[3], call.out_dtype), empty_lse(call.q, call.return_lse)
+
+    for module in (api, ops, varlen_ops, paged_ops):
+        monkeypatch.setattr(module, "device_of", lambda device: H100)
+    for module in (ops, varlen_ops):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend)
+    monkeypatch.setattr(build, "unavailable", lambda *_: None)
+    monkeypatch.setattr(cuda_run, "forward", lambda call, device, config, **_: of_call("cuda", config, call))
+    monkeypatch.setattr(cuda_run, "forward_from_fp16", lambda p, device: seen.attend(
+        "cuda", fused_small.choose(p.q), p.q, p.v.shape[3], p.out_dtype, p.return_lse))  # fmt: skip
+    monkeypatch.setattr(early, "forward_when_ready", when_ready)
+    monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
+    monkeypatch.setattr(cuda_run, "quantize_any", lambda q, k, v, recipe, device: seen.quantize("general", q, k, v, recipe))
+    monkeypatch.setattr(cuda_run, "unsmoothed_lse", lambda lse, *_: lse.clone())
+    monkeypatch.setattr(triton_run, "forward", lambda call, device: of_call("triton", triton_run.choose(call, device), call))
+    monkeypatch.setattr(triton_kernels.quantize, "quantize", lambda q, k, v, recipe, device, given: seen.quantize("triton", q, k, v, recipe, given))
+    monkeypatch.setattr(triton_kernels.quantize, "quantize_packed", packed)
+    monkeypatch.setattr(triton_kernels.bias, "with_bias", with_bias)
+    monkeypatch.setattr(triton_kernels.varlen, "table_of", lambda *_: None)
+    monkeypatch.setattr(triton_kernels.half_keys, "half_keys", half_keys)
+    monkeypatch.setattr(triton_kernels.lse, "unsmoothed_lse", lambda lse, *_, **__: lse.clone())
+    return seen
+
+
+def operands(*shape: int, value_dim: int | None = None, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    return q, k, v if value_dim is None else torch.randn(*shape[:3], value_dim, generator=generator).to(dtype)
+
+
+SMALL, MANY = (1, 2, 300, 64), (2, 40, 513, 64)
+CALLS: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
+    "one launch": (operands(*SMALL), {}),
+    "two launches": (operands(1, 3, 700, 128), {}),
+    "two launches that overlap": (operands(*MANY), dict(is_causal=True, return_lse=True)),
+    "int8": (operands(1, 3, 700, 128), dict(recipe=fp8attn.PRECISE)),
+    "soft cap": (operands(1, 30, 700, 128), dict(softcap=30.0)),
+    "soft cap, not fused": (operands(1, 2, 300, 96), dict(softcap=30.0, return_lse=True)),
+    "sinks": (operands(1, 2, 300, 128), dict(sinks=torch.zeros(2), is_causal=True)),
+    "window": (operands(1, 2, 300, 128), dict(window=(64, 0), is_causal=True)),
+    "window and mask, Triton's": (operands(1, 2, 300, 64), dict(softcap=30.0, attn_mask=torch.ones(300, 300, dtype=torch.bool))),
+    "mask": (operands(1, 2, 300, 64), dict(attn_mask=torch.ones(300, 300, dtype=torch.bool))),
+    "additive mask": (operands(1, 2, 300, 128), dict(attn_mask=torch.zeros(300, 300, dtype=torch.bfloat16))),
+    "float32": (operands(1, 2, 300, 128, dtype=torch.float32), {}),
+    "odd head dim": (operands(1, 2, 300, 72), {}),
+    "two head dims": (operands(1, 2, 300, 192, value_dim=128), {}),
+    "f16": (operands(1, 2, 300, 128), dict(recipe=Recipe(compute="f16"))),
+    "scales per head": (operands(1, 2, 300, 128), dict(recipe=Recipe(q="head", k="head"))),
+    "smoothed queries": (operands(1, 2, 300, 128), dict(recipe=Recipe(smooth_q=True))),
+    "shifted rows": (tuple(x[..., 4:] for x in operands(1, 2, 300, 68)), {}),
+    "quantized": (quantize_ref.quantize(*operands(1, 2, 300, 128), Recipe()), {}),  # type: ignore[dict-item]
+    "quantized keys": ((operands(1, 2, 300, 128)[0], *quantize_ref.quantize(*operands(1, 2, 300, 128), Recipe(qk="int8"))[1:]), {}),  # type: ignore[dict-item]
+    "negative scale": (operands(1, 2, 300, 64), dict(scale=-0.1)),
+    "half keys": (operands(1, 2, 500, 64), dict(recipe=Recipe(sinks=128, recent=128), is_causal=True)),
+    "only half keys": (operands(1, 2, 100, 64), dict(recipe=Recipe(recent=128), is_causal=True)),
+    "pages": (operands(1, 2, 300, 64), dict(recipe=Recipe(statistics="page"), is_causal=True)),
+}
+
+LENGTHS = torch.tensor((0, 100, 300), dtype=torch.int32)
+PACKED: dict[str, dict[str, Any]] = {
+    "e4m3": {},
+    "window": dict(window=(64, 0), is_causal=True),
+    "soft cap": dict(softcap=30.0, return_lse=True),
+    "int8": dict(recipe=fp8attn.PRECISE),
+    "scales per key": dict(recipe=Recipe(k="token")),
+    "negative scale": dict(scale=-0.1),
+}
+
+
+def plan_or_refusal(explain: Callable[..., Plan], *arguments: Any, **options: Any) -> Plan | str:
+    try:
+        return explain(*arguments, **options)
+    except BackendUnavailable as error:
+        return str(error)
+
+
+def assert_explained(launches: Launches, plan: Plan | str, call: Callable[[], Any]) -> None:
+    """That the call launches what the plan says, or is refused in the same words."""
+    launches.__init__()  # type: ignore[misc]
+    if isinstance(plan, str):
+        with pytest.raises(BackendUnavailable) as refused:
+            call()
+        assert str(refused.value) == plan
+        return
+    call()
+    # of several ranges of rows, the first one's
+    assert launches.attention[:1] == ([] if plan.kernel == "half_keys" else [(plan.backend, plan.config)])
+    said = "\n".join(plan.because)
+    assert launches.overlapped == ("attention begins with heads" in said)
+    assert {name for name, words in QUANTIZERS.items() if words in said} == launches.quantizers, plan.because
+
+
+@pytest.mark.parametrize("backend", ("auto", "cuda", "triton"))
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_runs_its_plan(name: str, backend: str, launches: Launches) -> None:
+    tensors, options = CALLS[name]
+    plan = plan_or_refusal(fp8attn.explain, *tensors, **options, backend=backend)
+    if name == "pages":
+        assert isinstance(plan, str) == (backend == "cuda")
+        if backend != "cuda":  # Triton's, which aren't noted
+            return
+    assert_explained(launches, plan, lambda: fp8attn.sdpa(*tensors, **options, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ("auto", "cuda", "triton"))
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_call_runs_its_plan(name: str, backend: str, launches: Launches) -> None:
+    q, k, v = (x[0].transpose(0, 1) for x in operands(1, 2, 300, 128))
+    arguments, options = (q, k, v, LENGTHS, LENGTHS), PACKED[name] | {"backend": backend}
+    plan = plan_or_refusal(fp8attn.explain_varlen, *arguments, **options)
+    assert_explained(launches, plan, lambda: fp8attn.varlen_sdpa(*arguments, **options))
+    on_cuda = name in ("e4m3", "window", "soft cap") and backend != "triton"
+    if on_cuda:
+        assert isinstance(plan, Plan) and plan.config in configs.VARLEN_GROUPS[{"e4m3": "plain", "window": "window"}.get(name, "softcap")]
+    else:
+        words = plan if isinstance(plan, str) else "\n".join(plan.because)
+        assert backend == "triton" or "cuda: packed sequences are given; the CUDA kernel takes them in e4m3" in words
+
+
+def test_a_measured_config_names_its_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table may prefer Triton's portable kernel on Hopper."""
+    portable = triton_kernels.configs.PortableConfig(64, 64, 4, 2)
+    monkeypatch.setattr(triton_run.tune, "measured", lambda *_: portable)
+    plan = fp8attn.explain(*operands(1, 2, 300, 128), backend="triton")
+    assert (plan.kernel, plan.config) == ("portable", portable)
+
+
+def test_autocast_is_explained(launches: Launches) -> None:
+    """float32 is cast before anything is planned."""
+    tensors = operands(1, 3, 700, 128, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = fp8attn.explain(*tensors)
+        assert_explained(launches, plan, lambda: fp8attn.sdpa(*tensors))
+    assert plan.config.fuse_q_quant and not fp8attn.explain(*tensors).config.fuse_q_quant
