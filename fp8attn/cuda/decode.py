@@ -22,7 +22,7 @@ MOST_ROW_TILES = 4
 """Tiles of rows of a key/value head, each of which reads the head's pages. With more, Triton's kernel is expected to be
 no slower."""
 
-LARGEST_DIM = 256
+LARGE_DIM = 128
 
 MOST_PAGES = 264
 """Pages of all heads that an H100's CTAs take at once."""
@@ -101,10 +101,10 @@ def part_height(q: torch.Tensor, storage: Storage) -> int:
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
-    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): with the largest head dim, and where
-    each CTA has a page at most."""
+    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each CTA has a page at most, and
+    for larger head dims with so few rows that each warp has whole pages."""
     pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return storage.k.shape[3] == LARGEST_DIM or pages <= MOST_PAGES
+    return pages <= MOST_PAGES or (storage.k.shape[3] >= LARGE_DIM and part_height(q, storage) <= ROWS // WARPS)
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:

@@ -1,4 +1,5 @@
-// Flags in global memory, which synchronise CTAs, and in shared memory, which synchronise warps. PTX ISA, "Memory Consistency Model".
+// Flags in global memory, which synchronise CTAs, and in shared memory, which synchronise warps. PTX ISA, "Memory
+// Consistency Model".
 #pragma once
 
 #include "mbarrier.h"
