@@ -41,6 +41,7 @@ def main() -> None:
         timesteps = torch.linspace(1000, 0, options.steps + 1)
 
     if ranks > 1:
+        model.set_attention_backend("_native_cudnn")  # diffusers' default has no LSE, which its ring needs
         model.enable_parallelism(config=ContextParallelConfig(ring_degree=ranks))
 
     latents = start = noise.float()

@@ -39,6 +39,7 @@ def merge_kernel(
     y = tl.load(new + batch * new_strides[0] + head * new_strides[1] + rows[:, None] * new_strides[2] + columns, mask=elements, other=0.0)
     merged = tl.where(weight < 0.5, x + weight * (y - x), y - (1.0 - weight) * (y - x))
     tl.store(into + batch * into_strides[0] + head * into_strides[1] + rows[:, None] * into_strides[2] + columns, merged, mask=elements)
+    tl.debug_barrier()  # every warp loads the LSE of all rows: the new one must not be stored before
     larger, smaller = tl.maximum(old, added), tl.minimum(old, added)
     nothing = larger == -float("inf")
     both = larger + tl.log(1.0 + tl.exp(tl.where(nothing, 0.0, smaller - larger)))

@@ -495,6 +495,22 @@ def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype:
     assert torch.equal(rounded.nan_to_num(7.0), out.to(dtype).nan_to_num(7.0)) and torch.equal(lse.nan_to_num(7.0), same_lse.nan_to_num(7.0))
 
 
+@pytest.mark.gpu
+def test_sets_of_many_rows_are_combined(device: torch.device) -> None:
+    """Six sets of 4,096 rows, in every row and every time."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU: programs of the interpreter have one warp")
+    outs, lses = torch.randn(6, 1, 4, 4096, 128, device=device), torch.randn(6, 1, 4, 4096, device=device) * 3
+    expected, expected_lse = reference.combine(outs.double(), lses.double())
+    for _ in range(5):
+        total = Accumulator(torch.zeros(1, 4, 4096, 8, device=device), 128)
+        for out, lse in zip(outs, lses, strict=True):
+            total.add(0, 4096, out.clone(), lse.clone())
+        out, lse = total.result()
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_buffers_hold_what_was_packed() -> None:
     form = Format(2, 4, 2, 24, 40, torch.bfloat16, Recipe(), "modelled", True, False)
     forms = [*form.kv_forms([Span(0, 5), Span(9, 130)]), Form((3,), torch.float32)]
