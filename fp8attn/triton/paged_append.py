@@ -191,22 +191,18 @@ def write_values(recent, new, stride, first, edge, mean, channel_scale, scale_ou
         tl.store(at + 3, words3, mask=(columns < C.value_dim)[None, :])
 
 
-@triton.jit
-def write_page(
-    k, k_stride, v, v_stride, recent_k, recent_v, page, old, k_out, k_scale, v_out, v_scale, k_mean, v_mean, channel_scale, C: tl.constexpr
-):  # fmt: skip
-    """Quantize one page of one head; and of the first page, store the statistics that all pages share."""
+# Calls, not inlined: Triton's time for memory operations grows with the cube of a function's length.
+
+
+@triton.jit(noinline=True)
+def write_page_of_keys(k, k_stride, v, v_stride, recent_k, recent_v, page, old, out, scale, mean_out, C: tl.constexpr):
+    """Quantize a page of one head's K; and of the first page, store the mean that all pages share."""
     if old < BLOCK:  # the first page becomes complete in this launch
         mean = key_statistics(recent_k, k, k_stride, old, C)
-        value_mean, scale = value_statistics(recent_v, v, v_stride, old, C)
         if page == 0:
-            store_vector(k_mean, mean, C.dim)
-            store_vector(v_mean, value_mean, C.value_dim)
-            store_vector(channel_scale, scale, C.value_dim)
+            store_vector(mean_out, mean, C.dim)
     else:
-        mean = load_vector(k_mean, 1, 0.0, C.dim, C.width)
-        value_mean = load_vector(v_mean, 1, 0.0, C.value_dim, C.value_width)
-        scale = load_vector(channel_scale, 1, 1.0, C.value_dim, C.value_width)
+        mean = load_vector(mean_out, 1, 0.0, C.dim, C.width)
     first = page * BLOCK
     rows = tl.arange(0, BLOCK)
     values = load_tokens(recent_v, v, v_stride, first + rows, old, first + BLOCK, C.value_dim, C.value_width).to(tl.float32)
@@ -215,8 +211,21 @@ def write_page(
     if C.part > 0:
         y = rotated(y, C.part)
     y = tl.where(is_finite(y), y - mean[None, :], float("nan"))
-    store_rows(y, rows, BLOCK, hidden, k_scale, 0, 1, k_out, C.dim, C.dim, C.width, BLOCK, 1.0, True, C, True)
-    write_values(recent_v, v, v_stride, first, old, value_mean, scale, v_scale, v_out, C)
+    store_rows(y, rows, BLOCK, hidden, scale, 0, 1, out, C.dim, C.dim, C.width, BLOCK, 1.0, True, C, True)
+
+
+@triton.jit(noinline=True)
+def write_page_of_values(v, v_stride, recent_v, page, old, out, scale, mean_out, channel_scale_out, C: tl.constexpr):
+    """Quantize a page of one head's V; and of the first page, store the mean and channel scales that all pages share."""
+    if old < BLOCK:
+        mean, channel_scale = value_statistics(recent_v, v, v_stride, old, C)
+        if page == 0:
+            store_vector(mean_out, mean, C.value_dim)
+            store_vector(channel_scale_out, channel_scale, C.value_dim)
+    else:
+        mean = load_vector(mean_out, 1, 0.0, C.value_dim, C.value_width)
+        channel_scale = load_vector(channel_scale_out, 1, 1.0, C.value_dim, C.value_width)
+    write_values(recent_v, v, v_stride, page * BLOCK, old, mean, channel_scale, scale, out, C)
 
 
 @triton.jit
@@ -277,10 +286,13 @@ def append_kernel(
             number, has_page = page_number(page_table + row * table_stride, page, table_width, every_page)
             if has_page:
                 index = number * kv_heads + head
-                write_page(
+                write_page_of_keys(
                     k, k_strides[2], v, v_strides[2], recent_k, recent_v, page, old, k_pages + index * BLOCK * C.dim, k_scale + index,
-                    v_pages + index * C.value_dim * (BLOCK // 4), v_scale + index, k_mean + pair * C.dim, v_mean + pair * C.value_dim,
-                    channel_scale + pair * C.value_dim, C,
+                    k_mean + pair * C.dim, C,
+                )  # fmt: skip
+                write_page_of_values(
+                    v, v_strides[2], recent_v, page, old, v_pages + index * C.value_dim * (BLOCK // 4), v_scale + index,
+                    v_mean + pair * C.value_dim, channel_scale + pair * C.value_dim, C,
                 )  # fmt: skip
         ticket = 0
         if most_pages > 1:
