@@ -19,7 +19,7 @@ from fp8attn.layout import first_unit, padded_length
 from fp8attn.quantization import quantize_packed
 from fp8attn.recipe import SCALE_BLOCK, Packed
 from fp8attn.triton import varlen
-from mutants import VARLEN_MUTANTS
+from mutants import VARLEN_MUTANTS, WITHOUT_KEYS
 from ragged import TYPICAL, Ragged, alone, varlen_call
 
 pytestmark = pytest.mark.anywhere
@@ -122,6 +122,12 @@ def test_mutants_are_seen(emulated: Emulated, name: str) -> None:
     broken = Emulated(VARLEN_MUTANTS[name])
     with pytest.raises(AssertionError):
         assert_all_as_alone(broken, emulated)
+
+
+def test_values_of_no_sequence_are_not_read(emulated: Emulated) -> None:
+    config = next(c for c in instances_for("sinks") if c.head_dim == 64)
+    with pytest.raises(AssertionError):
+        assert_as_alone(Emulated(WITHOUT_KEYS), emulated, config, case_of(config, **CASES["sinks"]))
 
 
 def test_which_calls_they_take() -> None:

@@ -187,7 +187,7 @@ MASKED_MUTANTS = {
     "bits that others are shown": ("tile/key_metadata.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
     "blocks left out that show something": ("tile/kv_blocks.h", "mask_ != 0", "(mask_ & 15) != 0"),
     "scale of a block that is left out": ("hopper_producer.h", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
-    "values of a block that is left out": ("hopper_producer.h", "(first_page(tile) + n) * KEYS", "(first_page(tile) + after - 1) * KEYS"),
+    "values of a block that is left out": ("hopper_producer.h", "first_value(tile) + n * KEYS", "first_value(tile) + (after - 1) * KEYS"),
     "all is shown": ("block_mask.cuh", "hides |= exists && !visible", "hides |= false"),
 }
 """Mutants of the Hopper kernel's instances for boolean masks."""
@@ -258,7 +258,7 @@ SOFTCAP_MUTANTS = {
 
 VARLEN_MUTANTS = {
     "keys of the first sequence": ("hopper_producer.h", "first_key(tile) + n * KEYS", "n * KEYS"),
-    "pages of the first sequence": ("hopper_producer.h", "(first_page(tile) + n) * KEYS", "n * KEYS"),
+    "pages of the first sequence": ("hopper_producer.h", "first_value(tile) + n * KEYS", "n * KEYS"),
     "scales of the first sequence": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "begin * scale_step"),
     "means of the first sequence": ("tile/seq_len.h", "return tile.sequence;", "return 0;"),
     "rows of the next sequence in a box": ("tile/staged_output.h", "return first_row + OUTPUT_ROWS > row_end;", "return false;"),
@@ -270,6 +270,9 @@ VARLEN_MUTANTS = {
     "no tile after an empty place": ("tile/seq_len.h", "if (p.counter == nullptr) break;", "break;"),
 }
 """Mutants of the Hopper kernel's instances for packed sequences. tests/emulated/test_varlen_emulated.py sees them."""
+
+WITHOUT_KEYS = ("tile/seq_len.h", "tile.kv_length > 0 ? tile.page * KEYS : 1 << 30", "tile.page * KEYS")
+"""A mutant that only sinks show: it multiplies P = 0 by values that nobody has written."""
 
 
 EVERY = {name: (None, *mutant) for name, mutant in MUTANTS.items()}

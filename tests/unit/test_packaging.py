@@ -196,14 +196,22 @@ def test_compiling_ahead_for_an_unknown_architecture(tree: Path, tmp_path: Path)
 
 
 def test_a_wheel_with_kernels_is_of_a_platform_and_of_every_python(unpacked: Path, tmp_path: Path) -> None:
-    """Its kernels are a file here, that says what it stands for."""
-    program = (
-        "import sys; sys.path.insert(0, '.'); from fp8attn.cuda import build;"
-        "build.prebuild = lambda folder, arch: (folder.mkdir(parents=True, exist_ok=True), (folder / f'{arch}.so').write_text('kernels'));"
-        "from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    )
+    """Its kernels are a folder here, that says what it stands for. Those of an earlier build are not in it."""
+    program = """
+import sys; sys.path.insert(0, '.')
+from pathlib import Path
+from fp8attn.cuda import build
+def prebuild(folder, arch):
+    for name in (str(arch), 'earlier'):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / 'kernels.so').write_text('kernels')
+    return [folder / str(arch)]
+build.prebuild = prebuild
+from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))
+"""
     done = run(unpacked, "-c", program, str(tmp_path), FP8ATTN_PREBUILD="80,90")
     name = done.stdout.splitlines()[-1]
     assert done.returncode == 0 and re.fullmatch(rf"fp8attn-{fp8attn.__version__}-py3-none-manylinux_2_\d+_\w+\.whl", name), done.stderr[-2000:]
     with zipfile.ZipFile(tmp_path / name) as archive:
-        assert {f"fp8attn/cuda/prebuilt/{arch}.so" for arch in (80, 90)} <= set(archive.namelist())
+        compiled = {name for name in archive.namelist() if name.endswith(".so")}
+        assert compiled == {f"fp8attn/cuda/prebuilt/{arch}/kernels.so" for arch in (80, 90)}
