@@ -123,10 +123,18 @@ def test_the_command_with_two_processes(tmp_path: Path, capsys: pytest.CaptureFi
     for row in (ONE_BF16, RING_BF16, ULYSSES_BF16):
         assert found[row]["relative_l2"] < 0.005
     assert found[RING]["attention_us"] > 0 and found[RING]["transfer_us"] > 0 and 0 <= found[RING]["overlap"] <= 1
+    assert command.main(["distributed", "--case", "nobody's"]) == 2 and "nobody's" in capsys.readouterr().err
+
+
+@pytest.mark.anywhere
+@pytest.mark.thorough
+def test_the_command_with_two_and_four_processes(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh of four; one GPU is timed once."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "distributed.jsonl"
     ranks = ["distributed", "--case", "causal", "--peer", "one GPU", "--peer", "2-D", "--peer", "ring", "--rounds", "1", "--ranks", "2", "4"]
     assert command.main([*ranks, "--json", str(file)]) == 0 and "Scaling" in capsys.readouterr().out
     more = [json.loads(line) for line in file.read_text().splitlines()]
     mesh = next(record for record in more if record["backend"] == MESH and record["ranks"] == 4)
     assert mesh["us"] > 0 and 0.01 < mesh["relative_l2"] < 0.08 and mesh["sent"] > 0
     assert sum(record["backend"] == ONE for record in more) == 1
-    assert command.main(["distributed", "--case", "nobody's"]) == 2 and "nobody's" in capsys.readouterr().err

@@ -133,6 +133,7 @@ def test_a_crash_costs_the_one_that_was_at_work(monkeypatch: pytest.MonkeyPatch)
     assert asked == [[a, b, c], [c]]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(GPU, reason="times mean nothing here, and on a GPU this takes a minute")
 def test_the_interpreter_can_be_searched(capsys: pytest.CaptureFixture) -> None:
     """A process of its own checks against the oracle and takes the time; a config that answers wrongly is rejected there."""

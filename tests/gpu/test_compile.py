@@ -176,8 +176,8 @@ PACKED: tuple[tuple[int, str, dict[str, Any]], ...] = (
 )
 
 
-def compile_packed(arch: int) -> list[str]:
-    """In a process of its own: compile what packed sequences need. The names of the kernels."""
+def compile_packed(arch: int, half: int) -> list[str]:
+    """In a process of its own: compile what every second problem of packed sequences needs. The names of the kernels."""
     import triton
 
     from fp8attn import Recipe
@@ -197,7 +197,7 @@ def compile_packed(arch: int) -> list[str]:
         return kernel
 
     triton.runtime.jit.JITFunction.run = recording
-    for dim, qk, options in PACKED:
+    for dim, qk, options in PACKED[half::2]:
         recipe = Recipe(qk=qk)  # type: ignore[arg-type]
         call, (q, k, v) = packed_call(dim, recipe, options)
         with architecture(arch):
@@ -211,8 +211,9 @@ def compile_packed(arch: int) -> list[str]:
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in TENSOR_CORES])
-def test_packed_sequences_compile(arch: int, tmp_path: Path) -> None:
-    names = {*by_itself(f"compile_packed({arch})", tmp_path)}
+@pytest.mark.parametrize("half", (0, pytest.param(1, marks=pytest.mark.thorough)))
+def test_packed_sequences_compile(arch: int, half: int, tmp_path: Path) -> None:
+    names = {*by_itself(f"compile_packed({arch}, {half})", tmp_path)}
     kernels = {"gather_kernel", "finish_kernel", "write_kernel", "unsmooth_lse_kernel", "table_kernel", "forward_kernel"}
     assert names == kernels | ({"hopper_kernel"} if arch == 90 else set())
 
@@ -221,11 +222,11 @@ def ambiguous_names() -> list[str]:
     """In a process of its own: names that modules of one kernel give to different numbers."""
     from triton.runtime.jit import JITFunction
 
-    from fp8attn.triton import bias, forward, half_keys, hopper, lse, quantize, varlen
+    from fp8attn.triton import bias, forward, half_keys, hopper, lse, merge, quantize, varlen
 
     kernels = {
         f.__name__: f
-        for module in (quantize, bias, forward, half_keys, hopper, lse, varlen)
+        for module in (quantize, bias, forward, half_keys, hopper, lse, merge, varlen)
         for f in vars(module).values()
         if isinstance(f, JITFunction)
     }
@@ -390,7 +391,7 @@ MOST_STACK = {"append_kernel": 160, "attention_kernel": 192, "combine_kernel": 0
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in TENSOR_CORES])
-@pytest.mark.parametrize("half", (0, 1))
+@pytest.mark.parametrize("half", (pytest.param(0, marks=pytest.mark.thorough), 1))
 def test_kernels_of_a_cache_compile(arch: int, half: int, tmp_path: Path) -> None:
     from fp8attn.device import SHARED_MEMORY
     from fp8attn.triton.paged_append import FEW_REGISTERS, FEW_TOKENS
