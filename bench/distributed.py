@@ -62,8 +62,9 @@ OF_ONE = (ONE, ONE_BF16)
 OWN: dict[str, context_parallel.Mode] = {RING: "ring", ULYSSES: "ulysses", MESH: "ring", ALL_GATHER: "all_gather"}
 """Rows of `context_parallel_sdpa` and their modes; MESH's is the outer one."""
 
-CALLS = 3
-"""Calls back to back whose mean is a sample, of cases that aren't LONG_FLOPS long."""
+CALLS = 8
+"""Calls back to back whose mean is a sample, of cases that aren't LONG_FLOPS long: all but the first are launched while
+the GPU works, as a model's are."""
 
 LONG_FLOPS = 10**14
 """FLOPs of a rank, about 0.1 s, from which a sample is one call, and the call that is checked is the only warm-up."""
