@@ -34,6 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "one query": dict(queries=1),
     "long": dict(shape=(1, 3, 9000, 128)),
     "Triton": dict(backend="triton", recipe=Recipe(compute="f16")),
+    "stored": dict(stored=True),
+    "stored, LSE": dict(stored=True, return_lse=True),
+    "stored int8, sinks": dict(stored=True, has_sinks=True, recipe=PRECISE, return_lse=True),
     "sinks": dict(has_sinks=True),
     "sinks and a window": dict(has_sinks=True, window=(200, 0), return_lse=True),
     "sinks of float32": dict(has_sinks=True, dtype=torch.float32, return_lse=True),
@@ -57,6 +60,8 @@ def call(kind: dict[str, Any], seed: int) -> tuple[torch.Tensor, ...]:
         options["attn_mask"] = added > 0 if mask == torch.bool else added.to(mask)
     if options.pop("has_sinks", False):
         options["sinks"] = drawn(heads * group).float()
+    if options.pop("stored", False):
+        q, k, v = fp8attn.quantize(q, k, v, recipe=options.get("recipe", Recipe()))
     found = fp8attn.sdpa(q, k, v, enable_gqa=group > 1, **options)
     return found if isinstance(found, tuple) else (found,)
 
@@ -128,7 +133,9 @@ PACKED: dict[str, dict[str, Any]] = {
     "float16 of head dim 64": dict(dim=64, dtype=torch.float16),
     "stored": dict(stored=True, is_causal=True),
     "stored, used keys": dict(stored=True, has_used=True),
-    "stored, LSE": dict(stored=True, return_lse=True, recipe=Recipe(smooth_k=False)),
+    "stored, LSE": dict(stored=True, return_lse=True),
+    "stored, soft cap": dict(stored=True, softcap=20.0, is_causal=True),
+    "stored, sinks": dict(stored=True, has_sinks=True, is_causal=True, return_lse=True),
 }
 """Calls of varlen_sdpa that are repeated."""
 
