@@ -997,6 +997,42 @@ def test_what_copies_a_cache_is_not_kept(repeats: Repeats) -> None:
         assert repeats.hits[:2] == [False, i > 1]
 
 
+@pytest.mark.usefixtures("without_torch", "cached")
+@pytest.mark.parametrize("name", ("packed", "append", "attend"))
+def test_modes_see_the_operators_of_other_functions_too(name: str, repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their calls are kept as those of sdpa, and as many."""
+    q, k, v, cu_seqlens = packed()
+    step = Step()
+    calls = {"append": step.append, "attend": step.attend}
+    call = calls.get(name, lambda: fp8attn.varlen_sdpa(q, k, v, cu_seqlens, cu_seqlens, backend="cuda"))
+    for _ in range(3):
+        call()
+    assert repeats.last()
+    for mode in (OtherDispatch, OtherFunctions):
+        with mode():
+            call()
+        assert not repeats.last()
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x.sum()
+
+    torch.func.vmap(inside)(torch.ones(3))
+    assert not repeats.last()
+    with torch.inference_mode():
+        call()
+    assert repeats.last()
+    with forward_ad.dual_level():
+        call()
+    assert not repeats.last()
+    monkeypatch.setattr(eager, "MOST", 3)
+    for i in range(1, 6):
+        fp8attn.cuda_sdpa(*operands(1, 1, 20), scale=1.0 * i)
+        assert len(eager._launches) <= 3
+    call()
+    assert not repeats.last()
+
+
 WRONG_STEPS: dict[str, tuple[Callable[[Step], Any], str]] = {
     "keys alone": (lambda s: fp8attn.paged_sdpa(s.query, s.cache, s.batch, (s.key, None), backend="cuda"), "value is a NoneType"),
     "no new tokens": (lambda s: fp8attn.paged_sdpa(s.query, s.cache, s.batch, (None, None), backend="cuda"), "key is a NoneType"),
