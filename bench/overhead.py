@@ -1,4 +1,5 @@
-"""What a call costs the CPU: repeated, at a length that is new, and beside PyTorch's, for calls that models make."""
+"""What a call costs the CPU: repeated, at a length that is new, and beside PyTorch's, for calls that models make: of
+`sdpa`, of packed sequences and of a KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import fp8attn
-from fp8attn import PRECISE, Recipe
+from fp8attn import PRECISE, KVCache, PagedBatch, Recipe
+from fp8attn.pages import PAGE
 
 from . import command_line, report
 from .cases import Case, square
@@ -38,14 +40,25 @@ NEW_LENGTHS = 5
 """Lengths whose first calls are timed. Each is 16 tokens shorter than the one before, so that kernels are the same."""
 
 
+Call = Callable[[], object]
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A kind of call: a case, and arguments of `sdpa` beside the case's. `padding`: with a bool mask of padded keys."""
+    """A kind of call.
+
+    Attributes:
+        case: of `sdpa`, or of what `prepare` makes of it.
+        options: arguments of `sdpa` beside the case's.
+        padding: with a bool mask of padded keys.
+        prepare: makes the call of a case on a device, where it isn't one of `sdpa`; else None.
+    """
 
     name: str
     case: Case
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     padding: bool = False
+    prepare: Callable[[Case, torch.device], Call] | None = None
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Keyword arguments of `sdpa`."""
@@ -55,6 +68,53 @@ class Kind:
             found["attn_mask"] = (keys < self.case.kv_length * 9 // 10).view(1, 1, 1, -1)
         return found
 
+
+def drawn(device: torch.device, *shape: int) -> torch.Tensor:
+    """N(0, 1) in bfloat16."""
+    return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+
+def packed(case: Case, device: torch.device) -> Call:
+    """varlen_sdpa of `case.batch` sequences of different lengths, `case.q_length` on average."""
+    tokens = case.batch * case.q_length
+    ends = [tokens * i * (i + 1) // (case.batch * (case.batch + 1)) for i in range(case.batch + 1)]  # each longer than the one before
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    q, k, v = (drawn(device, tokens, heads, case.head_dim) for heads in (case.q_heads, case.kv_heads, case.kv_heads))
+    return functools.partial(fp8attn.varlen_sdpa, q, k, v, cu_seqlens, cu_seqlens, is_causal=case.causal)
+
+
+def cache_of(case: Case, device: torch.device) -> tuple[KVCache, PagedBatch, tuple[torch.Tensor, torch.Tensor]]:
+    """A cache of `case.batch` sequences of `case.kv_length` tokens, the last `case.q_length` of which are new, and the
+    keys and values of these. What the cache holds takes the same time whatever it is: zeros."""
+    pages = case.kv_length // PAGE + 1
+    cache = KVCache(case.batch, case.batch * pages, case.kv_heads, case.head_dim, device=device)
+    table = torch.arange(case.batch * pages, dtype=torch.int32, device=device).view(case.batch, pages)
+    lengths = torch.full((case.batch,), case.kv_length, dtype=torch.int32, device=device)
+    key, value = (drawn(device, case.batch, case.kv_heads, case.q_length, case.head_dim) for _ in range(2))
+    return cache, PagedBatch(table, lengths), (key, value)
+
+
+def decode_step(case: Case, device: torch.device) -> Call:
+    """paged_sdpa, which appends the new tokens first."""
+    cache, batch, new = cache_of(case, device)
+    query = drawn(device, case.batch, case.q_heads, case.q_length, case.head_dim)
+    return functools.partial(fp8attn.paged_sdpa, query, cache, batch, new)
+
+
+def attend(case: Case, device: torch.device) -> Call:
+    """paged_sdpa, of tokens that were appended before."""
+    cache, batch, _ = cache_of(case, device)
+    query = drawn(device, case.batch, case.q_heads, case.q_length, case.head_dim)
+    return functools.partial(fp8attn.paged_sdpa, query, cache, batch)
+
+
+def append(case: Case, device: torch.device) -> Call:
+    """KVCache.append."""
+    cache, batch, new = cache_of(case, device)
+    return functools.partial(cache.append, *new, batch)
+
+
+DECODE = Case("GQA 32/8 1 of 4000 B8 D128", 8, 32, 8, 1, 4000, 128, 128, False)
 
 KINDS = (
     Kind("Flux 4608", FLUX),
@@ -67,6 +127,10 @@ KINDS = (
     Kind("Wan 32760", square("Wan 32760 H12 D128", 1, 12, 32760, 128)),
     Kind("rotate=0 4096", square("H24 4096 D128", 1, 24, 4096, 128), {"recipe": Recipe(rotate=0)}),
     Kind("recent=256 8192", square("H16 8192 D128", 1, 16, 8192, 128), {"recipe": Recipe(recent=256)}),
+    Kind("packed 8 x 1000", square("GQA 32/8 1000 B8 D128 causal", 8, 32, 1000, 128, True, 8), prepare=packed),
+    Kind("decode step", DECODE, prepare=decode_step),
+    Kind("decode, appended", DECODE, prepare=attend),
+    Kind("append", DECODE, prepare=append),
 )
 """Calls that models make; the lengths aren't powers of two."""
 
@@ -80,15 +144,17 @@ class Overhead:
         new_length_us: CPU time of the first call of a length, kernels compiled; the median of NEW_LENGTHS.
         eager_us, graph_us: of a call in a row of calls, launched one by one or in a CUDA graph.
         sdpa_cpu_us, sdpa_eager_us: the same of F.scaled_dot_product_attention in bfloat16.
+
+    Of calls that aren't sdpa's, new_length_us, sdpa_cpu_us and sdpa_eager_us are None.
     """
 
     kind: Kind
     cpu_us: float
-    new_length_us: float
+    new_length_us: float | None
     eager_us: float
     graph_us: float
-    sdpa_cpu_us: float
-    sdpa_eager_us: float
+    sdpa_cpu_us: float | None
+    sdpa_eager_us: float | None
 
     @property
     def of_launching(self) -> float:
@@ -141,6 +207,9 @@ def measure(kind: Kind, protocol: Protocol, device: torch.device, tick: Tick = n
         tick: called for every turn, which counts as 1; there are three in a round.
     """
 
+    if kind.prepare is not None:
+        return measure_prepared(kind, kind.prepare(kind.case, device), protocol, device, tick)
+
     def wait() -> None:
         torch.cuda.synchronize(device)
 
@@ -167,6 +236,16 @@ def measure(kind: Kind, protocol: Protocol, device: torch.device, tick: Tick = n
     )  # fmt: skip
 
 
+def measure_prepared(kind: Kind, call: Call, protocol: Protocol, device: torch.device, tick: Tick) -> Overhead:
+    """The times of a call that isn't one of `sdpa`."""
+    for _ in range(3):
+        call()
+    cpu = cpu_us(call, protocol.rounds, functools.partial(torch.cuda.synchronize, device))
+    eager = time_all({"eager": lambda i: call()}, 1, dataclasses.replace(protocol, launch="eager"), device, tick)
+    graph = time_all({"graph": lambda i: call()}, 1, protocol, device, tick)
+    return Overhead(kind, cpu, None, eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, None, None)
+
+
 def table(results: Sequence[Overhead]) -> Sheet:
     """A row for every kind of call."""
     headers = ("CPU", "new length", "eager", "graph", "SDPA CPU", "SDPA eager", "× SDPA")
@@ -177,7 +256,8 @@ def table(results: Sequence[Overhead]) -> Sheet:
     )  # fmt: skip
     for one in results:
         times = (one.cpu_us, one.new_length_us, one.eager_us, one.graph_us, one.sdpa_cpu_us, one.sdpa_eager_us)
-        made.add_row(one.kind.name, *map(report.us_of, times), f"{one.sdpa_eager_us / one.eager_us:.2f}")
+        ratio = None if one.sdpa_eager_us is None else one.sdpa_eager_us / one.eager_us
+        made.add_row(one.kind.name, *map(report.us_of, times), report.number_of(ratio, ".2f"))
     return made
 
 

@@ -465,14 +465,14 @@ def sdpa(
         )  # fmt: skip
     query, key, value, out_dtype = _autocast(query, key, value, out_dtype)
     options = None
-    if sinks is None and not is_compiling() and type(recipe) is Recipe:
+    if not is_compiling() and type(recipe) is Recipe:
         options = (
-            recipe.text, backend, is_causal, scale, enable_gqa, causal_alignment, None if window is None else repr(window), softcap, out_dtype,
-            dropout_p, q_scale, k_scale, v_scale, return_lse,
+            "sdpa", recipe.text, backend, is_causal, scale, enable_gqa, causal_alignment, None if window is None else repr(window), softcap,
+            out_dtype, dropout_p, q_scale, k_scale, v_scale, return_lse,
         )  # fmt: skip
-        repeated = eager.repeat(query, key, value, attn_mask, options)
+        repeated = eager.repeat(options, (query, key, value, attn_mask), (sinks,))
         if repeated is not None:
-            return repeated
+            return eager.attention_of(repeated)
     return _attend(
         Arguments(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, window=window, softcap=softcap,
@@ -503,13 +503,13 @@ def _attend(a: Arguments, options: tuple | None) -> Attention:
         return _traced(checked, a.recipe, a.return_lse, chosen)
     result = _run(checked, chosen, a.recipe, a.return_lse)
     if options is not None and chosen != "modelled" and a.recipe.statistics != "page":
-        eager.remember(a.query, a.key, a.value, a.attn_mask, options, lambda *operands: _attend_to(a, *operands))
+        eager.remember(options, (a.query, a.key, a.value, a.attn_mask), (a.sinks,), functools.partial(_attend_to, a))
     return result
 
 
-def _attend_to(a: Arguments, query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None) -> Attention:
+def _attend_to(a: Arguments, query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None) -> Attention:
     """A call with other operands, which isn't kept."""
-    return _attend(replace(a, query=query, key=key, value=value, attn_mask=attn_mask), None)
+    return _attend(replace(a, query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks), None)
 
 
 def _traced(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -609,24 +609,60 @@ def varlen_sdpa(
         BackendUnavailable: the backend can't run here.
     """
     q, k, v, out_dtype = _autocast(q, k, v, out_dtype)
-    checked = check_varlen(
+    if not is_compiling() and type(recipe) is Recipe:
+        cu_seqlens_q, _ = _unless_own(q, cu_seqlens_q, None)
+        cu_seqlens_k, seqused_k = _unless_own(k, cu_seqlens_k, seqused_k)
+        options = (
+            "varlen_sdpa", recipe.text, backend, max_seqlen_q, max_seqlen_k, is_causal, None if window is None else repr(window), softcap, scale,
+            out_dtype, return_lse,
+        )  # fmt: skip
+        repeated = eager.repeat(options, (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_k, sinks))
+        if repeated is not None:
+            return eager.attention_of(repeated)
+    else:
+        options = None
+    return _attend_packed(
         VarlenArguments(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, is_causal=is_causal,
             window=window, softcap=softcap, sinks=sinks, scale=scale, recipe=recipe, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
-        )
+        ),
+        options,
     )  # fmt: skip
-    chosen = choose_backend(backend, checked.device)
+
+
+def _unless_own(x: object, cu_seqlens: torch.Tensor | None, seqused: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Lengths that are given for an operand; None in place of those that it was quantized with, which mean the same."""
+    if not isinstance(x, Quantized) or x.packed is None:
+        return cu_seqlens, seqused
+    return None if cu_seqlens is x.packed.cu_seqlens else cu_seqlens, None if seqused is x.packed.seqused else seqused
+
+
+def _attend_packed(a: VarlenArguments, options: tuple | None) -> Attention:
+    """`varlen_sdpa` of a call that isn't like one before; `options` as of `_attend`."""
+    checked = check_varlen(a)
+    chosen = choose_backend(a.backend, checked.device)
     if chosen == "reference":
-        if backend == "auto":
+        if a.backend == "auto":
             _say_once_that_it_is_exact()
-        result = _by_reference(checked, return_lse, torch.float32)
+        result = _by_reference(checked, a.return_lse, torch.float32)
     elif is_compiling() and checked.is_float:
-        result = _traced_varlen(checked, recipe, return_lse, chosen)
+        result = _traced_varlen(checked, a.recipe, a.return_lse, chosen)
     else:
-        result = _run(checked, chosen, recipe, return_lse)
+        result = _run(checked, chosen, a.recipe, a.return_lse)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1)
-    return out if lse is None else (out, lse.squeeze(0))
+    found = out if lse is None else (out, lse.squeeze(0))
+    if options is not None and chosen not in ("reference", "modelled"):
+        lengths = a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k
+        eager.remember(options, (a.q, a.k, a.v), (*lengths, a.sinks), functools.partial(_attend_packed_to, a))
+    return found
+
+
+def _attend_packed_to(a: VarlenArguments, q: Operand, k: Operand, v: Operand, *others: torch.Tensor | None) -> Attention:
+    """A call with other operands, which isn't kept. `others`: cu_seqlens_q, cu_seqlens_k, seqused_k and sinks."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k, sinks = others
+    other = replace(a, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, sinks=sinks)
+    return _attend_packed(other, None)
 
 
 def _traced_varlen(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> Attention:

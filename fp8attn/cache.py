@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
+from torch.compiler import is_compiling
 
-from . import pages, validate
-from .paged_ops import operator_of
+from . import eager, pages, recording, validate
+from .paged_ops import operator_of, runs_kernels
 from .pages import PAGE, RECENT, PagedBatch, Pages, Storage
 from .quantization import row_type
 from .recipe import DEFAULT_RECIPE, E4M3, Recipe
@@ -139,9 +141,33 @@ class KVCache:
             TypeError, ValueError: an argument isn't as above.
             RuntimeError: an argument requires grad.
         """
+        options, others = ("append", self.recipe.text, backend), self.tensors_with(batch)
+        if others is not None and eager.repeat(options, (key, value), others) is not None:
+            return
         operator = operator_of("append", backend, batch)
         r = self.recipe
         operator(key, value, self.storage.tensors(), *batch.tensors(), r.rotate, r.smooth_k, r.smooth_v)
+        if others is not None and runs_kernels(backend, self.device):
+            eager.remember(options, (key, value), others, functools.partial(self._append_to, backend))
+
+    def _append_to(self, backend: str, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> None:
+        """`append` with other tensors: `others` are those of `tensors_with`."""
+        cache, batch = self.with_tensors(others)
+        cache.append(key, value, batch, backend=backend)
+
+    def tensors_with(self, batch: PagedBatch) -> recording.Tensors | None:
+        """The tensors of a batch and of the cache, for the launch cache; None if calls with them aren't kept."""
+        if type(self) is not KVCache or type(batch) is not PagedBatch or is_compiling():
+            return None
+        return *batch.tensors(), *self.storage.tensors()
+
+    def with_tensors(self, tensors: recording.Tensors, max_length: int | None = None) -> tuple[KVCache, PagedBatch]:
+        """A cache like this one and a batch, with other tensors: the inverse of `tensors_with`."""
+        other = copy.copy(self)
+        table, lengths, counts, sequences, *storage = tensors
+        assert table is not None and lengths is not None
+        other.storage = Storage.of([x for x in storage if x is not None])
+        return other, PagedBatch(table, lengths, counts, sequences, max_length)
 
     def fork(self, source: int, target: int) -> None:
         """Copy what a sequence has beside its pages to another one. The page table shares the pages.

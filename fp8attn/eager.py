@@ -3,6 +3,9 @@
 What a call launches follows from its options and from its tensors' dtypes, shapes, strides, devices and alignment. The
 binding keeps recorded launches under these as a key: a call whose key it finds costs one operator. A call that raises
 isn't recorded. Calls that torch.compile, modes, transforms or tracers see always use the operators of fp8attn.ops.
+
+All functions that attend or append keep their calls here: sdpa, varlen_sdpa, paged_sdpa and KVCache.append. What
+kernels read on the device, lengths, page tables or masks, is no part of a key.
 """
 
 from __future__ import annotations
@@ -35,18 +38,19 @@ Attention = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 Tensors = recording.Tensors
 
+Operands = tuple[Operand | None, ...]
+
 TENSORS = ("data", "scale", "mean", "bias")
 """The fields of a Quantized that are tensors."""
 
-_launches: dict[tuple, Callable[[Tensors], list[torch.Tensor]] | None] = {}
+_launches: dict[tuple, Callable[[Tensors], list[torch.Tensor] | None] | None] = {}
 """For each combination of options and shapes, the function that repeats such a call. It is None after the first call,
 so that calls whose lengths always differ cost nothing."""
 _numbers = itertools.count()
 
 
-def _never(tensors: Tensors) -> list[torch.Tensor]:
+def _never(tensors: Tensors) -> None:
     """Repeats calls that can't be recorded."""
-    return []
 
 
 def forget() -> None:
@@ -54,72 +58,84 @@ def forget() -> None:
     _launches.clear()
 
 
-def _known(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> tuple[tuple, Tensors] | None:
-    """What a call is kept by, and its tensors, a mask behind the others; None of calls that aren't plain torch."""
+def _known(options: tuple, operands: Operands, others: Tensors) -> tuple[tuple, list[torch.Tensor | None]] | None:
+    """What a call is kept by, and its tensors, `others` behind those of the operands; None of calls that aren't plain
+    torch."""
     if is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
         return None
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None
-    if attn_mask is not None:
-        if type(attn_mask) is not torch.Tensor or attn_mask.requires_grad:
+    kinds: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
+    for x in operands:
+        if isinstance(x, torch.Tensor):
+            kinds.append(x.shape)
+            tensors.append(x)
+        elif isinstance(x, Quantized):
+            packed = x.packed
+            kinds.append((x.granularity, x.layout, x.length, x.rotated, None if packed is None else packed.tokens))
+            tensors += x.data, x.scale, x.mean, x.bias
+            if packed is not None:
+                tensors += packed.cu_seqlens, packed.seqused
+        elif x is None:
+            kinds.append(None)
+            tensors.append(None)
+        else:
             return None
-        options = (options, attn_mask.shape)
-    if type(query) is type(key) is type(value) is torch.Tensor:
-        if query.requires_grad or key.requires_grad or value.requires_grad:
+    tensors += others
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) is not torch.Tensor or tensor.requires_grad):
             return None
-        return (options, query.shape, key.shape, value.shape), (query, key, value, attn_mask)
-    if not (isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)):
-        return None
-    operands = query, key, value
-    tensors = *(t for x in operands for t in (x.data, x.scale, x.mean, x.bias)), attn_mask
-    if any(x is not None and (type(x) is not torch.Tensor or x.requires_grad) for x in tensors):
-        return None
-    kinds = tuple((x.granularity, x.layout, x.length, x.rotated) for x in operands)
-    return (options, kinds), tensors
+    # types, too: 1, 1.0 and True are equal, and not all of them are valid
+    return (options, tuple(map(type, options)), tuple(kinds)), tensors
 
 
-def _with_tensors(operands: tuple[Operand, Operand, Operand], tensors: Tensors) -> tuple[Any, ...]:
-    """Operands and attn_mask with `tensors`, which `_known` gave of them, in place of their own."""
-    *others, attn_mask = tensors
-    quantized = [x for x in operands if isinstance(x, Quantized)]
-    if not quantized:
-        return tuple(tensors)
-    remaining: Iterator[Any] = iter(others)
-    return *(replace(x, **{name: next(remaining) for name in TENSORS}) for x in quantized), attn_mask
+def _with_tensors(x: Operand | None, tensors: Iterator[Any]) -> Operand | None:
+    """An operand with the next of `tensors`, in the order that `_known` gives them, in place of its own."""
+    if not isinstance(x, Quantized):
+        return next(tensors)
+    fields = {name: next(tensors) for name in TENSORS}
+    packed = None if x.packed is None else replace(x.packed, cu_seqlens=next(tensors), seqused=next(tensors))
+    return replace(x, **fields, packed=packed)
 
 
-def repeat(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple) -> Attention | None:
-    """Attention, if a call like this one was kept.
+def repeat(options: tuple, operands: Operands, others: Tensors) -> list[torch.Tensor] | None:
+    """The outputs of a call, if a call like it was kept.
 
     Args:
-        query, key, value, attn_mask: what `sdpa` was called with.
-        options: what else it was called with.
+        options: what else the call depends on. The first is the name of the function.
+        operands: tensors and `Quantized`, by whose shapes calls are kept.
+        others: the other tensors of the call.
     """
-    known = _known(query, key, value, attn_mask, options)
+    known = _known(options, operands, others)
     if known is None:
         return None
     try:
         launch = _launches.get(known[0])
     except TypeError:  # an option that can't be hashed is an error, or about to be one
         return None
-    outputs = [] if launch is None else launch(known[1])
-    if not outputs:
-        return None
+    return None if launch is None else launch(known[1])
+
+
+def attention_of(outputs: list[torch.Tensor]) -> Attention:
+    """The outputs of a repeated call, as the call returns them."""
     return outputs[0] if len(outputs) == 1 else (outputs[0], outputs[1])
 
 
-def remember(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tensor | None, options: tuple, attend: Callable[..., Attention]) -> None:
+def remember(options: tuple, operands: Operands, others: Tensors, attend: Callable[..., Attention | None]) -> None:
     """Keep a call that has come to its end. A call is kept from the second one with its options and shapes on.
 
     Args:
-        query, key, value, attn_mask, options: as of `repeat`.
-        attend: attention of other operands with these options.
+        options, operands, others: as of `repeat`.
+        attend: makes the call with other operands and other tensors, in this order.
     """
-    known = _known(query, key, value, attn_mask, options)
-    # a tensor, say, may be another number the next time
-    if known is None or not all(type(x) in IMMUTABLE for x in options):
+    known = _known(options, operands, others)
+    if known is None:
         return
     name, tensors = known
+    # a tensor, say, may be another number the next time
+    if not IMMUTABLE.issuperset(name[1]):
+        return
     if name not in _launches:
         if len(_launches) >= MOST:
             forget()
@@ -131,7 +147,10 @@ def remember(query: Operand, key: Operand, value: Operand, attn_mask: torch.Tens
     number = launch.args[0] if isinstance(launch, partial) else next(_numbers)
 
     def outputs(inputs: Tensors) -> tuple[torch.Tensor, ...]:
-        found = attend(*_with_tensors((query, key, value), inputs))
+        remaining = iter(inputs)
+        found = attend(*[_with_tensors(x, remaining) for x in operands], *remaining)
+        if found is None:
+            return ()
         return found if isinstance(found, tuple) else (found,)
 
     try:

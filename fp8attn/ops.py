@@ -42,6 +42,7 @@ from .recipe import (
     Rotation,
 )
 from .reference import CAUSAL_WINDOW, Causal, causal_offset
+from .schedule import unsupported_size
 from .validate import BackendUnavailable
 
 _recipe = functools.cache(Recipe)
@@ -594,7 +595,10 @@ def _dequantize(
 ) -> torch.Tensor:
     x = Quantized(data, scale, granularity, layout, length, mean)
     validate.check_quantized("x", x, layout)
-    return quantize_ref.dequantize(x)
+    if layout == "values" or mean is not None or data.numel() == 0 or not has_kernels(data.device) or unsupported_size("x", data) is not None:
+        return quantize_ref.dequantize(x)
+    with current(data.device):
+        return triton_kernels.dequantize.dequantize(x)
 
 
 def _fake_dequantize(data, scale, granularity, layout, length, mean):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from . import validate
+from . import eager, validate
 from .cache import KVCache
-from .paged_ops import operator_of
+from .paged_ops import operator_of, runs_kernels
 from .pages import RECENT_QUERIES, PagedBatch
 from .validate import FLOATS
 
@@ -52,6 +53,39 @@ def paged_sdpa(
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache")
+    how = Options(scale, return_lse, out_dtype, backend)
+    others = cache.tensors_with(batch) if new is None or (type(new) is tuple and len(new) == 2) else None
+    if others is None:
+        return _attend(query, cache, batch, new, how)
+    options = ("paged_sdpa", cache.recipe.text, batch.max_length, new is None, *how)
+    operands = query, *((None, None) if new is None else new)
+    repeated = eager.repeat(options, operands, others)
+    if repeated is not None:
+        return eager.attention_of(repeated)
+    found = _attend(query, cache, batch, new, how)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> eager.Attention:
+        return _attend(query, *cache.with_tensors(others, batch.max_length), None if new is None else (key, value), how)
+
+    if runs_kernels(backend, cache.device):
+        eager.remember(options, operands, others, attend)
+    return found
+
+
+class Options(NamedTuple):
+    """The options of `paged_sdpa`."""
+
+    scale: float | None
+    return_lse: bool
+    out_dtype: torch.dtype | None
+    backend: str
+
+
+def _attend(
+    query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: tuple[torch.Tensor, torch.Tensor] | None, options: Options
+) -> eager.Attention:
+    """`paged_sdpa` of a call that isn't like one before."""
+    scale, return_lse, out_dtype, backend = options
     operator = operator_of("attention", backend, batch)
     if scale is not None:
         validate.check_scale("scale", scale)

@@ -56,6 +56,11 @@ def _runs_triton(backend: str, device: torch.device) -> bool:
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 
+def runs_kernels(backend: str, device: torch.device) -> bool:
+    """Whether kernels serve a cache on `device`, and not their model. The call has come to its end."""
+    return backend == "cuda" or _runs_triton(backend, device)
+
+
 def check_new(backend: str, new: bool) -> None:
     """Check that a backend attends to a cache where tokens are appended first, if `new`.
 

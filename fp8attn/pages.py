@@ -116,8 +116,7 @@ class Storage:
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, in the order of the fields."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        return [x for part in parts for x in ([part] if isinstance(part, torch.Tensor) else part.tensors())]
+        return [*self.pages.tensors(), self.k_mean, self.v_mean, self.v_scale, self.k, self.v, self.tickets]
 
     def statistics(self, sequence: int) -> Statistics:
         """What the pages of a sequence share."""

@@ -336,7 +336,7 @@ const T* address_of(const std::optional<Tensor>& x) {
 void encode_matrix(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t bytes) {
   const uint64_t pitch = x.element_size() * x.size(x.dim() - 1), sizes[2] = {pitch, uint64_t(x.numel() / x.size(x.dim() - 1))}, strides[1] = {pitch};
   const uint32_t box[2] = {uint32_t(bytes), uint32_t(rows)};
-  STD_TORCH_CHECK(fp8attn::encode(map, x.const_data_ptr(), sizes, strides, box), "no tensor map for shape ", text(x.sizes()));
+  STD_TORCH_CHECK(fp8attn::encode(map, map_address(x), sizes, strides, box), "no tensor map for shape ", text(x.sizes()));
 }
 
 // Attends to a KV cache with few queries, (B, Hq, Sq, D). `storage`: the tensors of pages.Storage. `batch`: the page
@@ -355,6 +355,7 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   encode_matrix(p.v_map, v, dim, keys);
   encode_matrix(p.recent_k_map, recent_k, keys / 2, 128);
   encode_matrix(p.recent_v_map, recent_v, keys / 2, 128);
+  p.k = k.const_data_ptr(), p.v = v.const_data_ptr(), p.recent_k = recent_k.const_data_ptr(), p.recent_v = recent_v.const_data_ptr();
   p.q = q.const_data_ptr();
   p.k_scale = storage[1].const_data_ptr<float>(), p.v_page_scale = storage[3].const_data_ptr<float>();
   p.k_mean = storage[4].const_data_ptr<float>(), p.v_mean = storage[5].const_data_ptr<float>(), p.v_scale = storage[6].const_data_ptr<float>();
@@ -372,8 +373,7 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(results[0].scalar_type());
   p.half = q.scalar_type() == ScalarType::Half;
-  STD_TORCH_CHECK(recording == nullptr, "calls of decode are not recorded");
-  check(reinterpret_cast<fp8attn::Launcher<fp8attn::DecodeParams>>(launcher)(p, ctas, fp8attn::current_stream(q.get_device())));
+  launch(launcher, p, ctas, q.get_device());
 }
 
 // The tensors among a call's operands.
@@ -436,11 +436,11 @@ bool keep(int64_t options, const Operands& operands, const std::vector<Tensor>& 
   return true;
 }
 
-// The outputs of a call like one that was recorded; empty if there was none.
-std::vector<Tensor> repeat(int64_t options, const Operands& operands) {
+// The outputs of a call like one that was recorded, of which there may be none; null if no call like it was recorded.
+std::optional<std::vector<Tensor>> repeat(int64_t options, const Operands& operands) {
   const fp8attn::Facts known = facts(options, operands);
   const auto plan = known.empty() ? nullptr : fp8attn::plans().find(known);
-  if (plan == nullptr) return {};
+  if (plan == nullptr) return std::nullopt;
   const std::vector<Tensor> tensors = present(operands);
   const fp8attn::DeviceGuard guard(tensors.at(0).get_device_index());
   return plan->run(tensors);
@@ -471,7 +471,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, int remainder, bool zero) -> Tensor");
   define("record_function(int function, int[] shape, bool dependent, int[] words, int[] pointers) -> ()");
   define("keep(int options, Tensor?[] operands, Tensor[] outputs) -> bool");
-  define("repeat(int options, Tensor?[] operands) -> Tensor[]");
+  define("repeat(int options, Tensor?[] operands) -> Tensor[]?");
 }
 
 // The operators that launch kernels.

@@ -173,6 +173,7 @@ struct DecodeParams {
   // Bytes of the pages, (P * Hkv * 128, D) and (P * Hkv * D, 128), and of the tokens in half precision, (N * Hkv *
   // RECENT, 2 D).
   CUtensorMap k_map, v_map, recent_k_map, recent_v_map;
+  const void *k, *v, *recent_k, *recent_v;  // what they describe
 
   const void* q;  // (B, Hq, Sq, D) of bfloat16 or half; rows start at multiples of 16 bytes
 

@@ -83,6 +83,16 @@ inline const Addresses& addresses(const UnsmoothLseParams&) {
 }
 #undef AT
 
+#define AT(field) offsetof(DecodeParams, field)
+inline const Addresses& addresses(const DecodeParams&) {
+  static const auto& found = *new Addresses{
+      {AT(k), AT(v), AT(recent_k), AT(recent_v), AT(q), AT(k_scale), AT(v_page_scale), AT(k_mean), AT(v_mean), AT(v_scale), AT(page_table), AT(lengths), AT(counts),
+       AT(sequences), AT(out), AT(lse), AT(parts), AT(part_rows), AT(tickets)},
+      {{AT(k_map), AT(k)}, {AT(v_map), AT(v)}, {AT(recent_k_map), AT(recent_k)}, {AT(recent_v_map), AT(recent_v)}}};
+  return found;
+}
+#undef AT
+
 // Allocation i of a recording owns the addresses from (i + 1) * SLOT behind its anchor on.
 constexpr uint64_t SLOT = uint64_t(1) << 40;
 
@@ -169,7 +179,7 @@ struct Output {
 };
 
 // The launches of a call. Its allocations are its inputs, its outputs, and parts of one workspace. The workspace begins
-// with `zeros` bytes that are 0 before the first launch.
+// with `zeros` bytes that are 0 before the first launch. Launches may write to inputs: those of a KV cache.
 struct Plan {
   std::vector<std::unique_ptr<const Step>> steps;
   std::vector<Output> outputs;

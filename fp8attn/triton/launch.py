@@ -115,6 +115,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
     if dependent:
         options["launch_pdl"] = True
     if INTERPRETING:
+        if recording.current() is not None:
+            raise recording.NotRecordable("kernels are interpreted")
         kernel.run(*arguments, grid=grid, warmup=warmup, **options)
         return
     if warmup:

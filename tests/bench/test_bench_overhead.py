@@ -24,11 +24,31 @@ def test_kinds_are_calls_that_sdpa_takes() -> None:
     """With every kind's arguments, on small tensors; names are unique."""
     assert len({kind.name for kind in KINDS}) == len(KINDS)
     for kind in KINDS:
+        if kind.prepare is not None:
+            continue
         heads = kind.case.q_heads // kind.case.kv_heads
         small = dataclasses.replace(kind, case=dataclasses.replace(kind.case, batch=1, q_heads=heads, kv_heads=1, q_length=40, kv_length=40))
         q = torch.randn(1, heads, 40, kind.case.head_dim)
         out = fp8attn.sdpa(q, q[:, :1], q[:, :1], **small.arguments(CPU), backend="modelled")
         assert isinstance(out, tuple) == ("return_lse" in kind.options)
+
+
+@pytest.mark.parametrize("kind", (kind for kind in KINDS if kind.prepare is not None), ids=lambda kind: kind.name)
+def test_prepared_calls_run(kind: Kind) -> None:
+    """Of small tensors, twice. Only an append has no output; the others' is finite."""
+    assert kind.prepare is not None
+    lengths = dict(q_length=40, kv_length=40) if kind.case.causal else dict(q_length=1, kv_length=140)
+    case = dataclasses.replace(kind.case, batch=3, q_heads=2, kv_heads=1, head_dim=16, value_dim=16, **lengths)
+    call = kind.prepare(case, CPU)
+    for _ in range(2):
+        out = call()
+        assert out is None if kind.name == "append" else isinstance(out, torch.Tensor) and out.isfinite().all()
+
+
+def test_packed_lengths_differ() -> None:
+    case = dataclasses.replace(square("small", 3, 2, 40, 16), kv_heads=1)
+    _, _, _, cu_seqlens, same = overhead.packed(case, CPU).args  # type: ignore[attr-defined]
+    assert cu_seqlens is same and cu_seqlens.tolist() == [0, 20, 60, 120]
 
 
 def test_padding_hides_the_last_tenth() -> None:
@@ -54,7 +74,15 @@ def test_table_and_record() -> None:
     assert one.of_launching == pytest.approx(1.2)
     made = overhead.table([one])
     assert made.row_count == 1
+    assert overhead.table([one, Overhead(KINDS[-1], 30.0, None, 60.0, 50.0, None, None)]).row_count == 2
     assert json.loads(json.dumps(one.record()))["kind"] == "small" and one.record()["sdpa_eager_us"] == 90.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", (kind for kind in KINDS if kind.prepare is not None), ids=lambda kind: kind.name)
+def test_measures_prepared_calls(kind: Kind, device: torch.device) -> None:
+    found = overhead.measure(kind, Protocol(rounds=2, milliseconds=1.0, lead_in=1.0), device)
+    assert found.cpu_us > 0 and found.eager_us > 0 and found.graph_us > 0 and found.new_length_us is found.sdpa_cpu_us is None
 
 
 @pytest.mark.gpu

@@ -97,6 +97,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     from fp8attn.triton import configs, run
     from fp8attn.triton import quantize as triton_quantize
     from fp8attn.triton.bias import with_bias
+    from fp8attn.triton.dequantize import dequantize as dequantize_rows
     from fp8attn.triton.half_keys import half_keys
     from fp8attn.triton.lse import unsmoothed_lse
     from offline import architecture
@@ -148,6 +149,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
                 lse, mean = torch.zeros(1, 512, 64), torch.zeros(1, 1, dim)
                 half_keys(HalfKeys(q, k, v, 128, 128, 0.1, 200, q.dtype, True, q[..., :value_dim], lse, mean, 16), device, warmup=True)
                 unsmoothed_lse(lse, q, mean, 0.1, 16, device, warmup=True)
+                dequantize_rows(quantized[0], warmup=True)
             if quantizes and not others:
                 triton_quantize.import_values(quantized[2].data, device, warmup=True)
                 for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):

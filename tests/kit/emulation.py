@@ -162,7 +162,7 @@ class DecodeParams(ctypes.Structure):
 
     _fields_ = [
         ("maps", ctypes.c_uint8 * (4 * MAP)),
-        ("q", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "recent_k", "recent_v", "q")),
         *((name, ctypes.c_void_p) for name in ("k_scale", "v_page_scale", "k_mean", "v_mean", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "out", "lse", "parts", "part_rows", "tickets")),
         ("q_strides", ctypes.c_int64 * 3),
@@ -478,7 +478,9 @@ def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, s
     dim = q.size(3)
     boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
     p = DecodeParams((ctypes.c_uint8 * (4 * MAP))(*b"".join(matrix_map(*box) for box in boxes)))
-    tensors = dict(q=q, k_scale=k_scale, v_page_scale=v_page_scale, k_mean=k_mean, v_mean=v_mean, v_scale=v_scale, page_table=table, lengths=lengths)
+    tensors = dict(k=k, v=v, recent_k=recent_k, recent_v=recent_v) | dict(
+        q=q, k_scale=k_scale, v_page_scale=v_page_scale, k_mean=k_mean, v_mean=v_mean, v_scale=v_scale, page_table=table, lengths=lengths
+    )
     tensors |= dict(counts=counts, sequences=sequences) | dict(zip(("out", "lse", "parts", "part_rows", "tickets"), results, strict=True))
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())

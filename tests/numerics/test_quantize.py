@@ -906,3 +906,20 @@ def test_what_means_of_queries_add(dim: int, smooth_k: bool, device: torch.devic
     shifted = torch.nn.functional.pad(k, (1, 2))[..., 1:-2]
     alone, _, _ = by_triton(q[1:, 2:], shifted[1:, 1:], v[1:, 1:], recipe)
     assert torch.equal(alone.bias, smoothed.bias[1:, 2:]) and (alone.bias[..., 7] == 0).all() and (alone.bias[..., 8] != 0).all()
+
+
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+@pytest.mark.parametrize("granularity", ("token", "block", "head", "tensor"))
+def test_the_operator_dequantizes_as_defined(device: torch.device, granularity: str, qk: str) -> None:
+    """By a kernel: rows with NaN and the largest numbers, of any strides, are the definition's bit for bit."""
+    x = torch.randn(2, 3, 150, 40, device=device)
+    x[0, 1, 7, 3], x[1, 2, 149, 0], x[0, 0, 5] = torch.nan, torch.inf, 3e38
+    query = quantize(x, None, None, Recipe(q=granularity, qk=qk, rotate=0))[0]
+    assert query is not None
+    data = query.data.transpose(1, 2).contiguous().transpose(1, 2)
+    signed = -query.scale if qk == "int8" else query.scale  # as of non-finite keys
+    for part in (query, dataclasses.replace(query, data=data), dataclasses.replace(query, scale=signed)):
+        found = fp8attn.ops.library_ops.dequantize(part.data, part.scale, granularity, "rows", part.length, None)
+        expected = dequantize(part)
+        assert found.is_contiguous() and torch.equal(found.isnan(), expected.isnan()) and found.isnan().any()
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -23,6 +23,7 @@ from fp8attn.call import HALVES, Problem
 from fp8attn.cuda import build, decode, fused_small, general_quantize, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
+from fp8attn.pages import Storage
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -200,22 +201,78 @@ def test_a_plan_repeats_the_general_quantizer(recorder: Recorder) -> None:
     assert found.measured is not None and found.q_length == 30
 
 
+@pytest.mark.parametrize("with_sequences", (False, True))
+def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None:
+    """With the addresses of another cache and batch, in tensor maps too. Tickets are the cache's."""
+    told = Told(recorder, "decode", "record_decode")
+    told.library = build.Library(told.library.operators, dict.fromkeys(decode.INSTANCES, *{*told.library.launchers.values()}))
+    recipe = fp8attn.Recipe()
+
+    def operands() -> list[torch.Tensor | None]:
+        cache, table = fp8attn.KVCache(3, 5, 2, 128, device="cpu"), fp8attn.PageTable(3, 5, max_pages=4, device="cpu")
+        sequences = torch.arange(3, dtype=torch.int32) if with_sequences else None
+        batch = dataclasses.replace(table.batch(), sequences=sequences)
+        return [torch.zeros(3, 8, 2, 128, dtype=torch.bfloat16), *batch.tensors(), *cache.storage.tensors()]
+
+    def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        q, table, lengths, counts, sequences, *storage = inputs
+        batch = fp8attn.PagedBatch(table, lengths, counts, sequences)
+        return run.attend_to_pages(q, Storage.of(storage), batch, recipe, 0.1, H100, torch.float32)
+
+    number = (1 << 41) + with_sequences
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: told.library)
+        assert recording.record(recorder.operators, {}, number, operands(), attend)
+    _, *numbers = told.arguments
+    given = operands()
+    outputs = recorder.operators.repeat.default(number, given)
+    buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
+    assert recorder.library.recorded_decode(buffer) == H100.sm_count
+    found = emulation.DecodeParams.from_buffer_copy(buffer)
+    ctas, part, scale = numbers[:3]
+    scratch = [torch.empty(2 * ctas, 8, width) for width in (128, 2)]
+    expected = emulation.decode_params(ctas, part, scale, given[0], given[5:], given[1:5], [*outputs, *scratch, given[-1]])
+    room = outputs[0].data_ptr()
+    assert found.parts and found.part_rows and abs(found.part_rows - found.parts) >= scratch[1].nbytes and found.parts != room
+    found.parts, found.part_rows = expected.parts, expected.part_rows
+    assert bytes(found) == bytes(expected)
+    given[-1] = None
+    assert recorder.operators.repeat.default(number, given) is None
+
+
+def test_a_plan_without_outputs(recorder: Recorder) -> None:
+    """Its outputs are an empty list, and those of a call that isn't kept are None."""
+    x = torch.zeros(3)
+
+    def write(inputs) -> tuple[()]:
+        recorder.operators.record_function.default(78, (1, 1, 1, 32, 0), False, [inputs[0].data_ptr()], [0])
+        return ()
+
+    assert recorder.operators.repeat.default(1 << 42, [x]) is None
+    assert recording.record(recorder.operators, {}, 1 << 42, [x], write)
+    other = torch.zeros(3)
+    recorder.library.expect_words(1)
+    recorder.library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
+    assert recorder.operators.repeat.default(1 << 42, [other]) == []
+    assert recorder.library.launched_function()[:8] == [78, 1, 1, 1, 32, 0, 0, other.data_ptr()]
+
+
 def test_the_general_quantizer_takes_all_that_it_is_told(recorder: Recorder) -> None:
     with pytest.raises(RuntimeError, match="quantize_general takes 5 numbers, 3 operands and 8 results"):
         recorder.operators.quantize_general.default(0, 1, [64], [torch.zeros(1, 1, 1, 64), None, None], [None] * 8)
 
 
-@pytest.mark.parametrize("name", ("Params", "QuantizeParams", "GeneralQuantizeParams", "UnsmoothLseParams"))
+@pytest.mark.parametrize("name", ("Params", "QuantizeParams", "GeneralQuantizeParams", "UnsmoothLseParams", "DecodeParams"))
 def test_a_plan_replaces_every_address(name: str) -> None:
     """Those of a struct's pointers, and of tensor maps."""
     header, plan = ((build.SOURCES / file).read_text() for file in ("params.h", "plan.h"))
     body = re.search(rf"struct {name} {{(.*?)\n}};", re.sub(r"//[^\n]*", "", header), re.DOTALL)
     listed = re.search(rf"addresses\(const {name}&\) {{(.*?)\n}}", plan, re.DOTALL)
     assert body is not None and listed is not None
-    pointers = set(re.findall(r"\*\s*(\w+);", body[1]))
+    pointers = set(re.findall(r"\*\s*(\w+)[,;]", body[1]))
     maps = set(re.findall(r"\w+_map(?=[,;])", body[1]))
     found = re.findall(r"AT\((\w+)\)", listed[1])
-    assert pointers | maps == set(found) and len(pointers) > 3 and (len(maps) == 5) == (name == "Params")
+    assert pointers | maps == set(found) and len(pointers) > 3 and len(maps) == {"Params": 5, "DecodeParams": 4}.get(name, 0)
 
 
 def test_uses_no_more_of_torch_than_the_stable_abi() -> None:

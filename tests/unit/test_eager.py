@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import struct
 import subprocess
 import sys
@@ -27,15 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import emulation
 import fp8attn
 from bench.profiled import named_ranges
-from fp8attn import Quantized, api, eager, ops, recording
+from fp8attn import PagedBatch, Quantized, api, eager, ops, paged_ops, recording, varlen_ops
+from fp8attn import triton as triton_kernels
 from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
+from fp8attn.cuda.decode import DecodeConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
+from fp8attn.layout import units_of
 from fp8attn.quantization import quantize
+from fp8attn.schedule import TILE_PITCH
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -50,6 +55,7 @@ class AnyInstance(dict):
     def __missing__(self, config) -> int:
         library = emulation.binding()[1]
         name = {QuantizeConfig: "record_quantize", GeneralQuantizeConfig: "record_general_quantize", UnsmoothLseConfig: "record_unsmooth_lse"}
+        name[DecodeConfig] = "record_decode"
         launcher = getattr(library, name.get(type(config), "record"))
         return ctypes.cast(launcher, ctypes.c_void_p).value or 0
 
@@ -73,6 +79,44 @@ def quantized_by_a_function(q, k, v, recipe, by_triton=False):
     return tuple(made)
 
 
+def varlen_quantized_by_a_function(k, v, cu_seqlens_k, seqused_k, recipe):
+    """fp8attn::varlen_quantize in a recording."""
+    made = varlen_ops._fake_quantize(k, v, cu_seqlens_k, seqused_k, recipe)
+    function(k, v, cu_seqlens_k, seqused_k, *(x for x in made if x.numel()))
+    return made
+
+
+TABLE = 9
+"""The number of the launch that writes the table of tiles."""
+
+
+def table_by_a_function(call, rows, device):
+    """triton.varlen.table_of, which nobody reads here. Its launch gets lengths, `rows` and the table."""
+    table = torch.zeros(units_of(call.varlen.q, rows), TILE_PITCH, dtype=torch.int32, device=call.q.device)
+    if (recorder := recording.current()) is not None:
+        tensors = call.varlen.q.cu_seqlens, call.varlen.k.cu_seqlens, call.varlen.k.seqused
+        words = [TABLE, *(0 if x is None else x.data_ptr() for x in tensors), rows, table.data_ptr()]
+        recorder._operators.record_function.default(77, (3, 1, 1, 128, 64), True, words, [i for i in (1, 2, 3, 5) if words[i]])
+    return table
+
+
+def lse_by_a_function(lse, q, *others, **options):
+    function(lse, q, out := torch.empty_like(lse))
+    return out
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plain torch computes here is a launch in recordings, as on a GPU. Packed keys and values aren't computed at
+    all: it takes seconds, and nobody reads them."""
+    monkeypatch.setattr(varlen_ops.quantize_ref, "quantize_packed", varlen_ops.quantize_ref.empty_packed)
+    for name in ("unsmoothed_lse", "varlen_unsmoothed_lse"):
+        monkeypatch.setitem(ops.implementations, name, lse_by_a_function)
+    unsmoothed = ops._unsmoothed_lse
+    monkeypatch.setattr(ops, "_unsmoothed_lse", lambda *x: (unsmoothed if recording.current() is None else lse_by_a_function)(*x))
+    monkeypatch.setitem(ops.implementations, "dequantize", lambda x, *_: torch.empty(x.shape, dtype=torch.float32, device=x.device))
+
+
 def _empty_like(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
@@ -81,6 +125,7 @@ def _empty_like(x: torch.Tensor | None) -> torch.Tensor | None:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are an H100's."""
     library = build.Library(emulation.binding()[0], AnyInstance())
+    emulation.binding()[1].expect_words(0)  # no launch has fewer
     monkeypatch.setattr(build, "load_with", lambda *_: library)
     monkeypatch.setattr(build, "missing", lambda: None)
     monkeypatch.setattr(build, "_failures", {})
@@ -88,9 +133,20 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
     monkeypatch.setattr(ops, "quantized", quantized_by_a_function)
+    monkeypatch.setattr(varlen_ops, "has_kernels", lambda device: False)
+    monkeypatch.setitem(ops.implementations, "varlen_quantize", varlen_quantized_by_a_function)
+    monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
     monkeypatch.setattr(build, "load_binding", lambda: library.operators)
     chosen = api.choose_backend
     monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend if device == CPU else chosen(backend, device))
+
+
+def told() -> emulation.Params:
+    """Params of the last launch."""
+    _, library = emulation.binding()
+    buffer = ctypes.create_string_buffer(library.params_size())
+    library.recorded(buffer)
+    return emulation.Params.from_buffer_copy(buffer, emulation.MAPS)
 
 
 def launched(addresses: bool = True) -> tuple[int, bytes]:
@@ -100,7 +156,19 @@ def launched(addresses: bool = True) -> tuple[int, bytes]:
     ctas = library.recorded(buffer)
     p = emulation.Params.from_buffer(buffer, emulation.MAPS)
     p.out = None
-    for name in ("lse", "lse_mean", "counter", "parts", "part_rows", "partials_ready", "mean_scores", "ready", "mask_bits", "block_mask"):
+    for name in (
+        "lse",
+        "lse_mean",
+        "counter",
+        "parts",
+        "part_rows",
+        "partials_ready",
+        "mean_scores",
+        "ready",
+        "mask_bits",
+        "block_mask",
+        "tile_table",
+    ):
         setattr(p, name, bool(getattr(p, name)))
     forgotten = range(4) if not addresses else (3,)
     for i in forgotten:
@@ -615,11 +683,398 @@ def test_windows_and_soft_caps_are_kept(repeats: Repeats, options: dict, monkeyp
         assert not repeats.last()
 
 
-def test_sinks_are_not_kept(repeats: Repeats) -> None:
-    x = operands()
-    for _ in range(4):
-        fp8attn.cuda_sdpa(*x, sinks=torch.zeros(x[0].shape[1]))
-    assert not any(repeats.hits)
+@pytest.mark.parametrize("plain", (False, True))
+@pytest.mark.parametrize("options", ({}, dict(window=(40, 0)), dict(return_lse=True)))
+def test_sinks_are_kept(plain: bool, options: dict, repeats: Repeats, without_torch: None) -> None:
+    """Those of the call are read. What they are is nothing to a launch."""
+    x = tuple(torch.randn(2, 20, 600, 128).bfloat16() for _ in range(3)) if plain else operands()
+    heads = x[0].shape[1]
+    sinks = torch.zeros(heads)
+    alike(lambda: fp8attn.cuda_sdpa(*x, sinks=sinks, **options), addresses=not plain)
+    for other in (torch.ones(heads), sinks.fill_(3.0)):
+        fp8attn.cuda_sdpa(*x, sinks=other, **options)
+        assert repeats.last() and told().sinks == other.data_ptr()
+    fp8attn.cuda_sdpa(*x, **options)
+    assert not repeats.last()
+    for wrong, said in ((torch.zeros(heads + 1), "sinks has shape"), (torch.zeros(heads).half(), "sinks is torch.float16")):
+        for _ in range(3):
+            with pytest.raises((TypeError, ValueError), match=said):
+                fp8attn.cuda_sdpa(*x, sinks=wrong, **options)
+    with pytest.raises(RuntimeError, match="sinks requires grad"):
+        fp8attn.cuda_sdpa(*x, sinks=torch.zeros(heads, requires_grad=True), **options)
+
+
+def packed(lengths: tuple[int, ...] = (130, 0, 17, 40), heads: int = 4, kv_heads: int = 2, dim: int = 64) -> tuple[torch.Tensor, ...]:
+    """q, k, v and cu_seqlens of packed sequences."""
+    generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
+    q, k, v = (torch.randn(tokens, n, dim, generator=generator).bfloat16() for n in (heads, kv_heads, kv_heads))
+    return q, k, v, torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "causal": dict(is_causal=True),
+    "window": dict(window=(40, 0)),
+    "soft cap": dict(softcap=30.0),
+    "sinks": dict(sinks=torch.zeros(4)),
+    "LSE": dict(return_lse=True, is_causal=True),
+    "used keys": dict(seqused_k=torch.tensor([100, 0, 17, 7], dtype=torch.int32)),
+    "longest": dict(max_seqlen_q=300, max_seqlen_k=300, out_dtype=torch.float32, scale=0.3),
+}
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("backend", ("cuda", "auto"))
+@pytest.mark.parametrize("stored", (False, True))
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_launch_the_same(name: str, stored: bool, backend: str) -> None:
+    """Of plain and of quantized operands."""
+    q, k, v, cu_seqlens = packed()
+    options = dict(PACKED[name])
+    if stored:
+        used = options.pop("seqused_k", None)
+        q, k, v = fp8attn.quantize(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, seqused_k=used)
+    alike(lambda: fp8attn.varlen_sdpa(q, k, v, cu_seqlens, cu_seqlens, backend=backend, **options), addresses=stored)
+    p = told()
+    assert p.tile_table and p.table_tiles >= 4 and bool(p.sinks) == ("sinks" in options)
+    assert bool(p.mean_scores) == ("sinks" in options or "softcap" in options) and bool(p.lse) == ("return_lse" in options)
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("stored", (False, True))
+def test_lengths_of_this_call_are_read(stored: bool, repeats: Repeats) -> None:
+    """Not those of the recorded one: kernels get the addresses of this call's lengths."""
+    _, library = emulation.binding()
+    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
+    library.expect_words(6)
+    used = torch.tensor([100, 0, 17, 7], dtype=torch.int32)
+    for i, lengths in enumerate(((130, 0, 17, 40), (7, 80, 0, 100), (0, 0, 0, 187), (1, 2, 3, 181))):
+        q, k, v, cu_seqlens_q = packed(lengths)
+        cu_seqlens_k = cu_seqlens_q.clone()
+        of_q, of_k = cu_seqlens_q, cu_seqlens_k
+        if stored:  # which hold their lengths
+            query = fp8attn.quantize(q, cu_seqlens_q=cu_seqlens_q)
+            q, (k, v) = query, fp8attn.quantize(None, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=used)
+            of_q, of_k = ((None, None), (cu_seqlens_q, None))[i % 2]
+        fp8attn.varlen_sdpa(q, k, v, of_q, of_k, seqused_k=None if stored else used, backend="cuda")
+        assert repeats.last() == (i > 1)
+        if i > 1:  # the last function writes the table of tiles
+            number, *addresses, _, table = library.launched_function()[7:13]
+            assert number == TABLE and addresses == [x.data_ptr() for x in (cu_seqlens_q, cu_seqlens_k, used)]
+            assert told().tile_table == table
+    used.fill_(0)
+    fp8attn.varlen_sdpa(q, k, v, of_q, of_k, seqused_k=None if stored else used, backend="cuda")
+    assert repeats.last()
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_other_packed_calls_are_planned_anew(repeats: Repeats) -> None:
+    q, k, v, cu_seqlens = packed()
+    sinks, used = torch.zeros(4), torch.full((4,), 5, dtype=torch.int32)
+    lengths = cu_seqlens, cu_seqlens
+
+    def call(*operands: Any, **options: Any) -> torch.Tensor:
+        return fp8attn.varlen_sdpa(*(operands or (q, k, v, *lengths)), backend="cuda", **options)
+
+    for _ in range(3):
+        call()
+    assert repeats.last()
+    more = torch.tensor([0, 50, 100, 120, 150, 187], dtype=torch.int32)
+    quantized = fp8attn.quantize(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    others: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: call(q[:180], k, v, *lengths), lambda: call(q, k[:180], v[:180], *lengths), lambda: call(q, k, v, more, more),
+        lambda: call(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, *lengths), lambda: call(is_causal=True), lambda: call(sinks=sinks),
+        lambda: call(seqused_k=used), lambda: call(max_seqlen_q=300), lambda: call(max_seqlen_k=300), lambda: call(max_seqlen_k=299),
+        lambda: call(window=(3, 0)), lambda: call(softcap=1.0), lambda: call(scale=1.0), lambda: call(return_lse=True),
+        lambda: call(out_dtype=torch.float32), lambda: call(*quantized, None, None), lambda: call(quantized[0], k, v, None, cu_seqlens),
+        lambda: call(q.half(), k.half(), v.half(), *lengths), lambda: call(q.new_zeros(q.numel() + 1)[1:].view(q.shape), k, v, *lengths),
+    )  # fmt: skip
+    for other in others:
+        other()
+        assert not repeats.last()
+    for other in others:
+        other()
+    for other in (*others, call):
+        other()
+        assert repeats.last()
+    fp8attn.varlen_sdpa(q, k, v, *lengths, backend="auto")
+    assert not repeats.last()
+    eager.forget()
+    call()
+    assert not repeats.last()
+
+
+WRONG_PACKED: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
+    "lengths of int64": (lambda x: dict(cu_seqlens_q=x.long()), "cu_seqlens_q is torch.int64"),
+    "no lengths": (lambda x: dict(cu_seqlens_k=None), "cu_seqlens_k is None"),
+    "lengths of fewer": (lambda x: dict(cu_seqlens_k=x[:-1]), "cu_seqlens_k is of 3 sequences"),
+    "lengths that aren't contiguous": (lambda x: dict(cu_seqlens_q=x.repeat_interleave(2)[::2]), "cu_seqlens_q has strides"),
+    "lengths that are no tensor": (lambda x: dict(cu_seqlens_q=x.tolist()), "cu_seqlens_q is a list"),
+    "used keys of others": (lambda x: dict(seqused_k=x), "seqused_k has shape"),
+    "longest of another type": (lambda x: dict(max_seqlen_q=True), "max_seqlen_q is a bool"),
+    "a negative longest": (lambda x: dict(max_seqlen_k=-1), "max_seqlen_k is -1"),
+    "a flag that is a number": (lambda x: dict(is_causal=0), "is_causal is a int"),
+    "a recipe for other calls": (lambda x: dict(recipe=fp8attn.Recipe(smooth_q=True)), "recipe.smooth_q"),
+    "recipe": (lambda x: dict(recipe="fast"), "recipe is a str"),
+    "sinks of other heads": (lambda x: dict(sinks=torch.zeros(3)), "sinks has shape"),
+}
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("name", WRONG_PACKED)
+def test_errors_of_packed_sequences_stay_as_they_are(name: str) -> None:
+    """After calls that differ in nothing else; also where numbers are equal and types aren't."""
+    q, k, v, cu_seqlens = packed()
+    right = dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, backend="cuda")
+    for options in ({}, dict(max_seqlen_q=1), dict(seqused_k=cu_seqlens[1:].contiguous()), dict(sinks=torch.zeros(4))):
+        for _ in range(3):
+            fp8attn.varlen_sdpa(**right, **options)
+    wrong, said = WRONG_PACKED[name]
+    for _ in range(3):
+        with pytest.raises((TypeError, ValueError), match=said):
+            fp8attn.varlen_sdpa(**(right | wrong(cu_seqlens)))
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_lengths_of_other_operands_are_refused(repeats: Repeats) -> None:
+    """Quantized operands hold their lengths. Other ones must not be given, not even with the same numbers."""
+    q, k, v, cu_seqlens = packed()
+    quantized = fp8attn.quantize(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    for _ in range(3):
+        fp8attn.varlen_sdpa(*quantized, cu_seqlens, None, backend="cuda")
+    assert repeats.last()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="cu_seqlens_q isn't the tensor that q was quantized with"):
+            fp8attn.varlen_sdpa(*quantized, cu_seqlens.clone(), None, backend="cuda")
+
+
+APPEND, ATTEND = 5, 6
+"""The numbers of Triton's launches for a cache."""
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are on an H100. Triton's launches, which do nothing, get the addresses of all tensors."""
+
+    def append(storage, key, value, batch, recipe, device):
+        if recording.current() is not None:
+            function(key, value, *batch.tensors(), *storage.tensors(), number=APPEND)
+
+    def attend(query, storage, new, batch, recipe, softmax_scale, device, out_dtype):
+        out, lse = query.new_empty(query.shape, dtype=out_dtype), query.new_empty(query.shape[:3], dtype=torch.float32)
+        if recording.current() is not None:
+            function(query, *batch.tensors(), *storage.tensors(), out, lse, number=ATTEND)
+        return out, lse
+
+    monkeypatch.setattr(paged_ops, "device_of", lambda device: H100)
+    monkeypatch.setattr(paged_ops, "has_kernels", lambda device: True)
+    monkeypatch.setattr(triton_kernels.paged_append, "append", append)
+    monkeypatch.setattr(triton_kernels.paged_attention, "attend", attend)
+
+
+@dataclasses.dataclass
+class Step:
+    """A step of three sequences of a cache, each with tensors of its own."""
+
+    tokens: int = 1
+    pages: int = 5
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = fp8attn.KVCache(3, self.pages, 2, 64, device="cpu")
+        self.batch = PagedBatch(torch.zeros(3, 4, dtype=torch.int32), torch.full((3,), 200, dtype=torch.int32), **self.options)
+        self.query, self.key, self.value = (torch.zeros(3, heads, self.tokens, 64).bfloat16() for heads in (8, 2, 2))
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        return [*self.batch.tensors(), *self.cache.storage.tensors()]
+
+    def append(self, backend: str = "triton") -> None:
+        assert self.cache.append(self.key, self.value, self.batch, backend=backend) is None
+
+    def attend(self, new: bool = False, backend: str = "cuda", **options: Any) -> Any:
+        return fp8attn.paged_sdpa(self.query, self.cache, self.batch, (self.key, self.value) if new else None, backend=backend, **options)
+
+
+def addresses_of(tensors: list[torch.Tensor | None]) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in tensors]
+
+
+@pytest.mark.usefixtures("cached")
+def test_appends_are_kept(repeats: Repeats) -> None:
+    """One plan serves the caches of all layers: kernels get the addresses of this call's cache, and write to it."""
+    _, library = emulation.binding()
+    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
+    for i in range(5):
+        step = Step()
+        library.expect_words(17 if i > 1 else 0)
+        step.append()
+        assert repeats.last() == (i > 1)
+        if i > 1:
+            assert library.launched_function()[7:24] == [APPEND, *addresses_of([step.key, step.value, *step.tensors])]
+    step.append(backend="modelled")
+    assert not repeats.last()
+
+
+def decoded() -> emulation.DecodeParams:
+    """DecodeParams of the last launch."""
+    _, library = emulation.binding()
+    buffer = ctypes.create_string_buffer(library.decode_params_size())
+    library.recorded_decode(buffer)
+    return emulation.DecodeParams.from_buffer_copy(buffer)
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("options", ({}, dict(return_lse=True, scale=0.3), dict(out_dtype=torch.float32)))
+@pytest.mark.parametrize("of_batch", ({}, dict(max_length=300), dict(counts=torch.ones(3, dtype=torch.int32), sequences=torch.arange(3).int())))
+def test_decode_steps_are_kept(of_batch: dict, options: dict, repeats: Repeats) -> None:
+    """The CUDA kernel's."""
+    firsts = []
+    for i in range(4):
+        step = Step(options=of_batch)
+        found = step.attend(**options)
+        assert repeats.last() == (i > 1)
+        out, *lse = found if isinstance(found, tuple) else (found,)
+        p, storage = decoded(), step.cache.storage
+        for name, x in zip(("page_table", "lengths", "counts", "sequences", "k", "k_scale", "v", "v_page_scale"), step.tensors, strict=False):
+            assert getattr(p, name) == (None if x is None else x.data_ptr()), name
+        assert (p.q, p.out) == (step.query.data_ptr(), out.data_ptr()) and all(p.lse == x.data_ptr() for x in lse)
+        assert (p.recent_k, p.recent_v, p.tickets) == tuple(x.data_ptr() for x in (storage.k, storage.v, storage.tickets))
+        assert bytes(p.maps)[:8] == step.cache.storage.pages.k.data_ptr().to_bytes(8, sys.byteorder)
+        firsts.append((described(found), bytes(p)[emulation.DecodeParams.q_strides.offset :]))
+    assert len({*firsts}) == 1
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_step_that_appends_and_attends_is_one_call(repeats: Repeats) -> None:
+    _, library = emulation.binding()
+    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
+    for i in range(4):
+        step = Step()
+        repeats.hits.clear()
+        library.expect_words(17 if i > 1 else 0)  # an append has no more
+        out, _ = step.attend(new=True, return_lse=True, backend="triton")
+        assert repeats.hits == [True] if i > 1 else not any(repeats.hits)
+        if i > 1:
+            assert library.launched_function()[7:24] == [ATTEND, *addresses_of([step.query, *step.tensors, out])]
+
+
+@pytest.mark.usefixtures("cached")
+def test_other_calls_of_a_cache_are_planned_anew(repeats: Repeats) -> None:
+    ones = torch.ones(3, dtype=torch.int32)
+    for _ in range(3):
+        Step().append(), Step().attend()
+        hits = repeats.hits[-2:]
+    assert hits == [True, True]
+    narrow = Step()
+    narrow.batch = dataclasses.replace(narrow.batch, page_table=torch.zeros(3, 8, dtype=torch.int32)[:, :4])
+    others: tuple[Callable[[], Any], ...] = (
+        Step(tokens=2).append, Step(options=dict(counts=ones)).append, Step(options=dict(sequences=ones)).append, Step(pages=6).append,
+        Step(tokens=2).attend, Step(options=dict(counts=ones)).attend, Step(options=dict(max_length=300)).attend, Step(pages=6).attend,
+        narrow.append, narrow.attend, lambda: Step().attend(scale=0.3), lambda: Step().attend(return_lse=True),
+        lambda: Step().attend(backend="triton"), lambda: Step().attend(out_dtype=torch.float16), lambda: Step().attend(new=True, backend="triton"),
+    )  # fmt: skip
+    for other in others:
+        repeats.hits.clear()
+        other()
+        assert not repeats.hits[0]
+    for other in others:
+        other()
+    for other in others:
+        other()
+        assert repeats.last()
+    eager.forget()
+    Step().attend()
+    assert not repeats.last()
+
+
+@pytest.mark.usefixtures("cached")
+def test_what_copies_a_cache_is_not_kept(repeats: Repeats) -> None:
+    """As a long prefill does. Its append is kept."""
+    for i in range(4):
+        repeats.hits.clear()
+        Step(tokens=70).attend(new=True, backend="triton")
+        assert repeats.hits[:2] == [False, i > 1]
+
+
+@pytest.mark.usefixtures("without_torch", "cached")
+@pytest.mark.parametrize("name", ("packed", "append", "attend"))
+def test_modes_see_the_operators_of_other_functions_too(name: str, repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their calls are kept as those of sdpa, and as many."""
+    q, k, v, cu_seqlens = packed()
+    step = Step()
+    calls = {"append": step.append, "attend": step.attend}
+    call = calls.get(name, lambda: fp8attn.varlen_sdpa(q, k, v, cu_seqlens, cu_seqlens, backend="cuda"))
+    for _ in range(3):
+        call()
+    assert repeats.last()
+    for mode in (OtherDispatch, OtherFunctions):
+        with mode():
+            call()
+        assert not repeats.last()
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x.sum()
+
+    torch.func.vmap(inside)(torch.ones(3))
+    assert not repeats.last()
+    with torch.inference_mode():
+        call()
+    assert repeats.last()
+    with forward_ad.dual_level():
+        call()
+    assert not repeats.last()
+    monkeypatch.setattr(eager, "MOST", 3)
+    for i in range(1, 6):
+        fp8attn.cuda_sdpa(*operands(1, 1, 20), scale=1.0 * i)
+        assert len(eager._launches) <= 3
+    call()
+    assert not repeats.last()
+
+
+WRONG_STEPS: dict[str, tuple[Callable[[Step], Any], str]] = {
+    "keys alone": (lambda s: fp8attn.paged_sdpa(s.query, s.cache, s.batch, (s.key, None), backend="cuda"), "value is a NoneType"),
+    "no new tokens": (lambda s: fp8attn.paged_sdpa(s.query, s.cache, s.batch, (None, None), backend="cuda"), "key is a NoneType"),
+    "lengths of int64": (lambda s: s.attend_to(lengths=s.batch.lengths.long()), "lengths is torch.int64"),
+    "a table without strides": (lambda s: s.attend_to(page_table=torch.zeros(4, 3, dtype=torch.int32).t()), "page_table has shape"),
+    "max_length": (lambda s: s.attend_to(max_length=-1), "max_length is -1"),
+    "scale": (lambda s: s.attend(scale=True), "scale is a bool"),
+    "dtype": (lambda s: s.attend(out_dtype=torch.int8), "out_dtype is torch.int8"),
+    "a flag": (lambda s: s.attend(return_lse=0), "return_lse is a int"),
+    "backend": (lambda s: s.attend(backend="other"), "backend is 'other'"),
+    "heads": (lambda s: s.attend_with(query=s.query[:, :7]), "query has 7 heads"),
+    "queries of another dtype": (lambda s: s.attend_with(query=s.query.half()), "query is torch.float16"),
+    "queries that require grad": (lambda s: s.attend_with(query=s.query.requires_grad_()), "query requires grad"),
+    "a batch that is none": (lambda s: s.attend_with(batch=s.batch.tensors()), "batch is a tuple"),
+    "appended keys": (lambda s: s.append_with(key=s.key[:, :1]), "key has heads 1"),
+    "appended values": (lambda s: s.append_with(value=s.value.float()), "value is torch.float32"),
+    "a batch that is none, appended": (lambda s: s.append_with(batch=None), "batch is a NoneType"),
+}
+
+
+class WrongStep(Step):
+    def attend_to(self, **others: Any) -> Any:
+        return self.attend_with(batch=dataclasses.replace(self.batch, **others))
+
+    def attend_with(self, **others: Any) -> Any:
+        return fp8attn.paged_sdpa(**(dict(query=self.query, cache=self.cache, batch=self.batch, backend="cuda") | others))
+
+    def append_with(self, **others: Any) -> None:
+        self.cache.append(**(dict(key=self.key, value=self.value, batch=self.batch, backend="triton") | others))
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_errors_of_a_cache_stay_as_they_are(name: str) -> None:
+    """After calls that differ in nothing else."""
+    for options in ({}, dict(scale=1.0), dict(return_lse=False)):
+        for _ in range(3):
+            Step().append(), Step().attend(**options)
+    wrong, said = WRONG_STEPS[name]
+    for _ in range(3):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=said):
+            wrong(WrongStep())
 
 
 def test_which_operands_there_are_is_part_of_a_call(repeats: Repeats) -> None:
@@ -631,7 +1086,7 @@ def test_which_operands_there_are_is_part_of_a_call(repeats: Repeats) -> None:
     assert operators.keep.default(-5, [x, None, None], recorded[1:])
     assert len(operators.repeat.default(-5, [x, None, None])) == 1
     for others in ([None, x, None], [x, None], [x, None, x], [None, None, x], [x]):
-        assert operators.repeat.default(-5, others) == []
+        assert operators.repeat.default(-5, others) is None
 
 
 def test_inference_mode_and_back(repeats: Repeats) -> None:
