@@ -216,7 +216,8 @@ def write_page_of_keys(k, k_stride, v, v_stride, recent_k, recent_v, page, old, 
 
 @triton.jit(noinline=True)
 def write_page_of_values(v, v_stride, recent_v, page, old, out, scale, mean_out, channel_scale_out, C: tl.constexpr):
-    """Quantize a page of one head's V; and of the first page, store the mean and channel scales that all pages share."""
+    """Quantize a page of one head's V; and of the first page, store the mean and channel scales that all pages
+    share."""
     if old < BLOCK:
         mean, channel_scale = value_statistics(recent_v, v, v_stride, old, C)
         if page == 0:

@@ -33,7 +33,10 @@ def test_kinds_are_calls_that_sdpa_takes() -> None:
         assert isinstance(out, tuple) == ("return_lse" in kind.options)
 
 
-@pytest.mark.parametrize("kind", (kind for kind in KINDS if kind.prepare is not None), ids=lambda kind: kind.name)
+PREPARED = tuple(kind for kind in KINDS if kind.prepare is not None)
+
+
+@pytest.mark.parametrize("kind", PREPARED, ids=lambda kind: kind.name)
 def test_prepared_calls_run(kind: Kind) -> None:
     """Of small tensors, twice. Only an append has no output; the others' is finite."""
     assert kind.prepare is not None
@@ -79,7 +82,7 @@ def test_table_and_record() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", (kind for kind in KINDS if kind.prepare is not None), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", PREPARED, ids=lambda kind: kind.name)
 def test_measures_prepared_calls(kind: Kind, device: torch.device) -> None:
     found = overhead.measure(kind, Protocol(rounds=2, milliseconds=1.0, lead_in=1.0), device)
     assert found.cpu_us > 0 and found.eager_us > 0 and found.graph_us > 0 and found.new_length_us is found.sdpa_cpu_us is None
