@@ -25,6 +25,7 @@ SMALL = square("small", 1, 2, 200, 64, causal=True)
 SHORT = Protocol(rounds=2, milliseconds=1.0, lead_in=1.0)
 
 
+@pytest.mark.thorough
 def test_every_part_of_every_recipe_is_timed(device: torch.device) -> None:
     recipes = {price.DEFAULT: Recipe(), "int8, Q smoothed": RECIPES["int8, Q smoothed"], "per tensor": RECIPES["per tensor"]}
     prices = price.measure(SMALL, recipes, Gates.load().bad, SHORT, device)

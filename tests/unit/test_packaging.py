@@ -93,6 +93,7 @@ def test_the_source_distribution_has_the_repository(unpacked: Path) -> None:
     assert os.access(unpacked / ".ci" / "run", os.X_OK)
 
 
+@pytest.mark.thorough
 def test_its_tests_are_collected(unpacked: Path) -> None:
     """As many as in the repository's own files."""
     done = run(unpacked, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
