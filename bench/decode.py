@@ -311,16 +311,14 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     rows = adapters.here(rows)
     gates, about = Gates.load(), machine(device)
     protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
-    results: list[Result] = []
+
+    def measured(case: DecodeCase, tick: Tick) -> list[Result]:
+        torch.cuda.empty_cache()  # of the case before
+        return measure(case, rows, gates.bad, protocol, device, tick)
+
+    works = [(case.name, functools.partial(measured, case)) for case in cases]
     with report.progress("decode") as bar:
-        turns = protocol.rounds * len(rows)
-        task = bar.add_task(f"cases: {len(cases)}", total=turns * len(cases))
-        for i, case in enumerate(cases):
-            bar.update(task, completed=i * turns, description=case.name)
-            found = measure(case, rows, gates.bad, protocol, device, bar.ticks(task, f"{case.name}, "))
-            report.append(arguments.json, (report.json_line("decode", result.record(), about) for result in found))
-            results += found
-            torch.cuda.empty_cache()
+        results = report.measure_each(bar, f"cases: {len(cases)}", works, protocol.rounds * len(rows), arguments.json, about)
     report.console().print(table(results))
     for result in results:
         if result.refused is not None:

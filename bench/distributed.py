@@ -116,9 +116,14 @@ def sharding_of(case: Case) -> Sharding:
     return "zigzag" if case.causal else "contiguous"
 
 
+def has_mesh(ranks: int) -> bool:
+    """Whether ranks are a ring, of more than one, of groups of INNER."""
+    return ranks % INNER == 0 and ranks > INNER
+
+
 def mesh_of(ranks: int, device: torch.device) -> DeviceMesh | None:
-    """INNER ranks of Ulysses inside of a ring; None if the ring would have one rank, or parts of one."""
-    if ranks % INNER or ranks == INNER:
+    """INNER ranks of Ulysses inside of a ring, or None: `has_mesh`."""
+    if not has_mesh(ranks):
         return None
     return init_device_mesh(device.type, (ranks // INNER, INNER), mesh_dim_names=("ring", "ulysses"))
 
@@ -197,7 +202,7 @@ def attention_of(row: str, shard: Shard) -> Callable[[], torch.Tensor]:
 
 def unsupported_row(row: str, case: Case, ranks: int) -> str | None:
     """Why a row can't run a case, or None."""
-    if row == MESH and (ranks % INNER or ranks == INNER):
+    if row == MESH and not has_mesh(ranks):
         return f"{ranks} ranks aren't a ring of groups of {INNER}"
     if "Ulysses" in row and case.q_heads % ranks:
         return f"{case.q_heads} heads aren't a multiple of {ranks} ranks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -244,15 +245,13 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         raise UsageError(f"{OWN[0].name}, which masks are compared with, needs {lacking}")
     gates, about = Gates.load(), machine(device)
     protocol = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
-    results: list[Result] = []
+    calls = [
+        (f"{case.name}, {name}", functools.partial(measure, case, name, rows, gates.bad, protocol, device))
+        for case, name in itertools.product(works, kinds)
+    ]
+    doing = f"cases: {len(works)}, masks: {len(kinds)}"
     with report.progress("masks") as bar:
-        turns = protocol.rounds * (len(rows) + 1)
-        task = bar.add_task(f"cases: {len(works)}, masks: {len(kinds)}", total=turns * len(works) * len(kinds))
-        for i, (case, name) in enumerate(itertools.product(works, kinds)):
-            bar.update(task, completed=i * turns, description=f"{case.name}, {name}")
-            found = measure(case, name, rows, gates.bad, protocol, device, bar.ticks(task, f"{case.name}, {name}, "))
-            report.append(arguments.json, (report.json_line("masks", result.record(), about) for result in found))
-            results += found
+        results = report.measure_each(bar, doing, calls, protocol.rounds * (len(rows) + 1), arguments.json, about)
     for case in works:
         report.console().print(table([result for result in results if result.case == case]))
     return 0

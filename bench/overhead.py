@@ -273,13 +273,12 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
     if device.type != "cuda":
         raise UsageError(NO_GPU)
     protocol, about = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds), machine(device)
-    results: list[Overhead] = []
+
+    def measured(kind: Kind, tick: Tick) -> list[Overhead]:
+        return [measure(kind, protocol, device, tick)]
+
+    works = [(kind.name, functools.partial(measured, kind)) for kind in kinds]
     with report.progress("overhead") as bar:
-        turns = 3 * protocol.rounds
-        task = bar.add_task(f"calls: {len(kinds)}", total=turns * len(kinds))
-        for i, kind in enumerate(kinds):
-            bar.update(task, completed=i * turns, description=kind.name)
-            results.append(measure(kind, protocol, device, bar.ticks(task, f"{kind.name}, ")))
-            report.append(arguments.json, [report.json_line("overhead", results[-1].record(), about)])
+        results = report.measure_each(bar, f"calls: {len(kinds)}", works, 3 * protocol.rounds, arguments.json, about)
     report.console().print(table(results))
     return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -16,7 +16,7 @@ from .compare import Comparison, summary
 from .errors import Errors
 from .gates import Gates, Verdict
 from .peers import END_TO_END, KERNEL
-from .progress import Progress
+from .progress import Progress, Tick
 from .run import Result
 from .sheet import Sheet
 
@@ -174,3 +174,33 @@ def append(file: Path | None, lines: Iterable[str]) -> None:
     if file is not None:
         with file.open("a") as stream:
             stream.writelines(lines)
+
+
+class Recorded(Protocol):
+    """A result that is a line of a results file."""
+
+    def record(self) -> dict[str, Any]: ...
+
+
+R = TypeVar("R", bound=Recorded)
+
+
+def measure_each(
+    bar: Progress, doing: str, works: Sequence[tuple[str, Callable[[Tick], Iterable[R]]]], turns: int, file: Path | None, about: dict[str, Any]
+) -> list[R]:
+    """Measure one work after the other, with progress, and append its results to a file.
+
+    Args:
+        bar: of the command that the results are of.
+        doing: what the progress says before the first work.
+        works: a name, and what measures it, calling the tick once for each of its `turns`.
+        about: the machine.
+    """
+    results: list[R] = []
+    task = bar.add_task(doing, total=turns * len(works))
+    for i, (name, measure) in enumerate(works):
+        bar.update(task, completed=i * turns, description=name)
+        found = [*measure(bar.ticks(task, f"{name}, "))]
+        append(file, (json_line(bar.command, result.record(), about) for result in found))
+        results += found
+    return results

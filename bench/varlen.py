@@ -4,6 +4,7 @@ equal lengths."""
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import math
 import random
@@ -230,14 +231,8 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         raise UsageError(NO_GPU)
     about, protocol = machine(device), Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds)
     rows = adapters.here(rows)
-    results: list[Result] = []
+    works = [(batch.name, functools.partial(measure, batch, rows, protocol, device)) for batch in batches]
     with report.progress("varlen") as bar:
-        turns = protocol.rounds * len(rows)
-        task = bar.add_task(f"batches: {len(batches)}", total=turns * len(batches))
-        for i, batch in enumerate(batches):
-            bar.update(task, completed=i * turns, description=batch.name)
-            found = measure(batch, rows, protocol, device, bar.ticks(task, f"{batch.name}, "))
-            report.append(arguments.json, (report.json_line("varlen", result.record(), about) for result in found))
-            results += found
+        results = report.measure_each(bar, f"batches: {len(batches)}", works, protocol.rounds * len(rows), arguments.json, about)
     report.console().print(table(results))
     return 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import re
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from bench import __main__ as command
 from bench import accuracy, cases, gates, masks, model, needle, peers, price, progress, report, run
 from bench.errors import Bad
 from bench.peers import END_TO_END, KERNEL, Attention, Peer, Problem
-from bench.progress import Progress
+from bench.progress import Progress, Tick
 from bench.timing import Protocol
 from fp8attn import Recipe
 
@@ -133,6 +137,25 @@ def test_every_command_that_measures_shows_how_far_it_is() -> None:
         if name not in ("peers", "readme"):
             assert re.search(rf'report\.progress\("{name}"\)', source), name
     assert "redirect_stdout=False" in inspect.getsource(Progress), "tables would go where the bar is"
+
+
+def test_works_are_measured_one_after_another(tmp_path: Path) -> None:
+    """Each one's results are in the file before the next one begins; its ticks advance the whole."""
+    file, seen = tmp_path / "x.jsonl", []
+
+    def measure(number: int, tick: Tick) -> list[SimpleNamespace]:
+        seen.append(len(file.read_text().splitlines()) if file.exists() else 0)
+        for _ in range(3):
+            tick("turn", 1.0)
+        return [SimpleNamespace(record=lambda part=part: {"number": number, "part": part}) for part in range(2)]
+
+    with report.progress("masks") as bar:
+        works = [(f"work {i}", functools.partial(measure, i)) for i in range(2)]
+        results = report.measure_each(bar, "works: 2", works, 3, file, {"gpu": None})
+        (task,) = bar._bar.tasks
+        assert (task.total, task.completed) == (6, 6) and task.description == "work 1, turn"
+    wanted = [{"benchmark": "masks", "number": number, "part": part, "gpu": None} for number in range(2) for part in range(2)]
+    assert seen == [0, 2] and list(map(json.loads, file.read_text().splitlines())) == wanted and len(results) == 4
 
 
 def total(told: list[tuple[str, float]]) -> float:
