@@ -533,15 +533,24 @@ def _whole(
     check_scores(softcap, sinks, q.shape[1], q.device)
     causal, of_rows = simplified(causal, of_rows, q.shape[2], k.shape[2])
     checked = Checked(q, k, v, attn_mask, causal, softmax_scale, out_dtype, None, of_rows, softcap, sinks)
+    return _run_whole(checked, chosen, recipe, return_lse)
+
+
+def _run_whole(checked: Checked, chosen: str, recipe: str, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_run` as an operator: with an empty LSE where none is asked for."""
     result = _run(checked, chosen, Recipe.of_text(recipe), return_lse)
-    return result if isinstance(result, tuple) else (result, empty_lse(q, False))
+    return result if isinstance(result, tuple) else (result, empty_lse(checked.floats[0], False))
+
+
+WHOLE: tuple[Backend, ...] = ("auto", "triton", "cuda", "modelled")
+"""Backends with an operator that quantizes and attends."""
 
 
 def _fake_whole(q, k, v, attn_mask, softmax_scale, causal, recipe, out_dtype, return_lse, window=CAUSAL_WINDOW, softcap=0.0, sinks=None):
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
-for _name in ("auto", "triton", "cuda", "modelled"):
+for _name in WHOLE:
     ops.register(
         f"{_name}_sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float softmax_scale, str causal, str recipe, ScalarType out_dtype,"
         f" bool return_lse, {ops.OPTIONS}) -> (Tensor, Tensor)",
@@ -683,8 +692,7 @@ def _whole_varlen(
     """The operator's implementation. The operators that it calls check what this one doesn't."""
     varlen = varlen_ops.varlen_of((cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k), q, k)
     checked = Checked(q, k, v, None, causal, softmax_scale, out_dtype, None, checked_window(window), softcap, sinks, varlen)
-    result = _run(checked, chosen, Recipe.of_text(recipe), return_lse)
-    return result if isinstance(result, tuple) else (result, empty_lse(q, False))
+    return _run_whole(checked, chosen, recipe, return_lse)
 
 
 def _fake_whole_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k, softmax_scale, causal, recipe, out_dtype, return_lse,
@@ -692,7 +700,7 @@ def _fake_whole_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
-for _name in ("auto", "triton", "cuda", "modelled"):
+for _name in WHOLE:
     ops.register(
         f"{_name}_varlen_sdpa(Tensor q, Tensor k, Tensor v, {varlen_ops.LENGTHS}, float softmax_scale, str causal, str recipe, ScalarType out_dtype,"
         f" bool return_lse, {ops.OPTIONS}) -> (Tensor, Tensor)",
