@@ -28,8 +28,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def ranks_of_torchrun(options: argparse.Namespace) -> int:
-    """Processes that torchrun started, which can talk to each other after this; 1 without torchrun. Each takes its own GPU, and the first one
-    prints."""
+    """Processes that torchrun started, which can talk to each other after this; 1 without torchrun. Each takes its own
+    GPU, and the first one prints."""
     if not dist.is_torchelastic_launched():
         return 1
     gpu = torch.device(options.device).type == "cuda"

@@ -585,7 +585,7 @@ def announce(part: Part, why: str) -> None:
         print(f"fp8attn: compiling {part.announcement}, once, about {part.seconds} s on {cores}: {why}", file=sys.stderr, flush=True)
 
 
-def why_not_prebuilt(part: Part) -> str:
+def unprebuilt_reason(part: Part) -> str:
     """Why no prebuilt library serves for a part that `prebuilt` has none for."""
     if not PREBUILT.exists():
         return f"{'this checkout' if commit() is not None else 'this installation'} of fp8attn has no prebuilt kernels"
@@ -715,7 +715,7 @@ def _built_in(wanted: Path, part: Part) -> Path:
     if not wanted.exists():
         with locked(wanted.with_name(f"{wanted.name}.lock")):
             if not wanted.exists():
-                announce(part, why_not_prebuilt(part))
+                announce(part, unprebuilt_reason(part))
                 staging = Path(tempfile.mkdtemp(prefix=f"{wanted.name}.", dir=wanted.parent))
                 try:
                     make_in(staging, part)

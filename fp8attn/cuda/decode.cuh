@@ -64,12 +64,12 @@ struct alignas(1024) DecodeStorage {
 
 // How the warps share a tile: as many groups of eight rows, 1, 2, 4 or 8, and in each of these as many warps.
 struct WarpShares {
-  int bits, groups, sharers;
+  int bits, groups, warps_of_group;
 
   __device__ explicit WarpShares(const DecodeParams& p)
       : bits((p.part_height > QUERY_GROUP) + (p.part_height > 2 * QUERY_GROUP) + (p.part_height > 4 * QUERY_GROUP)),
         groups(1 << bits),
-        sharers(DECODE_WARPS >> bits) {}
+        warps_of_group(DECODE_WARPS >> bits) {}
 
   __device__ int group(int warp) const { return warp & (groups - 1); }
 
@@ -323,7 +323,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
     PagedRows<DIM> rows;
     const int end_of_pages = min(tile.end, tile.blocks.pages);
     int block = tile.begin + shares.share(warp);
-    for (; block < end_of_pages; block += shares.sharers) {
+    for (; block < end_of_pages; block += shares.warps_of_group) {
       const Ring<C.stages> ring = ring_at(tile.before + block);
       const int stage = ring.stage;
       const int* position = shared.position + first_row + f.column;
@@ -363,7 +363,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
     }
     if (tile.begin + shares.share(warp) < end_of_pages) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score + first_row + f.column, f);
 
-    for (; block < tile.end; block += shares.sharers) {
+    for (; block < tile.end; block += shares.warps_of_group) {
       const Ring<C.stages> ring = ring_at(tile.before + block);
       const int stage = ring.stage, start = (tile.blocks.first_half + block - tile.blocks.pages) * HALF_BLOCK;
       const HalfQueries<T, DIM> queries(p, tile, first_row, f);

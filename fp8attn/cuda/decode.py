@@ -25,7 +25,7 @@ no slower."""
 LARGE_DIM = 128
 
 MOST_PAGES = 264
-"""Pages of all heads that an H100's CTAs take at once."""
+"""Pages of all heads: two for each CTA of an H100."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -79,9 +79,14 @@ def group(config: DecodeConfig) -> tuple[DecodeConfig, ...]:
     return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
 
 
+def rows_of_head(q: torch.Tensor, storage: Storage) -> int:
+    """Rows of a key/value head: the queries of all heads that share it."""
+    return q.shape[1] // storage.k.shape[1] * q.shape[2]
+
+
 def row_tiles(q: torch.Tensor, storage: Storage) -> int:
     """Tiles of rows of a key/value head."""
-    return -(-q.shape[1] // storage.k.shape[1] * q.shape[2] // ROWS)
+    return -(-rows_of_head(q, storage) // ROWS)
 
 
 def choose(storage: Storage) -> DecodeConfig:
@@ -97,14 +102,14 @@ def ctas_of(device: Device) -> int:
 
 def part_height(q: torch.Tensor, storage: Storage) -> int:
     """Rows of a tile that partial results have room for."""
-    return min(q.shape[1] // storage.k.shape[1] * q.shape[2], ROWS)
+    return min(rows_of_head(q, storage), ROWS)
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
-    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each CTA has a page at most, and
-    for larger head dims with so few rows that each warp has whole pages."""
+    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each CTA has two pages at most,
+    and for larger head dims with so few rows that each warp has whole pages."""
     pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return pages <= MOST_PAGES or (storage.k.shape[3] >= LARGE_DIM and part_height(q, storage) <= ROWS // WARPS)
+    return pages <= MOST_PAGES or (storage.k.shape[3] >= LARGE_DIM and rows_of_head(q, storage) <= ROWS // WARPS)
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
