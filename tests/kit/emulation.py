@@ -678,4 +678,6 @@ def binding() -> tuple[Any, ctypes.CDLL]:
         build.compile_by(command, folder)
         torch.ops.load_library(str(folder / "binding.so"))
         shutil.copy(folder / "binding.so", binding_library())
-        return torch.ops.fp8attn_on_cpu, ctypes.CDLL(str(folder / "binding.so"))
+        loaded = ctypes.CDLL(str(folder / "binding.so"))
+        loaded.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
+        return torch.ops.fp8attn_on_cpu, loaded

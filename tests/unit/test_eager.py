@@ -745,7 +745,6 @@ def test_packed_sequences_launch_the_same(name: str, stored: bool, backend: str)
 def test_lengths_of_this_call_are_read(stored: bool, repeats: Repeats) -> None:
     """Not those of the recorded one: kernels get the addresses of this call's lengths."""
     _, library = emulation.binding()
-    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
     library.expect_words(6)
     used = torch.tensor([100, 0, 17, 7], dtype=torch.int32)
     for i, lengths in enumerate(((130, 0, 17, 40), (7, 80, 0, 100), (0, 0, 0, 187), (1, 2, 3, 181))):
@@ -904,7 +903,6 @@ def addresses_of(tensors: list[torch.Tensor | None]) -> list[int]:
 def test_appends_are_kept(repeats: Repeats) -> None:
     """One plan serves the caches of all layers: kernels get the addresses of this call's cache, and write to it."""
     _, library = emulation.binding()
-    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
     for i in range(5):
         step = Step()
         library.expect_words(17 if i > 1 else 0)
@@ -948,7 +946,6 @@ def test_decode_steps_are_kept(of_batch: dict, options: dict, repeats: Repeats) 
 @pytest.mark.usefixtures("cached")
 def test_a_step_that_appends_and_attends_is_one_call(repeats: Repeats) -> None:
     _, library = emulation.binding()
-    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
     for i in range(4):
         step = Step()
         repeats.hits.clear()
@@ -1168,7 +1165,6 @@ def test_what_triton_runs_is_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repe
 
     monkeypatch.setattr(ops, "_by_triton", by_triton)
     _, library = emulation.binding()
-    library.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
     library.expect_words(9)
     for i in range(5):
         q, k, v = operands(1, 3, 20)

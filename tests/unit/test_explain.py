@@ -1,4 +1,7 @@
-"""explain and explain_varlen name what a call launches: backend, config and quantizers. CPU tensors are an H100's here, and launches are noted."""
+"""explain and explain_varlen name what a call launches: backend, config and quantizers.
+
+CPU tensors are an H100's here, and launches are noted.
+"""
 
 from __future__ import annotations
 
