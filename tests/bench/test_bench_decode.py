@@ -32,10 +32,10 @@ def test_pages_are_shuffled_and_each_is_one_sequence_s() -> None:
 
 
 @pytest.mark.parametrize("case", (SMALL, RAGGED), ids=lambda case: case.name)
-def test_rows_attend_to_the_same(case: DecodeCase) -> None:
-    rows = [row for row in ROWS if row.needs() is None and "cuda" not in row.name]  # tensors are on the CPU, also beside a GPU
+def test_rows_attend_to_the_same(case: DecodeCase, device: torch.device) -> None:
+    rows = [row for row in ROWS if row.needs() is None and "cuda" not in row.name]
     assert {row.name for row in rows} >= {"fp8attn triton", "fp8attn append", "SDPA bf16"}
-    results = decode.measure(case, rows, BAD, SHORT, CPU)
+    results = decode.measure(case, rows, BAD, SHORT, device)
     for result in results:
         if result.row.name == "SDPA bf16" and case is RAGGED:
             assert result.refused == "ValueError: lengths differ" and result.us is None
