@@ -11,7 +11,7 @@ import socket
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -216,21 +216,22 @@ class Counted:
 
     Attributes:
         sent: bytes that this rank sent.
-        times: how often a ring's buffer was passed on.
+        sizes: of the buffers of the ring that ran last, in the order in which they came.
     """
 
     def __init__(self, silent: bool = False) -> None:
         """`silent`: a ring's buffers aren't passed on; every step attends to this rank's own."""
-        self.sent, self.times, self.shifted, self._silent = 0, 0, 0, silent
-        self._before = context_parallel.start_shift, context_parallel.start_gather, context_parallel.exchange
+        self.sent, self._silent = 0, silent
+        self.sizes: list[int] = []
+        self._before = context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange
 
     def __enter__(self) -> Counted:
-        shift, gather, exchange = self._before
+        whole_ring, gather, exchange = self._before
 
-        def start_shift(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Any:
-            self.sent += sent.numel()
-            self.times, self.shifted = self.times + 1, sent.numel()
-            return _Still(sent) if self._silent else shift(sent, size, group)
+        def ring(own: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Iterable[torch.Tensor]:
+            self.sent += sum(sizes[:-1])
+            self.sizes = [*sizes]
+            return [own] * len(sizes) if self._silent else whole_ring(own, sizes, group)
 
         def start_gather(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Any:
             self.sent += size * (group.size() - 1)
@@ -240,21 +241,11 @@ class Counted:
             self.sent += sum(size for rank, size in enumerate(sizes) if rank != group.rank())
             return exchange(sent, sizes, received_sizes, group)
 
-        context_parallel.start_shift, context_parallel.start_gather, context_parallel.exchange = start_shift, start_gather, exchanged
+        context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange = ring, start_gather, exchanged  # type: ignore[misc,assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        context_parallel.start_shift, context_parallel.start_gather, context_parallel.exchange = self._before
-
-
-@dataclass
-class _Still:
-    """A transfer that leaves the buffer where it is."""
-
-    buffer: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.buffer
+        context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange = self._before  # type: ignore[misc]
 
 
 def bf16_bytes(row: str, shard: Shard) -> int:
@@ -400,12 +391,11 @@ def _transfers(ring: Callable[[], object], shard: Shard) -> Callable[[], None]:
     """The ring's transfers alone, with buffers of its size."""
     with Counted(silent=True) as counted:
         ring()
-    buffer = shard.q.new_empty(counted.shifted, dtype=torch.uint8)
+    buffer = shard.q.new_empty(counted.sizes[0], dtype=torch.uint8)
 
     def call() -> None:
-        passed = buffer
-        for _ in range(counted.times):
-            passed = context_parallel.start_shift(passed, passed.numel(), shard.group).wait()
+        for _ in context_parallel.Ring(buffer, counted.sizes, shard.group):
+            pass
 
     return call
 

@@ -57,7 +57,7 @@ settings.register_profile("default", max_examples=20, **common)
 # kernels are compiled for most examples there: shrinking one would take longer than all the tests
 on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
 # and again for other examples: here they are the same in every run, and in the thorough tier and without a GPU they are not
-settings.register_profile("gpu", max_examples=32, derandomize=True, **on_gpu)
+settings.register_profile("gpu", max_examples=16, derandomize=True, **on_gpu)
 settings.register_profile("thorough", max_examples=200, **common)
 settings.register_profile("thorough gpu", max_examples=10_000 // WORKERS, **on_gpu)
 

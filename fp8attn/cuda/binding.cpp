@@ -171,10 +171,11 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   p.counter = counter ? counter->mutable_data_ptr<int>() : nullptr;
   p.key_splits = parts ? parts->size(0) : 1;
   p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
-  p.part_rows = part_rows ? part_rows->mutable_data_ptr<float>() : nullptr;
   if (l.rows > 0 && parts) {  // of the tiles that CTAs share
     p.stream_k_ctas = parts->size(0);
-    std::swap(p.counter, p.partials_ready);
+    p.partials_ready = part_rows->mutable_data_ptr<int>();
+  } else if (parts) {
+    p.part_rows = part_rows->mutable_data_ptr<float>();
   }
   if (q_scale) copy_strides(p.q_scale_strides, *q_scale);
   copy_strides(p.k_scale_strides, k_scale);

@@ -20,6 +20,10 @@ from .portable import PortableConfig
 
 Config = HopperConfig | PortableConfig
 
+LONG_KEYS = 16384
+"""From so many keys on, free CTAs take the next tile in every call: kernels of other streams may hold multiprocessors
+for a while, and a CTA that starts late must not have as many tiles as the others."""
+
 
 def plan(call: Call, device: Device, first: bool = False) -> Config | str:
     """The instance that runs a call, the Hopper kernel's where one does, or why none does.
@@ -105,9 +109,12 @@ def forward(
         part_rows = torch.empty(2, *parts.shape[:-1], dtype=torch.float32, device=out.device)
     library = library_of(config, device)
     arguments, scratch = launch_of(call, device, config, library, split_ctas)
-    counter = out.new_zeros(scratch.words, dtype=torch.int32) if scratch.words else None
+    counter = None
+    if scratch.counters + scratch.flags:
+        counter, flags = out.new_zeros(scratch.counters + scratch.flags, dtype=torch.int32).split((scratch.counters, scratch.flags))
+        counter = counter if scratch.counters else None
     if scratch.split_ctas:
-        parts = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device)
+        parts, part_rows = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device), flags
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, call.lse_mean, counter, parts, part_rows,
@@ -120,12 +127,13 @@ class Scratch(NamedTuple):
     """Memory through which a call's CTAs communicate.
 
     Attributes:
-        words: int32, 0 at launch. Either a counter from which a free CTA takes the next tile (in causal calls, whose
-            tiles differ in length), or a flag for each warp of `split_ctas`: whether it has stored its partial results.
+        counters: int32, 0 at launch: one from which a free CTA takes the next tile, or none.
+        flags: int32, 0 at launch, of each warp of `split_ctas`: whether it has stored its partial results.
         split_ctas, floats: the number of CTAs that store partial results, and of float32 that each stores; or 0.
     """
 
-    words: int = 0
+    counters: int = 0
+    flags: int = 0
     split_ctas: int = 0
     floats: int = 0
 
@@ -143,9 +151,9 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
         ctas = max(min(tiles, device.sm_count), split_ctas)
         if split_ctas > 1:
-            scratch = Scratch(split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4)
-    if (call.causal != "none" or call.varlen is not None) and tiles > ctas:
-        scratch = Scratch(words=1)
+            scratch = Scratch(0, split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4)
+    if tiles > ctas and (call.causal != "none" or call.varlen is not None or call.kv_length >= LONG_KEYS):
+        scratch = scratch._replace(counters=1)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.window_offsets[1])
     return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), scratch

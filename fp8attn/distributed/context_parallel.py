@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from .parts import (
     statistics_tensors,
 )
 from .sharding import SHARDINGS, Sharding, Span, Spans, _group_of, spans_of
-from .transport import Transfer, exchange, start_gather, start_shift
+from .transport import Ring, Transfer, exchange, start_gather
 from .visibility import pieces
 from .wire import concatenated_rows, packed, size_of, unpacked
 
@@ -323,20 +323,22 @@ class _Call:
         form, ranks = self.form, self.ranks
         mine = self.kv_spans[ranks.rank]
         pending = self._start_statistics(k, v)
-        queries = q if form.float_queries else quantized_queries(q, form)  # while statistics are on their way
+        queries = None if ranks.inner is None else self._queries()  # while statistics are on their way
         found = self._statistics(pending)
         tensors = kv_tensors(k, v, mine, found, form)
         share = form.of_heads(ranks.inner_size)
         spans = [held(self.kv_spans[o * ranks.inner_size : (o + 1) * ranks.inner_size]) for o in range(ranks.outer_size)]
-        if ranks.inner is None:
+        if queries is None:
             flat = [x for some in tensors for x in some]
             own = packed(flat, form.kv_forms(held([mine]))) if flat else q.new_empty(0, dtype=torch.uint8)
             runs: Spans = self.q_spans[ranks.rank]
-            out, lse = self._attended(queries, runs, own, spans, found, share)
+            buffers = self._buffers(own, spans, share)
+            queries = self._queries()  # while transfers begin: see Ring
+            out, lse = self._attended(queries, runs, buffers, spans, found, share)
         else:
             queries, runs, own, order = self._traded(queries, tensors, spans[ranks.outer_rank])
             heads = _kv_heads(form, ranks.inner_rank, ranks.inner_size)
-            out, lse = self._attended(queries, runs, own, spans, of_heads(found, heads), share)
+            out, lse = self._attended(queries, runs, self._buffers(own, spans, share), spans, of_heads(found, heads), share)
             out, lse = self._returned(out, lse, order, return_lse)
         if return_lse and found is not None and found.k_mean is not None:
             lse = ops.library_ops.unsmoothed_lse(lse.contiguous(), q, found.k_mean, self.checked.softmax_scale, form.rotated)
@@ -375,14 +377,41 @@ class _Call:
             found += [(span, tensors[4 * i : 4 * i + 4]) for i, span in enumerate(held_spans)]
         return joined_statistics(found, total, form)
 
+    def _queries(self) -> torch.Tensor | Quantized:
+        q = self.checked.floats[0]
+        return q if self.form.float_queries else quantized_queries(q, self.form)
+
+    def _buffers(self, own: torch.Tensor, spans: list[Spans], form: Format) -> Iterable[tuple[int, torch.Tensor]]:
+        """Begin the transfers of the outer group. Returns the rank's keys and values, and then those of the others.
+
+        Args:
+            own: this rank's keys and values.
+            spans: the tokens of every rank.
+            form: of the tensors in the buffers.
+        """
+        outer, size, rank = self.ranks.outer, self.ranks.outer_size, self.ranks.outer_rank
+        if outer is None or size == 1:
+            return [(rank, own)]
+        sizes = [size_of(form.kv_forms(some)) for some in spans]
+        if self.gathers:
+            return _gathered(own, sizes, rank, start_gather(own, max(sizes), outer))
+        order = [(rank - step) % size for step in range(size)]
+        return zip(order, Ring(own, [sizes[index] for index in order], outer), strict=True)
+
     def _attended(
-        self, q: torch.Tensor | Quantized, runs: Spans, own: torch.Tensor, spans: list[Spans], found: Statistics | None, form: Format
+        self,
+        q: torch.Tensor | Quantized,
+        runs: Spans,
+        buffers: Iterable[tuple[int, torch.Tensor]],
+        spans: list[Spans],
+        found: Statistics | None,
+        form: Format,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of queries to all keys.
 
         Args:
-            own: this rank's keys and values.
-            spans: the tokens in the buffer of every rank of the outer group.
+            buffers: keys and values of the ranks of the outer group, as `_buffers` returns them.
+            spans: the tokens in the buffer of every rank.
             form: of the tensors in the buffers.
 
         Returns:
@@ -390,30 +419,9 @@ class _Call:
         """
         like = q.data if isinstance(q, Quantized) else q
         total = Accumulator(like, form.value_dim)
-        outer, size, rank = self.ranks.outer, self.ranks.outer_size, self.ranks.outer_rank
-        sizes = [size_of(form.kv_forms(some)) for some in spans]
-
-        def attend(buffer: torch.Tensor, index: int) -> None:
+        for index, buffer in buffers:
             for part in merged_parts(parts_of(buffer, spans[index], found, form)):
                 self._attend(total, q, runs, part)
-
-        if outer is None or size == 1:
-            attend(own, rank)
-        elif self.gathers:
-            gathering = start_gather(own, max(sizes), outer)
-            attend(own, rank)
-            buffers = gathering.wait().chunk(size) if max(sizes) else [own] * size
-            for index, buffer in enumerate(buffers):
-                if index != rank:
-                    attend(buffer[: sizes[index]], index)
-        else:
-            buffer = own
-            for step in range(size):
-                index = (rank - step) % size
-                transfer = start_shift(buffer, sizes[(index - 1) % size], outer) if step < size - 1 else None
-                attend(buffer, index)
-                if transfer is not None:
-                    buffer = transfer.wait()
         return total.result(self.checked.out_dtype)
 
     def _attend(self, total: Accumulator, q: torch.Tensor | Quantized, runs: Spans, part: Part) -> None:
@@ -507,6 +515,16 @@ class _Call:
             return torch.cat([one.view(x.dtype).view(shape) for one in found], 1)
 
         return traded(out), traded(lse) if return_lse else lse
+
+
+def _gathered(own: torch.Tensor, sizes: Sequence[int], rank: int, gathering: Transfer) -> Iterator[tuple[int, torch.Tensor]]:
+    """This rank's buffer, and then those of the other ranks, which are `sizes` bytes long."""
+    yield rank, own
+    received = gathering.wait()
+    for index, size in enumerate(sizes):
+        if index != rank:
+            start = index * max(sizes)
+            yield index, received[start : start + size]
 
 
 def _q_heads(form: Format, rank: int, ranks: int) -> slice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,44 +23,95 @@ class Transfer:
     """A transfer under way. `wait` gives the received buffer, to be used on the current stream."""
 
     def __init__(self, sent: torch.Tensor, received: torch.Tensor, works: Sequence[dist.Work], stream: torch.cuda.Stream | None) -> None:
-        self._sent, self._received, self._works, self._stream = sent, received, works, stream
+        self._sent, self.received, self._works, self._arrived = sent, received, works, None
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                self._wait_for_works()
+            self._arrived = stream.record_event()
 
     def wait(self) -> torch.Tensor:
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for work in self._works:
-                work.wait()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._received.device).wait_stream(self._stream)
-        return self._received
+        if self._arrived is None:
+            self._wait_for_works()
+        else:
+            torch.cuda.current_stream(self.received.device).wait_event(self._arrived)
+        return self.received
+
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
 
 
 @contextlib.contextmanager
-def _on_side_stream(*buffers: torch.Tensor):
-    """Make the side stream current, which waits for the current one. Yields it, or None without a GPU."""
+def _on_side_stream(*buffers: torch.Tensor, after: torch.cuda.Event | None = None, waits: bool = True):
+    """Make the side stream current. Yields it, or None without a GPU.
+
+    Args:
+        waits: whether it waits, for `after`, or for all of the current stream.
+    """
     device = buffers[0].device
     if device.type != "cuda":
         yield None
         return
     stream = _side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    if after is not None:
+        stream.wait_event(after)
+    elif waits:
+        stream.wait_stream(torch.cuda.current_stream(device))
     for buffer in buffers:
         buffer.record_stream(stream)
     with torch.cuda.stream(stream):
         yield stream
 
 
-def start_shift(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Transfer:
-    """Begin to send a buffer to the next rank of a ring, and to receive one of `size` bytes from the previous rank."""
-    received = sent.new_empty(size)
-    rank, ranks = group.rank(), group.size()
-    operations = []
-    if sent.numel():
-        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks))
-    if size:
-        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks))
-    with _on_side_stream(sent, received) as stream:
-        works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(sent, received, works, stream)
+class Ring:
+    """Buffers of all ranks, passed around a ring. Iterating gives this rank's own, then those of the ranks before it.
+
+    A buffer is sent on as soon as it has come, and not when attention to the one before is done. Attention's kernel takes
+    all multiprocessors: only a transfer that waits for one already when the kernel is launched runs beside it.
+    """
+
+    SLOTS = 4
+    """Buffers are received in so many places, in turns. One is free when attention to what was there is done, which is
+    two steps before attention to what comes next."""
+
+    def __init__(self, own: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Begin to send `own`.
+
+        Args:
+            sizes: bytes of all buffers, in the order in which they come: own's first.
+        """
+        self._own, self._sizes, self._group = own, sizes, group
+        self._slots = [own.new_empty(max(sizes)) for _ in range(min(self.SLOTS, len(sizes) - 1))]
+        self._transfers: list[Transfer] = []
+        self._used: list[torch.cuda.Event | None] = []
+        for _ in range(2):
+            self._start_next()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for step in range(len(self._sizes)):
+            yield self._transfers[step - 1].wait() if step else self._own
+            on_gpu = self._own.device.type == "cuda"
+            self._used.append(torch.cuda.current_stream(self._own.device).record_event() if on_gpu else None)
+            self._start_next()
+
+    def _start_next(self) -> None:
+        index, rank, ranks = len(self._transfers), self._group.rank(), self._group.size()
+        if index + 1 >= len(self._sizes):
+            return
+        sent = self._transfers[-1].received if index else self._own
+        received = self._slots[index % self.SLOTS][: self._sizes[index + 1]]
+        after = self._used[index + 1 - self.SLOTS] if index >= self.SLOTS else None
+        with _on_side_stream(sent, received, after=after, waits=index == 0 or after is not None) as stream:
+            if index and stream is None:
+                self._transfers[-1].wait()
+            operations = []
+            if sent.numel():
+                operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=(rank + 1) % ranks))
+            if received.numel():
+                operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=(rank - 1) % ranks))
+            works = dist.batch_isend_irecv(operations) if operations else []
+        self._transfers.append(Transfer(sent, received, works, stream))
 
 
 def start_gather(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Transfer:

@@ -41,11 +41,11 @@ def test_records_are_flat() -> None:
 
 def test_a_ring_without_transfers_keeps_its_buffer() -> None:
     """And what is sent is counted; afterwards the transfers are the library's again."""
-    before = context_parallel.start_shift
+    before = context_parallel.Ring
     buffer, group = torch.zeros(10, dtype=torch.uint8), SimpleNamespace(size=lambda: 3, rank=lambda: 0)
     with Counted(silent=True) as counted:
-        assert context_parallel.start_shift(buffer, 10, group).wait() is buffer  # type: ignore[arg-type]
-    assert (counted.sent, counted.times, counted.shifted) == (10, 1, 10) and context_parallel.start_shift is before
+        assert all(x is buffer for x in context_parallel.Ring(buffer, [10, 9, 8], group))  # type: ignore[arg-type]
+    assert (counted.sent, counted.sizes) == (19, [10, 9, 8]) and context_parallel.Ring is before
 
 
 def test_bytes_of_bfloat16() -> None:

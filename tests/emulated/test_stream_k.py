@@ -98,7 +98,7 @@ def check_work_tiles(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, s
     blocks = -(-keys // KEYS)
     scores = torch.randn(batch * q_heads, q_length, blocks, generator=torch.Generator().manual_seed(3)) * 8
     out, rows = torch.full((batch * q_heads, q_length, 4, 16), torch.nan), torch.full((batch * q_heads, q_length, 2), torch.nan)
-    parts, words = torch.full((sharing, ONE.partial_bytes // 4), torch.nan), torch.zeros(sharing * 4, dtype=torch.int32)
+    parts, words = torch.full((sharing, ONE.partial_bytes // 4), torch.nan), torch.zeros(1 + sharing * 4, dtype=torch.int32)
     numbers = (ctypes.c_int * 7)(*shape, ctas, sharing if sharing > 1 else 0)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (scores, out, rows, parts, words)]
     assert emulated.sum_blocks(*pointers, numbers, parted) & 0xFF, "somebody waits for ever"

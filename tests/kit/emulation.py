@@ -417,7 +417,7 @@ def params(
     p.first_offset = max(min(first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     if rows > 0 and parts is not None:  # partial results of the tiles that CTAs share
-        p.stream_k_ctas, p.counter, p.partials_ready = p.key_splits, None, p.counter
+        p.stream_k_ctas, p.partials_ready, p.part_rows = p.key_splits, p.part_rows, None
     return p
 
 

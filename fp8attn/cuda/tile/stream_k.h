@@ -41,26 +41,34 @@ struct Tail {
   }
 };
 
-// A CTA's work tiles, one per round.
+// A CTA's work tiles, one per round: whole ones, and then its part of the tail.
 struct WorkTiles {
-  int rounds;     // before the tail's
+  int whole;         // tiles before the tail's
+  int rounds;        // before the tail's: as many as there may be, until the CTA has taken its last whole tile
   WorkTile tail[3];  // the last one is none
 
   __device__ void find(const Schedule& schedule) {
     const Params& p = schedule.p;
-    rounds = p.stream_k_ctas == 0 ? ALL_BLOCKS : schedule.size() / int(gridDim.x);
+    rounds = whole = ALL_BLOCKS;
     if (p.stream_k_ctas == 0) return;
-    const Tail shared(schedule.size() % int(gridDim.x), (p.kv_length + KEYS - 1) / KEYS, p.stream_k_ctas);
-    for (int i = 0; i < 2; ++i) tail[i] = shared.work_tile(schedule, rounds * gridDim.x, blockIdx.x, i);
+    const int rest = schedule.size() % int(gridDim.x);
+    whole = schedule.size() - rest;
+    const Tail shared(rest, (p.kv_length + KEYS - 1) / KEYS, p.stream_k_ctas);
+    for (int i = 0; i < 2; ++i) tail[i] = shared.work_tile(schedule, whole, blockIdx.x, i);
     tail[2] = {Schedule::none()};
   }
 
-  // The one after that of `round`; the first after -1.
-  __device__ void write_next(WorkTile& to, const Schedule& schedule, int round) const {
-    if (round + 1 >= rounds)
-      to = tail[round + 1 - rounds];
-    else
-      to = {schedule.at(round < 0 ? blockIdx.x : schedule.after(round)), 0, ALL_BLOCKS};
+  // The one after that of `round`; the first after -1. Rounds come one after the other.
+  __device__ void write_next(WorkTile& to, const Schedule& schedule, int round) {
+    if (round + 1 < rounds) {
+      const int position = round < 0 ? blockIdx.x : schedule.after(round);
+      if (position < whole) {
+        to = {schedule.at(position), 0, ALL_BLOCKS};
+        return;
+      }
+      rounds = round + 1;
+    }
+    to = tail[round + 1 - rounds];
   }
 };
 

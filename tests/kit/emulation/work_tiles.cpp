@@ -15,11 +15,18 @@ void sum_blocks(const Params p) {
   const Schedule schedule(p, ROWS);
   const Fragment f = Fragment::mine();
   const int blocks = (p.kv_length + KEYS - 1) / KEYS;
-  WorkTiles work_tiles;
-  work_tiles.find(schedule);
+  // one thread asks, as in the kernel
+  struct Shared {
+    WorkTiles work_tiles;
+    WorkTile next;
+  };
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  if (threadIdx.x == 0) shared.work_tiles.find(schedule);
   for (int round = 0;; ++round) {
-    WorkTile work_tile;
-    work_tiles.write_next(work_tile, schedule, round - 1);
+    __syncthreads();
+    if (threadIdx.x == 0) shared.work_tiles.write_next(shared.next, schedule, round - 1);
+    __syncthreads();
+    const WorkTile work_tile = shared.next;
     if (!work_tile.exists()) return;
     float m[2] = {NOTHING, NOTHING}, o[FIRST] = {}, o_second[SECOND] = {};
     const int head = work_tile.batch * p.q_heads + work_tile.head, row = min(work_tile.first_row + f.row, p.q_length - 1);
@@ -55,7 +62,7 @@ void sum_blocks(const Params p) {
 // Returns whether the kernel ended. `parted`: whether the channels are in two accumulators.
 extern "C" bool sum_blocks(const float* scores, float* out, float* rows, float* parts, int* words, const int* numbers, bool parted) {
   fp8attn::Params p = {};
-  p.q_scale = scores, p.out = out, p.lse = rows, p.parts = parts, p.partials_ready = words;
+  p.q_scale = scores, p.out = out, p.lse = rows, p.parts = parts, p.counter = words, p.partials_ready = words + 1;
   p.batches = numbers[0], p.q_heads = numbers[1], p.kv_heads = numbers[2], p.q_length = numbers[3], p.kv_length = numbers[4];
   p.heads_side_by_side = p.q_heads / p.kv_heads, p.stream_k_ctas = numbers[6];
   return cta::run(parted ? fp8attn::sum_blocks<16, 20> : fp8attn::sum_blocks<36, 1>, p, numbers[5], 128);
