@@ -253,11 +253,20 @@ def _unchanged(model: nn.Module) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def _patched(recipe: Recipe) -> Callable[[nn.Module], contextlib.AbstractContextManager]:
+def _registered(name: str, recipe: Recipe) -> Callable[[nn.Module], contextlib.AbstractContextManager]:
+    """As the model's library switches it: by a name that fp8attn registers with it."""
+
     def switch(model: nn.Module) -> contextlib.AbstractContextManager:
-        if next(model.parameters()).device.type == "cpu":
-            return fp8attn.patch(model, recipe, min_keys=0, backend="modelled")
-        return fp8attn.patch(model, recipe)
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        options: dict[str, Any] = {"min_keys": 0, "backend": "modelled"} if on_cpu else {}
+        any_model: Any = model
+        if hasattr(model, "set_attn_implementation"):  # of transformers
+            report = fp8attn.integrations.transformers.register(name, recipe, **options)
+            any_model.set_attn_implementation(name)
+        else:
+            report = fp8attn.integrations.diffusers.register(name, recipe, **options)
+            any_model.set_attention_backend(name)
+        return contextlib.nullcontext(report)
 
     return switch
 
@@ -275,8 +284,8 @@ ROWS = (
     Row(SDPA, _unchanged, backend=True),
     Row("SDPA flash", _unchanged, _first(SDPBackend.FLASH_ATTENTION), backend=True),
     Row("SDPA cuDNN", _unchanged, _first(SDPBackend.CUDNN_ATTENTION), backend=True),
-    Row("fp8attn", _patched(Recipe())),
-    Row("fp8attn int8", _patched(PRECISE)),
+    Row("fp8attn", _registered("fp8attn", Recipe())),
+    Row("fp8attn int8", _registered("fp8attn_int8", PRECISE)),
     Row("SageAttention", _by(by_sage), module="sageattention"),
     Row("FA3 bf16", _by(by_fa3), module="flash_attn_interface"),
     Row(NOTHING, _by(by_nothing)),

@@ -1,8 +1,8 @@
 """Intercepts calls of scaled dot-product attention in a model's modules, and hands them to a handler with the module's
 name.
 
-While a model is intercepted, each of its modules has an instance attribute `forward` that calls the module's own
-forward. It maintains a stack, one per thread, of the modules that are in their forward. The outermost module also
+While a model is intercepted, each of its modules, but for basic ones of torch.nn, has an instance attribute `forward`
+that calls the module's own forward. It maintains a stack, one per thread, of the modules that are in their forward. The outermost module also
 enters a TorchFunctionMode, which receives the calls of attention.
 
 Reasons for this design:
@@ -267,7 +267,7 @@ def intercept(model: nn.Module, handler: Handler, *, traceable: bool, names_in_g
     """
     names = layer_names(model)
     interception = Interception(handler, traceable=traceable, names_in_graphs=names_in_graphs)
-    forwards = [_link(module, (interception, of_module)) for module, of_module in names.items()]
+    forwards = [_link(module, (interception, of_module)) for module, of_module in names.items() if module is model or not _is_basic(module)]
     has_fast_path = any(isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for module in names)
     if has_fast_path:
         _fast_path.switch_off()
@@ -292,6 +292,11 @@ def intercepted(model: nn.Module, handler: Handler, *, traceable: bool, names_in
         yield interception
     finally:
         end()
+
+
+def _is_basic(module: nn.Module) -> bool:
+    """Whether a module is one of torch's that calls no attention and no other module, such as nn.Linear."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules and "forward" not in module.__dict__
 
 
 def _link(module: nn.Module, link: Link) -> _Forward:
