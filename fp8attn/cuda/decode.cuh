@@ -219,49 +219,68 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
 // Called by all decoders. Not inlined: its loads would take registers from the loop over pages.
 template <DecodeConfig C>
 __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<C>& shared, const DecodeTiles& tile) {
-  constexpr int DIM = C.head_dim, PAIRS = DIM / 64, TICKET_BITS = 8;  // there are fewer than 2^8 CTAs
+  constexpr int DIM = C.head_dim, TICKET_BITS = 8;  // there are fewer than 2^8 CTAs
+  constexpr int WIDTH = DIM < 128 ? 2 : 4, LOADS = DIM / 32 / WIDTH;  // floats of a load, and a lane's loads of a part
+  constexpr int PARTS = 16 / LOADS;                                   // whose loads are in flight together
+  using Load = std::conditional_t<WIDTH == 2, float2, float4>;
   const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
   const int first = shared.shares.cta_of(start), last = shared.shares.cta_of(start + tile.blocks.size() - 1);
   ptx::warps_sync<DECODERS>(1);
   if (threadIdx.x == 0) {
     int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;
     const int shift = TICKET_BITS * tile.row_tile, count = last - first + 1;
-    __threadfence();  // the part is stored, as all threads see it, before the ticket says so
-    shared.is_last = (atomicAdd(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
+    // releases the CTA's part, which its threads have stored before the barrier, and acquires the others'
+    shared.is_last = (ptx::add_acq_rel(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
     if (shared.is_last) atomicAdd(ticket, int(0u - (uint32_t(count) << shift)));
-    __threadfence();
   }
   ptx::warps_sync<DECODERS>(1);
   if (!shared.is_last) return;
   for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODE_WARPS) {
     const auto place = [&](int cta) { return int64_t(DecodeTiles::place(cta, cta == first)) * p.part_height + mine; };
-    float largest = -INFINITE, sum = 0.0f, o[2 * PAIRS] = {};
+    float largest = -INFINITE, sum = 0.0f, o[LOADS][WIDTH] = {};
     for (int from = first; from <= last; from += 32) {  // each lane has the sums of one part
       const int parts = min(last + 1 - from, 32);
       const float2 of_part = lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * place(from + lane))) : float2{-INFINITE, 0.0f};
-      float m = fmaxf(largest, of_part.x);
+      float weight;
+#pragma unroll 1
+      for (int start = 0; start < parts; start += PARTS) {
+        Load loads[PARTS][LOADS];
 #pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, distance));
-      const float kept = ptx::exp2_approx(largest - finite_or_zero(m)), weight = ptx::exp2_approx(of_part.x - finite_or_zero(m));
-      largest = m, sum *= kept;
+        for (int i = 0; i < PARTS; ++i)
 #pragma unroll
-      for (float& x : o) x *= kept;
-#pragma unroll (DIM > 128 ? 4 : 8)
-      for (int i = 0; i < parts; ++i) {
-        const float* part = p.parts + place(from + i) * DIM + 2 * lane;
-        const float factor = __shfl_sync(~0u, weight, i);
-        sum = fmaf(factor, __shfl_sync(~0u, of_part.y, i), sum);
+          for (int j = 0; j < LOADS; ++j) {
+            const float* part = p.parts + place(from + start + i) * DIM + WIDTH * (32 * j + lane);
+            loads[i][j] = start + i < parts ? __ldcg(reinterpret_cast<const Load*>(part)) : Load{};
+          }
+        if (start == 0) {  // while these are in flight
+          float m = fmaxf(largest, of_part.x);
 #pragma unroll
-        for (int j = 0; j < PAIRS; ++j) {
-          const float2 pair = __ldcg(reinterpret_cast<const float2*>(part + 64 * j));
-          o[2 * j] = fmaf(factor, pair.x, o[2 * j]), o[2 * j + 1] = fmaf(factor, pair.y, o[2 * j + 1]);
+          for (int distance = 16; distance > 0; distance /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, distance));
+          const float kept = ptx::exp2_approx(largest - finite_or_zero(m));
+          weight = ptx::exp2_approx(of_part.x - finite_or_zero(m));
+          largest = m, sum *= kept;
+#pragma unroll
+          for (auto& of : o)
+#pragma unroll
+            for (float& x : of) x *= kept;
+        }
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          const float factor = __shfl_sync(~0u, weight, start + i);
+          sum = fmaf(factor, __shfl_sync(~0u, of_part.y, start + i), sum);
+#pragma unroll
+          for (int j = 0; j < LOADS; ++j)
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) o[j][k] = fmaf(factor, reinterpret_cast<const float*>(&loads[i][j])[k], o[j][k]);
         }
       }
     }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.row_tile * ROWS + mine).index(p, tile.batch);
 #pragma unroll
-    for (int j = 0; j < PAIRS; ++j) store_pair(p, index * DIM + 64 * j + 2 * lane, o[2 * j] * inverse, o[2 * j + 1] * inverse);
+    for (int j = 0; j < LOADS; ++j)
+#pragma unroll
+      for (int k = 0; k < WIDTH; k += 2) store_pair(p, index * DIM + WIDTH * (32 * j + lane) + k, o[j][k] * inverse, o[j][k + 1] * inverse);
     if (lane == 0) p.lse[index] = (largest + log2f(sum)) / LOG2E;
   }
 }
@@ -383,6 +402,32 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
   }
 }
 
+// Brings into L2 what CTAs read first, and one after another. It may run before the grids before have completed, as it
+// reads nothing. Warps of the grid share the rows of the batch.
+template <typename T, int DIM, int THREADS>
+__device__ void prefetch_inputs(const DecodeParams& p) {
+  constexpr int LINE = 128, NUMBERS = LINE / sizeof(int), WORDS = LINE / sizeof(T);
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (thread * NUMBERS < p.batches) {
+    ptx::prefetch_l2(p.lengths + thread * NUMBERS);
+    if (p.counts != nullptr) ptx::prefetch_l2(p.counts + thread * NUMBERS);
+    if (p.sequences != nullptr) ptx::prefetch_l2(p.sequences + thread * NUMBERS);
+  }
+#pragma unroll 1
+  for (int batch = blockIdx.x + thread / 32 * p.ctas; batch < p.batches; batch += THREADS / 32 * p.ctas) {
+#pragma unroll 1
+    for (int page = lane * NUMBERS; page < p.table_width; page += 32 * NUMBERS) ptx::prefetch_l2(p.page_table + batch * p.table_stride + page);
+    if (lane < p.kv_heads) ptx::prefetch_l2(p.tickets + batch * p.kv_heads + lane);
+#pragma unroll 1
+    for (int head = lane; head < p.q_heads; head += 32) {
+      const T* q = static_cast<const T*>(p.q) + batch * p.q_strides[0] + head * p.q_strides[1];
+#pragma unroll 1
+      for (int query = 0; query < p.q_length; ++query, q += p.q_strides[2])
+        for (int i = 0; i < DIM; i += WORDS) ptx::prefetch_l2(q + i);
+    }
+  }
+}
+
 // The grid: p.ctas. T: of the queries and of tokens in half precision.
 template <class Instance, typename T>
 __global__ void __launch_bounds__(DECODE_THREADS, 1) decode(const __grid_constant__ DecodeParams p) {
@@ -400,6 +445,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, 1) decode(const __grid_constan
     }
     ptx::fence_barrier_init();
   }
+  prefetch_inputs<T, C.head_dim, DECODE_THREADS>(p);
   if (threadIdx.x == DECODERS) {
     ptx::tma_prefetch(p.k_map);
     ptx::tma_prefetch(p.v_map);

@@ -27,6 +27,13 @@ __device__ inline int load_acquire_cta(const int* flag) {
   return value;
 }
 
+// Adds, and returns what was there. A release and an acquire: threads that add in turn see each other's earlier stores.
+__device__ inline int add_acq_rel(int* flag, int more) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(flag), "r"(more) : "memory");
+  return before;
+}
+
 // Release add, with the same guarantee.
 __device__ inline void add_release(int* flag, int more) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(flag), "r"(more) : "memory"); }
 

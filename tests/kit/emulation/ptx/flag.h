@@ -9,6 +9,12 @@ inline void store_release(int* flag, int value) { *flag = value; }
 
 inline void add_release(int* flag, int more) { *flag += more; }
 
+inline int add_acq_rel(int* flag, int more) {
+  const int before = *flag;
+  *flag += more;
+  return before;
+}
+
 inline int load_acquire(const int* flag) {
   cta::yield();
   return *flag;
