@@ -27,23 +27,26 @@ struct BatchRow {
   }
 };
 
-// Tiles of rows of a key/value head.
-__host__ __device__ inline int row_tiles(const DecodeParams& p) { return (p.group * p.q_length + ROWS - 1) / ROWS; }
+// Tiles of HEIGHT rows of a key/value head.
+template <int HEIGHT>
+__device__ int row_tiles(const DecodeParams& p) {
+  return (p.group * p.q_length + HEIGHT - 1) / HEIGHT;
+}
 
 // The query of a row of a key/value head, without a division. There are at most 256 rows, of which a group is a part.
 __device__ inline int query_of(const DecodeParams& p, int row) { return row * p.group_inverse >> 16; }
 
-// The blocks that ROWS rows of a key/value head attend to: complete pages, then blocks in half precision, from block
+// The blocks that some rows of a key/value head attend to: complete pages, then blocks in half precision, from block
 // `first_half` of the sequence on. Row i is query i / group of the head's query head i % group.
 struct TileBlocks {
   int pages = 0, halves = 0, first_half = 0;
 
   TileBlocks() = default;
 
-  __device__ TileBlocks(const DecodeParams& p, const BatchRow& row, int row_tile) {
+  __device__ TileBlocks(const DecodeParams& p, const BatchRow& row, int first_row, int rows) {
     const int start = row.end - row.count;
-    const int first = query_of(p, row_tile * ROWS);
-    const int last = min(query_of(p, row_tile * ROWS + ROWS - 1), row.count - 1);
+    const int first = query_of(p, first_row);
+    const int last = min(query_of(p, first_row + rows - 1), row.count - 1);
     if (!row.exists || first > last) return;
     // The page behind the table isn't there. Rows that see it are NaN, whatever comes after it.
     pages = min((start + last) / KEYS, p.table_width + 1);
@@ -66,10 +69,11 @@ __device__ inline int inclusive_sum(int x) {
 }
 
 // Blocks of one key/value head of a row of the batch.
-__device__ inline int blocks_of_head(const DecodeParams& p, const BatchRow& row) {
+template <int HEIGHT>
+__device__ int blocks_of_head(const DecodeParams& p, const BatchRow& row) {
   int sum = 0;
 #pragma unroll 1
-  for (int i = 0; i < row_tiles(p); ++i) sum += TileBlocks(p, row, i).size();
+  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += TileBlocks(p, row, i * HEIGHT, HEIGHT).size();
   return sum;
 }
 
@@ -89,6 +93,7 @@ struct BlockShares {
 };
 
 // The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps.
+template <int HEIGHT>
 struct DecodeSchedule {
   const DecodeParams& p;
   int first;  // blocks of the lane's first batch
@@ -121,10 +126,11 @@ struct DecodeSchedule {
 
  private:
   // 0 behind the last one.
-  __device__ int of_batch(int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head(p, BatchRow(p, batch)) : 0; }
+  __device__ int of_batch(int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head<HEIGHT>(p, BatchRow(p, batch)) : 0; }
 };
 
 // The tiles of a CTA, one after another, and which of their blocks it has: begin ... end - 1.
+template <int HEIGHT>
 struct DecodeTiles {
   int batch = 0, kv_head = 0, row_tile = -1, begin = 0, end = 0;
   int before = 0;  // the CTA's blocks before the tile, less `begin`
@@ -134,11 +140,12 @@ struct DecodeTiles {
   DecodeTiles() = default;
 
   // Called by whole warps.
-  __device__ DecodeTiles(const DecodeSchedule& schedule, int cta) : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.begin(cta + 1) - skipped_) {
+  __device__ DecodeTiles(const DecodeSchedule<HEIGHT>& schedule, int cta)
+      : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.begin(cta + 1) - skipped_) {
     if (left_ == 0) return;
     batch = schedule.find_batch(skipped_);
     row = BatchRow(schedule.p, batch);
-    const int of_head = blocks_of_head(schedule.p, row);
+    const int of_head = blocks_of_head<HEIGHT>(schedule.p, row);
     kv_head = skipped_ / of_head;
     skipped_ %= of_head;
   }
@@ -148,9 +155,9 @@ struct DecodeTiles {
     before += end, begin = end = 0;
     if (left_ == 0) return;
     for (;; skipped_ -= blocks.size()) {
-      if (++row_tile == row_tiles(p)) row_tile = 0, ++kv_head;
+      if (++row_tile == row_tiles<HEIGHT>(p)) row_tile = 0, ++kv_head;
       if (kv_head == p.kv_heads) kv_head = 0, row = BatchRow(p, ++batch);
-      blocks = TileBlocks(p, row, row_tile);
+      blocks = TileBlocks(p, row, first_row(), HEIGHT);
       if (skipped_ < blocks.size()) break;
     }
     begin = skipped_, before -= begin, end = min(blocks.size(), begin + left_);
@@ -162,8 +169,9 @@ struct DecodeTiles {
   __device__ bool exists() const { return begin < end; }
   __device__ bool complete() const { return begin == 0 && end == blocks.size(); }
 
-  // Its rows that the call has.
-  __device__ int height(const DecodeParams& p) const { return min(p.group * p.q_length - row_tile * ROWS, ROWS); }
+  // Its first row, and how many rows the call has of it.
+  __device__ int first_row() const { return row_tile * HEIGHT; }
+  __device__ int height(const DecodeParams& p) const { return min(p.group * p.q_length - first_row(), HEIGHT); }
 
   // Where partial results of a tile go, among two places of each CTA: second if the tile begins there.
   __device__ static int place(int cta, bool begins_here) { return 2 * cta + begins_here; }

@@ -20,8 +20,8 @@ inline int load_acquire(const int* flag) {
   return *flag;
 }
 
-inline void store_release_cta(int* flag, int value) { *flag = value; }
+inline void store_relaxed_cta(int* counter, int value) { *counter = value; }
 
-inline int load_acquire_cta(const int* flag) { return load_acquire(flag); }
+inline int load_relaxed_cta(const int* counter) { return load_acquire(counter); }
 
 }  // namespace fp8attn::ptx
