@@ -26,7 +26,7 @@ namespace fp8attn {
 template <DecodeConfig C>
 constexpr int DECODERS = 32 * C.warps;  // threads that attend
 template <DecodeConfig C>
-constexpr int DECODE_THREADS = DECODERS<C> + 32;  // and a warp that loads
+constexpr int DECODE_THREADS = DECODERS<C> + 64;  // and a warp that loads, and one that prefetches
 template <DecodeConfig C>
 constexpr int TILE_ROWS = QUERY_GROUP * C.warps;
 template <DecodeConfig C>
@@ -63,6 +63,7 @@ struct alignas(1024) DecodeStorage {
   BlockShares shares;
   bool is_last;  // whether the CTA is the last one to store its part of the tile
   int issued;    // blocks whose loads are issued
+  int started;   // whether the grids before have completed
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
@@ -103,6 +104,10 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Til
         const bool is_half = block >= tile.blocks.pages, exists = is_half || from >= 0;
         uint64_t *const k_full = &shared.k_full[stage], *const v_full = &shared.v_full[stage];
         ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+        // the scales arrive with the keys
+        ptx::cp_async(&shared.scales[stage].k, p.k_scale + max(from, 0), from >= 0);
+        ptx::cp_async(&shared.scales[stage].v, p.v_page_scale + max(from, 0), from >= 0);
+        ptx::cp_async_arrive(k_full);
         ptx::mbarrier_expect(k_full, exists ? bytes : 0);
         if (is_half) {
           const int row = pair * RECENT + (tile.blocks.first_half + block - tile.blocks.pages) % (RECENT / HALF_BLOCK) * HALF_BLOCK;
@@ -118,10 +123,6 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Til
           ptx::mbarrier_expect(v_full, exists ? bytes : 0);
           if (exists) ptx::tma_load(shared.v[stage], p.v_map, v_full, 0, from * C.head_dim);
         }
-        // the scales arrive with the keys
-        ptx::cp_async(&shared.scales[stage].k, p.k_scale + max(from, 0), from >= 0);
-        ptx::cp_async(&shared.scales[stage].v, p.v_page_scale + max(from, 0), from >= 0);
-        ptx::cp_async_arrive(k_full);
         ptx::store_relaxed_cta(&shared.issued, tile.before + block + 1);
       }
     }
@@ -441,6 +442,23 @@ __device__ void prefetch_inputs(const DecodeParams& p) {
   }
 }
 
+// Brings the CTA's first pages into L2 while it waits for the grids before. They may still write lengths and page
+// numbers, so that these may be any; results don't depend on what is prefetched. Called by a warp.
+template <DecodeConfig C>
+__device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C>& shared, TilesOf<C> tile) {
+  constexpr int PAGES = (64 << 10) / (2 * DecodeStorage<C>::block_bytes);
+  tile.next(p);
+  const int lane = threadIdx.x % 32, block = tile.begin + lane;
+  if (lane >= PAGES || block >= min(min(tile.end, tile.blocks.pages), p.table_width)) return;
+  const int number = __ldcg(p.page_table + tile.batch * p.table_stride + block);
+  if (number < 0 || number >= p.every_page || ptx::load_relaxed_cta(&shared.started)) return;
+  const int from = number * p.kv_heads + tile.kv_head;
+  ptx::prefetch_l2(p.k_scale + from);
+  ptx::prefetch_l2(p.v_page_scale + from);
+  for (int i = 0; i < C.head_dim; i += KEY_PANEL<C.head_dim>) ptx::tma_load_ahead(p.k_map, i, from * KEYS);
+  ptx::tma_load_ahead(p.v_map, 0, from * C.head_dim);
+}
+
 // The grid: p.ctas. T: of the queries and of tokens in half precision.
 template <class Instance, typename T>
 __global__ void __launch_bounds__(DECODE_THREADS<Instance::config>, Instance::config.ctas) decode(const __grid_constant__ DecodeParams p) {
@@ -449,7 +467,7 @@ __global__ void __launch_bounds__(DECODE_THREADS<Instance::config>, Instance::co
   DecodeStorage<C>& shared = *reinterpret_cast<DecodeStorage<C>*>(bytes);
   if (threadIdx.x == 0) {
     const int readers = WarpShares<C.warps>(p).groups;
-    shared.issued = 0;
+    shared.issued = shared.started = 0;
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.k_full[stage], 2);  // keys and scales
       ptx::mbarrier_init(&shared.v_full[stage], 1);
@@ -466,13 +484,21 @@ __global__ void __launch_bounds__(DECODE_THREADS<Instance::config>, Instance::co
     ptx::tma_prefetch(p.recent_v_map);
   }
   __syncthreads();
-  ptx::wait_for_grids_before();
-  ptx::launch_dependents();
+  const bool prefetches = threadIdx.x >= DECODERS<C> + 32;
+  if (!prefetches) {
+    ptx::wait_for_grids_before();
+    ptx::launch_dependents();
+    if (threadIdx.x == DECODERS<C>) ptx::store_relaxed_cta(&shared.started, 1);
+  }
   const DecodeSchedule<TILE_ROWS<C>> schedule(p);
   const TilesOf<C> tiles(schedule, blockIdx.x);
-  if (threadIdx.x >= DECODERS<C>) {
-    load_blocks<C>(p, shared, tiles);
+  if (prefetches) {
+    prefetch_pages<C>(p, shared, tiles);
+    ptx::wait_for_grids_before();
+    ptx::launch_dependents();
     store_empty_tiles<TILE_ROWS<C>>(p, C.head_dim);
+  } else if (threadIdx.x >= DECODERS<C>) {
+    load_blocks<C>(p, shared, tiles);
   } else {
     attend_to_blocks<C, T>(p, shared, tiles, schedule.shares);
   }

@@ -43,7 +43,7 @@ class DecodeConfig:
     Attributes:
         head_dim: channels of Q, K and V.
         stages: blocks of keys in flight, each of 256 head_dim bytes.
-        warps: those of a CTA that attend, each to eight rows of a tile: 4 or 8. Another one loads.
+        warps: those of a CTA that attend, each to eight rows of a tile: 4 or 8. One more loads, one prefetches.
         ctas: as many on each SM.
         int8: Q and K are int8, and are multiplied as int8.
     """
@@ -57,7 +57,7 @@ class DecodeConfig:
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return (self.warps + 1) * WARP
+        return (self.warps + 2) * WARP
 
     @property
     def rows(self) -> int:

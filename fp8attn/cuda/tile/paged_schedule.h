@@ -11,19 +11,22 @@ constexpr int HALVES = KEYS / HALF_BLOCK;
 static_assert(RECENT % HALF_BLOCK == 0 && KEYS == SCALE_BLOCK);
 
 // A row of the batch, as pages.PagedBatch.rows has it: its sequence, the position behind its last token, and how many
-// of its tokens are new. Only a row that `exists` has a sequence that is in the cache.
+// of its tokens are new. Only a row that `exists` has a sequence that is in the cache. Its numbers are read from L2: L1
+// may not have them, as a warp reads them before the grids before have completed.
 struct BatchRow {
   int sequence, end, count;
   bool exists;
 
   BatchRow() = default;
 
+  __device__ BatchRow(int its_sequence, int its_end, int its_count, bool is_there) : sequence(its_sequence), end(its_end), count(its_count), exists(is_there) {}
+
   __device__ BatchRow(const DecodeParams& p, int batch) {
-    const int number = p.sequences == nullptr ? batch : p.sequences[batch];
+    const int number = p.sequences == nullptr ? batch : __ldcg(p.sequences + batch);
     exists = number >= 0 && number < p.every_sequence;
     sequence = exists ? number : 0;
-    end = max(p.lengths[batch], 0);
-    count = max(min(min(p.counts == nullptr ? p.q_length : p.counts[batch], p.q_length), end), 0);
+    end = max(__ldcg(p.lengths + batch), 0);
+    count = max(min(min(p.counts == nullptr ? p.q_length : __ldcg(p.counts + batch), p.q_length), end), 0);
   }
 };
 
@@ -43,6 +46,7 @@ struct TileBlocks {
 
   TileBlocks() = default;
 
+  // Whatever the row's numbers are, there are at most p.table_width + 8.
   __device__ TileBlocks(const DecodeParams& p, const BatchRow& row, int first_row, int rows) {
     const int start = row.end - row.count;
     const int first = query_of(p, first_row);
@@ -92,41 +96,50 @@ struct BlockShares {
 
 };
 
-// The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps.
+// The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps. The batch's
+// numbers may change meanwhile if the grids before have not completed.
 template <int HEIGHT>
 struct DecodeSchedule {
   const DecodeParams& p;
-  int first;  // blocks of the lane's first batch
+  BatchRow row;  // the lane's first one, and its blocks
+  int first;
   BlockShares shares;
 
-  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), first(of_batch(threadIdx.x % 32)) {
+  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), row(row_of(threadIdx.x % 32)), first(blocks_of(row, threadIdx.x % 32)) {
     int total = first;
 #pragma unroll 1
-    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) total += of_batch(batch);
+    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) total += blocks_of(row_of(batch), batch);
     total = __shfl_sync(~0u, inclusive_sum(total), 31);
     shares = {total / p.ctas, total % p.ctas};
   }
 
-  // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. There
-  // is such a batch.
-  __device__ int find_batch(int& block) const {
+  // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. Sets
+  // the batch's row. p.batches if there is none.
+  __device__ int find_batch(int& block, BatchRow& its_row) const {
     const int lane = threadIdx.x % 32;
+    BatchRow of_lane = row;
 #pragma unroll 1
-    for (int start = 0;; start += 32) {
-      const int mine = start == 0 ? first : of_batch(start + lane), upto = inclusive_sum(mine);
+    for (int start = 0; start < p.batches; start += 32) {
+      if (start > 0) of_lane = row_of(start + lane);
+      const int mine = start > 0 ? blocks_of(of_lane, start + lane) : first, upto = inclusive_sum(mine);
       const uint32_t beyond = __ballot_sync(~0u, upto > block);
       if (beyond != 0) {
         const int found = __ffs(beyond) - 1;
         block -= __shfl_sync(~0u, upto - mine, found);
+        its_row = {__shfl_sync(~0u, of_lane.sequence, found), __shfl_sync(~0u, of_lane.end, found), __shfl_sync(~0u, of_lane.count, found),
+                   bool(__shfl_sync(~0u, int(of_lane.exists), found))};
         return start + found;
       }
       block -= __shfl_sync(~0u, upto, 31);
     }
+    return p.batches;
   }
 
  private:
+  __device__ BatchRow row_of(int batch) const { return BatchRow(p, min(batch, p.batches - 1)); }
+
   // 0 behind the last one.
-  __device__ int of_batch(int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head<HEIGHT>(p, BatchRow(p, batch)) : 0; }
+  __device__ int blocks_of(const BatchRow& its_row, int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head<HEIGHT>(p, its_row) : 0; }
 };
 
 // The tiles of a CTA, one after another, and which of their blocks it has: begin ... end - 1.
@@ -143,8 +156,11 @@ struct DecodeTiles {
   __device__ DecodeTiles(const DecodeSchedule<HEIGHT>& schedule, int cta)
       : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.begin(cta + 1) - skipped_) {
     if (left_ == 0) return;
-    batch = schedule.find_batch(skipped_);
-    row = BatchRow(schedule.p, batch);
+    batch = schedule.find_batch(skipped_, row);
+    if (batch == schedule.p.batches) {
+      left_ = 0;
+      return;
+    }
     const int of_head = blocks_of_head<HEIGHT>(schedule.p, row);
     kv_head = skipped_ / of_head;
     skipped_ %= of_head;
