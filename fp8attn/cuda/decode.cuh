@@ -67,6 +67,15 @@ struct alignas(1024) DecodeStorage {
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
+// Brings the statistics of a tile's keys and values into L2: of 32 channels.
+template <int DIM, int HEIGHT>
+__device__ void prefetch_statistics(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, int channel) {
+  const int64_t at = (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + channel;
+  ptx::prefetch_l2(p.k_mean + at);
+  ptx::prefetch_l2(p.v_mean + at);
+  ptx::prefetch_l2(p.v_scale + at);
+}
+
 // How the warps share a tile: as many groups of eight rows, a power of two, and in each of these as many warps.
 template <int WARPS>
 struct WarpShares {
@@ -248,7 +257,7 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
   if (!shared.is_last) return;
 #pragma unroll 1
   for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += C.warps) {
-    const auto place = [&](int cta) { return int64_t(TilesOf<C>::place(cta, cta == first)) * p.part_height + mine; };
+    const auto place = [&](int cta) { return TilesOf<C>::place(cta, cta == first) * p.part_height + mine; };
     float largest = -INFINITE, sum = 0.0f, o[LOADS][WIDTH] = {};
 #pragma unroll 1
     for (int from = first; from <= last; from += 32) {  // each lane has the sums of one part
@@ -258,12 +267,15 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
 #pragma unroll 1
       for (int start = 0; start < parts; start += PARTS) {
         Load loads[PARTS][LOADS];
+        // all parts but the tile's first one have the first of their CTA's places
+        const int here = place(from + start), next = TilesOf<C>::place(from + start + 1, false) * p.part_height + mine;
+        const float* part = p.parts + WIDTH * lane;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i)
 #pragma unroll
           for (int j = 0; j < LOADS; ++j) {
-            const float* part = p.parts + place(from + start + i) * DIM + WIDTH * (32 * j + lane);
-            loads[i][j] = start + i < parts ? __ldcg(reinterpret_cast<const Load*>(part)) : Load{};
+            const int at = i == 0 ? here : next + 2 * (i - 1) * p.part_height;
+            loads[i][j] = start + i < parts ? __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j)) : Load{};
           }
         if (start == 0) {  // while these are in flight
           float m = fmaxf(largest, of_part.x);
@@ -350,6 +362,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       TilesOf<C> next = tile;
       next.next(p);
       shared.tiles[turn ^ 1] = next;
+      for (int channel = 0; channel < DIM; channel += 32) prefetch_statistics<DIM>(p, next, channel);
     }
     ptx::cp_async_wait();
     ptx::warps_sync<DECODERS<C>>(1);
@@ -442,13 +455,15 @@ __device__ void prefetch_inputs(const DecodeParams& p) {
   }
 }
 
-// Brings the CTA's first pages into L2 while it waits for the grids before. They may still write lengths and page
+// Brings the CTA's first pages and their statistics into L2 while it waits for the grids before. They may still write lengths and page
 // numbers, so that these may be any; results don't depend on what is prefetched. Called by a warp.
 template <DecodeConfig C>
 __device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C>& shared, TilesOf<C> tile) {
   constexpr int PAGES = (64 << 10) / (2 * DecodeStorage<C>::block_bytes);
   tile.next(p);
   const int lane = threadIdx.x % 32, block = tile.begin + lane;
+  if (!tile.exists()) return;
+  if (lane < C.head_dim / 32) prefetch_statistics<C.head_dim>(p, tile, 32 * lane);
   if (lane >= PAGES || block >= min(min(tile.end, tile.blocks.pages), p.table_width)) return;
   const int number = __ldcg(p.page_table + tile.batch * p.table_stride + block);
   if (number < 0 || number >= p.every_page || ptx::load_relaxed_cta(&shared.started)) return;
