@@ -1,12 +1,13 @@
 // Attention of few queries to a KV cache in pages, sm_90: `fp8attn/pages.py` defines it.
 //
-// A tile has rows of a key/value head: the queries of all heads that share it. CTAs share the blocks of all tiles equally,
-// whatever their lengths, which they read on the device. A block is a page of 128 keys in FP8, or 64 tokens in half
-// precision; each takes 256 D bytes of shared memory. One warp loads blocks by TMA, as many ahead as there are stages.
-// The others, four or eight, attend. A warp has eight rows and whole blocks: if the tile has eight rows, warps have
-// blocks in turn; if it has eight for each warp, all warps have all blocks. So warps wait for each other only at the end
-// of a tile, where they add their sums. Where CTAs share a tile, they store partial results, and the last one to do so
-// adds these, in the order of the keys. Where an SM has two CTAs, one attends while the other is between tiles.
+// The rows of a tile are the queries of all heads that share a key/value head. CTAs share the blocks of all tiles
+// equally, whatever their lengths, which they read on the device. A block is a page of 128 keys in FP8, or 64 tokens
+// in half precision; each takes 256 D bytes of shared memory. One warp loads blocks by TMA, as many ahead as there
+// are stages. Four or eight warps attend. A warp has eight rows and whole blocks: if the tile has eight rows, warps
+// have blocks in turn; if it has eight for each warp, all warps have all blocks. So warps wait for each other only at
+// the end of a tile, where they add their sums. Where CTAs share a tile, they store partial results, and the last one
+// to do so adds these, in the order of the keys. Where an SM has two CTAs, one attends while the other is between
+// tiles.
 #pragma once
 
 #include "config.h"
@@ -358,14 +359,14 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
     }
     quantize_queries<T, DIM, C.int8>(p, tile, shared.q, shared.row_scale, shared.mean_score);
     if (threadIdx.x < TILE_ROWS<C>) shared.position[threadIdx.x] = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + threadIdx.x).position;
+    ptx::cp_async_wait();
+    ptx::warps_sync<DECODERS<C>>(1);
     if (threadIdx.x == DECODERS<C> - 1) {
       TilesOf<C> next = tile;
       next.next(p);
       shared.tiles[turn ^ 1] = next;
       for (int channel = 0; channel < DIM; channel += 32) prefetch_statistics<DIM>(p, next, channel);
     }
-    ptx::cp_async_wait();
-    ptx::warps_sync<DECODERS<C>>(1);
     PagedRows<DIM> rows;
     const int end_of_pages = min(tile.end, tile.blocks.pages);
     int block = tile.begin + shares.share(warp);
@@ -455,8 +456,8 @@ __device__ void prefetch_inputs(const DecodeParams& p) {
   }
 }
 
-// Brings the CTA's first pages and their statistics into L2 while it waits for the grids before. They may still write lengths and page
-// numbers, so that these may be any; results don't depend on what is prefetched. Called by a warp.
+// Brings the CTA's first pages and their statistics into L2 while it waits for the grids before. They may still write
+// lengths and page numbers, so that these may be any; results don't depend on what is prefetched. Called by a warp.
 template <DecodeConfig C>
 __device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C>& shared, TilesOf<C> tile) {
   constexpr int PAGES = (64 << 10) / (2 * DecodeStorage<C>::block_bytes);

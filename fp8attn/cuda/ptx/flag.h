@@ -16,8 +16,8 @@ __device__ inline int load_acquire(const int* flag) {
   return value;
 }
 
-// A counter in shared memory, of the threads of a CTA. It orders no other accesses: ptxas makes st.release a fence, which
-// waits for the thread's loads.
+// A counter in shared memory, of the threads of a CTA. It orders no other accesses: ptxas makes st.release a fence,
+// which waits for the thread's loads.
 __device__ inline void store_relaxed_cta(int* counter, int value) {
   asm volatile("st.relaxed.cta.shared::cta.b32 [%0], %1;" ::"r"(shared_address(counter)), "r"(value) : "memory");
 }

@@ -18,8 +18,8 @@ constexpr int QUERY_GROUP = 8;  // rows that a warp has
 template <int DIM>
 constexpr int QUERY_PITCH = DIM + 16;
 
-// Quantizes the rows of a tile. Called by a warp for each group of rows. Sets the scales of the rows, times p.score_scale; NaN if a
-// query is not finite. Sets what K's mean adds to the rows' scores.
+// Quantizes the rows of a tile. Called by a warp for each group of rows. Sets the scales of the rows, times
+// p.score_scale; NaN if a query is not finite. Sets what K's mean adds to the rows' scores.
 template <typename T, int DIM, bool INT8, int HEIGHT>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, uint8_t* codes, float (&row_scale)[HEIGHT], float (&mean_score)[HEIGHT]) {
   constexpr int THREADS = HEIGHT / QUERY_GROUP * 32;
