@@ -68,13 +68,24 @@ struct alignas(1024) DecodeStorage {
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
 
-// Brings the statistics of a tile's keys and values into L2: of 32 channels.
-template <int DIM, int HEIGHT>
-__device__ void prefetch_statistics(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, int channel) {
-  const int64_t at = (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + channel;
-  ptx::prefetch_l2(p.k_mean + at);
-  ptx::prefetch_l2(p.v_mean + at);
-  ptx::prefetch_l2(p.v_scale + at);
+constexpr int LINE = 128;  // bytes that a prefetch brings
+
+// Brings into L2 what warps read before the blocks of a tile. Called by a warp.
+template <typename T, int DIM, int HEIGHT>
+__device__ void prefetch_tile(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile) {
+  constexpr int FLOATS = LINE / sizeof(float), ELEMENTS = LINE / sizeof(T);
+  const int lane = threadIdx.x % 32;
+  if (lane < DIM / FLOATS) {
+    const int64_t at = (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + lane * FLOATS;
+    ptx::prefetch_l2(p.k_mean + at);
+    ptx::prefetch_l2(p.v_mean + at);
+    ptx::prefetch_l2(p.v_scale + at);
+  }
+#pragma unroll 1
+  for (int i = lane; i < tile.height(p); i += 32) {
+    const T* q = query_at<T>(p, tile.batch, QueryRow(p, tile.row, tile.kv_head, tile.first_row() + i));
+    for (int channel = 0; channel < DIM; channel += ELEMENTS) ptx::prefetch_l2(q + channel);
+  }
 }
 
 // How the warps share a tile: as many groups of eight rows, a power of two, and in each of these as many warps.
@@ -93,13 +104,13 @@ struct WarpShares {
 };
 
 // One warp loads the blocks of all tiles of the CTA.
-template <DecodeConfig C>
+template <DecodeConfig C, typename T>
 __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tile) {
   constexpr int PANEL = KEY_PANEL<C.head_dim>, HALF_BYTES = 2 * C.head_dim, bytes = DecodeStorage<C>::block_bytes;
   const int lane = threadIdx.x % 32;
   Ring<C.stages> ring;
 #pragma unroll 1
-  for (tile.next(p); tile.exists(); tile.next(p)) {
+  for (tile.next(p); tile.exists();) {
     const int* pages = p.page_table + tile.batch * p.table_stride;
     const int pair = tile.row.sequence * p.kv_heads + tile.kv_head;
 #pragma unroll 1
@@ -136,6 +147,8 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Til
         ptx::store_relaxed_cta(&shared.issued, tile.before + block + 1);
       }
     }
+    tile.next(p);
+    if (tile.exists()) prefetch_tile<T, C.head_dim>(p, tile);  // warps come to it as many blocks later as there are stages
   }
 }
 
@@ -365,7 +378,6 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       TilesOf<C> next = tile;
       next.next(p);
       shared.tiles[turn ^ 1] = next;
-      for (int channel = 0; channel < DIM; channel += 32) prefetch_statistics<DIM>(p, next, channel);
     }
     PagedRows<DIM> rows;
     const int end_of_pages = min(tile.end, tile.blocks.pages);
@@ -434,7 +446,7 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
 // reads nothing. Warps of the grid share the rows of the batch.
 template <typename T, int DIM, int THREADS>
 __device__ void prefetch_inputs(const DecodeParams& p) {
-  constexpr int LINE = 128, NUMBERS = LINE / sizeof(int), WORDS = LINE / sizeof(T);
+  constexpr int NUMBERS = LINE / sizeof(int), ELEMENTS = LINE / sizeof(T);
   const int thread = threadIdx.x, lane = thread % 32;
   if (thread * NUMBERS < p.batches) {
     ptx::prefetch_l2(p.lengths + thread * NUMBERS);
@@ -451,20 +463,20 @@ __device__ void prefetch_inputs(const DecodeParams& p) {
       const T* q = static_cast<const T*>(p.q) + batch * p.q_strides[0] + head * p.q_strides[1];
 #pragma unroll 1
       for (int query = 0; query < p.q_length; ++query, q += p.q_strides[2])
-        for (int i = 0; i < DIM; i += WORDS) ptx::prefetch_l2(q + i);
+        for (int channel = 0; channel < DIM; channel += ELEMENTS) ptx::prefetch_l2(q + channel);
     }
   }
 }
 
 // Brings the CTA's first pages and their statistics into L2 while it waits for the grids before. They may still write
 // lengths and page numbers, so that these may be any; results don't depend on what is prefetched. Called by a warp.
-template <DecodeConfig C>
+template <DecodeConfig C, typename T>
 __device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C>& shared, TilesOf<C> tile) {
   constexpr int PAGES = (64 << 10) / (2 * DecodeStorage<C>::block_bytes);
   tile.next(p);
   const int lane = threadIdx.x % 32, block = tile.begin + lane;
   if (!tile.exists()) return;
-  if (lane < C.head_dim / 32) prefetch_statistics<C.head_dim>(p, tile, 32 * lane);
+  prefetch_tile<T, C.head_dim>(p, tile);
   if (lane >= PAGES || block >= min(min(tile.end, tile.blocks.pages), p.table_width)) return;
   const int number = __ldcg(p.page_table + tile.batch * p.table_stride + block);
   if (number < 0 || number >= p.every_page || ptx::load_relaxed_cta(&shared.started)) return;
@@ -509,12 +521,12 @@ __global__ void __launch_bounds__(DECODE_THREADS<Instance::config>, Instance::co
   const DecodeSchedule<TILE_ROWS<C>> schedule(p);
   const TilesOf<C> tiles(schedule, blockIdx.x);
   if (prefetches) {
-    prefetch_pages<C>(p, shared, tiles);
+    prefetch_pages<C, T>(p, shared, tiles);
     ptx::wait_for_grids_before();
     ptx::launch_dependents();
     store_empty_tiles<TILE_ROWS<C>>(p, C.head_dim);
   } else if (threadIdx.x >= DECODERS<C>) {
-    load_blocks<C>(p, shared, tiles);
+    load_blocks<C, T>(p, shared, tiles);
   } else {
     attend_to_blocks<C, T>(p, shared, tiles, schedule.shares);
   }
