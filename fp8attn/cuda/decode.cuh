@@ -277,21 +277,21 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
     for (int from = first; from <= last; from += 32) {  // each lane has the sums of one part
       const int parts = min(last + 1 - from, 32);
       const float2 of_part = lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * place(from + lane))) : float2{-INFINITE, 0.0f};
-      float weight;
+      float weight = 0.0f;
 #pragma unroll 1
-      for (int start = 0; start < parts; start += PARTS) {
+      for (int chunk = 0; chunk < parts; chunk += PARTS) {
         Load loads[PARTS][LOADS];
         // all parts but the tile's first one have the first of their CTA's places
-        const int here = place(from + start), next = TilesOf<C>::place(from + start + 1, false) * p.part_height + mine;
+        const int here = place(from + chunk), next = TilesOf<C>::place(from + chunk + 1, false) * p.part_height + mine;
         const float* part = p.parts + WIDTH * lane;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i)
 #pragma unroll
           for (int j = 0; j < LOADS; ++j) {
             const int at = i == 0 ? here : next + 2 * (i - 1) * p.part_height;
-            loads[i][j] = start + i < parts ? __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j)) : Load{};
+            loads[i][j] = chunk + i < parts ? __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j)) : Load{};
           }
-        if (start == 0) {  // while these are in flight
+        if (chunk == 0) {  // while these are in flight
           float m = fmaxf(largest, of_part.x);
 #pragma unroll
           for (int distance = 16; distance > 0; distance /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, distance));
@@ -305,8 +305,8 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
         }
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
-          const float factor = __shfl_sync(~0u, weight, start + i);
-          sum = fmaf(factor, __shfl_sync(~0u, of_part.y, start + i), sum);
+          const float factor = __shfl_sync(~0u, weight, chunk + i);
+          sum = fmaf(factor, __shfl_sync(~0u, of_part.y, chunk + i), sum);
 #pragma unroll
           for (int j = 0; j < LOADS; ++j)
 #pragma unroll
