@@ -255,7 +255,7 @@ template <DecodeConfig C>
 __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<C>& shared, const TilesOf<C>& tile) {
   constexpr int DIM = C.head_dim, TICKET_BITS = 10;  // of three row tiles at most; there are fewer CTAs
   constexpr int WIDTH = DIM < 128 ? 2 : 4, LOADS = DIM / 32 / WIDTH;  // floats of a load, and a lane's loads of a part
-  constexpr int PARTS = 16 / LOADS;                                   // whose loads are in flight together
+  constexpr int PARTS = DIM > 128 ? 8 : 32, SOME = 8;                 // whose loads are in flight together; skipped together
   using Load = std::conditional_t<WIDTH == 2, float2, float4>;
   const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
   const int first = shared.shares.cta_of(start), last = shared.shares.cta_of(start + tile.blocks.size() - 1);
@@ -280,17 +280,18 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
       float weight = 0.0f;
 #pragma unroll 1
       for (int chunk = 0; chunk < parts; chunk += PARTS) {
-        Load loads[PARTS][LOADS];
+        Load loads[PARTS][LOADS] = {};
         // all parts but the tile's first one have the first of their CTA's places
         const int here = place(from + chunk), next = TilesOf<C>::place(from + chunk + 1, false) * p.part_height + mine;
         const float* part = p.parts + WIDTH * lane;
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i)
+        for (int i = 0; i < PARTS; ++i) {
+          if (i % SOME == 0 && chunk + i >= parts) break;
+          const int at = i == 0 ? here : next + 2 * (i - 1) * p.part_height;
 #pragma unroll
-          for (int j = 0; j < LOADS; ++j) {
-            const int at = i == 0 ? here : next + 2 * (i - 1) * p.part_height;
-            loads[i][j] = chunk + i < parts ? __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j)) : Load{};
-          }
+          for (int j = 0; j < LOADS; ++j)
+            if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j));
+        }
         if (chunk == 0) {  // while these are in flight
           float m = fmaxf(largest, of_part.x);
 #pragma unroll
@@ -305,6 +306,7 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
         }
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
+          if (i % SOME == 0 && chunk + i >= parts) break;
           const float factor = __shfl_sync(~0u, weight, chunk + i);
           sum = fmaf(factor, __shfl_sync(~0u, of_part.y, chunk + i), sum);
 #pragma unroll
