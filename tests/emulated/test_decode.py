@@ -83,6 +83,7 @@ CASES = {
     "three row tiles": (Case((300, 257), queries=17, group=4), 2),
     "eight groups of rows": (Case((300,), queries=15, group=4, dim=256), 2),
     "more than 32 parts": (Case((128 * 40,)), 20),
+    "256 channels, more than 8 parts": (Case((128 * 11,), dim=256, group=2), 12),
     "more CTAs than blocks": (Case((140, 20)), 5),
     "many short": (Case((3,) * 40, group=1), 2),
     "many of different lengths": (Case((3, 140) * 70, group=1), 40),
