@@ -8,24 +8,24 @@ import torch
 
 from ..device import Device
 from ..pages import PAGE, PagedBatch, Storage
-from .configs import KEYS, ROWS, round_up
+from .configs import KEYS, round_up
 
 WARP = 32
 
-WARPS = 8
-"""Warps of a CTA that attend. Another one loads."""
+WARP_ROWS = 8
+"""Rows of a tile that a warp has."""
 
 SLICE = 64 + 4
 """Floats that a warp exchanges of each of its rows at once, with padding."""
 
-MOST_ROW_TILES = 4
-"""Tiles of rows of a key/value head, each of which reads the head's pages. With more, Triton's kernel is expected to be
-no slower."""
+MOST_ROW_TILES = 3
+"""Tiles of rows of a key/value head, each of which reads the head's pages, and has ten bits of a ticket. With more,
+Triton's kernel is expected to be no slower."""
 
 LARGE_DIM = 128
 
 MOST_PAGES = 264
-"""Pages of all heads: two for each CTA of an H100."""
+"""Pages of all heads: two for each SM of an H100."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -43,31 +43,40 @@ class DecodeConfig:
     Attributes:
         head_dim: channels of Q, K and V.
         stages: blocks of keys in flight, each of 256 head_dim bytes.
+        warps: those of a CTA that attend, each to eight rows of a tile: 4 or 8. One more loads, one prefetches.
+        ctas: as many on each SM.
         int8: Q and K are int8, and are multiplied as int8.
     """
 
     head_dim: int
     stages: int
+    warps: int
+    ctas: int
     int8: bool = False
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA, of which an SM has one."""
-        return (WARPS + 1) * WARP
+        """Threads of a CTA."""
+        return (self.warps + 2) * WARP
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warps * WARP_ROWS
 
     @property
     def shared_bytes(self) -> int:
         """sizeof(DecodeStorage), in bytes."""
-        tiles = self.stages * 2 * KEYS * self.head_dim + max(ROWS * (self.head_dim + 16), 4 * ROWS * SLICE)
-        return round_up(tiles + 4 * (2 * self.head_dim + 6 * ROWS) + (8 + 4 * 8) * self.stages + 2 * TILE_BYTES, 1024)
+        tiles = self.stages * 2 * KEYS * self.head_dim + self.rows * max(self.head_dim + 16, 4 * SLICE)
+        return round_up(tiles + 4 * (2 * self.head_dim + 6 * self.rows) + (8 + 4 * 8) * self.stages + 2 * TILE_BYTES, 1024)
 
     @property
     def name(self) -> str:
         return "decode_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-E4M3_INSTANCES = (DecodeConfig(64, 12), DecodeConfig(128, 6), DecodeConfig(256, 3))
-"""Their stages fill the shared memory of an SM."""
+E4M3_INSTANCES = (DecodeConfig(64, 6, 4, 2), DecodeConfig(128, 3, 4, 2), DecodeConfig(256, 3, 8, 1))
+"""Their stages fill the shared memory of an SM. Two CTAs with D 256 would have one stage each."""
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
 
@@ -84,32 +93,27 @@ def rows_of_head(q: torch.Tensor, storage: Storage) -> int:
     return q.shape[1] // storage.k.shape[1] * q.shape[2]
 
 
-def row_tiles(q: torch.Tensor, storage: Storage) -> int:
-    """Tiles of rows of a key/value head."""
-    return -(-rows_of_head(q, storage) // ROWS)
-
-
 def choose(storage: Storage) -> DecodeConfig:
     """The instance for a cache that the kernel supports."""
     wanted = storage.k.shape[3], storage.pages.k.dtype == torch.int8
     return next(config for config in INSTANCES if (config.head_dim, config.int8) == wanted)
 
 
-def ctas_of(device: Device) -> int:
-    """The CTAs that share the blocks of a call: as many as run at once, one on each SM."""
-    return device.sm_count
+def ctas_of(config: DecodeConfig, device: Device) -> int:
+    """The CTAs that share the blocks of a call: as many as run at once."""
+    return config.ctas * device.sm_count
 
 
-def part_height(q: torch.Tensor, storage: Storage) -> int:
+def part_height(config: DecodeConfig, q: torch.Tensor, storage: Storage) -> int:
     """Rows of a tile that partial results have room for."""
-    return min(rows_of_head(q, storage), ROWS)
+    return min(rows_of_head(q, storage), config.rows)
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
-    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each CTA has two pages at most,
+    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
     and for larger head dims with so few rows that each warp has whole pages."""
     pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return pages <= MOST_PAGES or (storage.k.shape[3] >= LARGE_DIM and rows_of_head(q, storage) <= ROWS // WARPS)
+    return pages <= MOST_PAGES or (storage.k.shape[3] >= LARGE_DIM and rows_of_head(q, storage) <= WARP_ROWS)
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
@@ -123,14 +127,16 @@ def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softm
         return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in E4M3_INSTANCES]} for keys and values"
     if not softmax_scale > 0:
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
-    if q.numel() == 0 or row_tiles(q, storage) > MOST_ROW_TILES:
-        return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * ROWS} queries of the heads that share a key/value head"
+    tile_rows = choose(storage).rows
+    row_tiles = -(-rows_of_head(q, storage) // tile_rows)
+    if q.numel() == 0 or row_tiles > MOST_ROW_TILES:
+        return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * tile_rows} queries of the heads that share a key/value head"
     if q.shape[0] > storage.k.shape[0]:
         return f"the batch has {q.shape[0]} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
     if q.stride(3) != 1 or any(q.size(i) > 1 and q.stride(i) * q.element_size() % ALIGNMENT for i in range(3)) or q.data_ptr() % ALIGNMENT:
         return f"query has strides {q.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
     sizes = (storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3]), storage.k.shape[0] * storage.k.shape[1] * storage.k.shape[2])
-    blocks = q.shape[0] * storage.k.shape[1] * row_tiles(q, storage) * (batch.page_table.shape[1] + 8)
+    blocks = q.shape[0] * storage.k.shape[1] * row_tiles * (batch.page_table.shape[1] + 8)
     if max(*sizes, blocks, q.shape[0] * q.shape[1] * q.shape[2]) >= 1 << 31:
         return f"the cache has {sizes[0]} rows of keys, and the call {blocks} blocks; it takes fewer than 2^31"
     return None

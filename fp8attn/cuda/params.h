@@ -190,7 +190,7 @@ struct DecodeParams {
   float* lse;                 // (B, Hq, Sq)
   float* parts;               // (2 * ctas, rows of a tile, D): partial outputs
   float* part_rows;           // (2 * ctas, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
-  int* tickets;               // (at least B, Hkv), zeros between launches: how many parts are stored, 8 bits a row tile
+  int* tickets;               // (at least B, Hkv), zeros between launches: how many parts are stored, 10 bits a row tile
 
   int64_t q_strides[3], table_stride;
 

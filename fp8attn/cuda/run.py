@@ -265,7 +265,7 @@ def attend_to_pages(
     """
     config = decode.choose(storage)
     library = build.load_with(config, decode.group(config), device.arch)
-    ctas, height, dim = decode.ctas_of(device), decode.part_height(q, storage), q.shape[3]
+    ctas, height, dim = decode.ctas_of(config, device), decode.part_height(config, q, storage), q.shape[3]
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (dim, 2))
     library.operators.decode.default(

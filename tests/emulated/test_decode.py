@@ -80,7 +80,10 @@ CASES = {
     "drafts across pages": (Case((130, 258, 5, 384), queries=5, group=2), 2),
     "drafts of several sizes": (Case((130, 258, 70, 384), queries=5, group=3, counts=(1, 5, 0, 2)), 1),
     "four groups of rows": (Case((300, 257), queries=7, group=4), 2),
-    "two row tiles": (Case((300, 257), queries=17, group=4), 2),
+    "three row tiles": (Case((300, 257), queries=17, group=4), 2),
+    "eight groups of rows": (Case((300,), queries=15, group=4, dim=256), 2),
+    "more than 32 parts": (Case((128 * 40,)), 20),
+    "256 channels, more than 8 parts": (Case((128 * 11,), dim=256, group=2), 12),
     "more CTAs than blocks": (Case((140, 20)), 5),
     "many short": (Case((3,) * 40, group=1), 2),
     "many of different lengths": (Case((3, 140) * 70, group=1), 40),
@@ -183,15 +186,15 @@ MUTANTS = {
     "rows of the first warp": ("decode.cuh", "first_row = shares.group(warp) * QUERY_GROUP", "first_row = 0"),
     "a warp's sums left out": (
         "decode.cuh",
-        "other < DECODE_WARPS; other += shares.groups) {",
-        "other < DECODE_WARPS - 1; other += shares.groups) {",
+        "other < C.warps; other += shares.groups) {",
+        "other < C.warps - 1; other += shares.groups) {",
     ),
-    "warps' sums not weighed": ("decode.cuh", "weight = shared.weight[other][warp];", "weight = shared.weight[group][warp];"),
-    "sums written over queries": ("decode.cuh", "ptx::warps_sync<DECODERS>(1);  // nobody reads the queries", "// nobody reads the queries"),
+    "warps' sums not weighed": ("decode.cuh", "weight = shared.weight[other][query];", "weight = shared.weight[group][query];"),
+    "sums written over queries": ("decode.cuh", "ptx::warps_sync<DECODERS<C>>(1);  // nobody reads the queries", "// nobody reads the queries"),
     "parts added by the first CTA": ("decode.cuh", "== count - 1;", "== 0;"),
     "tickets that stay": ("decode.cuh", "if (shared.is_last) atomicAdd", "if (false) atomicAdd"),
     "scales that may come later": ("decode.cuh", "ptx::cp_async_arrive(k_full);", "ptx::mbarrier_arrive(k_full);"),
-    "a stage released by one warp": ("decode.cuh", "const int readers = WarpShares(p).groups;", "const int readers = 1;"),
+    "a stage released by one warp": ("decode.cuh", "const int readers = WarpShares<C.warps>(p).groups;", "const int readers = 1;"),
 }
 
 
@@ -206,7 +209,7 @@ def test_mutants_change_a_source() -> None:
     emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
 
 
-MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=9, dim=128, seed=2)
+MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=5, dim=128, seed=2)
 
 
 @pytest.mark.thorough

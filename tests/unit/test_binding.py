@@ -172,7 +172,7 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
             out, lse = run.attend_to_pages(q, cache.storage, batch, fp8attn.Recipe(), 0.1, H100, torch.float32)
         assert out.shape == q.shape and out.is_contiguous() and lse.shape == (3, 8, 2)
         buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-        assert recorder.library.recorded_decode(buffer) == told.arguments[1] == H100.sm_count
+        assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode.choose(cache.storage), H100)
         expected = bytes(emulation.decode_params(*told.arguments[1:]))
         assert buffer.raw[: len(expected)] == expected
 
@@ -227,7 +227,7 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
     given = operands()
     outputs = recorder.operators.repeat.default(number, given)
     buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-    assert recorder.library.recorded_decode(buffer) == H100.sm_count
+    assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[5:])), H100)
     found = emulation.DecodeParams.from_buffer_copy(buffer)
     ctas, part, scale = numbers[:3]
     scratch = [torch.empty(2 * ctas, 8, width) for width in (128, 2)]

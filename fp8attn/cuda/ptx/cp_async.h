@@ -5,6 +5,9 @@
 
 namespace fp8attn::ptx {
 
+// Brings the line of 128 bytes that has an address of global memory into L2, whatever it holds then.
+__device__ inline void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // Copies 4 bytes; writes zeros if `exists` is false.
 __device__ inline void cp_async(float* to, const float* from, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 4 : 0) : "memory");

@@ -16,15 +16,23 @@ __device__ inline int load_acquire(const int* flag) {
   return value;
 }
 
-// The same for threads of a CTA, and a flag in its shared memory.
-__device__ inline void store_release_cta(int* flag, int value) {
-  asm volatile("st.release.cta.shared::cta.b32 [%0], %1;" ::"r"(shared_address(flag)), "r"(value) : "memory");
+// A counter in shared memory, of the threads of a CTA. It orders no other accesses: ptxas makes st.release a fence,
+// which waits for the thread's loads.
+__device__ inline void store_relaxed_cta(int* counter, int value) {
+  asm volatile("st.relaxed.cta.shared::cta.b32 [%0], %1;" ::"r"(shared_address(counter)), "r"(value) : "memory");
 }
 
-__device__ inline int load_acquire_cta(const int* flag) {
+__device__ inline int load_relaxed_cta(const int* counter) {
   int value;
-  asm volatile("ld.acquire.cta.shared::cta.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(flag)) : "memory");
+  asm volatile("ld.relaxed.cta.shared::cta.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(counter)) : "memory");
   return value;
+}
+
+// Adds, and returns what was there. A release and an acquire: threads that add in turn see each other's earlier stores.
+__device__ inline int add_acq_rel(int* flag, int more) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(flag), "r"(more) : "memory");
+  return before;
 }
 
 // Release add, with the same guarantee.

@@ -31,6 +31,10 @@ __device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uin
 }
 
 // Prefetches a box into L2.
+__device__ inline void tma_load_ahead(const CUtensorMap& map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y) : "memory");
+}
+
 __device__ inline void tma_load_ahead(const CUtensorMap& map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(&map)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }

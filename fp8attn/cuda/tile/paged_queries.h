@@ -18,16 +18,17 @@ constexpr int QUERY_GROUP = 8;  // rows that a warp has
 template <int DIM>
 constexpr int QUERY_PITCH = DIM + 16;
 
-// Quantizes the rows of a tile. Called by THREADS threads. Sets the scales of the rows, times p.score_scale; NaN if a
-// query is not finite. Sets what K's mean adds to the rows' scores.
-template <typename T, int DIM, int THREADS, bool INT8>
-__device__ void quantize_queries(const DecodeParams& p, const DecodeTiles& tile, uint8_t* codes, float (&row_scale)[ROWS], float (&mean_score)[ROWS]) {
+// Quantizes the rows of a tile. Called by a warp for each group of rows. Sets the scales of the rows, times
+// p.score_scale; NaN if a query is not finite. Sets what K's mean adds to the rows' scores.
+template <typename T, int DIM, bool INT8, int HEIGHT>
+__device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, uint8_t* codes, float (&row_scale)[HEIGHT], float (&mean_score)[HEIGHT]) {
+  constexpr int THREADS = HEIGHT / QUERY_GROUP * 32;
   const RowTeam team(DIM);
   const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
   int mine = threadIdx.x / team.lanes;
   if (mine - above >= rows) return;
   const auto load = [&](int index) {
-    const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + index);
+    const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + index);
     Chunk<T> chunk;
     if (index < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
     return chunk;
@@ -72,8 +73,9 @@ template <typename T, int DIM>
 struct HalfQueries {
   uint32_t words[DIM / 16][2];
 
-  __device__ HalfQueries(const DecodeParams& p, const DecodeTiles& tile, int first, Fragment f) {
-    const QueryRow row(p, tile.row, tile.kv_head, tile.row_tile * ROWS + first + f.row);
+  template <int HEIGHT>
+  __device__ HalfQueries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, int first, Fragment f) {
+    const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + first + f.row);
     const T* from = query_at<T>(p, tile.batch, row) + f.column;
 #pragma unroll
     for (int i = 0; i < DIM / 8; ++i) words[i / 2][i % 2] = row.real ? *reinterpret_cast<const uint32_t*>(from + 8 * i) : 0;

@@ -11,39 +11,46 @@ constexpr int HALVES = KEYS / HALF_BLOCK;
 static_assert(RECENT % HALF_BLOCK == 0 && KEYS == SCALE_BLOCK);
 
 // A row of the batch, as pages.PagedBatch.rows has it: its sequence, the position behind its last token, and how many
-// of its tokens are new. Only a row that `exists` has a sequence that is in the cache.
+// of its tokens are new. Only a row that `exists` has a sequence that is in the cache. Its numbers are read from L2: L1
+// may not have them, as a warp reads them before the grids before have completed.
 struct BatchRow {
   int sequence, end, count;
   bool exists;
 
   BatchRow() = default;
 
+  __device__ BatchRow(int its_sequence, int its_end, int its_count, bool is_there) : sequence(its_sequence), end(its_end), count(its_count), exists(is_there) {}
+
   __device__ BatchRow(const DecodeParams& p, int batch) {
-    const int number = p.sequences == nullptr ? batch : p.sequences[batch];
+    const int number = p.sequences == nullptr ? batch : __ldcg(p.sequences + batch);
     exists = number >= 0 && number < p.every_sequence;
     sequence = exists ? number : 0;
-    end = max(p.lengths[batch], 0);
-    count = max(min(min(p.counts == nullptr ? p.q_length : p.counts[batch], p.q_length), end), 0);
+    end = max(__ldcg(p.lengths + batch), 0);
+    count = max(min(min(p.counts == nullptr ? p.q_length : __ldcg(p.counts + batch), p.q_length), end), 0);
   }
 };
 
-// Tiles of rows of a key/value head.
-__host__ __device__ inline int row_tiles(const DecodeParams& p) { return (p.group * p.q_length + ROWS - 1) / ROWS; }
+// Tiles of HEIGHT rows of a key/value head.
+template <int HEIGHT>
+__device__ int row_tiles(const DecodeParams& p) {
+  return (p.group * p.q_length + HEIGHT - 1) / HEIGHT;
+}
 
 // The query of a row of a key/value head, without a division. There are at most 256 rows, of which a group is a part.
 __device__ inline int query_of(const DecodeParams& p, int row) { return row * p.group_inverse >> 16; }
 
-// The blocks that ROWS rows of a key/value head attend to: complete pages, then blocks in half precision, from block
+// The blocks that some rows of a key/value head attend to: complete pages, then blocks in half precision, from block
 // `first_half` of the sequence on. Row i is query i / group of the head's query head i % group.
 struct TileBlocks {
   int pages = 0, halves = 0, first_half = 0;
 
   TileBlocks() = default;
 
-  __device__ TileBlocks(const DecodeParams& p, const BatchRow& row, int row_tile) {
+  // Whatever the row's numbers are, there are at most p.table_width + 8.
+  __device__ TileBlocks(const DecodeParams& p, const BatchRow& row, int first_row, int rows) {
     const int start = row.end - row.count;
-    const int first = query_of(p, row_tile * ROWS);
-    const int last = min(query_of(p, row_tile * ROWS + ROWS - 1), row.count - 1);
+    const int first = query_of(p, first_row);
+    const int last = min(query_of(p, first_row + rows - 1), row.count - 1);
     if (!row.exists || first > last) return;
     // The page behind the table isn't there. Rows that see it are NaN, whatever comes after it.
     pages = min((start + last) / KEYS, p.table_width + 1);
@@ -66,10 +73,11 @@ __device__ inline int inclusive_sum(int x) {
 }
 
 // Blocks of one key/value head of a row of the batch.
-__device__ inline int blocks_of_head(const DecodeParams& p, const BatchRow& row) {
+template <int HEIGHT>
+__device__ int blocks_of_head(const DecodeParams& p, const BatchRow& row) {
   int sum = 0;
 #pragma unroll 1
-  for (int i = 0; i < row_tiles(p); ++i) sum += TileBlocks(p, row, i).size();
+  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += TileBlocks(p, row, i * HEIGHT, HEIGHT).size();
   return sum;
 }
 
@@ -88,43 +96,54 @@ struct BlockShares {
 
 };
 
-// The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps.
+// The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps. The batch's
+// numbers may change meanwhile if the grids before have not completed.
+template <int HEIGHT>
 struct DecodeSchedule {
   const DecodeParams& p;
-  int first;  // blocks of the lane's first batch
+  BatchRow row;  // the lane's first one, and its blocks
+  int first;
   BlockShares shares;
 
-  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), first(of_batch(threadIdx.x % 32)) {
+  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), row(row_of(threadIdx.x % 32)), first(blocks_of(row, threadIdx.x % 32)) {
     int total = first;
 #pragma unroll 1
-    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) total += of_batch(batch);
+    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) total += blocks_of(row_of(batch), batch);
     total = __shfl_sync(~0u, inclusive_sum(total), 31);
     shares = {total / p.ctas, total % p.ctas};
   }
 
-  // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. There
-  // is such a batch.
-  __device__ int find_batch(int& block) const {
+  // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. Sets
+  // the batch's row. p.batches if there is none.
+  __device__ int find_batch(int& block, BatchRow& its_row) const {
     const int lane = threadIdx.x % 32;
+    BatchRow of_lane = row;
 #pragma unroll 1
-    for (int start = 0;; start += 32) {
-      const int mine = start == 0 ? first : of_batch(start + lane), upto = inclusive_sum(mine);
+    for (int start = 0; start < p.batches; start += 32) {
+      if (start > 0) of_lane = row_of(start + lane);
+      const int mine = start > 0 ? blocks_of(of_lane, start + lane) : first, upto = inclusive_sum(mine);
       const uint32_t beyond = __ballot_sync(~0u, upto > block);
       if (beyond != 0) {
         const int found = __ffs(beyond) - 1;
         block -= __shfl_sync(~0u, upto - mine, found);
+        its_row = {__shfl_sync(~0u, of_lane.sequence, found), __shfl_sync(~0u, of_lane.end, found), __shfl_sync(~0u, of_lane.count, found),
+                   bool(__shfl_sync(~0u, int(of_lane.exists), found))};
         return start + found;
       }
       block -= __shfl_sync(~0u, upto, 31);
     }
+    return p.batches;
   }
 
  private:
+  __device__ BatchRow row_of(int batch) const { return BatchRow(p, min(batch, p.batches - 1)); }
+
   // 0 behind the last one.
-  __device__ int of_batch(int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head(p, BatchRow(p, batch)) : 0; }
+  __device__ int blocks_of(const BatchRow& its_row, int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head<HEIGHT>(p, its_row) : 0; }
 };
 
 // The tiles of a CTA, one after another, and which of their blocks it has: begin ... end - 1.
+template <int HEIGHT>
 struct DecodeTiles {
   int batch = 0, kv_head = 0, row_tile = -1, begin = 0, end = 0;
   int before = 0;  // the CTA's blocks before the tile, less `begin`
@@ -134,11 +153,15 @@ struct DecodeTiles {
   DecodeTiles() = default;
 
   // Called by whole warps.
-  __device__ DecodeTiles(const DecodeSchedule& schedule, int cta) : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.begin(cta + 1) - skipped_) {
+  __device__ DecodeTiles(const DecodeSchedule<HEIGHT>& schedule, int cta)
+      : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.begin(cta + 1) - skipped_) {
     if (left_ == 0) return;
-    batch = schedule.find_batch(skipped_);
-    row = BatchRow(schedule.p, batch);
-    const int of_head = blocks_of_head(schedule.p, row);
+    batch = schedule.find_batch(skipped_, row);
+    if (batch == schedule.p.batches) {
+      left_ = 0;
+      return;
+    }
+    const int of_head = blocks_of_head<HEIGHT>(schedule.p, row);
     kv_head = skipped_ / of_head;
     skipped_ %= of_head;
   }
@@ -148,9 +171,9 @@ struct DecodeTiles {
     before += end, begin = end = 0;
     if (left_ == 0) return;
     for (;; skipped_ -= blocks.size()) {
-      if (++row_tile == row_tiles(p)) row_tile = 0, ++kv_head;
+      if (++row_tile == row_tiles<HEIGHT>(p)) row_tile = 0, ++kv_head;
       if (kv_head == p.kv_heads) kv_head = 0, row = BatchRow(p, ++batch);
-      blocks = TileBlocks(p, row, row_tile);
+      blocks = TileBlocks(p, row, first_row(), HEIGHT);
       if (skipped_ < blocks.size()) break;
     }
     begin = skipped_, before -= begin, end = min(blocks.size(), begin + left_);
@@ -162,8 +185,9 @@ struct DecodeTiles {
   __device__ bool exists() const { return begin < end; }
   __device__ bool complete() const { return begin == 0 && end == blocks.size(); }
 
-  // Its rows that the call has.
-  __device__ int height(const DecodeParams& p) const { return min(p.group * p.q_length - row_tile * ROWS, ROWS); }
+  // Its first row, and how many rows the call has of it.
+  __device__ int first_row() const { return row_tile * HEIGHT; }
+  __device__ int height(const DecodeParams& p) const { return min(p.group * p.q_length - first_row(), HEIGHT); }
 
   // Where partial results of a tile go, among two places of each CTA: second if the tile begins there.
   __device__ static int place(int cta, bool begins_here) { return 2 * cta + begins_here; }

@@ -5,6 +5,8 @@
 
 namespace fp8attn::ptx {
 
+inline void prefetch_l2(const void*) {}
+
 inline void copy_later(void* to, const void* from, int bytes, int count) {
   if (uintptr_t(to) % bytes != 0 || (count > 0 && uintptr_t(from) % bytes != 0) || count < 0 || count > bytes) abort();
   memset(to, 0xFF, bytes);

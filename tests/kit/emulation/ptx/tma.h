@@ -49,6 +49,7 @@ inline TensorMapOnCpu on_cpu(const CUtensorMap& map) {
 }
 
 inline void tma_prefetch(const CUtensorMap&) {}
+inline void tma_load_ahead(const CUtensorMap&, int, int) {}
 inline void tma_load_ahead(const CUtensorMap&, int, int, int, int) {}
 
 inline void load_box(void* to, const CUtensorMap& its_map, uint64_t* barrier, Place place) {
