@@ -696,8 +696,9 @@ def check_paged_tensors(cache: PagedTensors, rows: int | None) -> None:
 
 def check_tensors_call(query: object, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> None:
     """Check attention to the cache of another engine, but the scale of scores."""
-    check_paged_tensors(cache, batch.lengths.shape[0] if isinstance(batch.lengths, torch.Tensor) else None)
+    _check_tensor("cache.k", cache.k, (*E4M3_BYTES, *HALVES), None, None)
     check_batch(batch, cache.k.device)
+    check_paged_tensors(cache, batch.lengths.shape[0])
     if batch.sequences is not None:
         raise ValueError("sequences is given; with fp8attn.PagedTensors it must be None: rows have pages only")
     dtype = cache.k.dtype
