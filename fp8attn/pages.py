@@ -128,6 +128,8 @@ class Storage:
 class PagedBatch:
     """The sequences of one batch: which pages they have, how long they are, and how many of their tokens are new.
 
+    It serves a `KVCache` and caches of other engines, `PagedTensors`, whose pages have a size of their own.
+
     The caller owns the tensors and may change them between calls, or between replays of a CUDA graph. Neither appending
     nor attention reads them on the host. One batch serves the caches of all layers. All tensors are on the device of
     these caches.
@@ -137,12 +139,12 @@ class PagedBatch:
 
     Attributes:
         page_table: int32 (B, M), unit last stride: the numbers of the pages of each row's sequence, in order. Numbers
-            of pages that aren't complete yet are not read.
+            of a `KVCache`'s pages that aren't complete yet are not read.
         lengths: int32 (B), contiguous: the sequences' tokens, the new ones included.
         counts: int32 (B), contiguous: how many of a call's S tokens are real for each row, from the first on; they are
             the sequence's last ones. None: all S.
         sequences: int32 (B), contiguous: the number of each row's sequence in the caches, at most once each. None: row
-            b has sequence b.
+            b has sequence b. It must be None for `PagedTensors`.
         max_length: no sequence is longer. It decides how many programs share a sequence. None: M pages.
     """
 

@@ -181,13 +181,18 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{'k' if k is None else 'v'} is None; k and v go together")
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens is None and k is given; it must be the tokens before k")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+    for name, numbers in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx), ("block_table", block_table)):
+        if isinstance(numbers, torch.Tensor) and numbers.dtype != torch.int32:
+            raise TypeError(f"{name} is {numbers.dtype}; it must be torch.int32")
     is_fp8 = k_cache.dtype in E4M3_BYTES
     scales = [1.0 if is_fp8 and scale is None else scale for scale in (k_descale, v_descale)]
     cache, rows, device = PagedTensors(k_cache, v_cache, *scales), q.shape[0], q.device
     table = block_table
     if table is None:
-        numbers = torch.arange(rows, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
-        table = numbers.view(-1, 1)
+        table = (torch.arange(rows, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx).view(-1, 1)
     if not isinstance(cache_seqlens, torch.Tensor):
         number = table.shape[1] * cache.page if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((rows,), number, dtype=torch.int32, device=device)

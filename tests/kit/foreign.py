@@ -29,8 +29,8 @@ class Case:
         dtype: of the cache.
         query_dtype: of the queries of an e4m3 cache.
         scales: K's and V's, of an e4m3 cache.
-        lengths: of the sequences. Half of them, from the second on, have as few queries as they have tokens modulo 3.
-        ragged: whether there are counts.
+        lengths: of the sequences.
+        ragged: whether there are counts: of every second row its length modulo 3.
     """
 
     lengths: tuple[int, ...] = (70, 0, 1, 33)

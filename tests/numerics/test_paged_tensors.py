@@ -28,21 +28,24 @@ def answer(call: Call, backend: str, **change: object) -> tuple[torch.Tensor, to
     return fp8attn.paged_sdpa(**given, **options)  # type: ignore[arg-type, return-value]
 
 
-@settings(max_examples=12)
-@given(case=cases, splits=st.integers(1, 3))
-def test_the_kernel_attends_as_the_oracle(device: torch.device, case: Case, splits: int) -> None:
+def check(case: Case, splits: int, device: torch.device) -> None:
+    """The kernel attends as the oracle."""
     call = case.call(device)
     found = kernels.attend(call.q, call.cache, call.batch, call.how, device_of(device), torch.float32, splits=splits)
     assert_close(found, paged_tensors.attend(call.q, call.unrounded(), call.batch, call.how), case.dtype)
+
+
+@settings(max_examples=12)
+@given(case=cases, splits=st.integers(1, 3))
+def test_the_kernel_attends_as_the_oracle(device: torch.device, case: Case, splits: int) -> None:
+    check(case, splits, device)
 
 
 @pytest.mark.thorough
 @settings(max_examples=100)
 @given(case=cases, splits=st.integers(1, 5))
 def test_the_kernel_attends_as_the_oracle_in_many_cases(device: torch.device, case: Case, splits: int) -> None:
-    call = case.call(device)
-    found = kernels.attend(call.q, call.cache, call.batch, call.how, device_of(device), torch.float32, splits=splits)
-    assert_close(found, paged_tensors.attend(call.q, call.unrounded(), call.batch, call.how), case.dtype)
+    check(case, splits, device)
 
 
 @pytest.mark.parametrize("layout, kind", [*zip(LAYOUTS, ("tensor", "row", "token", torch.float16, "head"), strict=True)])

@@ -177,12 +177,15 @@ def test_e4m3_caches_have_descales() -> None:
         ({"cache_batch_idx": torch.zeros(2, dtype=torch.int32)}, "cache_batch_idx and block_table are given"),
         ({"k": torch.zeros(2, 1, 2, 32)}, "v is None; k and v go together"),
         ({"k": torch.zeros(2, 1, 2, 32), "v": torch.zeros(2, 1, 2, 32)}, "cache_seqlens is None and k is given"),
+        ({"block_table": torch.zeros(2, 2)}, "block_table is torch.float32; it must be torch.int32"),
+        ({"cache_seqlens": torch.zeros(2).long()}, "cache_seqlens is torch.int64"),
+        ({"k_cache": "cache"}, "k_cache is a str"),
         ({"k": torch.zeros(2, 4, 2, 32)[:, ::3], "v": torch.zeros(2, 2, 2, 32), "cache_seqlens": 3}, "k has strides"),
     ),
 )
 def test_what_a_cache_does_not_support_is_named(options: dict[str, Any], message: str) -> None:
     arguments, _, _ = cached(True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         flash_attn_with_kvcache(torch.zeros(2, 1, 4, 32).half(), **{**arguments, **options})
 
 
