@@ -6,9 +6,9 @@ and nothing is in half precision but caches that are so as a whole.
 - Blocks of keys begin at multiples of 64 tokens of a sequence, whatever the size of a cache's pages.
 - Queries of an e4m3 cache are quantized to e4m3 with a scale per query. A score is the product of codes times the
   query's scale and the key's.
-- P of a block is relative to the block's largest score that the query sees, and is rounded to e4m3. A scale of V per
-  token multiplies P before. The largest product is then brought to more than 224 and at most 448 by a power of two.
-  Scales per head or tensor multiply the output.
+- P of a block is relative to the block's largest score that the query sees, and is rounded to e4m3: at most 256.
+  Scales of V per token multiply P before, and the products of a query and a block have a scale that brings the largest
+  one to 256. Other scales of V multiply the output.
 - Caches in half precision are multiplied as they are, and P of a block, relative to its largest score, is rounded to
   their dtype.
 
@@ -24,7 +24,7 @@ from typing import TypeGuard
 import torch
 
 from .ambient import product
-from .pages import PagedBatch, Row, Sums, exponentials, largest_score, page_scale
+from .pages import PagedBatch, Row, Sums, exponentials, largest_score
 from .quantization import encode, finite_or_zero, numbers, quantize_q, scale_of
 from .recipe import E4M3, Recipe
 from .reference import CAUSAL_WINDOW, LARGEST_FACTOR, LOG2E, P_OFFSET, Window
@@ -228,8 +228,8 @@ def _weighted(p: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor | None, dt
     if v_scale is None:
         return product(p.to(E4M3 if dtype.itemsize == 1 else dtype).float(), v)
     p = p * v_scale
-    scale = page_scale(largest_score(p.abs()).clamp(min=0.0))
-    return product((p / scale).to(E4M3).float(), v) * scale
+    scale = scale_of(largest_score(p.abs()).clamp(min=0.0), 2.0**P_OFFSET)
+    return product((p * (1.0 / scale)).to(E4M3).float(), v) * scale
 
 
 def write(cache: PagedTensors, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:

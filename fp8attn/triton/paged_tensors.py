@@ -15,17 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import paged_tensors
+from .. import paged_tensors, reference
 from ..device import Device
 from ..paged_tensors import PagedTensors, Scoring, by_token, scale_strides
 from ..pages import PagedBatch
 from .launch import ceil_div, launch
-from .paged_append import page_number, page_scale
+from .paged_append import page_number
 from .paged_attention import INVERSE_OFFSET, combine, finite_or_zero, quantized_rows, splits_of, tile_rows
 from .quantize import power_of_2
 from .tile import E4M3_NAN, LOG2E, P_OFFSET, cap_scores, e4m3_code, half_of_code, inverse, is_finite, probabilities, scale_of, score_factor
 
 KEY_BLOCK: tl.constexpr = tl.constexpr(paged_tensors.KEY_BLOCK)
+LARGEST_P: tl.constexpr = tl.constexpr(2.0**reference.P_OFFSET)
 
 LARGEST_LENGTH = 1 << 30
 """Tokens that kernels can count."""
@@ -154,8 +155,8 @@ def weighted_values(p, value, v_scale, C: tl.constexpr):
     """P (M, N), rounded, times values (N, WIDTH); and the factors (M,) that the products lack."""
     if C.v_by_token:
         p = p * v_scale[None, :]
-        scale = page_scale(tl.max(tl.abs(p), 1))
-        rounded = as_halves(probabilities(p * (1.0 / scale)[:, None], False, C.native), C)
+        scale = scale_of(tl.max(tl.abs(p), 1), LARGEST_P)
+        rounded = as_halves(probabilities(p * tl.div_rn(1.0, scale)[:, None], False, C.native), C)
         return tl.dot(rounded, value), scale
     elif C.codes:
         return tl.dot(as_halves(probabilities(p, False, C.native), C), value), 1.0
