@@ -197,13 +197,10 @@ def test_empty_calls(device: torch.device, what: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", KINDS)
 def test_lengths_change_between_replays(device: torch.device, case: Case) -> None:
-    """One graph writes and attends, while lengths and page tables change."""
+    """One graph attends, while lengths change."""
     case = replace(case, lengths=(250, 1, 65, 128), queries=1)
     call = case.call(device)
-    out = torch.empty(0)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        answer(call, "auto")
+    answer(call, "auto")  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
