@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp8attn import KVCache, PagedBatch, paged_sdpa, reference
+from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, reference
 from fp8attn.pages import PAGE
 
 from . import adapters, command_line, report
@@ -135,6 +135,20 @@ def _own(backend: str, sets: Sequence[Inputs]) -> Run:
     return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend=backend)
 
 
+def _tensors(fp8: bool, sets: Sequence[Inputs]) -> Run:
+    """fp8attn, of caches that it reads as other engines have them: (pages, page, Hkv, D), with one scale per tensor in FP8."""
+
+    def prepared(inputs: Inputs) -> tuple[PagedTensors, PagedBatch]:
+        batch = PagedBatch(inputs.table, inputs.lengths, max_length=max(inputs.case.lengths))
+        if not fp8:
+            return PagedTensors(inputs.k, inputs.v), batch
+        (k, k_scale), (v, v_scale) = (adapters.per_tensor(x) for x in (inputs.k, inputs.v))
+        return PagedTensors(k, v, k_scale, v_scale), batch
+
+    caches = [prepared(inputs) for inputs in sets]
+    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend="triton")
+
+
 def _append(sets: Sequence[Inputs]) -> Run:
     """One more token of each sequence, the same one in each call."""
     caches = [filled(inputs) for inputs in sets]
@@ -207,6 +221,8 @@ _FA3 = adapters.lacking("fa3_fwd_interface", "FlashAttention-3: pip install fa3-
 ROWS = (
     Row("fp8attn cuda", functools.partial(_own, "cuda"), needs=needs_gpu),
     Row("fp8attn triton", functools.partial(_own, "triton")),
+    Row("fp8attn tensors e4m3", functools.partial(_tensors, True)),
+    Row("fp8attn tensors bf16", functools.partial(_tensors, False), 2),
     Row("fp8attn append", _append, attends=False),
     Row("FA3 e4m3", functools.partial(_flash3, True), needs=_FA3),
     Row("FA3 bf16", functools.partial(_flash3, False), 2, needs=_FA3),
@@ -286,7 +302,11 @@ def table(results: Sequence[Result]) -> Sheet:
     """A table: a row for each case; for each way to decode microseconds and the share of the memory's bandwidth."""
     names = list(dict.fromkeys(result.row.name for result in results))
     note = f"µs (share of {PEAK_BYTES_PER_SECOND / 1e12:.2f} TB/s by the bytes of keys and values). Medians of one interleaved run each; –: refused."
-    optional = [name for name in ("SDPA bf16", "relative L2", "FA3 bf16", "fp8attn append", "fp8attn triton") if name in (*names, "relative L2")]
+    optional = [
+        name
+        for name in ("SDPA bf16", "relative L2", "FA3 bf16", "fp8attn append", "fp8attn tensors bf16", "fp8attn triton")
+        if name in (*names, "relative L2")
+    ]
     made = report.table_of("Decoding", ("case",), (*names, "relative L2"), note, optional=optional)
     for case in dict.fromkeys(result.case for result in results):
         by = {result.row.name: result for result in results if result.case == case}

@@ -7,7 +7,8 @@ from .calibration import AttentionCall, Calibration, calibrate, capture
 from .info import info
 from .integrations import patch
 from .page_table import PageTable
-from .paged import paged_sdpa
+from .paged import paged_sdpa, write_to_pages
+from .paged_tensors import PagedTensors
 from .pages import PagedBatch
 from .recipe import PRECISE, Quantized, Recipe
 from .validate import BackendUnavailable
@@ -20,6 +21,7 @@ __all__ = [
     "KVCache",
     "PageTable",
     "PagedBatch",
+    "PagedTensors",
     "Plan",
     "Quantized",
     "Recipe",
@@ -38,5 +40,6 @@ __all__ = [
     "triton_sdpa",
     "varlen_sdpa",
     "warmup",
+    "write_to_pages",
 ]
 __version__ = "0.1.0"

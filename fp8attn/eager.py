@@ -4,8 +4,8 @@ What a call launches follows from its options and from its tensors' dtypes, shap
 binding keeps recorded launches under these as a key: a call whose key it finds costs one operator. A call that raises
 isn't recorded. Calls that torch.compile, modes, transforms or tracers see always use the operators of fp8attn.ops.
 
-All functions that attend or append keep their calls here: sdpa, varlen_sdpa, paged_sdpa and KVCache.append. What
-kernels read on the device, lengths, page tables or masks, is no part of a key.
+All functions that attend or append keep their calls here: sdpa, varlen_sdpa, paged_sdpa, KVCache.append and
+write_to_pages. What kernels read on the device, lengths, page tables or masks, is no part of a key.
 """
 
 from __future__ import annotations

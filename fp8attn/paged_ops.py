@@ -35,9 +35,18 @@ def operator_of(what: str, backend: object, batch: object) -> Callable[..., tupl
     """
     if backend not in BACKENDS[what]:
         raise ValueError(f"backend is {backend!r}; it must be one of {BACKENDS[what]}")
+    check_paged_batch(batch)
+    return getattr(library_ops, f"{backend}_paged_{what}")
+
+
+def check_paged_batch(batch: object) -> None:
+    """Check that `batch` is a `PagedBatch`.
+
+    Raises:
+        TypeError: it isn't.
+    """
     if not isinstance(batch, PagedBatch):
         raise TypeError(f"batch is a {type(batch).__name__}; it must be a fp8attn.PagedBatch")
-    return getattr(library_ops, f"{backend}_paged_{what}")
 
 
 @functools.cache
@@ -45,7 +54,7 @@ def _recipe(rotate: Rotation, smooth_k: bool, smooth_v: bool, int8: bool) -> Rec
     return Recipe(smooth_k=smooth_k, smooth_v=smooth_v, rotate=rotate, qk="int8" if int8 else "e4m3")
 
 
-def _runs_triton(backend: str, device: torch.device) -> bool:
+def runs_triton(backend: str, device: torch.device) -> bool:
     """Whether Triton's kernels serve a cache on `device`: with `auto` on GPUs.
 
     Raises:
@@ -58,7 +67,7 @@ def _runs_triton(backend: str, device: torch.device) -> bool:
 
 def runs_kernels(backend: str, device: torch.device) -> bool:
     """Whether kernels serve a cache on `device`, and not their model. The call has come to its end."""
-    return backend == "cuda" or _runs_triton(backend, device)
+    return backend == "cuda" or runs_triton(backend, device)
 
 
 def check_new(backend: str, new: bool) -> None:
@@ -115,7 +124,7 @@ def _append_by(backend: str):
         validate.check_batch(batch, cache.k.device)
         validate.check_new_tokens(key, value, batch, None, cache)
         recipe = _recipe(rotate, smooth_k, smooth_v, cache.pages.k.dtype == torch.int8)
-        if _runs_triton(backend, key.device):
+        if runs_triton(backend, key.device):
             with current(key.device):
                 triton_kernels.paged_append.append(cache, key, value, batch, recipe, device_of(key.device))
         else:
@@ -146,7 +155,7 @@ def _attend_by(backend: str):
                 found = _by_cuda(backend == "cuda", query, cache, batch, recipe, softmax_scale, out_dtype)
             if found is not None:
                 return found
-        if _runs_triton(backend, query.device):
+        if runs_triton(backend, query.device):
             with current(query.device):
                 return triton_kernels.paged_attention.attend(query, cache, new, batch, recipe, softmax_scale, device_of(query.device), out_dtype)
         out, lse = pages.attend_paged(query, cache, new, batch, recipe, softmax_scale)

@@ -128,6 +128,8 @@ class Storage:
 class PagedBatch:
     """The sequences of one batch: which pages they have, how long they are, and how many of their tokens are new.
 
+    It serves a `KVCache` and caches of other engines, `PagedTensors`, whose pages have a size of their own.
+
     The caller owns the tensors and may change them between calls, or between replays of a CUDA graph. Neither appending
     nor attention reads them on the host. One batch serves the caches of all layers. All tensors are on the device of
     these caches.
@@ -137,12 +139,12 @@ class PagedBatch:
 
     Attributes:
         page_table: int32 (B, M), unit last stride: the numbers of the pages of each row's sequence, in order. Numbers
-            of pages that aren't complete yet are not read.
+            of a `KVCache`'s pages that aren't complete yet are not read.
         lengths: int32 (B), contiguous: the sequences' tokens, the new ones included.
         counts: int32 (B), contiguous: how many of a call's S tokens are real for each row, from the first on; they are
             the sequence's last ones. None: all S.
         sequences: int32 (B), contiguous: the number of each row's sequence in the caches, at most once each. None: row
-            b has sequence b.
+            b has sequence b. It must be None for `PagedTensors`.
         max_length: no sequence is longer. It decides how many programs share a sequence. None: M pages.
     """
 
@@ -370,12 +372,13 @@ class Sums:
         self.m, self.l, self.acc = new, self.l * alpha + l * beta, self.acc * alpha + acc * beta
 
 
-def _largest(x: torch.Tensor) -> torch.Tensor:
+def largest_score(x: torch.Tensor) -> torch.Tensor:
     """The largest score of each row (…, M, N) that isn't NaN: (…, M, 1)."""
     return torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
 
 
-def _exponentials(x: torch.Tensor, m: torch.Tensor, offset: float) -> torch.Tensor:
+def exponentials(x: torch.Tensor, m: torch.Tensor, offset: float) -> torch.Tensor:
+    """2^(x - m + offset); zeros where nothing is visible."""
     return torch.exp2((x - m.masked_fill(m == -math.inf, 0.0)) + offset)
 
 
@@ -393,8 +396,8 @@ def _by_pages(q: Quantized, sequence: Sequence, count: int, softmax_scale: float
     for page in range(count):
         k, scale = (x[page].repeat_interleave(group, 0) for x in (keys, pages.k_scale.abs()))
         x = product(q_rows, k.transpose(-2, -1)) * (row_factor * scale.unsqueeze(-1)).clamp(smallest, LARGEST_FACTOR).unsqueeze(-1)
-        m = _largest(x)
-        p = _exponentials(x, m, P_OFFSET)
+        m = largest_score(x)
+        p = exponentials(x, m, P_OFFSET)
         v = torch.empty(pages.v.shape[1], PAGE, pages.v.shape[2], device=x.device)
         v[:, order] = pages.v[page].transpose(-2, -1).float()
         acc = product(p.to(E4M3).float(), v.repeat_interleave(group, 0)) * pages.v_scale[page].repeat_interleave(group).view(-1, 1, 1)
@@ -419,8 +422,8 @@ def _own_page(q: torch.Tensor, sequence: Sequence, first: int, last: int, softma
     x = product(q, k.transpose(-2, -1)) * (softmax_scale * LOG2E)
     tokens = torch.arange(PAGE, device=q.device)
     x = x.masked_fill((tokens > tokens[: q.shape[1]].unsqueeze(-1)) | (tokens >= count), -math.inf)
-    m = _largest(x)
-    p = _exponentials(x, m, 0.0)
+    m = largest_score(x)
+    p = exponentials(x, m, 0.0)
     return Sums(m, p.sum(-1, keepdim=True), product(p, finite_or_zero(v)))
 
 

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from . import rotation
 from .call import Call, Varlen
 from .layout import padded_length, units_of
+from .paged_tensors import PagedTensors, Scoring
 from .pages import PAGE, RECENT, PagedBatch, Storage, unsupported_recipe
 from .quantization import bias_pitch, scale_shape
 from .recipe import (
@@ -39,6 +40,7 @@ from .recipe import (
 from .reference import CAUSAL_WINDOW, Causal, Window, simplified
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+HALVES = (torch.float16, torch.bfloat16)
 E4M3_BYTES = (E4M3, torch.uint8)
 MIN_DIM, MAX_DIM, DIM_STEP = 16, 256, 8
 
@@ -661,6 +663,77 @@ def check_queries(query: object, batch: PagedBatch, storage: Storage) -> None:
     assert isinstance(query, torch.Tensor)
     if query.shape[1] % heads:
         raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {heads}")
+
+
+def check_paged_tensors(cache: PagedTensors, rows: int | None) -> None:
+    """Check the cache of another engine. `rows`: of the batch; None if it is written to, by scales that no row has."""
+    _check_tensor("cache.k", cache.k, (*E4M3_BYTES, *HALVES), None, None)
+    _check_tensor("cache.v", cache.v, (cache.k.dtype,), None, cache.k.device)
+    for name, x in (("k", cache.k), ("v", cache.v)):
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"cache.{name} has shape {tuple(x.shape)}; it must be (pages, slots of a page, heads, head_dim), none of them 0")
+        if x.shape[3] > 1 and x.stride(3) != 1:
+            raise ValueError(f"cache.{name} has strides {x.stride()}; the last must be 1: a cache is read as it is")
+        _check_dim(f"cache.{name} has head_dim", x.shape[3])
+    if cache.v.shape[:3] != cache.k.shape[:3]:
+        raise ValueError(f"cache.v has shape {tuple(cache.v.shape)}; its pages, slots and heads must be cache.k's, {tuple(cache.k.shape[:3])}")
+    pages, slots, heads, _ = cache.k.shape
+    shapes: list[tuple[int, ...]] = [(), (1,), (heads,), (pages, slots, heads)]
+    if rows is not None:
+        shapes.append((rows, heads))
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if not cache.is_fp8:
+            if scale is not None:
+                raise ValueError(f"cache.{name} is given and cache.k is {cache.k.dtype}; it must be None")
+            continue
+        if scale is None:
+            raise ValueError(f"cache.{name} is None and cache.k is {cache.k.dtype}; it must be the float32 multiplier that restores {name[0]}")
+        _check_tensor(f"cache.{name}", scale, (torch.float32,), None, cache.k.device)
+        assert isinstance(scale, torch.Tensor)
+        if tuple(scale.shape) not in shapes:
+            raise ValueError(f"cache.{name} has shape {tuple(scale.shape)}; it must be one of {', '.join(map(str, shapes))}")
+
+
+def check_tensors_call(query: object, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> None:
+    """Check attention to the cache of another engine, but the scale of scores."""
+    _check_tensor("cache.k", cache.k, (*E4M3_BYTES, *HALVES), None, None)
+    check_batch(batch, cache.k.device)
+    check_paged_tensors(cache, batch.lengths.shape[0])
+    if batch.sequences is not None:
+        raise ValueError("sequences is given; with fp8attn.PagedTensors it must be None: rows have pages only")
+    dtype = cache.k.dtype
+    if cache.is_fp8 and isinstance(query, torch.Tensor):
+        if query.dtype not in FLOATS:
+            raise TypeError(f"query is {query.dtype}; it must be one of {FLOATS}")
+        dtype = query.dtype
+    _check_tokens("query", query, (dtype, cache.k.device), (batch.lengths.shape[0], None, None, cache.k.shape[3]))
+    assert isinstance(query, torch.Tensor)
+    if query.shape[1] % cache.kv_heads:
+        raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {cache.kv_heads}")
+    checked_window(how.window)
+    check_scores(how.softcap, how.sinks, query.shape[1], query.device)
+    _check_contiguous("sinks", how.sinks)
+
+
+def check_written(key: object, value: object, cache: PagedTensors, slots: object) -> None:
+    """Check new tokens for the cache of another engine."""
+    check_paged_tensors(cache, None)
+    dtypes = FLOATS if cache.is_fp8 else (cache.k.dtype,)
+    for name, x, into in (("key", key, cache.k), ("value", value, cache.v)):
+        _check_tensor(name, x, dtypes, None, cache.k.device)
+        assert isinstance(x, torch.Tensor)
+        dtypes = (x.dtype,)
+        if x.dim() != 3 or x.shape[1:] != into.shape[2:]:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (tokens, {into.shape[2]}, {into.shape[3]}), as the cache's heads")
+        if x.shape[2] > 1 and x.stride(2) != 1:
+            raise ValueError(f"{name} has strides {x.stride()}; the last must be 1. Nothing is copied silently: call .contiguous()")
+        _check_no_gradient(name, x)
+    assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    if value.shape[0] != key.shape[0]:
+        raise ValueError(f"value has {value.shape[0]} tokens; it must have key's {key.shape[0]}")
+    _check_tensor("slots", slots, (torch.int32, torch.int64), (key.shape[0],), cache.k.device)
+    assert isinstance(slots, torch.Tensor)
+    _check_contiguous("slots", slots)
 
 
 def _check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...]) -> None:

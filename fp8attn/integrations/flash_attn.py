@@ -1,6 +1,6 @@
 """FlashAttention's functions, computed in FP8: code that is written for FlashAttention 2 runs by changing an import.
 
-from fp8attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from fp8attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Layouts, causal alignment (bottom right) and windows are FlashAttention's. Arguments that fp8attn has no kernels for are
 errors. Rows without visible keys are zero, and their LSE is -inf.
@@ -11,9 +11,12 @@ from __future__ import annotations
 import torch
 
 from ..api import sdpa, varlen_sdpa
+from ..paged import paged_sdpa, write_to_pages
+from ..paged_tensors import PagedTensors
+from ..pages import PagedBatch
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..reference import Window
-from ..validate import Backend
+from ..validate import E4M3_BYTES, Backend
 
 Attention = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 """Output; or output, LSE and None in place of the probabilities."""
@@ -115,6 +118,113 @@ def flash_attn_varlen_func(
         backend=backend,
     )  # fmt: skip
     return (*result, None) if isinstance(result, tuple) else result
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNLIMITED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """flash_attn.flash_attn_with_kvcache by fp8attn.paged_sdpa, of caches in e4m3, too.
+
+    Args:
+        q: (B, Sq, Hq, D): float16, bfloat16 or, of an e4m3 cache, float32.
+        k_cache, v_cache: (N, S, Hkv, D) and (N, S, Hkv, Dv); with `block_table` the N are pages of S tokens.
+        k, v: (B, n, Hkv, D) and (B, n, Hkv, Dv), written to the cache behind cache_seqlens first.
+        cache_seqlens: int32 (B), or an int: tokens of each sequence before k and v. None: S, without k.
+        cache_batch_idx: int32 (B), the sequence of each row in a cache without pages. None: row b has sequence b.
+        block_table: int32 (B, M), the pages of each row.
+        softmax_scale, softcap: as `scale` and `softcap` of fp8attn.paged_sdpa.
+        causal: query i sees keys j <= i + Sk - Sq.
+        window_size: (left, right), tokens that a query sees on each side of its own; -1 for no limit.
+        rotary_cos, rotary_sin, cache_leftpad, alibi_slopes: must be None.
+        rotary_interleaved: has no effect.
+        num_splits: must be 0: how many programs share keys follows from the call.
+        return_softmax_lse: also return the LSE (B, Hq, Sq).
+        k_descale, v_descale: FlashAttention-3's, what restores an e4m3 cache, as scales of fp8attn.PagedTensors; per
+            row and head (B, Hkv) only without k. None: 1.
+        sinks, backend: as of fp8attn.paged_sdpa.
+
+    Returns:
+        out (B, Sq, Hq, Dv); with `return_softmax_lse` (out, LSE).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: an argument isn't as above, or as fp8attn.paged_sdpa.
+    """
+    _check_unsupported(0.0, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
+    if num_splits != 0:
+        raise ValueError(f"num_splits is {num_splits}; it must be 0: how many programs share keys follows from the call")
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx and block_table are given; one of them must be None")
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'} is None; k and v go together")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens is None and k is given; it must be the tokens before k")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+    for name, numbers in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx), ("block_table", block_table)):
+        if isinstance(numbers, torch.Tensor) and numbers.dtype != torch.int32:
+            raise TypeError(f"{name} is {numbers.dtype}; it must be torch.int32")
+    is_fp8 = k_cache.dtype in E4M3_BYTES
+    scales = [1.0 if is_fp8 and scale is None else scale for scale in (k_descale, v_descale)]
+    cache, rows, device = PagedTensors(k_cache, v_cache, *scales), q.shape[0], q.device
+    table = block_table
+    if table is None:
+        table = (torch.arange(rows, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx).view(-1, 1)
+    if not isinstance(cache_seqlens, torch.Tensor):
+        number = table.shape[1] * cache.page if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((rows,), number, dtype=torch.int32, device=device)
+    if k is not None and v is not None:
+        slots = _slots(table, cache_seqlens, k.shape[1], cache.page)
+        write_to_pages(_tokens("k", k), _tokens("v", v), cache, slots, backend=backend)
+        cache_seqlens = cache_seqlens + k.shape[1]
+    left, right = window_size
+    result = paged_sdpa(
+        q.transpose(1, 2), cache, PagedBatch(table, cache_seqlens), window=(left, 0 if causal else right), softcap=softcap, sinks=sinks,
+        scale=softmax_scale, return_lse=return_softmax_lse, backend=backend,
+    )  # fmt: skip
+    return (result[0].transpose(1, 2), result[1]) if isinstance(result, tuple) else result.transpose(1, 2)
+
+
+def _tokens(name: str, x: torch.Tensor) -> torch.Tensor:
+    """(B, n, Hkv, D) as (B * n, Hkv, D), without a copy."""
+    if x.dim() == 4 and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
+        raise ValueError(f"{name} has strides {x.stride()}; the first must be {x.shape[1]} times the second: call .contiguous()")
+    return x.flatten(0, 1)
+
+
+def _slots(table: torch.Tensor, lengths: torch.Tensor, new: int, page: int) -> torch.Tensor:
+    """The slots (B * new,) of the next tokens of sequences of these lengths; -1 where the table has no page for them.
+
+    All on the device.
+    """
+    positions = lengths.unsqueeze(1).long() + torch.arange(new, device=lengths.device)
+    index = positions // page
+    there = (positions >= 0) & (index < table.shape[1])
+    numbers = table.long().gather(1, index.clamp(0, table.shape[1] - 1))
+    return torch.where(there, numbers * page + positions % page, -1).flatten()
 
 
 def _check_unsupported(dropout_p: float, **absent: object) -> None:

@@ -11,9 +11,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import bias, dequantize, half_keys, lse, merge, paged_append, paged_attention, probe, quantize, run, varlen
+    from . import bias, dequantize, half_keys, lse, merge, paged_append, paged_attention, paged_tensors, probe, quantize, run, varlen
 
-__all__ = ["bias", "dequantize", "half_keys", "lse", "merge", "paged_append", "paged_attention", "probe", "quantize", "run", "varlen"]
+__all__ = [
+    "bias",
+    "dequantize",
+    "half_keys",
+    "lse",
+    "merge",
+    "paged_append",
+    "paged_attention",
+    "paged_tensors",
+    "probe",
+    "quantize",
+    "run",
+    "varlen",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -253,18 +253,36 @@ def combine_kernel(partial, partial_sums, out, lse, total, splits, ROWS: tl.cons
     tl.store(lse + rows, (m + tl.log2(l)) / LOG2E, mask=exists)
 
 
+def tile_rows(rows: int, width: int) -> int:
+    """Rows of a tile. rows: of a key/value head. width: channels, rounded up, of K or V, whichever is more."""
+    return 16 if rows <= 16 else 32 if rows <= 32 or width > 128 else 64
+
+
+def splits_of(tiles: int, blocks: int, device: Device) -> int:
+    """Programs that share the blocks of keys of each tile. blocks: of the longest sequence."""
+    return max(min(2 * device.sm_count // max(tiles, 1), ceil_div(blocks, SPLIT_PAGES)), 1)
+
+
 def choose(q: torch.Tensor, storage: Storage, most_pages: int, traits: Traits, device: Device) -> Attention:
     """How to run attention of q (B, Hq, S, D). most_pages: of the longest sequence, or more."""
     batch, q_heads, length, _ = q.shape
     kv_heads = storage.k.shape[1]
     rows = length * (q_heads // kv_heads)
-    tile = 16 if rows <= 16 else 32 if rows <= 32 or max(traits.width, traits.value_width) > 128 else 64
-    tiles = ceil_div(rows, tile) * kv_heads * batch
-    splits = min(2 * device.sm_count // max(tiles, 1), ceil_div(most_pages, SPLIT_PAGES))
+    tile = tile_rows(rows, max(traits.width, traits.value_width))
+    splits = splits_of(ceil_div(rows, tile) * kv_heads * batch, most_pages, device)
     wide = max(traits.width, traits.value_width) > 128
     # a page of 128 keys takes 32 KB in flight with 128 channels, and 64 KB with 256
     stages = (2 if device.shared_memory < 160_000 else 3) - wide
-    return Attention(traits, tile, max(splits, 1), stages, 8 if wide else 4)
+    return Attention(traits, tile, splits, stages, 8 if wide else 4)
+
+
+def combine(partial: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, width: int, warmup: bool) -> None:
+    """Add the sums of all splits (splits, B, Hq, S, Dv) and (splits, 2, B, Hq, S) to out and lse. width: Dv, rounded up
+    to a power of two."""
+    launch(
+        combine_kernel, (ceil_div(lse.numel(), 4),),
+        partial, sums, out, lse, lse.numel(), partial.shape[0], 4, out.shape[3], width, num_warps=4, warmup=warmup,
+    )  # fmt: skip
 
 
 def attend(
@@ -309,9 +327,6 @@ def attend(
         out, lse, partial, sums, q_heads, kv_heads, length, table.stride(0), table.shape[1], cached.k.shape[0], sequences, how.splits,
         softmax_scale, how.rows, traits, num_warps=how.warps, num_stages=how.stages, warmup=warmup,
     )  # fmt: skip
-    if partial is not None:
-        launch(
-            combine_kernel, (ceil_div(lse.numel(), 4),), partial, sums, out, lse, lse.numel(), how.splits, 4, value_dim, traits.value_width,
-            num_warps=4, warmup=warmup,
-        )  # fmt: skip
+    if partial is not None and sums is not None:
+        combine(partial, sums, out, lse, traits.value_width, warmup)
     return out.to(out_dtype), lse

@@ -224,11 +224,11 @@ def ambiguous_names() -> list[str]:
     """In a process of its own: names that modules of one kernel give to different numbers."""
     from triton.runtime.jit import JITFunction
 
-    from fp8attn.triton import bias, forward, half_keys, hopper, lse, merge, quantize, varlen
+    from fp8attn.triton import bias, forward, half_keys, hopper, lse, merge, paged_tensors, quantize, varlen
 
     kernels = {
         f.__name__: f
-        for module in (quantize, bias, forward, half_keys, hopper, lse, merge, varlen)
+        for module in (quantize, bias, forward, half_keys, hopper, lse, merge, varlen, paged_tensors)
         for f in vars(module).values()
         if isinstance(f, JITFunction)
     }
@@ -346,12 +346,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def paged(arch: int, half: int) -> list[dict]:
-    """In a process of its own: compile the kernels of a KV cache, for every second problem; their resources."""
+    """In a process of its own: compile the kernels of a KV cache, and of those of other engines, for every second problem; their resources."""
     import triton
 
     import fp8attn
     from fp8attn.device import ARCHITECTURES
-    from fp8attn.triton import paged_append, paged_attention
+    from fp8attn.paged_tensors import Scoring
+    from fp8attn.triton import paged_append, paged_attention, paged_tensors
     from offline import architecture
 
     device, compiled = ARCHITECTURES[arch], []
@@ -381,13 +382,29 @@ def paged(arch: int, half: int) -> list[dict]:
             for batch, new, splits in ((table.batch(), (k, k), 1), (some, None, 4)):
                 paged_append.append(cache.storage, k, k, batch, recipe, device, warmup=True)
                 paged_attention.attend(q, cache.storage, new, batch, recipe, 0.1, device, q.dtype, splits=splits, warmup=True)
+    e4m3, recipe = torch.float8_e4m3fn, fp8attn.Recipe()
+    one, by_token = torch.ones(2), torch.ones(8, 16, 2)
+    tensors_problems = (
+        (128, 1, e4m3, by_token, 0.0),
+        (128, 200, e4m3, one, 0.0),
+        (256, 64, e4m3, by_token, 0.0),
+        (128, 1, torch.bfloat16, None, 3.0),
+    )
+    for dim, length, dtype, scale, softcap in tensors_problems[half::2]:
+        q, k = torch.zeros(2, 8, length, dim, dtype=torch.bfloat16), torch.zeros(8, 16, 2, dim).to(dtype)
+        foreign, batch = fp8attn.PagedTensors(k, k, scale, scale), fp8attn.PageTable(2, 8, device="cpu").batch()
+        how = Scoring(0.1, (100, 0), softcap, torch.zeros(8) if softcap else None)
+        with architecture(arch):
+            paged_tensors.attend(q, foreign, batch, how, device, q.dtype, splits=4, warmup=True)
+            new = torch.zeros(length, 2, dim, dtype=torch.bfloat16)
+            paged_tensors.write(foreign, new, new, torch.zeros(length, dtype=torch.int64), device, warmup=True)
     return compiled
 
 
 STACK_OF_FEW_TOKENS = 1600
 """Bytes of a thread's stack of the kernel that appends few tokens, and so seldom a page."""
 
-MOST_STACK = {"append_kernel": 160, "attention_kernel": 192, "combine_kernel": 0}
+MOST_STACK = {"append_kernel": 160, "attention_kernel": 192, "combine_kernel": 0, "tensors_attention_kernel": 0, "write_tokens_kernel": 0}
 """Bytes of a thread's stack that a cache's kernels may have on Hopper, for registers that are spilled."""
 
 
@@ -399,7 +416,7 @@ def test_kernels_of_a_cache_compile(arch: int, half: int, tmp_path: Path) -> Non
     from fp8attn.triton.paged_append import FEW_REGISTERS, FEW_TOKENS
 
     compiled = by_itself(f"paged({arch}, {half})", tmp_path)
-    assert {entry["kernel"] for entry in compiled} == {"append_kernel", "attention_kernel", "combine_kernel"}
+    assert {entry["kernel"] for entry in compiled} == {*MOST_STACK}
     for entry in compiled:
         assert entry["shared"] <= SHARED_MEMORY[arch], entry
         few = entry["kernel"] == "append_kernel" and entry["length"] <= FEW_TOKENS

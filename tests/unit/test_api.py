@@ -23,6 +23,7 @@ from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
 from fp8attn.api import cuda_unavailable
 from fp8attn.quantization import dequantize, values_layout
 from operator_errors import OPERATOR_ERRORS
+from tensors_errors import TENSORS_ERRORS
 from varlen_errors import VARLEN_ERRORS
 
 E4M3 = torch.float8_e4m3fn
@@ -275,7 +276,7 @@ def test_errors_say_what_was_and_what_must_be(sample: tuple[Callable[[], object]
 def test_every_error_is_tested() -> None:
     """Every `raise` of the checks is reached by one of the samples, of a public function's or an operator's errors."""
     reached = set()
-    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS, *CACHE_ERRORS]:
+    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS, *CACHE_ERRORS, *TENSORS_ERRORS]:
         try:
             action()
         except kind as error:

@@ -994,6 +994,57 @@ def test_what_copies_a_cache_is_not_kept(repeats: Repeats) -> None:
         assert repeats.hits[:2] == [False, i > 1]
 
 
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cached`, for caches of other engines."""
+
+    def write(cache, key, value, slots, device):
+        if recording.current() is not None:
+            function(key, value, slots, cache.k, cache.v, cache.k_scale, cache.v_scale, number=APPEND)
+
+    def attend(query, cache, batch, how, device, out_dtype):
+        out, lse = query.new_empty(query.shape, dtype=out_dtype), query.new_empty(query.shape[:3], dtype=torch.float32)
+        if recording.current() is not None:
+            function(query, *batch.tensors()[:3], cache.k, cache.v, cache.k_scale, cache.v_scale, how.sinks, out, lse, number=ATTEND)
+        return out, lse
+
+    monkeypatch.setattr(paged_ops, "has_kernels", lambda device: True)
+    monkeypatch.setattr(triton_kernels.paged_tensors, "write", write)
+    monkeypatch.setattr(triton_kernels.paged_tensors, "attend", attend)
+
+
+@pytest.mark.usefixtures("foreign")
+@pytest.mark.parametrize("fp8", (False, True))
+def test_calls_on_caches_of_other_engines_are_kept(fp8: bool, repeats: Repeats) -> None:
+    """One plan serves the caches of all layers. Other windows, soft caps and lengths of the longest sequence are other calls."""
+    _, library = emulation.binding()
+
+    def call(written: bool, attended: bool, **options: Any) -> None:
+        """Write and attend, whichever is repeated."""
+        k, v = (torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+        scales = [torch.ones(2), torch.ones(5, 16, 2)] if fp8 else [None, None]
+        cache = fp8attn.PagedTensors(*(x.to(torch.float8_e4m3fn) if fp8 else x for x in (k, v)), *scales)
+        batch = PagedBatch(torch.zeros(3, 4, dtype=torch.int32), torch.full((3,), 20, dtype=torch.int32), max_length=options.pop("max_length", None))
+        query, new, slots, sinks = torch.zeros(3, 8, 1, 64).bfloat16(), torch.zeros(3, 2, 64).bfloat16(), torch.zeros(3).long(), torch.ones(8)
+        tensors = [cache.k, cache.v, *scales]
+        library.expect_words(8 if written else 0)
+        assert fp8attn.write_to_pages(new, new, cache, slots, backend="triton") is None
+        assert repeats.last() == written
+        if written:
+            assert library.launched_function()[7:15] == [APPEND, *addresses_of([new, new, slots, *tensors])]
+        library.expect_words(12 if attended else 0)
+        out, lse = fp8attn.paged_sdpa(query, cache, batch, sinks=sinks, return_lse=True, backend="triton", **options)
+        assert repeats.last() == attended
+        if attended:
+            assert library.launched_function()[7:19] == [ATTEND, *addresses_of([query, *batch.tensors()[:3], *tensors, sinks, out, lse])]
+
+    for i in range(4):
+        call(i > 1, i > 1)
+    for options in (dict(window=(5, 0)), dict(softcap=2.0), dict(max_length=30), dict(scale=0.3)):
+        for i in range(3):
+            call(True, i > 1, **options)
+
+
 @pytest.mark.usefixtures("without_torch", "cached")
 @pytest.mark.parametrize("name", ("packed", "append", "attend"))
 def test_modes_see_the_operators_of_other_functions_too(name: str, repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:

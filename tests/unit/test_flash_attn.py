@@ -11,13 +11,15 @@ import torch
 
 import fp8attn
 from fp8attn import Recipe, integrations
-from fp8attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from fp8attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from models import DECODERS, decoder
 
 SIGNATURES = {
     flash_attn_func: "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs",
     flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap"
     " alibi_slopes deterministic return_attn_probs block_table",
+    flash_attn_with_kvcache: "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table softmax_scale"
+    " causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse",
 }
 """FlashAttention 2.8's, in order."""
 
@@ -27,8 +29,12 @@ def test_signatures_are_those_of_flash_attention(function: Any) -> None:
     parameters = inspect.signature(function).parameters.values()
     assert [x.name for x in parameters if x.kind != x.KEYWORD_ONLY] == SIGNATURES[function].split()
     defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
-    own = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
-    assert {name: defaults[name] for name in own} == own and defaults["deterministic"] is defaults["return_attn_probs"] is False
+    own = {"softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
+    if function is flash_attn_with_kvcache:
+        own |= {"rotary_interleaved": True, "num_splits": 0, "return_softmax_lse": False}
+    else:
+        own |= {"dropout_p": 0.0, "deterministic": False, "return_attn_probs": False}
+    assert {name: defaults[name] for name in own} == own
 
 
 def tensors(*lengths: int, heads: tuple[int, ...] = (4, 2, 2)) -> tuple[torch.Tensor, ...]:
@@ -86,6 +92,101 @@ def test_what_is_unsupported_is_named(options: dict[str, Any], message: str) -> 
     if "block_table" not in options:
         with pytest.raises(ValueError, match=message):
             flash_attn_func(*(x[None] for x in (q, k, v)), **options)
+
+
+LENGTHS_OF_CACHE = (30, 9)
+
+
+def cached(paged: bool) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """A cache of two sequences of up to 32 tokens, as arguments; and keys and values (2, 32, 2, 32) of their tokens, all of which it has."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 32, 2, 32, generator=generator) for _ in range(2))
+    if not paged:
+        rows = torch.tensor([2, 0], dtype=torch.int32)
+        caches = [torch.full((3, 32, 2, 32), torch.nan) for _ in range(2)]
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[rows.long()] = x
+        return dict(k_cache=caches[0].half(), v_cache=caches[1].half(), cache_batch_idx=rows), k, v
+    table = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
+    caches = [torch.full((5, 16, 2, 32), torch.nan) for _ in range(2)]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache[table.long()] = x.unflatten(1, (2, 16))
+    return dict(k_cache=caches[0].half(), v_cache=caches[1].half(), block_table=table), k, v
+
+
+@pytest.mark.parametrize("paged", (False, True))
+@pytest.mark.parametrize(
+    "options", ({}, {"causal": True}, {"causal": True, "window_size": (6, 3), "softcap": 3.0}, {"window_size": (4, 2), "softmax_scale": 0.3})
+)
+@pytest.mark.parametrize("new", (0, 2))
+def test_a_cache_is_read_and_written_as_by_flash_attention(paged: bool, options: dict[str, Any], new: int) -> None:
+    """Against exact attention: with pages and without, with and without new tokens, which are written."""
+    arguments, k, v = cached(paged)
+    before = torch.tensor(LENGTHS_OF_CACHE, dtype=torch.int32)
+    q = torch.randn(2, 4, 4, 32, generator=torch.Generator().manual_seed(1)).half()
+    tokens: dict[str, Any] = {}
+    if new:
+        tokens = {"k": torch.stack([k[row, n : n + new] * 2 for row, n in enumerate(LENGTHS_OF_CACHE)]).half(), "v": torch.ones(2, new, 2, 32).half()}
+    out, lse = flash_attn_with_kvcache(q, **arguments, **tokens, cache_seqlens=before, return_softmax_lse=True, **options)
+    left, right = options.get("window_size", (-1, -1))
+    for row, length in enumerate(LENGTHS_OF_CACHE):
+        key, value = k[row].clone(), v[row].clone()
+        if new:
+            key[length : length + new], value[length : length + new] = tokens["k"][row].float(), 1.0
+        key, value = (x[None, : length + new].half().float().transpose(1, 2) for x in (key, value))
+        expected, expected_lse = fp8attn.reference_sdpa(
+            q[row : row + 1].transpose(1, 2).float(), key, value, enable_gqa=True, window=(left, 0 if options.get("causal") else right),
+            causal_alignment="bottom_right", softcap=options.get("softcap", 0.0), scale=options.get("softmax_scale"), return_lse=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[row].float(), expected[0].transpose(0, 1), rtol=3e-3, atol=3e-3)
+        torch.testing.assert_close(lse[row], expected_lse[0], rtol=1e-3, atol=1e-3)
+
+
+def test_an_int_is_the_length_of_all_and_none_the_whole_cache() -> None:
+    arguments, _, _ = cached(True)
+    q = torch.randn(2, 1, 4, 32).half()
+    lengths = torch.full((2,), 32, dtype=torch.int32)
+    found = [flash_attn_with_kvcache(q, **arguments, cache_seqlens=x) for x in (None, 32, lengths)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])  # type: ignore[arg-type]
+
+
+def test_e4m3_caches_have_descales() -> None:
+    arguments, k, v = cached(True)
+    scales = [0.02 + 0.01 * torch.rand(2, 2) for _ in range(2)]
+    for name, scale in zip(("k_cache", "v_cache"), scales, strict=True):
+        pages = arguments[name].float()
+        for row, numbers in enumerate(arguments["block_table"].long()):
+            pages[numbers] /= scale[row].view(2, 1)
+        arguments[name] = pages.to(torch.float8_e4m3fn)
+    q, used = torch.randn(2, 1, 4, 32), torch.tensor([32, 32], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, **arguments, cache_seqlens=used, k_descale=scales[0], v_descale=scales[1])
+    expected = fp8attn.reference_sdpa(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True).transpose(1, 2)
+    assert isinstance(out, torch.Tensor) and float((out - expected).norm() / expected.norm()) < 0.08
+    plain = flash_attn_with_kvcache(q, **arguments, cache_seqlens=used)
+    assert torch.equal(plain, flash_attn_with_kvcache(q, **arguments, cache_seqlens=used, k_descale=1.0, v_descale=1.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    (
+        ({"rotary_cos": torch.ones(1)}, "rotary_cos is given; it must be None"),
+        ({"rotary_sin": torch.ones(1)}, "rotary_sin is given"),
+        ({"cache_leftpad": torch.ones(1)}, "cache_leftpad is given"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given"),
+        ({"num_splits": 3}, "num_splits is 3; it must be 0"),
+        ({"cache_batch_idx": torch.zeros(2, dtype=torch.int32)}, "cache_batch_idx and block_table are given"),
+        ({"k": torch.zeros(2, 1, 2, 32)}, "v is None; k and v go together"),
+        ({"k": torch.zeros(2, 1, 2, 32), "v": torch.zeros(2, 1, 2, 32)}, "cache_seqlens is None and k is given"),
+        ({"block_table": torch.zeros(2, 2)}, "block_table is torch.float32; it must be torch.int32"),
+        ({"cache_seqlens": torch.zeros(2).long()}, "cache_seqlens is torch.int64"),
+        ({"k_cache": "cache"}, "k_cache is a str"),
+        ({"k": torch.zeros(2, 4, 2, 32)[:, ::3], "v": torch.zeros(2, 2, 2, 32), "cache_seqlens": 3}, "k has strides"),
+    ),
+)
+def test_what_a_cache_does_not_support_is_named(options: dict[str, Any], message: str) -> None:
+    arguments, _, _ = cached(True)
+    with pytest.raises((TypeError, ValueError), match=message):
+        flash_attn_with_kvcache(torch.zeros(2, 1, 4, 32).half(), **{**arguments, **options})
 
 
 @pytest.fixture(scope="module")

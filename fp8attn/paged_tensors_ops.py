@@ -1,0 +1,78 @@
+"""The operators of caches of other engines: attention to them, and writing to them. See `ops` for what all operators
+have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import paged_tensors, validate
+from . import triton as triton_kernels
+from .device import device_of
+from .ops import current, register
+from .paged_ops import runs_triton
+from .paged_tensors import PagedTensors, Scoring
+from .pages import PagedBatch
+
+BACKENDS = ("auto", "triton", "modelled")
+
+
+def check_backend(backend: object) -> None:
+    """Check the backend of a call on a cache of another engine.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; with fp8attn.PagedTensors it must be one of {BACKENDS}")
+
+
+def _attend_by(backend: str):
+    def attend(
+        query: torch.Tensor, cache: Sequence[torch.Tensor], page_table: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor | None,
+        max_length: int | None, softmax_scale: float, window: Sequence[int], softcap: float, sinks: torch.Tensor | None, out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        batch, tensors = PagedBatch(page_table, lengths, counts, None, max_length), PagedTensors.of(cache)
+        how = Scoring(softmax_scale, (window[0], window[1]), softcap, sinks)
+        validate.check_tensors_call(query, tensors, batch, how)
+        validate.check_launch(softmax_scale, "bottom_right", out_dtype)
+        if runs_triton(backend, query.device):
+            with current(query.device):
+                return triton_kernels.paged_tensors.attend(query, tensors, batch, how, device_of(query.device), out_dtype)
+        out, lse = paged_tensors.attend(query, tensors, batch, how)
+        return out.to(out_dtype), lse
+
+    return attend
+
+
+def _write_by(backend: str):
+    def write(key: torch.Tensor, value: torch.Tensor, cache: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        tensors = PagedTensors.of(cache)
+        validate.check_written(key, value, tensors, slots)
+        if runs_triton(backend, key.device):
+            with current(key.device):
+                triton_kernels.paged_tensors.write(tensors, key, value, slots, device_of(key.device))
+        else:
+            paged_tensors.write(tensors, key, value, slots)
+
+    return write
+
+
+def _fake_attend(query, cache, page_table, lengths, counts, max_length, softmax_scale, window, softcap, sinks, out_dtype):
+    shape = query.shape[:3]
+    return query.new_empty(*shape, cache[1].shape[3], dtype=out_dtype), query.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_write(key, value, cache, slots) -> None:
+    return None
+
+
+for _name in BACKENDS:
+    register(
+        f"{_name}_tensors_attention(Tensor query, Tensor[] cache, Tensor page_table, Tensor lengths, Tensor? counts, int? max_length,"
+        " float softmax_scale, int[2] window, float softcap, Tensor? sinks, ScalarType out_dtype) -> (Tensor, Tensor)",
+        _attend_by(_name),
+        _fake_attend,
+    )
+    register(f"{_name}_write_to_pages(Tensor key, Tensor value, Tensor(a!)[] cache, Tensor slots) -> ()", _write_by(_name), _fake_write)
