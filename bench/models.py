@@ -9,10 +9,12 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from fp8attn.validate import Arguments
 
 from . import command_line, report
 from .cases import SEED
-from .command_line import UsageError, at_least, more_than_zero
-from .machine import machine
+from .command_line import UsageError, at_least, input_file, more_than_zero
+from .machine import PROGRAM, machine
+from .plot import BLUE, GREY, VERMILLION, legend_below, load_pyplot, save
 from .progress import Tick, no_tick
 from .sheet import Sheet
 from .timing import in_turn
@@ -508,6 +511,54 @@ def table(results: Sequence[Result], gpu: bool) -> Sheet:
     return made
 
 
+PICTURE = "models.svg"
+
+BARS = {"fp8attn": VERMILLION, "fp8attn int8": BLUE}
+"""Rows in the picture, and their colours."""
+
+
+def records_of(source: Path) -> list[dict[str, Any]]:
+    """The timed records of a results file of this command.
+
+    Raises:
+        UsageError: the file isn't one.
+    """
+    try:
+        records = [json.loads(line) for line in source.read_text().splitlines()]
+        return [r for r in records if (r["case"], r["row"], r["launch"]) and r["against_sdpa"] is not None]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{source} isn't a results file of {PROGRAM} models: {error!r}") from error
+
+
+def figure_of(records: Sequence[dict[str, Any]]) -> Any:
+    """A figure of every model's speed over PyTorch's fastest attention, eager and compiled.
+
+    Raises:
+        UsageError: there is nothing to draw.
+    """
+    there = [r for r in records if r["row"] in BARS]
+    cases = list(dict.fromkeys(r["case"] for r in there))
+    launches = [launch for launch in ("eager", "compiled") if any(r["launch"] == launch for r in there)]
+    if not cases:
+        raise UsageError("no row of fp8attn")
+    figure, axes = load_pyplot().subplots(1, len(launches), figsize=(5 * len(launches), 4.4), sharey=True, squeeze=False, layout="constrained")
+    for axis, launch in zip(axes[0], launches, strict=True):
+        for i, (row, colour) in enumerate(BARS.items()):
+            found = {r["case"]: r["against_sdpa"] for r in there if (r["row"], r["launch"]) == (row, launch)}
+            places = [place + 0.38 * (i - 0.5) for place, case in enumerate(cases) if case in found]
+            bars = axis.barh(places, [found[case] for case in cases if case in found], 0.36, color=colour, label=row)
+            axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+        axis.axvline(1.0, color=GREY, linewidth=1, label="PyTorch's fastest attention")
+        axis.set_xlim(0, 1.15 * max(r["against_sdpa"] for r in there))
+        axis.set_yticks(range(len(cases)), cases)
+        axis.set_title(launch, fontsize=11)
+        axis.set_xlabel("speed of a forward")
+    axes[0][0].invert_yaxis()
+    legend_below(figure, axes[0], 3)
+    figure.suptitle(f"Whole models, random weights: {there[0]['gpu']}", fontsize=11)
+    return figure
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_case(parser)
     command_line.add_peer(parser)
@@ -516,6 +567,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns that every row gets (default: %(default)s)")
     parser.add_argument("--milliseconds", type=more_than_zero, default=300.0, help="length of a turn (default: %(default)s)")
     command_line.add_json(parser)
+    parser.add_argument("--draw", type=input_file, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE} beside it")
 
 
 def size_of(case: Case, layers: int | None, gpu: bool) -> Size:
@@ -525,6 +577,9 @@ def size_of(case: Case, layers: int | None, gpu: bool) -> Size:
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
+    if arguments.draw is not None:
+        save(figure_of(records_of(arguments.draw)), command_line.sibling(arguments.draw, PICTURE))
+        return 0
     works = command_line.chosen(arguments.case, CASES, "--case")
     rows = command_line.chosen(arguments.peer, ROWS, "--peer", "row")
     lacking = {case.lacking for case in works if case.lacking is not None}

@@ -303,7 +303,62 @@ def decode() -> str:
             share = found.get("share_of_peak")
             cells.append(number_of(found.get("p50_us"), ".1f") + ("" if share is None else f" ({share:.0%})"))
         rows.append([case, *cells, number_of(by.get(names[0], {}).get("relative_l2"), ".4f")])
-    return f"{_machine(records)}:\n\n{markdown_table(('case', *names, 'relative L2'), rows, 1)}"
+    return f"{_machines(records, lambda record: record['backend'])}:\n\n{markdown_table(('case', *names, 'relative L2'), rows, 1)}"
+
+
+def models() -> str:
+    """Whole models: milliseconds of a forward, and speed over PyTorch's fastest attention."""
+    records = _lines("models")
+    rows = []
+    for case, launch in dict.fromkeys((record["case"], record["launch"]) for record in records):
+        by = {record["row"]: record for record in records if (record["case"], record["launch"]) == (case, launch) and record["refused"] is None}
+        fastest = min((record for record in by.values() if record["row"].startswith("SDPA")), key=lambda record: record["ms"])
+        ours = [by["fp8attn"], by["fp8attn int8"]]
+        times = [f"{record['ms']:.1f} ({record['against_sdpa']:.2f})" for record in ours]
+        errors = [f"{record['relative_l2']:.4f}" for record in (fastest, *ours)]
+        rows.append([case, launch, f"{fastest['ms']:.1f}", *times, f"{by['no attention']['ms']:.1f}", *errors])
+    head = ("model", "", "SDPA, ms", "fp8attn, ms", "int8, ms", "no attention, ms", "SDPA, relative L2", "fp8attn", "int8")
+    machines = _machines(records, lambda record: f"{record['case']}, {record['launch']}")
+    return f"{machines}:\n\n{markdown_table(head, rows, 2)}"
+
+
+def distributed() -> str:
+    """Context parallelism: milliseconds, and speed over one GPU and over a bf16 ring."""
+    records = _lines("distributed")
+    rows = []
+    for (case, ranks), by in _by_ranks(records).items():
+        one, ring, bf16 = by["fp8attn, one GPU"], by["fp8attn ring"], by["bf16 ring"]
+        names = ("fp8attn, one GPU", "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather", "bf16 ring")
+        times = [number_of(None if by[name]["us"] is None else by[name]["us"] / 1e3, ".1f") for name in names]
+        ratios = [f"{one['us'] / ring['us']:.2f}", f"{bf16['us'] / ring['us']:.2f}", f"{ring['overlap']:.0%}", f"{ring['sent'] / bf16['sent']:.0%}"]
+        rows.append([case, str(ranks), *times, *ratios, f"{one['relative_l2']:.4f}", f"{ring['relative_l2']:.4f}"])
+    head = (
+        "case", "GPUs", "one GPU, ms", "ring, ms", "Ulysses, ms", "all-gather, ms", "bf16 ring, ms", "ring × one GPU", "ring × bf16 ring", "overlap",
+        "bytes of bf16's", "one GPU, relative L2", "ring, relative L2",
+    )  # fmt: skip
+    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
+
+
+def _by_ranks(records: Sequence[Record]) -> dict[tuple[str, int], dict[str, Record]]:
+    """Records by case and number of ranks, and of each by backend; those of one GPU with every number."""
+    found: dict[tuple[str, int], dict[str, Record]] = {}
+    for case in dict.fromkeys(record["case"] for record in records):
+        mine = [record for record in records if record["case"] == case]
+        alone = {record["backend"]: record for record in mine if record["ranks"] == 1}
+        for ranks in sorted({record["ranks"] for record in mine} - {1}):
+            found[case, ranks] = alone | {record["backend"]: record for record in mine if record["ranks"] == ranks}
+    return found
+
+
+def varlen() -> str:
+    """Packed sequences: TFLOP/s of the kernel alone and from bf16, beside the dense kernel."""
+    records = _lines("varlen")
+    names = ("fp8attn, kernel alone", "fp8attn, from bf16", "fp8attn auto, dense", "fp8attn triton, dense")
+    rows = []
+    for (batch,), by in _by_case(records, "batch").items():
+        rows.append([batch, *(number_of(by[name]["tflops"], ".0f") for name in names)])
+    head = ("batch", "kernel alone", "from bf16", "dense kernel alone", "Triton's dense")
+    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 
 def first_calls() -> str:
@@ -385,6 +440,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "draws": draws,
     "masks": if_measured("masks", masks),
     "decode": if_measured("decode", decode),
+    "models": models,
+    "distributed": distributed,
+    "varlen": varlen,
     "first_calls": first_calls,
     "ladder": ladder,
     "price": if_measured("price", price),

@@ -2,8 +2,8 @@
 name.
 
 While a model is intercepted, each of its modules, but for basic ones of torch.nn, has an instance attribute `forward`
-that calls the module's own forward. It maintains a stack, one per thread, of the modules that are in their forward. The outermost module also
-enters a TorchFunctionMode, which receives the calls of attention.
+that calls the module's own forward. It maintains a stack, one per thread, of the modules that are in their forward. The
+outermost module also enters a TorchFunctionMode, which receives the calls of attention.
 
 Reasons for this design:
 - Function modes belong to a thread, so every thread that runs the model must enter one.

@@ -183,7 +183,9 @@ def context_parallel_sdpa(
     shift = None
     if is_causal:
         shift = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
-    q_spans, kv_spans = spans_of(agreed.q_lengths, sharding, "query"), spans_of(kv_lengths, sharding, "key")
+    q_spans, kv_spans = (
+        [_joined_spans(spans) for spans in spans_of(lengths, sharding, name)] for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
+    )
     call = _Call(checked, form, ranks, q_spans, kv_spans, shift, chosen == "all_gather")
     out, lse = call.run(return_lse)
     return (out, lse) if return_lse else out

@@ -67,8 +67,8 @@ def _on_side_stream(*buffers: torch.Tensor, after: torch.cuda.Event | None = Non
 class Ring:
     """Buffers of all ranks, passed around a ring. Iterating gives this rank's own, then those of the ranks before it.
 
-    A buffer is sent on as soon as it has come, and not when attention to the one before is done. Attention's kernel takes
-    all multiprocessors: only a transfer that waits for one already when the kernel is launched runs beside it.
+    A buffer is sent on as soon as it has come, and not when attention to the one before is done. Attention's kernel
+    takes all multiprocessors: only a transfer that waits for one already when the kernel is launched runs beside it.
     """
 
     SLOTS = 4

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import accuracy, adapters, ladder, peers, plot
+from bench import accuracy, adapters, ladder, models, peers, plot
 from bench.command_line import UsageError
 from bench.plot import STYLES, Style
 
@@ -25,6 +25,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: plot.figure_of(plot.SOURCE, kind) for kind in plot.KINDS},  # type: ignore[misc]
     "accuracy": lambda: accuracy.figure_of(accuracy.records_of(RESULTS / "accuracy.jsonl")),
     "ladder": lambda: ladder.figure_of(ladder.records_of(RESULTS / "ladder.jsonl")),
+    "models": lambda: models.figure_of(models.records_of(RESULTS / "models.jsonl")),
 }
 """Every picture that the bench draws, of the committed results."""
 
@@ -155,7 +156,7 @@ def test_rows_of_a_picture_are_told_apart(name: str) -> None:
         assert distance(STYLES[row].colour, "#FFFFFF") > 2 * TOLD_APART, f"{row} is too light for white paper"
 
 
-@pytest.mark.parametrize("name", [name for name in FULL if name != "ladder"])
+@pytest.mark.parametrize("name", [name for name in FULL if name not in ("ladder", "models")])
 def test_what_is_drawn_has_its_rows_style(name: str) -> None:
     found = shown_styles(FULL[name]())
     assert len(found) >= 5
@@ -175,6 +176,15 @@ def test_rungs_and_other_kernels_are_told_apart() -> None:
     assert [heights[i] for i in range(len(records))] == [r["tflops"] for r in records]
 
 
+def test_models_bars_are_what_was_measured() -> None:
+    figure, records = FIGURES["models"](), models.records_of(RESULTS / "models.jsonl")
+    for axis in figure.axes:
+        for bars, row in zip(axis.containers, models.BARS, strict=True):
+            expected = [r["against_sdpa"] for r in records if (r["row"], r["launch"]) == (row, axis.get_title())]
+            assert [bar.get_width() for bar in bars] == expected and len(expected) == 7
+    assert distance(*models.BARS.values()) > TOLD_APART
+
+
 def test_a_row_of_one_panel_alone_is_in_the_legend() -> None:
     records = plot.records_of(plot.SOURCE)
     there = [r for r in records if r["backend"] == "fp8attn cuda" or (r["backend"] == "Sage2" and r["head_dim"] == 128)]
@@ -184,7 +194,7 @@ def test_a_row_of_one_panel_alone_is_in_the_legend() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["fp8attn cuda", "Sage2"]
 
 
-@pytest.mark.parametrize("picture, results", (("speed.svg", "side_by_side"), ("accuracy.svg", "accuracy")))
+@pytest.mark.parametrize("picture, results", (("speed.svg", "side_by_side"), ("accuracy.svg", "accuracy"), ("models.svg", "models")))
 def test_committed_pictures_are_of_the_committed_results(picture: str, results: str, tmp_path: Path) -> None:
     """Drawn again they have the same words and colours; where they stand depends on matplotlib."""
     figure = FIGURES["speed" if results == "side_by_side" else results]()
@@ -198,12 +208,20 @@ def test_committed_pictures_are_of_the_committed_results(picture: str, results: 
 
 
 def test_pictures_are_drawn_again_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for name in ("accuracy", "ladder"):
+    for name in ("accuracy", "ladder", "models"):
         (tmp_path / f"{name}.jsonl").write_text((RESULTS / f"{name}.jsonl").read_text())
         assert command.main([name, "--draw", str(tmp_path / f"{name}.jsonl")]) == 0
     assert command.main(["plot", "--source", str(plot.SOURCE), "--to", str(tmp_path / "speed.png")]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "accuracy.svg", "ladder.jsonl", "ladder.png", "speed.png"}
-    for words in (["ladder", "--draw"], ["plot", "--to", str(tmp_path / "x.svg"), "--source"], ["accuracy", "--draw"]):
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "accuracy.jsonl",
+        "accuracy.svg",
+        "ladder.jsonl",
+        "ladder.png",
+        "models.jsonl",
+        "models.svg",
+        "speed.png",
+    }
+    for words in (["ladder", "--draw"], ["models", "--draw"], ["plot", "--to", str(tmp_path / "x.svg"), "--source"], ["accuracy", "--draw"]):
         (tmp_path / "bad.jsonl").write_text("[1]\n")
         assert command.main([*words, str(tmp_path / "bad.jsonl")]) == 2
         assert "isn't a results file of python -m bench" in capsys.readouterr().err
