@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,8 @@ import platform
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,10 @@ from fp8attn.device import device_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "gpu_tests.json"
+SECONDS = ROOT / "bench" / "results" / "gpu_test_seconds.json"
+"""How long the long tests of the recorded run took."""
+LONG = 3.0
+"""Seconds of a test that is long."""
 
 common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.register_profile("default", max_examples=20, **common)
@@ -199,20 +205,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if GPU and item.get_closest_marker("anywhere") and not config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="needs no GPU: machines without one run it, and here `-m anywhere`"))
     if GPU:
-        items[:] = dealt(items, WORKERS)
+        items[:] = dealt(items, WORKERS, json.loads(SECONDS.read_text()) if SECONDS.exists() else {})
 
 
-def length(item: pytest.Item) -> int:
-    """Rank of a test where there is a GPU: those that hypothesis draws compile most, then those that need the GPU."""
-    return 2 if is_drawn(getattr(item, "obj", None)) else int(item.get_closest_marker("gpu") is not None)
-
-
-def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+def dealt(items: list[pytest.Item], workers: int, seconds: dict[str, float]) -> list[pytest.Item]:
     """Long tests first in each of the equal parts of the list that xdist's worksteal starts its workers with; then the others.
 
     The first part has all tests that take the whole GPU, which would otherwise wait for each other, and no other long test if there are more
     parts. Neighbours among the others stay together: they share kernels.
+
+    Args:
+        seconds: of tests that took LONG in an earlier run. Of others, those that hypothesis draws compile most, then those that need the GPU.
     """
+
+    def length(item: pytest.Item) -> float:
+        return seconds.get(item.nodeid) or (2 if is_drawn(getattr(item, "obj", None)) else int(item.get_closest_marker("gpu") is not None))
+
     alone = [item for item in items if "whole_gpu" in item.fixturenames]
     rest = [item for item in items if "whole_gpu" not in item.fixturenames]
     long = sorted(filter(length, rest), key=length, reverse=True)
@@ -252,6 +260,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     RECORD.write_text(json.dumps(recorded(before, facts, f"{PART}/{PARTS}", counts), indent=2) + "\n")
+    if PARTS == 1:
+        reports = itertools.chain(*(reporter.stats.get(outcome, []) for outcome in ("", "passed")))  # "": setups
+        SECONDS.write_text(json.dumps(long_tests((report.nodeid, report.duration) for report in reports), indent=1) + "\n")
+
+
+def long_tests(durations: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Seconds of the long tests, the longest first, of the durations of all parts of tests."""
+    total: Counter[str] = Counter()
+    for name, seconds in durations:
+        total[name] += seconds  # type: ignore[assignment]
+    return {name: round(seconds, 1) for name, seconds in total.most_common() if seconds >= LONG}
 
 
 def residues(part: str, modulus: int) -> set[int]:

@@ -295,7 +295,7 @@ def test_emulated_means_of_queries_meet_rotated_keys(emulated: Quantizer, monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", LONGEST)
+@pytest.mark.parametrize("dim", [dim if dim == 128 else pytest.param(dim, marks=pytest.mark.thorough) for dim in LONGEST])
 def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> None:
     """Likewise; and attention to them."""
     recipe = Recipe(smooth_q=True)

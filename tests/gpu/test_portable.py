@@ -183,7 +183,8 @@ def every_config(device: Device) -> tuple[PortableConfig, ...]:
 
 
 @pytest.fixture(scope="module")
-def rungs(device: torch.device) -> tuple[PortableConfig, ...]:
+def rungs(device: torch.device, request: pytest.FixtureRequest) -> tuple[PortableConfig, ...]:
+    """Those that calls choose; thorough, all."""
     if not GPU:
         pytest.skip("needs an NVIDIA GPU")
     missing = cuda_unavailable(device)
@@ -192,6 +193,8 @@ def rungs(device: torch.device) -> tuple[PortableConfig, ...]:
     found = every_config(device_of(device))
     # those have libraries of their own
     shipped = {config for dim in DIMS for int8 in (False, True) for config in portable.group(dim, device_of(device), int8)}
+    if not request.config.option.thorough:
+        return tuple(config for config in found if config in shipped)
     build.load(tuple(config for config in found if config not in shipped), device_of(device).arch)
     return found
 

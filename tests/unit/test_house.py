@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import RECORD, dealt, recorded, residues
+from conftest import RECORD, dealt, long_tests, recorded, residues
 
 import fp8attn
 from fp8attn.api import call_of
@@ -205,6 +205,13 @@ def test_the_gpu_record_is_green_and_of_all_parts() -> None:
     assert record["failed"] == 0 < record["passed"] == sum(one["passed"] for one in parts.values())
 
 
+def test_tests_that_took_long_come_first() -> None:
+    seconds = long_tests([("a", 1.0), ("b", 50.0), ("a", 2.5), ("c", 2.9)])
+    assert list(seconds.items()) == [("b", 50.0), ("a", 3.5)]
+    tests = [SimpleNamespace(nodeid=name, obj=None, get_closest_marker=lambda _: None, fixturenames=[]) for name in "acxyzb"]
+    assert [[x.nodeid for x in dealt(tests, 2, seconds)[part]] for part in (slice(0, 3), slice(3, 6))] == [["a", "c", "x"], ["b", "y", "z"]]
+
+
 @pytest.mark.parametrize("workers", (1, 3, 20))
 @pytest.mark.parametrize(
     "whole, drawn, gpu, others", ((0, 40, 60, 900), (0, 0, 0, 7), (0, 5, 0, 0), (0, 2, 1, 30), (0, 21, 20, 2), (25, 40, 60, 900))
@@ -215,13 +222,14 @@ def test_dealing_out_loses_no_test(whole: int, drawn: int, gpu: int, others: int
     tests = [
         SimpleNamespace(
             kind=kind,
+            nodeid="test",
             obj=SimpleNamespace(is_hypothesis_test=kind == 2),
             get_closest_marker=lambda name, kind=kind: kind in (1, 3) or None,
             fixturenames=["whole_gpu"] * (kind == 3),
         )
         for kind in kinds
     ]
-    order = dealt(tests, workers)
+    order = dealt(tests, workers, {})
     assert len(order) == len(tests) and {id(x) for x in order} == {id(x) for x in tests}
     counts = []
     for i in range(workers):
