@@ -22,8 +22,6 @@ MOST_ROW_TILES = 3
 """Tiles of rows of a key/value head, each of which reads the head's pages, and has ten bits of a ticket. With more,
 Triton's kernel is expected to be no slower."""
 
-LARGE_DIM = 128
-
 MOST_PAGES = 264
 """Pages of all heads: two for each SM of an H100."""
 
@@ -111,9 +109,9 @@ def part_height(config: DecodeConfig, q: torch.Tensor, storage: Storage) -> int:
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
-    and for larger head dims with so few rows that each warp has whole pages."""
+    and with so few rows that each warp has whole pages."""
     pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return pages <= MOST_PAGES or (storage.k.shape[3] >= LARGE_DIM and rows_of_head(q, storage) <= WARP_ROWS)
+    return pages <= MOST_PAGES or rows_of_head(q, storage) <= WARP_ROWS
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
