@@ -198,7 +198,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[collected] = [*items]
     items[:] = tiers.chosen(items, config.option.thorough, config.option.tenth)[PART - 1 :: PARTS]
-    config.hook.pytest_deselected(items=[item for item in config.stash[collected] if item not in {*items}])
+    kept = {*items}
+    config.hook.pytest_deselected(items=[item for item in config.stash[collected] if item not in kept])
     for item in items:
         if not GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

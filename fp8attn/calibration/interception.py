@@ -64,8 +64,16 @@ class Handler(Protocol):
 class Began(Protocol):
     """A handler that sees the arguments of forwards, too."""
 
-    def began(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Note that the outermost of the model's modules begins its forward. Not called while torch.compile traces."""
+    def began(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> bool | None:
+        """Note that the outermost of the model's modules begins its forward. False: it isn't intercepted. Not called
+        while torch.compile traces."""
+
+
+class Ended(Protocol):
+    """A handler that learns when forwards end, too."""
+
+    def ended(self) -> None:
+        """Note that the forward has ended that began last in this thread, intercepted and without an error."""
 
 
 class Invocation:
@@ -88,10 +96,11 @@ class Invocation:
 
 
 class _Stack(threading.local):
-    """The running forwards of a thread, the innermost one last."""
+    """The running forwards of a thread, the innermost one last; or `idle` during a forward that isn't intercepted."""
 
     def __init__(self) -> None:
         self.running: list[Invocation] = []
+        self.idle = False
 
 
 class Interception:
@@ -109,7 +118,7 @@ class Interception:
         self.handler = handler
         self.traceable = traceable
         self.names_in_graphs = names_in_graphs
-        self.began = getattr(handler, "began", None)
+        self.began, self.ended = getattr(handler, "began", None), getattr(handler, "ended", None)
         self.ran = False
         self.stack = _Stack()
         self.mode = _Mode(self)
@@ -222,8 +231,9 @@ def _run(links: tuple[Link, ...], inner: Callable, args: tuple, kwargs: dict[str
     if not links:
         return inner(*args, **kwargs)
     interception, names = links[0]
-    running = interception.stack.running
-    if running and not interception.names_in_graphs and torch.compiler.is_compiling():
+    stack = interception.stack
+    running = stack.running
+    if stack.idle or (running and not interception.names_in_graphs and torch.compiler.is_compiling()):
         return _run(links[1:], inner, args, kwargs)
     if running:
         running.append(Invocation(name_in(running[-1].layer, names)))
@@ -232,14 +242,22 @@ def _run(links: tuple[Link, ...], inner: Callable, args: tuple, kwargs: dict[str
         finally:
             running.pop()
     interception.ran = True
-    if interception.began is not None and not torch.compiler.is_compiling():
-        interception.began(inner, args, kwargs)
+    began = None if torch.compiler.is_compiling() else interception.began
+    if began is not None and began(inner, args, kwargs) is False:
+        stack.idle = True
+        try:
+            return _run(links[1:], inner, args, kwargs)
+        finally:
+            stack.idle = False
     running.append(Invocation(names[0]))
     try:
         with interception.mode:
-            return _run(links[1:], inner, args, kwargs)
+            result = _run(links[1:], inner, args, kwargs)
     finally:
         running.pop()
+    if began is not None and interception.ended is not None:
+        interception.ended()
+    return result
 
 
 _lock = threading.RLock()

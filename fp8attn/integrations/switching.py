@@ -67,9 +67,11 @@ class Policy:
             return "gradients are recorded"
         if a.query.shape[2] == 1 and self.decode == "sdpa":
             return "one query; decode='fp8attn' computes it in FP8"
-        if a.key.shape[2] < self.min_keys:
-            return f"fewer than min_keys={self.min_keys} keys"
-        return None
+        return self.reason_for_few_keys(a)
+
+    def reason_for_few_keys(self, a: Arguments) -> str | None:
+        """Why PyTorch computes a call, whatever else it is, or None."""
+        return f"fewer than min_keys={self.min_keys} keys" if a.key.shape[2] < self.min_keys else None
 
     def recipe_for(self, layer: str, attn_mask: object, timestep: float | None = None) -> Recipe | str:
         """The recipe of a call with such a mask, or the reason why there is none.

@@ -16,10 +16,10 @@ import tiers
 def test_every_test_is_in_the_default_tier_or_in_one_tenth(request: pytest.FixtureRequest) -> None:
     """Of what this run has collected."""
     everything = request.config.stash[collected]
-    default = tiers.chosen(everything, thorough=False, tenth=None)
+    default = {*tiers.chosen(everything, thorough=False, tenth=None)}
     runs = Counter(item.nodeid for item in default)
     for tenth in range(tiers.TENTHS):
-        runs.update(item.nodeid for item in tiers.chosen(everything, thorough=False, tenth=tenth) if item not in {*default})
+        runs.update(item.nodeid for item in tiers.chosen(everything, thorough=False, tenth=tenth) if item not in default)
     assert runs == dict.fromkeys((item.nodeid for item in everything), 1)
     assert len(tiers.chosen(everything, thorough=True, tenth=None)) == len(everything)
 
