@@ -20,7 +20,7 @@ from ..api import varlen_sdpa
 from ..calibration.calibrated import Calibration
 from ..calibration.names import layer_names
 from ..calibration.replacing import by_fp8attn
-from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
+from ..recipe import DEFAULT_RECIPE, PRECISE, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, unsupported_varlen_recipe
 from .switching import MIN_KEYS, Decode, Policy, Report, attempted, with_lse
@@ -34,7 +34,7 @@ LAYER = "_fp8attn_layer"
 
 def register(
     name: str = "fp8attn",
-    recipe: Recipe | Calibration = DEFAULT_RECIPE,
+    recipe: Recipe | Calibration = PRECISE,
     *,
     model: torch.nn.Module | None = None,
     min_keys: int = MIN_KEYS,
@@ -55,8 +55,10 @@ def register(
         name: that `attn_implementation` takes.
         model: one whose layers the report names as the model does, such as "model.layers.3.self_attn". The layers of
             other models are class and index, as in "LlamaAttention 3".
-        recipe, min_keys, decode, backend: as of `fp8attn.patch`. A calibration needs `model`; of one with parts of a
-            diffusion model's steps, the choices for all steps count.
+        recipe: of every call. By default Q and K are int8: over a language model's layers, errors are about half of
+            those of e4m3, in the same time. A calibration needs `model`; of one with parts of a diffusion model's
+            steps, the choices for all steps count.
+        min_keys, decode, backend: as of `fp8attn.patch`.
 
     Returns:
         the report of all calls.

@@ -56,6 +56,14 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+def test_language_models_run_precise_by_default(transformers: ModuleType) -> None:
+    found = []
+    for recipes in ((), (fp8attn.PRECISE,), (Recipe(),)):
+        integrations.transformers.register("fp8attn_modelled", *recipes, **MODELLED)
+        found.append(logits(decoder(transformers, "Llama"), "fp8attn_modelled", False))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("padded", (False, True), ids=("full", "padded"))
 @pytest.mark.parametrize("kind", DECODERS)
 def test_language_models_switch_over(transformers: ModuleType, kind: str, padded: bool) -> None:

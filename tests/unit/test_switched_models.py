@@ -75,7 +75,7 @@ def test_every_layer_is_reached_or_reported(built: tuple[nn.Module, dict[str, to
     else:  # transformers' T5 multiplies matrices in older releases, and its Gemma 2 and gpt-oss have no SDPA
         assert asks and "Likely cause" in str(report)
     if asks:
-        registered = integrations.transformers.register("fp8attn_modelled", model=model, **MODELLED)
+        registered = integrations.transformers.register("fp8attn_modelled", Recipe(), model=model, **MODELLED)
         model.set_attn_implementation("fp8attn_modelled")
         out = output(model, inputs)
         if all(part.config._attn_implementation == "fp8attn_modelled" for part in model.modules() if hasattr(part, "set_attn_implementation")):
