@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from .command_line import UsageError, at_least, input_file
 from .compiling import compile_first
 from .errors import Errors, standard_error
 from .gates import Gates
-from .machine import PROGRAM, machine
+from .machine import machine
 from .peers import Answer, Peer, Problem, answer
-from .plot import STYLES, legend_below, load_pyplot, origin, save
+from .plot import STYLES, legend_below, load_pyplot, origin, results_of, save
 from .progress import Tick, no_tick
 from .readme import RESULTS, Record
 from .rows import chosen
@@ -180,13 +179,7 @@ def records_of(source: Path) -> list[Record]:
     Raises:
         UsageError: the file isn't one.
     """
-    try:
-        records = [json.loads(line) for line in source.read_text().splitlines()]
-        for record in records:
-            record["case"], record["distribution"], record["relative_l2"], record["kv_length"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{source} isn't a results file of {PROGRAM} accuracy: {error!r}") from error
-    return records
+    return results_of(source, "accuracy", ("case", "distribution", "relative_l2", "kv_length"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,9 +28,9 @@ from .cases import Case, square
 from .command_line import NO_GPU, UsageError, at_least, input_file, more_than_zero, picture_file
 from .errors import Bad, Errors
 from .gates import Gates
-from .machine import PROGRAM, machine, module
+from .machine import machine, module
 from .peers import PYTORCH, Attention, Problem, answer, poison
-from .plot import BLUE, legend_below, load_pyplot, origin, save
+from .plot import BLUE, legend_below, load_pyplot, origin, results_of, save
 from .progress import Tick, no_tick
 from .readme import RESULTS
 from .sheet import Sheet
@@ -272,13 +272,7 @@ def records_of(source: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: the file isn't one.
     """
-    try:
-        records = [json.loads(line) for line in source.read_text().splitlines()]
-        for record in records:
-            record["rung"], record["config"], record["tflops"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{source} isn't a results file of {PROGRAM} ladder: {error!r}") from error
-    return records
+    return results_of(source, "ladder", ("rung", "config", "tflops"))
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:

@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +28,8 @@ from fp8attn.validate import Arguments
 from . import command_line, report
 from .cases import SEED
 from .command_line import UsageError, at_least, input_file, more_than_zero
-from .machine import PROGRAM, machine
-from .plot import BLUE, GREY, VERMILLION, legend_below, load_pyplot, save
+from .machine import machine
+from .plot import BLUE, GREY, VERMILLION, legend_below, load_pyplot, results_of, save
 from .progress import Tick, no_tick
 from .sheet import Sheet
 from .timing import in_turn
@@ -523,11 +522,7 @@ def records_of(source: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: the file isn't one.
     """
-    try:
-        records = [json.loads(line) for line in source.read_text().splitlines()]
-        return [r for r in records if (r["case"], r["row"], r["launch"]) and r["against_sdpa"] is not None]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{source} isn't a results file of {PROGRAM} models: {error!r}") from error
+    return [record for record in results_of(source, "models", ("case", "row", "launch", "against_sdpa")) if record["against_sdpa"] is not None]
 
 
 def figure_of(records: Sequence[dict[str, Any]]) -> Any:

@@ -99,6 +99,22 @@ def records_of(source: Path) -> list[Record]:
         raise UsageError(f"{source} isn't a results file of {PROGRAM} run: {error!r}") from error
 
 
+def results_of(source: Path, command: str, fields: Sequence[str]) -> list[Record]:
+    """The records of a results file of a command, each of which has these fields.
+
+    Raises:
+        UsageError: it isn't one.
+    """
+    try:
+        records = [json.loads(line) for line in source.read_text().splitlines()]
+        for record in records:
+            for field in fields:
+                record[field]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{source} isn't a results file of {PROGRAM} {command}: {error!r}") from error
+    return records
+
+
 def drawn(records: Sequence[Record]) -> list[str]:
     """Backends that have a style and a row."""
     there = {record["backend"] for record in records}
