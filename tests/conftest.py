@@ -216,7 +216,8 @@ def dealt(items: list[pytest.Item], workers: int, seconds: dict[str, float]) -> 
     parts. Neighbours among the others stay together: they share kernels.
 
     Args:
-        seconds: of tests that took LONG in an earlier run. Of others, those that hypothesis draws compile most, then those that need the GPU.
+        seconds: of tests that took LONG in an earlier run. Of others, those that hypothesis draws compile most, then
+            those that need the GPU.
     """
 
     def length(item: pytest.Item) -> float:

@@ -522,11 +522,10 @@ class _Call:
 def _gathered(own: torch.Tensor, sizes: Sequence[int], rank: int, gathering: Transfer) -> Iterator[tuple[int, torch.Tensor]]:
     """This rank's buffer, and then those of the other ranks, which are `sizes` bytes long."""
     yield rank, own
-    received = gathering.wait()
+    received, pitch = gathering.wait(), max(sizes)
     for index, size in enumerate(sizes):
         if index != rank:
-            start = index * max(sizes)
-            yield index, received[start : start + size]
+            yield index, received[index * pitch : index * pitch + size]
 
 
 def _q_heads(form: Format, rank: int, ranks: int) -> slice:

@@ -42,13 +42,14 @@ class Transfer:
         self._works = ()
 
 
-@contextlib.contextmanager
-def _on_side_stream(*buffers: torch.Tensor, after: torch.cuda.Event | None = None, waits: bool = True):
-    """Make the side stream current. Yields it, or None without a GPU.
+def _launched(device: torch.device) -> torch.cuda.Event | None:
+    """What was launched on the current stream so far; None without a GPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
-    Args:
-        waits: whether it waits, for `after`, or for all of the current stream.
-    """
+
+@contextlib.contextmanager
+def _on_side_stream(*buffers: torch.Tensor, after: torch.cuda.Event | None):
+    """Make the side stream current, which waits for `after`. Yields it, or None without a GPU."""
     device = buffers[0].device
     if device.type != "cuda":
         yield None
@@ -56,8 +57,6 @@ def _on_side_stream(*buffers: torch.Tensor, after: torch.cuda.Event | None = Non
     stream = _side_stream(device)
     if after is not None:
         stream.wait_event(after)
-    elif waits:
-        stream.wait_stream(torch.cuda.current_stream(device))
     for buffer in buffers:
         buffer.record_stream(stream)
     with torch.cuda.stream(stream):
@@ -91,8 +90,7 @@ class Ring:
     def __iter__(self) -> Iterator[torch.Tensor]:
         for step in range(len(self._sizes)):
             yield self._transfers[step - 1].wait() if step else self._own
-            on_gpu = self._own.device.type == "cuda"
-            self._used.append(torch.cuda.current_stream(self._own.device).record_event() if on_gpu else None)
+            self._used.append(_launched(self._own.device))
             self._start_next()
 
     def _start_next(self) -> None:
@@ -101,8 +99,12 @@ class Ring:
             return
         sent = self._transfers[-1].received if index else self._own
         received = self._slots[index % self.SLOTS][: self._sizes[index + 1]]
-        after = self._used[index + 1 - self.SLOTS] if index >= self.SLOTS else None
-        with _on_side_stream(sent, received, after=after, waits=index == 0 or after is not None) as stream:
+        after = None  # nothing that `own`'s transfer doesn't wait for
+        if index == 0:
+            after = _launched(sent.device)
+        elif index >= self.SLOTS:
+            after = self._used[index + 1 - self.SLOTS]
+        with _on_side_stream(sent, received, after=after) as stream:
             if index and stream is None:
                 self._transfers[-1].wait()
             operations = []
@@ -123,7 +125,7 @@ def start_gather(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Tra
         padded[: sent.numel()] = sent
     received = sent.new_empty(size * group.size())
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
-    with _on_side_stream(padded, received) as stream:
+    with _on_side_stream(padded, received, after=_launched(padded.device)) as stream:
         works = [gather(received, padded, group=group, async_op=True)] if size else []
     return Transfer(padded, received, works, stream)
 

@@ -162,12 +162,14 @@ class _Switch:
         # in a graph, choices can't depend on a tensor's value
         timestep = None if torch.compiler.is_compiling() else self._current.timestep
         out = attempted(self.policy, self.report, layer, arguments, timestep=timestep)
-        if not torch.compiler.is_compiling():
-            self._note(layer, arguments)
+        if out is None and not torch.compiler.is_compiling():
+            self._note_refusal(layer, arguments)
+        elif not torch.compiler.is_compiling():
+            self._current.refusals = None
         return original() if out is None else out
 
-    def _note(self, layer: str, arguments: Arguments) -> None:
-        """Note a call of the forward."""
+    def _note_refusal(self, layer: str, arguments: Arguments) -> None:
+        """Note a call of the forward that goes to PyTorch."""
         reason, refusals = self.policy.reason_for_pytorch(arguments), self._current.refusals
         if reason is None or reason != self.policy.reason_for_few_keys(arguments):
             self._current.refusals = None

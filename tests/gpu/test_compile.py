@@ -346,7 +346,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def paged(arch: int, part: int) -> list[dict]:
-    """In a process of its own: compile the kernels of a KV cache, and of those of other engines, for every third problem; their resources."""
+    """In a process of its own: compile the kernels of a KV cache, and of those of other engines, for every third problem;
+    their resources."""
     import triton
 
     import fp8attn
