@@ -146,6 +146,24 @@ def attend_to_recent(q, m, l, acc, keys, visible, k, v, recent_k, recent_v, k_st
     return m_new, l, acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee") * beta[:, None]
 
 
+@triton.jit
+def work_of_program(length, group, kv_heads, splits, ROWS: tl.constexpr):
+    """The work of a program in a grid of tiles of rows x splits x kv_heads x batch, in one dimension.
+
+    Returns:
+        the number of tiles; the program's split, head of keys and row of the batch; and of each of its rows (ROWS,) the
+        query, which may not exist, and the query's head.
+    """
+    tiles = tl.cdiv(length * group, ROWS)
+    program = tl.program_id(0)
+    tile = program % tiles
+    split = program // tiles % splits
+    kv_head = (program // tiles // splits % kv_heads).to(tl.int64)
+    batch = (program // tiles // splits // kv_heads).to(tl.int64)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    return tiles, split, kv_head, batch, rows // group, kv_head * group + rows % group
+
+
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "length", "table_width", "every_page", "every_sequence", "splits"])
 def attention_kernel(
     q, k, v, q_strides, k_strides, v_strides, page_table, lengths, counts, sequences, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean,
@@ -162,18 +180,10 @@ def attention_kernel(
     """
     VALUE_WIDTH: tl.constexpr = C.value_width
     group = q_heads // kv_heads
-    tiles = tl.cdiv(length * group, ROWS)
-    program = tl.program_id(0)
-    tile = program % tiles
-    split = program // tiles % splits
-    kv_head = (program // tiles // splits % kv_heads).to(tl.int64)
-    batch = (program // tiles // splits // kv_heads).to(tl.int64)
+    tiles, split, kv_head, batch, query, head = work_of_program(length, group, kv_heads, splits, ROWS)
     sequence, has_sequence, end, count = batch_row(lengths, counts, sequences, batch, length, every_sequence)
     pair = sequence * kv_heads + kv_head
 
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    query = rows // group
-    head = kv_head * group + rows % group
     exists = query < length
     real = query < count
     position = tl.where(real, end - count + query, -1)

@@ -21,7 +21,7 @@ from ..paged_tensors import PagedTensors, Scoring, by_token, scale_strides
 from ..pages import PagedBatch
 from .launch import ceil_div, launch
 from .paged_append import page_number
-from .paged_attention import INVERSE_OFFSET, combine, finite_or_zero, quantized_rows, splits_of, tile_rows
+from .paged_attention import INVERSE_OFFSET, combine, finite_or_zero, quantized_rows, splits_of, tile_rows, work_of_program
 from .quantize import power_of_2
 from .tile import E4M3_NAN, LOG2E, P_OFFSET, cap_scores, e4m3_code, half_of_code, inverse, is_finite, probabilities, scale_of, score_factor
 
@@ -194,12 +194,7 @@ def tensors_attention_kernel(
     """
     VALUE_WIDTH: tl.constexpr = C.value_width
     group = q_heads // kv_heads
-    tiles = tl.cdiv(length * group, ROWS)
-    program = tl.program_id(0)
-    tile = program % tiles
-    split = program // tiles % splits
-    kv_head = (program // tiles // splits % kv_heads).to(tl.int64)
-    batch = (program // tiles // splits // kv_heads).to(tl.int64)
+    tiles, split, kv_head, batch, query, head = work_of_program(length, group, kv_heads, splits, ROWS)
     end = tl.maximum(tl.load(lengths + batch), 0)
     count = length
     if counts is not None:
@@ -211,9 +206,6 @@ def tensors_attention_kernel(
         k_scale += batch * k_scale_strides[0] + kv_head * k_scale_strides[3]
         v_scale += batch * v_scale_strides[0] + kv_head * v_scale_strides[3]
 
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    query = rows // group
-    head = kv_head * group + rows % group
     exists = query < length
     real = query < count
     first, last = keys_seen(end - count + query, real, end, left, right)
