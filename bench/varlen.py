@@ -1,5 +1,5 @@
-"""Packed sequences of different lengths: attention of batches, beside FlashAttention-3 and beside the dense kernel at
-equal lengths."""
+"""Packed sequences of different lengths, and windows, soft caps and sinks: attention of batches, beside FlashAttention-3
+and beside the dense kernel at equal lengths."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ from .progress import Tick, no_tick
 from .sheet import Sheet
 from .timing import Protocol, Run, input_sets, tflops, time_all
 
-HELP = "packed sequences of different lengths, beside FlashAttention-3"
+HELP = "packed sequences of different lengths, windows, soft caps and sinks, beside FlashAttention-3"
 
 SEED = 20
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed batch of self attention, bfloat16 before it is quantized."""
+    """A packed batch of self attention, bfloat16 before it is quantized.
+
+    Attributes:
+        window: keys before a row's own that it attends to, in causal attention; -1: all.
+        softcap: of the scores; 0: none.
+        sinks: whether rows have a sink.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -39,6 +45,9 @@ class Batch:
     kv_heads: int
     dim: int
     causal: bool
+    window: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def tokens(self) -> int:
@@ -47,13 +56,15 @@ class Batch:
     @property
     def flops(self) -> int:
         """Of all visible pairs of a query and a key."""
-        pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        hidden = [max(n - 1 - self.window, 0) if self.window >= 0 else 0 for n in self.lengths]
+        pairs = sum(n * (n + 1) // 2 - h * (h + 1) // 2 if self.causal else n * n for n, h in zip(self.lengths, hidden, strict=True))
         return 4 * pairs * self.q_heads * self.dim
 
     def record(self) -> dict[str, Any]:
         return {
             "batch": self.name, "sequences": len(self.lengths), "tokens": self.tokens, "longest": max(self.lengths), "q_heads": self.q_heads,
-            "kv_heads": self.kv_heads, "head_dim": self.dim, "causal": self.causal,
+            "kv_heads": self.kv_heads, "head_dim": self.dim, "causal": self.causal, "window": self.window,
+            "softcap": self.softcap, "sinks": self.sinks,
         }  # fmt: skip
 
 
@@ -79,6 +90,19 @@ BATCHES = tuple(
     Batch(f"{name}, D{dim}{' causal' if causal else ''}", lengths, 2048 // dim, 512 // dim, dim, causal)
     for name, lengths in LENGTHS.items()
     for dim, causal in ((64, True), (128, False), (128, True))
+) + tuple(
+    Batch(f"{name}, D{dim} causal", (length,) * (32_768 // length), 2048 // dim, 512 // dim, dim, True, **options)
+    for name, length, dim, options in (
+        ("2 of 16k", 16_384, 128, {}),
+        ("2 of 16k, window 1k", 16_384, 128, {"window": 1023}),
+        ("1 of 32k, window 4k", 32_768, 128, {"window": 4095}),
+        ("4 of 8k", 8192, 128, {}),
+        ("4 of 8k, sinks", 8192, 128, {"sinks": True}),
+        ("4 of 8k, soft cap 30", 8192, 128, {"softcap": 30.0}),
+        ("4 of 8k, soft cap 50", 8192, 128, {"softcap": 50.0}),
+        ("4 of 8k, soft cap 50", 8192, 256, {"softcap": 50.0}),
+        ("4 of 8k, window 128, sinks", 8192, 64, {"window": 127, "sinks": True}),
+    )
 )
 
 
@@ -106,17 +130,25 @@ class Inputs:
     def longest(self) -> int:
         return max(self.batch.lengths)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of fp8attn that say what the batch's rows attend to."""
+        batch = self.batch
+        sinks = torch.linspace(-1, 1, batch.q_heads, device=self.starts.device) if batch.sinks else None
+        window = None if batch.window < 0 else (batch.window, 0)
+        return {"is_causal": batch.causal, "window": window, "softcap": batch.softcap, "sinks": sinks}
+
 
 def from_bf16(x: Inputs) -> Run:
     """fp8attn.varlen_sdpa as users call it."""
-    options: dict[str, Any] = dict(max_seqlen_q=x.longest, max_seqlen_k=x.longest, is_causal=x.batch.causal)
+    options = x.options | dict(max_seqlen_q=x.longest, max_seqlen_k=x.longest)
     return lambda i: fp8attn.varlen_sdpa(*x.sets[i % len(x.sets)], x.starts, x.starts, **options)
 
 
 def kernel_alone(x: Inputs) -> Run:
     """fp8attn.varlen_sdpa of operands that are quantized already."""
     sets = [fp8attn.quantize(*tensors, cu_seqlens_q=x.starts, cu_seqlens_k=x.starts) for tensors in x.sets]
-    options: dict[str, Any] = dict(max_seqlen_q=x.longest, max_seqlen_k=x.longest, is_causal=x.batch.causal)
+    options = x.options | dict(max_seqlen_q=x.longest, max_seqlen_k=x.longest)
     return lambda i: fp8attn.varlen_sdpa(*sets[i % len(sets)], None, None, **options)
 
 
@@ -130,21 +162,30 @@ def dense_by(backend: fp8attn.validate.Backend, x: Inputs) -> Run:
         raise ValueError("lengths differ")
     count = len(x.batch.lengths)
     sets = [fp8attn.quantize(*(y.unflatten(0, (count, -1)).transpose(1, 2) for y in tensors)) for tensors in x.sets]
+    options = x.options
 
     def attention(i: int) -> object:
         q, k, v = sets[i % len(sets)]
-        return fp8attn.sdpa(q, k, v, is_causal=x.batch.causal, enable_gqa=True, backend=backend)
+        return fp8attn.sdpa(q, k, v, enable_gqa=True, backend=backend, **options)
 
     return attention
 
 
 def flash3(module: str, fp8: bool, x: Inputs) -> Run:
-    """flash_attn_varlen_func of FlashAttention-3, upstream's or vLLM's; e4m3 with one scale per sequence and head."""
+    """flash_attn_varlen_func of FlashAttention-3, upstream's or vLLM's; e4m3 with one scale per sequence and head.
+
+    Raises:
+        ValueError: rows have sinks.
+    """
+    if x.batch.sinks:
+        raise ValueError("it has no sinks")
     function = importlib.import_module(module).flash_attn_varlen_func
     scales = torch.ones(len(x.batch.lengths), x.batch.kv_heads, device=x.starts.device)
     sets = [tuple(y.to(torch.float8_e4m3fn) for y in tensors) for tensors in x.sets] if fp8 else x.sets
     options: dict[str, Any] = dict(cu_seqlens_q=x.starts, cu_seqlens_k=x.starts, max_seqlen_q=x.longest, max_seqlen_k=x.longest)
-    options |= {"causal": x.batch.causal} | ({f"{name}_descale": scales for name in "qkv"} if fp8 else {})
+    options |= {"causal": x.batch.causal, "window_size": (x.batch.window, 0 if x.batch.window >= 0 else -1), "softcap": x.batch.softcap} | (
+        {f"{name}_descale": scales for name in "qkv"} if fp8 else {}
+    )
     options |= {"fa_version": 3} if module.startswith("vllm") else {}
     return lambda i: function(*sets[i % len(sets)], **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ SHORT = Protocol(rounds=1, milliseconds=1.0, lead_in=1.0)
 
 
 def test_batches_are_those_that_were_asked_for() -> None:
-    assert len({batch.name for batch in BATCHES}) == len(BATCHES) == 3 * len(LENGTHS)
+    assert len({batch.name for batch in BATCHES}) == len(BATCHES) > 3 * len(LENGTHS)
+    with_options = [batch for batch in BATCHES if batch.window >= 0 or batch.softcap or batch.sinks]
+    assert all(dataclasses.replace(batch, window=-1, softcap=0.0, sinks=False).flops >= batch.flops for batch in with_options)
     assert len(LENGTHS["64 of 200 to 12k"]) == 64 and 200 <= min(LENGTHS["64 of 200 to 12k"]) <= max(LENGTHS["64 of 200 to 12k"]) <= 12_000
     assert sorted(LENGTHS["one of 32k, 63 of 256"]) == [256] * 63 + [32_768]
     like = sorted(LENGTHS["128 like ShareGPT"])
@@ -31,12 +34,15 @@ def test_operations_are_those_of_visible_pairs() -> None:
     pairs = sum(sum(row + 1 for row in range(n)) for n in SMALL.lengths)
     assert SMALL.flops == 2 * 2 * 32 * 2 * pairs
     assert dataclasses.replace(SMALL, causal=False).flops == 2 * 2 * 32 * 2 * sum(n * n for n in SMALL.lengths)
+    windowed = sum(sum(min(row + 1, 8) for row in range(n)) for n in SMALL.lengths)
+    assert dataclasses.replace(SMALL, window=7).flops == 2 * 2 * 32 * 2 * windowed
 
 
-def test_every_row_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", ({}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}), ids=str)
+def test_every_row_computes_the_same(options: dict[str, Any]) -> None:
     """Of equal lengths; other ones have no dense call. Without a GPU these are the reference's."""
     own = [row for row in ROWS_OF_TABLE if row.name.startswith("fp8attn") and "triton" not in row.name]
-    inputs = Inputs.of(EQUAL, CPU)
+    inputs = Inputs.of(dataclasses.replace(EQUAL, **options), CPU)
     outs = {row.name: row.prepare(inputs)(0) for row in own}
     dense = outs.pop("fp8attn auto, dense").transpose(1, 2).flatten(0, 1).float()  # type: ignore[attr-defined]
     for out in outs.values():
@@ -71,7 +77,14 @@ def test_flash_attention_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> 
     (plain, options), (_, scaled), (codes, vllm) = seen
     assert plain[0].dtype == torch.bfloat16 and codes[0].dtype == torch.float8_e4m3fn and vllm["fa_version"] == 3 and "fa_version" not in scaled
     assert options["max_seqlen_q"] == 40 and options["cu_seqlens_k"].tolist() == [0, 20, 60, 67] and options["causal"] is True
+    assert options["window_size"] == (-1, -1) and options["softcap"] == 0.0
     assert scaled["k_descale"].shape == (3, 1) and not any(name.endswith("descale") for name in options)
+
+    capped = Inputs.of(dataclasses.replace(SMALL, window=7, softcap=3.0), CPU)
+    varlen.flash3(varlen.UPSTREAM, False, capped)(0)
+    assert seen[-1][1]["window_size"] == (7, 0) and seen[-1][1]["softcap"] == 3.0
+    with pytest.raises(ValueError, match="sinks"):
+        varlen.flash3(varlen.UPSTREAM, False, Inputs.of(dataclasses.replace(SMALL, sinks=True), CPU))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
