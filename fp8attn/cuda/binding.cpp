@@ -370,6 +370,9 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   p.every_page = k.size(0), p.every_sequence = recent_k.size(0);
   p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
   p.ctas = ctas, p.part_height = results[2].size(1);
+  const int tiles = p.batches * p.kv_heads;
+  p.tiles_of_unit = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_unit = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
+  p.ctas_of_unit_inverse = ((1 << 16) + p.ctas_of_unit - 1) / p.ctas_of_unit;
   p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(results[0].scalar_type());

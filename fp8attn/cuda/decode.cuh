@@ -258,7 +258,7 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
   constexpr int PARTS = DIM > 128 ? 8 : 32, SOME = 8;                 // whose loads are in flight together; skipped together
   using Load = std::conditional_t<WIDTH == 2, float2, float4>;
   const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
-  const int first = shared.shares.cta_of(start), last = shared.shares.cta_of(start + tile.blocks.size() - 1);
+  const int first = shared.shares.cta_of(start, blockIdx.x), last = shared.shares.cta_of(start + tile.blocks.size() - 1, blockIdx.x);
   ptx::warps_sync<DECODERS<C>>(1);
   if (threadIdx.x == 0) {
     int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;

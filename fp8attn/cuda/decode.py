@@ -109,9 +109,9 @@ def part_height(config: DecodeConfig, q: torch.Tensor, storage: Storage) -> int:
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
-    and with so few rows that each warp has whole pages."""
+    and with so few rows that no more than two warps share a page."""
     pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return pages <= MOST_PAGES or rows_of_head(q, storage) <= WARP_ROWS
+    return pages <= MOST_PAGES or rows_of_head(q, storage) <= 2 * WARP_ROWS
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:

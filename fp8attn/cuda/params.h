@@ -167,6 +167,8 @@ struct UnsmoothLseParams {
   bool q_aligned;  // whether rows start at multiples of 16 bytes
 };
 
+constexpr int MOST_PARTS = 32;  // of a tile, if all tiles have as many: a warp adds as many at once
+
 // Parameters of the decode kernel, which attends to a KV cache: pages.Storage and pages.PagedBatch. N sequences, P
 // pages, of 128 keys each.
 struct DecodeParams {
@@ -197,6 +199,8 @@ struct DecodeParams {
   int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;
   int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
   int ctas, part_height;  // of the grid; rows of a tile in parts
+  // If all rows of the batch have as many blocks: how many tiles as many CTAs have. One of the two is 1.
+  int tiles_of_unit, ctas_of_unit, ctas_of_unit_inverse;  // the latter: 2^16 over that, rounded up
   int part;               // channels that are rotated together; 0: none
   float inverse_part, score_scale;  // the latter: softmax scale times log2 e
   OutType out_type;

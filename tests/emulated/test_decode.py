@@ -82,7 +82,10 @@ CASES = {
     "four groups of rows": (Case((300, 257), queries=7, group=4), 2),
     "three row tiles": (Case((300, 257), queries=17, group=4), 2),
     "eight groups of rows": (Case((300,), queries=15, group=4, dim=256), 2),
-    "more than 32 parts": (Case((128 * 40,)), 20),
+    "more than 32 parts": (Case((128 * 40, 5)), 20),
+    "equal lengths, several CTAs for each": (Case((300, 300), kv_heads=2), 10),
+    "equal lengths, several for each CTA": (Case((300,) * 9), 2),
+    "equal lengths, no part of a tile": (Case((300,) * 7), 4),
     "256 channels, more than 8 parts": (Case((128 * 11,), dim=256, group=2), 12),
     "more CTAs than blocks": (Case((140, 20)), 5),
     "many short": (Case((3,) * 40, group=1), 2),
@@ -192,6 +195,8 @@ MUTANTS = {
     "warps' sums not weighed": ("decode.cuh", "weight = shared.weight[other][query];", "weight = shared.weight[group][query];"),
     "sums written over queries": ("decode.cuh", "ptx::warps_sync<DECODERS<C>>(1);  // nobody reads the queries", "// nobody reads the queries"),
     "parts added by the first CTA": ("decode.cuh", "== count - 1;", "== 0;"),
+    "units that overlap": ("tile/paged_schedule.h", "uint32_t(number(cta)) * unit", "uint32_t(number(cta)) * (unit - 1)"),
+    "parts of another unit": ("tile/paged_schedule.h", "return number(cta) * ctas + (inside", "return (inside"),
     "tickets that stay": ("decode.cuh", "if (shared.is_last) atomicAdd", "if (false) atomicAdd"),
     "scales that may come later": ("decode.cuh", "ptx::cp_async_arrive(k_full);", "ptx::mbarrier_arrive(k_full);"),
     "a stage released by one warp": ("decode.cuh", "const int readers = WarpShares<C.warps>(p).groups;", "const int readers = 1;"),
@@ -209,6 +214,9 @@ def test_mutants_change_a_source() -> None:
     emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
 
 
+EQUAL_CASE = Case((300, 300), kv_heads=2, dim=128)
+"""Two to four CTAs share each tile, and no other one."""
+
 MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=5, dim=128, seed=2)
 
 
@@ -218,14 +226,21 @@ MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=5, dim=128, seed=2)
 def test_mutant_is_seen(name: str) -> None:
     case = dataclasses.replace(MUTANT_CASE, recipe=PRECISE) if name in INT8_MUTANTS else MUTANT_CASE
     library = emulation.decoder(config_of(case), (MUTANTS | INT8_MUTANTS)[name])
+    checks = ((case, 3), (dataclasses.replace(EQUAL_CASE, recipe=case.recipe), 10))
+
+    def check_all() -> None:
+        for one, sms in checks:
+            check(library, one, torch.device("cpu"), sms)
+
     with pytest.raises(AssertionError):
-        check(library, case, torch.device("cpu"), 3)
+        check_all()
 
 
 def test_the_case_of_the_mutants_is_right(backend: str, device: torch.device) -> None:
     place = torch.device("cpu") if backend == "emulated" else device
     for case in (MUTANT_CASE, dataclasses.replace(MUTANT_CASE, recipe=PRECISE)):
         check(library_of(backend, case), case, place, 3)
+    check(library_of(backend, EQUAL_CASE), EQUAL_CASE, place, 10)
 
 
 def test_unsupported_calls_say_why() -> None:

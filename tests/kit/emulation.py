@@ -168,7 +168,8 @@ class DecodeParams(ctypes.Structure):
         ("q_strides", ctypes.c_int64 * 3),
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence")),
-        *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height", "part")),
+        *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height")),
+        *((name, ctypes.c_int) for name in ("tiles_of_unit", "ctas_of_unit", "ctas_of_unit_inverse", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
         ("half", ctypes.c_bool),
@@ -489,6 +490,9 @@ def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, s
     p.kv_heads, p.every_page, p.every_sequence = k.size(1), k.size(0), recent_k.size(0)
     p.group = p.q_heads // p.kv_heads
     p.group_inverse = -(-(1 << 16) // p.group)
+    tiles = p.batches * p.kv_heads
+    p.tiles_of_unit, p.ctas_of_unit = -(-tiles // ctas), min(max(ctas // tiles, 1), 32)
+    p.ctas_of_unit_inverse = -(-(1 << 16) // p.ctas_of_unit)
     p.ctas, p.part_height, p.part, p.inverse_part = ctas, results[2].size(1), part, 1.0 / max(part, 1)
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
     return p

@@ -81,19 +81,38 @@ __device__ int blocks_of_head(const DecodeParams& p, const BatchRow& row) {
   return sum;
 }
 
-// How CTAs share blocks: all have `share`, and the first `longer` ones have one more.
+// How CTAs share blocks. Blocks form units of equal size, one after another. A unit has as many CTAs as any other. Each
+// of these has `share` of its blocks, and the first `longer` ones have one more.
 struct BlockShares {
-  int share, longer;
+  int total, unit, ctas, ctas_inverse, share, longer;
 
-  // The first block of a CTA.
-  __device__ int begin(int cta) const { return cta * share + min(cta, longer); }
+  // All blocks are one unit.
+  __device__ static BlockShares equal(const DecodeParams& p, int total) { return {total, total, p.ctas, 0, total / p.ctas, total % p.ctas}; }
 
-  // The CTA that has a block.
-  __device__ int cta_of(int block) const {
-    const int of_longer = longer * (share + 1);
-    return block < of_longer ? block / (share + 1) : longer + (block - of_longer) / share;
+  // For tiles of equal size: units are whole tiles. No CTA has a part of a tile and anything else: between tiles it
+  // brings nothing from memory for some time.
+  __device__ static BlockShares of_tiles(const DecodeParams& p, int total, int size) {
+    const int unit = p.tiles_of_unit * size;
+    return {total, unit, p.ctas_of_unit, p.ctas_of_unit_inverse, unit / p.ctas_of_unit, unit % p.ctas_of_unit};
   }
 
+  __device__ int longest() const { return share + (longer > 0); }
+
+  // The unit of a CTA.
+  __device__ int number(int cta) const { return cta * ctas_inverse >> 16; }
+
+  // The first block of a CTA, and how many it has.
+  __device__ int begin(int cta) const {
+    const int inside = cta - number(cta) * ctas;
+    return min(uint32_t(number(cta)) * unit + inside * share + min(inside, longer), uint32_t(total));
+  }
+  __device__ int size(int cta) const { return min(share + (cta - number(cta) * ctas < longer), total - begin(cta)); }
+
+  // The CTA that has a block, which is one of the unit of `cta`.
+  __device__ int cta_of(int block, int cta) const {
+    const int of_longer = longer * (share + 1), inside = block - number(cta) * unit;
+    return number(cta) * ctas + (inside < of_longer ? inside / (share + 1) : longer + (inside - of_longer) / share);
+  }
 };
 
 // The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps. The batch's
@@ -106,11 +125,20 @@ struct DecodeSchedule {
   BlockShares shares;
 
   __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), row(row_of(threadIdx.x % 32)), first(blocks_of(row, threadIdx.x % 32)) {
+    const int of_batch = __shfl_sync(~0u, first, 0);
     int total = first;
+    bool differs = row_tiles<HEIGHT>(p) > 1 || (threadIdx.x % 32 < p.batches && first != of_batch);
 #pragma unroll 1
-    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) total += blocks_of(row_of(batch), batch);
+    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) {
+      const int blocks = blocks_of(row_of(batch), batch);
+      total += blocks, differs |= blocks != of_batch;
+    }
     total = __shfl_sync(~0u, inclusive_sum(total), 31);
-    shares = {total / p.ctas, total % p.ctas};
+    shares = BlockShares::equal(p, total);
+    if (__any_sync(~0u, differs)) return;
+    const BlockShares of_tiles = BlockShares::of_tiles(p, total, __shfl_sync(~0u, blocks_of_head<HEIGHT>(p, row), 0));
+    // the longest shares decide when the call ends
+    if (8 * of_tiles.longest() <= 9 * shares.longest()) shares = of_tiles;
   }
 
   // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. Sets
@@ -154,7 +182,7 @@ struct DecodeTiles {
 
   // Called by whole warps.
   __device__ DecodeTiles(const DecodeSchedule<HEIGHT>& schedule, int cta)
-      : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.begin(cta + 1) - skipped_) {
+      : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.size(cta)) {
     if (left_ == 0) return;
     batch = schedule.find_batch(skipped_, row);
     if (batch == schedule.p.batches) {
