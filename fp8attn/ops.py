@@ -163,12 +163,39 @@ def quantized(
         return q_quantized, k_quantized, v_quantized
 
 
-def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int) -> quantize_ref.PartialStatistics:
-    """quantization.partial_statistics, by kernels on devices that run kernels. The numbers are the same."""
+def chunk_statistics(v: torch.Tensor) -> quantize_ref.ChunkStatistics:
+    """quantization.chunk_statistics, by kernels on devices that run kernels. The numbers are the same."""
     if not has_kernels(v.device):
-        return quantize_ref.partial_statistics(k, v, first, total)
+        return quantize_ref.chunk_statistics(v)
     with current(v.device):
-        return triton_kernels.quantize.partial_statistics(k, v, first, total, device_of(v.device))
+        return triton_kernels.quantize.chunk_statistics(v, device_of(v.device))
+
+
+def statistics(parts: Sequence[quantize_ref.PartialStatistics], total: int, recipe: Recipe) -> quantize_ref.Statistics:
+    """quantization.statistics, by kernels on devices that run kernels. The numbers are the same."""
+    device = parts[0].v_sums.device
+    if not has_kernels(device):
+        return quantize_ref.statistics(parts, total, recipe)
+    with current(device):
+        return triton_kernels.quantize.statistics(parts, total, recipe, device_of(device))
+
+
+def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, careful: torch.Tensor | None, recipe: Recipe) -> None:
+    """Quantize k and v by statistics of a sequence that they are a part of.
+
+    Args:
+        key, value: their means and V's scales are given. K's rows and scales, and V, are written.
+        careful: as of ChunkStatistics, of v; None: it wasn't measured.
+    """
+    if has_kernels(k.device) and recipe.k not in triton_kernels.quantize.GIVEN:
+        with current(k.device):
+            triton_kernels.quantize.quantize_into(key, value, k, v, careful, recipe, device_of(k.device))
+        return
+    given = quantize_ref.Statistics(key.mean, value.mean, value.scale)
+    _, new_key, new_value = quantized(None, k, v, recipe, given=given)
+    assert new_key is not None and new_value is not None
+    for into, x in ((key.data, new_key.data), (key.scale, new_key.scale), (value.data, new_value.data)):
+        into.copy_(x)
 
 
 def _by_kernels(

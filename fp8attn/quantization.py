@@ -163,9 +163,12 @@ def k_sample(k: torch.Tensor, first: int, total: int) -> torch.Tensor:
         first: position of the part in its sequence.
         total: tokens of the sequence.
     """
+    period = LANES * sample_step(total)
+    if first % period == 0 and k.shape[2] % period == 0:
+        return k.unflatten(2, (-1, period))[:, :, :, :LANES].flatten(2, 3)
     # indices are made on the device: to look for them, the host would wait for it
     sample = torch.arange(sampled_before(first, total), sampled_before(first + k.shape[2], total), device=k.device)
-    return k.index_select(2, sample // LANES * (LANES * sample_step(total)) + sample % LANES - first)
+    return k.index_select(2, sample // LANES * period + sample % LANES - first)
 
 
 def mean_of_sample(sample: torch.Tensor) -> torch.Tensor:
@@ -516,19 +519,41 @@ class Statistics:
 
 
 @dataclass(frozen=True, eq=False)
+class ChunkStatistics:
+    """What is measured of every token chunk of values (B, H, S, Dv).
+
+    Attributes:
+        sums: float32 (B, H, ceil(S / 512), Dv), sums of finite elements over tokens.
+        extremes: float32 (B, H, ceil(S / 512), 2, Dv), their minima and maxima; inf and -inf where there are none.
+        careful: int32 (B, H, ceil(S / 512)), nonzero for chunks that are incomplete or hold a non-finite element; None
+            if that wasn't measured.
+    """
+
+    sums: torch.Tensor
+    extremes: torch.Tensor
+    careful: torch.Tensor | None = None
+
+
+def chunk_statistics(v: torch.Tensor) -> ChunkStatistics:
+    """The statistics of the token chunks of v (B, H, S, Dv)."""
+    chunks = [extremes(chunk) for chunk in v.split(TOKEN_CHUNK, 2) if chunk.shape[2]]
+    empty = v.new_empty(*v.shape[:2], 0, 2, v.shape[3], dtype=torch.float32)
+    found = torch.stack([torch.stack(pair, 2) for pair in chunks], 2) if chunks else empty
+    return ChunkStatistics(token_chunk_sums(finite_or_zero(v)), found)
+
+
+@dataclass(frozen=True, eq=False)
 class PartialStatistics:
     """What a part of a sequence, consecutive tokens, contributes to its `Statistics`.
 
     Attributes:
         k_sample: (B, H, N, D), the part's tokens in the sample that K's mean is taken over, in k's dtype.
-        v_sums: float32 (B, H, ceil(S / 512), Dv), sums of the part's token chunks.
-        v_low, v_high: float32 (B, H, Dv), `extremes` of the part's values.
+        v_sums, v_extremes: `sums` and `extremes` of the part's ChunkStatistics.
     """
 
     k_sample: torch.Tensor
     v_sums: torch.Tensor
-    v_low: torch.Tensor
-    v_high: torch.Tensor
+    v_extremes: torch.Tensor
 
 
 def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int) -> PartialStatistics:
@@ -538,7 +563,8 @@ def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int)
         first: position of the part in the sequence.
         total: tokens of the sequence.
     """
-    return PartialStatistics(k_sample(k, first, total), token_chunk_sums(finite_or_zero(v)), *extremes(v))
+    chunks = chunk_statistics(v)
+    return PartialStatistics(k_sample(k, first, total), chunks.sums, chunks.extremes)
 
 
 def statistics(parts: Sequence[PartialStatistics], total: int, recipe: Recipe) -> Statistics:
@@ -551,8 +577,9 @@ def statistics(parts: Sequence[PartialStatistics], total: int, recipe: Recipe) -
     if recipe.smooth_k:
         sample = torch.cat([part.k_sample for part in parts], 2)
         k_mean = removable(rotation.rotate(mean_of_sample(sample), rotation.part_of(sample.shape[3], recipe.rotate)))
-    low = torch.stack([part.v_low for part in parts]).amin(0)
-    high = torch.stack([part.v_high for part in parts]).amax(0)
+    chunks = torch.cat([part.v_extremes for part in parts], 2)
+    nothing = chunks.new_full((*chunks.shape[:2], chunks.shape[4]), torch.inf)
+    low, high = (chunks[:, :, :, 0].amin(2), chunks[:, :, :, 1].amax(2)) if chunks.numel() else (nothing, -nothing)
     if recipe.smooth_v:
         mean = lane_sum(torch.cat([part.v_sums for part in parts], 2)) * (1 / max(total, 1))
         v_mean = removable(coarse_between(mean, low, high))

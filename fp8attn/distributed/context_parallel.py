@@ -3,7 +3,7 @@
 1. The ranks agree on the arguments (`agreement`).
 2. Statistics of K and V over all tokens are gathered once. Every rank quantizes its own tokens by them.
 3. Ulysses: an all-to-all trades tokens for heads, inside the inner group.
-4. Ring or all-gather: the keys and values of other ranks come, and attention to each is added in float32 by its LSE.
+4. Ring or all-gather: the keys and values of other ranks come. Attention to each is merged in float32 by its LSE.
 5. Ulysses: an all-to-all brings the outputs back.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import ops
 from ..ambient import autocast_dtype
 from ..api import choose_backend, sdpa
-from ..quantization import Statistics
+from ..quantization import PartialStatistics, Statistics
 from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
@@ -30,19 +30,21 @@ from .merge import Accumulator
 from .parts import (
     Format,
     Part,
+    assembled,
     held,
     joined_statistics,
-    kv_tensors,
-    merged_parts,
+    measured,
     of_heads,
+    packed_kv,
+    parts_in,
     parts_of,
     quantized_queries,
-    statistics_tensors,
+    tokens_of,
 )
 from .sharding import SHARDINGS, Sharding, Span, Spans, _group_of, spans_of
 from .transport import Ring, Transfer, exchange, start_gather
 from .visibility import pieces
-from .wire import concatenated_rows, packed, size_of, unpacked
+from .wire import Form, concatenated_rows, packed, size_of, unpacked
 
 Mode = Literal["auto", "ring", "ulysses", "all_gather"]
 MODES: tuple[Mode, ...] = ("auto", "ring", "ulysses", "all_gather")
@@ -118,8 +120,9 @@ def context_parallel_sdpa(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`fp8attn.sdpa` of a sequence whose tokens are sharded over the ranks of a group. All ranks call it together.
 
-    Every rank quantizes its own keys and values once. What travels are FP8 bytes and scales. Outputs are merged in
-    float32 by their LSE, in an order that doesn't depend on who is faster.
+    Every rank quantizes its own keys and values once. What travels are FP8 bytes and scales. Outputs of parts, in the
+    output's dtype if query has it and in float32 otherwise, are merged in float32 by their LSE, in an order that
+    doesn't depend on who is faster.
 
     Args:
         query: (B, Hq, Sq of this rank, D), float16, bfloat16 or float32, unit last stride.
@@ -324,47 +327,46 @@ class _Call:
         q, k, v = self.checked.floats
         form, ranks = self.form, self.ranks
         mine = self.kv_spans[ranks.rank]
-        pending = self._start_statistics(k, v)
+        pending, careful = self._start_statistics(k, v)
         queries = None if ranks.inner is None else self._queries()  # while statistics are on their way
         found = self._statistics(pending)
-        tensors = kv_tensors(k, v, mine, found, form)
-        share = form.of_heads(ranks.inner_size)
-        spans = [held(self.kv_spans[o * ranks.inner_size : (o + 1) * ranks.inner_size]) for o in range(ranks.outer_size)]
+        own = packed_kv(k, v, mine, found, careful, form)
+        share, size = form.of_heads(ranks.inner_size), ranks.inner_size
+        parts = [parts_in(self.kv_spans[o * size : (o + 1) * size], share) for o in range(ranks.outer_size)]
         if queries is None:
-            flat = [x for some in tensors for x in some]
-            own = packed(flat, form.kv_forms(held([mine]))) if flat else q.new_empty(0, dtype=torch.uint8)
             runs: Spans = self.q_spans[ranks.rank]
-            buffers = self._buffers(own, spans, share)
+            buffers = self._buffers(own, parts, share)
             queries = self._queries()  # while transfers begin: see Ring
-            out, lse = self._attended(queries, runs, buffers, spans, found, share)
+            out, lse = self._attended(queries, runs, buffers, parts, found, share)
         else:
-            queries, runs, own, order = self._traded(queries, tensors, spans[ranks.outer_rank])
+            queries, runs, own, order = self._traded(queries, own)
             heads = _kv_heads(form, ranks.inner_rank, ranks.inner_size)
-            out, lse = self._attended(queries, runs, self._buffers(own, spans, share), spans, of_heads(found, heads), share)
+            out, lse = self._attended(queries, runs, self._buffers(own, parts, share), parts, of_heads(found, heads), share)
             out, lse = self._returned(out, lse, order, return_lse)
         if return_lse and found is not None and found.k_mean is not None:
             lse = ops.library_ops.unsmoothed_lse(lse.contiguous(), q, found.k_mean, self.checked.softmax_scale, form.rotated)
         return out, lse
 
     def _total(self) -> int:
-        return sum(span.length for spans in self.kv_spans for span in spans)
+        return sum(map(tokens_of, self.kv_spans))
 
-    def _start_statistics(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
-        """Begin to gather the partial statistics of all ranks; None if there are none that all share."""
+    def _start_statistics(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Transfer | None, torch.Tensor | None]:
+        """Begin to gather the partial statistics of all ranks; None if there are none that all share. Also `careful` as
+        `measured` returns it."""
         total = self._total()
         if self.form.exact or not self.form.shared or not total:
-            return None
+            return None, None
         ranks, form = self.ranks, self.form
-        sizes = [size_of(form.statistics_forms(held([spans]), total)) for spans in self.kv_spans]
-        mine = self.kv_spans[ranks.rank]
-        tensors = statistics_tensors(k, v, mine, total, form)
-        forms = [one for span in mine if span.length for one in form.statistics_forms([span], total)]
-        gathered = packed(tensors, forms) if tensors else k.new_empty(0, dtype=torch.uint8)
-        size = max(sizes)
+        spans, careful = [held([some]) for some in self.kv_spans], None
+        gathered = k.new_empty(0, dtype=torch.uint8)
+        if mine := spans[ranks.rank]:
+            tensors, careful = measured(k, v, mine, total, form)
+            gathered = packed(tensors, form.statistics_forms(mine, total))
+        size = max(size_of(form.statistics_forms(some, total)) for some in spans if some)
         for group in ranks.groups[:-1]:
             gathered = start_gather(gathered, size, group).wait()
             size = gathered.numel()
-        return start_gather(gathered, size, ranks.groups[-1])
+        return start_gather(gathered, size, ranks.groups[-1]), careful
 
     def _statistics(self, gathering: Transfer | None) -> Statistics | None:
         """The statistics of the sequence, of what `_start_statistics` gathers."""
@@ -372,29 +374,28 @@ class _Call:
             return None
         gathered = gathering.wait()
         total, form = self._total(), self.form
-        found: list[tuple[Span, Sequence[torch.Tensor]]] = []
+        found: list[tuple[Span, PartialStatistics]] = []
         for spans, buffer in zip(self.kv_spans, gathered.chunk(self.ranks.size), strict=True):
-            held_spans = [span for span in spans if span.length]
-            tensors = unpacked(buffer, [one for span in held_spans for one in form.statistics_forms([span], total)])
-            found += [(span, tensors[4 * i : 4 * i + 4]) for i, span in enumerate(held_spans)]
+            if some := held([spans]):
+                found += form.split_statistics(unpacked(buffer, form.statistics_forms(some, total)), some, total)
         return joined_statistics(found, total, form)
 
     def _queries(self) -> torch.Tensor | Quantized:
         q = self.checked.floats[0]
         return q if self.form.float_queries else quantized_queries(q, self.form)
 
-    def _buffers(self, own: torch.Tensor, spans: list[Spans], form: Format) -> Iterable[tuple[int, torch.Tensor]]:
+    def _buffers(self, own: torch.Tensor, parts: list[list[Spans]], form: Format) -> Iterable[tuple[int, torch.Tensor]]:
         """Begin the transfers of the outer group. Returns the rank's keys and values, and then those of the others.
 
         Args:
             own: this rank's keys and values.
-            spans: the tokens of every rank.
+            parts: the parts in the buffer of every rank.
             form: of the tensors in the buffers.
         """
         outer, size, rank = self.ranks.outer, self.ranks.outer_size, self.ranks.outer_rank
         if outer is None or size == 1:
             return [(rank, own)]
-        sizes = [size_of(form.kv_forms(some)) for some in spans]
+        sizes = [size_of(form.forms_of(some)) for some in parts]
         if self.gathers:
             return _gathered(own, sizes, rank, start_gather(own, max(sizes), outer))
         order = [(rank - step) % size for step in range(size)]
@@ -405,7 +406,7 @@ class _Call:
         q: torch.Tensor | Quantized,
         runs: Spans,
         buffers: Iterable[tuple[int, torch.Tensor]],
-        spans: list[Spans],
+        parts: list[list[Spans]],
         found: Statistics | None,
         form: Format,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -413,7 +414,7 @@ class _Call:
 
         Args:
             buffers: keys and values of the ranks of the outer group, as `_buffers` returns them.
-            spans: the tokens in the buffer of every rank.
+            parts: the parts in the buffer of every rank.
             form: of the tensors in the buffers.
 
         Returns:
@@ -422,19 +423,26 @@ class _Call:
         like = q.data if isinstance(q, Quantized) else q
         total = Accumulator(like, form.value_dim)
         for index, buffer in buffers:
-            for part in merged_parts(parts_of(buffer, spans[index], found, form)):
+            for part in parts_of(buffer, parts[index], found, form):
                 self._attend(total, q, runs, part)
         return total.result(self.checked.out_dtype)
+
+    @property
+    def _part_dtype(self) -> torch.dtype:
+        """The dtype of attention to a part: the output's, in which merging moves the fewest bytes; float32 if the
+        output's range may be too small, or attention is exact."""
+        dtype = self.checked.out_dtype
+        return dtype if dtype == self.form.dtype and not self.form.exact else torch.float32
 
     def _attend(self, total: Accumulator, q: torch.Tensor | Quantized, runs: Spans, part: Part) -> None:
         """Add attention to a part of the keys."""
         form = self.form
-        for piece in pieces(runs, part.span, self.shift):
-            key, value = part.first_keys(piece.keys)
+        for piece in pieces(runs, part.spans, self.shift):
+            key, value = part.first_keys(piece.keys, form)
             out, lse = sdpa(
                 _rows(q, piece.start, piece.stop), key, value, is_causal=piece.causal != "none",
                 causal_alignment="bottom_right" if piece.causal == "bottom_right" else "top_left", scale=self.checked.softmax_scale,
-                enable_gqa=True, recipe=form.recipe, out_dtype=torch.float32, return_lse=True, backend=form.backend,
+                enable_gqa=True, recipe=form.recipe, out_dtype=self._part_dtype, return_lse=True, backend=form.backend,
             )  # fmt: skip
             if part.k_mean is not None:
                 floats = (q if isinstance(q, torch.Tensor) else self.checked.floats[0])[:, :, piece.start : piece.stop]
@@ -442,9 +450,12 @@ class _Call:
             total.add(piece.start, piece.stop, out, lse)
 
     def _traded(
-        self, q: torch.Tensor | Quantized, tensors: list[list[torch.Tensor]], spans: Spans
+        self, q: torch.Tensor | Quantized, own: torch.Tensor
     ) -> tuple[torch.Tensor | Quantized, Spans, torch.Tensor, list[tuple[int, int, Span]]]:
         """Tokens traded for heads.
+
+        Args:
+            own: the buffer of this rank's keys and values.
 
         Returns:
             queries of this rank's heads, of all tokens of the inner group in the order of the sequence; their runs; the
@@ -455,23 +466,21 @@ class _Call:
         assert inner is not None
         share, size = form.of_heads(ranks.inner_size), ranks.inner_size
         first = ranks.outer_rank * size
-        peers_q, peers_kv = self.q_spans[first : first + size], self.kv_spans[first : first + size]
+        peers_q, peers_kv = self.q_spans[first : first + size], [held([some]) for some in self.kv_spans[first : first + size]]
 
-        def forms_of(peer: int) -> list:
-            length = sum(span.length for span in peers_q[peer])
-            kv = [one for span in peers_kv[peer] if span.length for one in share.kv_forms([span])]
-            return share.q_forms(length) + kv
+        def forms_of(peer: int) -> list[Form]:
+            return share.q_forms(tokens_of(peers_q[peer])) + share.forms_of(parts_in([peers_kv[peer]], share))
 
         mine, buffers = forms_of(ranks.inner_rank), []
         q_tensors = [q.data, q.scale] if isinstance(q, Quantized) else [q]
+        kv_tensors = unpacked(own, form.forms_of(parts_in([peers_kv[ranks.inner_rank]], form)))
         for peer in range(size):
             q_heads, kv_heads = _q_heads(form, peer, size), _kv_heads(form, peer, size)
-            some = [x[:, q_heads] for x in q_tensors] + [x[:, kv_heads] for part in tensors for x in part]
-            buffers.append(packed(some, mine))
+            buffers.append(packed([x[:, q_heads] for x in q_tensors] + [x[:, kv_heads] for x in kv_tensors], mine))
         received_sizes = [size_of(forms_of(peer)) for peer in range(size)]
         received = exchange(torch.cat(buffers), [x.numel() for x in buffers], received_sizes, inner)
         q_runs: list[tuple[Span, int, int, list[torch.Tensor]]] = []
-        kv_parts: list[tuple[Span, list[torch.Tensor]]] = []
+        of_peers: list[tuple[Spans, list[torch.Tensor]]] = []
         count = len(q_tensors)
         for peer, buffer in enumerate(received):
             found = unpacked(buffer, forms_of(peer))
@@ -480,16 +489,11 @@ class _Call:
                 if span.length:
                     q_runs.append((span, peer, row, [x[:, :, row : row + span.length] for x in found[:count]]))
                 row += span.length
-            each = len(tensors[0]) if tensors else len(share.kv_forms([Span(0, 1)]))
-            some_spans = [span for span in peers_kv[peer] if span.length]
-            kv_parts += [(span, found[count + each * i : count + each * (i + 1)]) for i, span in enumerate(some_spans)]
+            of_peers.append((peers_kv[peer], found[count:]))
         q_runs.sort(key=lambda one: one[0].first)
-        kv_parts.sort(key=lambda one: one[0].first)
-        flat = [x for _, some in kv_parts for x in some]
-        own = packed(flat, share.kv_forms(spans)) if flat else received[0].new_empty(0)
         queries = _joined_queries(q, [some for *_, some in q_runs], share)
         order = [(peer, row, span) for span, peer, row, _ in q_runs]
-        return queries, _joined_spans([span for span, *_ in q_runs]), own, order
+        return queries, _joined_spans([span for span, *_ in q_runs]), assembled(of_peers, share, own), order
 
     def _returned(
         self, out: torch.Tensor, lse: torch.Tensor, order: list[tuple[int, int, Span]], return_lse: bool

@@ -14,7 +14,8 @@ from ..quantization import (
     TOKEN_CHUNK,
     PartialStatistics,
     Statistics,
-    partial_statistics,
+    chunk_statistics,
+    k_sample,
     quantize_kv,
     quantize_q,
     row_scales,
@@ -26,7 +27,7 @@ from ..quantization import (
 from ..recipe import E4M3, SCALE_BLOCK, Granularity, Quantized, Recipe
 from ..validate import Backend
 from .sharding import Span, Spans
-from .wire import Form, concatenated_rows, unpacked
+from .wire import Form, size_of, unpacked
 
 
 @dataclass(frozen=True)
@@ -80,39 +81,50 @@ class Format:
             return [Form(shape, self.dtype)]
         return [Form(shape, row_type(self.recipe.qk), padded=True), Form(shape[:3], torch.float32)]
 
-    def kv_forms(self, spans: Sequence[Span]) -> list[Form]:
-        """Of keys and values, span by span: K's rows and scales, V, and their statistics unless these are shared; or K
-        and V as they are."""
-        forms = []
-        for span in spans:
-            rows = (self.batch, self.kv_heads, span.length)
-            if self.exact:
-                forms += [Form((*rows, self.head_dim), self.dtype), Form((*rows, self.value_dim), self.dtype)]
-                continue
-            scales = scale_shape(self.k_granularity, *rows, self.head_dim)
-            values = (self.batch, self.kv_heads, self.value_dim, padded_length(span.length))
-            forms += [Form((*rows, self.head_dim), row_type(self.recipe.qk), padded=True), Form(scales, torch.float32), Form(values, E4M3)]
-            if not self.shared:
-                scales = (*rows[:2], self.value_dim if self.recipe.v == "channel" else 1)
-                shapes = [(*rows[:2], self.head_dim)] * self.recipe.smooth_k + [scales] + [(*rows[:2], self.value_dim)] * self.recipe.smooth_v
-                forms += [Form(shape, torch.float32) for shape in shapes]
+    def kv_forms(self, length: int) -> list[Form]:
+        """Of a part's keys and values: K's rows and scales, V, and their statistics unless these are shared; or K and V
+        as they are."""
+        rows = (self.batch, self.kv_heads, length)
+        if self.exact:
+            return [Form((*rows, self.head_dim), self.dtype), Form((*rows, self.value_dim), self.dtype)]
+        scales = scale_shape(self.k_granularity, *rows, self.head_dim)
+        values = (self.batch, self.kv_heads, self.value_dim, padded_length(length))
+        forms = [Form((*rows, self.head_dim), row_type(self.recipe.qk), padded=True), Form(scales, torch.float32), Form(values, E4M3)]
+        if not self.shared:
+            scales = (*rows[:2], self.value_dim if self.recipe.v == "channel" else 1)
+            shapes = [(*rows[:2], self.head_dim)] * self.recipe.smooth_k + [scales] + [(*rows[:2], self.value_dim)] * self.recipe.smooth_v
+            forms += [Form(shape, torch.float32) for shape in shapes]
         return forms
 
-    def statistics_forms(self, spans: Sequence[Span], total: int) -> list[Form]:
-        """Of the partial statistics of a rank's spans, of a sequence of `total` tokens."""
-        forms = []
-        for span in spans:
-            rows = (self.batch, self.kv_heads)
-            values = Form((*rows, self.value_dim), torch.float32)
-            sampled = sampled_before(span.first + span.length, total) - sampled_before(span.first, total) if self.recipe.smooth_k else 0
-            sums = Form((*rows, -(-span.length // TOKEN_CHUNK), self.value_dim), torch.float32)
-            forms += [Form((*rows, sampled, self.head_dim), self.dtype), sums, values, values]
-        return forms
+    def forms_of(self, parts: Sequence[Spans]) -> list[Form]:
+        """Of a buffer that holds these parts."""
+        return [form for spans in parts for form in self.kv_forms(tokens_of(spans))]
+
+    def statistics_forms(self, spans: Spans, total: int) -> list[Form]:
+        """Of the partial statistics of a rank's spans, of a sequence of `total` tokens: the sample of K, and sums and
+        extremes of V's token chunks."""
+        heads = (self.batch, self.kv_heads)
+        sampled, chunks = (sum(counts) for counts in zip(*self._counts(spans, total), strict=True))
+        return [
+            Form((*heads, sampled, self.head_dim), self.dtype),
+            Form((*heads, chunks, self.value_dim), torch.float32),
+            Form((*heads, chunks, 2, self.value_dim), torch.float32),
+        ]
+
+    def split_statistics(self, tensors: Sequence[torch.Tensor], spans: Spans, total: int) -> list[tuple[Span, PartialStatistics]]:
+        """The partial statistics of every span, of tensors as `statistics_forms` says."""
+        samples, chunks = (list(counts) for counts in zip(*self._counts(spans, total), strict=True))
+        parts = zip(*(x.split(counts, 2) for x, counts in zip(tensors, (samples, chunks, chunks), strict=True)), strict=True)
+        return [(span, PartialStatistics(*part)) for span, part in zip(spans, parts, strict=True)]
+
+    def _counts(self, spans: Spans, total: int) -> list[tuple[int, int]]:
+        """For each span, its sampled keys, and its token chunks."""
+        sampled = [sampled_before(span.first + span.length, total) - sampled_before(span.first, total) for span in spans]
+        return [(count if self.recipe.smooth_k else 0, -(-span.length // TOKEN_CHUNK)) for span, count in zip(spans, sampled, strict=True)]
 
 
-def _cut(x: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
-    """A rank's rows (B, H, S, D), span by span."""
-    return list(x.split([span.length for span in spans], 2))
+def tokens_of(spans: Spans) -> int:
+    return sum(span.length for span in spans)
 
 
 def held(spans: Sequence[Spans]) -> Spans:
@@ -120,26 +132,38 @@ def held(spans: Sequence[Spans]) -> Spans:
     return tuple(sorted((span for one in spans for span in one if span.length), key=lambda span: span.first))
 
 
-def statistics_tensors(k: torch.Tensor, v: torch.Tensor, spans: Spans, total: int, form: Format) -> list[torch.Tensor]:
-    """The partial statistics of a rank's keys and values, as `Format.statistics_forms` says."""
-    found = []
-    of_part = partial_statistics if form.backend == "modelled" else ops.partial_statistics
-    for keys, values, span in zip(_cut(k, spans), _cut(v, spans), spans, strict=True):
-        if span.length:
-            part = shielded(of_part)(keys, values, span.first, total)
-            sample = part.k_sample if form.recipe.smooth_k else part.k_sample[:, :, :0]
-            found += [sample, part.v_sums, part.v_low, part.v_high]
-    return found
+def parts_in(spans: Sequence[Spans], form: Format) -> list[Spans]:
+    """The parts in a buffer that holds the keys and values of several ranks, each in the order of the sequence.
 
-
-def joined_statistics(found: Sequence[tuple[Span, Sequence[torch.Tensor]]], total: int, form: Format) -> Statistics:
-    """The statistics of the whole sequence.
-
-    Args:
-        found: spans with the four tensors of their partial statistics, in any order.
+    They are one part if blocks of scales, and of values, don't reach from one rank's tokens into another's; otherwise
+    one for each rank that has tokens. A rank quantizes its own tokens as one part.
     """
-    parts = [PartialStatistics(*tensors) for _, tensors in sorted(found, key=lambda one: one[0].first)]
-    return shielded(statistics)(parts, total, form.recipe)
+    ordered, of_ranks = held(spans), [held([some]) for some in spans]
+    blocks_end = form.shared and form.k_granularity in ("block", "token") and all(span.length % SCALE_BLOCK == 0 for span in ordered[:-1])
+    if ordered and (form.exact or blocks_end):
+        return [ordered]
+    return [some for some in of_ranks if some]
+
+
+def measured(k: torch.Tensor, v: torch.Tensor, spans: Spans, total: int, form: Format) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The partial statistics of a rank's keys and values, as `Format.statistics_forms` says, and `careful` as of
+    ChunkStatistics, of its token chunks; None if some of these lie in two spans."""
+    of_chunks = shielded(chunk_statistics if form.backend == "modelled" else ops.chunk_statistics)
+    lengths = [span.length for span in spans]
+    samples = [k[:, :, :0]]
+    if form.recipe.smooth_k:
+        samples = [k_sample(keys, span.first, total) for keys, span in zip(k.split(lengths, 2), spans, strict=True)]
+    if all(length % TOKEN_CHUNK == 0 for length in lengths[:-1]):
+        chunks = of_chunks(v)
+        return [torch.cat(samples, 2), chunks.sums, chunks.extremes], chunks.careful
+    some = [of_chunks(values) for values in v.split(lengths, 2)]
+    return [torch.cat(samples, 2), torch.cat([one.sums for one in some], 2), torch.cat([one.extremes for one in some], 2)], None
+
+
+def joined_statistics(found: Sequence[tuple[Span, PartialStatistics]], total: int, form: Format) -> Statistics:
+    """The statistics of the whole sequence, from those of its spans in any order."""
+    parts = [part for _, part in sorted(found, key=lambda one: one[0].first)]
+    return shielded(statistics if form.backend == "modelled" else ops.statistics)(parts, total, form.recipe)
 
 
 def quantized_queries(q: torch.Tensor, form: Format) -> Quantized:
@@ -150,27 +174,86 @@ def quantized_queries(q: torch.Tensor, form: Format) -> Quantized:
     return Quantized(x.data, scale, "token", "rows", x.length, None, x.rotated)
 
 
-def kv_tensors(k: torch.Tensor, v: torch.Tensor, spans: Spans, found: Statistics | None, form: Format) -> list[list[torch.Tensor]]:
-    """A rank's keys and values, as `Format.kv_forms` says, for each of its spans that hold tokens."""
-    tensors = []
-    for keys, values, span in zip(_cut(k, spans), _cut(v, spans), spans, strict=True):
-        if not span.length:
-            continue
-        if form.exact:
-            tensors.append([keys, values])
-            continue
+def packed_kv(k: torch.Tensor, v: torch.Tensor, spans: Spans, found: Statistics | None, careful: torch.Tensor | None, form: Format) -> torch.Tensor:
+    """A buffer with a rank's keys and values, quantized into it as one part.
+
+    Args:
+        found: the statistics of the sequence, if they are shared.
+        careful: as `measured` returns it.
+    """
+    forms = form.forms_of(parts_in([spans], form))
+    buffer = torch.empty(size_of(forms), dtype=torch.uint8, device=k.device)
+    if not forms:
+        return buffer
+    tensors = unpacked(buffer, forms)
+    if form.exact:
+        tensors[0].copy_(k)
+        tensors[1].copy_(v)
+    elif found is not None and form.backend != "modelled":
+        (part,) = parts_of(buffer, [held([spans])], found, form)
+        assert isinstance(part.key, Quantized) and isinstance(part.value, Quantized)
+        shielded(ops.quantize_into)(replace(part.key, mean=found.k_mean), part.value, k, v, careful, form.recipe)
+    else:
         if form.backend == "modelled":
-            key, value = shielded(quantize_kv)(keys, values, form.recipe, found)
+            key, value = shielded(quantize_kv)(k, v, form.recipe, found)
         else:
-            _, some_key, some_value = shielded(ops.quantized)(None, keys, values, form.recipe, given=found)
+            _, some_key, some_value = shielded(ops.quantized)(None, k, v, form.recipe)
             assert some_key is not None and some_value is not None
             key, value = some_key, some_value
-        scale = key.scale.expand(*keys.shape[:2], 1) if key.granularity == "tensor" else key.scale
-        tensors.append([key.data, scale, value.data])
+        of_part = [key.data, key.scale, value.data]
         if not form.shared:
-            v_scale = value.scale.expand(*keys.shape[:2], 1) if value.granularity == "tensor" else value.scale
-            tensors[-1] += [x for x in (key.mean, v_scale, value.mean) if x is not None]
-    return tensors
+            of_part += [x for x in (key.mean, value.scale, value.mean) if x is not None]
+        for place, x in zip(tensors, of_part, strict=True):
+            place.copy_(x)  # scales of the granularity `tensor` are repeated for every head
+    return buffer
+
+
+def tokens_between(tensors: Sequence[torch.Tensor], start: int, length: int, form: Format) -> list[torch.Tensor]:
+    """Rows, scales and values of some tokens of a part, whose tensors are as `Format.kv_forms` says; views.
+
+    `start` is a multiple of SCALE_BLOCK if there are blocks.
+    """
+    stop = start + length
+    if form.exact:
+        return [x[:, :, start:stop] for x in tensors[:2]]
+    rows, scale, values = tensors[:3]
+    if form.k_granularity == "token":
+        scale = scale[:, :, start:stop]
+    elif form.k_granularity == "block":
+        scale = scale[:, :, start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
+    return [rows[:, :, start:stop], scale, values[..., start : start + padded_length(length)]]
+
+
+def assembled(ranks: Sequence[tuple[Spans, Sequence[torch.Tensor]]], form: Format, like: torch.Tensor) -> torch.Tensor:
+    """A buffer with the keys and values of several ranks, as `parts_in` says.
+
+    Args:
+        ranks: the spans of each rank that hold tokens, and its tensors as `Format.kv_forms` says.
+        like: on the device.
+    """
+    parts = parts_in([spans for spans, _ in ranks], form)
+    forms = form.forms_of(parts)
+    buffer = torch.empty(size_of(forms), dtype=torch.uint8, device=like.device)
+    places = iter(unpacked(buffer, forms))
+    for part in parts:
+        into = [next(places) for _ in form.kv_forms(0)]
+        starts = {span.first: start for span, start in zip(part, _starts(part), strict=True)}
+        for spans, tensors in ranks:
+            if spans == part:
+                for place, x in zip(into, tensors, strict=True):
+                    place.copy_(x)
+                continue
+            for span, start in zip(spans, _starts(spans), strict=True):
+                if span.first in starts:
+                    to = tokens_between(into, starts[span.first], span.length, form)
+                    for place, x in zip(to, tokens_between(tensors, start, span.length, form), strict=True):
+                        place.copy_(x)
+    return buffer
+
+
+def _starts(spans: Spans) -> list[int]:
+    """The place of each span's first token among all."""
+    return [sum(span.length for span in spans[:i]) for i in range(len(spans))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,57 +261,53 @@ class Part:
     """Keys and values that attention takes in one call.
 
     Attributes:
-        span: which tokens they are.
+        spans: which tokens they are, in the order of the sequence.
         key, value: `Quantized`, the key without its mean; or (B, H, S, D) and (B, H, S, Dv) where attention is exact.
         k_mean: float32 (B, H, D), the key's mean if it isn't that of all parts.
     """
 
-    span: Span
+    spans: Spans
     key: Quantized | torch.Tensor
     value: Quantized | torch.Tensor
     k_mean: torch.Tensor | None = None
 
-    def first_keys(self, count: int) -> tuple[Quantized | torch.Tensor, Quantized | torch.Tensor]:
-        """Key and value of the first `count` tokens. Values are copied if these aren't all."""
+    def first_keys(self, count: int, form: Format) -> tuple[Quantized | torch.Tensor, Quantized | torch.Tensor]:
+        """Key and value of the first `count` tokens. Quantized values are copied if these aren't all: kernels take
+        contiguous ones."""
         key, value = self.key, self.value
-        if count == self.span.length:
-            return key, value
         if isinstance(key, torch.Tensor) or isinstance(value, torch.Tensor):
             assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
             return key[:, :, :count], value[:, :, :count]
-        scales = scale_shape(key.granularity, 1, 1, count, key.shape[3])[2]
-        data = value.data[..., : padded_length(count)].contiguous()
-        return (
-            replace(key, data=key.data[:, :, :count], scale=key.scale[..., :scales], length=count),
-            replace(value, data=data, length=count),
-        )
+        if count == key.length:
+            return key, value
+        rows, scale, values = tokens_between((key.data, key.scale, value.data), 0, count, form)
+        return replace(key, data=rows, scale=scale, length=count), replace(value, data=values.contiguous(), length=count)
 
 
-def parts_of(buffer: torch.Tensor, spans: Spans, found: Statistics | None, form: Format) -> list[Part]:
-    """The parts in a buffer of `Format.kv_forms`.
+def parts_of(buffer: torch.Tensor, parts: Sequence[Spans], found: Statistics | None, form: Format) -> list[Part]:
+    """The parts in a buffer of `Format.forms_of`.
 
     Args:
         found: the statistics of the heads in the buffer, if they are shared.
     """
-    tensors = iter(unpacked(buffer, form.kv_forms(spans)))
-    shared_scale = None
-    if found is not None:  # one tensor for all parts: merged_parts looks for it
-        shared_scale = found.v_scale.expand(form.batch, form.kv_heads, 1) if form.recipe.v == "tensor" else found.v_scale
-    parts = []
-    for span in spans:
+    tensors = iter(unpacked(buffer, form.forms_of(parts)))
+    made = []
+    for spans in parts:
         if form.exact:
-            parts.append(Part(span, next(tensors), next(tensors)))
+            made.append(Part(spans, next(tensors), next(tensors)))
             continue
-        key = Quantized(next(tensors), next(tensors), form.k_granularity, "rows", span.length, None, form.rotated)
+        length = tokens_of(spans)
+        key = Quantized(next(tensors), next(tensors), form.k_granularity, "rows", length, None, form.rotated)
         v_data, k_mean = next(tensors), None
-        if found is not None and shared_scale is not None:
-            v_scale, v_mean = shared_scale, found.v_mean
+        if found is not None:
+            v_scale = found.v_scale.expand(form.batch, form.kv_heads, 1) if form.recipe.v == "tensor" else found.v_scale
+            v_mean = found.v_mean
         else:
             k_mean = next(tensors) if form.recipe.smooth_k else None
             v_scale, v_mean = next(tensors), next(tensors) if form.recipe.smooth_v else None
         v_granularity: Granularity = "head" if form.recipe.v == "tensor" else form.recipe.v
-        parts.append(Part(span, key, Quantized(v_data, v_scale, v_granularity, "values", span.length, v_mean), k_mean))
-    return parts
+        made.append(Part(spans, key, Quantized(v_data, v_scale, v_granularity, "values", length, v_mean), k_mean))
+    return made
 
 
 def of_heads(found: Statistics | None, heads: slice) -> Statistics | None:
@@ -238,44 +317,3 @@ def of_heads(found: Statistics | None, heads: slice) -> Statistics | None:
     v_scale = found.v_scale if found.v_scale.shape[1] == 1 and found.v_scale.shape[2] == 1 else found.v_scale[:, heads].contiguous()
     k_mean, v_mean = (None if mean is None else mean[:, heads].contiguous() for mean in (found.k_mean, found.v_mean))
     return Statistics(k_mean, v_mean, v_scale)
-
-
-def merged_parts(parts: Sequence[Part]) -> list[Part]:
-    """Parts that follow each other, as one, where their scales and paddings allow it: one call then attends to them."""
-    found: list[Part] = []
-    runs: list[list[Part]] = []
-    for part in parts:
-        before = runs[-1][-1] if runs else None
-        if before is not None and before.span.first + before.span.length == part.span.first and _continues(before, part):
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    for run in runs:
-        found.append(run[0] if len(run) == 1 else _concatenated(run))
-    return found
-
-
-def _continues(part: Part, following: Part) -> bool:
-    """Whether the next part can follow in the same tensors."""
-    if not isinstance(part.key, Quantized) or not isinstance(part.value, Quantized) or not isinstance(following.value, Quantized):
-        return True
-    whole_blocks = part.span.length % SCALE_BLOCK == 0 and part.key.granularity in ("block", "token")
-    return whole_blocks and part.value.scale is following.value.scale
-
-
-def _concatenated(parts: Sequence[Part]) -> Part:
-    span = Span(parts[0].span.first, sum(part.span.length for part in parts))
-    key, value = parts[0].key, parts[0].value
-    keys, values = [part.key for part in parts], [part.value for part in parts]
-    if isinstance(key, torch.Tensor) or isinstance(value, torch.Tensor):
-        return Part(
-            span, torch.cat([x for x in keys if isinstance(x, torch.Tensor)], 2), torch.cat([x for x in values if isinstance(x, torch.Tensor)], 2)
-        )
-    quantized_keys, quantized_values = ([x for x in some if isinstance(x, Quantized)] for some in (keys, values))
-    rows = concatenated_rows([x.data for x in quantized_keys])
-    data = torch.cat([x.data.view(torch.uint8) for x in quantized_values], 3).view(E4M3)
-    return Part(
-        span,
-        replace(key, data=rows, scale=torch.cat([x.scale for x in quantized_keys], 2), length=span.length),
-        replace(value, data=data, length=span.length),
-    )

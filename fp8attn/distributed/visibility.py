@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..reference import Causal
-from .sharding import Span
+from .sharding import Span, Spans
 
 
 @dataclass(frozen=True)
@@ -25,50 +25,96 @@ class Piece:
     causal: Causal
 
 
-def _of_run(row: int, queries: Span, keys: Span, shift: int) -> list[Piece]:
-    """The pieces of one run of queries, which starts at `row` and sees keys up to its position plus `shift`."""
-    ahead = queries.first + shift - keys.first
-    """Row i of the run sees the part's keys j <= i + ahead."""
-    stop = row + queries.length
-    if ahead >= keys.length - 1:
-        return [Piece(row, stop, keys.length, "none")]
-    if ahead <= 0:  # the first rows see no key
-        return [Piece(row - ahead, stop, keys.length, "top_left")] if row - ahead < stop else []
-    aligned = keys.length - ahead
-    """Rows with which the mask is aligned to the bottom right."""
-    if queries.length < aligned:
-        return [Piece(row, stop, queries.length + ahead, "bottom_right")]
-    pieces = [Piece(row, row + aligned, keys.length, "bottom_right"), Piece(row + aligned, stop, keys.length, "none")]
-    return [piece for piece in pieces if piece.start < piece.stop]
+@dataclass(frozen=True)
+class _Rows:
+    """Consecutive rows that see a prefix of a part's keys.
+
+    Attributes:
+        start, stop: the rows.
+        first, last: how many keys the first and the last row see. Each row sees one more than the row before, or all
+            see the same.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def is_causal(self) -> bool:
+        return self.first < self.last
 
 
-def _joined(first: Piece, second: Piece) -> Piece | None:
-    """One piece for two, or None."""
-    if first.stop != second.start or first.keys != second.keys or second.causal != "none":
+def _of_run(row: int, queries: Span, keys: Spans, shift: int) -> list[_Rows]:
+    """The rows of one run of queries, which starts at `row`, that see a key. A query sees keys up to its position plus
+    `shift`."""
+    found: list[_Rows] = []
+    last, stop = queries.first + shift, row + queries.length
+    """The last position that row `row` sees."""
+    while row < stop:
+        before = sum(min(max(last - run.first, 0), run.length) for run in keys)
+        """How many keys lie before `last`."""
+        inside = next((run for run in keys if run.first <= last < run.first + run.length), None)
+        if inside is not None:
+            count = min(inside.first + inside.length - last, stop - row)
+            found.append(_Rows(row, row + count, before + 1, before + count))
+        else:
+            count = min([run.first - last for run in keys if run.first > last] + [stop - row])
+            if before:
+                found.append(_Rows(row, row + count, before, before))
+        row, last = row + count, last + count
+    return found
+
+
+def _joined(first: _Rows, second: _Rows) -> _Rows | None:
+    """The rows of two as one, or None if these aren't as `_Rows` says."""
+    if first.stop != second.start:
         return None
-    # rows from the last key on see all keys, also with a mask that is aligned to the top left
-    sees_all = first.causal == "none" or (first.causal == "top_left" and first.stop - first.start >= first.keys - 1)
-    return replace(first, stop=second.stop) if sees_all else None
+    both = replace(first, stop=second.stop, last=second.last)
+    if first.last == second.first:
+        return None if first.is_causal or second.is_causal else both
+    single = [rows.stop - rows.start == 1 for rows in (first, second)]
+    causal = all(rows.is_causal or one for rows, one in zip((first, second), single, strict=True))
+    return both if causal and first.last + 1 == second.first else None
 
 
-def pieces(queries: Sequence[Span], keys: Span, shift: int | None) -> list[Piece]:
+def _pieces_of(rows: Sequence[_Rows], keys: int) -> list[Piece]:
+    """The calls of rows that follow each other. `keys`: of the part."""
+    found: list[Piece] = []
+    for some in rows:
+        before = found[-1] if found else None
+        if not some.is_causal:
+            # rows from the last key on see all keys, also with a mask that is aligned to the top left
+            if before is not None and before.causal == "top_left" and before.stop == some.start and some.last == before.stop - before.start:
+                found[-1] = replace(before, stop=some.stop, keys=some.last)
+            else:
+                found.append(Piece(some.start, some.stop, some.last, "none"))
+        elif some.first == 1:  # keys that no row sees are skipped, whereas values that aren't all would be copied
+            found.append(Piece(some.start, some.stop, keys, "top_left"))
+        else:
+            found.append(Piece(some.start, some.stop, some.last, "bottom_right"))
+    return found
+
+
+def pieces(queries: Sequence[Span], keys: Spans, shift: int | None) -> list[Piece]:
     """The calls that make all rows attend to a part's keys. Rows in none of them see none of these keys.
+
+    No row is in two of them: keys are in the order of the sequence, so every row sees a prefix of them.
 
     Args:
         queries: the runs of this rank's rows, in their order.
-        keys: the part's keys.
+        keys: the runs of the part's keys, in the order of the sequence.
         shift: the query at position i sees keys at positions up to i + shift; None: all keys.
     """
-    found: list[Piece] = []
-    row = 0
+    found: list[_Rows] = []
+    row, total = 0, sum(run.length for run in keys)
     for run in queries:
-        if run.length and keys.length:
-            whole = [Piece(row, row + run.length, keys.length, "none")]
-            for piece in whole if shift is None else _of_run(row, run, keys, shift):
-                joined = _joined(found[-1], piece) if found else None
+        if run.length and total:
+            for rows in [_Rows(row, row + run.length, total, total)] if shift is None else _of_run(row, run, keys, shift):
+                joined = _joined(found[-1], rows) if found else None
                 if joined is not None:
                     found[-1] = joined
                 else:
-                    found.append(piece)
+                    found.append(rows)
         row += run.length
-    return found
+    return _pieces_of(found, total)

@@ -1,6 +1,9 @@
-"""Adds attention to a set of keys to attention to others, by their LSE: one kernel that reads both outputs once."""
+"""Merges attention to several sets of keys by their LSE: one kernel that reads each output once."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,54 +16,80 @@ ROWS = 32
 """Rows of a program."""
 
 
-@triton.jit(do_not_specialize=["heads", "length"])
+@dataclass(frozen=True, eq=False)
+class RowsOfPart:
+    """Attention of some rows to a set of keys.
+
+    Attributes:
+        start, stop: the rows.
+        out: (B, H, stop - start, Dv), unit last stride, normalised, of any float dtype.
+        lse: float32 (B, H, stop - start), natural log; -inf for rows that see none of these keys.
+    """
+
+    start: int
+    stop: int
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["heads", "first", "last"])
 def merge_kernel(
-    out, out_strides, lse, lse_strides, new, new_strides, new_lse, new_lse_strides, into, into_strides, heads, length,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    outs, out_strides, lses, lse_strides, starts, stops, into, into_strides, into_lse, into_lse_strides, heads, first, last,
+    COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`into` = the weighted mean of `out` and `new` (B, H, S, DIM); `lse` (B, H, S) = the LSE of both.
+    """`into` = the weighted mean of COUNT `outs` (B, H, stop - start, DIM) in the rows from `first` to `last`;
+    `into_lse` = the LSE of all. `into` may be one of `outs`.
 
     Grid: chunks of ROWS rows x heads x batch, in one dimension.
     """
-    chunks = tl.cdiv(length, ROWS)
+    chunks = tl.cdiv(last - first, ROWS)
     program = tl.program_id(0)
     index = (program // chunks).to(tl.int64)
     batch, head = index // heads, index % heads
-    rows = (program % chunks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    rows = (first + program % chunks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, WIDTH)
-    inside = rows < length
-    elements = inside[:, None] & (columns < DIM)
-    at = lse + batch * lse_strides[0] + head * lse_strides[1] + rows * lse_strides[2]
-    added_at = new_lse + batch * new_lse_strides[0] + head * new_lse_strides[1] + rows * new_lse_strides[2]
-    old, added = tl.load(at, mask=inside, other=0.0), tl.load(added_at, mask=inside, other=0.0)
-    # the new set's share, exp(added) / (exp(old) + exp(added)); NaN stays NaN
-    weight = tl.where(added == -float("inf"), 0.0, 1.0 / (1.0 + tl.exp(old - added)))[:, None]
-    x = tl.load(out + batch * out_strides[0] + head * out_strides[1] + rows[:, None] * out_strides[2] + columns, mask=elements, other=0.0)
-    y = tl.load(new + batch * new_strides[0] + head * new_strides[1] + rows[:, None] * new_strides[2] + columns, mask=elements, other=0.0)
-    merged = tl.where(weight < 0.5, x + weight * (y - x), y - (1.0 - weight) * (y - x))
-    tl.store(into + batch * into_strides[0] + head * into_strides[1] + rows[:, None] * into_strides[2] + columns, merged, mask=elements)
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    for i in tl.static_range(COUNT):
+        there = (rows >= starts[i]) & (rows < stops[i]) & (rows < last)
+        at = lses[i] + batch * lse_strides[i][0] + head * lse_strides[i][1] + (rows - starts[i]) * lse_strides[i][2]
+        largest = tl.maximum(largest, tl.load(at, mask=there, other=-float("inf")))
+    largest = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, WIDTH], tl.float32)
+    for i in tl.static_range(COUNT):
+        there = (rows >= starts[i]) & (rows < stops[i]) & (rows < last)
+        at = lses[i] + batch * lse_strides[i][0] + head * lse_strides[i][1] + (rows - starts[i]) * lse_strides[i][2]
+        weight = tl.exp(tl.load(at, mask=there, other=-float("inf")) - largest)  # NaN stays NaN
+        at = outs[i] + batch * out_strides[i][0] + head * out_strides[i][1] + (rows - starts[i])[:, None] * out_strides[i][2] + columns
+        x = tl.load(at, mask=there[:, None] & (columns < DIM), other=0.0).to(tl.float32)
+        mean += weight[:, None] * x
+        total += weight
+    mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
+    inside = rows < last
     tl.debug_barrier()  # every warp loads the LSE of all rows: the new one must not be stored before
-    larger, smaller = tl.maximum(old, added), tl.minimum(old, added)
-    nothing = larger == -float("inf")
-    both = larger + tl.log(1.0 + tl.exp(tl.where(nothing, 0.0, smaller - larger)))
-    is_nan = (old != old) | (added != added)
-    tl.store(at, tl.where(is_nan, float("nan"), tl.where(nothing, larger, both)), mask=inside)
+    to = into + batch * into_strides[0] + head * into_strides[1] + rows[:, None] * into_strides[2] + columns
+    tl.store(to, mean.to(into.dtype.element_ty), mask=inside[:, None] & (columns < DIM))
+    to = into_lse + batch * into_lse_strides[0] + head * into_lse_strides[1] + rows * into_lse_strides[2]
+    tl.store(to, largest + tl.log(total), mask=inside)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, new: torch.Tensor, new_lse: torch.Tensor, into: torch.Tensor) -> None:
-    """Add attention to a set of keys.
+def merge(parts: Sequence[RowsOfPart], rows: tuple[int, int], into: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge attention to sets of keys.
 
     Args:
-        out: float32 (B, H, S, Dv), unit last stride: normalised, for the keys before.
-        lse: float32 (B, H, S), natural log. It becomes the LSE of all keys.
-        new, new_lse: the same for the keys that are added.
-        into: (B, H, S, Dv), unit last stride, of any float dtype: the output for all keys. It may be `out`.
+        parts: attention to each set, in the order in which they are added.
+        rows: the first row that is written, and the end.
+        into: (B, H, S, Dv), unit last stride, of any float dtype: the output for all keys. It may be the first part's.
+        lse: float32 (B, H, S), the LSE of all keys; the first part's if `into` is.
     """
-    if out.numel() == 0:
+    batch, heads, _, dim = into.shape
+    first, last = rows
+    if first >= last or into.numel() == 0:
         return
-    check_counted("out", out)
-    batch, heads, length, dim = out.shape
-    grid = (ceil_div(length, ROWS) * heads * batch,)
-    tensors = (x for pair in ((out, lse), (new, new_lse)) for x in pair)
-    arguments = [part for x in (*tensors, into) for part in (x, x.stride())]
-    launch(merge_kernel, grid, *arguments, heads, length, dim, power_of_2(dim), ROWS)
+    check_counted("out", into)
+    outs, lses = [part.out for part in parts], [part.lse for part in parts]
+    launch(
+        merge_kernel, (ceil_div(last - first, ROWS) * heads * batch,),
+        tuple(outs), tuple(x.stride() for x in outs), tuple(lses), tuple(x.stride() for x in lses), tuple(part.start for part in parts),
+        tuple(part.stop for part in parts), into, into.stride(), lse, lse.stride(), heads, first, last, len(parts), dim, power_of_2(dim), ROWS,
+    )  # fmt: skip

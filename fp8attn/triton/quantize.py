@@ -14,6 +14,7 @@ first touches memory (CUDA C++ Programming Guide, "Programmatic Dependent Launch
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -1021,18 +1022,11 @@ def quantize(
     if given is not None:
         v_scale, v_mean = given.v_scale, None if given.v_mean is None else given.v_mean.contiguous()
 
-    k_data = quantize_ref.empty_rows(k, row_type)
     v_data = new(batch, kv_heads, v_dim, padded_length(kv_length), dtype=E4M3)
-    launch(
-        write_kernel, (pairs * (token_chunks + blocks),),
-        k, v, k.stride(), v.stride(), k_mean, v_mean, k_scale, v_scale, _scale_strides(k, k_scale), _scale_strides(v, v_scale, v_dim),
-        _bytes(k_data), k_data.stride(), _words(v_data), v_flags, None, None, kv_heads, kv_length, v_data.shape[3], 0, traits, **writing,
-    )  # fmt: skip
-    return (
-        q_quantized,
-        Quantized(k_data, k_scale, recipe.k, "rows", kv_length, k_mean, traits.part),
-        Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean),
-    )
+    key = Quantized(quantize_ref.empty_rows(k, row_type), k_scale, recipe.k, "rows", kv_length, k_mean, traits.part)
+    value = Quantized(v_data, v_scale, recipe.v, "values", kv_length, v_mean)
+    _write(key, value, k, v, v_flags, traits, writing)
+    return q_quantized, key, value
 
 
 def quantize_packed(
@@ -1077,24 +1071,94 @@ def quantize_packed(
     return key, value
 
 
-def partial_statistics(k: torch.Tensor, v: torch.Tensor, first: int, total: int, device: Device) -> quantize_ref.PartialStatistics:
-    """quantization.partial_statistics, values by the kernel."""
+def chunk_statistics(v: torch.Tensor, device: Device) -> quantize_ref.ChunkStatistics:
+    """quantization.chunk_statistics by the kernel."""
     batch, heads, length, dim = v.shape
     if v.numel() == 0:
-        return quantize_ref.partial_statistics(k, v, first, total)
+        return quantize_ref.chunk_statistics(v)
     check_counted("value", v)
     token_chunks, traits = ceil_div(length, quantize_ref.TOKEN_CHUNK), traits_of(0, 0, dim, Recipe(), device)
     sums = v.new_empty(batch, heads, token_chunks, dim, dtype=torch.float32)
     extremes = v.new_empty(batch, heads, token_chunks, 2, dim, dtype=torch.float32)
-    flags = v.new_empty(batch, heads, token_chunks, dtype=torch.int32)
+    careful = v.new_empty(batch, heads, token_chunks, dtype=torch.int32)
     launch(
         gather_kernel, (batch * heads * token_chunks,),
         None, None, v, _strides(None), _strides(None), v.stride(), None, _strides(None), None, _scale_strides(None, None), None, None, None,
-        sums, extremes, flags, None, None, 1, heads, batch * heads, 0, length, 1, 1.0, 0, traits, warmup=False, dependent=traits.dependent,
+        sums, extremes, careful, None, None, 1, heads, batch * heads, 0, length, 1, 1.0, 0, traits, warmup=False, dependent=traits.dependent,
         num_warps=WARPS, maxnreg=80 if max(traits.widths) <= 128 else 128, enable_fp_fusion=False,
     )  # fmt: skip
-    low, high = extremes.unbind(3)
-    return quantize_ref.PartialStatistics(quantize_ref.k_sample(k, first, total), sums, low.amin(2), high.amax(2))
+    return quantize_ref.ChunkStatistics(sums, extremes, careful)
+
+
+def statistics(parts: Sequence[quantize_ref.PartialStatistics], total: int, recipe: Recipe, device: Device) -> quantize_ref.Statistics:
+    """quantization.statistics by the kernels: two launches behind three concatenations."""
+    sample, sums, extremes = (
+        torch.cat(tensors, 2) for tensors in zip(*((part.k_sample, part.v_sums, part.v_extremes) for part in parts), strict=True)
+    )
+    if sums.numel() == 0 or (recipe.smooth_k and sample.numel() == 0):
+        return quantize_ref.statistics(parts, total, recipe)
+    batch, heads, token_chunks, v_dim = sums.shape
+    pairs, count = batch * heads, sample.shape[2]
+
+    def new(there: bool, dim: int) -> torch.Tensor | None:
+        return sums.new_empty(batch, heads, dim) if there else None
+
+    k_mean, v_mean = new(recipe.smooth_k, sample.shape[3]), new(recipe.smooth_v, v_dim)
+    v_scale, v_largest = new(recipe.v == "channel", v_dim), new(recipe.v != "channel", v_dim)
+    if k_mean is not None:
+        # the sample is a short sequence, of which all tokens are sampled. Programs of its token chunks have no values
+        traits = traits_of(0, sample.shape[3], 0, replace(recipe, k="block"), device)
+        gathering, _, _ = _resources(traits, False, False)
+        launch(
+            gather_kernel, (pairs * ceil_div(count, quantize_ref.TOKEN_CHUNK) + pairs,),
+            None, sample, None, _strides(None), sample.stride(), _strides(None), None, _strides(None), None, _scale_strides(None, None), None, k_mean,
+            None, None, None, None, None, None, 1, heads, pairs, 0, count, 1, 1 / count, 0, traits, **gathering,
+        )  # fmt: skip
+    traits = traits_of(0, 0, v_dim, recipe, device)
+    traits = replace(traits, smooth_v=recipe.smooth_v)  # of keys that aren't there, it says no
+    _, _, resources = _resources(traits, True, False)
+    launch(
+        finish_kernel, (pairs, ceil_div(v_dim, CHANNELS.value)),
+        None, None, None, sums, extremes, v_mean, v_largest, v_scale, None, None, token_chunks, 1 / total, heads, total, 0, traits,
+        **resources | dict(num_warps=4, maxnreg=None),
+    )  # fmt: skip
+    if v_scale is None:
+        assert v_largest is not None
+        v_scale = _reduced_scale(v_largest, recipe.v, quantize_ref.E4M3_MAX)
+    return quantize_ref.Statistics(k_mean, v_mean, v_scale)
+
+
+def quantize_into(
+    key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, careful: torch.Tensor | None, recipe: Recipe, device: Device
+) -> None:
+    """Quantize k and v by statistics of a sequence that they are a part of.
+
+    Args:
+        key, value: their means and V's scales are given. K's rows and scales, of tokens or blocks, and V are written.
+        careful: as of ChunkStatistics, of v; None: it is measured.
+    """
+    assert recipe.k not in GIVEN
+    if k.numel() == 0:
+        return
+    check_counted("key", k)
+    if careful is None:
+        careful = chunk_statistics(v, device).careful
+    assert careful is not None
+    traits = traits_of(0, k.shape[3], v.shape[3], recipe, device)
+    _write(key, value, k, v, careful, traits, _resources(traits, True, False)[1])
+
+
+def _write(
+    key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, careful: torch.Tensor, traits: Traits, options: dict[str, Any]
+) -> None:
+    """Launch write_kernel. Rows, K's scales of tokens or blocks, and values are written; all else is given."""
+    batch, heads, length, _ = k.shape
+    launch(
+        write_kernel, (batch * heads * (ceil_div(length, quantize_ref.TOKEN_CHUNK) + ceil_div(length, SCALE_BLOCK)),),
+        k, v, k.stride(), v.stride(), key.mean, value.mean, key.scale, value.scale, _scale_strides(k, key.scale),
+        _scale_strides(v, value.scale, v.shape[3]), _bytes(key.data), key.data.stride(), _words(value.data), careful, None, None, heads, length,
+        value.data.shape[3], 0, traits, **options,
+    )  # fmt: skip
 
 
 def _reduced_scale(largest: torch.Tensor, granularity: Granularity, code: float, factor: float = 1.0) -> torch.Tensor:

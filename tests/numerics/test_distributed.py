@@ -25,12 +25,13 @@ from closeness import relative
 from fp8attn import PRECISE, Recipe, ops, reference
 from fp8attn.device import device_of
 from fp8attn.distributed import context_parallel_sdpa, shard, shard_lengths, unshard
-from fp8attn.distributed.merge import Accumulator
-from fp8attn.distributed.parts import Format, joined_statistics, statistics_tensors
-from fp8attn.distributed.sharding import Span, spans_of
-from fp8attn.distributed.visibility import pieces
+from fp8attn.distributed.merge import MOST_PARTS, Accumulator
+from fp8attn.distributed.parts import Format, joined_statistics, measured
+from fp8attn.distributed.sharding import Span, Spans, spans_of
+from fp8attn.distributed.visibility import Piece, pieces
 from fp8attn.distributed.wire import ALIGNMENT, Form, packed, size_of, unpacked
-from fp8attn.quantization import TOKEN_CHUNK, partial_statistics, quantize_kv, rows_layout, statistics
+from fp8attn.quantization import TOKEN_CHUNK, PartialStatistics, chunk_statistics, k_sample, quantize_kv, rows_layout, statistics
+from fp8attn.recipe import Quantized
 from fp8attn.triton import quantize as triton_quantize
 from ranks import Failed, Ranks
 
@@ -277,12 +278,13 @@ def test_no_keys_and_no_queries(ranks: Ranks) -> None:
 
 
 def test_the_kernels_in_the_interpreter(ranks: Ranks) -> None:
-    """Triton's quantizer with given statistics, and its attention."""
+    """Triton's statistics, quantizer into a buffer, attention, and merging of outputs in half precision."""
     problem = Problem(heads=2, kv_heads=1, q_length=200, kv_length=200)
-    expected, expected_lse = parallel(ranks, 2, problem, mode="ring", backend="modelled", out_dtype=torch.float32)
-    out, lse = parallel(ranks, 2, problem, mode="ring", backend="triton", out_dtype=torch.float32)
-    assert relative(out, expected) < 5e-3
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    for options in (dict(out_dtype=torch.float32), dict(sharding="zigzag", is_causal=True)):
+        expected, expected_lse = parallel(ranks, 2, problem, mode="ring", backend="modelled", **options)
+        out, lse = parallel(ranks, 2, problem, mode="ring", backend="triton", **options)
+        assert out.dtype == expected.dtype and relative(out, expected) < 5e-3
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
 def sent_bytes(rank: int, where: Any, device: torch.device, problem: Problem, options: dict) -> list[int]:
@@ -424,52 +426,62 @@ def test_zigzag_is_balanced() -> None:
         shard_lengths(8, 2, "striped")
 
 
-def assert_pieces_make_the_mask(runs: list[Span], part: Span, shift: int | None) -> None:
-    """Every visible pair is in exactly one piece, and no hidden one is."""
-    rows = [run.first + i for run in runs for i in range(run.length)]
-    seen = [[shift is None or part.first + j <= row + shift for j in range(part.length)] for row in rows]
-    expected = torch.tensor(seen, dtype=torch.int64).view(len(rows), part.length)
+def assert_pieces_make_the_mask(runs: list[Span], part: Spans, shift: int | None) -> None:
+    """Every visible pair is in exactly one piece, no hidden one is, and no row is in two pieces."""
+    rows, keys = ([run.first + i for run in some for i in range(run.length)] for some in (runs, part))
+    seen = [[shift is None or key <= row + shift for key in keys] for row in rows]
+    expected = torch.tensor(seen, dtype=torch.int64).view(len(rows), len(keys))
     found = torch.zeros_like(expected)
+    before = 0
     for piece in pieces(runs, part, shift):
-        assert 0 <= piece.start < piece.stop <= len(rows) and 0 < piece.keys <= part.length
-        count = piece.stop - piece.start
+        assert before <= piece.start < piece.stop <= len(rows) and 0 < piece.keys <= len(keys)
+        before, count = piece.stop, piece.stop - piece.start
         hidden = reference.hidden_keys(None, piece.causal, torch.arange(count), torch.arange(piece.keys), count, piece.keys)
         found[piece.start : piece.stop, : piece.keys] += ~hidden
     assert torch.equal(found, expected)
 
 
 def test_pieces_make_the_mask() -> None:
-    """Of one run of queries, or two, and one part, at every offset."""
+    """Of one run of queries, or two, and one run of keys, or two, at every offset."""
     for queries, keys, first in itertools.product(range(5), range(5), range(9)):
-        assert_pieces_make_the_mask([Span(first, queries)], Span(4, keys), 0)
+        assert_pieces_make_the_mask([Span(first, queries)], (Span(4, keys),), 0)
         for gap in range(3):
-            assert_pieces_make_the_mask([Span(first, queries), Span(first + queries + gap, 2)], Span(4, keys), 0)
+            two = [Span(first, queries), Span(first + queries + gap, 2)]
+            assert_pieces_make_the_mask(two, (Span(4, keys),), 0)
+            assert_pieces_make_the_mask(two, (Span(1, keys), Span(1 + keys + gap, 3)), 0)
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=3)
 
 
-@given(RUNS, st.integers(0, 20), st.integers(0, 15), st.one_of(st.none(), st.integers(-12, 12)))
-def test_pieces_of_several_runs_make_the_mask(gaps: list[tuple[int, int]], first: int, length: int, shift: int | None) -> None:
+def runs_of(gaps: list[tuple[int, int]]) -> list[Span]:
+    """Spans by their lengths, and by the gaps before them."""
     runs, position = [], 0
     for gap, tokens in gaps:
         runs.append(Span(position + gap, tokens))
         position += gap + tokens
-    assert_pieces_make_the_mask(runs, Span(first, length), shift)
+    return runs
 
 
-def test_a_zigzag_rank_attends_to_its_own_keys_in_two_calls() -> None:
-    spans = spans_of(shard_lengths(800, 2, "zigzag"), "zigzag")[0]
-    assert [(piece.causal, piece.start, piece.stop) for span in spans for piece in pieces(spans, span, 0)] == [
-        ("top_left", 0, 400),
-        ("top_left", 200, 400),
-    ]
+@given(RUNS, RUNS, st.one_of(st.none(), st.integers(-12, 12)))
+def test_pieces_of_several_runs_make_the_mask(queries: list[tuple[int, int]], keys: list[tuple[int, int]], shift: int | None) -> None:
+    assert_pieces_make_the_mask(runs_of(queries), tuple(runs_of(keys)), shift)
+
+
+@pytest.mark.parametrize("n", (2, 4))
+def test_a_zigzag_rank_attends_once_to_the_keys_of_each_rank(n: int) -> None:
+    """To its own with a causal mask; to the first half of those of earlier ranks; by its later half to those of later ones."""
+    shards, rows = spans_of(shard_lengths(400 * n, n, "zigzag"), "zigzag"), 400
+    for rank, other in itertools.product(range(n), range(n)):
+        start, keys, causal = (0, rows, "top_left") if other == rank else (0, rows // 2, "none") if other < rank else (rows // 2, rows, "none")
+        assert pieces(shards[rank], shards[other], 0) == [Piece(start, rows, keys, causal)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by_kernel", (True, False), ids=("kernel", "plain"))
-@given(count=st.integers(1, 5), seed=st.integers(0, 2**31), dtype=st.sampled_from((torch.float32, torch.float16)))
+@given(count=st.integers(1, 2 * MOST_PARTS), seed=st.integers(0, 2**31), dtype=st.sampled_from((torch.float32, torch.float16)))
 def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Sets of some rows, in float64: rows that saw nothing, and rows that aren't numbers. In another dtype, float32's bits, rounded."""
+    """More sets than one kernel merges, of all rows or of some, in float64: rows that saw nothing, and rows that aren't numbers. In another
+    dtype, float32's bits, rounded."""
     generator = torch.Generator().manual_seed(seed)
     outs = torch.randn(count, 1, 2, 39, 5, generator=generator)
     lses = torch.randn(count, 1, 2, 39, generator=generator) * 20
@@ -483,7 +495,7 @@ def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype:
         for of in (torch.float32, dtype):
             total = Accumulator(torch.zeros(1, 2, 39, 8, device=device), 5)
             for i in range(count):
-                start, stop = (0, 39) if i % 2 == 0 else (3, 37)
+                start, stop = (0, 39) if (i + seed) % 2 else (3, 37)
                 lses[i, :, :, :start] = lses[i, :, :, stop:] = -math.inf
                 outs[i, :, :, :start] = outs[i, :, :, stop:] = 0.0
                 total.add(start, stop, outs[i, :, :, start:stop].clone(), lses[i, :, :, start:stop].clone())
@@ -493,6 +505,24 @@ def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.equal(rounded.nan_to_num(7.0), out.to(dtype).nan_to_num(7.0)) and torch.equal(lse.nan_to_num(7.0), same_lse.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("by_kernel", (True, False), ids=("kernel", "plain"))
+def test_rows_of_one_set_stay_where_they_are(by_kernel: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision: the first set's output is the result's memory, and rows that no other set has aren't touched. Without sets, zeros."""
+    monkeypatch.setattr(ops, "has_kernels", lambda _: by_kernel)
+    outs, lses = torch.randn(2, 1, 2, 50, 24, device=device).half(), torch.randn(2, 1, 2, 50, device=device)
+    q = torch.zeros(1, 2, 50, 8, device=device)
+    total, first = Accumulator(q, 24), outs[0].clone()
+    total.add(0, 50, first, lses[0].clone())
+    total.add(33, 50, outs[1, :, :, 33:], lses[1, :, :, 33:])
+    out, lse = total.result(torch.float16)
+    assert out.data_ptr() == first.data_ptr() and torch.equal(out[:, :, :33], outs[0, :, :, :33]) and torch.equal(lse[:, :, :33], lses[0, :, :, :33])
+    expected, expected_lse = reference.combine(outs.double(), lses.double())
+    torch.testing.assert_close(out[:, :, 33:].double(), expected[:, :, 33:], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse[:, :, 33:].double(), expected_lse[:, :, 33:], rtol=1e-5, atol=1e-5)
+    nothing, no_lse = Accumulator(q, 24).result(torch.float16)
+    assert nothing.dtype == torch.float16 and not bool(nothing.any()) and bool((no_lse == -math.inf).all())
 
 
 @pytest.mark.gpu
@@ -513,7 +543,7 @@ def test_sets_of_many_rows_are_combined(device: torch.device) -> None:
 
 def test_buffers_hold_what_was_packed() -> None:
     form = Format(2, 4, 2, 24, 40, torch.bfloat16, Recipe(), "modelled", True, False)
-    forms = [*form.kv_forms([Span(0, 5), Span(9, 130)]), Form((3,), torch.float32)]
+    forms = [*form.forms_of([(Span(0, 5),), (Span(9, 70), Span(100, 60))]), Form((3,), torch.float32)]
     tensors = [torch.randn(one.shape).to(one.dtype) for one in forms]
     buffer = packed(tensors, forms)
     assert buffer.numel() == size_of(forms)
@@ -530,11 +560,17 @@ def test_statistics_that_travelled_are_joined_in_the_order_of_the_sequence() -> 
     found = []
     for spans in spans_of(shard_lengths(2100, 2, "zigzag"), "zigzag"):
         own = [torch.cat([x[:, :, span.first : span.first + span.length] for span in spans], 2) for x in (k, v)]
-        tensors, forms = statistics_tensors(*own, spans, 2100, form), form.statistics_forms(spans, 2100)
+        (tensors, _), forms = measured(*own, spans, 2100, form), form.statistics_forms(spans, 2100)
         assert [tuple(x.shape) for x in tensors] == [one.shape for one in forms] and [x.dtype for x in tensors] == [one.dtype for one in forms]
-        found += [(span, tensors[4 * i : 4 * i + 4]) for i, span in enumerate(spans)]
+        found += form.split_statistics(tensors, spans, 2100)
     expected, _ = quantize_kv(k, v, Recipe())
     assert torch.equal(joined_statistics(found, 2100, form).k_mean, expected.mean)  # type: ignore[arg-type]
+
+
+def empty_like_quantized(x: Quantized) -> Quantized:
+    """With x's statistics, rows and values of noise, and K's scales of noise."""
+    noise = torch.randint(0, 120, x.data.shape, dtype=torch.uint8, device=x.device).view(x.data.dtype)
+    return dataclasses.replace(x, data=noise, scale=x.scale if x.layout == "values" else torch.rand_like(x.scale))
 
 
 @pytest.mark.parametrize("recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False)), ids=str)
@@ -545,8 +581,14 @@ def test_statistics_of_parts_are_those_of_the_whole(device: torch.device, recipe
     expected_k, expected_v = quantize_kv(k, v, recipe)
     for cuts in ((0, 1024, 1600), (0, 77, 700, 1600)):
         spans = list(itertools.pairwise(cuts))
-        for by in (partial_statistics, ops.partial_statistics):
-            found = statistics([by(k[:, :, a:b], v[:, :, a:b], a, 1600) for a, b in spans], 1600, recipe)
+        of_chunks = functools.partial(triton_quantize.chunk_statistics, device=device_of(device))
+        of_parts = functools.partial(triton_quantize.statistics, device=device_of(device))
+        for by, of_all in ((chunk_statistics, statistics), (of_chunks, of_parts)):
+            parts = []
+            for a, b in spans:
+                chunks = by(v[:, :, a:b])
+                parts.append(PartialStatistics(k_sample(k[:, :, a:b], a, 1600), chunks.sums, chunks.extremes))
+            found = of_all(parts, 1600, recipe)
             if cuts[1] % TOKEN_CHUNK == 0:
                 assert torch.equal(found.v_scale, expected_v.scale)
                 assert found.v_mean is None or torch.equal(found.v_mean, expected_v.mean)
@@ -560,8 +602,9 @@ def test_statistics_of_parts_are_those_of_the_whole(device: torch.device, recipe
                 assert torch.equal(rows, all_rows[:, :, a:b])
             if b - a > TOKEN_CHUNK + 200 or cuts[1] == TOKEN_CHUNK * 2:
                 continue  # the interpreter takes long
-            _, by_key, by_value = triton_quantize.quantize(None, k[:, :, a:b], v[:, :, a:b], recipe, device_of(device), given=found)
-            assert by_key is not None and by_value is not None
+            by_key, by_value = (empty_like_quantized(x) for x in (key, value))
+            careful = None if a else of_chunks(v[:, :, a:b]).careful
+            triton_quantize.quantize_into(by_key, by_value, k[:, :, a:b], v[:, :, a:b], careful, recipe, device_of(device))
             for x, y in ((by_key.data, key.data), (by_value.data, value.data)):
                 assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
             torch.testing.assert_close(by_key.scale, key.scale, rtol=0.0, atol=0.0, equal_nan=True)
