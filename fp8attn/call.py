@@ -45,7 +45,7 @@ class Call:
         q_scale: float32 (B, Hq, n), one per `q_group` rows; None if q isn't quantized.
         k: (B, Hkv, Sk, D), e4m3 or int8, the same as q.
         k_scale: float32 (B, Hkv, n), one per `k_group` rows. For int8, negative if a key under it is non-finite.
-        v: (B, Hkv, Dv, S_padded) e4m3 in the layout of quantized V.
+        v: (B, Hkv, Dv, S_padded) e4m3 in the layout of quantized V. It may hold blocks of further keys.
         v_scale: float32 (B, Hkv, Dv).
         v_mean: float32 (B, Hkv, Dv) or None.
         attn_mask: (B, Hq, Sq, Sk), bool or float, any strides, or None.

@@ -224,7 +224,7 @@ class Quantized:
     Attributes:
         data: float8_e4m3fn, or int8 (layout `rows` only). Layout `rows`: (B, H, S, D), unit last stride. Layout
             `values`: (B, H, D, S_padded): V transposed, its keys permuted by `fp8attn.layout.key_of_slot` and padded
-            with zeros to whole groups.
+            with zeros to whole groups. It may hold blocks of 128 keys beyond these, which attention doesn't read.
         scale: float32 multiplier that restores values. Its shape depends on `granularity`: (1, 1, 1) `tensor`,
             (B, H, 1) `head`, (B, H, ceil(S / 128)) `block`, (B, H, S) `token`; for values (1, 1, 1), (B, H, 1) or
             (B, H, D) `channel`. int8 has no NaN: a non-finite key is stored as INT8_NAN. Its scale is NaN with `token`,

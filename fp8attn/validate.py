@@ -560,7 +560,7 @@ def check_quantized(name: str, x: Quantized, layout: Layout, *, packed: bool = F
     pages = None if x.packed is None else units_of(x.packed, SCALE_BLOCK)
     padded = padded_length(x.length) if pages is None else SCALE_BLOCK * pages
     stored, wanted = (x.data.shape[2], x.length) if layout == "rows" else (x.data.shape[3], padded)
-    if stored != wanted:
+    if stored != (wanted if layout == "rows" else _stored_values(wanted, stored)):
         raise ValueError(f"{name}.length is {x.length} and {name}.data has shape {tuple(x.data.shape)}; it must hold {wanted} tokens")
     batch, heads, length, dim = x.shape
     scales = scale_shape(x.granularity, batch, heads, length, dim)
@@ -580,6 +580,12 @@ def check_quantized(name: str, x: Quantized, layout: Layout, *, packed: bool = F
     rotations = {rotation.part_of(dim, most) for most in rotation.NAMED}
     if x.rotated not in rotations:
         raise ValueError(f"{name}.rotated is {x.rotated}; with head_dim {dim} it must be one of {sorted(rotations)}")
+
+
+def _stored_values(padded: int, stored: int) -> int:
+    """How many tokens quantized values hold: `padded`, or `stored` if that is more and whole blocks. Further blocks
+    aren't read."""
+    return max(padded, stored // SCALE_BLOCK * SCALE_BLOCK)
 
 
 def check_batch(batch: object, device: torch.device) -> None:
@@ -1102,7 +1108,7 @@ def check_call(c: Call) -> None:
         padded, k_scales = pages * SCALE_BLOCK, kv_length if c.k_group == 1 else pages
         _check_packed_call(c)
     _check_tensor("k", c.k, (c.q.dtype,), (batch, kv_heads, kv_length, dim), device)
-    _check_tensor("v", c.v, (E4M3,), (batch, kv_heads, value_dim, padded), device)
+    _check_tensor("v", c.v, (E4M3,), (batch, kv_heads, value_dim, _stored_values(padded, c.v.shape[3])), device)
     check_dims(dim, value_dim)
     floats = (torch.float32,)
     assert c.q_scale is not None

@@ -272,16 +272,13 @@ class Part:
     k_mean: torch.Tensor | None = None
 
     def first_keys(self, count: int, form: Format) -> tuple[Quantized | torch.Tensor, Quantized | torch.Tensor]:
-        """Key and value of the first `count` tokens. Quantized values are copied if these aren't all: kernels take
-        contiguous ones."""
+        """Key and value of the first `count` tokens. Quantized values keep those of all."""
         key, value = self.key, self.value
         if isinstance(key, torch.Tensor) or isinstance(value, torch.Tensor):
             assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
             return key[:, :, :count], value[:, :, :count]
-        if count == key.length:
-            return key, value
-        rows, scale, values = tokens_between((key.data, key.scale, value.data), 0, count, form)
-        return replace(key, data=rows, scale=scale, length=count), replace(value, data=values.contiguous(), length=count)
+        rows, scale, _ = tokens_between((key.data, key.scale, value.data), 0, count, form)
+        return replace(key, data=rows, scale=scale, length=count), replace(value, length=count)
 
 
 def parts_of(buffer: torch.Tensor, parts: Sequence[Spans], found: Statistics | None, form: Format) -> list[Part]:

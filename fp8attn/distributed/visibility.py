@@ -78,8 +78,8 @@ def _joined(first: _Rows, second: _Rows) -> _Rows | None:
     return both if causal and first.last + 1 == second.first else None
 
 
-def _pieces_of(rows: Sequence[_Rows], keys: int) -> list[Piece]:
-    """The calls of rows that follow each other. `keys`: of the part."""
+def _pieces_of(rows: Sequence[_Rows]) -> list[Piece]:
+    """The calls of rows that follow each other."""
     found: list[Piece] = []
     for some in rows:
         before = found[-1] if found else None
@@ -89,8 +89,8 @@ def _pieces_of(rows: Sequence[_Rows], keys: int) -> list[Piece]:
                 found[-1] = replace(before, stop=some.stop, keys=some.last)
             else:
                 found.append(Piece(some.start, some.stop, some.last, "none"))
-        elif some.first == 1:  # keys that no row sees are skipped, whereas values that aren't all would be copied
-            found.append(Piece(some.start, some.stop, keys, "top_left"))
+        elif some.first == 1:
+            found.append(Piece(some.start, some.stop, some.last, "top_left"))
         else:
             found.append(Piece(some.start, some.stop, some.last, "bottom_right"))
     return found
@@ -117,4 +117,4 @@ def pieces(queries: Sequence[Span], keys: Spans, shift: int | None) -> list[Piec
                 else:
                     found.append(rows)
         row += run.length
-    return _pieces_of(found, total)
+    return _pieces_of(found)

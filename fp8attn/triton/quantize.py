@@ -1108,7 +1108,7 @@ def statistics(parts: Sequence[quantize_ref.PartialStatistics], total: int, reci
     if k_mean is not None:
         # the sample is a short sequence, of which all tokens are sampled. Programs of its token chunks have no values
         traits = traits_of(0, sample.shape[3], 0, replace(recipe, k="block"), device)
-        gathering, _, _ = _resources(traits, False, False)
+        gathering, _, _ = _resources(traits, True, False)
         launch(
             gather_kernel, (pairs * ceil_div(count, quantize_ref.TOKEN_CHUNK) + pairs,),
             None, sample, None, _strides(None), sample.stride(), _strides(None), None, _strides(None), None, _scale_strides(None, None), None, k_mean,

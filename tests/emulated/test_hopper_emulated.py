@@ -252,6 +252,20 @@ def test_same_bits_in_any_order(emulated: Emulated, config: HopperConfig) -> Non
         assert torch.equal(emulated(call, config, device=TWO_SMS)[0], expected)
 
 
+@pytest.mark.parametrize("config", (CHECKED["128, overlap"], CHECKED["general 64"]), ids=lambda c: c.name)
+def test_values_of_further_keys_change_nothing(emulated: Emulated, config: HopperConfig) -> None:
+    """The first keys of a longer tensor, which end with a block or inside of one."""
+    q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 200), (1, 2, 400)))
+    for keys in (128, 256, 170):
+        for causal in (False, True):
+            call = call_of(*quantized(q, k, v, Recipe()), is_causal=causal, out_dtype=torch.bfloat16, return_lse=True)
+            of_blocks = -(-keys // KEYS)
+            call = dataclasses.replace(call, k=call.k[:, :, :keys], k_scale=call.k_scale[:, :, :of_blocks], kv_length=keys)
+            first = call.v[..., : of_blocks * KEYS].contiguous()
+            for x, y in zip(emulated(call, config, 1, TWO_SMS), emulated(dataclasses.replace(call, v=first), config, 1, TWO_SMS), strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
 def plain_call(heads: int) -> Call:
     """Of plain queries and 300 keys, head dim 64."""
     q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, 64), (2, heads, 300, 64)))

@@ -26,10 +26,11 @@ from fp8attn import PRECISE, Recipe, ops, reference
 from fp8attn.device import device_of
 from fp8attn.distributed import context_parallel_sdpa, shard, shard_lengths, unshard
 from fp8attn.distributed.merge import MOST_PARTS, Accumulator
-from fp8attn.distributed.parts import Format, joined_statistics, measured
+from fp8attn.distributed.parts import Format, Part, joined_statistics, measured
 from fp8attn.distributed.sharding import Span, Spans, spans_of
 from fp8attn.distributed.visibility import Piece, pieces
 from fp8attn.distributed.wire import ALIGNMENT, Form, packed, size_of, unpacked
+from fp8attn.layout import padded_length
 from fp8attn.quantization import TOKEN_CHUNK, PartialStatistics, chunk_statistics, k_sample, quantize_kv, rows_layout, statistics
 from fp8attn.recipe import Quantized
 from fp8attn.triton import quantize as triton_quantize
@@ -573,7 +574,9 @@ def empty_like_quantized(x: Quantized) -> Quantized:
     return dataclasses.replace(x, data=noise, scale=x.scale if x.layout == "values" else torch.rand_like(x.scale))
 
 
-@pytest.mark.parametrize("recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False)), ids=str)
+@pytest.mark.parametrize(
+    "recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False), Recipe(k="head")), ids=str
+)
 def test_statistics_of_parts_are_those_of_the_whole(device: torch.device, recipe: Recipe) -> None:
     """By definition and by kernels; the bytes of parts of whole chunks, longer than one, are those of the whole."""
     _, k, v = Problem(q_length=1, kv_length=1600, value_dim=16, nonfinite=(5,)).tensors(device)
@@ -597,17 +600,35 @@ def test_statistics_of_parts_are_those_of_the_whole(device: torch.device, recipe
         for a, b in spans:
             key, value = quantize_kv(k[:, :, a:b], v[:, :, a:b], recipe, found)
             if cuts[1] % TOKEN_CHUNK == 0:
-                assert torch.equal(key.data.view(torch.uint8), expected_k.data[:, :, a:b].view(torch.uint8))
+                if recipe.k != "head":  # a part's scale is that of its own keys
+                    assert torch.equal(key.data.view(torch.uint8), expected_k.data[:, :, a:b].view(torch.uint8))
                 rows, all_rows = rows_layout(value.data, b - a).view(torch.uint8), rows_layout(expected_v.data, 1600).view(torch.uint8)
                 assert torch.equal(rows, all_rows[:, :, a:b])
             if b - a > TOKEN_CHUNK + 200 or cuts[1] == TOKEN_CHUNK * 2:
                 continue  # the interpreter takes long
             by_key, by_value = (empty_like_quantized(x) for x in (key, value))
             careful = None if a else of_chunks(v[:, :, a:b]).careful
-            triton_quantize.quantize_into(by_key, by_value, k[:, :, a:b], v[:, :, a:b], careful, recipe, device_of(device))
+            ops.quantize_into(by_key, by_value, k[:, :, a:b], v[:, :, a:b], careful, recipe)
             for x, y in ((by_key.data, key.data), (by_value.data, value.data)):
                 assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
             torch.testing.assert_close(by_key.scale, key.scale, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ("modelled", "triton", *(("cuda",) if GPU else ())))
+def test_the_first_keys_of_a_part(backend: str, device: torch.device) -> None:
+    """Values of further keys, that aren't zeros, change no bit."""
+    problem = Problem(q_length=50, kv_length=300, dim=64, value_dim=64)
+    q, k, v = problem.tensors(device)
+    key, value = quantize_kv(k, v, Recipe())
+    form = Format(1, 4, 2, 64, 64, q.dtype, Recipe(), "auto", True, False)
+    part = Part((Span(0, 300),), dataclasses.replace(key, mean=None), value)
+    for count, causal in itertools.product((128, 130), (False, True)):
+        options: dict[str, Any] = dict(is_causal=causal, enable_gqa=True, return_lse=True, backend=backend)
+        some_key, some_value = part.first_keys(count, form)
+        assert isinstance(some_value, Quantized) and some_value.data.data_ptr() == value.data.data_ptr()
+        alone = dataclasses.replace(some_value, data=some_value.data[..., : padded_length(count)].contiguous())
+        for x, y in zip(fp8attn.sdpa(q, some_key, some_value, **options), fp8attn.sdpa(q, some_key, alone, **options), strict=True):
+            assert torch.equal(x, y)
 
 
 def wan(rank: int, where: Any, device: torch.device, degrees: dict[str, int], tokens: int, backend: str, min_keys: int) -> tuple[torch.Tensor, dict]:
