@@ -421,18 +421,20 @@ class _Call:
             out (B, H, S, Dv) in the call's output dtype, and LSE (B, H, S), for K without its mean.
         """
         like = q.data if isinstance(q, Quantized) else q
-        total = Accumulator(like, form.value_dim)
+        v_mean = found.v_mean if found is not None and sum(map(len, parts)) > 1 else None
+        total = Accumulator(like, form.value_dim, v_mean)
         for index, buffer in buffers:
             for part in parts_of(buffer, parts[index], found, form):
-                self._attend(total, q, runs, part)
+                self._attend(total, q, runs, part if v_mean is None else part.without_v_mean())
         return total.result(self.checked.out_dtype)
 
     @property
     def _part_dtype(self) -> torch.dtype:
-        """The dtype of attention to a part: the output's, in which merging moves the fewest bytes; float32 if the
-        output's range may be too small, or attention is exact."""
+        """The dtype of attention to a part: the output's, in which merging moves the fewest bytes. float32 where that
+        would round or overflow more than one process does: exact attention, values with means of their own, and a
+        dtype that isn't the input's."""
         dtype = self.checked.out_dtype
-        return dtype if dtype == self.form.dtype and not self.form.exact else torch.float32
+        return dtype if dtype == self.form.dtype and self.form.shared and not self.form.exact else torch.float32
 
     def _attend(self, total: Accumulator, q: torch.Tensor | Quantized, runs: Spans, part: Part) -> None:
         """Add attention to a part of the keys."""

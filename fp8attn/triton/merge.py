@@ -32,13 +32,13 @@ class RowsOfPart:
     lse: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["heads", "first", "last"])
+@triton.jit(do_not_specialize=["heads", "group", "first", "last"])
 def merge_kernel(
-    outs, out_strides, lses, lse_strides, starts, stops, into, into_strides, into_lse, into_lse_strides, heads, first, last,
+    outs, out_strides, lses, lse_strides, starts, stops, added, into, into_strides, into_lse, into_lse_strides, heads, group, first, last,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`into` = the weighted mean of COUNT `outs` (B, H, stop - start, DIM) in the rows from `first` to `last`;
-    `into_lse` = the LSE of all. `into` may be one of `outs`.
+    """`into` = the weighted mean of COUNT `outs` (B, H, stop - start, DIM) in the rows from `first` to `last`, plus
+    `added` (B, H / group, DIM), which may be None; `into_lse` = the LSE of all. `into` may be one of `outs`.
 
     Grid: chunks of ROWS rows x heads x batch, in one dimension.
     """
@@ -65,6 +65,9 @@ def merge_kernel(
         mean += weight[:, None] * x
         total += weight
     mean = mean / tl.where(total == 0.0, 1.0, total)[:, None]
+    if added is not None:
+        shift = tl.load(added + index // group * DIM + columns, mask=columns < DIM, other=0.0)
+        mean += tl.where(total == 0.0, 0.0, 1.0)[:, None] * shift[None, :]
     inside = rows < last
     tl.debug_barrier()  # every warp loads the LSE of all rows: the new one must not be stored before
     to = into + batch * into_strides[0] + head * into_strides[1] + rows[:, None] * into_strides[2] + columns
@@ -73,7 +76,7 @@ def merge_kernel(
     tl.store(to, largest + tl.log(total), mask=inside)
 
 
-def merge(parts: Sequence[RowsOfPart], rows: tuple[int, int], into: torch.Tensor, lse: torch.Tensor) -> None:
+def merge(parts: Sequence[RowsOfPart], rows: tuple[int, int], into: torch.Tensor, lse: torch.Tensor, v_mean: torch.Tensor | None) -> None:
     """Merge attention to sets of keys.
 
     Args:
@@ -81,6 +84,8 @@ def merge(parts: Sequence[RowsOfPart], rows: tuple[int, int], into: torch.Tensor
         rows: the first row that is written, and the end.
         into: (B, H, S, Dv), unit last stride, of any float dtype: the output for all keys. It may be the first part's.
         lse: float32 (B, H, S), the LSE of all keys; the first part's if `into` is.
+        v_mean: float32 (B, Hkv, Dv), contiguous, the mean that values are without, which is added to rows that see a
+            key; or None.
     """
     batch, heads, _, dim = into.shape
     first, last = rows
@@ -91,5 +96,6 @@ def merge(parts: Sequence[RowsOfPart], rows: tuple[int, int], into: torch.Tensor
     launch(
         merge_kernel, (ceil_div(last - first, ROWS) * heads * batch,),
         tuple(outs), tuple(x.stride() for x in outs), tuple(lses), tuple(x.stride() for x in lses), tuple(part.start for part in parts),
-        tuple(part.stop for part in parts), into, into.stride(), lse, lse.stride(), heads, first, last, len(parts), dim, power_of_2(dim), ROWS,
+        tuple(part.stop for part in parts), v_mean, into, into.stride(), lse, lse.stride(), heads, 1 if v_mean is None else heads // v_mean.shape[1],
+        first, last, len(parts), dim, power_of_2(dim), ROWS,
     )  # fmt: skip

@@ -76,6 +76,7 @@ class Problem:
     nonfinite: tuple[int, ...] = ()
     """Tokens of key that hold a NaN."""
     seed: int = 0
+    v_mean: float = 1.0
 
     def tensors(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -85,7 +86,7 @@ class Problem:
 
         q = normal(self.batch, self.heads, self.q_length, self.dim)
         k = normal(self.batch, self.kv_heads, self.kv_length, self.dim) + normal(self.batch, self.kv_heads, 1, self.dim) * 2
-        v = normal(self.batch, self.kv_heads, self.kv_length, self.value_dim) + normal(self.batch, self.kv_heads, 1, self.value_dim)
+        v = normal(self.batch, self.kv_heads, self.kv_length, self.value_dim) + normal(self.batch, self.kv_heads, 1, self.value_dim) * self.v_mean
         for token in self.nonfinite:
             k[:, :, token, 0] = torch.nan
         return tuple(x.to(self.dtype).to(device) for x in (q, k, v))  # type: ignore[return-value]
@@ -197,6 +198,17 @@ def test_shards_of_whole_chunks_give_the_bytes_of_one_process(ranks: Ranks, reci
         out, lse = parallel(ranks, 2, ALIGNED, mode=mode, **options)
         assert relative(out, expected) < bound, mode
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
+def test_outputs_of_parts_in_half_precision(ranks: Ranks, causal: bool) -> None:
+    """The error of one process, whose output is rounded once, also where V's mean is 20 times as large as what varies."""
+    problem = dataclasses.replace(ALIGNED, dtype=torch.float16, v_mean=20.0)
+    exact, _ = alone(problem, is_causal=causal, backend="reference", out_dtype=torch.float32)
+    expected, _ = alone(problem, is_causal=causal, backend="modelled")
+    for mode in ("ring", "ulysses"):
+        out, _ = parallel(ranks, 2, problem, mode=mode, sharding="zigzag", is_causal=causal, backend="modelled")
+        assert out.dtype == torch.float16 and relative(out, exact) < 1.005 * relative(expected, exact)
 
 
 KINDS_OF_SHARDS = (
@@ -481,8 +493,8 @@ def test_a_zigzag_rank_attends_once_to_the_keys_of_each_rank(n: int) -> None:
 @pytest.mark.parametrize("by_kernel", (True, False), ids=("kernel", "plain"))
 @given(count=st.integers(1, 2 * MOST_PARTS), seed=st.integers(0, 2**31), dtype=st.sampled_from((torch.float32, torch.float16)))
 def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-    """More sets than one kernel merges, of all rows or of some, in float64: rows that saw nothing, and rows that aren't numbers. In another
-    dtype, float32's bits, rounded."""
+    """More sets than one kernel merges, of all rows or of some, in float64: rows that saw nothing, and rows that aren't numbers. Values lack
+    means. In another dtype, float32's bits, rounded."""
     generator = torch.Generator().manual_seed(seed)
     outs = torch.randn(count, 1, 2, 39, 5, generator=generator)
     lses = torch.randn(count, 1, 2, 39, generator=generator) * 20
@@ -490,11 +502,12 @@ def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype:
     outs[lses == -math.inf] = 0.0
     lses[0, 0, 0, 0] = outs[0, 0, 0, 0] = torch.nan
     outs, lses = outs.to(device), lses.to(device)
+    v_mean = (torch.randn(1, 1 + seed // 2 % 2, 5, generator=generator) * 10).to(device) if seed % 3 else None
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "has_kernels", lambda _: by_kernel)
         for of in (torch.float32, dtype):
-            total = Accumulator(torch.zeros(1, 2, 39, 8, device=device), 5)
+            total = Accumulator(torch.zeros(1, 2, 39, 8, device=device), 5, v_mean)
             for i in range(count):
                 start, stop = (0, 39) if (i + seed) % 2 else (3, 37)
                 lses[i, :, :, :start] = lses[i, :, :, stop:] = -math.inf
@@ -502,6 +515,8 @@ def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype:
                 total.add(start, stop, outs[i, :, :, start:stop].clone(), lses[i, :, :, start:stop].clone())
             found.append(total.result(of))
     expected, expected_lse = reference.combine(outs.double(), lses.double())
+    if v_mean is not None:
+        expected += torch.where(expected_lse == -math.inf, 0.0, 1.0).unsqueeze(-1) * v_mean.unsqueeze(2).double()
     (out, lse), (rounded, same_lse) = found
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -748,11 +763,12 @@ def peer_count() -> int:
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("recipe", (Recipe(), PRECISE), ids=("default", "precise"))
 def test_gpus_have_the_error_of_one_gpu(gpus: Ranks, recipe: Recipe, causal: bool) -> None:
-    """Every mode and sharding: within 1 % of one GPU's error, and the same bits every time."""
-    options: dict[str, Any] = dict(is_causal=causal, recipe=recipe, out_dtype=torch.float32)
+    """Every mode and sharding: within 1 % of one GPU's error, and the same bits every time. In zig-zag order, parts have the output's dtype."""
     exact, exact_lse = alone(LARGE, "cuda", is_causal=causal, backend="reference", out_dtype=torch.float32)
-    out, lse = alone(LARGE, "cuda", **options)
     for sharding, mode in itertools.product(("contiguous", "zigzag"), ("ring", "all_gather", "ulysses", "auto")):
+        dtype = torch.float32 if sharding == "contiguous" else torch.bfloat16
+        options: dict[str, Any] = dict(is_causal=causal, recipe=recipe, out_dtype=dtype)
+        out, lse = alone(LARGE, "cuda", **options)
         n = 2 if mode == "ulysses" else peer_count()
         found, found_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, **options)
         assert relative(found, exact) < 1.01 * relative(out, exact), (sharding, mode)
