@@ -336,7 +336,7 @@ def distributed() -> str:
         "case", "GPUs", "one GPU, ms", "ring, ms", "Ulysses, ms", "all-gather, ms", "bf16 ring, ms", "ring × one GPU", "ring × bf16 ring", "overlap",
         "bytes of bf16's", "one GPU, relative L2", "ring, relative L2",
     )  # fmt: skip
-    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
+    return f"{_machines(records, lambda record: record['case'])}:\n\n{markdown_table(head, rows, 1)}"
 
 
 def _by_ranks(records: Sequence[Record]) -> dict[tuple[str, int], dict[str, Record]]:
