@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8attn.cuda import build, general_quantize
+from fp8attn.cuda import build, general_quantize, render
 from fp8attn.cuda.build import BuildError, Kernels
 from fp8attn.cuda.configs import INSTANCES
 from machines import CACHES, COMPILER, INSTANCE, Machine, fails, program
@@ -110,12 +110,33 @@ def test_a_line_says_what_is_compiled_and_why(
 
 def test_the_estimate_follows_instances_and_cores(machine: Machine) -> None:
     group, seconds = Kernels(INSTANCES, 90), build.COMPILE_SECONDS
-    for cores, jobs, expected in ((1, "", 18), (4, "", 5), (64, "", 1), (4, "2", 9), (2, "64", 9)):
+    for cores, jobs, further in ((1, "", 17), (4, "", 4), (64, "", 0), (4, "2", 8), (2, "64", 8)):
         machine.patch.setattr(os, "cpu_count", lambda cores=cores: cores)
         machine.patch.setenv("MAX_JOBS", jobs)
-        assert len(group.instances) == 18 and group.seconds == expected * seconds, (cores, jobs)
+        assert len(group.instances) == 18 and group.seconds == seconds + further * build.NEXT_SECONDS, (cores, jobs)
     assert build.Binding().seconds == seconds
     assert Kernels(general_quantize.INSTANCES, 80).announcement == "2 CUDA kernels (general_quantize, unsmooth_lse, sm_80)"
+
+
+def test_a_compiler_takes_several_instances(machine: Machine) -> None:
+    """As many compilers as cores; every instance is in the library once."""
+    machine.patch.setattr(os, "cpu_count", lambda: 4)
+    rendered = {name for name in render.files(INSTANCES) if name.endswith(".cu")}
+    Kernels(INSTANCES, 90).compile_into(machine.folder)
+    *compiled, linked = machine.calls()
+    names = [words[words.index("-c") + 1] for words in compiled]
+    included = [source for name in names for source in re.findall('#include "(.*)"', (machine.folder / name).read_text())]
+    assert len(names) == 4 and len(included) == len(rendered) and {*included} == rendered
+    assert {name.replace(".cu", ".o") for name in names} == {word for word in linked if word.endswith(".o")}
+
+
+def test_each_instance_has_its_own_report() -> None:
+    """Of kernels of several instances in one output of ptxas; one's name may end like another's."""
+    entry = "ptxas info    : Compiling entry function '{}' for 'sm_90a'\nptxas info    : Used {} registers\n"
+    names = ("_Z7forwardI5a_1_0E", "_Z7measureI7b_a_1_0E", "_Z5writeI7b_a_1_0E", "_Z7combine")
+    report = "ptxas info    : 0 bytes gmem\n" + "".join(entry.format(name, 10 + i) for i, name in enumerate(names))
+    found = {name: re.findall(r"Used (\d+)", build.report_of(name, report)) for name in ("a_1_0", "b_a_1_0", "c")}
+    assert found == {"a_1_0": ["10"], "b_a_1_0": ["11", "12"], "c": []}
 
 
 def test_compiling_ahead_says_so(machine: Machine, capsys: pytest.CaptureFixture) -> None:
