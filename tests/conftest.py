@@ -190,6 +190,11 @@ def compile_ahead() -> None:
         list(pool.map(build.build, [Kernels(group, arch) for group in build.groups(arch)]))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if GPU and item.get_closest_marker("compiles"):
+        item.add_marker(pytest.mark.thorough)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if tiers.is_thorough(item) and item.config.stash[deadline].has_passed():
         pytest.skip(f"it would begin more than {item.config.option.minutes:g} minutes after the start")

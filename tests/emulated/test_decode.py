@@ -103,7 +103,7 @@ MOST_CHANNELS = 128
 """Of cases of the default tier without a GPU."""
 
 
-@pytest.fixture(params=("emulated", "cuda"))
+@pytest.fixture(params=(pytest.param("emulated", marks=pytest.mark.anywhere), "cuda"))
 def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     if request.param == "cuda" and (device.type != "cuda" or device_of(device).arch != 90):
         pytest.skip("needs a Hopper GPU")

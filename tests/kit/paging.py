@@ -64,7 +64,6 @@ KINDS = (
     dataclasses.replace(PLAIN, dim=128, value_dim=128, group=3, dtype=torch.float16),
     dataclasses.replace(PLAIN, dim=40, dtype=torch.float32, recipe=Recipe(qk="int8", rotate=16, smooth_v=False)),
     dataclasses.replace(PLAIN, dim=128, value_dim=40, recipe=Recipe(qk="int8", rotate=256, smooth_k=False)),
-    dataclasses.replace(PLAIN, dim=16, value_dim=16, dtype=torch.float16, recipe=Recipe(rotate=0)),
 )
 """What problems of the default tier on a GPU are like."""
 

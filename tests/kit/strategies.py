@@ -193,6 +193,9 @@ def any_cases(draw, distributions: tuple[str, ...] = FINITE, masks: tuple[str, .
     )
 
 
+FEW = GPU and settings().derandomize
+"""Whether this is the default tier on a GPU."""
+
 KINDS = 16
 
 
@@ -233,7 +236,7 @@ def of_few_kinds(free: st.SearchStrategy[T], of_kind: Callable[[T, T], T], kinds
     Args:
         of_kind: a case, changed so that it runs the kernels that are compiled for a kind.
     """
-    return st.builds(of_kind, free, st.sampled_from(kinds)) if GPU and settings().derandomize else free
+    return st.builds(of_kind, free, st.sampled_from(kinds)) if FEW else free
 
 
 def cases(distributions: tuple[str, ...] = FINITE, masks: tuple[str, ...] = MASKS) -> st.SearchStrategy[Case]:

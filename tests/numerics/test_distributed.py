@@ -590,7 +590,12 @@ def empty_like_quantized(x: Quantized) -> Quantized:
 
 
 @pytest.mark.parametrize(
-    "recipe", (Recipe(), PRECISE, Recipe(v="head", smooth_v=False), Recipe(v="tensor", k="token", smooth_k=False), Recipe(k="head")), ids=str
+    "recipe",
+    (
+        *(Recipe(), PRECISE, Recipe(v="tensor", k="token", smooth_k=False), Recipe(k="head")),
+        pytest.param(Recipe(v="head", smooth_v=False), marks=pytest.mark.compiles),
+    ),
+    ids=str,
 )
 def test_statistics_of_parts_are_those_of_the_whole(device: torch.device, recipe: Recipe) -> None:
     """By definition and by kernels; the bytes of parts of whole chunks, longer than one, are those of the whole."""

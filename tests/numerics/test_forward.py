@@ -163,7 +163,7 @@ def exact_problem(device: torch.device, kv_length: int, seed: int, row_type: tor
 
 
 @pytest.mark.parametrize("row_type", (torch.float8_e4m3fn, torch.int8))
-@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("is_causal", (pytest.param(False, marks=pytest.mark.compiles), True))
 @pytest.mark.parametrize("kv_length", (96, 1000))
 def test_exact_scores(device: torch.device, sdpa: Attention, kv_length: int, is_causal: bool, row_type: torch.dtype) -> None:
     """Where scores are exact, no P flips, and what is left is the tensor core's sum of one key block: 2^-13 a term at most."""
@@ -210,7 +210,12 @@ def test_future_keys_cannot_matter(drawn: tuple[Case, ...], device: torch.device
 @pytest.mark.parametrize("where", ("query", "key", "value"))
 @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
 @pytest.mark.parametrize(
-    "recipe", (Recipe(), INT8, Recipe(qk="int8", k="token"), Recipe(qk="int8", k="head", q="tensor"), SMOOTH_Q, INT8_SMOOTH_Q), ids=str
+    "recipe",
+    (
+        *(Recipe(), INT8, Recipe(qk="int8", k="token"), SMOOTH_Q),
+        *(pytest.param(recipe, marks=pytest.mark.compiles) for recipe in (Recipe(qk="int8", k="head", q="tensor"), INT8_SMOOTH_Q)),
+    ),
+    ids=str,
 )
 def test_nan_reaches_the_rows_that_attend_and_no_others(
     device: torch.device, sdpa: Attention, recipe: Recipe, where: str, bad: float, is_causal: bool
@@ -314,7 +319,7 @@ def test_batches_and_heads_are_independent(drawn: tuple[Case, ...], device: torc
         assert torch.equal(whole[b : b + 1, heads], alone)
 
 
-@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+@pytest.mark.parametrize("qk", ("e4m3", pytest.param("int8", marks=pytest.mark.compiles)))
 def test_permuting_keys_with_their_values(device: torch.device, qk: ProductType) -> None:
     """Changes the order of rounding, nothing else: with half operands next to nothing."""
     generator = torch.Generator().manual_seed(3)

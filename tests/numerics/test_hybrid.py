@@ -182,7 +182,7 @@ def test_what_keys_have_in_common_changes_nothing(device: torch.device, sdpa: At
 @pytest.mark.parametrize("value", (math.nan, -math.inf))
 def test_not_finite(device: torch.device, sdpa: Attention, what: str, value: float) -> None:
     """Exactly the rows that attend to it come out NaN, whoever attends."""
-    tensors = {name: torch.randn(4, 1, 300, 32, device=device, dtype=torch.float16) for name in "qkv"}
+    tensors = {name: torch.randn(4, 1, 300, 64, device=device, dtype=torch.float16) for name in "qkv"}
     for i, token in enumerate((5, 127, 150, 290)):
         tensors[what][i, 0, token, 7] = value
     q, k, v = (tensors[name] for name in "qkv")

@@ -173,7 +173,11 @@ def test_nan_reaches_the_rows_that_see_it(device: torch.device, sdpa: Attention,
     assert torch.equal(lse[0, 0].isnan(), expected)
 
 
-@pytest.mark.parametrize("recipe", (Recipe(k="token"), Recipe(smooth_q=True), Recipe(compute="f16"), fp8attn.PRECISE), ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    (Recipe(smooth_q=True), fp8attn.PRECISE, *(pytest.param(r, marks=pytest.mark.compiles) for r in (Recipe(k="token"), Recipe(compute="f16")))),
+    ids=str,
+)
 def test_with_any_recipe(device: torch.device, sdpa: Attention, recipe: Recipe) -> None:
     if sdpa.backend == "cuda" and (recipe.k == "token" or recipe.smooth_q):
         pytest.skip("auto runs Triton")

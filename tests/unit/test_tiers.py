@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import conftest
 import pytest
 from conftest import collected
 
@@ -26,6 +27,16 @@ def test_every_test_is_in_the_default_tier_or_in_one_tenth(request: pytest.Fixtu
 
 def drawn(count: int) -> list[SimpleNamespace]:
     return [SimpleNamespace(nodeid=f"test[{i}]", get_closest_marker=lambda name, i=i: (name == "thorough" and i % 2) or None) for i in range(count)]
+
+
+def test_what_compiles_much_is_thorough_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu in (False, True):
+        monkeypatch.setattr(conftest, "GPU", gpu)
+        for marked in (False, True):
+            added: list[pytest.MarkDecorator] = []
+            item = SimpleNamespace(get_closest_marker=lambda name, marked=marked: (marked and name == "compiles") or None, add_marker=added.append)
+            conftest.pytest_itemcollected(item)  # type: ignore[arg-type]
+            assert [mark.name for mark in added] == ["thorough"] * (gpu and marked)
 
 
 def test_tenths_are_alike_and_come_last() -> None:
