@@ -122,6 +122,23 @@ class Traits:
         return float(max(self.part, 1))
 
     @functools.cached_property
+    def of_statistics(self) -> Traits:
+        """Those that gather_kernel depends on, so that calls that differ in others share it."""
+        queries = {} if self.q_dim else {"q_group": 1, "int8": False}
+        return replace(self, k_group=1, smooth_v=False, **queries)
+
+    @functools.cached_property
+    def of_scales(self) -> Traits:
+        """Those that finish_kernel depends on."""
+        keys = {} if self.k_extremes else {"k_dim": 0, "smooth_k": False}
+        return replace(self, q_dim=0, q_group=1, k_group=1, smooth_q=False, part=0, int8=False, native=True, **keys)
+
+    @functools.cached_property
+    def of_codes(self) -> Traits:
+        """Those that write_kernel depends on."""
+        return replace(self, q_dim=0, q_group=1, smooth_q=False, k_extremes=False)
+
+    @functools.cached_property
     def widths(self) -> tuple[int, int, int]:
         q, k, v = (power_of_2(dim) for dim in (self.q_dim, self.k_dim, self.v_dim))
         return q, k, v
@@ -995,7 +1012,7 @@ def quantize(
     launch(
         gather_kernel, (kv_items + q_items,),
         q, k, v, _strides(q), _strides(k), _strides(v), *queries, k_mean, k_extremes, v_sums, v_extremes, v_flags,
-        None, None, q_heads, kv_heads, pairs, q_length, kv_length, *sample, 0, traits, **gathering,
+        None, None, q_heads, kv_heads, pairs, q_length, kv_length, *sample, 0, traits.of_statistics, **gathering,
     )  # fmt: skip
     if k is None or v is None:
         return q_quantized, None, None
@@ -1007,8 +1024,8 @@ def quantize(
     v_scale = new(batch, kv_heads, v_dim) if recipe.v == "channel" else None
     launch(
         finish_kernel, (pairs, ceil_div(max(k_dim, v_dim), CHANNELS.value)),
-        k_mean, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, None, None, token_chunks, 1 / kv_length, kv_heads, kv_length,
-        0, traits,
+        k_mean if traits.k_extremes else None, k_extremes, k_largest, v_sums, v_extremes, v_mean, v_largest, v_scale, None, None, token_chunks,
+        1 / kv_length, kv_heads, kv_length, 0, traits.of_scales,
         **resources | dict(num_warps=4, maxnreg=None),
     )  # fmt: skip
     if k_largest is None:
@@ -1055,18 +1072,19 @@ def quantize_packed(
     launch(
         gather_kernel, (heads * chunks + (pairs if traits.smooth_k else 0),),
         None, k, v, _strides(None), k.stride(), v.stride(), None, _strides(None), None, _scale_strides(None, None), None, key.mean, None,
-        v_sums, v_extremes, v_flags, cu_seqlens, seqused, 1, heads, pairs, 0, tokens, 1, 1.0, sequences, traits, **gathering,
+        v_sums, v_extremes, v_flags, cu_seqlens, seqused, 1, heads, pairs, 0, tokens, 1, 1.0, sequences, traits.of_statistics,
+        **gathering,
     )  # fmt: skip
     launch(
         finish_kernel, (pairs, ceil_div(v_dim, CHANNELS.value)),
-        key.mean, None, None, v_sums, v_extremes, value.mean, None, value.scale, cu_seqlens, seqused, 0, 1.0, heads, tokens, sequences, traits,
+        None, None, None, v_sums, v_extremes, value.mean, None, value.scale, cu_seqlens, seqused, 0, 1.0, heads, tokens, sequences, traits.of_scales,
         **resources | dict(num_warps=4, maxnreg=None),
     )  # fmt: skip
     launch(
         write_kernel, (heads * (chunks + blocks),),
         k, v, k.stride(), v.stride(), key.mean, value.mean, key.scale, value.scale, key.scale.stride(), value.scale.stride(),
-        _bytes(key.data), key.data.stride(), _words(value.data), v_flags, cu_seqlens, seqused, heads, tokens, value.data.shape[3], sequences, traits,
-        **writing,
+        _bytes(key.data), key.data.stride(), _words(value.data), v_flags, cu_seqlens, seqused, heads, tokens, value.data.shape[3], sequences,
+        traits.of_codes, **writing,
     )  # fmt: skip
     return key, value
 
@@ -1084,8 +1102,8 @@ def chunk_statistics(v: torch.Tensor, device: Device) -> quantize_ref.ChunkStati
     launch(
         gather_kernel, (batch * heads * token_chunks,),
         None, None, v, _strides(None), _strides(None), v.stride(), None, _strides(None), None, _scale_strides(None, None), None, None, None,
-        sums, extremes, careful, None, None, 1, heads, batch * heads, 0, length, 1, 1.0, 0, traits, warmup=False, dependent=traits.dependent,
-        num_warps=WARPS, maxnreg=80 if max(traits.widths) <= 128 else 128, enable_fp_fusion=False,
+        sums, extremes, careful, None, None, 1, heads, batch * heads, 0, length, 1, 1.0, 0, traits.of_statistics, warmup=False,
+        dependent=traits.dependent, num_warps=WARPS, maxnreg=80 if max(traits.widths) <= 128 else 128, enable_fp_fusion=False,
     )  # fmt: skip
     return quantize_ref.ChunkStatistics(sums, extremes, careful)
 
@@ -1112,14 +1130,14 @@ def statistics(parts: Sequence[quantize_ref.PartialStatistics], total: int, reci
         launch(
             gather_kernel, (pairs * ceil_div(count, quantize_ref.TOKEN_CHUNK) + pairs,),
             None, sample, None, _strides(None), sample.stride(), _strides(None), None, _strides(None), None, _scale_strides(None, None), None, k_mean,
-            None, None, None, None, None, None, 1, heads, pairs, 0, count, 1, 1 / count, 0, traits, **gathering,
+            None, None, None, None, None, None, 1, heads, pairs, 0, count, 1, 1 / count, 0, traits.of_statistics, **gathering,
         )  # fmt: skip
     traits = traits_of(0, 0, v_dim, recipe, device)
     traits = replace(traits, smooth_v=recipe.smooth_v)  # of keys that aren't there, it says no
     _, _, resources = _resources(traits, True, False)
     launch(
         finish_kernel, (pairs, ceil_div(v_dim, CHANNELS.value)),
-        None, None, None, sums, extremes, v_mean, v_largest, v_scale, None, None, token_chunks, 1 / total, heads, total, 0, traits,
+        None, None, None, sums, extremes, v_mean, v_largest, v_scale, None, None, token_chunks, 1 / total, heads, total, 0, traits.of_scales,
         **resources | dict(num_warps=4, maxnreg=None),
     )  # fmt: skip
     if v_scale is None:
@@ -1157,7 +1175,7 @@ def _write(
         write_kernel, (batch * heads * (ceil_div(length, quantize_ref.TOKEN_CHUNK) + ceil_div(length, SCALE_BLOCK)),),
         k, v, k.stride(), v.stride(), key.mean, value.mean, key.scale, value.scale, _scale_strides(k, key.scale),
         _scale_strides(v, value.scale, v.shape[3]), _bytes(key.data), key.data.stride(), _words(value.data), careful, None, None, heads, length,
-        value.data.shape[3], 0, traits, **options,
+        value.data.shape[3], 0, traits.of_codes, **options,
     )  # fmt: skip
 
 

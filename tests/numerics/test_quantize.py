@@ -210,7 +210,7 @@ def test_triton_writes_the_same_bytes(drawn: tuple[Problem, ...], given_tensors:
 
 
 @pytest.mark.parametrize("launches", SHORTS)
-@pytest.mark.parametrize("granularity", ("head", "block"))
+@pytest.mark.parametrize("granularity", (pytest.param("head", marks=pytest.mark.compiles), "block"))
 @pytest.mark.parametrize("length", EDGES)
 def test_edges_of_blocks_and_token_chunks(
     device: torch.device, length: int, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +228,7 @@ def test_edges_of_blocks_and_token_chunks(
 
 
 @pytest.mark.parametrize("launches", SHORTS)
-@pytest.mark.parametrize("granularity", ROW_GRANULARITIES)
+@pytest.mark.parametrize("granularity", ("tensor", "head", pytest.param("block", marks=pytest.mark.compiles), "token"))
 def test_marks_of_int8_keys(device: torch.device, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN in the second block's last key, in the third's first value and in a query: NaN scales of their own, else negative ones, of keys only."""
     monkeypatch.setattr(triton_quantize, "SHORT", SHORTS[launches])
@@ -266,6 +266,17 @@ def test_short_sequences_take_one_launch(device: torch.device, monkeypatch: pyte
     assert names == ["fused_small_kernel"] + ["gather_kernel", "finish_kernel", "write_kernel"] * 3
 
 
+def test_calls_share_the_kernels_that_are_the_same_for_them(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that write keys and values don't depend on queries, nor does what is gathered on K's granularity."""
+    found: dict[str, list[triton_quantize.Traits]] = {}
+    monkeypatch.setattr(triton_quantize, "launch", lambda kernel, grid, *arguments, **_: found.setdefault(kernel.__name__, []).append(arguments[-1]))
+    q, k, v = normal((1, 1, 2000, 64), device, 3)
+    for recipe in (Recipe(), Recipe(k="token"), Recipe(q="block"), Recipe(qk="int8")):
+        for queries in (q, None):
+            triton_quantize.quantize(queries, k, v, recipe, device_of(device))
+    assert {name: len({*traits}) for name, traits in found.items()} == {"gather_kernel": 4, "finish_kernel": 1, "write_kernel": 3}
+
+
 def test_more_token_chunks_than_lanes(device: torch.device) -> None:
     k, v = normal((1, 1, TOKEN_CHUNK * (LANES + 1) + 200, 16), device, 2)
     for actual, expected in zip(by_triton(None, k, v, Recipe(k="head")), quantize(None, k, v, Recipe(k="head")), strict=True):
@@ -273,7 +284,9 @@ def test_more_token_chunks_than_lanes(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("granularity", ("tensor", "token"))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, pytest.param(torch.float32, marks=pytest.mark.thorough)))
+@pytest.mark.parametrize(
+    "dtype", (torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.compiles), pytest.param(torch.float32, marks=pytest.mark.thorough))
+)
 @pytest.mark.parametrize("magnitude", ("subnormal", "largest"))
 @pytest.mark.parametrize("qk", ("e4m3", "int8"))
 def test_limits_of_a_dtype(device: torch.device, qk: ProductType, magnitude: str, dtype: torch.dtype, granularity: Granularity) -> None:
@@ -447,7 +460,7 @@ def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: 
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
-@pytest.mark.parametrize("dim", (16, 40, 64))
+@pytest.mark.parametrize("dim", (pytest.param(16, marks=pytest.mark.compiles), 40, 64))
 def test_fitted_scales_leave_the_least_squared_error(dim: int, by: str, device: torch.device) -> None:
     """Of every row, but for what steps and halves leave: beside the best scale in float64, and all together beside those that aren't fitted. Also
     of rows whose squares are next to all in one channel, or the same in all."""
@@ -472,7 +485,7 @@ def test_other_codes_of_the_largest_element_have_larger_errors(largest: float, d
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
-@pytest.mark.parametrize("smooth", (False, True))
+@pytest.mark.parametrize("smooth", (pytest.param(False, marks=pytest.mark.compiles), True))
 @pytest.mark.parametrize("granularity", ROW_GRANULARITIES)
 def test_zero_tensors_and_heads_have_scale_one(device: torch.device, granularity: Granularity, smooth: bool, by: str) -> None:
     q, k, v = normal((1, 2, 140, 24), device, 3)
@@ -520,18 +533,18 @@ def test_means_of_queries(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
-def test_what_means_of_queries_add_is_finite(by: str, device: torch.device) -> None:
+@pytest.mark.parametrize("rotate", (*(pytest.param(part, marks=pytest.mark.compiles) for part in (0, 16)), 256))
+def test_what_means_of_queries_add_is_finite(rotate: int, by: str, device: torch.device) -> None:
     """Nothing to the scores of keys that aren't; where products overflow, the largest there is."""
     q, k, v = normal((1, 1, 70, 32), device, 3)
     q, k = q + 3, k.clone()
     k[0, 0, 5, 7], k[0, 0, 9, 0] = torch.nan, -torch.inf
     q[0, 0, 3], q[0, 0, 64:, 2] = torch.nan, torch.inf
     k[0, 0, 11] = torch.finfo(torch.float32).max
-    for rotate in (0, 16, 256):
-        smoothed, _, _ = QUANTIZERS[by](q, k, v, Recipe(smooth_q=True, smooth_k=False, rotate=rotate))
-        assert smoothed.mean.isfinite().all() and (smoothed.mean != 0).any()
-        assert (smoothed.bias[..., [5, 9]] == 0).all() and (smoothed.bias[..., 11] == LARGEST_BIAS).all()
-        assert smoothed.bias.isfinite().all()
+    smoothed, _, _ = QUANTIZERS[by](q, k, v, Recipe(smooth_q=True, smooth_k=False, rotate=rotate))
+    assert smoothed.mean.isfinite().all() and (smoothed.mean != 0).any()
+    assert (smoothed.bias[..., [5, 9]] == 0).all() and (smoothed.bias[..., 11] == LARGEST_BIAS).all()
+    assert smoothed.bias.isfinite().all()
 
 
 @given(case=cases(masks=("none",), distributions=("normal", "outliers", "channel bias", "one sign", "tiny", "huge")))
@@ -585,7 +598,7 @@ def test_means_of_long_keys_are_of_a_sample(device: torch.device, length: int, s
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.compiles) for dtype in (torch.float16, torch.float32))))
 @pytest.mark.parametrize("length", (1, 129, 601))
 def test_constant_channels_of_v_are_their_mean(device: torch.device, length: int, dtype: torch.dtype, by: str) -> None:
     (v,) = normal((1, 2, length, 40), device, 1)
@@ -773,7 +786,7 @@ def test_less_of_an_output_is_lost(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
-@pytest.mark.parametrize("dim", (16, 24, 40, 136, 256))
+@pytest.mark.parametrize("dim", (24, *(pytest.param(dim, marks=pytest.mark.compiles) for dim in (16, 40, 136)), 256))
 def test_rows_are_aligned(device: torch.device, dim: int, by: str) -> None:
     (x,) = normal((2, 2, 5, dim), device, 1)
     for quantized in QUANTIZERS[by](x, x, x, Recipe())[:2]:
@@ -888,7 +901,7 @@ def test_batches_and_heads_are_independent(drawn: tuple[Case, ...], device: torc
 @pytest.mark.parametrize(
     "dim, smooth_k",
     (
-        (16, True),
+        pytest.param(16, True, marks=pytest.mark.compiles),
         *(pytest.param(*problem, marks=pytest.mark.thorough) for problem in ((40, False), (64, False), (64, True), (96, True), (256, True))),
         (128, False),
     ),
