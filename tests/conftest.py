@@ -175,7 +175,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if GPU and not hasattr(session.config, "workerinput") and cuda_unavailable(torch.device("cuda")) is None:
-        os.environ.setdefault("MAX_JOBS", "2")  # the fewer compilers a library has, the less CPU time it takes
+        os.environ.setdefault("MAX_JOBS", "1")  # a compiler that takes all instances of a library needs the least CPU time
         threading.Thread(target=compile_ahead, daemon=True).start()
 
 
@@ -186,7 +186,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def compile_ahead() -> None:
     """All libraries that the GPU may load, several at a time; a test that needs one earlier waits for it, or compiles it."""
     arch = device_of(torch.device("cuda")).arch
-    with contextlib.suppress(BuildError), ThreadPoolExecutor(8) as pool:
+    with contextlib.suppress(BuildError), ThreadPoolExecutor() as pool:
         list(pool.map(build.build, [Kernels(group, arch) for group in build.groups(arch)]))
 
 

@@ -54,7 +54,8 @@ def test_what_is_compiled_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first_calls_child.compiled() == 3
 
 
-def test_the_command(device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command(device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAX_JOBS", raising=False)  # nothing else waits so long
     words = ["first-calls", "--case", "4096", "--json", str(tmp_path / "first.jsonl")]
     if device.type != "cuda":
         assert command.main(words) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err

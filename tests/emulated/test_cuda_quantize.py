@@ -128,7 +128,7 @@ def test_writes_the_bytes_of_the_definition(device: torch.device, problem: Probl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim, length", ((64, 8100), (128, 2048)))
+@pytest.mark.parametrize("dim, length", (pytest.param(64, 8100, marks=pytest.mark.compiles), (128, 2048)))
 @pytest.mark.parametrize("recipe", FUSED_RECIPES.values(), ids=FUSED_RECIPES.keys())
 def test_writes_the_bytes_of_triton(device: torch.device, recipe: Recipe, dim: int, length: int) -> None:
     """Called as others are, Q beside them, which Triton quantizes."""
