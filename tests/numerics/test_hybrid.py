@@ -204,6 +204,7 @@ def test_rows_without_keys(device: torch.device, sdpa: Attention) -> None:
     assert sdpa(q[:, :, :0], k, v, recipe=Recipe(recent=128)).shape == (1, 2, 0, 64)
 
 
+@pytest.mark.compiles
 def test_same_bits_again_and_from_any_layout(device: torch.device, sdpa: Attention) -> None:
     x = torch.randn(3, 1, 400, 2, 80, device=device, dtype=torch.float16)
     q, k, v = (y.transpose(1, 2) for y in x)

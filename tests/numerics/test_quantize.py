@@ -465,7 +465,7 @@ def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: 
 
 
 @pytest.mark.parametrize("by", QUANTIZERS)
-@pytest.mark.parametrize("dim", (pytest.param(16, marks=pytest.mark.compiles), 40, 64))
+@pytest.mark.parametrize("dim", (*(pytest.param(dim, marks=pytest.mark.compiles) for dim in (16, 40)), 64))
 def test_fitted_scales_leave_the_least_squared_error(dim: int, by: str, device: torch.device) -> None:
     """Of every row, but for what steps and halves leave: beside the best scale in float64, and all together beside those that aren't fitted. Also
     of rows whose squares are next to all in one channel, or the same in all."""
@@ -616,6 +616,7 @@ def test_constant_channels_of_v_are_their_mean(device: torch.device, length: int
     assert torch.equal(dequantize(quantized)[..., : len(constants)], v[..., : len(constants)].float())
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("by", QUANTIZERS)
 def test_means_that_are_too_large_are_not_removed(device: torch.device, by: str) -> None:
     """Below LARGEST_MEAN no difference overflows; sums that overflow leave no mean, nor have channels that are rotated with theirs any."""
