@@ -56,11 +56,11 @@ class Call:
         window: keys that a row sees before and after the key that it is aligned to; -1 is unlimited.
         softcap: scores become softcap · tanh(score / softcap); 0 caps nothing.
         sinks: float32 (Hq,), contiguous, one more logit of each row, which has no value; or None.
-        mean_scores: float32 (B, Hq, Sq), contiguous, what K's mean adds to the scores of each row; or None. It is
-            given with a softcap or sinks, to which it matters, and then the LSE includes it.
+        mean_scores: float32 (B, Hq, Sq), contiguous, what K's mean adds to the scores of each row of a quantized q; or
+            None. It is given with a softcap or sinks, to which it matters, and then the LSE includes it.
         return_lse: whether to return the LSE of the scores of the stored q and k, and of `lse_mean`.
-        lse_mean: float32 (B, Hkv, D), contiguous, K's mean as `Quantized.mean` has it, whose part of the scores kernels
-            that quantize q add to the LSE; or None.
+        lse_mean: float32 (B, Hkv, D), contiguous, K's mean as `Quantized.mean` has it; or None. Kernels that quantize q
+            find mean_scores with it. It is given with a softcap, sinks or an LSE.
         varlen: the sequences of packed operands, or None. B is then 1, Sq and Sk are the tokens of all sequences, and
             k, v, k_scale, v_scale and v_mean are laid out as `Quantized.packed` says. `causal` is `none` or
             `bottom_right`, of each sequence. There is no attn_mask, bias or lse_mean.
@@ -247,7 +247,7 @@ class Problem:
     def call_of(self, key: Quantized, value: Quantized, query: Quantized | None = None, mean_scores: torch.Tensor | None = None) -> Call:
         """Attention to k and v that were quantized by the recipe; with q as it is if it wasn't.
 
-        A kernel that quantizes q knows what K's mean adds to the LSE, and beside sinks. For a soft cap it must be told.
+        A kernel that quantizes q finds what K's mean adds to its scores. Other kernels are given it.
         """
         mask = None if self.attn_mask is None else self.attn_mask.expand(*self.q.shape[:3], key.length)
         q, q_scale = (self.q, None) if query is None else (query.data, query.scale)
@@ -255,7 +255,7 @@ class Problem:
             q, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
             mask, None, key.length, self.softmax_scale, self.causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, self.out_dtype,
             self.return_lse, self.window, self.softcap, self.sinks, mean_scores,
-            key.mean if query is None and not self.softcap and (self.return_lse or self.sinks is not None) else None,
+            key.mean if query is None and (self.return_lse or self.softcap or self.sinks is not None) else None,
         )  # fmt: skip
 
 

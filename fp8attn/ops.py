@@ -706,8 +706,6 @@ def unsupported_two_launches(problem: Problem) -> str | None:
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    if problem.softcap:
-        return "softcap is given; what K's mean adds to scores is computed in between"
     return unsupported_fused_q(problem) or unsupported_cuda_quantize(problem.k, problem.v, problem.recipe)
 
 
@@ -732,7 +730,7 @@ def fused_q_call(problem: Problem) -> Call:
     """Quantizes k and v for the way `fused q`."""
     _, key, value = quantized(None, problem.k, problem.v, problem.recipe)
     assert key is not None and value is not None
-    return problem.call_of(key, value, mean_scores=_mean_scores(problem, key) if problem.softcap else None)
+    return problem.call_of(key, value)
 
 
 def quantized_call(problem: Problem) -> tuple[Call, Quantized]:

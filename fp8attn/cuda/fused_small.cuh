@@ -50,6 +50,7 @@ struct WarpgroupSmem {
   float largest[4];  // largest magnitude of each warp's keys
   float row_scale[ROWS];
   int row_end[ROWS];
+  float mean_scores[ROWS];  // what K's mean adds to the scores of each row
 };
 
 template <FusedSmallConfig C>
@@ -199,6 +200,24 @@ __device__ void finish_means(const FusedSmallStorage<C>& shared, float4 (&mean)[
     const int from = i * QUADS + lane % 4;
     mean[i] = {__shfl_sync(~0u, own.x, from), __shfl_sync(~0u, own.y, from), __shfl_sync(~0u, own.z, from), __shfl_sync(~0u, own.w, from)};
   }
+}
+
+// The same for the channels of Q of this thread. `member`: of the four lanes of a row.
+template <FusedSmallConfig C>
+__device__ KeyMeanQuarter mean_of_quarter(const FusedSmallStorage<C>& shared, int member) {
+  static_assert(C.head_dim == PART);
+  const float4 own = rotated_mean(shared, threadIdx.x % (PART / 4));
+  KeyMeanQuarter mean;
+  mean.exists = true;
+#pragma unroll
+  for (int i = 0; i < QUADS; ++i) {
+    const int from = member * QUADS + i;
+    mean.channels[4 * i] = __shfl_sync(~0u, own.x, from);
+    mean.channels[4 * i + 1] = __shfl_sync(~0u, own.y, from);
+    mean.channels[4 * i + 2] = __shfl_sync(~0u, own.z, from);
+    mean.channels[4 * i + 3] = __shfl_sync(~0u, own.w, from);
+  }
+  return mean;
 }
 
 // Quantizes block part.slice of K. Sends its largest magnitude to all CTAs, and copies the codes to them.
@@ -399,7 +418,8 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
   else
     quantize_values<C>(p, shared, part, slice, blocks);
   if (attends) {
-    queries.template quantize<T>(own.row_scale, [&](int row, int column, uint4 codes) {
+    queries.template rotate<T>();
+    queries.quantize(own.row_scale, [&](int row, int column, uint4 codes) {
       *reinterpret_cast<uint4*>(shared.q[part.warpgroup] + ptx::swizzled<S::panel>(row, column)) = codes;
     });
     if (thread < ROWS) own.row_end[thread] = visible.end(tile.first_row + thread);
@@ -408,6 +428,10 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
   if (part.of_keys) quantize_keys<C>(shared, part, keys, blocks);
   ptx::mbarrier_wait(&shared.stats_full, 0);
   ptx::mbarrier_wait(&shared.largest_full, 0);
+  if (attends && p.lse != nullptr) {
+    ptx::mbarrier_wait(&shared.means_full, 0);
+    queries.multiply(mean_of_quarter(shared, queries.member()), p.score_scale / LOG2E, own.mean_scores);
+  }
   const float k_scale = row_scale_of<false>(__uint_as_float(shared.k_largest[threadIdx.x % BLOCKS].x));
 
   ptx::warpgroup_sync(1 + part.warpgroup);
@@ -422,10 +446,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
     const Fragment f = Fragment::mine();
     const float l[2] = {o[S::width / 2 - 4], o[S::width / 2 - 2]};  // row sums of P, behind the last channel
     Output(p, tile, tile.first_row, f, l).store<0, C.head_dim>(o, shared);
-    store_lse(p, wg_tile, [&] { return p.q_length; }, m, l, f, [&] {
-      ptx::mbarrier_wait(&shared.means_full, 0);
-      return MeanScores<T, C.head_dim>::of(p, tile, tile.first_row, [&](int i) { return rotated_mean(shared, i); });
-    });
+    if (p.lse != nullptr) store_lse(p, wg_tile, [&] { return p.q_length; }, m, l, f, {own.mean_scores[f.row], own.mean_scores[f.row + 8]});
   }
   ptx::cluster_wait();
 }

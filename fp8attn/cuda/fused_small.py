@@ -59,7 +59,7 @@ class FusedSmallConfig:
         kv = LONGEST * (2 * self.head_dim + ONES)
         q = self.consumers * ROWS * self.head_dim
         values = 4 * (2 * SLICE + LONGEST // LANES)
-        warpgroups = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 + 8 * ROWS)
+        warpgroups = self.consumers * (LANES * SLICE * (4 + 2 + 2) + 8 * SLICE + values + 16 + 12 * ROWS)
         facts = 12 * self.head_dim + slices * (4 * LONGEST // LANES) + 16 * BLOCKS
         return round_up(kv + q + warpgroups + facts + 8 * (3 + 2 * BLOCKS), 1024)
 

@@ -55,66 +55,50 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
   }
 }
 
-// What gives four channels at a time of K's mean, rotated, of a tile's head.
-template <int DIM>
-__device__ auto rotated_mean_of(const Params& p, const Tile& tile) {
-  return [&](int i) { return reinterpret_cast<const float4*>(p.lse_mean)[(int64_t(tile.batch) * p.kv_heads + tile.kv_head) * (DIM / 4) + i]; };
-}
-
-// What K's mean adds to the scores of a thread's two rows. T, DIM: of queries that the kernel quantizes, or DIM is 0.
-template <typename T, int DIM, typename Rows>
-__device__ float2 mean_scores_of(const Params& p, const WarpgroupTile& wg_tile, Rows&& rotated_mean, Fragment f) {
-  if constexpr (DIM > 0) {
-    if (p.lse_mean != nullptr) return MeanScores<T, DIM>::of(p, wg_tile.tile, wg_tile.first_row(), rotated_mean);
+// What K's mean adds to the scores of a thread's two rows.
+template <HopperConfig C>
+__device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared, const WarpgroupTile& wg_tile, Fragment f) {
+  if constexpr (C.fuse_q_quant) {
+    const auto& of_row = shared.mean_scores.of_row[wg_tile.consumer];
+    return p.lse_mean != nullptr ? float2{of_row[f.row], of_row[f.row + 8]} : float2{};
+  } else if constexpr (C.window) {
+    const int row = wg_tile.first_row() + f.row;
+    return {mean_score(p, wg_tile.tile, row), mean_score(p, wg_tile.tile, row + 8)};
+  } else {
+    return {};
   }
-  const int row = wg_tile.first_row() + f.row;
-  return {mean_score(p, wg_tile.tile, row), mean_score(p, wg_tile.tile, row + 8)};
 }
 
-// store_tile of instances with windows, which may have sinks, and a soft cap if SOFTCAP.
-template <typename T, int DIM, bool SOFTCAP, bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
+// store_tile of instances with windows, which may have sinks.
+template <bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
 __device__ void store_tile_with_sinks(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                                      const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
+                                      float2 mean_scores, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
   const Tile& tile = wg_tile.tile;
   float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
-  const auto rotated_mean = rotated_mean_of<DIM>(p, tile);
-  // a soft cap's scores have what the mean adds already
-  const auto of_mean = [&] { return SOFTCAP ? float2{} : mean_scores_of<T, DIM>(p, wg_tile, rotated_mean, f); };
   StagedOutput<Scales, BOXES, true, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
-  float2 means = {};
   if (p.sinks != nullptr) {
-    means = of_mean();
     const float sink = p.sinks[tile.head];
-    output.set_row(0, SinkRow::add<>(largest[0], l[0], sink - means.x));
-    output.set_row(1, SinkRow::add<>(largest[1], l[1], sink - means.y));
+    output.set_row(0, SinkRow::add<>(largest[0], l[0], sink - mean_scores.x));
+    output.set_row(1, SinkRow::add<>(largest[1], l[1], sink - mean_scores.y));
   }
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, row_end, largest, l, f, [&] { return p.sinks != nullptr ? means : of_mean(); });
+  store_lse(p, wg_tile, row_end, largest, l, f, mean_scores);
 }
 
-// Normalises and stores the output and its LSE. Sums of P stand behind the last channel. T, DIM: of queries that the
-// kernel quantizes, or DIM is 0.
-template <typename T, int DIM, bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
+// Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
+template <bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
 __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                           const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
+                           float2 mean_scores, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
   const float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
   const StagedOutput<Scales, BOXES, false, PACKED> output(p, wg_tile.tile, wg_tile.first_row(), row_end, scales, boxes, l);
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, row_end, m, l, f, [&] {
-    if constexpr (DIM == 0) {
-      return NoMeanScores();
-    } else {
-      const Tile& tile = wg_tile.tile;
-      const auto rotated_mean = rotated_mean_of<DIM>(p, tile);
-      return p.lse_mean != nullptr ? MeanScores<T, DIM>::of(p, tile, wg_tile.first_row(), rotated_mean) : float2{};
-    }
-  });
+  store_lse(p, wg_tile, row_end, m, l, f, mean_scores);
 }
 
 // One consumer warpgroup: attention of 64 query rows of every work tile. T is Q's dtype if the kernel quantizes it.
@@ -160,13 +144,19 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? p.q_length : 0);
     }
   };
+  const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
+  // Also finds what K's mean adds to the scores of the tile's rows.
   const auto quantize_queries = [&](HalfQueries& queries, const Tile& tile) {
     if constexpr (C.fuse_q_quant) {
       if (!tile.exists()) return;
       const auto store = [&](int row, int column, uint4 codes) {
         *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
       };
-      queries.template quantize<T>(scales.row_scale, store);
+      queries.template rotate<T>();
+      if (p.lse_mean != nullptr && p.ready != nullptr) wait_for_keys(ring);
+      const auto mean = KeyMeanQuarter::load(p.lse_mean + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * C.head_dim + QUARTER * queries.member(), p.lse_mean != nullptr);
+      queries.quantize(scales.row_scale, store);
+      queries.multiply(mean, p.score_scale / LOG2E, shared.mean_scores.of_row[consumer]);
       ptx::fence_proxy_async();
     }
   };
@@ -182,10 +172,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const auto& visible = lengths.visible(work_tile);
     const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile), C.window);
     typename S::RowSoftmax softmax;
-    float shift[2] = {};  // what K's mean adds to the scores of the thread's rows
-    if constexpr (C.softcap) {
-      for (int r = 0; r < 2; ++r) shift[r] = mean_score(p, wg_tile.tile, wg_tile.first_row() + f.row + 8 * r);
-    }
+    float2 shift = {};  // what K's mean adds to the scores of the thread's rows
+    if constexpr (C.softcap) shift = mean_scores_of<C>(p, shared, wg_tile, f);
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
     // factors of the next softmax step, while its scores are computed
@@ -309,8 +297,6 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     constexpr std::integral_constant<int, 1> one;
     constexpr auto nothing = [] {};
 
-    const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
-
     // Frees a block that only other rows of the tile attend to, and returns the one after it.
     const auto skip_block = [&](int block) {
       wait_for_keys(ring);
@@ -380,6 +366,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 #pragma unroll
       for (int r = 0; r < 2; ++r) nan_if_nonfinite(row_sum(o, o_second, r), nonfinite[r]);
     }
+    // Read before those of the next tile replace them. Under a soft cap, the scores include them.
+    float2 mean_scores = {};
+    if constexpr (!C.softcap) mean_scores = mean_scores_of<C>(p, shared, wg_tile, f);
     const TileOf<C>& next_tile = shared.tiles[(round + 1) % TILES];
     HalfQueries queries;
     load_queries(queries, next_tile);
@@ -387,9 +376,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::warpgroup_sync(1 + consumer);  // channels' scales are there; nobody reads rows' scales and Q any more
     load_rows(next_tile);
     if constexpr (C.window)
-      store_tile_with_sinks<T, C.fuse_q_quant ? C.head_dim : 0, C.softcap, C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, scales, shared.output[consumer], f);
+      store_tile_with_sinks<C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, mean_scores, scales, shared.output[consumer], f);
     else if (is_complete<C>(work_tile))
-      store_tile<T, C.fuse_q_quant ? C.head_dim : 0, C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, scales, shared.output[consumer], f);
+      store_tile<C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, mean_scores, scales, shared.output[consumer], f);
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more
     if constexpr (!C.fuse_q_quant) load_channels(next_tile);

@@ -88,6 +88,12 @@ struct OnesAndKeys : Ones {
   Metadata keys[STAGES];
 };
 
+// What K's mean adds to the scores of each row of a tile.
+template <int CONSUMERS>
+struct RowMeanScores {
+  float of_row[CONSUMERS][ROWS];
+};
+
 // K's scales: of a stage's block, which arrives with the block's K, and of the next block, which arrives with this
 // block's V. The struct is as large as a barrier, so one address serves a stage's scales and barriers.
 struct alignas(sizeof(uint64_t)) BlockScales {
@@ -114,6 +120,7 @@ struct alignas(1024) SharedStorage {
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileScales<C.value_dim> scales[C.consumers];
+  [[no_unique_address]] std::conditional_t<C.fuse_q_quant, RowMeanScores<C.consumers>, Nothing> mean_scores;
   TileOf<C> tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   BlockScales k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];

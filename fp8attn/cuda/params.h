@@ -53,8 +53,8 @@ struct Params {
 
   // Fused small kernel, which quantizes Q, K and V: k and v are bfloat16 or half too, and v is (B, Hkv, Sk, Dv).
   int64_t v_strides[3];
-  // Instances of the Hopper kernel that quantize Q: (B, Hkv, D), contiguous, K's mean, rotated. Its part of the scores
-  // is added to the LSE. Or null.
+  // Instances of the Hopper kernel that quantize Q: (B, Hkv, D), contiguous, K's mean, rotated, or
+  // null. What it adds to scores is added to the LSE, and matters to sinks and a soft cap.
   const float* lse_mean;
   float inverse_length;  // 1 / Sk
   int splits;            // clusters per key/value head, each with a part of its queries
@@ -85,8 +85,8 @@ struct Params {
   int first_offset;
 
   // The same: (Hq,), one more logit of each row, which has no value; or null. mean_scores: (B, Hq, Sq), contiguous,
-  // what K's mean adds to the scores of each row; or null. Then the LSE includes it. Instances with a soft cap: scores
-  // become softcap * tanh(score / softcap).
+  // what K's mean adds to the scores of each row of quantized queries; or null. Then the LSE includes it. Instances
+  // with a soft cap: scores become softcap * tanh(score / softcap).
   float softcap;
   const float* sinks;
   const float* mean_scores;

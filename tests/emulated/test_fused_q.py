@@ -222,7 +222,8 @@ def test_one_tile_after_another(device: torch.device, config: configs.HopperConf
         options["attn_mask"] = some_blocks(rows, generator, config.scores == "added").to(device)[:, :keys]
     if config.softcap:
         options["softcap"] = 20.0
-    recipe = FUSED_RECIPES["int8" if config.int8 else "e4m3"]
+    # the order in which what a mean adds to scores is summed is the kernel's own
+    recipe = dataclasses.replace(FUSED_RECIPES["int8" if config.int8 else "e4m3"], smooth_k=not config.window)
     call = call_of(*quantize(q, k, v, recipe), **options, out_dtype=torch.bfloat16, return_lse=True)
     expected = cuda_run.forward(call, device_of(device), dataclasses.replace(config, fuse_q_quant=False))
     half = dataclasses.replace(call, q=q, q_scale=None)
@@ -275,12 +276,12 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
 
 
 MEAN_MUTANTS = {
-    "of the first head": ("hopper_mainloop.h", "p.kv_heads + tile.kv_head) * (DIM / 4)", "p.kv_heads) * (DIM / 4)"),
-    "of other rows": ("tile/mean_scores.h", "(row + 8) / ROWS_PER_ROUND == ROUND + i", "(row + 8) / ROWS_PER_ROUND == ROUND + i + 1"),
-    "half of the channels": ("tile/mean_scores.h", "rotated_mean(LANES_OF_PART * i + lane", "rotated_mean(lane"),
-    "of other lanes": ("tile/mean_scores.h", "lane % TEAM + TEAM * j % 32", "lane % TEAM"),
-    "half of the rows": ("tile/mean_scores.h", "template load<LOADED>(p", "template load<0>(p"),
-    "signs": ("tile/rotate.h", "return {with_sign(x.x, 0)", "return {x.x"),
+    "of the first head": ("hopper_mainloop.h", "p.kv_heads + tile.kv_head) * C.head_dim", "p.kv_heads) * C.head_dim"),
+    "of other rows": ("tile/quantize.h", "products[row(i)]", "products[row(rounds - 1 - i)]"),
+    "of the first quarter": ("hopper_mainloop.h", " + QUARTER * queries.member(), p.lse_mean", ", p.lse_mean"),
+    "of a lane": ("tile/quantize.h", "lane > 0; lane /= 2) sum +=", "lane > 1; lane /= 2) sum +="),
+    "a part's unit": ("tile/quantize.h", "sum * (unit * PART)", "sum * unit"),
+    "of the upper row": ("hopper_mainloop.h", "of_row[f.row], of_row[f.row + 8]", "of_row[f.row], of_row[f.row]"),
 }
 """Of what K's mean adds to the LSE."""
 

@@ -205,7 +205,8 @@ def test_mutant_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("config", FUSED_Q.values(), ids=FUSED_Q)
 def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, config: HopperConfig) -> None:
-    recipe = FUSED_RECIPES["int8" if config.int8 else "e4m3"]
+    # the order in which what a mean adds to scores is summed is the kernel's own
+    recipe = dataclasses.replace(FUSED_RECIPES["int8" if config.int8 else "e4m3"], smooth_k=not config.window)
     for dtype, heads, causal in ((HALVES[0], 2, False), (HALVES[1], 1, config.scores == "plain")):
         q, k, v = (x.to(dtype) for x in tensors_of(config, (1, heads, 500), (1, 1, 300)))
         q = on_grid(q)
@@ -222,13 +223,15 @@ def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, confi
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-def test_sinks_beside_plain_queries(emulated: Emulated) -> None:
+@pytest.mark.parametrize("name", ("plain queries window 128", "plain queries softcap 64"))
+def test_scores_beside_plain_queries(emulated: Emulated, name: str) -> None:
     """The kernel itself computes what K's mean adds to scores; a launch before it does so of quantized queries."""
-    config = FUSED_Q["plain queries window 128"]
+    config = FUSED_Q[name]
     q, k, v = (x.bfloat16() for x in tensors_of(config, (1, 2, 300), (1, 1, 200)))
     q, k = on_grid(q), k + 1
     operands = quantized(q, k, v, Recipe())
-    call = call_of(*operands, enable_gqa=True, return_lse=True, is_causal=True, sinks=torch.tensor([1.0, 4.0]), out_dtype=torch.float32)
+    options: dict = dict(is_causal=True, sinks=torch.tensor([1.0, 4.0]), softcap=7.5 if config.softcap else 0.0)
+    call = call_of(*operands, enable_gqa=True, return_lse=True, out_dtype=torch.float32, **options)
     mean, rotated = operands[1].mean, operands[1].rotated
     assert mean is not None
     call = dataclasses.replace(call, mean_scores=reference.smoothing_shift(rotation.rotate_queries(q, rotated), mean, call.softmax_scale))
@@ -269,14 +272,15 @@ def test_values_of_further_keys_change_nothing(emulated: Emulated, config: Hoppe
 def plain_call(heads: int) -> Call:
     """Of plain queries and 300 keys, head dim 64."""
     q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, 64), (2, heads, 300, 64)))
-    call = call_of(*quantized(q, k, v, Recipe()), enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
-    return dataclasses.replace(call, q=q, q_scale=None)
+    operands = quantized(q, k, v, Recipe())
+    call = call_of(*operands, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
+    return dataclasses.replace(call, q=q, q_scale=None, lse_mean=operands[1].mean)
 
 
 def assert_waits(emulated: Emulated) -> None:
     config, call = FUSED_Q["plain queries 64"], plain_call(3)
     expected = emulated(call, config, 1, TWO_SMS)
-    for seed in range(3):
+    for seed in range(4):  # head 0 is ready long before others with the last
         for x, y in zip(emulated.when_ready(call, config, TWO_SMS, seed), expected, strict=True):
             assert torch.equal(x, y)
 
@@ -394,8 +398,8 @@ TIMING_MUTANTS = {
     "queries that engines don't see": (
         "plain queries 64",
         "hopper_mainloop.h",
-        "queries.template quantize<T>(scales.row_scale, store);\n      ptx::fence_proxy_async();",
-        "queries.template quantize<T>(scales.row_scale, store);",
+        "shared.mean_scores.of_row[consumer]);\n      ptx::fence_proxy_async();",
+        "shared.mean_scores.of_row[consumer]);",
     ),
     "an output written over while it is stored": ("192", "tile/staged_output.h", "box == 0 && !evenly", "false"),
     "bits freed before they are read": (

@@ -57,7 +57,7 @@ class Emulated:
         heads = call.k.shape[0] * call.k.shape[1]
         ready, counter = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, True)
-        names = ("k", "k_scale", "v", "v_scale", "v_mean")
+        names = ("k", "k_scale", "v", "v_scale", "v_mean", "lse_mean")
         given = {name: getattr(call, name).contiguous() for name in names}
         late = {name: torch.full_like(x.view(torch.uint8), 0xFF).view(x.dtype) for name, x in given.items()}
         parts = [(name, head) for name in names for head in range(heads)]

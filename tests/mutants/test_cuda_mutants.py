@@ -154,28 +154,33 @@ def check_ready() -> list[str]:
     quantized = quantize(q, k, v, Recipe())
     call = call_by(quantized, "none")
     config = configs.FUSED_Q_INSTANCES[0]
-    expected = oracle(quantized, call, config)
-    late = replace(call, q=q, q_scale=None, k=torch.full_like(call.k.view(torch.uint8), 0x7F).view(call.k.dtype), v=torch.zeros_like(call.v))
+    expected, expected_lse = oracle(quantized, call, config)
+    mean = quantized[1].mean
+    expected_lse = reference.unsmoothed_lse(expected_lse, q, mean, call.softmax_scale, quantized[1].rotated)
+    late = replace(
+        call, q=q, q_scale=None, k=torch.full_like(call.k.view(torch.uint8), 0x7F).view(call.k.dtype), v=torch.zeros_like(call.v),
+        lse_mean=torch.full_like(mean, 100.0),
+    )  # fmt: skip
 
-    def arrive(k: torch.Tensor, v: torch.Tensor, ready: torch.Tensor) -> None:
+    def arrive(k: torch.Tensor, v: torch.Tensor, lse_mean: torch.Tensor, ready: torch.Tensor) -> None:
         ready += 1  # a CTA of each head
         for head in range(4):
             torch.cuda._sleep(10_000_000)
-            for to, source in ((k, call.k), (v, call.v)):
+            for to, source in ((k, call.k), (v, call.v), (lse_mean, mean)):
                 to.view(torch.uint8).flatten(0, 1)[head].copy_(source.view(torch.uint8).flatten(0, 1)[head])
             ready[head] += 1
 
     counter, ready, *others = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4, 4))
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
-    arrive(torch.empty_like(late.k), torch.empty_like(late.v), *others)
+    arrive(*(torch.empty_like(x) for x in (late.k, late.v, late.lse_mean)), *others)
     actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
     early.forward_when_ready(late, device_of(device), config, *actual, counter.clone(), others[0], 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
         early.forward_when_ready(late, device_of(device), config, *actual, counter, ready, 2)
-    arrive(late.k, late.v, ready)
+    arrive(late.k, late.v, late.lse_mean, ready)
     torch.cuda.synchronize()
-    return compare(actual, expected)
+    return compare(actual, (expected, expected_lse))
 
 
 def call_by(quantized: tuple, causal: Causal) -> Call:

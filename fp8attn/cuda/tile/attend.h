@@ -3,7 +3,6 @@
 
 #include "../ptx/wgmma.h"
 #include "mask.h"
-#include "mean_scores.h"
 #include "schedule.h"
 #include "softmax.h"
 
@@ -90,19 +89,17 @@ struct WarpgroupTile {
   __device__ int first_row() const { return tile.first_row + consumer * ROWS; }
 };
 
-// Stores the LSE of a thread's rows before row_end(), from their maxima and the sums of their P. `mean_scores` gives
-// what K's mean adds to their scores: a float2, or NoMeanScores.
-template <typename RowEnd, typename Means>
-__device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&l)[2], Fragment f, Means&& mean_scores) {
-  if (p.lse == nullptr) return;
-  const auto of_mean = mean_scores();
-  if (f.column != 0) return;
+// Stores the LSE of a thread's rows before row_end(), from their maxima and the sums of their P. `mean_scores`: what
+// K's mean adds to their scores.
+template <typename RowEnd>
+__device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&l)[2], Fragment f, float2 mean_scores) {
+  if (p.lse == nullptr || f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = wg_tile.first_row() + f.row + 8 * r;
     if (row >= row_end()) continue;
     const float lse = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
-    p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = with_mean(lse, of_mean, r);
+    p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = lse + (r == 0 ? mean_scores.x : mean_scores.y);
   }
 }
 

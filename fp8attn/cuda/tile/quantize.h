@@ -257,6 +257,22 @@ struct Slice {
   }
 };
 
+// A quarter of a rotated part of K's mean.
+struct KeyMeanQuarter {
+  float channels[QUARTER];
+  bool exists;
+
+  // From L2, because a grid that still runs may have written it. Zeros if there is none: registers that are set under
+  // a condition stay reserved through the main loop.
+  __device__ static KeyMeanQuarter load(const float* from, bool exists) {
+    KeyMeanQuarter mean;
+    mean.exists = exists;
+#pragma unroll
+    for (int i = 0; i < QUARTER; i += 4) reinterpret_cast<float4&>(mean.channels[i]) = exists ? __ldcg(reinterpret_cast<const float4*>(from + i)) : float4{};
+    return mean;
+  }
+};
+
 // ROWS rows of Q in bfloat16 or half, which a warpgroup rotates and quantizes with one scale per row. A team of threads
 // has a row; each thread has one quarter of a rotated part.
 template <int DIM, bool INT8>
@@ -270,6 +286,8 @@ struct Queries {
 
   int thread;
   uint4 raw[rounds][2];
+  float y[rounds][QUARTER];  // rotated
+  float largest;             // largest magnitude of the row whose scale the thread computes
 
   __device__ int member() const { return thread % team; }
 
@@ -296,11 +314,9 @@ struct Queries {
     return __ballot_sync(~0u, y[0] != y[0]) >> thread % 32 / team * team & members;
   }
 
-  // Calls store(row, column, codes of a quarter). Writes the rows' scales to `scale`.
-  template <typename T, typename Store>
-  __device__ void quantize(float (&scale)[ROWS], Store&& store) {
+  template <typename T>
+  __device__ void rotate() {
     const QueryRotation<T> rotation(thread);
-    float y[rounds][QUARTER], largest;  // largest magnitude of the row whose scale this thread computes
 #pragma unroll 1
     for (;;) {
       float any = 0.0f;
@@ -319,6 +335,11 @@ struct Queries {
 #pragma unroll
       for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = nan_where_nonfinite<T>(raw[i / 2][i % 2]);
     }
+  }
+
+  // Calls store(row, column, codes of a quarter). Writes the rows' scales to `scale`.
+  template <typename Store>
+  __device__ void quantize(float (&scale)[ROWS], Store&& store) const {
     const float restores = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, restores);
     int2 sums = {};  // of the same row
 #pragma unroll
@@ -342,6 +363,21 @@ struct Queries {
     // The definition divides both Q and K by PART, although their product should be divided only once. The scale of Q
     // compensates.
     if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART * Fit::factor(sums) : 1.0f;
+  }
+
+  // Writes the rows' products with `mean`, times `unit`, to `products`. The branch in each round keeps ptxas from
+  // mixing rounds: it would spill registers of the main loop for that.
+  __device__ void multiply(const KeyMeanQuarter& mean, float unit, float (&products)[ROWS]) const {
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+      if (!mean.exists) continue;
+      float sum = 0.0f;
+#pragma unroll
+      for (int c = 0; c < QUARTER; ++c) sum = fmaf(y[i][c], mean.channels[c], sum);
+#pragma unroll
+      for (int lane = team / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+      if (i == member()) products[row(i)] = sum * (unit * PART);  // as of the scale
+    }
   }
 };
 

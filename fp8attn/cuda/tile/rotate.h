@@ -115,9 +115,11 @@ struct QueryRotation {
   }
 };
 
-// A part that 16 lanes have, four channels each, times the matrix without signs. Called by a whole warp.
-__device__ inline float4 transformed(float a, float b, float c, float d) {
+// Rotates a part that 16 lanes have, four channels each, with the definition's rounding. Called by a whole warp.
+__device__ inline float4 rotated(float4 x) {
   const uint32_t lane = threadIdx.x % (PART / 4);
+  const auto scaled = [&](float value, uint32_t i) { return __fmul_rn(value, SIGNS >> (4 * lane + i) & 1 ? -1.0f / PART : 1.0f / PART); };
+  const float a = scaled(x.x, 0), b = scaled(x.y, 1), c = scaled(x.z, 2), d = scaled(x.w, 3);
   const float sums[] = {__fadd_rn(a, b), __fadd_rn(c, d)}, differences[] = {__fsub_rn(a, b), __fsub_rn(c, d)};
   float y[] = {sums[0] + sums[1], differences[0] + differences[1], sums[0] - sums[1], differences[0] - differences[1]};
 #pragma unroll
@@ -129,22 +131,6 @@ __device__ inline float4 transformed(float a, float b, float c, float d) {
     }
   }
   return {y[0] + 0.0f, y[1] + 0.0f, y[2] + 0.0f, y[3] + 0.0f};
-}
-
-// Rotates a part that 16 lanes have, four channels each, with the definition's rounding. Called by a whole warp.
-__device__ inline float4 rotated(float4 x) {
-  const uint32_t lane = threadIdx.x % (PART / 4);
-  const auto scaled = [&](float value, uint32_t i) { return __fmul_rn(value, SIGNS >> (4 * lane + i) & 1 ? -1.0f / PART : 1.0f / PART); };
-  return transformed(scaled(x.x, 0), scaled(x.y, 1), scaled(x.z, 2), scaled(x.w, 3));
-}
-
-// The part m of a mean for which q * m is the product of rotated queries with the rotated mean y, for any query q.
-// Called by a whole warp.
-__device__ inline float4 unrotated(float4 y) {
-  const uint32_t lane = threadIdx.x % (PART / 4);
-  const auto with_sign = [&](float value, uint32_t i) { return SIGNS >> (4 * lane + i) & 1 ? -value : value; };
-  const float4 x = transformed(y.x, y.y, y.z, y.w);
-  return {with_sign(x.x, 0), with_sign(x.y, 1), with_sign(x.z, 2), with_sign(x.w, 3)};
 }
 
 }  // namespace fp8attn

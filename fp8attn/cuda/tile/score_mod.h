@@ -17,11 +17,11 @@ __device__ inline float mean_score(const Params& p, const Tile& tile, int row) {
 // Scores times `factor`, in base 2, under the soft cap of what they are with `shift`, which is natural. The factors
 // become the cap's.
 template <int N>
-__device__ void cap_scores(float (&s)[N], float (&factor)[2], const float (&shift)[2], float softcap) {
+__device__ void cap_scores(float (&s)[N], float (&factor)[2], float2 shift, float softcap) {
   const float inverse = 1.0f / softcap;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float scale = factor[r] * (inverse / LOG2E), offset = shift[r] * inverse;
+    const float scale = factor[r] * (inverse / LOG2E), offset = (r == 0 ? shift.x : shift.y) * inverse;
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) {
 #pragma unroll

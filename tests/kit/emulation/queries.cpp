@@ -12,7 +12,8 @@ template <typename T, int DIM, bool INT8>
 void quantize_tile(const Params p) {
   Queries<DIM, INT8> queries;
   queries.load(reinterpret_cast<const uint16_t*>(p.q), p.q_strides[2], p.causal_offset, p.q_length);
-  queries.template quantize<T>(scales, [&](int row, int column, uint4 codes) { memcpy(static_cast<uint8_t*>(p.out) + row * DIM + column, &codes, 16); });
+  queries.template rotate<T>();
+  queries.quantize(scales, [&](int row, int column, uint4 codes) { memcpy(static_cast<uint8_t*>(p.out) + row * DIM + column, &codes, 16); });
 }
 
 template <typename T, bool INT8>
