@@ -127,8 +127,8 @@ def modelled(
         out, lse, k_mean = fp8_out
         if lse is not None and k_mean is not None:
             lse = reference.unsmoothed_lse(lse, part, k_mean, scale, rotation.part_of(part.shape[3], recipe.rotate))
-        return reference.with_half_keys(
-            part, k, v, out, lse, sinks=recipe.sinks, recent=recipe.recent, causal=part_causal, softmax_scale=scale
-        )  # fmt: skip
+        fp8 = None if out is None or lse is None else (out, lse)
+        counts = reference.HalfKeyCounts(recipe.sinks, recipe.recent)
+        return reference.with_half_keys(part, k, v, fp8, counts, causal=part_causal, softmax_scale=scale)
 
     return attend(q, k, v, causal, recipe, to_fp8_keys, to_half_keys)

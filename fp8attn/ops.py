@@ -569,11 +569,10 @@ def _half_keys_modelled(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
-    if fp8_lse is not None and k_mean is not None:
-        fp8_lse = reference.unsmoothed_lse(fp8_lse, q, k_mean, softmax_scale, rotated)
-    found = reference.with_half_keys(
-        q, k, v, fp8_out, fp8_lse, sinks=sinks, recent=recent, causal=causal, softmax_scale=softmax_scale
-    )  # fmt: skip
+    fp8 = None
+    if fp8_out is not None and fp8_lse is not None:
+        fp8 = fp8_out, fp8_lse if k_mean is None else reference.unsmoothed_lse(fp8_lse, q, k_mean, softmax_scale, rotated)
+    found = reference.with_half_keys(q, k, v, fp8, reference.HalfKeyCounts(sinks, recent), causal=causal, softmax_scale=softmax_scale)
     return laid_out(q, found, out_dtype, return_lse)
 
 

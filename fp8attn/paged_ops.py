@@ -15,7 +15,7 @@ from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import device_of
 from .ops import current, has_kernels, library_ops, register
-from .pages import PagedBatch, Storage
+from .pages import PagedBatch, PagedCall, Storage
 from .recipe import Recipe, Rotation
 from .validate import BackendUnavailable
 
@@ -89,24 +89,22 @@ def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, s
     return decode.unsupported_call(query, cache, batch, softmax_scale, device) or build.unavailable(decode.choose(cache), device.arch)
 
 
-def _by_cuda(
-    required: bool, query: torch.Tensor, cache: Storage, batch: PagedBatch, recipe: Recipe, softmax_scale: float, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Attention to tokens of a cache by the CUDA kernel, or None if another one is to do it.
 
     Raises:
         BackendUnavailable: the kernel is `required` and doesn't support the call.
         BuildError: it is required and can't be compiled here.
     """
-    if not required and not decode.is_faster(query, cache, batch):
+    if not required and not decode.is_faster(call.q, call.storage, call.batch):
         return None
-    reason = unsupported_decode(query, cache, batch, softmax_scale)
+    reason = unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
     if reason is not None:
         if required:
             raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
         return None
     try:
-        return cuda_run.attend_to_pages(query, cache, batch, recipe, softmax_scale, device_of(query.device), out_dtype)
+        return cuda_run.attend_to_pages(call, device_of(call.q.device), out_dtype)
     except BuildError as error:
         if required:
             raise
@@ -150,15 +148,16 @@ def _attend_by(backend: str):
             new = key, value
         recipe = _recipe(rotate, True, True, cache.pages.k.dtype == torch.int8)
         check_new(backend, new is not None)
+        call = PagedCall(query, cache, new, batch, recipe, softmax_scale)
         if backend == "cuda" or (backend == "auto" and new is None and query.device.type == "cuda"):
             with current(query.device):
-                found = _by_cuda(backend == "cuda", query, cache, batch, recipe, softmax_scale, out_dtype)
+                found = _by_cuda(backend == "cuda", call, out_dtype)
             if found is not None:
                 return found
         if runs_triton(backend, query.device):
             with current(query.device):
-                return triton_kernels.paged_attention.attend(query, cache, new, batch, recipe, softmax_scale, device_of(query.device), out_dtype)
-        out, lse = pages.attend_paged(query, cache, new, batch, recipe, softmax_scale)
+                return triton_kernels.paged_attention.attend(call, device_of(query.device), out_dtype)
+        out, lse = pages.attend_paged(call)
         return out.to(out_dtype), lse
 
     return attend

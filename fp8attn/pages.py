@@ -178,6 +178,24 @@ class PagedBatch:
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class PagedCall:
+    """Attention to a cache.
+
+    Attributes:
+        q: (B, Hq, S, D), the queries of the last tokens of each sequence, of which the pages have all whole ones.
+        new: keys and values of these tokens, (B, Hkv, S, D) and (B, Hkv, S, Dv). `storage.k` and `storage.v` are then
+            as they were before these were appended. None: `storage.k` and `storage.v` have these tokens.
+    """
+
+    q: torch.Tensor
+    storage: Storage
+    new: tuple[torch.Tensor, torch.Tensor] | None
+    batch: PagedBatch
+    recipe: Recipe
+    softmax_scale: float
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a `PagedBatch`.
@@ -231,23 +249,17 @@ def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch
         storage.k[sequence][:, last % RECENT], storage.v[sequence][:, last % RECENT] = key[:, last - first], value[:, last - first]
 
 
-def attend_paged(
-    q: torch.Tensor, storage: Storage, new: tuple[torch.Tensor, torch.Tensor] | None, batch: PagedBatch, recipe: Recipe, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_paged(call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle of attention to a cache: `attend` for each sequence.
-
-    Args:
-        q: (B, Hq, S, D), the queries of the last tokens of each sequence, of which the pages have all whole ones.
-        new: keys and values of these tokens. `storage.k` and `storage.v` are then as they were before these were
-            appended. None: `storage.k` and `storage.v` have these tokens.
 
     Returns:
         out float32 (B, Hq, S, Dv) and the natural-log LSE float32 (B, Hq, S); zeros and -inf past the counts.
     """
+    q, storage, new = call.q, call.storage, call.new
     out = q.new_zeros(*q.shape[:3], storage.v.shape[3], dtype=torch.float32)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
     number_of_pages = storage.pages.k.shape[0]
-    for index, row in enumerate(batch.rows(q.shape[2], storage.k.shape[0])):
+    for index, row in enumerate(call.batch.rows(q.shape[2], storage.k.shape[0])):
         if row.count == 0:
             continue
         first = row.length - row.count
@@ -268,7 +280,7 @@ def attend_paged(
             parts = [torch.cat([x, y[index, :, :count]], 1) for x, y in zip(parts, new, strict=True)]
         at = torch.tensor(numbers, dtype=torch.long, device=q.device)
         seen = Sequence(Pages(*(x[at] for x in storage.pages.tensors())), storage.statistics(row.sequence), parts[0], parts[1], start)
-        out[index, :, :count], lse[index, :, :count] = attend(q[index, :, :count], first, seen, recipe, softmax_scale)
+        out[index, :, :count], lse[index, :, :count] = attend(q[index, :, :count], first, seen, call.recipe, call.softmax_scale)
     return out, lse
 
 

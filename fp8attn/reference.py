@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -368,27 +368,34 @@ def half_key_mask(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_leng
     return (keys <= last) & ((keys < sinks) | (keys > last - recent))
 
 
+class HalfKeyCounts(NamedTuple):
+    """Numbers of first and of last keys of a row that stay in half precision, as of `Recipe`."""
+
+    sinks: int
+    recent: int
+
+
 def with_half_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8_out: torch.Tensor | None, fp8_lse: torch.Tensor | None, *,
-    sinks: int, recent: int, causal: Causal = "none", softmax_scale: float | None = None, dtype: torch.dtype = torch.float32,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: tuple[torch.Tensor, torch.Tensor] | None, counts: HalfKeyCounts, *,
+    causal: Causal = "none", softmax_scale: float | None = None, dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of (B, H, S, D) tensors: exact for the half-precision keys of a recipe, merged with `others` for the
-    FP8 keys.
+    """Attention of (B, H, S, D) tensors: exact for the half-precision keys of a recipe, merged with that to its FP8
+    keys.
 
     Args:
-        fp8_out: (B, Hq, Sq, Dv), attention to the FP8 keys; None if there are none.
-        fp8_lse: (B, Hq, Sq), its natural-log LSE, for scores of unsmoothed K.
+        fp8: attention to the FP8 keys, (B, Hq, Sq, Dv), and its natural-log LSE (B, Hq, Sq), for scores of unsmoothed
+            K; None if there are none.
 
     Returns:
         out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible
         keys.
     """
     rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
-    kept = half_key_mask(rows, keys, causal, q.shape[2], k.shape[2], sinks, recent).expand(1, 1, -1, -1)
+    kept = half_key_mask(rows, keys, causal, q.shape[2], k.shape[2], *counts).expand(1, 1, -1, -1)
     out, lse = attention(q, k, v, kept, softmax_scale=softmax_scale, dtype=dtype)
-    if fp8_out is None or fp8_lse is None:
+    if fp8 is None:
         return out, lse
-    return combine(torch.stack((out, fp8_out.to(dtype))), torch.stack((lse, fp8_lse.to(dtype))))
+    return combine(torch.stack((out, fp8[0].to(dtype))), torch.stack((lse, fp8[1].to(dtype))))
 
 
 def smoothing_shift(q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
-from ..pages import PagedBatch, Storage
+from ..pages import PagedCall
 from ..quantization import sample_size
 from ..recipe import ProductType, Quantized, Recipe
 from ..reference import causal_offset
@@ -250,9 +250,7 @@ def unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, sof
     return out
 
 
-def attend_to_pages(
-    q: torch.Tensor, storage: Storage, batch: PagedBatch, recipe: Recipe, softmax_scale: float, device: Device, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """pages.attend_paged by the decode kernel, of queries whose tokens are in the cache.
 
     `decode.unsupported_call` must return None for the call.
@@ -263,13 +261,14 @@ def attend_to_pages(
     Raises:
         BuildError: the kernel can't be compiled here.
     """
+    q, storage = call.q, call.storage
     config = decode.choose(storage)
     library = build.load_with(config, decode.group(config), device.arch)
     ctas, height, dim = decode.ctas_of(config, device), decode.part_height(config, q, storage), q.shape[3]
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (dim, 2))
     library.operators.decode.default(
-        library.launchers[config], ctas, part_of(dim, recipe.rotate), softmax_scale, q, storage.tensors(), list(batch.tensors()),
+        library.launchers[config], ctas, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(), list(call.batch.tensors()),
         [out, lse, parts, part_rows, storage.tickets],
     )  # fmt: skip
     return out, lse

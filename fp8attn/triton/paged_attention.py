@@ -16,8 +16,7 @@ import triton.language as tl
 
 from .. import pages
 from ..device import Device
-from ..pages import PagedBatch, Storage
-from ..recipe import Recipe
+from ..pages import PagedCall, Storage
 from .fit import fitted_codes
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
@@ -296,9 +295,8 @@ def combine(partial: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: t
 
 
 def attend(
-    q: torch.Tensor, storage: Storage, new: tuple[torch.Tensor, torch.Tensor] | None, batch: PagedBatch, recipe: Recipe, softmax_scale: float,
-    device: Device, out_dtype: torch.dtype, *, splits: int | None = None, warmup: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    call: PagedCall, device: Device, out_dtype: torch.dtype, *, splits: int | None = None, warmup: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """pages.attend_paged by kernels.
 
     Args:
@@ -308,12 +306,13 @@ def attend(
     Returns:
         out (B, Hq, S, Dv) in `out_dtype` and the LSE, float32 (B, Hq, S).
     """
+    q, storage, batch = call.q, call.storage, call.batch
     rows, q_heads, length, _ = q.shape
     sequences, kv_heads, _, value_dim = storage.v.shape
-    traits = Traits.of(storage, recipe, device, softmax_scale)
+    traits = Traits.of(storage, call.recipe, device, call.softmax_scale)
     how = choose(q, storage, batch.most_pages, traits, device)
     how = how if splits is None else replace(how, splits=splits)
-    k, v = (None, None) if new is None else new
+    k, v = (None, None) if call.new is None else call.new
     recent_k, recent_v = storage.k, storage.v
     # the interpreter can't multiply bfloat16, and truncates to it instead of rounding
     if device.emulated and q.dtype == torch.bfloat16:
@@ -335,7 +334,7 @@ def attend(
         q, k, v, q.stride(), nothing if k is None else k.stride(), nothing if v is None else v.stride(), *batch.tensors(),
         stored[0], cached.k_scale, stored[1], cached.v_scale, storage.k_mean, storage.v_mean, storage.v_scale, recent_k, recent_v,
         out, lse, partial, sums, q_heads, kv_heads, length, table.stride(0), table.shape[1], cached.k.shape[0], sequences, how.splits,
-        softmax_scale, how.rows, traits, num_warps=how.warps, num_stages=how.stages, warmup=warmup,
+        call.softmax_scale, how.rows, traits, num_warps=how.warps, num_stages=how.stages, warmup=warmup,
     )  # fmt: skip
     if partial is not None and sums is not None:
         combine(partial, sums, out, lse, traits.value_width, warmup)

@@ -11,7 +11,7 @@ import emulation
 from fp8attn import KVCache, PagedBatch, Recipe, pages
 from fp8attn.cuda import build, decode, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
-from fp8attn.pages import PAGE, Storage
+from fp8attn.pages import PAGE, PagedCall, Storage
 from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
 from paging import assert_attends
 
@@ -62,13 +62,13 @@ def attend(library: build.Library | None, case: Case, q: torch.Tensor, storage: 
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
-        return run.attend_to_pages(q, storage, batch, case.recipe, scale, device, torch.float32)
+        return run.attend_to_pages(PagedCall(q, storage, None, batch, case.recipe, scale), device, torch.float32)
 
 
 def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
     q, storage, batch = case.cache(device)
     actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=sms))
-    expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
+    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, 0.2))
     assert_attends(*actual, expected, case.dtype, library is not None)
     assert not storage.tickets.any()
 
@@ -147,7 +147,7 @@ def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torc
     else:
         storage.pages.k.view(torch.uint8)[batch.page_table[0, 0].item(), 0, 77] = 0x7F
     actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=2))
-    expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
+    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, 0.2))
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.isnan(), y.isnan()) and bool(x.isnan().any())
 
@@ -162,7 +162,7 @@ def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device)
     batch.sequences[2] = 99
     batch.lengths[3] = 1 << 30
     actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=3))
-    expected = pages.attend_paged(q, storage, None, batch, case.recipe, 0.2)
+    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, 0.2))
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
     assert bool(actual[0][0].isfinite().all())

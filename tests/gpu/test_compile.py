@@ -353,6 +353,7 @@ def paged(arch: int, part: int) -> list[dict]:
     import fp8attn
     from fp8attn.device import ARCHITECTURES
     from fp8attn.paged_tensors import Scoring
+    from fp8attn.pages import PagedCall
     from fp8attn.triton import paged_append, paged_attention, paged_tensors
     from offline import architecture
 
@@ -382,7 +383,8 @@ def paged(arch: int, part: int) -> list[dict]:
         with architecture(arch):
             for batch, new, splits in ((table.batch(), (k, k), 1), (some, None, 4)):
                 paged_append.append(cache.storage, k, k, batch, recipe, device, warmup=True)
-                paged_attention.attend(q, cache.storage, new, batch, recipe, 0.1, device, q.dtype, splits=splits, warmup=True)
+                call = PagedCall(q, cache.storage, new, batch, recipe, 0.1)
+                paged_attention.attend(call, device, q.dtype, splits=splits, warmup=True)
     e4m3, recipe = torch.float8_e4m3fn, fp8attn.Recipe()
     one, by_token = torch.ones(2), torch.ones(8, 16, 2)
     tensors_problems = (

@@ -78,9 +78,10 @@ def test_the_kernel_attends_as_the_oracle(device: torch.device, problem: Problem
     storage = both.cache.storage
     old = pages.Storage.of([x.clone() if x is storage.k or x is storage.v else x for x in storage.tensors()])
     both.append(*new, [0, 1], counts, backend="modelled")
-    arguments = (q[:, :, before:], old if given_keys else storage, new if given_keys else None, both.batch([0, 1], counts), both.cache.recipe, scale)
-    out, lse = paged_attention.attend(*arguments, device_of(device), torch.float32, splits=splits)
-    assert_attends(out, lse, pages.attend_paged(*arguments), problem.dtype, not GPU)
+    shown = (old, new) if given_keys else (storage, None)
+    call = pages.PagedCall(q[:, :, before:], *shown, both.batch([0, 1], counts), both.cache.recipe, scale)
+    out, lse = paged_attention.attend(call, device_of(device), torch.float32, splits=splits)
+    assert_attends(out, lse, pages.attend_paged(call), problem.dtype, not GPU)
     assert not out[1, :, counts[1] :].any()
 
 

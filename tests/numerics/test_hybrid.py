@@ -17,6 +17,7 @@ import fp8attn
 from closeness import assert_same_pattern, relative
 from fp8attn import Recipe, hybrid, ops, reference
 from fp8attn.device import device_of
+from fp8attn.reference import HalfKeyCounts
 from fp8attn.triton import half_keys as kernel
 from strategies import Case, alike, cases, given_several, noted
 
@@ -93,7 +94,7 @@ def test_kernel_is_its_definition(drawn: tuple[Case, ...], device: torch.device)
         out, found = ops.library_ops.half_keys(q, k, v, *given, part, *options, case.causal, torch.float32, True)
         sinks, recent, _ = options
         expected, expected_lse = reference.with_half_keys(
-            q, k, v, others, lse, sinks=sinks, recent=recent, causal=case.causal, softmax_scale=scale, dtype=torch.float64
+            q, k, v, (others, lse), HalfKeyCounts(sinks, recent), causal=case.causal, softmax_scale=scale, dtype=torch.float64
         )  # fmt: skip
         # what K lost is multiplied as exactly as float32
         of_scores = score_error(case, q, k, device) + score_size(case, q, mean.unsqueeze(-2)) * 2.0**-20
@@ -111,14 +112,14 @@ def test_is_fp8_and_half_precision_merged(drawn: tuple[Case, ...], device: torch
         out, lse = sdpa(q, k, v, recipe=case.recipe, **options, **mask)
         expected, expected_lse = [], []
         for rows, causal, keys, fp8_causal in split(case, case.recipe):
-            others = None, None
+            others = None
             if keys.start < keys.stop:
                 others = sdpa(
                     q[:, :, rows], k[:, :, keys], v[:, :, keys], recipe=case.recipe.of_fp8_keys, **options,
                     is_causal=fp8_causal != "none", causal_alignment="bottom_right",
                 )  # fmt: skip
             one, one_lse = reference.with_half_keys(
-                q[:, :, rows], k, v, *others, sinks=case.recipe.sinks, recent=case.recipe.recent, causal=causal, softmax_scale=case.scale,
+                q[:, :, rows], k, v, others, HalfKeyCounts(case.recipe.sinks, case.recipe.recent), causal=causal, softmax_scale=case.scale,
                 dtype=torch.float64,
             )  # fmt: skip
             expected.append(one), expected_lse.append(one_lse)
@@ -307,7 +308,7 @@ def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, device: torc
         out = fp8attn.triton_sdpa(q, k, v, is_causal=True, recipe=Recipe(recent=128), out_dtype=torch.float32)
         keys, _ = hybrid.fp8_keys(330, 330, "top_left", Recipe(recent=128))
         others = fp8attn.triton_sdpa(q, k[:, :, keys], v[:, :, keys], is_causal=True, causal_alignment="bottom_right", return_lse=True)
-        expected, _ = reference.with_half_keys(q, k, v, *others, sinks=0, recent=128, causal="top_left", dtype=torch.float64)
+        expected, _ = reference.with_half_keys(q, k, v, others, HalfKeyCounts(0, 128), causal="top_left", dtype=torch.float64)
         return torch.equal(out.isnan(), expected.isnan()) and relative(out.nan_to_num(), expected.nan_to_num()) < 1e-5
 
     assert is_right()

@@ -23,7 +23,7 @@ from fp8attn.call import HALVES, Problem
 from fp8attn.cuda import build, decode, fused_small, general_quantize, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
-from fp8attn.pages import Storage
+from fp8attn.pages import PagedCall, Storage
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -169,7 +169,7 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
         assert decode.unsupported_call(q, cache.storage, batch, 0.1, H100) is None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_with", lambda *_: told.library)
-            out, lse = run.attend_to_pages(q, cache.storage, batch, fp8attn.Recipe(), 0.1, H100, torch.float32)
+            out, lse = run.attend_to_pages(PagedCall(q, cache.storage, None, batch, fp8attn.Recipe(), 0.1), H100, torch.float32)
         assert out.shape == q.shape and out.is_contiguous() and lse.shape == (3, 8, 2)
         buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
         assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode.choose(cache.storage), H100)
@@ -217,7 +217,7 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
     def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
         q, table, lengths, counts, sequences, *storage = inputs
         batch = fp8attn.PagedBatch(table, lengths, counts, sequences)
-        return run.attend_to_pages(q, Storage.of(storage), batch, recipe, 0.1, H100, torch.float32)
+        return run.attend_to_pages(PagedCall(q, Storage.of(storage), None, batch, recipe, 0.1), H100, torch.float32)
 
     number = (1 << 41) + with_sequences
     with pytest.MonkeyPatch.context() as patch:
