@@ -103,12 +103,12 @@ FUSED_SMALL_MUTANTS = {
         "&shared.key_mean[(3 - part.slice) * QUADS + quad]",
     ),
     "means not awaited": (FUSED_SMALL, "fused_small.cuh", "  ptx::mbarrier_wait(&shared.means_full, 0);\n  finish", "  finish"),
-    "an LSE without the mean": (FUSED_SMALL, "fused_small.cuh", "return rotated_mean(shared, i)", "return float4{}"),
+    "an LSE without the mean": (FUSED_SMALL, "fused_small.cuh", "own = rotated_mean(shared, threadIdx.x % (PART / 4))", "own = {}"),
     "an LSE with the mean of other channels": (
         FUSED_SMALL,
         "fused_small.cuh",
-        "return rotated_mean(shared, i)",
-        "return rotated_mean(shared, 0)",
+        "const int from = member * QUADS + i;",
+        "const int from = i;",
     ),
     "bytes of another token": (FUSED_SMALL, "fused_small.cuh", "upper ? 0x3276 : 0x5410", "upper ? 0x7632 : 0x1054"),
     "columns of another slice": (FUSED_SMALL, "fused_small.cuh", "keys + 2 * step * (S::block_bytes / 16)", "keys + step * (S::block_bytes / 16)"),
@@ -236,7 +236,7 @@ WINDOW_MUTANTS = {
     "sink of another head": ("hopper_mainloop.h", "sink = p.sinks[tile.head];", "sink = p.sinks[0];"),
     "sink beside scores without the mean": (
         "hopper_mainloop.h",
-        "SinkRow::add<>(largest[0], l[0], sink - means.x)",
+        "SinkRow::add<>(largest[0], l[0], sink - mean_scores.x)",
         "SinkRow::add<>(largest[0], l[0], sink)",
     ),
     "values' mean with all weight": ("tile/score_mod.h", "return {mine * inverse, mine * keys * inverse};", "return {mine * inverse, 1.0f};"),
@@ -249,8 +249,8 @@ SOFTCAP = "softcap"
 
 
 SOFTCAP_MUTANTS = {
-    "cap without the mean": ("tile/score_mod.h", "offset = shift[r] * inverse;", "offset = 0.0f;"),
-    "a row's mean for both": ("hopper_mainloop.h", "wg_tile.first_row() + f.row + 8 * r);\n    }", "wg_tile.first_row() + f.row);\n    }"),
+    "cap without the mean": ("tile/score_mod.h", "offset = (r == 0 ? shift.x : shift.y) * inverse;", "offset = 0.0f;"),
+    "a row's mean for both": ("hopper_mainloop.h", "mean_score(p, wg_tile.tile, row + 8)", "mean_score(p, wg_tile.tile, row)"),
     "cap of natural scores": ("tile/score_mod.h", "factor[r] * (inverse / LOG2E)", "factor[r] * inverse"),
     "no cap": ("hopper_mainloop.h", "if constexpr (C.softcap) cap_scores(s, factor, shift, p.softcap);", ""),
 }
