@@ -27,14 +27,36 @@ from .peers import END_TO_END, KERNEL, OWN, PYTORCH, Attention, Peer, Problem, n
 WORKSPACE_BYTES = 256 << 20
 
 
-def lacking(module: str, how: str) -> Callable[[], str | None]:
-    """A function that returns what is missing (a GPU, a module) and how to get it, or None."""
+FLASH3 = ("flash_attn_interface", "fa3_fwd_interface")
+"""The modules that FlashAttention-3 may have: that of its repository's folder hopper, and that of the wheel fa3-fwd."""
+
+
+def installed(modules: Sequence[str]) -> str | None:
+    """The first of some modules that is installed, or None."""
+    return next((name for name in modules if name in sys.modules or importlib.util.find_spec(name.split(".")[0]) is not None), None)
+
+
+def lacking(how: str, *modules: str) -> Callable[[], str | None]:
+    """A function that returns what is missing (a GPU, or all of some modules) and how to get it, or None."""
 
     def needs() -> str | None:
-        there = importlib.util.find_spec(module.split(".")[0]) is not None
+        there = installed(modules) is not None
         return ", and ".join(part for part in (needs_gpu(), None if there else how) if part is not None) or None
 
     return needs
+
+
+def flash3() -> Any:
+    """FlashAttention-3.
+
+    Raises:
+        ImportError: it isn't installed.
+    """
+    return importlib.import_module(installed(FLASH3) or FLASH3[0])
+
+
+needs_flash3 = lacking("FlashAttention-3: pip install fa3-fwd, or its repository's folder hopper, installed from source", *FLASH3)
+needs_two_level = lacking("pip install vllm, whose FlashAttention-3 it is", "vllm")
 
 
 def per_tensor(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,8 +141,8 @@ def _in_v_scales(problem: Problem, out: torch.Tensor) -> torch.Tensor:
 
 
 def _flash3(fp8: bool, problem: Problem) -> Attention:
-    """flash_attn_interface.flash_attn_func: (B, S, H, D); in FP8, one scale per batch entry and key/value head."""
-    function = importlib.import_module("flash_attn_interface").flash_attn_func
+    """flash_attn_func of FlashAttention-3: (B, S, H, D); in FP8, one scale per batch entry and key/value head."""
+    function = flash3().flash_attn_func
     causal = problem.case.causal
     per_head = (problem.case.batch, problem.case.kv_heads)
 
@@ -300,16 +322,15 @@ def _transformer_engine(problem: Problem) -> Attention:
     return attention
 
 
-_FLASH3 = lacking("flash_attn_interface", "FlashAttention-3: its repository's folder hopper, installed from source; module flash_attn_interface")
-_SAGE = lacking("sageattention", "SageAttention 2, installed from source; module sageattention")
-_FLASHINFER = lacking("flashinfer", "pip install flashinfer-python")
+_SAGE = lacking("SageAttention 2, installed from source; module sageattention", "sageattention")
+_FLASHINFER = lacking("pip install flashinfer-python", "flashinfer")
 
 OTHERS = (
     Peer("FlexAttention", (KERNEL, END_TO_END), _flex, jit=True, needs=needs_gpu),
-    Peer("cuDNN e4m3", (KERNEL,), _cudnn, needs=lacking("cudnn", "pip install nvidia-cudnn-frontend"), restored=_in_v_scales),
-    Peer("FA3 bf16", (KERNEL, END_TO_END), functools.partial(_flash3, False), needs=_FLASH3),
-    Peer("FA3 e4m3", (KERNEL,), functools.partial(_flash3, True), needs=_FLASH3),
-    Peer("FA3 e4m3 two-level", (KERNEL,), _flash3_two_level, needs=lacking("vllm", "pip install vllm, whose FlashAttention-3 it is")),
+    Peer("cuDNN e4m3", (KERNEL,), _cudnn, needs=lacking("pip install nvidia-cudnn-frontend", "cudnn"), restored=_in_v_scales),
+    Peer("FA3 bf16", (KERNEL, END_TO_END), functools.partial(_flash3, False), needs=needs_flash3),
+    Peer("FA3 e4m3", (KERNEL,), functools.partial(_flash3, True), needs=needs_flash3),
+    Peer("FA3 e4m3 two-level", (KERNEL,), _flash3_two_level, needs=needs_two_level),
     Peer("Sage2", (KERNEL,), _sage_kernel, needs=_SAGE),
     Peer("Sage2 end to end", (END_TO_END,), _sage, needs=_SAGE),
     Peer("FlashInfer bf16", (KERNEL, END_TO_END), _flashinfer, needs=_FLASHINFER),
@@ -318,7 +339,7 @@ OTHERS = (
         "Transformer Engine e4m3",
         (END_TO_END,),
         _transformer_engine,
-        needs=lacking("transformer_engine", "pip install transformer-engine[pytorch]"),
+        needs=lacking("pip install transformer-engine[pytorch]", "transformer_engine"),
     ),
 )
 PEERS = OWN + PYTORCH + OTHERS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,8 +162,8 @@ def _append(sets: Sequence[Inputs]) -> Run:
 
 
 def _flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
-    """fa3_fwd_interface.flash_attn_with_kvcache, with one scale per tensor in FP8."""
-    function = importlib.import_module("fa3_fwd_interface").flash_attn_with_kvcache
+    """flash_attn_with_kvcache of FlashAttention-3, with one scale per tensor in FP8."""
+    function = adapters.flash3().flash_attn_with_kvcache
 
     def call(inputs: Inputs) -> Callable[[], torch.Tensor]:
         q, case = inputs.q.transpose(1, 2).contiguous(), inputs.case
@@ -216,16 +215,14 @@ class Row:
     needs: Callable[[], str | None] = needs_nothing
 
 
-_FA3 = adapters.lacking("fa3_fwd_interface", "FlashAttention-3: pip install fa3-fwd")
-
 ROWS = (
     Row("fp8attn cuda", functools.partial(_own, "cuda"), needs=needs_gpu),
     Row("fp8attn triton", functools.partial(_own, "triton")),
     Row("fp8attn tensors e4m3", functools.partial(_tensors, True)),
     Row("fp8attn tensors bf16", functools.partial(_tensors, False), 2),
     Row("fp8attn append", _append, attends=False),
-    Row("FA3 e4m3", functools.partial(_flash3, True), needs=_FA3),
-    Row("FA3 bf16", functools.partial(_flash3, False), 2, needs=_FA3),
+    Row("FA3 e4m3", functools.partial(_flash3, True), needs=adapters.needs_flash3),
+    Row("FA3 bf16", functools.partial(_flash3, False), 2, needs=adapters.needs_flash3),
     Row("SDPA bf16", _sdpa, 2),
 )
 

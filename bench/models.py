@@ -25,7 +25,7 @@ from fp8attn import PRECISE, Recipe
 from fp8attn.calibration.interception import intercepted
 from fp8attn.validate import Arguments
 
-from . import command_line, report
+from . import adapters, command_line, report
 from .cases import SEED
 from .command_line import UsageError, at_least, input_file, more_than_zero
 from .machine import machine
@@ -203,8 +203,7 @@ def by_sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sca
 
 def by_fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
     """FlashAttention-3 in bfloat16."""
-    flash_attn_func = importlib.import_module("flash_attn_interface").flash_attn_func
-    out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), softmax_scale=scale, causal=causal)
+    out = adapters.flash3().flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), softmax_scale=scale, causal=causal)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
@@ -235,20 +234,20 @@ class Row:
     Attributes:
         switch: a context in which a model's attention is computed so. It may be entered once for good.
         around: a context around each forward.
-        module: of another library, which must be installed.
+        modules: of another library, one of which must be installed.
         backend: a backend of PyTorch, among which the fastest is what others are compared with.
     """
 
     name: str
     switch: Callable[[nn.Module], contextlib.AbstractContextManager]
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    module: str | None = None
+    modules: tuple[str, ...] = ()
     backend: bool = False
 
     @property
     def lacking(self) -> str | None:
         """What is missing, or None."""
-        return None if self.module is None or importlib.util.find_spec(self.module) else f"the package {self.module}"
+        return None if not self.modules or adapters.installed(self.modules) else f"the package {' or '.join(self.modules)}"
 
 
 def _unchanged(model: nn.Module) -> contextlib.AbstractContextManager:
@@ -288,8 +287,8 @@ ROWS = (
     Row("SDPA cuDNN", _unchanged, _first(SDPBackend.CUDNN_ATTENTION), backend=True),
     Row("fp8attn", _registered("fp8attn", Recipe())),
     Row("fp8attn int8", _registered("fp8attn_int8", PRECISE)),
-    Row("SageAttention", _by(by_sage), module="sageattention"),
-    Row("FA3 bf16", _by(by_fa3), module="flash_attn_interface"),
+    Row("SageAttention", _by(by_sage), modules=("sageattention",)),
+    Row("FA3 bf16", _by(by_fa3), modules=adapters.FLASH3),
     Row(NOTHING, _by(by_nothing)),
 )
 """`no attention` shows what of the time isn't attention: answers are wrong."""

@@ -171,23 +171,30 @@ def dense_by(backend: fp8attn.validate.Backend, x: Inputs) -> Run:
     return attention
 
 
-def flash3(module: str, fp8: bool, x: Inputs) -> Run:
-    """flash_attn_varlen_func of FlashAttention-3, upstream's or vLLM's; e4m3 with one scale per sequence and head.
+def flash3(module: Any, fp8: bool, x: Inputs, **more: Any) -> Run:
+    """flash_attn_varlen_func of a FlashAttention-3; e4m3 with one scale per sequence and head.
+
+    Args:
+        more: arguments that this FlashAttention-3 alone has.
 
     Raises:
         ValueError: rows have sinks.
     """
     if x.batch.sinks:
         raise ValueError("it has no sinks")
-    function = importlib.import_module(module).flash_attn_varlen_func
+    function = module.flash_attn_varlen_func
     scales = torch.ones(len(x.batch.lengths), x.batch.kv_heads, device=x.starts.device)
     sets = [tuple(y.to(torch.float8_e4m3fn) for y in tensors) for tensors in x.sets] if fp8 else x.sets
     options: dict[str, Any] = dict(cu_seqlens_q=x.starts, cu_seqlens_k=x.starts, max_seqlen_q=x.longest, max_seqlen_k=x.longest)
-    options |= {"causal": x.batch.causal, "window_size": (x.batch.window, 0 if x.batch.window >= 0 else -1), "softcap": x.batch.softcap} | (
-        {f"{name}_descale": scales for name in "qkv"} if fp8 else {}
-    )
-    options |= {"fa_version": 3} if module.startswith("vllm") else {}
-    return lambda i: function(*sets[i % len(sets)], **options)
+    window = (x.batch.window, 0) if x.batch.window >= 0 else (-1, -1)
+    options |= {"causal": x.batch.causal, "window_size": window, "softcap": x.batch.softcap}
+    options |= {f"{name}_descale": scales for name in "qkv"} if fp8 else {}
+    return lambda i: function(*sets[i % len(sets)], **options, **more)
+
+
+def flash3_two_level(x: Inputs) -> Run:
+    """vLLM's FlashAttention-3."""
+    return flash3(importlib.import_module("vllm.vllm_flash_attn"), True, x, fa_version=3)
 
 
 @dataclass(frozen=True)
@@ -199,15 +206,14 @@ class Row:
     needs: Callable[[], str | None] = needs_gpu
 
 
-UPSTREAM, VLLM = "flash_attn_interface", "vllm.vllm_flash_attn"
 ROWS_OF_TABLE = (
     Row("fp8attn, kernel alone", kernel_alone),
     Row("fp8attn, from bf16", from_bf16),
     Row("fp8attn triton, dense", lambda x: dense_by("triton", x)),
     Row("fp8attn auto, dense", lambda x: dense_by("auto", x)),
-    Row("FA3 bf16", lambda x: flash3(UPSTREAM, False, x), adapters.lacking(UPSTREAM, "FlashAttention-3, installed from source")),
-    Row("FA3 e4m3", lambda x: flash3(UPSTREAM, True, x), adapters.lacking(UPSTREAM, "FlashAttention-3, installed from source")),
-    Row("FA3 e4m3 two-level", lambda x: flash3(VLLM, True, x), adapters.lacking("vllm", "pip install vllm, whose FlashAttention-3 it is")),
+    Row("FA3 bf16", lambda x: flash3(adapters.flash3(), False, x), adapters.needs_flash3),
+    Row("FA3 e4m3", lambda x: flash3(adapters.flash3(), True, x), adapters.needs_flash3),
+    Row("FA3 e4m3 two-level", flash3_two_level, adapters.needs_two_level),
 )
 
 

@@ -391,8 +391,8 @@ def test_without_a_gpu_what_needs_one_isnt_here(capsys: pytest.CaptureFixture) -
 
 
 def test_needs_say_what_is_missing_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = adapters.lacking("json", "pip install json")
-    missing = adapters.lacking("no_such_module", "pip install no_such_module")
+    there = adapters.lacking("pip install json", "no_such_module", "json")
+    missing = adapters.lacking("pip install no_such_module", "no_such_module")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert there() == "an NVIDIA GPU" and missing() == "an NVIDIA GPU, and pip install no_such_module"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
