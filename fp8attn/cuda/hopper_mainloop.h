@@ -297,13 +297,16 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     constexpr std::integral_constant<int, 1> one;
     constexpr auto nothing = [] {};
 
-    // Frees a block that only other rows of the tile attend to, and returns the one after it.
+    // Frees a block that only other rows of the tile attend to, and returns the one after it. A lane that still waits
+    // when its warp frees a stage may miss the phase, and then waits for ever.
     const auto skip_block = [&](int block) {
       wait_for_keys(ring);
       const KvBlock kv_block = kv_block_of(ring.stage, block + 1);
       shared.added.skip(p, kv_block, consumer, added);
+      __syncwarp();
       free_keys();
       ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
+      __syncwarp();
       if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
       return kv_block.next;
     };

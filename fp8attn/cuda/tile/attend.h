@@ -72,14 +72,15 @@ struct WarpgroupTile {
   const Tile& tile;  // in shared memory and read there again: registers are scarce between
   int consumer;
   // Numbers of K/V blocks, without regard to a mask: at least one row of mine sees keys of the blocks begin ...
-  // seen - 1, and all rows of mine see all keys of the blocks edge ... whole - 1.
+  // seen - 1, and all rows of mine see all keys of the blocks edge ... whole - 1. If all rows of mine are behind the
+  // last one, I attend to the tile's first block only.
   int seen, whole, begin = 0, edge = 0;
 
   // Of the tile's blocks those before `end`. `window`: whether rows have a first key.
   __device__ WarpgroupTile(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS, bool window = false)
       : tile(its_tile), consumer(number) {
     const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
-    seen = min(visible.blocks(row + ROWS - 1), end);
+    seen = row < visible.q_length ? min(visible.blocks(row + ROWS - 1), end) : 1;
     whole = visible.end(row) / KEYS;
     if (!window) return;
     begin = visible.first_block(row, row + ROWS - 1);
