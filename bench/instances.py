@@ -102,7 +102,7 @@ def rows() -> list[Row]:
         Row(
             "Hopper, packed",
             "`varlen_sdpa` in e4m3 with scales of K per block: " + ", ".join(VARLEN_GROUPS),
-            "tiles come from a table; the lengths of a sequence stay live in the loop",
+            "tiles come from a table, with lengths of their own; the last rows of a sequence are stored one by one",
             hopper_only(*VARLEN_GROUPS.values()),
         ),
         Row("fused small", "bf16 or fp16, default recipe, few keys", "one launch does all", hopper_only(fused_small.INSTANCES)),
@@ -144,7 +144,7 @@ FIELDS: dict[type, dict[str, str]] = {
         "added": "a branch per block, and a ring in shared memory",
         "window": "compares before a row's first key",
         "softcap": "a tanh per score",
-        "varlen": "the lengths of a sequence stay live in the loop; no shared tiles",
+        "varlen": "lengths come from shared memory; rows that are stored one by one; no shared tiles",
     },
     PortableConfig: {
         "head_dim": "accumulators are registers",

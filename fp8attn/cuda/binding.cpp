@@ -196,7 +196,6 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   p.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   p.mean_scores = mean_scores ? mean_scores->const_data_ptr<float>() : nullptr;
   p.tile_table = tile_table ? tile_table->const_data_ptr<int>() : nullptr;
-  p.table_tiles = tile_table ? tile_table->size(0) : 0;
   p.ready = ready;
   p.ready_ctas = ready_ctas;
   p.q_group = l.q_group;

@@ -165,12 +165,13 @@ __device__ int loaded_end(const Visible& visible, const Tile& tile, const TileOf
 template <HopperConfig C>
 __device__ void write_next_work_tile(SharedStorage<C>& shared, const ScheduleOf<C>& schedule, int round) {
   TileOf<C>& next = shared.tiles[(round + 1) % TILES];
+  const auto position = [&] { return round < 0 ? int(blockIdx.x) : schedule.after(round); };
   if constexpr (C.varlen)
-    next = schedule.next(round < 0 ? blockIdx.x : schedule.after(round), round);
+    next = schedule.at(position());
   else if constexpr (Shape<C>::stream_k)
     shared.side.work_tiles.write_next(next, schedule, round);
   else
-    static_cast<Tile&>(next) = schedule.at(round < 0 ? blockIdx.x : schedule.after(round));
+    static_cast<Tile&>(next) = schedule.at(position());
 }
 
 }  // namespace fp8attn

@@ -91,12 +91,11 @@ struct Params {
   const float* sinks;
   const float* mean_scores;
 
-  // Instances for packed sequences, of which there is one batch: the table of tiles, table_tiles entries of TILE_PITCH
-  // numbers (TileField), those with the most work first, zeros where there is no tile. first_offset and causal_offset
-  // are then the window: how many keys before and after the aligned one; -1 is unlimited. K's and V's pages, and the
-  // scales and means of each sequence, are laid out as fp8attn.recipe.Quantized says.
+  // Instances for packed sequences, of which there is one batch: the table of tiles, rows of TILE_PITCH numbers. The
+  // first row is the header (TableHeader), whose `taken` is the counter, the others are tiles (TileField). first_offset
+  // and causal_offset are then the window: how many keys before and after the aligned one; -1 is unlimited. K's and V's
+  // pages, and the scales and means of each sequence, are laid out as fp8attn.recipe.Quantized says.
   const int* tile_table;
-  int table_tiles;
 };
 
 // Parameters of the kernel that quantizes K and V.

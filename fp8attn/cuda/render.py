@@ -71,7 +71,8 @@ def float32(x: float) -> float:
 def constants() -> str:
     """constants.h."""
     lines = [f"constexpr {type(x).__name__} {name} = {x if isinstance(x, int) else f'{float32(x).hex()}f'};" for name, x in CONSTANTS.items()]
-    lines.append(f"enum class TileField : int {{ {', '.join(schedule.TILE_FIELDS)} }};")
+    for name, numbers in (("TableHeader", schedule.TABLE_HEADER), ("TileField", schedule.TILE_FIELDS)):
+        lines.append(f"enum class {name} : int {{ {', '.join(numbers)} }};")
     nan = f"constexpr uint8_t INT8_NAN = {recipe.INT8_NAN & 0xFF:#x};"
     return "\n".join((RENDERED, "#pragma once\n", "#include <cstdint>\n", "namespace fp8attn {\n", *lines, nan, "\n}  // namespace fp8attn\n"))
 

@@ -13,7 +13,7 @@ from ..quantization import sample_size
 from ..recipe import ProductType, Quantized, Recipe
 from ..reference import causal_offset
 from ..rotation import part_of
-from ..schedule import heads_side_by_side
+from ..schedule import TABLE_HEADER, heads_side_by_side
 from . import build, configs, decode, fused_small, general_quantize, portable, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
@@ -74,7 +74,7 @@ def forward(
 
     Args:
         split_ctas: as `split_ctas_of` says; None: as many as that.
-        tile_table: the tiles of packed sequences, int32 (places, TILE_PITCH), for the config's tile_rows.
+        tile_table: the table of tiles of packed sequences, int32 (1 + places, TILE_PITCH), for the config's tile_rows.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
@@ -113,6 +113,8 @@ def forward(
     if scratch.counters + scratch.flags:
         counter, flags = out.new_zeros(scratch.counters + scratch.flags, dtype=torch.int32).split((scratch.counters, scratch.flags))
         counter = counter if scratch.counters else None
+    elif tile_table is not None:
+        counter = tile_table[0].narrow(0, TABLE_HEADER.index("taken"), 1)
     if scratch.split_ctas:
         parts, part_rows = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device), flags
     library.operators.forward.default(
@@ -127,7 +129,8 @@ class Scratch(NamedTuple):
     """Memory through which a call's CTAs communicate.
 
     Attributes:
-        counters: int32, 0 at launch: one from which a free CTA takes the next tile, or none.
+        counters: int32, 0 at launch: one from which a free CTA takes the next tile, or none. Packed sequences have it
+            in the header of their table.
         flags: int32, 0 at launch, of each warp of `split_ctas`: whether it has stored its partial results.
         split_ctas, floats: the number of CTAs that store partial results, and of float32 that each stores; or 0.
     """
@@ -152,7 +155,7 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
         ctas = max(min(tiles, device.sm_count), split_ctas)
         if split_ctas > 1:
             scratch = Scratch(0, split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4)
-    if tiles > ctas and (call.causal != "none" or call.varlen is not None or call.kv_length >= LONG_KEYS):
+    if tiles > ctas and call.varlen is None and (call.causal != "none" or call.kv_length >= LONG_KEYS):
         scratch = scratch._replace(counters=1)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.window_offsets[1])

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITCallable
 
 from .. import recording
@@ -109,7 +111,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
     Args:
         arguments: all arguments of the kernel, in order, constexprs included.
         warmup: compile only.
-        dependent: launch before the previous kernel has ended. The kernel itself waits for it (quantize.begin).
+        dependent: launch before the previous kernel has ended. The kernel itself waits for it (begin).
         options: Triton's options, such as num_warps.
     """
     if dependent:
@@ -141,6 +143,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
         return
     stream = triton.runtime.driver.active.get_current_stream(device)
     compiled[(*grid, 1, 1)[:3]](*arguments, stream=stream)
+
+
+@triton.jit
+def begin(DEPENDENT: tl.constexpr):
+    """The start of a kernel that may be a dependent, before it touches memory: wait for the previous kernel, let the
+    next one start."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def compiled_for(kernel: Any, arguments: tuple, options: dict[str, Any]) -> Any:

@@ -16,8 +16,8 @@ from ..layout import units_of
 from ..recipe import Packed
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
-from .launch import ceil_div, check_counted, launch
-from .quantize import begin, power_of_2
+from .launch import begin, ceil_div, check_counted, launch
+from .quantize import power_of_2
 from .varlen import packed_arguments, unit_of_head, units_in
 
 ROWS = 64

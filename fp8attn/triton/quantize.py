@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout, rotation
 from .. import quantization as quantize_ref
@@ -31,7 +30,7 @@ from ..layout import padded_length, units_of
 from ..recipe import E4M3, E4M3_NAN, SCALE_BLOCK, Granularity, Packed, Quantized, Recipe
 from .feedback import feed_back
 from .fit import fitted_codes
-from .launch import ceil_div, check_counted, launch
+from .launch import begin, ceil_div, check_counted, launch
 from .tile import (
     E4M3_LARGEST,
     FLOAT_MAX,
@@ -142,14 +141,6 @@ class Traits:
     def widths(self) -> tuple[int, int, int]:
         q, k, v = (power_of_2(dim) for dim in (self.q_dim, self.k_dim, self.v_dim))
         return q, k, v
-
-
-@triton.jit
-def begin(DEPENDENT: tl.constexpr):
-    """The start of every kernel, before it touches memory: wait for the previous kernel, let the next one start."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

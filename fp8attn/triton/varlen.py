@@ -1,7 +1,8 @@
 """Packed sequences: which sequence a program works on, and the order of query tiles.
 
 Lengths are known on the GPU only. Grids have a program for every place of a unit (layout.units_of), and places without
-tokens do nothing. Attention kernels read their tiles from a table, the heaviest tile first. One launch writes it.
+tokens do nothing. Attention kernels read their tiles from a table, those of the longest sequences first. One launch
+writes it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from .. import layout, schedule
 from ..call import Call
 from ..device import INTERPRETING, Device
 from ..recipe import SCALE_BLOCK, Packed
-from .launch import launch
+from .launch import begin, launch
 
 SEARCH: tl.constexpr = tl.constexpr(128)  # sequences that are compared at a time
 PITCH: tl.constexpr = tl.constexpr(schedule.TILE_PITCH)
+TILES_AT: tl.constexpr = tl.constexpr(schedule.TABLE_HEADER.index("tiles"))
+TAKEN_AT: tl.constexpr = tl.constexpr(schedule.TABLE_HEADER.index("taken"))
 PAGE: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 # the interpreter runs plain Python functions as they are
 first_unit = layout.first_unit if INTERPRETING else triton.jit(layout.first_unit)
@@ -94,62 +97,76 @@ def offsets_of(window, q_length, kv_length):
 
 @triton.jit
 def load_tile_entry(table, index):
-    """A tile of the table: schedule.TILE_FIELDS."""
-    entry = table + index * PITCH
-    page = tl.load(entry + 6)
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), page
+    """A tile of the table: schedule.TILE_FIELDS, all 0 behind the last tile. `index` is below the number of places."""
+    exists = index < tl.load(table + TILES_AT)
+    entry = table + (1 + index) * PITCH
+    sequence, first_row = tl.where(exists, tl.load(entry), 0), tl.where(exists, tl.load(entry + 1), 0)
+    q_begin, q_length = tl.where(exists, tl.load(entry + 2), 0), tl.where(exists, tl.load(entry + 3), 0)
+    k_begin, k_length = tl.where(exists, tl.load(entry + 4), 0), tl.where(exists, tl.load(entry + 5), 0)
+    return sequence, first_row, q_begin, q_length, k_begin, k_length, tl.where(exists, tl.load(entry + 6), 0)
 
 
 @triton.jit
-def most_keys(kv_length, window, ROWS: tl.constexpr):
-    """The most keys that a tile of some sequences sees."""
-    return tl.where((window[0] < 0) | (window[1] < 0), kv_length, tl.minimum(kv_length, window[0] + window[1] + ROWS))
+def work_of(q_length, kv_length, window, ROWS: tl.constexpr):
+    """The work of the tiles of some sequences: of all full tiles, and of the last tile if it isn't full.
 
-
-@triton.jit
-def keys_of_tile(tile, q_length, kv_length, window, ROWS: tl.constexpr):
-    """The work of a tile: about the keys that it sees. From one tile of a sequence to the next it doesn't decrease."""
-    last = tl.maximum((tile * ROWS + ROWS - q_length) + kv_length + window[1], 0)
-    return tl.where(window[1] < 0, kv_length, tl.minimum(last, most_keys(kv_length, window, ROWS)))
+    It is the most keys that a tile of the sequence sees: all tiles of a sequence have the same, so that they come one
+    after the other, and find their keys in L2. But where all of them see as many keys, a tile that isn't full has
+    less: rows that don't exist take about half of the time of others.
+    """
+    most = tl.where((window[0] < 0) | (window[1] < 0), kv_length, tl.minimum(kv_length, window[0] + window[1] + ROWS))
+    return most, tl.where(window[1] < 0, most - most // (2 * ROWS) * (ROWS - q_length % ROWS), most)
 
 
 @triton.jit
 def tiles_above(work, q_length, kv_length, window, ROWS: tl.constexpr):
     """The number of tiles of some sequences with more work than `work`."""
-    tiles = tl.cdiv(q_length, ROWS)
-    above = work - (ROWS - q_length + kv_length + window[1])  # a tile's first row must be greater
-    first = tl.where(window[1] < 0, 0, tl.where(above < 0, 0, above // ROWS + 1))
-    some = tl.where(work >= most_keys(kv_length, window, ROWS), 0, tl.maximum(tiles - first, 0))
-    return tl.where(work < 0, tiles, some)
+    of_full, of_last = work_of(q_length, kv_length, window, ROWS)
+    return tl.where(of_full > work, q_length // ROWS, 0) + ((q_length % ROWS > 0) & (of_last > work)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right"])
-def table_kernel(cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, ROWS: tl.constexpr):
-    """Write the table of tiles of ROWS queries, (units_of(q, ROWS), TILE_PITCH), those with the most work first.
+def table_kernel(
+    cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, ROWS: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    """Write the table of tiles of ROWS queries, (1 + units_of(q, ROWS), TILE_PITCH): the header, then the tiles, those
+    with the most work first.
 
     Tiles with the same work are in the order of sequences, and in a sequence from the last one on. Each program
-    computes the rank of the tile at its place. `table` is zero before.
+    computes the rank of the tile at its place. Starts of sequences that aren't in order would leave ranks without a
+    tile: then the table has none.
 
     Grid: places.
     """
+    begin(DEPENDENT)
     place = tl.program_id(0)
     window = (left, right)
     own, tile, q_begin, q_length = unit_at(place, cu_q, used_q, sequences, q_tokens, ROWS)
     k_begin, k_length = spans_of(cu_k, used_k, own, k_tokens, own < sequences)
-    work = keys_of_tile(tile, q_length, k_length, window, ROWS)
+    full = q_length // ROWS
+    of_full, of_last = work_of(q_length, k_length, window, ROWS)
+    work = tl.where(tile < full, of_full, of_last)
     lanes = tl.arange(0, SEARCH)
     ahead = tl.zeros([SEARCH], tl.int32)
+    tiles = tl.zeros([SEARCH], tl.int32)
+    disorder = tl.zeros([SEARCH], tl.int32)
     for first in range(0, sequences, SEARCH):
         index = first + lanes
-        _, q_lengths = spans_of(cu_q, used_q, index, q_tokens, index < sequences)
+        begins, q_lengths = spans_of(cu_q, used_q, index, q_tokens, index < sequences)
         _, k_lengths = spans_of(cu_k, used_k, index, k_tokens, index < sequences)
         # of earlier sequences, tiles with the same work are ahead, too
         ahead += tl.where(index == own, 0, tiles_above(tl.where(index < own, work - 1, work), q_lengths, k_lengths, window, ROWS))
-    there = tile * ROWS < q_length
-    rank = tl.sum(ahead, 0) + tl.cdiv(q_length, ROWS) - 1 - tile
-    # starts that aren't in order would give any ranks
-    there &= rank < tl.num_programs(0)
-    entry = table + rank * PITCH
+        tiles += tl.cdiv(q_lengths, ROWS)
+        ends = begins_of(cu_q, index + 1, q_tokens, index < sequences)
+        disorder += (ends < begins).to(tl.int32)
+    own_last = (q_length % ROWS > 0) & (of_last >= of_full)
+    own_ahead = tl.where(tile < full, full - 1 - tile + own_last.to(tl.int32), tl.where(of_full > of_last, full, 0))
+    if place == 0:
+        tl.store(table + TILES_AT, tl.where(tl.sum(disorder, 0) > 0, 0, tl.sum(tiles, 0)))
+        tl.store(table + TAKEN_AT, 0)
+    rank = tl.sum(ahead, 0) + own_ahead
+    there = (tile * ROWS < q_length) & (rank < tl.num_programs(0))
+    entry = table + (1 + rank) * PITCH
     tl.store(entry, own, mask=there)
     tl.store(entry + 1, tile * ROWS, mask=there)
     tl.store(entry + 2, q_begin, mask=there)
@@ -160,7 +177,8 @@ def table_kernel(cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_token
 
 
 def table_of(call: Call, rows: int, device: Device, *, warmup: bool = False) -> torch.Tensor | None:
-    """The tiles of `rows` queries of a call's packed sequences, int32 (places, TILE_PITCH); None if there are none.
+    """The table of tiles of `rows` queries of a call's packed sequences, int32 (1 + places, TILE_PITCH); None if there
+    are none. What is behind the last tile isn't written.
 
     Args:
         warmup: compile only.
@@ -169,11 +187,11 @@ def table_of(call: Call, rows: int, device: Device, *, warmup: bool = False) -> 
         return None
     q, k = call.varlen.q, call.varlen.k
     places = layout.units_of(q, rows)
-    table = torch.zeros(places, schedule.TILE_PITCH, dtype=torch.int32, device=call.q.device)
+    table = torch.empty(1 + places, schedule.TILE_PITCH, dtype=torch.int32, device=call.q.device)
     launch(
         table_kernel, (places,),
         q.cu_seqlens, q.seqused, k.cu_seqlens, k.seqused, table, q.sequences, q.tokens, k.tokens, *call.window_offsets, rows,
-        warmup=warmup, num_warps=1,
+        device.has_dependent_launch, warmup=warmup, dependent=device.has_dependent_launch, num_warps=1,
     )  # fmt: skip
     return table
 

@@ -105,7 +105,6 @@ class Params(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("mean_scores", ctypes.c_void_p),
         ("tile_table", ctypes.c_void_p),
-        ("table_tiles", ctypes.c_int),
     ]
 
 
@@ -414,7 +413,6 @@ def params(
         p.mask_in_boxes = has_boxes(mask)
     p.ready_ctas = ready_ctas
     p.softcap = softcap
-    p.table_tiles = 0 if tile_table is None else tile_table.size(0)
     p.first_offset = max(min(first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
     if rows > 0 and parts is not None:  # partial results of the tiles that CTAs share

@@ -268,7 +268,8 @@ VARLEN_MUTANTS = {
     "an LSE of the next sequence": ("tile/attend.h", "if (row >= row_end()) continue;", "if (row >= p.q_length) continue;"),
     "aligned to a key too late": ("tile/seq_len.h", "aligned = tile.kv_length - tile.q_end;", "aligned = tile.kv_length - tile.q_end + 1;"),
     "all keys of the tensor": ("tile/seq_len.h", "found.kv_length = tile.kv_length;", "found.kv_length = p_.kv_length;"),
-    "no tile after an empty place": ("tile/seq_len.h", "if (p.counter == nullptr) break;", "break;"),
+    "a tile less": ("tile/seq_len.h", "p.tile_table[int(TableHeader::tiles)];", "p.tile_table[int(TableHeader::tiles)] - 1;"),
+    "one block for a consumer's last rows": ("tile/attend.h", "row < visible.q_length ?", "row + ROWS <= visible.q_length ?"),
 }
 """Mutants of the Hopper kernel's instances for packed sequences. tests/emulated/test_varlen_emulated.py sees them."""
 

@@ -21,8 +21,7 @@ from fp8attn.device import device_of
 from fp8attn.layout import first_unit, units_of
 from fp8attn.quantization import quantize_kv, quantize_packed, sequences_of
 from fp8attn.recipe import Packed
-from fp8attn.reference import window_offsets
-from fp8attn.schedule import TILE_FIELDS, heads_side_by_side
+from fp8attn.schedule import TABLE_HEADER, TILE_FIELDS, heads_side_by_side
 from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton import run, varlen
 from fp8attn.triton.configs import HopperConfig
@@ -198,11 +197,11 @@ def test_the_lse_is_that_of_keys_as_they_were(device: torch.device) -> None:
             assert (lse - exact)[:, inside].nan_to_num(0.0).abs().max() < 1.0
 
 
-def visible(row: int, rows: int, q_length: int, kv_length: int, causal: str, window: tuple[int, int]) -> int:
-    """Keys that some row of a tile sees."""
-    first, last = window_offsets(causal, window, q_length, kv_length)  # type: ignore[arg-type]
-    end = min(row + rows, q_length) - 1
-    return max(min(end + last + 1, kv_length), 0) - min(max(row + first, 0), kv_length)
+def tiles_of(found: torch.Tensor) -> list[dict[str, int]]:
+    """The tiles of a table."""
+    header = dict(zip(TABLE_HEADER, found[0].tolist(), strict=False))
+    assert header["taken"] == 0
+    return [dict(zip(TILE_FIELDS, entry.tolist(), strict=False)) for entry in found[1 : 1 + header["tiles"]]]
 
 
 @given(
@@ -210,24 +209,31 @@ def visible(row: int, rows: int, q_length: int, kv_length: int, causal: str, win
     rows=st.sampled_from((16, 64, 192)),
     window=st.sampled_from((None, (-1, 0), (-1, -1), (50, 10), (100, -1))),
 )
-def test_the_table_has_each_tile_once_and_the_heaviest_first(
+def test_the_table_has_each_tile_once_and_long_sequences_first(
     lengths: list[tuple[int, int]], rows: int, window: tuple[int, int] | None, device: torch.device
 ) -> None:
+    """The tiles of a sequence come one after the other, from the last to the first. Only in a call that isn't causal,
+    where all of them see as many keys, a tile that isn't full comes later, behind full ones with more than half as
+    many keys."""
     starts = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device) for x in zip(*lengths, strict=True)]
     q, k = (Packed(x, None, int(x[-1]) + 3) for x in starts)
     causal, of_rows = ("none", (-1, 0)) if window is None else ("bottom_right", window)
     found = table(q, k, rows, causal, of_rows, device)
-    assert len(found) == units_of(q, rows)
-    tiles = [dict(zip(TILE_FIELDS, entry.tolist(), strict=False)) for entry in found if int(entry[TILE_FIELDS.index("q_length")])]
+    assert len(found) == 1 + units_of(q, rows)
+    tiles = tiles_of(found)
     expected = {(i, row) for i, (q_length, _) in enumerate(lengths) for row in range(0, q_length, rows)}
     assert {(x["sequence"], x["first_row"]) for x in tiles} == expected and len(tiles) == len(expected)
-    assert not found[len(tiles) :].any()
     for x in tiles:
         i = x["sequence"]
         assert (x["q_length"], x["k_length"]) == lengths[i] and (x["q_begin"], x["k_begin"]) == (int(starts[0][i]), int(starts[1][i]))
-    work = [visible(x["first_row"], rows, *lengths[x["sequence"]], causal, of_rows) for x in tiles]
-    slack = 0 if window in (None, (-1, 0)) else 400 if window == (100, -1) else rows + 60
-    assert all(later - earlier <= slack for earlier, later in itertools.pairwise(work)), work
+    right = -1 if window is None else window[1]
+    most = {i: kv_length if -1 in of_rows or window is None else min(kv_length, sum(of_rows) + rows) for i, (_, kv_length) in enumerate(lengths)}
+    full = [x for x in tiles if right >= 0 or x["first_row"] + rows <= x["q_length"]]
+    assert full == sorted(full, key=lambda x: (-most[x["sequence"]], x["sequence"], -x["first_row"]))
+    for i, x in enumerate(tiles):
+        if x not in full:
+            assert all(most[other["sequence"]] <= most[x["sequence"]] for other in tiles[i:] if other in full)
+            assert all(2 * most[other["sequence"]] >= most[x["sequence"]] for other in tiles[:i] if other in full)
 
 
 @settings(max_examples=max(settings().max_examples // 4, 1))
@@ -240,10 +246,9 @@ def test_starts_without_sense_lead_nowhere_outside(starts: list[int], rows: int,
         assert 0 <= begin <= begin + length <= tokens
         assert first_unit(begin, i, 128) - (-length // 128) <= units_of(where, 128)
     found = table(replace(where, seqused=None), where, rows, "bottom_right", (-1, 0), device)
-    fields = dict(zip(TILE_FIELDS, found.T, strict=False))
-    assert (found >= 0).all() and (fields["sequence"] < where.sequences).all()
-    for name in "qk":
-        assert (fields[f"{name}_begin"] + fields[f"{name}_length"] <= tokens).all()
+    for tile in tiles_of(found):
+        assert all(x >= 0 for x in tile.values()) and tile["sequence"] < where.sequences
+        assert all(tile[f"{name}_begin"] + tile[f"{name}_length"] <= tokens for name in "qk")
     x = torch.randn(tokens, 1, 64, device=device)
     out = fp8attn.varlen_sdpa(x, x, x, where.cu_seqlens, where.cu_seqlens, seqused_k=where.seqused, is_causal=True, backend="triton")
     assert out.shape == x.shape

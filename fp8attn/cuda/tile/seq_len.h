@@ -14,23 +14,23 @@ struct alignas(32) PackedTile : Tile {
   int sequence, q_end, k_begin, kv_length, page;
 };
 
-// Tiles in the order of the table. In a group of heads, each entry comes for all heads before the next entry.
+// Tiles in the order of the table, whose header says how many there are. In a group of heads, each entry comes for all
+// heads before the next entry.
 struct PackedSchedule : Schedule {
-  __device__ PackedSchedule(const Params& params, int, bool) : Schedule(params, 1) { tiles = params.table_tiles; }
+  __device__ PackedSchedule(const Params& params, int, bool) : Schedule(params, 1) {}
 
-  // The tile at a position or, if that has none, at the next one that this CTA gets. none() after the last.
-  __device__ PackedTile next(int position, int round) const {
-    for (; position < size(); position = after(round)) {
-      const Tile place = at(position);
-      const int* entry = p.tile_table + int64_t(tiles - 1 - place.first_row) * TILE_PITCH;
-      const auto field = [&](TileField of) { return entry[int(of)]; };
-      const int q_begin = field(TileField::q_begin), q_length = field(TileField::q_length);
-      if (q_length > 0)
-        return {{place.batch, place.head, place.kv_head, q_begin + field(TileField::first_row)}, field(TileField::sequence), q_begin + q_length,
-                field(TileField::k_begin), field(TileField::k_length), field(TileField::page)};
-      if (p.counter == nullptr) break;
-    }
-    return {none()};
+  // The tile at a position; none() after the last. Without a loop: beside one, ptxas moves the descriptors of each
+  // product of the consumers' main loop to uniform registers, and spills in that loop.
+  __device__ PackedTile at(int position) const {
+    Schedule order = *this;
+    order.tiles = p.tile_table[int(TableHeader::tiles)];
+    const Tile place = order.at(position);
+    if (!place.exists()) return {none()};
+    const int* entry = p.tile_table + int64_t(order.tiles - place.first_row) * TILE_PITCH;  // the first is behind the header
+    const auto field = [&](TileField of) { return entry[int(of)]; };
+    const int q_begin = field(TileField::q_begin);
+    return {{place.batch, place.head, place.kv_head, q_begin + field(TileField::first_row)}, field(TileField::sequence), q_begin + field(TileField::q_length),
+            field(TileField::k_begin), field(TileField::k_length), field(TileField::page)};
   }
 };
 
