@@ -859,10 +859,10 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> None:
         if recording.current() is not None:
             function(key, value, *batch.tensors(), *storage.tensors(), number=APPEND)
 
-    def attend(query, storage, new, batch, recipe, softmax_scale, device, out_dtype):
-        out, lse = query.new_empty(query.shape, dtype=out_dtype), query.new_empty(query.shape[:3], dtype=torch.float32)
+    def attend(call, device, out_dtype):
+        out, lse = call.q.new_empty(call.q.shape, dtype=out_dtype), call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
         if recording.current() is not None:
-            function(query, *batch.tensors(), *storage.tensors(), out, lse, number=ATTEND)
+            function(call.q, *call.batch.tensors(), *call.storage.tensors(), out, lse, number=ATTEND)
         return out, lse
 
     monkeypatch.setattr(paged_ops, "device_of", lambda device: H100)
