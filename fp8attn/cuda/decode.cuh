@@ -3,11 +3,10 @@
 // The rows of a tile are the queries of all heads that share a key/value head. CTAs share the blocks of all tiles
 // equally, whatever their lengths, which they read on the device. A block is a page of 128 keys in FP8, or 64 tokens
 // in half precision; each takes 256 D bytes of shared memory. One warp loads blocks by TMA, as many ahead as there
-// are stages. Four or eight warps attend. A warp has eight rows and whole blocks: if the tile has eight rows, warps
-// have blocks in turn; if it has eight for each warp, all warps have all blocks. So warps wait for each other only at
-// the end of a tile, where they add their sums. Where CTAs share a tile, they store partial results, and the last one
-// to do so adds these, in the order of the keys. Where an SM has two CTAs, one attends while the other is between
-// tiles.
+// are stages. A warpgroup attends to one block after another: to pages by wgmma, with keys or channels as rows and
+// queries as columns, of which there may be eight. Where CTAs share a tile, they store partial results, and the last
+// one to do so adds these, in the order of the keys. Where an SM has two CTAs, one attends while the other waits for
+// products or is between tiles.
 #pragma once
 
 #include "config.h"
@@ -24,16 +23,9 @@
 
 namespace fp8attn {
 
+constexpr int DECODE_THREADS = DECODERS + 64;  // and a warp that loads, and one that prefetches
 template <DecodeConfig C>
-constexpr int DECODERS = 32 * C.warps;  // threads that attend
-template <DecodeConfig C>
-constexpr int DECODE_THREADS = DECODERS<C> + 64;  // and a warp that loads, and one that prefetches
-template <DecodeConfig C>
-constexpr int TILE_ROWS = QUERY_GROUP * C.warps;
-template <DecodeConfig C>
-using TilesOf = DecodeTiles<TILE_ROWS<C>>;
-constexpr int SLICE_CHANNELS = 64;               // of the sums that warps exchange at once
-constexpr int SLICE_PITCH = SLICE_CHANNELS + 4;  // floats; a warp's stores have no bank conflicts
+using TilesOf = DecodeTiles<C.rows>;
 
 // The scales of a page. Both are 0 if it isn't there; V's scale is never 0 otherwise. K's is negative if an int8 key is
 // not finite.
@@ -41,29 +33,21 @@ struct PageScales {
   float k, v;
 };
 
-// What warps have for each of their eight rows.
-template <typename T, int WARPS>
-using OfWarps = T[WARPS][QUERY_GROUP];
-
 template <DecodeConfig C>
 struct alignas(1024) DecodeStorage {
   static constexpr int block_bytes = KEYS * C.head_dim;  // of K or V
   static_assert(HALF_BLOCK * 2 * C.head_dim == block_bytes);
 
   uint8_t k[C.stages][block_bytes], v[C.stages][block_bytes];
-  union {
-    uint8_t q[TILE_ROWS<C> * QUERY_PITCH<C.head_dim>];
-    OfWarps<float[SLICE_PITCH], C.warps> sums;  // channels of O, once nobody reads the queries any more
-  };
+  uint8_t q[C.rows * C.head_dim];
+  WarpExchange<C.rows> exchange;
   float v_scale[C.head_dim], v_mean[C.head_dim];
-  float row_scale[TILE_ROWS<C>], mean_score[TILE_ROWS<C>];
-  int position[TILE_ROWS<C>];
-  OfWarps<float, C.warps> m, l, weight;  // of the sums; `weight` makes them parts of the tile's
+  float row_scale[C.rows], mean_score[C.rows];
+  int position[C.rows];
   PageScales scales[C.stages];
   TilesOf<C> tiles[2];  // the warps' tile, and the next one, by turns
   BlockShares shares;
   bool is_last;  // whether the CTA is the last one to store its part of the tile
-  int issued;    // blocks whose loads are issued
   int started;   // whether the grids before have completed
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
 };
@@ -87,21 +71,6 @@ __device__ void prefetch_tile(const DecodeParams& p, const DecodeTiles<HEIGHT>& 
     for (int channel = 0; channel < DIM; channel += ELEMENTS) ptx::prefetch_l2(q + channel);
   }
 }
-
-// How the warps share a tile: as many groups of eight rows, a power of two, and in each of these as many warps.
-template <int WARPS>
-struct WarpShares {
-  int bits, groups, warps_of_group;
-
-  __device__ explicit WarpShares(const DecodeParams& p)
-      : bits((p.part_height > QUERY_GROUP) + (p.part_height > 2 * QUERY_GROUP) + (p.part_height > 4 * QUERY_GROUP)),
-        groups(1 << bits),
-        warps_of_group(WARPS >> bits) {}
-
-  __device__ int group(int warp) const { return warp & (groups - 1); }
-
-  __device__ int share(int warp) const { return warp >> bits; }
-};
 
 // One warp loads the blocks of all tiles of the CTA.
 template <DecodeConfig C, typename T>
@@ -144,7 +113,6 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Til
           ptx::mbarrier_expect(v_full, exists ? bytes : 0);
           if (exists) ptx::tma_load(shared.v[stage], p.v_map, v_full, 0, from * C.head_dim);
         }
-        ptx::store_relaxed_cta(&shared.issued, tile.before + block + 1);
       }
     }
     tile.next(p);
@@ -152,29 +120,22 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Til
   }
 }
 
-// Waits until the loads of a block are issued. A warp that is more than `stages` blocks ahead must not wait for the
-// block's barriers: they are two phases behind, where parity can't tell. What the block brings is ordered by these.
-template <DecodeConfig C>
-__device__ void wait_until_issued(const DecodeStorage<C>& shared, int place) {
-  while (ptx::load_relaxed_cta(&shared.issued) <= place) {}
-}
-
 // Scores of int8 as floats. `nonfinite`: whether the page has keys that are not finite; their scores become NaN.
-template <int DIM>
-__device__ void float_scores(const int32_t (&sums)[KEYS / 16][4], float (&s)[KEYS / 16][4], const uint8_t* k, bool nonfinite, Fragment f) {
+template <int DIM, int GROUPS>
+__device__ void float_scores(const Products<KEYS / WGMMA_ROWS, GROUPS, int32_t>& sums, Products<KEYS / WGMMA_ROWS, GROUPS>& s, const uint8_t* k, bool nonfinite,
+                             Fragment f) {
   static_assert(128 * 127 * DIM < 1 << 22);
 #pragma unroll
-  for (int t = 0; t < KEYS / 16; ++t)
+  for (int t = 0; t < KEYS / WGMMA_ROWS; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[t][i] = __int_as_float(sums[t][i]) - ZERO;
+    for (int i = 0; i < 4 * GROUPS; ++i) s[t][i] = __int_as_float(sums[t][i] + ZERO_BITS) - ZERO;
   if (!nonfinite) return;
-  int row = f.row;
-  asm volatile("" : "+r"(row));  // or offsets are made before the loop over blocks, and spilled
+  compute_late(f.row);
 #pragma unroll
-  for (int t = 0; t < KEYS / 16; ++t)
+  for (int t = 0; t < KEYS / WGMMA_ROWS; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (k[SharedTile<KEYS, KEY_PANEL<DIM>, true>::offset(16 * t + row + i / 2 * 8, 0)] == INT8_NAN) s[t][i] = NAN;
+    for (int i = 0; i < 4 * GROUPS; ++i)
+      if (k[ptx::swizzled<KEY_PANEL<DIM>>(WGMMA_ROWS * t + f.row + i / 2 % 2 * 8, 0)] == INT8_NAN) s[t][i] = NAN;
 }
 
 // Two channels of a row of the output.
@@ -192,60 +153,42 @@ __device__ inline void store_pair(const DecodeParams& p, int64_t index, float a,
   }
 }
 
-// Adds the sums of the warps that share rows, and stores the rows' output and LSE; or, if the CTA has a part of the
-// tile, the partial results. Called by all decoders.
-template <DecodeConfig C>
-__device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, const TilesOf<C>& tile, const PagedRows<C.head_dim>& rows, Fragment f) {
+// Stores the rows' output and LSE; or, if the CTA has a part of the tile, the partial results. Called by all decoders.
+template <DecodeConfig C, int GROUPS>
+__device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, const TilesOf<C>& tile, PagedRows<C.head_dim, GROUPS>& rows, Fragment f) {
   constexpr int DIM = C.head_dim;
-  const WarpShares<C.warps> shares(p);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = TilesOf<C>::place(blockIdx.x, tile.begin == 0);
-  const auto row_of = [&](int index) { return QueryRow(p, tile.row, tile.kv_head, tile.first_row() + index); };
-  const auto part_of = [&](int index) { return int64_t(place) * p.part_height + index; };
+  compute_late(f.row), compute_late(f.column);
+  const int place = TilesOf<C>::place(blockIdx.x, tile.begin == 0), odd = f.row % 2;
+  const bool complete = tile.complete();
+  shared.exchange.sum(rows.l, f);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float l = column_sum(rows.l[r]);
-    if (f.row == 0) shared.m[warp][f.column + r] = rows.m[r], shared.l[warp][f.column + r] = l;
-  }
-  ptx::warps_sync<DECODERS<C>>(1);  // nobody reads the queries any more, either
-  if (threadIdx.x < TILE_ROWS<C>) {  // a thread weighs one row of one warp
-    const int of_warp = threadIdx.x / QUERY_GROUP, query = threadIdx.x % QUERY_GROUP, group = shares.group(of_warp);
-    float largest = -INFINITE, l = 0.0f;
-    for (int other = group; other < C.warps; other += shares.groups) largest = fmaxf(largest, shared.m[other][query]);
-    for (int other = group; other < C.warps; other += shares.groups)
-      l = fmaf(ptx::exp2_approx(shared.m[other][query] - finite_or_zero(largest)), shared.l[other][query], l);
-    const float weight = ptx::exp2_approx(shared.m[of_warp][query] - finite_or_zero(largest));
-    shared.weight[of_warp][query] = !tile.complete() ? weight : l == 0.0f ? 0.0f : weight / l;
-    const QueryRow row = row_of(group * QUERY_GROUP + query);
-    if (shares.share(of_warp) == 0 && row.exists) {
-      if (tile.complete())
-        p.lse[row.index(p, tile.batch)] = (largest + log2f(l)) / LOG2E;
+  for (int group = 0; group < GROUPS; ++group) {
+    // a lane and the one of the next channel exchange what they have of one of their queries
+    const int mine = QUERY_GROUP * group + f.column + odd;
+    const bool nonfinite = shared.position[mine] >= 0 && shared.row_scale[mine] != shared.row_scale[mine], exists = mine < tile.height(p);
+    const float l = nonfinite ? NAN : odd ? rows.l[group][1] : rows.l[group][0], m = odd ? rows.m[group][1] : rows.m[group][0];
+    const float weight = !complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l;
+    const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).index(p, tile.batch), part = int64_t(place) * p.part_height + mine;
+    if (f.row < 2 && exists) {
+      if (complete)
+        p.lse[index] = (m + log2f(l)) / LOG2E;
       else
-        *reinterpret_cast<float2*>(p.part_rows + 2 * part_of(group * QUERY_GROUP + query)) = {largest, l};
+        *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
     }
-  }
 #pragma unroll
-  for (int slice = 0; slice < DIM; slice += SLICE_CHANNELS) {
-    if (slice > 0) ptx::warps_sync<DECODERS<C>>(1);
+    for (int t = 0; t < DIM / WGMMA_ROWS; ++t)
 #pragma unroll
-    for (int t = 0; t < SLICE_CHANNELS / 16; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) shared.sums[warp][f.column + i % 2][16 * t + f.row + i / 2 * 8] = rows.o[slice / 16 + t][i];
-    ptx::warps_sync<DECODERS<C>>(1);
-    // a warp adds whole rows, a lane two of their channels
-#pragma unroll 1
-    for (int mine = warp; mine < tile.height(p); mine += C.warps) {
-      const int group = mine / QUERY_GROUP, query = mine % QUERY_GROUP;
-      float a = 0.0f, b = 0.0f;
-      for (int other = group; other < C.warps; other += shares.groups) {
-        const float weight = shared.weight[other][query];
-        const float2 pair = *reinterpret_cast<const float2*>(&shared.sums[other][query][2 * lane]);
-        a = fmaf(weight, pair.x, a), b = fmaf(weight, pair.y, b);
+      for (int h = 0; h < 2; ++h) {
+        const float* of = rows.o[t] + 4 * group + 2 * h;
+        const float kept = (odd ? of[1] : of[0]) * weight, other = __shfl_xor_sync(~0u, odd ? of[0] : of[1], 4) * weight;
+        const float a = odd ? other : kept, b = odd ? kept : other;
+        const int channel = WGMMA_ROWS * t + f.row - odd + 8 * h;
+        if (!exists) continue;
+        if (complete)
+          store_pair(p, index * DIM + channel, a, b);
+        else
+          *reinterpret_cast<float2*>(p.parts + part * DIM + channel) = {a, b};
       }
-      if (tile.complete())
-        store_pair(p, row_of(mine).index(p, tile.batch) * DIM + slice + 2 * lane, a, b);
-      else
-        *reinterpret_cast<float2*>(p.parts + part_of(mine) * DIM + slice + 2 * lane) = {a, b};
-    }
   }
 }
 
@@ -259,7 +202,7 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
   using Load = std::conditional_t<WIDTH == 2, float2, float4>;
   const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
   const int first = shared.shares.cta_of(start, blockIdx.x), last = shared.shares.cta_of(start + tile.blocks.size() - 1, blockIdx.x);
-  ptx::warps_sync<DECODERS<C>>(1);
+  ptx::warpgroup_sync(1);
   if (threadIdx.x == 0) {
     int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;
     const int shift = TICKET_BITS * tile.row_tile, count = last - first + 1;
@@ -267,10 +210,10 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, DecodeStorage<
     shared.is_last = (ptx::add_acq_rel(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
     if (shared.is_last) atomicAdd(ticket, int(0u - (uint32_t(count) << shift)));
   }
-  ptx::warps_sync<DECODERS<C>>(1);
+  ptx::warpgroup_sync(1);
   if (!shared.is_last) return;
 #pragma unroll 1
-  for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += C.warps) {
+  for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODER_WARPS) {
     const auto place = [&](int cta) { return TilesOf<C>::place(cta, cta == first) * p.part_height + mine; };
     float largest = -INFINITE, sum = 0.0f, o[LOADS][WIDTH] = {};
 #pragma unroll 1
@@ -347,14 +290,23 @@ __device__ void store_empty_tiles(const DecodeParams& p, int dim) {
   }
 }
 
-// Warps attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
-template <DecodeConfig C, typename T>
+// The decoders attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
+// GROUPS: of the queries of a product, the least power of two that holds the call's rows.
+template <DecodeConfig C, typename T, int GROUPS = 1>
 __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tiles, BlockShares shares_of_ctas) {
+  if constexpr (QUERY_GROUP * GROUPS < C.rows) {
+    if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_blocks<C, T, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
+  }
   constexpr int DIM = C.head_dim;
-  const Fragment f = Fragment::of_warp(0);
-  const WarpShares<C.warps> shares(p);
-  const int warp = threadIdx.x / 32, first_row = shares.group(warp) * QUERY_GROUP;
-  const auto ring_at = [](int place) { return Ring<C.stages>{place % C.stages, uint32_t(place / C.stages) & 1}; };
+  using Rows = PagedRows<DIM, GROUPS>;
+  const auto descriptor_of = []<int ROW_BYTES>(std::integral_constant<int, ROW_BYTES>, const uint8_t* operand) {
+    uint32_t address = ptx::shared_address(operand);
+    compute_late(address);
+    return __shfl_sync(~0u, ptx::wgmma_descriptor<ROW_BYTES>(address), 0);  // tells the compiler that it is the warp's
+  };
+  constexpr std::integral_constant<int, KEY_PANEL<DIM>> of_channels;
+  constexpr std::integral_constant<int, KEYS> of_keys;
+  Ring<C.stages> ring;
   const auto release = [](uint64_t& barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&barrier);
@@ -364,82 +316,78 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
     shared.tiles[0] = tiles, shared.shares = shares_of_ctas;
   }
   for (int turn = 0;; turn ^= 1) {
-    ptx::warps_sync<DECODERS<C>>(1);  // nobody reads the last tile's sums any more
+    ptx::warpgroup_sync(1);  // nobody reads the last tile's rows any more
     const TilesOf<C>& tile = shared.tiles[turn];
     if (!tile.exists()) break;
-    const int64_t pair = int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head;
-    if (threadIdx.x < DIM / 4) {
-      ptx::cp_async_16(shared.v_scale + 4 * threadIdx.x, p.v_scale + pair * DIM + 4 * threadIdx.x, true);
-      ptx::cp_async_16(shared.v_mean + 4 * threadIdx.x, p.v_mean + pair * DIM + 4 * threadIdx.x, true);
+    Fragment f = Fragment::mine();
+    int thread = threadIdx.x;
+    compute_late(f.row), compute_late(f.column), compute_late(thread);
+    if (thread < DIM / 4) {
+      const int64_t at = (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + 4 * thread;
+      ptx::cp_async_16(shared.v_scale + 4 * thread, p.v_scale + at, true);
+      ptx::cp_async_16(shared.v_mean + 4 * thread, p.v_mean + at, true);
     }
     quantize_queries<T, DIM, C.int8>(p, tile, shared.q, shared.row_scale, shared.mean_score);
-    if (threadIdx.x < TILE_ROWS<C>) shared.position[threadIdx.x] = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + threadIdx.x).position;
+    if (thread < C.rows) shared.position[thread] = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + thread).position;
     ptx::cp_async_wait();
-    ptx::warps_sync<DECODERS<C>>(1);
-    if (threadIdx.x == DECODERS<C> - 1) {
+    ptx::fence_proxy_async();
+    ptx::warpgroup_sync(1);
+    if (thread == DECODERS - 1) {
       TilesOf<C> next = tile;
       next.next(p);
       shared.tiles[turn ^ 1] = next;
     }
-    PagedRows<DIM> rows;
+    const uint64_t first_keys = descriptor_of(of_channels, shared.k[0]), first_values = descriptor_of(of_keys, shared.v[0]);
+    const uint64_t queries = descriptor_of(of_channels, shared.q), probabilities = descriptor_of(of_keys, shared.exchange.p);
+    Rows rows;
     const int end_of_pages = min(tile.end, tile.blocks.pages);
-    int block = tile.begin + shares.share(warp);
-    for (; block < end_of_pages; block += shares.warps_of_group) {
-      const Ring<C.stages> ring = ring_at(tile.before + block);
+    int block = tile.begin;
+    for (; block < end_of_pages; ++block, ring.advance()) {
       const int stage = ring.stage;
-      const int* position = shared.position + first_row + f.column;
-      const bool hidden[2] = {own_page(position[0]) <= block, own_page(position[1]) <= block};
-      wait_until_issued(shared, tile.before + block);
+      bool hidden[GROUPS][2];
+      Rows::for_queries([&](int group, int r) { hidden[group][r] = own_page(shared.position[QUERY_GROUP * group + f.column + r]) <= block; });
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);
       const PageScales scales = shared.scales[stage];
       if (scales.v == 0.0f) {  // the page isn't there
-#pragma unroll
-        for (int r = 0; r < 2; ++r) rows.l[r] = hidden[r] ? rows.l[r] : NAN;
+        Rows::for_queries([&](int group, int r) {
+          if (!hidden[group][r]) rows.l[group][r] = NAN;
+        });
         ptx::mbarrier_wait(&shared.v_full[stage], ring.phase);
         release(shared.k_empty[stage]), release(shared.v_empty[stage]);
         continue;
       }
-      float s[KEYS / 16][4] = {};
+      Products<KEYS / WGMMA_ROWS, GROUPS> s;
+      const uint64_t keys = ptx::operand_of(first_keys, stage, DecodeStorage<C>::block_bytes);
       if constexpr (C.int8) {
-        int32_t sums[KEYS / 16][4];
-#pragma unroll
-        for (auto& of : sums)
-#pragma unroll
-          for (int32_t& sum : of) sum = ZERO_BITS;
-        multiply_keys<DIM, true>(sums, shared.k[stage], shared.q + first_row * QUERY_PITCH<DIM>);
-        float_scores<DIM>(sums, s, shared.k[stage], scales.k < 0.0f, f);
+        Products<KEYS / WGMMA_ROWS, GROUPS, int32_t> sums;
+        multiply_keys<DIM, C.rows, GROUPS, true>(sums, keys, queries);
+        float_scores<DIM, GROUPS>(sums, s, shared.k[stage], scales.k < 0.0f, f);
       } else {
-        multiply_keys<DIM, false>(s, shared.k[stage], shared.q + first_row * QUERY_PITCH<DIM>);
+        multiply_keys<DIM, C.rows, GROUPS, false>(s, keys, queries);
       }
       release(shared.k_empty[stage]);
       const float k_scale = C.int8 ? fabsf(scales.k) : scales.k;
-      const float* row_scale = shared.row_scale + first_row + f.column;
-      const float factor[2] = {score_factor(row_scale[0] * k_scale, false), score_factor(row_scale[1] * k_scale, false)};
-      uint32_t probabilities[KEYS / 32][4];
-      float alpha[2], beta[2];
-      rows.softmax_of_page(s, factor, hidden, scales.v, probabilities, alpha, beta);
+      OfQueries<GROUPS> factor, alpha, beta;
+      Rows::for_queries([&](int group, int r) { factor[group][r] = score_factor(shared.row_scale[QUERY_GROUP * group + f.column + r] * k_scale, false); });
+      rows.softmax_of_page(s, factor, hidden, scales.v, shared.exchange, alpha, beta, f);
+      ptx::warpgroup_sync(1);
       ptx::mbarrier_wait(&shared.v_full[stage], ring.phase);
-      rows.add_values(shared.v[stage], probabilities, alpha, beta);
+      rows.add_values(ptx::operand_of(first_values, stage, DecodeStorage<C>::block_bytes), probabilities, alpha, beta);
       release(shared.v_empty[stage]);
     }
-    if (tile.begin + shares.share(warp) < end_of_pages) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score + first_row + f.column, f);
+    if (tile.begin < end_of_pages) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score, shared.exchange, f);
 
-    for (; block < tile.end; block += shares.warps_of_group) {
-      const Ring<C.stages> ring = ring_at(tile.before + block);
-      const int stage = ring.stage, start = (tile.blocks.first_half + block - tile.blocks.pages) * HALF_BLOCK;
-      const HalfQueries<T, DIM> queries(p, tile, first_row, f);
-      wait_until_issued(shared, tile.before + block);
+    for (; block < tile.end; ++block, ring.advance()) {
+      const int stage = ring.stage;
+      const auto queries_of = [&](int group) { return HalfQueries<T, DIM>(p, tile, QUERY_GROUP * group); };
+      HalfQueries<T, DIM> first_queries = queries_of(0);
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);
       ptx::mbarrier_wait(&shared.v_full[stage], ring.phase);
-      rows.attend_to_half_block(shared.k[stage], shared.v[stage], start, queries, shared.position + first_row + f.column, p.score_scale, f);
+      const HalfBlock half_block = {shared.k[stage], shared.v[stage], (tile.blocks.first_half + block - tile.blocks.pages) * HALF_BLOCK};
+      rows.attend_to_half_block(half_block, first_queries, queries_of, shared.position, p.score_scale, shared.exchange, f);
       release(shared.k_empty[stage]), release(shared.v_empty[stage]);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int mine = first_row + f.column + r;
-      if (shared.position[mine] >= 0 && shared.row_scale[mine] != shared.row_scale[mine]) rows.l[r] = NAN;
-    }
-    store_rows(p, shared, tile, rows, f);
+    store_rows<C, GROUPS>(p, shared, tile, rows, f);
     if (!tile.complete()) combine_parts(p, shared, tile);
   }
 }
@@ -491,43 +439,42 @@ __device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C>& sh
 
 // The grid: p.ctas. T: of the queries and of tokens in half precision.
 template <class Instance, typename T>
-__global__ void __launch_bounds__(DECODE_THREADS<Instance::config>, Instance::config.ctas) decode(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(DECODE_THREADS, Instance::config.ctas) decode(const __grid_constant__ DecodeParams p) {
   constexpr DecodeConfig C = Instance::config;
   extern __shared__ __align__(1024) uint8_t bytes[];
   DecodeStorage<C>& shared = *reinterpret_cast<DecodeStorage<C>*>(bytes);
   if (threadIdx.x == 0) {
-    const int readers = WarpShares<C.warps>(p).groups;
-    shared.issued = shared.started = 0;
+    shared.started = 0;
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.k_full[stage], 2);  // keys and scales
       ptx::mbarrier_init(&shared.v_full[stage], 1);
-      ptx::mbarrier_init(&shared.k_empty[stage], readers);
-      ptx::mbarrier_init(&shared.v_empty[stage], readers);
+      ptx::mbarrier_init(&shared.k_empty[stage], DECODER_WARPS);
+      ptx::mbarrier_init(&shared.v_empty[stage], DECODER_WARPS);
     }
     ptx::fence_barrier_init();
   }
-  prefetch_inputs<T, C.head_dim, DECODE_THREADS<C>>(p);
-  if (threadIdx.x == DECODERS<C>) {
+  prefetch_inputs<T, C.head_dim, DECODE_THREADS>(p);
+  if (threadIdx.x == DECODERS) {
     ptx::tma_prefetch(p.k_map);
     ptx::tma_prefetch(p.v_map);
     ptx::tma_prefetch(p.recent_k_map);
     ptx::tma_prefetch(p.recent_v_map);
   }
   __syncthreads();
-  const bool prefetches = threadIdx.x >= DECODERS<C> + 32;
+  const bool prefetches = threadIdx.x >= DECODERS + 32;
   if (!prefetches) {
     ptx::wait_for_grids_before();
     ptx::launch_dependents();
-    if (threadIdx.x == DECODERS<C>) ptx::store_relaxed_cta(&shared.started, 1);
+    if (threadIdx.x == DECODERS) ptx::store_relaxed_cta(&shared.started, 1);
   }
-  const DecodeSchedule<TILE_ROWS<C>> schedule(p);
+  const DecodeSchedule<C.rows> schedule(p);
   const TilesOf<C> tiles(schedule, blockIdx.x);
   if (prefetches) {
     prefetch_pages<C, T>(p, shared, tiles);
     ptx::wait_for_grids_before();
     ptx::launch_dependents();
-    store_empty_tiles<TILE_ROWS<C>>(p, C.head_dim);
-  } else if (threadIdx.x >= DECODERS<C>) {
+    store_empty_tiles<C.rows>(p, C.head_dim);
+  } else if (threadIdx.x >= DECODERS) {
     load_blocks<C, T>(p, shared, tiles);
   } else {
     attend_to_blocks<C, T>(p, shared, tiles, schedule.shares);
@@ -540,7 +487,7 @@ cudaError_t launch(const DecodeParams& p, int ctas, cudaStream_t stream) {
   const auto kernel = p.half ? decode<Instance, __half> : decode<Instance, __nv_bfloat16>;
   const cudaError_t error = take_shared_memory(kernel, bytes);
   if (error != cudaSuccess) return error;
-  return launch_grid(kernel, p, ctas, DECODE_THREADS<Instance::config>, bytes, stream);
+  return launch_grid(kernel, p, ctas, DECODE_THREADS, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -12,11 +12,8 @@ from .configs import KEYS, round_up
 
 WARP = 32
 
-WARP_ROWS = 8
-"""Rows of a tile that a warp has."""
-
-SLICE = 64 + 4
-"""Floats that a warp exchanges of each of its rows at once, with padding."""
+GROUP = 8
+"""Queries of the narrowest product by wgmma."""
 
 MOST_ROW_TILES = 3
 """Tiles of rows of a key/value head, each of which reads the head's pages, and has ten bits of a ticket. With more,
@@ -41,39 +38,40 @@ class DecodeConfig:
     Attributes:
         head_dim: channels of Q, K and V.
         stages: blocks of keys in flight, each of 256 head_dim bytes.
-        warps: those of a CTA that attend, each to eight rows of a tile: 4 or 8. One more loads, one prefetches.
+        rows: of a tile at most.
         ctas: as many on each SM.
         int8: Q and K are int8, and are multiplied as int8.
     """
 
     head_dim: int
     stages: int
-    warps: int
+    rows: int
     ctas: int
     int8: bool = False
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return (self.warps + 2) * WARP
+        """Threads of a CTA: a warpgroup attends, a warp loads, and one prefetches."""
+        return 128 + 2 * WARP
 
     @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return self.warps * WARP_ROWS
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the accumulators: powers of two from GROUP on, the narrowest of which that has a call's rows is
+        taken."""
+        return tuple(GROUP << i for i in range((self.rows // GROUP).bit_length()))
 
     @property
     def shared_bytes(self) -> int:
         """sizeof(DecodeStorage), in bytes."""
-        tiles = self.stages * 2 * KEYS * self.head_dim + self.rows * max(self.head_dim + 16, 4 * SLICE)
-        return round_up(tiles + 4 * (2 * self.head_dim + 6 * self.rows) + (8 + 4 * 8) * self.stages + 2 * TILE_BYTES, 1024)
+        tiles = self.stages * 2 * KEYS * self.head_dim + self.rows * self.head_dim + round_up(self.rows * (KEYS + 4 * 4), 1024)
+        return round_up(tiles + 4 * (2 * self.head_dim + 3 * self.rows) + (8 + 4 * 8) * self.stages + 2 * TILE_BYTES, 1024)
 
     @property
     def name(self) -> str:
         return "decode_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-E4M3_INSTANCES = (DecodeConfig(64, 6, 4, 2), DecodeConfig(128, 3, 4, 2), DecodeConfig(256, 3, 8, 1))
+E4M3_INSTANCES = (DecodeConfig(64, 6, 32, 2), DecodeConfig(128, 3, 32, 2), DecodeConfig(256, 3, 32, 1))
 """Their stages fill the shared memory of an SM. Two CTAs with D 256 would have one stage each."""
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
@@ -109,9 +107,9 @@ def part_height(config: DecodeConfig, q: torch.Tensor, storage: Storage) -> int:
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
-    and with so few rows that no more than two warps share a page."""
+    and with few rows."""
     pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return pages <= MOST_PAGES or rows_of_head(q, storage) <= 2 * WARP_ROWS
+    return pages <= MOST_PAGES or rows_of_head(q, storage) <= 2 * GROUP
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:

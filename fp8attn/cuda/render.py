@@ -221,13 +221,25 @@ def widths(configs: Sequence[Config]) -> list[int]:
             found |= {KEYS, c.head_dim + ONES}
         elif isinstance(c, HopperConfig):
             found |= {KEYS, *c.value_widths}
+        elif isinstance(c, DecodeConfig):
+            found |= {*c.widths}
+    return sorted(found)
+
+
+def int8_widths(configs: Sequence[Config]) -> list[int]:
+    """The same of int8 operands."""
+    found: set[int] = set()
+    for c in configs:
+        if isinstance(c, HopperConfig) and c.int8:
+            found.add(KEYS)
+        elif isinstance(c, DecodeConfig) and c.int8:
+            found |= {*c.widths}
     return sorted(found)
 
 
 def files(configs: Sequence[Config]) -> dict[str, str]:
     """All rendered files, by name."""
-    int8 = any(c.int8 for c in configs if isinstance(c, HopperConfig))
-    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), [KEYS] if int8 else []), "constants.h": constants(), "config.h": structs()}
+    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), int8_widths(configs)), "constants.h": constants(), "config.h": structs()}
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):
         found["combine.cu"] = f'{RENDERED}\n#include "combine.cuh"\n'

@@ -16,15 +16,15 @@ __device__ inline int load_acquire(const int* flag) {
   return value;
 }
 
-// A counter in shared memory, of the threads of a CTA. It orders no other accesses: ptxas makes st.release a fence,
+// A flag in shared memory, of the threads of a CTA. It orders no other accesses: ptxas makes st.release a fence,
 // which waits for the thread's loads.
-__device__ inline void store_relaxed_cta(int* counter, int value) {
-  asm volatile("st.relaxed.cta.shared::cta.b32 [%0], %1;" ::"r"(shared_address(counter)), "r"(value) : "memory");
+__device__ inline void store_relaxed_cta(int* flag, int value) {
+  asm volatile("st.relaxed.cta.shared::cta.b32 [%0], %1;" ::"r"(shared_address(flag)), "r"(value) : "memory");
 }
 
-__device__ inline int load_relaxed_cta(const int* counter) {
+__device__ inline int load_relaxed_cta(const int* flag) {
   int value;
-  asm volatile("ld.relaxed.cta.shared::cta.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(counter)) : "memory");
+  asm volatile("ld.relaxed.cta.shared::cta.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(flag)) : "memory");
   return value;
 }
 

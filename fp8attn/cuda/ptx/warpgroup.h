@@ -17,10 +17,4 @@ __device__ inline void registers_decrease() {
 // Barrier of the 128 threads of a warpgroup. `id` is 1 to 15, and differs between warpgroups.
 __device__ inline void warpgroup_sync(int id) { asm volatile("barrier.sync.aligned %0, 128;" ::"r"(id) : "memory"); }
 
-// The same for THREADS threads of whole warps.
-template <int THREADS>
-__device__ inline void warps_sync(int id) {
-  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
 }  // namespace fp8attn::ptx

@@ -2,6 +2,8 @@
 // in half precision.
 #pragma once
 
+#include "../ptx/operand.h"
+#include "mask.h"
 #include "paged_schedule.h"
 #include "row_team.h"
 
@@ -12,17 +14,17 @@ __device__ const T* query_at(const DecodeParams& p, int batch, const QueryRow& r
   return static_cast<const T*>(p.q) + batch * p.q_strides[0] + row.head * p.q_strides[1] + row.query * p.q_strides[2];
 }
 
-constexpr int QUERY_GROUP = 8;  // rows that a warp has
+constexpr int DECODERS = 128, DECODER_WARPS = DECODERS / 32;  // threads that attend: a warpgroup
+constexpr int QUERY_GROUP = 8;                                // queries of a group: columns of mma.sync, or of the narrowest wgmma
 
-// Bytes from one row of codes to the next: ldmatrix of eight rows has no bank conflicts.
 template <int DIM>
-constexpr int QUERY_PITCH = DIM + 16;
+constexpr int KEY_PANEL = DIM < 128 ? DIM : 128;  // bytes of a row of K in a panel, as TMA writes it; and of Q
 
-// Quantizes the rows of a tile. Called by a warp for each group of rows. Sets the scales of the rows, times
-// p.score_scale; NaN if a query is not finite. Sets what K's mean adds to the rows' scores.
+// Quantizes the rows of a tile. Called by all decoders. `codes`: panels of HEIGHT rows, with TMA's swizzle. Sets the
+// scales of the rows, times p.score_scale; NaN if a query is not finite. Sets what K's mean adds to the rows' scores.
 template <typename T, int DIM, bool INT8, int HEIGHT>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, uint8_t* codes, float (&row_scale)[HEIGHT], float (&mean_score)[HEIGHT]) {
-  constexpr int THREADS = HEIGHT / QUERY_GROUP * 32;
+  constexpr int PANEL = KEY_PANEL<DIM>;
   const RowTeam team(DIM);
   const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
   int mine = threadIdx.x / team.lanes;
@@ -44,7 +46,7 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
   const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
   rotation.unrotate(mean);  // over `unit`, which is a power of two
 #pragma unroll 1
-  for (; mine - above < rows; mine += THREADS / team.lanes, chunk = load(mine)) {
+  for (; mine - above < rows; mine += DECODERS / team.lanes, chunk = load(mine)) {
     float x[CHUNK], sum = 0.0f;
     chunk.floats(x);
 #pragma unroll
@@ -62,19 +64,21 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
       kept = fminf(fmaxf(kept * Fit::factor(sums.sums(team.lanes)), SMALLEST_SCALE), -NOTHING);
     }
     if (mine >= rows) continue;
-    *reinterpret_cast<uint2*>(codes + mine * QUERY_PITCH<DIM> + team.channel) = of_chunk;
+    uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
+    *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(mine, team.channel % PANEL)) = of_chunk;
     if (team.member == 0) row_scale[mine] = has_nan ? NAN : kept * p.score_scale, mean_score[mine] = sum * unit * p.score_scale;
   }
 }
 
-// B operands of mma m16n8k16 for each 16 channels: the lane's query as it came. Row `first` of the tile is the warp's
-// first one.
+// B operands of mma m16n8k16 for each 16 channels: the lane's query as it came, of the eight from row `first` of the
+// tile on.
 template <typename T, int DIM>
 struct HalfQueries {
   uint32_t words[DIM / 16][2];
 
   template <int HEIGHT>
-  __device__ HalfQueries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, int first, Fragment f) {
+  __device__ HalfQueries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, int first) {
+    const Fragment f = Fragment::of_warp(0);
     const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + first + f.row);
     const T* from = query_at<T>(p, tile.batch, row) + f.column;
 #pragma unroll

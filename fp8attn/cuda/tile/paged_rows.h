@@ -1,11 +1,15 @@
-// Running sums of eight rows of a tile of the decode kernel, of one warp, and what a block of keys adds to them.
+// Running sums of the rows of a tile of the decode kernel, and what a block of keys adds to them. A warpgroup has them.
 //
-// Products are transposed: keys or channels are the 16 rows of mma.sync, queries its eight columns. Lane 4g + c has
-// queries 2c and 2c + 1 (r = 0, 1), and of each 16 keys or channels g and g + 8.
+// Products are transposed: keys or channels are the 64 rows of wgmma, queries its columns. Lane 4g + c of warp w has,
+// of each group of eight queries, 2c and 2c + 1 (r = 0, 1), and of each 64 keys or channels 16w + g and 16w + g + 8. So
+// warps have different channels of O, and their sums are never added. Warps exchange the largest scores of a block,
+// and P.
 #pragma once
 
 #include "../ptx/ldmatrix.h"
 #include "../ptx/movmatrix.h"
+#include "../ptx/warpgroup.h"
+#include "../ptx/wgmma.h"
 #include "mask.h"
 #include "paged_queries.h"
 #include "products.h"
@@ -15,235 +19,323 @@
 
 namespace fp8attn {
 
-template <int DIM>
-constexpr int KEY_PANEL = DIM < 128 ? DIM : 128;  // bytes of a row of a page's K in a panel, as TMA writes it
-constexpr int HALF_PANEL = 128;                   // the same of tokens in half precision
+constexpr int WGMMA_ROWS = 64;   // keys or channels of a product
+constexpr int HALF_PANEL = 128;  // bytes of a row in a panel of tokens in half precision, as TMA writes it
+static_assert(HALF_BLOCK * sizeof(uint16_t) == KEYS);
 
 __device__ inline float finite_or_zero(float m) { return m == -INFINITE ? 0.0f : m; }
-
-// The largest of what the eight lanes with the same queries have.
-__device__ inline float column_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
-}
-
-__device__ inline float column_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 4);
-  x += __shfl_xor_sync(~0u, x, 8);
-  return x + __shfl_xor_sync(~0u, x, 16);
-}
 
 // The page of a query, which attends to it in half precision up to its own position.
 __device__ inline int own_page(int position) { return max(position, 0) / KEYS; }
 
-// d (16, 8) += a (16, 32) * b (32, 8). `a` are e4m3 codes, `b` are halves. sm_90 has no mma.sync of e4m3: ptxas would
-// convert both operands, and would convert b again for each product.
-__device__ inline void multiply_codes(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-  uint32_t halves[2][4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) ptx::halves_of_e4m3(a[i], halves[i / 2][i % 2], halves[i / 2][2 + i % 2]);
-  ptx::mma_f16(d, halves[0], b);
-  ptx::mma_f16(d, halves[1], b + 2);
+// What follows from x is computed behind this place. The compiler would compute addresses before the loops over tiles
+// and blocks, and spill them.
+template <typename T>
+__device__ void compute_late(T& x) {
+  asm volatile("" : "+r"(x));
 }
 
-// Scores of a page, divided by their factors, from K and Q in shared memory. `q`: eight rows.
-template <int DIM, bool INT8>
-__device__ void multiply_keys(std::conditional_t<INT8, int32_t, float> (&s)[KEYS / 16][4], const uint8_t* k, const uint8_t* q) {
-  using Keys = SharedTile<KEYS, KEY_PANEL<DIM>, true>;
-  const int lane = threadIdx.x % 32, at = lane_of_rows<Keys>();
-#pragma unroll 1
-  for (int channel = 0; channel < DIM; channel += 64) {
-    const Keys& keys = reinterpret_cast<const Keys*>(k)[channel / KEY_PANEL<DIM>];
-    uint32_t codes[4];
-    ptx::ldmatrix(codes, q + lane % 8 * QUERY_PITCH<DIM> + channel + lane / 8 * 16);
+// What a thread has for each of its queries.
+template <int GROUPS>
+using OfQueries = float[GROUPS][2];
+
+// A thread's part of products, with 64 rows each, for all queries. Element 4 group + 2 h + r.
+template <int PRODUCTS, int GROUPS, typename Sum = float>
+using Products = Sum[PRODUCTS][4 * GROUPS];
+
+// What the warps exchange.
+template <int ROWS>
+struct alignas(1024) WarpExchange {
+  uint8_t p[ROWS * KEYS];  // P of a page, rows with TMA's swizzle; or of a block in half precision
+  float of_warps[ROWS][DECODER_WARPS];
+
+  // Reduces what threads have over all lanes and warps that have the same queries. There is a barrier between two
+  // calls. Called by all decoders.
+  template <int GROUPS, typename F>
+  __device__ void reduce(OfQueries<GROUPS>& x, Fragment f, F&& op) {
+    static_assert(DECODER_WARPS == 4);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      uint32_t b[4] = {codes[2 * step], codes[2 * step + 1]};
-      if constexpr (!INT8) {
-        ptx::halves_of_e4m3(codes[2 * step + 1], b[2], b[3]);
-        ptx::halves_of_e4m3(codes[2 * step], b[0], b[1]);
-      }
+    for (int group = 0; group < GROUPS; ++group)
 #pragma unroll
-      for (int t = 0; t < KEYS / 16; ++t) {
-        uint32_t a[4];
-        load_rows<Operands::native>(a, keys, at, 16 * t, channel % KEY_PANEL<DIM> / 32 + step);
-        if constexpr (INT8)
-          ptx::mma_s8(s[t], a, b);
-        else
-          multiply_codes(s[t], a, b);
+      for (int r = 0; r < 2; ++r) {
+        float& mine = x[group][r];
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) mine = op(mine, __shfl_xor_sync(~0u, mine, distance));
+        if (lane < 4) of_warps[QUERY_GROUP * group + f.column + r][warp] = mine;
       }
+    ptx::warpgroup_sync(1);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float4 all = *reinterpret_cast<const float4*>(of_warps[QUERY_GROUP * group + f.column + r]);
+        x[group][r] = op(op(all.x, all.y), op(all.z, all.w));
+      }
+  }
+
+  template <int GROUPS>
+  __device__ void largest(OfQueries<GROUPS>& x, Fragment f) {
+    reduce<GROUPS>(x, f, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  // May be followed by another call at once.
+  template <int GROUPS>
+  __device__ void sum(OfQueries<GROUPS>& x, Fragment f) {
+    reduce<GROUPS>(x, f, [](float a, float b) { return a + b; });
+    ptx::warpgroup_sync(1);
+  }
+};
+
+// Scores of a page, divided by their factors: s = K · Qᵀ. `keys`, `queries`: their descriptors, of
+// panels of KEYS and ROWS rows.
+template <int DIM, int ROWS, int GROUPS, bool INT8, typename Sum>
+__device__ void multiply_keys(Products<KEYS / WGMMA_ROWS, GROUPS, Sum>& s, uint64_t keys, uint64_t queries) {
+  constexpr int PANEL = KEY_PANEL<DIM>, STEPS = PANEL / 32;
+  using Product = std::conditional_t<INT8, ptx::WgmmaInt8<QUERY_GROUP * GROUPS>, ptx::Wgmma<QUERY_GROUP * GROUPS>>;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < DIM / 32; ++step) {
+    const uint64_t q = ptx::operand_of(ptx::operand_of(queries, step / STEPS * ROWS, PANEL), step % STEPS, 32);
+#pragma unroll
+    for (int t = 0; t < KEYS / WGMMA_ROWS; ++t) {
+      const uint64_t k = ptx::operand_of(ptx::operand_of(keys, step / STEPS * KEYS + WGMMA_ROWS * t, PANEL), step % STEPS, 32);
+      if (step == 0)
+        Product::template run<false>(s[t], k, q);
+      else
+        Product::template run<true>(s[t], k, q);
     }
   }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+#pragma unroll
+  for (auto& of : s) ptx::wgmma_touch(of);
 }
 
-template <int DIM>
+// A block in half precision in shared memory: panels of HALF_BLOCK rows of HALF_PANEL bytes. `start`: its first token.
+struct HalfBlock {
+  using Tokens = SharedTile<HALF_BLOCK, HALF_PANEL, true>;
+  static constexpr int CHANNELS = HALF_PANEL / 2;  // of a panel
+
+  const uint8_t *k, *v;
+  int start;
+
+  __device__ static const Tokens& panel(const uint8_t* of, int channel) { return reinterpret_cast<const Tokens*>(of)[channel / CHANNELS]; }
+};
+
+template <int DIM, int GROUPS>
 struct PagedRows {
-  // m: maximum of the scores so far, in base 2. l: the lane's part of the sums of 2^(score - m). o: output times l.
-  float m[2] = {-INFINITE, -INFINITE}, l[2] = {}, o[DIM / 16][4] = {};
+  static constexpr int TILES = DIM / WGMMA_ROWS;
+  using OfMine = OfQueries<GROUPS>;
+
+  // m: maximum of the scores so far, in base 2. l: the thread's part of the sums of 2^(score - m). o: output times l.
+  OfMine m, l = {};
+  Products<TILES, GROUPS> o = {};
+
+  __device__ PagedRows() {
+#pragma unroll
+    for (auto& of : m) of[0] = of[1] = -INFINITE;
+  }
+
+  // Calls f(group, r) for the thread's queries: QUERY_GROUP * group + f.column + r.
+  template <typename F>
+  __device__ static void for_queries(F&& f) {
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) f(group, r);
+  }
 
   // The factors of the sums so far and of those of a block whose largest scores are `largest`. Updates m.
-  __device__ void merge(const float (&largest)[2], float (&mine)[2], float (&theirs)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float m_new = fmaxf(m[r], largest[r]);
-      mine[r] = ptx::exp2_approx(m[r] - finite_or_zero(m_new)), theirs[r] = ptx::exp2_approx(largest[r] - finite_or_zero(m_new));
-      m[r] = m_new;
-    }
+  __device__ void merge(const OfMine& largest, OfMine& mine, OfMine& theirs) {
+    for_queries([&](int group, int r) {
+      float& of = m[group][r];
+      const float m_new = fmaxf(of, largest[group][r]), base = finite_or_zero(m_new);
+      mine[group][r] = ptx::exp2_approx(of - base), theirs[group][r] = ptx::exp2_approx(largest[group][r] - base);
+      of = m_new;
+    });
   }
 
-  // Turns scores of a page, divided by `factor`, into operands of P·V. P is relative to the largest score of the page.
-  // Sets the factors with which O and P·V are added. `hidden`: rows that don't see the page.
-  __device__ void softmax_of_page(float (&s)[KEYS / 16][4], const float (&factor)[2], const bool (&hidden)[2], float v_scale, uint32_t (&p)[KEYS / 32][4],
-                                  float (&alpha)[2], float (&beta)[2]) {
-    if (__any_sync(~0u, hidden[0] | hidden[1])) {
+  // Turns scores of a page, divided by `factor`, into P, in shared memory when all decoders have returned. P is
+  // relative to the largest score of the page. Sets the factors with which O and Vᵀ·Pᵀ are added. `hidden`: queries
+  // that don't see the page.
+  template <int ROWS>
+  __device__ void softmax_of_page(Products<KEYS / WGMMA_ROWS, GROUPS>& s, const OfMine& factor, const bool (&hidden)[GROUPS][2], float v_scale,
+                                  WarpExchange<ROWS>& exchange, OfMine& alpha, OfMine& beta, Fragment f) {
+    OfMine largest, sum = {}, shift;
+    for_queries([&](int group, int r) {
+      float& of = largest[group][r];
+      of = -INFINITE;
 #pragma unroll
-      for (auto& of : s)
+      for (auto& scores : s)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) of[i] = hidden[i % 2] ? -INFINITE : of[i];
-    }
-    float largest[2], sum[2] = {};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      largest[r] = s[0][r];
-#pragma unroll
-      for (const auto& of : s) largest[r] = fmaxf(largest[r], fmaxf(of[r], of[2 + r]));
-      largest[r] = column_max(largest[r]) * factor[r];
-    }
-    const float shift[2] = {P_OFFSET - finite_or_zero(largest[0]), P_OFFSET - finite_or_zero(largest[1])};
-#pragma unroll
-    for (int t = 0; t < KEYS / 16; ++t) {
-      float (&of)[4] = s[t];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        of[i] = ptx::exp2_approx(fmaf(of[i], factor[i % 2], shift[i % 2]));
-        sum[i % 2] += of[i];
-      }
-      // Transposed, key g's queries 2c and 2c + 1 are query g's keys 2c and 2c + 1. V has the keys in this order.
-      uint32_t low, high;
-      ptx::halves_of_e4m3(ptx::e4m3x4(of[0], of[1], of[2], of[3]), low, high);
-      p[t / 2][t % 2 * 2] = ptx::transposed(low), p[t / 2][t % 2 * 2 + 1] = ptx::transposed(high);
-    }
-    merge(largest, alpha, beta);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      beta[r] *= 1.0f / (1 << int(P_OFFSET));
-      l[r] = fmaf(l[r], alpha[r], sum[r] * beta[r]);
-      beta[r] *= v_scale;
-    }
-  }
-
-  // O = O alpha + P·V beta. `v`: a page of Vᵀ in shared memory.
-  __device__ void add_values(const uint8_t* v, const uint32_t (&p)[KEYS / 32][4], const float (&alpha)[2], const float (&beta)[2]) {
-    using Values = SharedTile<DIM, KEYS, true>;
-    constexpr int TILES = 4;  // at once: as many independent sums hide the latency of mma.sync
-    const Values& values = *reinterpret_cast<const Values*>(v);
-    const int at = lane_of_rows<Values>();
-#pragma unroll
-    for (int first = 0; first < DIM / 16; first += TILES) {
-      float fresh[TILES][4] = {};
-#pragma unroll
-      for (int step = 0; step < KEYS / 32; ++step) {
-#pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-          uint32_t a[4];
-          load_rows<Operands::native>(a, values, at, 16 * (first + t), step);
-          multiply_codes(fresh[t], a, p[step]);
+        for (int i = r; i < 4; i += 2) {
+          float& score = scores[4 * group + i];
+          if (hidden[group][r]) score = -INFINITE;
+          of = fmaxf(of, score);
         }
+    });
+    exchange.largest(largest, f);
+    for_queries([&](int group, int r) {
+      largest[group][r] *= factor[group][r];
+      shift[group][r] = P_OFFSET - finite_or_zero(largest[group][r]);
+    });
+    // A lane and the one of the next row of keys exchange what they have of one of their queries. V has the four keys
+    // of a query that they have in this order: layout.key_of_slot.
+    const int odd = f.row % 2, selector = odd ? 0x3715 : 0x6240;
+#pragma unroll
+    for (int t = 0; t < KEYS / WGMMA_ROWS; ++t)
+#pragma unroll
+      for (int group = 0; group < GROUPS; ++group) {
+        float* of = s[t] + 4 * group;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          of[i] = ptx::exp2_approx(fmaf(of[i], factor[group][i % 2], shift[group][i % 2]));
+          sum[group][i % 2] += of[i];
+        }
+        const uint32_t mine = ptx::e4m3x4(of[0], of[1], of[2], of[3]), other = __shfl_xor_sync(~0u, mine, 4);
+        const int slot = WGMMA_ROWS * t + f.row / 16 * 16 + f.row % 16 / 2 * 4;
+        *reinterpret_cast<uint32_t*>(exchange.p + ptx::swizzled<KEYS>(QUERY_GROUP * group + f.column + odd, slot)) = __byte_perm(mine, other, selector);
       }
+    ptx::fence_proxy_async();
+    merge(largest, alpha, beta);
+    for_queries([&](int group, int r) {
+      float& of = beta[group][r];
+      of *= 1.0f / (1 << int(P_OFFSET));
+      l[group][r] = fmaf(l[group][r], alpha[group][r], sum[group][r] * of);
+      of *= v_scale;
+    });
+  }
+
+  // O = O alpha + Vᵀ·Pᵀ beta. `values`, `p`: descriptors of a page of Vᵀ and of P.
+  __device__ void add_values(uint64_t values, uint64_t p, const OfMine& alpha, const OfMine& beta) {
+    using Product = ptx::Wgmma<QUERY_GROUP * GROUPS>;
+    Products<TILES, GROUPS> fresh;
+    ptx::wgmma_fence();
 #pragma unroll
-      for (int t = 0; t < TILES; ++t)
+    for (int step = 0; step < KEYS / 32; ++step)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[first + t][i] = fmaf(fresh[t][i], beta[i % 2], o[first + t][i] * alpha[i % 2]);
+      for (int t = 0; t < TILES; ++t) {
+        const uint64_t v = ptx::operand_of(ptx::operand_of(values, WGMMA_ROWS * t, KEYS), step, 32), of_keys = ptx::operand_of(p, step, 32);
+        if (step == 0)
+          Product::template run<false>(fresh[t], v, of_keys);
+        else
+          Product::template run<true>(fresh[t], v, of_keys);
+      }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      ptx::wgmma_touch(fresh[t]);
+#pragma unroll
+      for (int i = 0; i < 4 * GROUPS; ++i) o[t][i] = fmaf(fresh[t][i], beta[i / 4][i % 2], o[t][i] * alpha[i / 4][i % 2]);
     }
   }
 
   // Makes sums over pages those of K and V as they were. `v_scale`, `v_mean`: of the head's channels. `mean_score`: of
-  // the lane's queries.
-  __device__ void restore(const float* v_scale, const float* v_mean, const float* mean_score, Fragment f) {
+  // the tile's rows.
+  template <int ROWS>
+  __device__ void restore(const float* v_scale, const float* v_mean, const float* mean_score, WarpExchange<ROWS>& exchange, Fragment f) {
+    exchange.sum(l, f);
+    compute_late(f.row), compute_late(f.column);
+    for_queries([&](int group, int r) { m[group][r] += mean_score[QUERY_GROUP * group + f.column + r]; });
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      m[r] += mean_score[r];
-      l[r] = column_sum(l[r]);
-    }
+    for (int t = 0; t < TILES; ++t)
 #pragma unroll
-    for (int t = 0; t < DIM / 16; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int channel = 16 * t + f.row + i / 2 * 8;
-        o[t][i] = fmaf(o[t][i], v_scale[channel], l[i % 2] * v_mean[channel]);
+      for (int h = 0; h < 2; ++h) {
+        const int channel = WGMMA_ROWS * t + f.row + 8 * h;
+        const float scale = v_scale[channel], mean = v_mean[channel];
+        for_queries([&](int group, int r) {
+          float& of = o[t][4 * group + 2 * h + r];
+          of = fmaf(of, scale, l[group][r] * mean);
+        });
       }
-    if (f.row != 0) l[0] = l[1] = 0.0f;  // the sum is whole again, and one lane's
+    if (f.row != 0) for_queries([&](int group, int r) { l[group][r] = 0.0f; });  // the sum is whole again, and one lane's
   }
 
-  // Attends to a block in half precision, from token `start` on. `k`, `v`: panels of HALF_BLOCK rows of 128 bytes.
-  template <typename T>
-  __device__ void attend_to_half_block(const uint8_t* k, const uint8_t* v, int start, const HalfQueries<T, DIM>& queries, const int* positions,
-                                       float score_scale, Fragment f) {
-    using Tokens = SharedTile<HALF_BLOCK, HALF_PANEL, true>;
-    constexpr int PANEL_CHANNELS = HALF_PANEL / 2;
-    const auto panel = [](const uint8_t* of, int channel) -> const Tokens& { return reinterpret_cast<const Tokens*>(of)[channel / PANEL_CHANNELS]; };
-    const int at = lane_of_rows<Tokens>(), at_transposed = lane_of_columns<Operands::native, Tokens>();
-    float s[HALF_BLOCK / 16][4] = {};
+  // Attends to a block in half precision, of which a warp has 16 tokens. `queries`: of the first group;
+  // `queries_of(group)`: of others. `positions`: of the tile's rows.
+  template <typename T, int ROWS, typename QueriesOf>
+  __device__ void attend_to_half_block(const HalfBlock& block, HalfQueries<T, DIM>& queries, QueriesOf&& queries_of, const int* positions, float score_scale,
+                                       WarpExchange<ROWS>& exchange, Fragment f) {
+    using Tokens = HalfBlock::Tokens;
+    using Probabilities = SharedTile<ROWS, KEYS, true>;
+    Probabilities& probabilities = *reinterpret_cast<Probabilities*>(exchange.p);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = lane_of_rows<Tokens>(), at_transposed = lane_of_columns<Operands::native, Tokens>();
+    compute_late(warp), compute_late(lane), compute_late(at), compute_late(at_transposed);
+    float s[GROUPS][4] = {}, nan_of_k[4] = {}, nan_of_v[4] = {};
 #pragma unroll
-    for (int channel = 0; channel < DIM; channel += 16) {
+    for (int group = 0; group < GROUPS; ++group) {
+      if (group > 0) queries = queries_of(group);
 #pragma unroll
-      for (int t = 0; t < HALF_BLOCK / 16; ++t) {
+      for (int channel = 0; channel < DIM; channel += 16) {
+        const int chunks = channel % HalfBlock::CHANNELS / 16;
         uint32_t a[4];
-        load_rows<Operands::native>(a, panel(k, channel), at, 16 * t, channel % PANEL_CHANNELS / 16);
-        mma_halves<T>(s[t], a, queries.words[channel / 16][0], queries.words[channel / 16][1]);
-        // a product with zeros makes the scores of tokens NaN that are not finite
-        mma_halves<T>(s[t], a, 0, 0);
-        load_rows<Operands::native>(a, panel(v, channel), at, 16 * t, channel % PANEL_CHANNELS / 16);
-        mma_halves<T>(s[t], a, 0, 0);
+        load_rows<Operands::native>(a, block.panel(block.k, channel), at, 16 * warp, chunks);
+        mma_halves<T>(s[group], a, queries.words[channel / 16][0], queries.words[channel / 16][1]);
+        if (group > 0) continue;
+        // a product with zeros is NaN for tokens that are not finite
+        mma_halves<T>(nan_of_k, a, 0, 0);
+        load_rows<Operands::native>(a, block.panel(block.v, channel), at, 16 * warp, chunks);
+        mma_halves<T>(nan_of_v, a, 0, 0);
       }
     }
-    bool nonfinite = false;
-    const int position[2] = {positions[0], positions[1]};
-    float largest[2] = {-INFINITE, -INFINITE}, alpha[2], beta[2], sum[2] = {};
+    OfMine largest, alpha, beta;
+    for_queries([&](int group, int r) {
+      const int position = positions[QUERY_GROUP * group + f.column + r];
+      const bool sees = own_page(position) == block.start / KEYS;
+      largest[group][r] = -INFINITE;
 #pragma unroll
-    for (int t = 0; t < HALF_BLOCK / 16; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i % 2, token = start + 16 * t + f.row + i / 2 * 8;
-        const bool shown = own_page(position[r]) == start / KEYS && token <= position[r];
-        nonfinite |= s[t][i] != s[t][i];
-        s[t][i] = shown ? s[t][i] * score_scale : -INFINITE;
-        largest[r] = fmaxf(largest[r], s[t][i]);
+      for (int i = r; i < 4; i += 2) {
+        float& score = s[group][i];
+        score += nan_of_k[i] + nan_of_v[i];
+        score = sees && block.start + f.row + i / 2 * 8 <= position ? score * score_scale : -INFINITE;
+        largest[group][r] = fmaxf(largest[group][r], score);
       }
-    nonfinite = __any_sync(~0u, nonfinite);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = column_max(largest[r]);
+    });
+    exchange.largest(largest, f);
     merge(largest, alpha, beta);
-    uint32_t p[HALF_BLOCK / 16][2];
 #pragma unroll
-    for (int t = 0; t < HALF_BLOCK / 16; ++t) {
+    for (int group = 0; group < GROUPS; ++group) {
+      float sum[2] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[t][i] = ptx::exp2_approx(s[t][i] - finite_or_zero(m[i % 2]));
-        sum[i % 2] += s[t][i];
+        s[group][i] = ptx::exp2_approx(s[group][i] - finite_or_zero(m[group][i % 2]));
+        sum[i % 2] += s[group][i];
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) p[t][i] = ptx::transposed(word_of<T>(s[t][2 * i], s[t][2 * i + 1]));
+      for (int i = 0; i < 2; ++i) {
+        l[group][i] = fmaf(l[group][i], alpha[group][i], sum[i]);
+        // transposed, token g's queries 2c and 2c + 1 are query g's tokens 2c and 2c + 1
+        const uint32_t two = ptx::transposed(word_of<T>(s[group][2 * i], s[group][2 * i + 1]));
+        *reinterpret_cast<uint32_t*>(probabilities.at(QUERY_GROUP * group + lane / 4, 2 * warp + i) + lane % 4 * 4) = two;
+      }
     }
+    ptx::warpgroup_sync(1);
+    uint32_t p[GROUPS][HALF_BLOCK / 16][2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) l[r] = fmaf(l[r], alpha[r], sum[r]);
+    for (int group = 0; group < GROUPS; ++group)
 #pragma unroll
-    for (int channel = 0; channel < DIM; channel += 16) {
-      float (&of)[4] = o[channel / 16];
+      for (int step = 0; step < HALF_BLOCK / 16; step += 2) ptx::ldmatrix(p[group][step], probabilities.at(QUERY_GROUP * group + lane % 8, 2 * step + lane / 8));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) of[i] *= alpha[i % 2];
+    for (int t = 0; t < TILES; ++t) {
 #pragma unroll
-      for (int t = 0; t < HALF_BLOCK / 16; ++t) {
+      for (int i = 0; i < 4 * GROUPS; ++i) o[t][i] *= alpha[i / 4][i % 2];
+#pragma unroll
+      for (int step = 0; step < HALF_BLOCK / 16; ++step) {
         uint32_t a[4];
-        ptx::ldmatrix_transposed(a, panel(v, channel).beyond(at_transposed, 16 * t, channel % PANEL_CHANNELS / 8));
-        if (nonfinite) clamp<T>(a);  // rows that don't see such tokens multiply them by zero
-        mma_halves<T>(of, a, p[t][0], p[t][1]);
+        ptx::ldmatrix_transposed(a, block.panel(block.v, WGMMA_ROWS * t).beyond(at_transposed, 16 * step, 2 * warp));
+        clamp<T>(a);  // queries that don't see a token multiply it by zero
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group)
+          mma_halves<T>(reinterpret_cast<float(&)[4]>(o[t][4 * group]), a, p[group][step][0], p[group][step][1]);
       }
     }
   }
 
  private:
+  static_assert(HalfBlock::CHANNELS == WGMMA_ROWS);
+
   template <typename T>
   __device__ static uint32_t word_of(float a, float b) {
     if constexpr (std::is_same_v<T, __half>) {

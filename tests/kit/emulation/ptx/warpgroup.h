@@ -13,9 +13,4 @@ inline void registers_decrease() {}
 
 inline void warpgroup_sync(int id) { cta::barrier(id, 128); }
 
-template <int THREADS>
-inline void warps_sync(int id) {
-  cta::barrier(id, THREADS);
-}
-
 }  // namespace fp8attn::ptx
