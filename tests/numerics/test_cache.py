@@ -19,6 +19,9 @@ from paging import Problem, Sequences, assert_attends, batched, bits, modelled, 
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(6, 70), st.integers(71, 400)), min_size=1, max_size=5)
 
+HALF = max(settings().max_examples // 2, 1)
+"""Examples of tests that compile kernels for most of them."""
+
 
 def noise(problem: Problem, device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Other keys and values of a problem's heads."""
@@ -41,7 +44,7 @@ def test_appending_in_any_sizes_is_quantizing_at_once(device: torch.device, prob
     both.assert_holds(1, k[:, :done], v[:, :done])
 
 
-@settings(max_examples=15)
+@settings(max_examples=HALF)
 @given(problem=problems, sizes=SIZES, backwards=st.booleans(), bad=st.sampled_from((None, None, "k", "v")))
 def test_the_kernel_writes_the_bytes_of_the_definition(
     device: torch.device, problem: Problem, sizes: list[int], backwards: bool, bad: str | None
@@ -64,7 +67,7 @@ def test_the_kernel_writes_the_bytes_of_the_definition(
         assert torch.equal(bits(x), bits(y)), index
 
 
-@settings(max_examples=15)
+@settings(max_examples=HALF)
 @given(problem=problems, queries=st.integers(1, 90), splits=st.integers(1, 4), given_keys=st.booleans(), scale=st.sampled_from((0.2, -0.1)))
 def test_the_kernel_attends_as_the_oracle(device: torch.device, problem: Problem, queries: int, splits: int, given_keys: bool, scale: float) -> None:
     """Decode, speculative steps and chunks, of two sequences with different numbers of queries."""

@@ -272,6 +272,7 @@ def test_the_pipeline_takes_low_numbers_for_scores(mask: torch.Tensor, block_n: 
     torch.testing.assert_close(lse, torch.where(expected_lse.isfinite(), expected_lse.clamp(min=LOWEST_LSE), expected_lse), rtol=1e-6, atol=0.3)
 
 
+@pytest.mark.compiles
 @given(
     mask=low_masks(rows=st.just(20), keys=st.sampled_from((1, 64, 150))),
     compute=st.sampled_from(("e4m3", "f16")),
