@@ -351,13 +351,13 @@ def _by_ranks(records: Sequence[Record]) -> dict[tuple[str, int], dict[str, Reco
 
 
 def varlen() -> str:
-    """Packed sequences: TFLOP/s of the kernel alone and from bf16, beside the dense kernel."""
+    """Packed sequences: TFLOP/s of the kernel alone and from bf16, beside the dense kernel and FlashAttention-3."""
     records = _lines("varlen")
-    names = ("fp8attn, kernel alone", "fp8attn, from bf16", "fp8attn auto, dense", "fp8attn triton, dense")
+    names = ("fp8attn, kernel alone", "fp8attn, from bf16", "fp8attn auto, dense", "fp8attn triton, dense", "FA3 e4m3", "FA3 bf16")
     rows = []
     for (batch,), by in _by_case(records, "batch").items():
         rows.append([batch, *(number_of(by[name]["tflops"], ".0f") for name in names)])
-    head = ("batch", "kernel alone", "from bf16", "dense kernel alone", "Triton's dense")
+    head = ("batch", "kernel alone", "from bf16", "dense kernel alone", "Triton's dense", "FA3 e4m3", "FA3 bf16")
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fp8attn.layout import padded_length
@@ -23,7 +23,9 @@ SIZES = [(name, axis) for name, x in FORWARD.items() if isinstance(x, torch.Tens
 
 @given(name_and_axis=st.sampled_from(SIZES), change=st.sampled_from((-1, 1, 8, 128)), backend=st.sampled_from(("modelled", "triton", "auto", "cuda")))
 def test_every_size_of_a_call_is_checked(name_and_axis: tuple[str, int], change: int, backend: str) -> None:
-    """One size of one tensor is another. None fits: the other tensors have it, or its padding, too."""
+    """One size of one tensor is another. None fits: the other tensors have it, or its padding, too. But values may hold
+    further blocks."""
+    assume((*name_and_axis, change) != ("v", 3, 128))
     name, axis = name_and_axis
     shape = list(FORWARD[name].shape)
     shape[axis] += change

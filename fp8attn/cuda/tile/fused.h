@@ -97,7 +97,7 @@ struct Fused {
       if (!calm && !C.softcap) scale_by_row(factor[t], s[t]);
       if constexpr (C.softcap) {
         const int row = tile.first_row + f.row;
-        const float shift[2] = {mean_score(p, tile, row), mean_score(p, tile, row + 8)};
+        const float2 shift = {mean_score(p, tile, row), mean_score(p, tile, row + 8)};
         cap_scores(s[t], factor[t], shift, p.softcap);
         scale_by_row(factor[t], s[t]);
       }
