@@ -294,7 +294,7 @@ def masks() -> str:
 def decode() -> str:
     """Decoding from paged KV caches: microseconds, and the share of the memory's bandwidth."""
     records = _lines("decode")
-    names = ("fp8attn cuda", "fp8attn triton", "FA3 e4m3", "FA3 bf16", "SDPA bf16", "fp8attn append")
+    names = ("fp8attn cuda", "fp8attn triton", "fp8attn tensors e4m3", "fp8attn tensors bf16", "SDPA bf16", "fp8attn append")
     rows = []
     for (case,), by in _by_case(records, "case").items():
         cells = []
