@@ -37,11 +37,9 @@ STACK = {
     HopperConfig(256, 256, 2, 2, 232, False, 2, True, added=True): 8,
     HopperConfig(256, 256, 2, 2, 232, False, 2, True, True, added=True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, masked=True): 48,
-    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, masked=True): 64,
-    HopperConfig(256, 256, 2, 2, 224, False, 2, False, False, True, masked=True): 104,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, masked=True): 88,
+    HopperConfig(256, 256, 2, 2, 224, False, 2, False, False, True, masked=True): 128,
     HopperConfig(256, 256, 2, 2, 224, False, 2, False, True, True, masked=True): 120,
-    HopperConfig(64, 64, 3, 4, 152, False, 2, True, False, True, added=True): 8,
-    HopperConfig(64, 64, 3, 4, 152, False, 0, True, True, True, added=True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 2, False, masked=True): 48,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, masked=True): 64,
     HopperConfig(192, 192, 2, 3, 232, False, 2, False, masked=True): 8,
@@ -51,7 +49,7 @@ STACK = {
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True): 16,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True): 24,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True): 16,
-    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True): 24,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True): 16,
     HopperConfig(256, 256, 2, 2, 240, False, 2, False, False, True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, False, window=True): 8,
@@ -62,22 +60,23 @@ STACK = {
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, False, window=True, softcap=True): 80,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, False, window=True, softcap=True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, window=True): 8,
-    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True): 40,
-    HopperConfig(256, 256, 2, 2, 240, False, 2, False, False, True, window=True): 104,
-    HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True, window=True): 104,
-    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, window=True, softcap=True): 24,
-    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True, softcap=True): 16,
+    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, window=True, softcap=True): 40,
+    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True, softcap=True): 40,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True, window=True, softcap=True): 16,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True): 24,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True): 40,
-    HopperConfig(256, 256, 2, 2, 240, False, 2, False, True, True, window=True): 128,
-    HopperConfig(256, 256, 1, 2, 240, False, 2, False, True, True, window=True): 128,
-    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True, softcap=True): 72,
-    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True, softcap=True): 40,
+    HopperConfig(256, 256, 2, 2, 240, False, 2, False, True, True, window=True): 16,
+    HopperConfig(256, 256, 1, 2, 240, False, 2, False, True, True, window=True): 48,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True, softcap=True): 48,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True, softcap=True): 32,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, True, True, window=True, softcap=True): 16,
-    **dict(zip(VARLEN, (16, 8, 32, 16, 16, 24, 32, 24, 24), strict=True)),
+    **dict(zip(VARLEN, (0, 0, 0, 8, 0, 0, 24, 16, 0), strict=True)),
 }
-"""Bytes of it that an instance may have; the others have none."""
+"""Bytes of it that an instance has; the others have none."""
+
+CAPPED_256 = {False: (16, [64, 16]), True: (24, [96, 40])}
+"""Portable instances of sm_90 with 256 channels and a soft cap, for e4m3 and int8: bytes of the stack, and bytes stored
+to it and loaded."""
 
 
 def one_of(default: int, instances: tuple, *others: object) -> list[Any]:
@@ -165,11 +164,14 @@ def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
 
 @pytest.mark.parametrize("arch, config", [*one_of(-1, shipped(80), 80), *one_of(0, shipped(89), 89), *one_of(-1, shipped(90), 90)])
 def test_portable(nvcc: str, tmp_path: Path, arch: int, config: PortableConfig) -> None:
-    """No spills, no stack, and the registers that let as many CTAs as it says into an SM."""
+    """No spills, no stack, and the registers that let as many CTAs as it says into an SM; 256 channels with a soft cap
+    spill on sm_90."""
     report = compiled(nvcc, config, arch, tmp_path)
     registers, stack = numbers(report)
     spills = [int(x) for x in re.findall(r"(\d+) bytes spill", report)]
-    assert stack == 0 and spills == [0, 0] and registers <= config.registers, report
+    capped = arch == 90 and config.head_dim == 256 and config.softcap
+    allowed = CAPPED_256[config.int8] if capped else (0, [0, 0])
+    assert stack <= allowed[0] and spills <= allowed[1] and registers <= config.registers, report
 
 
 def test_every_instance_has_a_budget() -> None:
