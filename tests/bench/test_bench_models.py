@@ -71,8 +71,7 @@ def test_every_model_is_built_and_switched(case: Case) -> None:
     rows = [row for row in ROWS if row.name in (SDPA, "fp8attn")]
     sdpa, own = models.measure(case, case.tiny, rows, "eager", dataclasses.replace(SHORT, rounds=1), torch.device("cpu"))
     assert sdpa.relative_l2 is not None and own.relative_l2 is not None and own.calls is not None
-    # on a CPU some models' calls are exact: that they are fp8attn's, the counts tell
-    assert sdpa.relative_l2 < 0.01 and own.relative_l2 < 0.1
+    assert sdpa.relative_l2 < 0.01 and 1e-4 < own.relative_l2 < 0.1
     assert own.calls[0] > 0 and own.calls[1] == 0
 
 
