@@ -493,8 +493,8 @@ def test_a_zigzag_rank_attends_once_to_the_keys_of_each_rank(n: int) -> None:
 @pytest.mark.parametrize("by_kernel", (True, False), ids=("kernel", "plain"))
 @given(count=st.integers(1, 2 * MOST_PARTS), seed=st.integers(0, 2**31), dtype=st.sampled_from((torch.float32, torch.float16)))
 def test_the_accumulator_combines(by_kernel: bool, count: int, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-    """More sets than one kernel merges, of all rows or of some, in float64: rows that saw nothing, and rows that aren't numbers. Values lack
-    means. In another dtype, float32's bits, rounded."""
+    """More sets than one kernel merges, of all rows or of some, in float64: rows that saw nothing, and rows that
+    aren't numbers. Values lack means. In another dtype, float32's bits, rounded."""
     generator = torch.Generator().manual_seed(seed)
     outs = torch.randn(count, 1, 2, 39, 5, generator=generator)
     lses = torch.randn(count, 1, 2, 39, generator=generator) * 20
