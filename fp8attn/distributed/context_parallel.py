@@ -42,7 +42,7 @@ from .parts import (
     tokens_of,
 )
 from .sharding import SHARDINGS, Sharding, Span, Spans, _group_of, spans_of
-from .transport import Ring, Transfer, exchange, start_gather
+from .transport import Lanes, Ring, Transfer, exchange, start_gather
 from .visibility import pieces
 from .wire import Form, concatenated_rows, packed, size_of, unpacked
 
@@ -422,11 +422,21 @@ class _Call:
         """
         like = q.data if isinstance(q, Quantized) else q
         v_mean = found.v_mean if found is not None and sum(map(len, parts)) > 1 else None
-        total = Accumulator(like, form.value_dim, v_mean)
-        for index, buffer in buffers:
-            for part in parts_of(buffer, parts[index], found, form):
-                self._attend(total, q, runs, part if v_mean is None else part.without_v_mean())
+        total, lanes = Accumulator(like, form.value_dim, v_mean), Lanes(like.device)
+        arriving = iter(buffers)
+        for step in range(len(parts)):
+            with lanes.lane(self._lane(step)):
+                index, buffer = next(arriving)
+                for part in parts_of(buffer, parts[index], found, form):
+                    self._attend(total, q, runs, part if v_mean is None else part.without_v_mean())
         return total.result(self.checked.out_dtype)
+
+    def _lane(self, step: int) -> int:
+        """Of `Lanes`, where a step attends. Steps on different lanes overlap, so that one step's last tiles do not leave multiprocessors
+        idle. But a transfer that becomes ready during a step on lane 1 would wait for its end: only steps behind the last transfer
+        take turns."""
+        settled = 1 if self.gathers else self.ranks.outer_size - 1
+        return (step - settled + 1) % 2 if 0 < settled <= step else 0
 
     @property
     def _part_dtype(self) -> torch.dtype:

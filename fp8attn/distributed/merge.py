@@ -11,6 +11,7 @@ from .. import ops, reference
 from .. import triton as triton_kernels
 from ..call import empty_output
 from ..triton.merge import RowsOfPart
+from .transport import launched
 
 MOST_PARTS = 4
 """Parts that are kept until one kernel merges them."""
@@ -49,9 +50,10 @@ class Accumulator:
         """
         self._q, self._value_dim, self._v_mean = q, value_dim, v_mean
         self._parts: list[RowsOfPart] = []
+        self._launched: list[torch.cuda.Event | None] = []
 
     def add(self, start: int, stop: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Add a set of keys for the rows `start` to `stop`.
+        """Add a set of keys for the rows `start` to `stop`, which the current stream attends to.
 
         Args:
             out: (B, H, stop - start, Dv), normalised, of any float dtype. It may be kept and written.
@@ -59,14 +61,28 @@ class Accumulator:
         """
         if len(self._parts) == MOST_PARTS:
             self._parts = [RowsOfPart(0, self._q.shape[2], *self._merged(torch.float32, None))]
+            self._launched = [launched(self._q.device)]
         self._parts.append(RowsOfPart(start, stop, out, lse))
+        self._launched.append(launched(self._q.device))
 
     def result(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """out (B, H, S, Dv) and LSE float32 (B, H, S); zeros and -inf for rows that have seen no key."""
         return self._merged(dtype, self._v_mean)
 
+    def _wait(self) -> None:
+        """Make the current stream wait for all sets, which other streams may have attended to."""
+        if not self._q.is_cuda:
+            return
+        stream = torch.cuda.current_stream(self._q.device)
+        for part, event in zip(self._parts, self._launched, strict=True):
+            assert event is not None
+            stream.wait_event(event)
+            part.out.record_stream(stream)  # its memory must not be reused before this stream has read it
+            part.lse.record_stream(stream)
+
     def _merged(self, dtype: torch.dtype, v_mean: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         length, parts = self._q.shape[2], self._parts
+        self._wait()
         first = parts[0] if parts and (parts[0].start, parts[0].stop) == (0, length) else None
         rows = (0, length)
         if first is not None and v_mean is None and first.out.dtype == dtype:  # rows of no other set stay as they are

@@ -15,8 +15,25 @@ import torch.distributed as dist
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, name: str = "transfers") -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+class Lanes:
+    """Two streams of a GPU, for kernels that do not depend on each other: the CTAs of one start where those of the other end.
+
+    Lane 0 is the stream that was current. Lane 1 waits for what was launched before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = _side_stream(device, "attention")
+            self._side.wait_stream(torch.cuda.current_stream(device))
+
+    def lane(self, index: int) -> contextlib.AbstractContextManager[object]:
+        """Make lane 0 or 1 current."""
+        return torch.cuda.stream(self._side) if index and self._side is not None else contextlib.nullcontext()
 
 
 class Transfer:
@@ -42,7 +59,7 @@ class Transfer:
         self._works = ()
 
 
-def _launched(device: torch.device) -> torch.cuda.Event | None:
+def launched(device: torch.device) -> torch.cuda.Event | None:
     """What was launched on the current stream so far; None without a GPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -89,8 +106,10 @@ class Ring:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for step in range(len(self._sizes)):
-            yield self._transfers[step - 1].wait() if step else self._own
-            self._used.append(_launched(self._own.device))
+            buffer = self._transfers[step - 1].wait() if step else self._own
+            stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+            yield buffer
+            self._used.append(None if stream is None else stream.record_event())
             self._start_next()
 
     def _start_next(self) -> None:
@@ -101,7 +120,7 @@ class Ring:
         received = self._slots[index % self.SLOTS][: self._sizes[index + 1]]
         after = None  # nothing that `own`'s transfer doesn't wait for
         if index == 0:
-            after = _launched(sent.device)
+            after = launched(sent.device)
         elif index >= self.SLOTS:
             after = self._used[index + 1 - self.SLOTS]
         with _on_side_stream(sent, received, after=after) as stream:
@@ -125,7 +144,7 @@ def start_gather(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Tra
         padded[: sent.numel()] = sent
     received = sent.new_empty(size * group.size())
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
-    with _on_side_stream(padded, received, after=_launched(padded.device)) as stream:
+    with _on_side_stream(padded, received, after=launched(padded.device)) as stream:
         works = [gather(received, padded, group=group, async_op=True)] if size else []
     return Transfer(padded, received, works, stream)
 
