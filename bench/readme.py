@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from . import instances as compiled
+from .cases import square
 from .command_line import UsageError, checkout
+from .distributed import Result, link_of, simulated_us
 from .machine import ROOT
 from .report import number_of
 from .summary import SUMMARY, SUMMED, summaries
@@ -339,6 +341,38 @@ def distributed() -> str:
     return f"{_machines(records, lambda record: record['case'])}:\n\n{markdown_table(head, rows, 1)}"
 
 
+def scaling() -> str:
+    """Context parallelism on two and four GPUs: milliseconds and efficiency of every mode, beside the model of a ring."""
+    records = _lines("scaling")
+    modes = ("ring", "Ulysses", "2-D", "all-gather")
+    rows = []
+    for (case, ranks), by in _by_ranks(records).items():
+        one, ring = by["fp8attn, one GPU"], by["fp8attn ring"]
+        cells = [case, str(ranks), number_of(one["us"] / 1e3, ".1f")]
+        for mode in modes:
+            us = by[f"fp8attn {mode}"]["us"]
+            cells.append("–" if us is None else f"{us / 1e3:.1f} ({one['us'] / us / ranks:.0%})")
+        cells.append(f"{_simulated_us(ring, one['us']) / 1e3:.1f}")
+        sent = [by[f"fp8attn {mode}"]["sent"] for mode in modes[:3]]
+        cells += [number_of(None if x is None else x / 1e6, ".0f") for x in sent]
+        bf16 = by.get("bf16 ring", {}).get("us")
+        cells += [f"{ring['overlap']:.0%}", number_of(None if bf16 is None else bf16 / 1e3, ".1f")]
+        rows.append([*cells, f"{one['relative_l2']:.4f}", f"{ring['relative_l2']:.4f}"])
+    head = (
+        "case", "GPUs", "one GPU, ms", *(f"{mode}, ms" for mode in modes), "ring by the model, ms", *(f"{mode}, MB" for mode in modes[:3]), "overlap",
+        "bf16 ring, ms", "one GPU, relative L2", "ring, relative L2",
+    )  # fmt: skip
+    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
+
+
+def _simulated_us(ring: Record, one_us: float) -> float:
+    """What `distributed.simulated_us` expects of a ring, with the link that its transfers reached."""
+    case = square(ring["case"], ring["batch"], ring["q_heads"], ring["q_length"], ring["head_dim"], ring["causal"])
+    link = link_of(Result(case, ring["backend"], ring["ranks"], transfer_us=ring["transfer_us"]))
+    assert link is not None
+    return simulated_us(case, ring["ranks"], one_us, link)
+
+
 def _by_ranks(records: Sequence[Record]) -> dict[tuple[str, int], dict[str, Record]]:
     """Records by case and number of ranks, and of each by backend; those of one GPU with every number."""
     found: dict[tuple[str, int], dict[str, Record]] = {}
@@ -455,6 +489,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": if_measured("decode", decode),
     "models": models,
     "distributed": distributed,
+    "scaling": scaling,
     "varlen": varlen,
     "overhead": overhead,
     "first_calls": first_calls,

@@ -286,14 +286,14 @@ def _mode(mode: Mode, heads: tuple[int, int], q_length: int, unbalanced: bool, g
     """
     if mode != "auto":
         return mode
-    hidden = q_length * heads[0] // max(heads[1], 1) >= HIDING_ROWS
-    if len(groups) == 2:
-        return "ring" if hidden else "all_gather"
-    if hidden and not unbalanced:
-        return "ring"
-    if _unsupported_ulysses(*heads, groups[0].size()) is None:
-        return "ulysses"
-    return "ring" if hidden else "all_gather"
+    rows, ranks = q_length * heads[0] // max(heads[1], 1), groups[-1].size()
+    hidden = rows >= HIDING_ROWS
+    # the own shard hides a whole all-gather, whose buffers take no more memory than the ring's
+    few = 2 < ranks <= Ring.SLOTS + 1 and rows >= (ranks - 1) * HIDING_ROWS
+    passing: Mode = "ring" if hidden and not few else "all_gather"
+    if len(groups) == 2 or (hidden and not unbalanced):
+        return passing
+    return "ulysses" if _unsupported_ulysses(*heads, groups[0].size()) is None else passing
 
 
 def _ranks(mode: Mode, groups: tuple[dist.ProcessGroup, ...]) -> Ranks:
@@ -432,9 +432,9 @@ class _Call:
         return total.result(self.checked.out_dtype)
 
     def _lane(self, step: int) -> int:
-        """Of `Lanes`, where a step attends. Steps on different lanes overlap, so that one step's last tiles do not leave multiprocessors
-        idle. But a transfer that becomes ready during a step on lane 1 would wait for its end: only steps behind the last transfer
-        take turns."""
+        """Of `Lanes`, where a step attends. Steps on different lanes overlap, so that the last tiles of a step do not
+        leave multiprocessors idle. But a transfer that becomes ready during a step on lane 1 would wait for its end:
+        only steps behind the last transfer take turns."""
         settled = 1 if self.gathers else self.ranks.outer_size - 1
         return (step - settled + 1) % 2 if 0 < settled <= step else 0
 

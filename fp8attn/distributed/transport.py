@@ -20,7 +20,7 @@ def _side_stream(device: torch.device, name: str = "transfers") -> torch.cuda.St
 
 
 class Lanes:
-    """Two streams of a GPU, for kernels that do not depend on each other: the CTAs of one start where those of the other end.
+    """Two streams of a GPU, for kernels that do not depend on each other: one's CTAs start where the other's end.
 
     Lane 0 is the stream that was current. Lane 1 waits for what was launched before.
     """
