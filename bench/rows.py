@@ -12,8 +12,10 @@ import torch
 
 import fp8attn
 from fp8attn import Quantized, Recipe, hybrid, reference
+from fp8attn.pages import PAGE
 from fp8attn.quantization import quantize, values_layout
 from fp8attn.recipe import SCALE_BLOCK, ComputeType
+from fp8attn.validate import Backend
 
 from . import adapters
 from .adapters import OTHERS, per_tensor
@@ -96,6 +98,36 @@ def by_recipe(recipe: Recipe, problem: Problem) -> Attention:
     return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **options))
 
 
+MOST_FORKS = 512
+"""Queries that `from_cache` decodes, each from a fork of its own."""
+
+
+def from_cache(recipe: Recipe, problem: Problem) -> Attention:
+    """Attention to a `KVCache`. Queries of a causal case are a prefill. Other queries decode, each from a fork that has
+    all keys."""
+    backend: Backend = "auto" if problem.device.type == "cuda" else "modelled"
+    case = problem.case
+    if case.causal:
+        paged = dataclasses.replace(recipe, statistics="page")
+        return lambda i: cast(torch.Tensor, fp8attn.sdpa(*problem.sets[i % len(problem.sets)], **case.options, recipe=paged, backend=backend))
+    if case.batch > 1 or case.q_length > MOST_FORKS:
+        raise ValueError(f"batch is {case.batch} with {case.q_length} queries; a cache decodes at most {MOST_FORKS} queries of one sequence here")
+
+    def attention(i: int) -> torch.Tensor:
+        q, k, v = problem.sets[i % len(problem.sets)]
+        forks, pages = case.q_length, max(case.kv_length // PAGE, 1)
+        cache = fp8attn.KVCache(forks, pages, case.kv_heads, case.head_dim, case.value_dim, recipe, q.dtype, q.device)
+        table, lengths = (x.to(q.device, torch.int32) for x in (torch.arange(pages), torch.tensor([case.kv_length])))
+        cache.append(k, v, fp8attn.PagedBatch(table.view(1, -1), lengths), backend=backend)
+        for fork in range(1, forks):
+            cache.fork(0, fork)
+        batch = fp8attn.PagedBatch(table.expand(forks, -1), lengths.expand(forks).contiguous())
+        out = fp8attn.paged_sdpa(q.permute(2, 1, 0, 3), cache, batch, backend=backend)
+        return cast(torch.Tensor, out).permute(2, 1, 0, 3)
+
+    return attention
+
+
 def one_level(problem: Problem) -> Attention:
     """fp8attn's Triton kernel with the numerics of other kernels: per-tensor scales, and P·V in one chain of the tensor
     core's accumulator."""
@@ -112,6 +144,8 @@ ROWS = (
     *FLASH_AND_CUDNN,
     *(peer for peer in OWN if END_TO_END in peer.stages),
     *(Peer(f"fp8attn {name}", (END_TO_END,), functools.partial(by_recipe, recipe), own=True) for name, recipe in RECIPES.items()),
+    Peer("fp8attn KV cache", (END_TO_END,), functools.partial(from_cache, Recipe()), own=True),
+    Peer("fp8attn KV cache int8", (END_TO_END,), functools.partial(from_cache, fp8attn.PRECISE), own=True),
     Peer("e4m3 one level", (END_TO_END,), one_level, own=True, needs=_needs_short_accumulators),
     Peer("fp8attn modelled", (END_TO_END,), functools.partial(modelled, Recipe(), None, None)),
     Peer("fp8attn modelled, direct codes", (END_TO_END,), functools.partial(modelled, Recipe(), None, EXACT)),

@@ -56,6 +56,22 @@ def test_every_recipe_has_a_row() -> None:
         rows.chosen(["nobody"])
 
 
+@pytest.mark.parametrize("causal", (False, True))
+def test_caches_answer_as_attention_does(causal: bool) -> None:
+    case = accuracy.by_distribution(300, 2, 32, True) if causal else dataclasses.replace(accuracy.by_length(300, 5), q_heads=2)
+    problem = Problem.of(case, "normal", torch.device("cpu"), rotate=False)
+    for recipe, worst in ((Recipe(), 0.06), (PRECISE, 0.045)):
+        out = rows.from_cache(recipe, problem)(0)
+        errors = Errors.of(out, problem.expected(), Bad(0.5, 0.5))
+        assert out.shape == problem.expected().shape and 0.005 < errors.relative_l2 < worst
+
+
+def test_caches_refuse_queries_that_are_not_the_last_tokens() -> None:
+    problem = Problem.of(accuracy.by_length(1024, 1024), "normal", torch.device("cpu"), rotate=False)
+    with pytest.raises(ValueError, match="1024 queries"):
+        rows.from_cache(Recipe(), problem)
+
+
 def test_the_models_are_of_the_kernels_that_ship() -> None:
     assert {config.exact for config in configs.SPEEDS} == {rows.EXACT}
 
