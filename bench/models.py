@@ -232,7 +232,7 @@ class Row:
     """A way to compute a model's attention.
 
     Attributes:
-        switch: a context in which a model's attention is computed so. It may be entered once for good.
+        switch: a context in which a model's attention is computed so.
         around: a context around each forward.
         modules: of another library, one of which must be installed.
         backend: a backend of PyTorch, among which the fastest is what others are compared with.
@@ -257,19 +257,37 @@ def _unchanged(model: nn.Module) -> contextlib.AbstractContextManager:
 def _registered(name: str, recipe: Recipe) -> Callable[[nn.Module], contextlib.AbstractContextManager]:
     """As the model's library switches it: by a name that fp8attn registers with it."""
 
-    def switch(model: nn.Module) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def switch(model: nn.Module) -> Iterator[object]:
         on_cpu = next(model.parameters()).device.type == "cpu"
         options: dict[str, Any] = {"min_keys": 0, "backend": "modelled"} if on_cpu else {}
         any_model: Any = model
         if hasattr(model, "set_attn_implementation"):  # of transformers
             report = fp8attn.integrations.transformers.register(name, recipe, **options)
             any_model.set_attn_implementation(name)
+            yield report
+        elif not is_dispatched(model):
+            with fp8attn.patch(model, recipe, **options) as report:
+                yield report
         else:
             report = fp8attn.integrations.diffusers.register(name, recipe, **options)
             any_model.set_attention_backend(name)
-        return contextlib.nullcontext(report)
+            try:
+                yield report
+            finally:
+                any_model.set_attention_backend(NATIVE)
 
     return switch
+
+
+NATIVE = "native"
+"""diffusers' name of F.scaled_dot_product_attention."""
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether diffusers' attention backends reach a model. Processors such as SD3's call F.scaled_dot_product_attention
+    themselves."""
+    return any(hasattr(getattr(module, "processor", None), "_attention_backend") for module in model.modules())
 
 
 def _by(function: Function) -> Callable[[nn.Module], contextlib.AbstractContextManager]:
@@ -346,6 +364,9 @@ def built(case: Case, size: Size, device: torch.device) -> tuple[nn.Module, Inpu
     choose = getattr(model, "set_attn_implementation", None)  # of transformers
     if callable(choose):
         choose("sdpa")
+    choose = getattr(model, "set_attention_backend", None)  # of diffusers; unset, it is the one that any model set last
+    if callable(choose):
+        choose(NATIVE)
     return model, inputs
 
 

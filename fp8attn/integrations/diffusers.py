@@ -21,6 +21,9 @@ from .switching import MIN_KEYS, Policy, Report, attempted, check_one_recipe
 OLDEST = "0.35"
 """The first release of diffusers with attention backends."""
 
+UNREACHED = "processors that call F.scaled_dot_product_attention themselves, as SD3's do; fp8attn.patch(model) switches them"
+"""Why there may be no call by the backend."""
+
 
 def register(name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys: int = MIN_KEYS, backend: Backend = "auto") -> Report:
     """Register fp8attn with diffusers as an attention backend. Registering again replaces it.
@@ -39,7 +42,7 @@ def register(name: str = "fp8attn", recipe: Recipe = DEFAULT_RECIPE, *, min_keys
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ValueError(f"name is {name!r}; it must be a word in lower case")
     check_one_recipe(recipe)
-    policy, report = Policy(recipe, min_keys, "fp8attn", backend), Report()
+    policy, report = Policy(recipe, min_keys, "fp8attn", backend), Report(lambda: UNREACHED)
     member, registry = _member(name)
 
     def fp8attn_attention(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import fp8attn
 from bench import __main__ as command
 from bench import models
 from bench.models import CASES, NOTHING, ROWS, SDPA, Case, Protocol, Result
@@ -62,6 +63,20 @@ def test_attention_ratio_leaves_out_the_rest() -> None:
     assert models.attention_ratio(rows[1], [*rows, nothing]) == pytest.approx(2.0)
     assert models.attention_ratio(rows[0], [*rows, nothing]) == pytest.approx(1.0)
     assert models.attention_ratio(rows[1], rows) is None and models.attention_ratio(nothing, [*rows, nothing]) is None
+
+
+@pytest.mark.parametrize("case", [has(case) for case in CASES if case.library == "diffusers"])
+def test_models_before_change_nothing(case: Case) -> None:
+    """Models of diffusers whose backend isn't set take that of the model that was set last."""
+    registry = pytest.importorskip("diffusers.models.attention_dispatch")._AttentionBackendRegistry
+    (row,) = [row for row in ROWS if row.name == "fp8attn"]
+    (before,) = [other for other in CASES if other.name.startswith("Wan")]
+    with row.switch(models.built(before, before.tiny, torch.device("cpu"))[0]) as unused:
+        model, inputs = models.built(case, case.tiny, torch.device("cpu"))
+        with fp8attn.patch(model, min_keys=0, backend="reference") as used:
+            models.output_of(model, inputs)
+    assert used.replaced.total() > 0 and not used.fallbacks and not unused.replaced
+    assert registry.get_active_backend()[0].value == models.NATIVE
 
 
 @pytest.mark.thorough
