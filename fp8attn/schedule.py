@@ -28,6 +28,8 @@ HEAD_CTAS = 5
 """Teams that work on one head at the same time. They read its keys at about the same time, so that all but the first
 find them in L2."""
 
+MOST_PARTS = 32
+"""Parts of each tile of the decode kernel at most, if all tiles have as many. A warp adds up as many at once."""
 
 TABLE_HEADER = ("tiles", "taken")
 """The first row of the table of tiles of packed sequences, int32 each: the number of tiles, which are the rows behind

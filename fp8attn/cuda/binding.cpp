@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "constants.h"
 #include "params.h"
 #include "plan.h"
 #include "tensor_map.h"

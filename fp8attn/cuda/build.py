@@ -492,11 +492,12 @@ class Binding:
     seconds = COMPILE_SECONDS
 
     def content(self) -> str:
-        """Hash of everything that determines what the library does and where it can be loaded: sources, flags.
+        """Hash of everything that determines what the library does and where it can be loaded: sources, rendered
+        constants, flags.
 
         Any torch that has the stable ABI of torch_abi.h can load it.
         """
-        return _hash([*CXX_FLAGS, *_texts([SOURCES / name for name in BINDING_SOURCES])])
+        return _hash([*CXX_FLAGS, render.constants(), *_texts([SOURCES / name for name in BINDING_SOURCES])])
 
     def compilers(self) -> list[str]:
         """Versions of the compilers that make it."""
@@ -504,8 +505,9 @@ class Binding:
 
     def compile_into(self, folder: Path) -> dict[str, Any]:
         """Make the library in an empty folder. See `Kernels.compile_into`."""
+        (folder / "constants.h").write_text(render.constants())
         # hidden: its statics stay its own, whatever else is loaded
-        compile_by([*binding_command(SOURCES / "binding.cpp"), "-fvisibility=hidden", *link_flags(), "-o", f"{self.name}.so"], folder)
+        compile_by([*binding_command(SOURCES / "binding.cpp"), "-I.", "-fvisibility=hidden", *link_flags(), "-o", f"{self.name}.so"], folder)
         return {}
 
 

@@ -166,8 +166,6 @@ struct UnsmoothLseParams {
   bool q_aligned;  // whether rows start at multiples of 16 bytes
 };
 
-constexpr int MOST_PARTS = 32;  // of a tile, if all tiles have as many: a warp adds as many at once
-
 // Parameters of the decode kernel, which attends to a KV cache: pages.Storage and pages.PagedBatch. N sequences, P
 // pages, of 128 keys each.
 struct DecodeParams {

@@ -46,6 +46,7 @@ CONSTANTS: dict[str, int | float] = {
     "TOKEN_CHUNK": quantize_ref.TOKEN_CHUNK,
     "GROUP": layout.GROUP,
     "TILE_PITCH": schedule.TILE_PITCH,
+    "MOST_PARTS": schedule.MOST_PARTS,
     "RUN": quantize_ref.RUN,
     "SMALLEST_SCALE": quantize_ref.SMALLEST_SCALE,
     "LARGEST_MEAN": quantize_ref.LARGEST_MEAN,

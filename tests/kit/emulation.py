@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8attn import schedule
 from fp8attn.cuda import build, decode, general_quantize, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
@@ -489,7 +490,7 @@ def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, s
     p.group = p.q_heads // p.kv_heads
     p.group_inverse = -(-(1 << 16) // p.group)
     tiles = p.batches * p.kv_heads
-    p.tiles_of_unit, p.ctas_of_unit = -(-tiles // ctas), min(max(ctas // tiles, 1), 32)
+    p.tiles_of_unit, p.ctas_of_unit = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
     p.ctas_of_unit_inverse = -(-(1 << 16) // p.ctas_of_unit)
     p.ctas, p.part_height, p.part, p.inverse_part = ctas, results[2].size(1), part, 1.0 / max(part, 1)
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
@@ -675,6 +676,7 @@ def binding() -> tuple[Any, ctypes.CDLL]:
             shutil.copy(HERE / name, folder)
         for name in ("plan.h",):  # finds torch_abi.h beside it
             shutil.copy(build.SOURCES / name, folder)
+        (folder / "constants.h").write_text(render.constants())
         patch.setattr(build, "cuda_home", lambda: str(headers.parent))
         command = [*build.binding_command(folder / "binding_on_cpu.cpp"), "-I", str(folder), "-shared", "-Wl,-Bsymbolic", "-o", "binding.so"]
         build.compile_by(command, folder)
