@@ -179,7 +179,7 @@ def differs(case: Case, config: Config, device: torch.device) -> str | None:
     if isinstance(config, CudaConfig):
         expected, _ = cuda_oracle.oracle(quantized, call, config, cuda_run.split_ctas_of(call, config, device_of(device)))
     else:
-        expected, _ = reference.pipeline(*quantized, block_n=config.block_n, causal=call.causal)
+        expected, _ = reference.pipeline(*quantized, arithmetic=reference.Arithmetic(config.block_n), causal=call.causal)
     rows = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
     typical, worst = float(rows.median()), float(rows.max())
     if typical <= TYPICAL and worst <= WORST:  # False for NaN

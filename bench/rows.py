@@ -62,7 +62,7 @@ def by_oracle(quantized: Callable[..., Operands], bits: int | None, exact: int |
 
     def attention(i: int) -> torch.Tensor:
         operands = quantized(*problem.sets[i % len(problem.sets)])
-        out, _ = reference.pipeline(*operands, block_n=SCALE_BLOCK, causal=causal, compute=compute, exact=exact, accumulator_bits=bits)
+        out, _ = reference.pipeline(*operands, arithmetic=reference.Arithmetic(SCALE_BLOCK, compute, exact, bits), causal=causal)
         return out.to(torch.bfloat16)
 
     return attention

@@ -8,7 +8,7 @@ import torch
 
 from .layout import units_of
 from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, ComputeType, Granularity, Packed, ProductType, Quantized, Recipe
-from .reference import CAUSAL_WINDOW, Causal, Window, window_offsets
+from .reference import CAUSAL_WINDOW, Causal, Scoring, Window, window_offsets
 
 GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
 """Rows of q or k under one scale, by granularity. 0: all rows of a head."""
@@ -90,6 +90,10 @@ class Call:
     mean_scores: torch.Tensor | None = None
     lse_mean: torch.Tensor | None = None
     varlen: Varlen | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(self.softmax_scale, self.window, self.softcap, self.sinks)
 
     @property
     def int8(self) -> bool:

@@ -105,7 +105,7 @@ def modelled(
     """The oracle: `reference.pipeline` for the FP8 keys, quantized by definition, then `reference.with_half_keys`.
 
     Args:
-        exact: see `reference.pipeline`.
+        exact: see `reference.Arithmetic`.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), float32.
@@ -118,9 +118,8 @@ def modelled(
     def to_fp8_keys(part: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fp8_causal: Causal) -> Fp8Attention:
         query, key, value = quantize(part, keys, values, recipe.of_fp8_keys)
         assert query is not None and key is not None and value is not None
-        out, lse = reference.pipeline(
-            query, key, value, block_n=SCALE_BLOCK, causal=fp8_causal, softmax_scale=scale, compute=recipe.compute, exact=exact
-        )  # fmt: skip
+        arithmetic = reference.Arithmetic(SCALE_BLOCK, recipe.compute, exact)
+        out, lse = reference.pipeline(query, key, value, arithmetic=arithmetic, causal=fp8_causal, scoring=reference.Scoring(scale))
         return out, lse, key.mean
 
     def to_half_keys(part: torch.Tensor, fp8_out: Fp8Attention | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:

@@ -462,9 +462,9 @@ def modelled(
     call: Call, block_n: int, q: Quantized, k: Quantized, v: Quantized, mean_scores: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """reference.pipeline with a call's options and key blocks of `block_n`."""
+    arithmetic = reference.Arithmetic(block_n, call.compute)
     return reference.pipeline(
-        q, k, v, call.attn_mask, block_n=block_n, causal=call.causal, window=call.window, softcap=call.softcap, sinks=call.sinks,
-        mean_scores=mean_scores, softmax_scale=call.softmax_scale, compute=call.compute,
+        q, k, v, call.attn_mask, arithmetic=arithmetic, causal=call.causal, scoring=call.scoring, mean_scores=mean_scores
     )  # fmt: skip
 
 
@@ -597,9 +597,8 @@ def _reference_forward(
     of_rows = validate.checked_window(window)
     validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
     validate.check_scores(softcap, sinks, q.shape[1], q.device)
-    found = reference.attention(
-        q, k, v, attn_mask, causal=causal, window=of_rows, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale, dtype=dtype
-    )  # fmt: skip
+    scoring = reference.Scoring(softmax_scale, of_rows, softcap, sinks)
+    found = reference.attention(q, k, v, attn_mask, causal=causal, scoring=scoring, dtype=dtype)
     return laid_out(q, found, out_dtype, True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,6 +27,24 @@ is unlimited."""
 
 CAUSAL_WINDOW: Window = (-1, 0)
 """The window of a causal mask."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """Which keys a query of a cache sees, and what is done to its scores.
+
+    Attributes:
+        softmax_scale: factor of the scores.
+        window: (left, right): a query at position p sees the keys p - left to p + right; -1 for no limit.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        sinks: float32 (Hq,), a logit beside each row's scores, or None.
+    """
+
+    softmax_scale: float
+    window: Window = CAUSAL_WINDOW
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
 
 LOG2E = math.log2(math.e)
 P_OFFSET = 8.0
@@ -108,10 +127,7 @@ def attention(
     attn_mask: torch.Tensor | None = None,
     *,
     causal: Causal = "none",
-    window: Window = CAUSAL_WINDOW,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    scoring: Scoring | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of (B, H, S, D) tensors, computed in `dtype`.
@@ -119,8 +135,8 @@ def attention(
     NaN and ±inf are treated as in the kernels: exactly the rows that attend to one come out NaN.
 
     Args:
-        softcap: scores become softcap · tanh(score / softcap) before attn_mask is added; 0 caps nothing.
-        sinks: (Hq,), see `with_sinks`.
+        causal: what the window of `scoring` is relative to.
+        scoring: a soft cap acts before attn_mask is added, and for sinks see `with_sinks`; None: scores times D^-0.5.
 
     Returns:
         out (B, Hq, Sq, Dv) and the natural-log LSE (B, Hq, Sq) in `dtype`; zeros and -inf for rows without visible
@@ -128,7 +144,8 @@ def attention(
     """
     batch, heads, q_length, dim = q.shape
     kv_length = k.shape[2]
-    softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scoring = Scoring(dim**-0.5) if scoring is None else scoring
+    sinks = scoring.sinks
     q, k, v = (x.to(dtype) for x in (q, k, v))
     out = q.new_zeros(batch, heads, q_length, v.shape[-1])
     lse = q.new_full((batch, heads, q_length), -math.inf)
@@ -145,10 +162,10 @@ def attention(
         rows = torch.arange(start, min(start + chunk, q_length), device=q.device)
         part = slice(start, start + len(rows))
         mask = _cut(attn_mask, part, slice(None))
-        scores = capped(product(q[:, :, part], k.transpose(-2, -1)) * softmax_scale, softcap)
+        scores = capped(product(q[:, :, part], k.transpose(-2, -1)) * scoring.softmax_scale, scoring.softcap)
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask.to(dtype)
-        scores = scores.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length, window), -math.inf)
+        scores = scores.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length, scoring.window), -math.inf)
         largest = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).amax(-1, keepdim=True)
         p = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
         total = p.sum(-1, keepdim=True)
@@ -264,33 +281,13 @@ def half_summed(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return total.float()
 
 
-def pipeline(
-    q: Quantized,
-    k: Quantized,
-    v: Quantized,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    block_n: int,
-    causal: Causal = "none",
-    window: Window = CAUSAL_WINDOW,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    mean_scores: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    compute: ComputeType = "e4m3",
-    exact: int | None = None,
-    accumulator_bits: int | None = None,
-    p_offset: float = P_OFFSET,
-    half_sums: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of a kernel with key blocks of `block_n`, in float32.
+@dataclass(frozen=True)
+class Arithmetic:
+    """Key blocks and roundings of a kernel.
 
-    Args:
-        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact, below 2^24.
-            A smoothed q has its `bias`.
-        softcap, sinks: as in `attention`.
-        mean_scores: (B, Hq, Sq), what K's mean adds to the scores of each row. A soft cap and sinks need it: softmax
-            then isn't the same for K without its mean.
+    Attributes:
+        block_n: keys of a block.
+        compute: type of P and V.
         exact: in every eight groups of 16 keys, the number of groups with exact exponentials, evenly spaced. The other
             groups' e4m3 codes come from `direct_code`. Rows are normalised by sums of rounded P. None: all exponentials
             are exact, and sums are of P before rounding.
@@ -299,6 +296,35 @@ def pipeline(
             None: accumulate in float32, and P is relative to the m of `lowest`.
         p_offset: binary logarithm of the largest P.
         half_sums: sum P·V of a block in half precision (`half_summed`).
+    """
+
+    block_n: int
+    compute: ComputeType = "e4m3"
+    exact: int | None = None
+    accumulator_bits: int | None = None
+    p_offset: float = P_OFFSET
+    half_sums: bool = False
+
+
+def pipeline(
+    q: Quantized,
+    k: Quantized,
+    v: Quantized,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    arithmetic: Arithmetic,
+    causal: Causal = "none",
+    scoring: Scoring | None = None,
+    mean_scores: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of a kernel, in float32.
+
+    Args:
+        q, k, v: quantized (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). Products of int8 are exact, below 2^24.
+            A smoothed q has its `bias`.
+        causal, scoring: as in `attention`.
+        mean_scores: (B, Hq, Sq), what K's mean adds to the scores of each row. A soft cap and sinks need it: softmax
+            then isn't the same for K without its mean.
 
     Returns:
         out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq) of the scores of the stored q and k;
@@ -311,8 +337,10 @@ def pipeline(
         raise ValueError("q is smoothed and q.bias is None; it must be what its means add to the scores of k")
     batch, heads, q_length, dim = q.shape
     kv_length = k.length
-    softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    probability = E4M3 if compute == "e4m3" else torch.float16
+    scoring = Scoring(dim**-0.5) if scoring is None else scoring
+    softmax_scale, softcap = scoring.softmax_scale, scoring.softcap
+    block_n, exact, accumulator_bits = arithmetic.block_n, arithmetic.exact, arithmetic.accumulator_bits
+    probability = E4M3 if arithmetic.compute == "e4m3" else torch.float16
     q_rows, k_rows = numbers(q), _per_query_head(numbers(k), heads)
     v_rows = _per_query_head(rows_layout(v.data, kv_length).float(), heads)
     row_factor = (row_scales(q.multiplier, q.granularity, q_length) * (softmax_scale * LOG2E)).expand(batch, heads, q_length)
@@ -335,12 +363,12 @@ def pipeline(
         if mask is not None and mask.dtype != torch.bool:
             x = x + (mask.float() * LOG2E).clamp(min=LOWEST_SCORE)
         keys = torch.arange(part.start, part.stop, device=rows.device)
-        x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length, window), -math.inf)
+        x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length, scoring.window), -math.inf)
         largest = torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
         m_new = torch.maximum(m if accumulator_bits is not None else lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
         alpha = torch.exp2(m - reference)
-        y = (x - reference) + p_offset  # in this order: next to a score of 2^24 or more the offset would be rounded off
+        y = (x - reference) + arithmetic.p_offset  # in this order: next to a score of 2^24 or more the offset would be rounded off
         p = torch.exp2(y)
         rounded = p.to(probability).float()
         if exact is not None:
@@ -350,15 +378,15 @@ def pipeline(
         if accumulator_bits is not None:
             acc = chained(acc * alpha, rounded, v_rows[:, :, part], accumulator_bits)
         else:
-            acc = acc * alpha + (half_summed(rounded, v_rows[:, :, part]) if half_sums else product(rounded, v_rows[:, :, part]))
+            acc = acc * alpha + (half_summed(rounded, v_rows[:, :, part]) if arithmetic.half_sums else product(rounded, v_rows[:, :, part]))
         m = m_new
     out = acc / l.masked_fill(l == 0, 1.0) * _per_query_head(v.scale.expand(batch, v.shape[1], -1), heads).unsqueeze(-2)
     if v.mean is not None:
         out = out + (_per_query_head(v.mean, heads).unsqueeze(-2)).masked_fill(l == 0, 0.0)
-    lse = ((m - p_offset + l.log2()) / LOG2E).squeeze(-1)
+    lse = ((m - arithmetic.p_offset + l.log2()) / LOG2E).squeeze(-1)
     if mean_scores is not None and not softcap:
         lse = lse + mean_scores
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
 def half_key_mask(rows: torch.Tensor, keys: torch.Tensor, causal: Causal, q_length: int, kv_length: int, sinks: int, recent: int) -> torch.Tensor:
@@ -392,7 +420,7 @@ def with_half_keys(
     """
     rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
     kept = half_key_mask(rows, keys, causal, q.shape[2], k.shape[2], *counts).expand(1, 1, -1, -1)
-    out, lse = attention(q, k, v, kept, softmax_scale=softmax_scale, dtype=dtype)
+    out, lse = attention(q, k, v, kept, scoring=None if softmax_scale is None else Scoring(softmax_scale), dtype=dtype)
     if fp8 is None:
         return out, lse
     return combine(torch.stack((out, fp8[0].to(dtype))), torch.stack((lse, fp8[1].to(dtype))))

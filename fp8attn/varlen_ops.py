@@ -148,15 +148,12 @@ def _reference_forward(
     of_rows = validate.checked_window(window)
     validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
     validate.check_scores(softcap, sinks, q.shape[1], q.device)
-    spans = varlen.k.spans()
+    spans, scoring = varlen.k.spans(), reference.Scoring(softmax_scale, of_rows, softcap, sinks)
 
     def attend(sequence: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         begin, length = spans[sequence]
         keys = slice(begin, begin + length)
-        return reference.attention(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], causal=causal, window=of_rows, softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
-            dtype=dtype,
-        )  # fmt: skip
+        return reference.attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal=causal, scoring=scoring, dtype=dtype)
 
     return laid_out(q, reference.of_each_sequence(q, v.shape[3], varlen.q, attend), out_dtype, True)
 

@@ -88,7 +88,7 @@ def errors_of(call: AttentionCall, recipes: Sequence[Recipe]) -> list[HeadErrors
     """
     checked = call.checked()
     with torch.no_grad():
-        out, _ = reference.attention(*checked.floats, checked.attn_mask, causal=checked.causal, softmax_scale=checked.softmax_scale)
+        out, _ = reference.attention(*checked.floats, checked.attn_mask, causal=checked.causal, scoring=reference.Scoring(checked.softmax_scale))
         exact = out.double().flatten(2)
         masked, causal = checked.attn_mask is not None, checked.causal != "none"
         return [_errors(checked, recipe, exact) if recipe.of_call(masked, causal) is recipe else None for recipe in recipes]
@@ -132,9 +132,8 @@ def _by_oracle(checked: Checked, quantized: Operands, recipe: Recipe) -> torch.T
     causal, scale = checked.causal, checked.softmax_scale
     if recipe.has_half_keys:
         return hybrid.modelled(*checked.floats, recipe, causal=causal, softmax_scale=scale)[0]
-    return reference.pipeline(
-        *quantized, checked.attn_mask, block_n=SCALE_BLOCK, causal=causal, softmax_scale=scale, compute=recipe.compute
-    )[0]  # fmt: skip
+    arithmetic = reference.Arithmetic(SCALE_BLOCK, recipe.compute)
+    return reference.pipeline(*quantized, checked.attn_mask, arithmetic=arithmetic, causal=causal, scoring=reference.Scoring(scale))[0]
 
 
 def _worst_entry(x: torch.Tensor, choose: Callable[..., float], worst: float) -> tuple[float, ...]:

@@ -5,10 +5,10 @@ Tests and searches compare kernels with it.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -68,24 +68,24 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
     Args:
         split_ctas: the result of fp8attn.cuda.run.split_ctas_of.
     """
-    pipeline = functools.partial(
-        reference.pipeline, *quantized, causal=call.causal, window=call.window, softcap=call.softcap, softmax_scale=call.softmax_scale
-    )
+    if isinstance(config, PortableConfig):
+        arithmetic = reference.Arithmetic(config.keys, call.compute, p_offset=config.p_offset, half_sums=config.half_sums)
+    else:
+        arithmetic = reference.Arithmetic(KEYS, exact=config.exact)
     # the part of K's mean that kernels which quantize q know themselves is the LSE's alone
     shift = None if call.mean_scores is None or call.softcap else call.mean_scores
-    pipeline = functools.partial(pipeline, mean_scores=call.mean_scores if call.softcap else None)
+    mean_scores = call.mean_scores if call.softcap else None
+    scoring = replace(call.scoring, sinks=None)
+
+    def pipeline(mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.pipeline(*quantized, mask, arithmetic=arithmetic, causal=call.causal, scoring=scoring, mean_scores=mean_scores)
 
     def whole(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lse = lse if shift is None else lse + shift
         return (out, lse) if call.sinks is None else reference.with_sinks(out, lse, call.sinks)
 
-    if isinstance(config, PortableConfig):
-        pipeline = functools.partial(pipeline, block_n=config.keys, compute=call.compute, p_offset=config.p_offset, half_sums=config.half_sums)
-        alone = config.splits * split_ctas == 1
-    else:
-        pipeline = functools.partial(pipeline, block_n=KEYS, exact=config.exact)
-        alone = split_ctas == 1
-    if alone or isinstance(config, FusedSmallConfig):
+    parts_of_row = (config.splits if isinstance(config, PortableConfig) else 1) * split_ctas
+    if parts_of_row == 1 or isinstance(config, FusedSmallConfig):
         return whole(*pipeline(call.attn_mask))
     owner = _owners(call, config, split_ctas)
     parts = []

@@ -146,10 +146,10 @@ def test_accumulator_bits_are_the_pipelines() -> None:
     """All keys in one block, so that P are relative to the same scores."""
     q, k, v = cases.inputs(cases.square("x", 1, 2, 256, 32), "one-sign", CPU)
     operands = quantize(q, k, v, recipe=rows.PLAIN)
-    plain, _ = reference.pipeline(*operands, block_n=256)
-    long, lse = reference.pipeline(*operands, block_n=256, accumulator_bits=22)
+    plain, _ = reference.pipeline(*operands, arithmetic=reference.Arithmetic(256))
+    long, lse = reference.pipeline(*operands, arithmetic=reference.Arithmetic(256, accumulator_bits=22))
     torch.testing.assert_close(long, plain, rtol=1e-5, atol=1e-6)
-    assert (reference.pipeline(*operands, block_n=256, accumulator_bits=8)[0] < plain).double().mean() > 0.99
+    assert (reference.pipeline(*operands, arithmetic=reference.Arithmetic(256, accumulator_bits=8))[0] < plain).double().mean() > 0.99
 
 
 @pytest.mark.skipif(GPU, reason="a GPU's rows take longer")

@@ -453,7 +453,7 @@ def test_the_binding_tells_it_all(dtype: torch.dtype) -> None:
         told = emulation.QuantizeParams.from_buffer_copy(buffer)
         assert (told.chunk_stats is None) == (stats_bytes == 0)
         told.chunk_stats = None
-        assert bytes(told) == bytes(emulation.quantize_params(*tensors, sample_size(700), ready))
+        assert bytes(told) == bytes(emulation.quantize_params(tensors, sample_size(700), ready))
     assert value.data.shape == (2, 3, 128, padded_length(700)) and value.data.dtype == E4M3
 
 

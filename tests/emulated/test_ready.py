@@ -81,10 +81,8 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     early.forward_when_ready(call, H100, config, out, lse, counter, ready, 2)
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas, (arguments, _) = library.recorded(buffer), run.launch_of(call, H100, config, build.Library(operators, {config: launcher}), 1)
-    p = emulation.params(
-        *arguments, q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, call.lse_mean, counter, None, None,
-        ready=ready, ready_ctas=2,
-    )  # fmt: skip
+    tensors = q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, call.lse_mean, counter, None, None
+    p = emulation.params(emulation.ForwardArguments(*arguments, *tensors), ready, 2)
     assert ctas == H100.sm_count
     assert buffer.raw[emulation.MAPS :].startswith(bytes(p))
 
@@ -100,7 +98,7 @@ def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qk: Produc
 @pytest.mark.parametrize("qk", FUSED_RECIPES)
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
 @pytest.mark.parametrize(
-    "batch, heads, group, queries, keys, dim",
+    "shape",
     (
         (16, 16, 1, 1024, 1024, 128),
         (4, 32, 1, 2048, 2048, 64),
@@ -110,10 +108,9 @@ def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qk: Produc
         (2, 9, 3, 1999, 1111, 256),
     ),
 )
-def test_has_the_bits_of_quantizing_first(
-    device: torch.device, batch: int, heads: int, group: int, queries: int, keys: int, dim: int, causal: Causal, qk: ProductType
-) -> None:
+def test_has_the_bits_of_quantizing_first(device: torch.device, shape: tuple[int, int, int, int, int, int], causal: Causal, qk: ProductType) -> None:
     """Of other numbers each time, which lie where the last ones' did: what is read too early is of those. Some elements aren't finite."""
+    batch, heads, group, queries, keys, dim = shape  # heads of keys, and query heads of each
     properties = device_of(device)
     if configs.unsupported_config(FUSED_Q_INSTANCES[0], properties) is not None:
         pytest.skip("needs sm_90")

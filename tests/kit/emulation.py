@@ -21,11 +21,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -388,49 +388,89 @@ def _params_of(tensors: dict[str, torch.Tensor | None], softmax_scale: float, ca
     return p
 
 
-def params_from_fp16(launcher, ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse) -> Params:
+def params_from_fp16(arguments: Sequence[Any]) -> Params:
     """The Params that binding.cpp's forward_from_fp16 makes from its arguments."""
+    _launcher, _ctas, splits, softmax_scale, causal_offset, q, k, v, out, lse = arguments
     p = _params_of(dict(q=q, k=k, v=v, out=out, lse=lse), softmax_scale, causal_offset)
     p.kv_length, p.value_dim, p.splits, p.inverse_length = k.size(2), v.size(3), splits, 1.0 / k.size(2)
     p.v_strides = (ctypes.c_int64 * 3)(*v.stride()[:3])
     return p
 
 
-def params(
-    launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset,
-    q, q_scale, k, k_scale, v, v_scale, v_mean, mask, bias, out, lse, lse_mean, counter, parts, part_rows,
-    first_offset=0, softcap=0.0, sinks=None, mean_scores=None, tile_table=None, ready=None, ready_ctas=0,
-) -> Params:  # fmt: skip
-    """The Params that binding.cpp's forward or forward_when_ready makes from its arguments."""
-    tensors = dict(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, mask=mask, out=out, lse=lse, counter=counter)
-    tensors |= dict(lse_mean=lse_mean, bias=bias, parts=parts, part_rows=part_rows, ready=ready, sinks=sinks, mean_scores=mean_scores)
-    tensors["tile_table"] = tile_table
-    p = _params_of(tensors, softmax_scale, causal_offset)
-    p.v_pitch = v.size(3)
-    p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = kv_length, v.size(2), q_group, k_group, heads_side_by_side
-    p.mask_type = 0 if mask is None or mask.dtype == torch.bool else 1 + TYPES[mask.dtype]
-    if mask is not None and rows > 0:
-        p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(mask)
-        p.mask_in_boxes = has_boxes(mask)
+class ForwardArguments(NamedTuple):
+    """The arguments of binding.cpp's forward."""
+
+    launcher: int
+    rows: int
+    keys: int
+    panel: int
+    value_rows: int
+    ctas: int
+    heads_side_by_side: int
+    q_group: int
+    k_group: int
+    kv_length: int
+    softmax_scale: float
+    causal_offset: int
+    q: torch.Tensor
+    q_scale: torch.Tensor | None
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    v: torch.Tensor
+    v_scale: torch.Tensor
+    v_mean: torch.Tensor | None
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    lse_mean: torch.Tensor | None
+    counter: torch.Tensor | None
+    parts: torch.Tensor | None
+    part_rows: torch.Tensor | None
+    first_offset: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    mean_scores: torch.Tensor | None = None
+    tile_table: torch.Tensor | None = None
+
+
+POINTERS = (*_pointers, "lse_mean", "bias", "parts", "part_rows", "sinks", "mean_scores", "tile_table")
+"""Arguments of binding.cpp's forward whose addresses are in Params."""
+
+
+def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: int = 0) -> Params:
+    """The Params that binding.cpp's forward makes from its arguments, or forward_when_ready, which has `ready`."""
+    p = _params_of({name: getattr(a, name) for name in POINTERS} | {"ready": ready}, a.softmax_scale, a.causal_offset)
+    p.v_pitch = a.v.size(3)
+    p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = a.kv_length, a.v.size(2), a.q_group, a.k_group, a.heads_side_by_side
+    p.mask_type = 0 if a.mask is None or a.mask.dtype == torch.bool else 1 + TYPES[a.mask.dtype]
+    if a.mask is not None and a.rows > 0:
+        p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(a.mask)
+        p.mask_in_boxes = has_boxes(a.mask)
     p.ready_ctas = ready_ctas
-    p.softcap = softcap
-    p.first_offset = max(min(first_offset, 1 << 30), -(1 << 30))
-    p.q_aligned, p.k_aligned, p.key_splits = _aligned(q), _aligned(k), 1 if parts is None else parts.size(0)
-    if rows > 0 and parts is not None:  # partial results of the tiles that CTAs share
+    p.softcap = a.softcap
+    p.first_offset = max(min(a.first_offset, 1 << 30), -(1 << 30))
+    p.q_aligned, p.k_aligned, p.key_splits = _aligned(a.q), _aligned(a.k), 1 if a.parts is None else a.parts.size(0)
+    if a.rows > 0 and a.parts is not None:  # partial results of the tiles that CTAs share
         p.stream_k_ctas, p.partials_ready, p.part_rows = p.key_splits, p.part_rows, None
     return p
 
 
 def quantize_params(
-    k, v, k_data, k_scale, k_mean, v_data, v_scale, v_mean, sampled: int, ready: torch.Tensor | None = None, chunk_stats: torch.Tensor | None = None
+    tensors: Sequence[torch.Tensor], sampled: int, ready: torch.Tensor | None = None, chunk_stats: torch.Tensor | None = None
 ) -> QuantizeParams:
-    """The QuantizeParams that binding.cpp's quantize makes from its arguments; `chunk_stats` it allocates."""
+    """The QuantizeParams that binding.cpp's quantize makes from its arguments; `chunk_stats` it allocates.
+
+    Args:
+        tensors: k and v, and what they are quantized to.
+    """
     p = QuantizeParams()
-    tensors = dict(k=k, v=v, k_data=k_data, k_scale=k_scale, k_mean=k_mean, v_data=v_data, v_scale=v_scale, v_mean=v_mean)
-    for name, x in tensors.items():
+    named = dict(zip(("k", "v", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean"), tensors, strict=True))
+    for name, x in named.items():
         setattr(p, name, x.data_ptr())
     for name in ("k", "v", "k_data"):
-        setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*tensors[name].stride()[:3]))
+        setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*named[name].stride()[:3]))
+    k, k_data, v_data = named["k"], named["k_data"], named["v_data"]
     p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
     p.ready = None if ready is None else ready.data_ptr()
     p.chunk_stats = None if chunk_stats is None else chunk_stats.data_ptr()
@@ -514,23 +554,23 @@ def tensor_map(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]
     return b"".join(word.to_bytes(8, sys.byteorder) for word in words)
 
 
-def tensor_maps(launcher, rows, keys, panel, value_rows, *others) -> bytes:
+def tensor_maps(a: ForwardArguments) -> bytes:
     """The tensor maps before the first pointer of Params, from the arguments of `params`."""
-    if rows == 0:
+    if a.rows == 0:
         return bytes(MAPS)
-    q, _, k, _, v, _, _, mask, _, out = others[7:17]
+    v, mask = a.v, a.mask
 
     def of_rows(x: torch.Tensor, rows: int, width: int) -> bytes:
         size = x.element_size()
         return tensor_map(x, (size * x.size(3), x.size(2), x.size(1), x.size(0)), tuple(size * x.stride(i) for i in (2, 1, 0)), (width, rows, 1, 1))
 
-    of_v = tensor_map(v, (v.size(3), v.size(0) * v.size(1) * v.size(2)), (v.size(3),), (keys, value_rows))
+    of_v = tensor_map(v, (v.size(3), v.size(0) * v.size(1) * v.size(2)), (v.size(3),), (a.keys, a.value_rows))
     of_mask = bytes(MAP)
     if mask is not None and has_boxes(mask):
         planes = mask_planes(mask)
         strides = (max(2 * mask.stride(i) // 16 * 16, 16) for i in (2, 1, 0))
-        of_mask = tensor_map(mask, (2 * mask.size(3), mask.size(2), planes[1], planes[0]), tuple(strides), (128, rows, 1, 1))
-    return of_rows(q, rows, panel) + of_rows(k, keys, panel) + of_v + of_rows(out, OUTPUT_ROWS, OUTPUT_BYTES) + of_mask
+        of_mask = tensor_map(mask, (2 * mask.size(3), mask.size(2), planes[1], planes[0]), tuple(strides), (128, a.rows, 1, 1))
+    return of_rows(a.q, a.rows, a.panel) + of_rows(a.k, a.keys, a.panel) + of_v + of_rows(a.out, OUTPUT_ROWS, OUTPUT_BYTES) + of_mask
 
 
 def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
@@ -539,24 +579,26 @@ def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
 
 def _forward(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward for the portable kernel."""
-    _run(library, bytes(params(*arguments)), arguments[5])
+    a = ForwardArguments(*arguments)
+    _run(library, bytes(params(a)), a.ctas)
 
 
 def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward for the Hopper kernel."""
-    p = params(*arguments)
+    a = ForwardArguments(*arguments)
+    p = params(a)
     if p.mask_rows:
         blocks = p.mask_batches * p.mask_heads * p.mask_groups * -(-p.kv_length // KEYS)
         room = torch.full((4 * p.mask_rows * blocks + -(-blocks // 4),), 0x55555555, dtype=torch.int32)
         p.mask_bits, p.block_mask = room.data_ptr(), room[4 * p.mask_rows * blocks :].data_ptr()
-    _run(library, tensor_maps(*arguments) + bytes(p), arguments[5])
+    _run(library, tensor_maps(a) + bytes(p), a.ctas)
 
 
 def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward_when_ready."""
     launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, ready, cluster) = arguments[:12], arguments[12:]
-    launch += (q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, None, None)
-    _run(library, tensor_maps(*launch) + bytes(params(*launch, ready=ready, ready_ctas=cluster)), launch[5])
+    a = ForwardArguments(*launch, q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, None, None)
+    _run(library, tensor_maps(a) + bytes(params(a, ready, cluster)), a.ctas)
 
 
 def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:
@@ -572,7 +614,7 @@ def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready:
 
 def _forward_from_fp16(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward_from_fp16."""
-    _run(library, bytes(MAPS) + bytes(params_from_fp16(*arguments)), arguments[1])
+    _run(library, bytes(MAPS) + bytes(params_from_fp16(arguments)), arguments[1])
 
 
 def library_of(config: Config, *mutations: Mutation) -> build.Library:
@@ -594,7 +636,7 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
 def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, stats_bytes: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
     stats = torch.full((stats_bytes // 4,), torch.nan) if stats_bytes else None
-    p, config = quantize_params(*tensors[:-1], sampled, tensors[-1], stats), quantize.INSTANCES[launcher]
+    p, config = quantize_params(tensors[:-1], sampled, tensors[-1], stats), quantize.INSTANCES[launcher]
     ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, config.token_chunks)
     assert ended & 0xFF, "the emulated kernel doesn't come to an end"
 

@@ -27,13 +27,8 @@ def run_call(quantized: tuple, call: Call, device: Device, sdpa: Any, config: An
             quantized, call, instance, cuda_run.split_ctas_of(call, instance, device)
         )
     config = run.choose(call, device) if config is None else config
-    model = dict(
-        block_n=config.block_n,
-        causal=call.causal,
-        window=call.window,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        softmax_scale=call.softmax_scale,
-        compute=call.compute,
-    )
-    return *run.forward(call, device, config), *reference.pipeline(*quantized, call.attn_mask, mean_scores=call.mean_scores, **model)
+    expected = reference.pipeline(
+        *quantized, call.attn_mask, arithmetic=reference.Arithmetic(config.block_n, call.compute), causal=call.causal, scoring=call.scoring,
+        mean_scores=call.mean_scores,
+    )  # fmt: skip
+    return *run.forward(call, device, config), *expected

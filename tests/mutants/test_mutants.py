@@ -20,6 +20,9 @@ from fp8attn.triton import quantize as triton_quantize
 
 pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
 
+BLOCKS = reference.Arithmetic(32)
+"""Those of the kernels, which are in e4m3."""
+
 original_softmax, original_bias_row, original_feed_back = tile.softmax_step, tile.bias_row, feedback.feed_back
 original_hide, original_whole_blocks = tile.hide, tile.whole_blocks
 original_cap, original_sink = tile.cap_scores, tile.add_sink
@@ -212,23 +215,23 @@ def check() -> None:
         quantized = fp8attn.quantize(q, k, v, recipe=fp8attn.Recipe(smooth_q=smooth_q))
         call = call_of(*quantized, is_causal=is_causal, causal_alignment="bottom_right", out_dtype=torch.float32)
         out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
-        oracle, _ = reference.pipeline(*quantized, block_n=32, causal="bottom_right" if is_causal else "none")
+        oracle, _ = reference.pipeline(*quantized, arithmetic=BLOCKS, causal="bottom_right" if is_causal else "none")
         assert_matches_pipeline(out, oracle, emulated=True)
     quantized = fp8attn.quantize(q, k, v)
     call = call_of(*quantized, window=(50, 10), causal_alignment="bottom_right", out_dtype=torch.float32)
     out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
-    assert_matches_pipeline(out, reference.pipeline(*quantized, block_n=32, causal=call.causal, window=call.window)[0], emulated=True)
+    assert_matches_pipeline(out, reference.pipeline(*quantized, arithmetic=BLOCKS, causal=call.causal, scoring=call.scoring)[0], emulated=True)
     quantized = fp8attn.quantize(q, k + 1, v + 1)
     for options in (dict(softcap=5.0), dict(sinks=torch.full((1,), 6.0))):
         call = call_of(*quantized, out_dtype=torch.float32, **options)
         out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
-        oracle, _ = reference.pipeline(*quantized, block_n=32, softcap=call.softcap, sinks=call.sinks, mean_scores=call.mean_scores)
+        oracle, _ = reference.pipeline(*quantized, arithmetic=BLOCKS, scoring=call.scoring, mean_scores=call.mean_scores)
         assert_matches_pipeline(out, oracle, emulated=True)
     falling = -4 * torch.arange(450.0).expand(1, 1, 70, -1)
     quantized = fp8attn.quantize(q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1))
     call = call_of(*quantized, attn_mask=falling, out_dtype=torch.float32)
     out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
-    assert_matches_pipeline(out, reference.pipeline(*quantized, falling, block_n=32)[0], emulated=True)
+    assert_matches_pipeline(out, reference.pipeline(*quantized, falling, arithmetic=BLOCKS)[0], emulated=True)
 
 
 def check_low_masks() -> None:
@@ -238,7 +241,7 @@ def check_low_masks() -> None:
     for mask in (low_mask(ROW_KINDS, 70, 150, torch.float32, 1), torch.linspace(-1e8, -1.1e8, 70)[:, None].repeat(1, 150)):
         call = call_of(*quantized, attn_mask=mask, out_dtype=torch.float32)
         out, _ = forward.run(call, configs.PortableConfig(32, 32, 1, 1), device_of(q.device))
-        assert_matches_pipeline(out, reference.pipeline(*quantized, mask, block_n=32)[0], emulated=True)
+        assert_matches_pipeline(out, reference.pipeline(*quantized, mask, arithmetic=BLOCKS)[0], emulated=True)
 
 
 def test_the_kernel_itself_passes() -> None:

@@ -136,7 +136,7 @@ def test_lse_against_float64(drawn: tuple[Case, ...], device: torch.device, sdpa
         q, k, v = case.tensors(device)
         _, lse = sdpa(q, k, v, **case.options(device), return_lse=True, recipe=case.recipe)
         scale = case.head_dim**-0.5 if case.scale is None else case.scale
-        _, exact = reference.attention(q, k, v, full_mask(case, device), causal=case.causal, softmax_scale=scale, dtype=torch.float64)
+        _, exact = reference.attention(q, k, v, full_mask(case, device), causal=case.causal, scoring=reference.Scoring(scale), dtype=torch.float64)
         assert torch.equal(lse.isinf(), exact.isinf())
         smoothed = k.double() - k.double().mean(2, keepdim=True) if case.recipe.smooth_k else k.double()
         bound = abs(scale) * float(q.double().norm(dim=-1).max() * smoothed.norm(dim=-1).max()) / 8 + (
@@ -376,7 +376,7 @@ def test_smoothed_queries_of_shared_keys(device: torch.device, sdpa: Attention, 
     q += (batches + heads - rows / 50).unsqueeze(-1)
     q = q if layout == "bhsd" else q.transpose(1, 2).contiguous().transpose(1, 2)
     for scale in (0.1, -0.1):
-        exact, _ = reference.attention(q, k, v, softmax_scale=scale)
+        exact, _ = reference.attention(q, k, v, scoring=reference.Scoring(scale))
         assert relative(sdpa(q, k, v, recipe=SMOOTH_Q, scale=scale, enable_gqa=True), exact) < 0.07
 
 

@@ -132,13 +132,12 @@ def laid_out(mask: torch.Tensor, layout: str) -> torch.Tensor:
 @pytest.mark.anywhere
 @given(
     kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), layout=st.sampled_from(("contiguous", "columns", "cut")),
-    batch=st.integers(1, 2), heads=st.integers(1, 2), q_length=st.integers(1, 200), kv_length=st.integers(1, 600), seed=st.integers(0, 99),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 200), st.integers(1, 600)), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_mask_is_read_as_defined(
-    reader: ctypes.CDLL, kind: str, dtype: torch.dtype, layout: str, batch: int, heads: int, q_length: int, kv_length: int, seed: int
+    reader: ctypes.CDLL, kind: str, dtype: torch.dtype, layout: str, shape: tuple[int, int, int, int], seed: int
 ) -> None:
-    mask = laid_out(drawn_mask(kind, batch, heads, q_length, kv_length, dtype, seed), layout)
-    assert_as_defined(reader, mask.expand(batch, heads, q_length, kv_length))
+    assert_as_defined(reader, laid_out(drawn_mask(kind, *shape, dtype, seed), layout).expand(shape))
 
 
 def assert_masks_of_all_kinds(reader: ctypes.CDLL) -> None:
@@ -264,7 +263,7 @@ def test_the_pipeline_takes_low_numbers_for_scores(mask: torch.Tensor, block_n: 
     Without its mask, a row of numbers is off by 0.7 on average (0.21 at least), and all rows of a mask by 0.59 at least.
     """
     q, k, v = low_problem(mask)
-    out, lse = reference.pipeline(*quantized(q, k, v, Recipe(smooth_k=False)), mask, block_n=block_n)
+    out, lse = reference.pipeline(*quantized(q, k, v, Recipe(smooth_k=False)), mask, arithmetic=reference.Arithmetic(block_n))
     expected, expected_lse = reference.attention(q, k, v, mask)
     assert relative(out, expected) <= 0.15
     for row in range(mask.shape[0]):
@@ -283,7 +282,7 @@ def test_triton_takes_low_numbers_for_scores(mask: torch.Tensor, compute: str, q
     operands = quantized(*(x.to(device) for x in low_problem(mask)), recipe)
     call = call_of(*operands, recipe=recipe, attn_mask=mask.to(device), return_lse=True, out_dtype=torch.float32)
     out, lse = triton_run.forward(call, device_of(device), PortableConfig(32, 32, 2, 1))
-    expected, expected_lse = reference.pipeline(*operands, call.attn_mask, block_n=32, compute=compute)
+    expected, expected_lse = reference.pipeline(*operands, call.attn_mask, arithmetic=reference.Arithmetic(32, compute))
     emulated = device_of(device).emulated
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6 if emulated else 1e-3, atol=1e-4 if emulated else E4M3_STEP)
     if emulated or mask.dtype != torch.float16:
@@ -304,7 +303,7 @@ def test_triton_next_to_any_low_number(number: float, device: torch.device) -> N
     out, _ = triton_run.forward(call, device_of(device), PortableConfig(32, 32, 2, 1))
     torch.testing.assert_close(out[..., 0], torch.ones_like(out[..., 0]), rtol=0, atol=0.05)
     if device_of(device).emulated or number <= -1e9:  # a tensor core's sum in another order may go to the next multiple of what a score is rounded to
-        expected, _ = reference.pipeline(*operands, call.attn_mask, block_n=32)
+        expected, _ = reference.pipeline(*operands, call.attn_mask, arithmetic=reference.Arithmetic(32))
         # where scores are multiples of 16, those one step below the largest weigh 2^-16, too little for P of 1
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-6 + 150 * 2.0**-16 * (9e7 < -number < 2e8))
 

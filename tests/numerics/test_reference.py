@@ -26,6 +26,10 @@ MODERATE = ("normal", "outliers", "one sign", "tiny", "zeros", "constant", "dupl
 HALF_STEP = {"e4m3": (2.0**-4, 2.0**-10), "f16": (2.0**-11, 2.0**-25)}
 """Largest rounding error of normal numbers, relative, and of subnormal ones, absolute."""
 
+BLOCKS = reference.Arithmetic(64)
+BASE_TWO = reference.Scoring(math.log(2))
+"""Scores in base 2 are products of q and k."""
+
 
 def per_query_head(x: torch.Tensor, case: Case) -> torch.Tensor:
     return x[:, torch.arange(case.q_heads, device=x.device) // case.group]
@@ -56,11 +60,15 @@ def dense_scores(case: Case, q: torch.Tensor, k: torch.Tensor, bias: torch.Tenso
     return scores.masked_fill(~visible(case, q.device), -torch.inf)
 
 
+def scoring_of(case: Case) -> reference.Scoring | None:
+    return None if case.scale is None else reference.Scoring(case.scale)
+
+
 def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """reference.attention in float64."""
     causal: Any = case.causal
     options.setdefault("attn_mask", case.attn_mask(q.device))
-    return reference.attention(q, k, v, causal=causal, softmax_scale=case.scale, dtype=torch.float64, **options)
+    return reference.attention(q, k, v, causal=causal, scoring=scoring_of(case), dtype=torch.float64, **options)
 
 
 def pipe(case: Case, quantized: Any, block_n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +76,7 @@ def pipe(case: Case, quantized: Any, block_n: int) -> tuple[torch.Tensor, torch.
     causal: Any = case.causal
     mask = case.attn_mask(quantized[0].device)
     q, k, v = quantized
-    return reference.pipeline(q, k, v, mask, block_n=block_n, causal=causal, softmax_scale=case.scale, compute=case.recipe.compute)
+    return reference.pipeline(q, k, v, mask, arithmetic=reference.Arithmetic(block_n, case.recipe.compute), causal=causal, scoring=scoring_of(case))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -104,7 +112,7 @@ def test_chunks_do_not_matter(case: Case, elements: int, device: torch.device) -
 @pytest.mark.parametrize("q_length, kv_length", ((0, 5), (5, 0), (0, 0)))
 def test_no_tokens(device: torch.device, q_length: int, kv_length: int) -> None:
     q, k, v = (torch.randn(2, 3, n, 16, device=device) for n in (q_length, kv_length, kv_length))
-    for out, lse in (reference.attention(q, k, v), reference.pipeline(quantize_q(q, Recipe()), *quantize_kv(k, v, Recipe()), block_n=64)):
+    for out, lse in (reference.attention(q, k, v), reference.pipeline(quantize_q(q, Recipe()), *quantize_kv(k, v, Recipe()), arithmetic=BLOCKS)):
         assert out.shape == q.shape and (out == 0).all()
         assert lse.shape == q.shape[:3] and (lse == -torch.inf).all()
 
@@ -191,8 +199,8 @@ def powers_of_two(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, tor
 @pytest.mark.parametrize("block_n", (1, 16, 48, 128, 512))
 def test_pipeline_is_exact_where_probabilities_are(device: torch.device, block_n: int, causal: reference.Causal, compute: ComputeType) -> None:
     q, k, v = powers_of_two(device)
-    out, lse = reference.pipeline(*stored(q, k, v), block_n=block_n, causal=causal, softmax_scale=math.log(2), compute=compute)
-    exact, exact_lse = reference.attention(q, k, v, causal=causal, softmax_scale=math.log(2), dtype=torch.float64)
+    out, lse = reference.pipeline(*stored(q, k, v), arithmetic=reference.Arithmetic(block_n, compute), causal=causal, scoring=BASE_TWO)
+    exact, exact_lse = reference.attention(q, k, v, causal=causal, scoring=BASE_TWO, dtype=torch.float64)
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
     # where a causal row sees nothing of a block m is -64, and float32 has steps of 2^-17 where the logarithm of its sum is
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=2**-18)
@@ -211,11 +219,11 @@ def test_rounding_of_one_probability(device: torch.device, below: float, compute
     expected = (256.0 - 448.0 * rounded) / (256.0 + exact)
     # all keys at once, or in blocks with the larger first: the smaller is rounded
     for block_n in (1, 2):
-        out, lse = reference.pipeline(*stored(q, k, v), block_n=block_n, softmax_scale=math.log(2), compute=compute)
+        out, lse = reference.pipeline(*stored(q, k, v), arithmetic=reference.Arithmetic(block_n, compute), scoring=BASE_TWO)
         torch.testing.assert_close(out, torch.full_like(out, expected), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse, torch.full_like(lse, math.log(1 + 2.0**-below)), rtol=1e-5, atol=1e-6)
     # in blocks with the smaller first: each is 2^8 when it is rounded
-    out, _ = reference.pipeline(*stored(q, k.flip(2), v.flip(2)), block_n=1, softmax_scale=math.log(2), compute=compute)
+    out, _ = reference.pipeline(*stored(q, k.flip(2), v.flip(2)), arithmetic=reference.Arithmetic(1, compute), scoring=BASE_TWO)
     torch.testing.assert_close(out, torch.full_like(out, (256.0 - 448.0 * exact) / (256.0 + exact)), rtol=1e-5, atol=1e-6)
 
 
@@ -237,7 +245,7 @@ def test_sums_of_p_are_bounded(largest: list[float], keys: int) -> None:
 def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> float:
     """Relative L2 error of the pipeline against exact attention."""
     quantized: Any = quantize(q, k, v, recipe)
-    return relative(reference.pipeline(*quantized, block_n=128, compute=recipe.compute)[0], reference.attention(q, k, v)[0])
+    return relative(reference.pipeline(*quantized, arithmetic=reference.Arithmetic(128, recipe.compute))[0], reference.attention(q, k, v)[0])
 
 
 COARSE = Recipe(q="tensor", k="tensor", v="tensor", smooth_k=False, smooth_v=False)
@@ -295,7 +303,7 @@ def test_what_means_add_is_needed(device: torch.device) -> None:
     q, k, v = normal(device, 40, 40)
     recipe = Recipe(smooth_q=True)
     with pytest.raises(ValueError, match=r"q is smoothed and q\.bias is None"):
-        reference.pipeline(quantize_q(q, recipe), *quantize_kv(k, v, recipe), block_n=64)
+        reference.pipeline(quantize_q(q, recipe), *quantize_kv(k, v, recipe), arithmetic=BLOCKS)
 
 
 @pytest.mark.parametrize("smooth_v", (False, True))

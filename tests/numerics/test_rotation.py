@@ -90,7 +90,7 @@ def test_outliers_cost_less(rotate: Rotation, dim: int) -> None:
     rough = [x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001) for x in tensors]
 
     def error_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> float:
-        return error(reference.pipeline(*quantize(q, k, v, recipe), block_n=128)[0], reference.attention(q, k, v)[0])
+        return error(reference.pipeline(*quantize(q, k, v, recipe), arithmetic=reference.Arithmetic(128))[0], reference.attention(q, k, v)[0])
 
     rotated = Recipe(rotate=rotate)
     assert error_of(*rough, rotated) < 0.9 * error_of(*rough, PLAIN)

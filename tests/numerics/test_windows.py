@@ -112,9 +112,10 @@ def test_exact_attention_is_that_of_the_mask(case: Windowed, device: torch.devic
 @given(case=windowed)
 def test_the_oracle_has_the_bits_of_the_mask(case: Windowed, device: torch.device) -> None:
     operands, call = call_by(case, device)
-    options = dict(block_n=64, softmax_scale=call.softmax_scale)
-    found = reference.pipeline(*operands, causal=call.causal, window=call.window, **options)
-    for x, y in zip(found, reference.pipeline(*operands, case.mask(device), **options), strict=True):
+    blocks = reference.Arithmetic(64)
+    found = reference.pipeline(*operands, arithmetic=blocks, causal=call.causal, scoring=call.scoring)
+    expected = reference.pipeline(*operands, case.mask(device), arithmetic=blocks, scoring=reference.Scoring(call.softmax_scale))
+    for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
 
 

@@ -67,15 +67,16 @@ def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> 
         patch.setattr(run, "library_of", recorder.library_of)
         run.forward(call, H100)
     ctas, params = recorder.recorded()
-    described = emulation.params(*recorder.arguments)
+    arguments = emulation.ForwardArguments(*recorder.arguments)
+    described = emulation.params(arguments)
     if described.mask_rows:  # the binding itself makes room for what is made of a mask
         told = emulation.Params.from_buffer_copy(params, emulation.MAPS)
         described.mask_bits, described.block_mask = told.mask_bits, told.block_mask
         blocks = described.mask_batches * described.mask_heads * described.mask_groups * -(-call.kv_length // KEYS)
         assert told.mask_bits % 16 == 0 and told.block_mask - told.mask_bits == 16 * described.mask_rows * blocks
-    expected = emulation.tensor_maps(*recorder.arguments) + bytes(described)
-    assert ctas == recorder.arguments[5] and params[: len(expected)] == expected
-    assert any(params[: emulation.MAPS]) == (recorder.arguments[1] > 0) and not any(params[len(expected) :])
+    expected = emulation.tensor_maps(arguments) + bytes(described)
+    assert ctas == arguments.ctas and params[: len(expected)] == expected
+    assert any(params[: emulation.MAPS]) == (arguments.rows > 0) and not any(params[len(expected) :])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -88,7 +89,7 @@ def test_params_of_one_launch_are_as_described(recorder: Recorder, dtype: torch.
         patch.setattr(build, "load_with", lambda *_: library)
         run.forward_from_fp16(Problem(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), 0.1, "e4m3", "bottom_right", torch.float16, True), H100)
     ctas, params = recorder.recorded()
-    expected = bytes(emulation.MAPS) + bytes(emulation.params_from_fp16(*told[0]))
+    expected = bytes(emulation.MAPS) + bytes(emulation.params_from_fp16(told[0]))
     assert ctas == told[0][1] and params[: len(expected)] == expected and not any(params[len(expected) :])
 
 

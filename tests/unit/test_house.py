@@ -94,6 +94,94 @@ def test_public_names_are_documented(name: str) -> None:
             assert method_name.startswith("_") or inspect.getdoc(method), f"{name}.{method_name} has no docstring"
 
 
+MOST_ARGUMENTS = 8
+
+USERS = "arguments that users know, as keywords"
+OPERATOR = "implements an operator: the arguments are its schema's"
+COPIED = "the signature of another library"
+MORE_ARGUMENTS = {
+    "fp8attn/api.py sdpa": USERS,
+    "fp8attn/api.py varlen_sdpa": USERS,
+    "fp8attn/api.py reference_sdpa": USERS,
+    "fp8attn/paged.py paged_sdpa": USERS,
+    "fp8attn/distributed/context_parallel.py context_parallel_sdpa": USERS,
+    "fp8attn/api.py _whole": OPERATOR,
+    "fp8attn/api.py _fake_whole": OPERATOR,
+    "fp8attn/api.py _whole_varlen": OPERATOR,
+    "fp8attn/api.py _fake_whole_varlen": OPERATOR,
+    "fp8attn/ops.py _quantize": OPERATOR,
+    "fp8attn/ops.py _fake_quantize": OPERATOR,
+    "fp8attn/ops.py forward_by.forward": OPERATOR,
+    "fp8attn/ops.py _fake_forward": OPERATOR,
+    "fp8attn/ops.py _half_keys": OPERATOR,
+    "fp8attn/ops.py _half_keys_modelled": OPERATOR,
+    "fp8attn/ops.py _fake_half_keys": OPERATOR,
+    "fp8attn/ops.py _reference_forward": OPERATOR,
+    "fp8attn/ops.py _fake_reference_forward": OPERATOR,
+    "fp8attn/ops.py from_fp16_by.forward": OPERATOR,
+    "fp8attn/ops.py _fake_from_fp16": OPERATOR,
+    "fp8attn/varlen_ops.py call_of": OPERATOR,
+    "fp8attn/varlen_ops.py _fake_forward": OPERATOR,
+    "fp8attn/varlen_ops.py _reference_forward": OPERATOR,
+    "fp8attn/varlen_ops.py _fake_reference_forward": OPERATOR,
+    "fp8attn/paged_ops.py _append_by.append": OPERATOR,
+    "fp8attn/paged_ops.py _fake_append": OPERATOR,
+    "fp8attn/paged_ops.py _attend_by.attend": OPERATOR,
+    "fp8attn/paged_ops.py _fake_attend": OPERATOR,
+    "fp8attn/paged_tensors_ops.py _attend_by.attend": OPERATOR,
+    "fp8attn/paged_tensors_ops.py _fake_attend": OPERATOR,
+    "fp8attn/integrations/diffusers.py register.fp8attn_attention": COPIED,
+    "fp8attn/integrations/diffusers.py _forward_op.forward": COPIED,
+    "fp8attn/integrations/flash_attn.py flash_attn_func": COPIED,
+    "fp8attn/integrations/flash_attn.py flash_attn_varlen_func": COPIED,
+    "fp8attn/integrations/flash_attn.py flash_attn_with_kvcache": COPIED,
+    "tests/bench/test_bench_peers.py flash_attn_interface.flash_attn_func": COPIED,
+    "tests/bench/test_bench_peers.py vllm.flash_attn_varlen_func": COPIED,
+    "tests/bench/test_bench_peers.py flashinfer.single_prefill_with_kv_cache": COPIED,
+    "tests/bench/test_bench_peers.py sageattention_inside.per_thread_int8_triton": COPIED,
+    "tests/bench/test_bench_peers.py sageattention_inside.kernel": COPIED,
+}
+"""Functions that take more than MOST_ARGUMENTS, and why."""
+
+
+def arguments_of(text: str) -> dict[str, int]:
+    """The most arguments of the functions of each qualified name, `self` and `*args` not counted. A Triton kernel has as
+    many as it has pointers and sizes, and isn't counted."""
+    found: dict[str, int] = {}
+
+    def visit(node: ast.AST, outside: tuple[str, ...]) -> None:
+        for inner in ast.iter_child_nodes(node):
+            inside = outside
+            if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inside = (*outside, inner.name)
+            if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names = [x.arg for x in (*inner.args.posonlyargs, *inner.args.args)]
+                count = len(names) + len(inner.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
+                if not any(ast.unparse(x).split("(")[0].endswith("jit") for x in inner.decorator_list):
+                    found[".".join(inside)] = max(count, found.get(".".join(inside), 0))
+            visit(inner, inside)
+
+    visit(ast.parse(text), ())
+    return found
+
+
+def test_functions_take_few_arguments() -> None:
+    files = [path for part in ("fp8attn", "bench", "examples", "tests") for path in (ROOT.parent / part).rglob("*.py")]
+    assert len(files) > 200
+    many = {
+        f"{path.relative_to(ROOT.parent)} {name}"
+        for path in files
+        for name, count in arguments_of(path.read_text()).items()
+        if count > MOST_ARGUMENTS
+    }
+    assert many == MORE_ARGUMENTS.keys()
+
+
+def test_the_argument_check_sees() -> None:
+    text = "@x.jit\ndef kernel(a, b): ...\nclass A:\n def f(self, a, /, b, *c, d, **e):\n  def g(): ...\n@x\nasync def h(a): ...\n"
+    assert arguments_of(text) == {"A.f": 3, "A.f.g": 0, "h": 1}
+
+
 def test_no_machine_paths() -> None:
     here = re.compile("/" + "(work|tmp|home|root)/")
     files = [path for part in ("fp8attn", "bench", "docs", "tests") for path in (ROOT.parent / part).rglob("*.*") if path.suffix in (".py", ".md")]
