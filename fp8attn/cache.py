@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from . import eager, pages, recording, validate
 from .paged_ops import operator_of, runs_kernels
-from .pages import PAGE, RECENT, PagedBatch, Pages, Storage
+from .pages import PAGE, RECENT, PagedBatch, Pages, Stage, Storage
 from .quantization import row_type
 from .recipe import DEFAULT_RECIPE, E4M3, Recipe
 from .validate import FLOATS
@@ -131,8 +131,9 @@ class KVCache:
         The lengths of the batch include these tokens.
 
         Args:
-            key: (B, Hkv, S, D), the cache's dtype and device, unit last stride.
-            value: (B, Hkv, S, Dv), likewise.
+            key: (B, Hkv, S, D), the cache's dtype and device, unit last stride. If the batch has `cu_seqlens`,
+                (T, Hkv, D).
+            value: (B, Hkv, S, Dv) or (T, Hkv, Dv), likewise.
             batch: the B sequences that the rows belong to.
             backend: `auto` (Triton on a GPU, else modelled), `triton`, or `modelled`: the definition in plain torch.
 
@@ -144,11 +145,15 @@ class KVCache:
         options, others = ("append", self.recipe.text, backend), self.tensors_with(batch)
         if others is not None and eager.repeat(options, (key, value), others) is not None:
             return
-        operator = operator_of("append", backend, batch)
-        r = self.recipe
-        operator(key, value, self.storage.tensors(), *batch.tensors(), r.rotate, r.smooth_k, r.smooth_v)
+        self.append_stage(key, value, batch, backend, Stage())
         if others is not None and runs_kernels(backend, self.device):
             eager.remember(options, (key, value), others, functools.partial(self._append_to, backend))
+
+    def append_stage(self, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch, backend: str, stage: Stage) -> None:
+        """A part of `append`, which the launch cache doesn't keep."""
+        r = self.recipe
+        operator = operator_of("append", backend, batch)
+        operator(key, value, self.storage.tensors(), *batch.tensors(), r.rotate, r.smooth_k, r.smooth_v, *stage)
 
     def _append_to(self, backend: str, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> None:
         """`append` with other tensors: `others` are those of `tensors_with`."""
@@ -164,10 +169,10 @@ class KVCache:
     def with_tensors(self, tensors: recording.Tensors, max_length: int | None = None) -> tuple[KVCache, PagedBatch]:
         """A cache like this one and a batch, with other tensors: the inverse of `tensors_with`."""
         other = copy.copy(self)
-        table, lengths, counts, sequences, *storage = tensors
+        table, lengths, counts, sequences, cu_seqlens, *storage = tensors
         assert table is not None and lengths is not None
         other.storage = Storage.of([x for x in storage if x is not None])
-        return other, PagedBatch(table, lengths, counts, sequences, max_length)
+        return other, PagedBatch(table, lengths, counts, sequences, max_length, cu_seqlens)
 
     def fork(self, source: int, target: int) -> None:
         """Copy what a sequence has beside its pages to another one. The page table shares the pages.
@@ -183,11 +188,12 @@ class KVCache:
             x[target] = x[source]
 
     def check(self, batch: PagedBatch, length: int) -> None:
-        """Check the numbers of a batch for calls of S = `length` tokens. It waits for the device; no other call does.
+        """Check the numbers of a batch for calls of S or T = `length` tokens. It waits for the device; no other call
+        does.
 
         Raises:
-            TypeError, ValueError: the batch isn't as `PagedBatch` says; or a sequence, a length, a count or the number
-                of a complete page is out of range; or two rows have the same sequence.
+            TypeError, ValueError: the batch isn't as `PagedBatch` says; or a sequence, a length, a count, cu_seqlens or
+                the number of a complete page is out of range; or two rows have the same sequence.
         """
         validate.check_batch(batch, self.device)
         validate.check_numbers_of_batch(batch, length, self.sequences, self.num_pages)

@@ -15,7 +15,7 @@ import torch
 from . import pages, reference, rotation
 from .quantization import quantize
 from .recipe import SCALE_BLOCK, Recipe
-from .reference import Causal, causal_offset
+from .reference import Causal, Scoring, causal_offset
 from .validate import Checked
 
 Fp8Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -113,7 +113,7 @@ def modelled(
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if recipe.statistics == "page":
         length = q.shape[2] if causal == "top_left" else k.shape[2]
-        return pages.modelled(q, k[:, :, :length], v[:, :, :length], recipe, softmax_scale=scale)
+        return pages.modelled(q, k[:, :, :length], v[:, :, :length], recipe, Scoring(scale))
 
     def to_fp8_keys(part: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fp8_causal: Causal) -> Fp8Attention:
         query, key, value = quantize(part, keys, values, recipe.of_fp8_keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,9 @@ from . import eager, paged_tensors_ops, validate
 from .cache import KVCache
 from .ops import library_ops
 from .paged_ops import check_paged_batch, operator_of, runs_kernels
-from .paged_tensors import PagedTensors, Scoring
-from .pages import RECENT_QUERIES, PagedBatch
-from .reference import CAUSAL_WINDOW, Window
+from .paged_tensors import PagedTensors
+from .pages import RECENT_QUERIES, PagedBatch, Stage, tokens_of
+from .reference import CAUSAL_WINDOW, Scoring, Window
 from .validate import FLOATS
 
 
@@ -39,55 +38,58 @@ def paged_sdpa(
     of another engine, `PagedTensors`, is read as it is. Page tables, lengths and counts are read on the device, so they
     may change between replays of a CUDA graph.
 
+    If the batch has `cu_seqlens`, tokens are packed: sequences have any numbers of them without padding, so prefill,
+    decode and speculation mix in one call. Shapes in brackets are those of packed tokens.
+
     Args:
-        query: (B, Hq, S, D), the cache's dtype and device, unit last stride. Hq is a multiple of Hkv. Queries of an
-            e4m3 cache of another engine are float16, bfloat16 or float32.
+        query: (B, Hq, S, D) or (T, Hq, D), the cache's dtype and device, unit last stride. Hq is a multiple of Hkv.
+            Queries of an e4m3 cache of another engine are float16, bfloat16 or float32.
         cache: the cache.
         batch: the B sequences that the rows belong to. Their lengths include the queries' own tokens.
-        new: keys (B, Hkv, S, D) and values (B, Hkv, S, Dv) of the queries' tokens, which are appended first. None: they
-            were appended before. The cache keeps what up to 65 queries need after that; more need `new`. It must be
-            None with `PagedTensors`, which keep every token: `write_to_pages` writes them.
-        window: (left, right): a query at position p sees the keys p - left to p + right; -1 for no limit. It must be
-            (-1, 0) with a `KVCache`, which is causal.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none. It must be 0 with a `KVCache`.
-        sinks: float32 (Hq,), a logit per head beside each row's scores. It must be None with a `KVCache`.
+        new: keys (B, Hkv, S, D) or (T, Hkv, D), and values (B, Hkv, S, Dv) or (T, Hkv, Dv), of the queries' tokens,
+            which are appended first. None: they were appended before. The cache keeps what up to 65 queries of a
+            sequence need after that; more need `new`, and are NaN without if they are packed. It must be None with
+            `PagedTensors`, which keep every token: `write_to_pages` writes them.
+        window: (left, right): a query at position p sees the keys p - left to p + right; -1 for no limit. right must be
+            0 with a `KVCache`, which is causal.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        sinks: float32 (Hq,), contiguous, a logit per head beside each row's scores.
         scale: factor of the scores; None: D ** -0.5.
-        return_lse: also return the natural-log LSE of the scores, float32 (B, Hq, S).
+        return_lse: also return the natural-log LSE of the scores and the sink, float32 (B, Hq, S) or (Hq, T).
         out_dtype: float16, bfloat16 or float32; None: query's.
         backend: `auto` (kernels on a GPU, else modelled); `cuda`: the kernel for few queries on Hopper GPUs; `triton`;
-            or `modelled`: the oracle in plain torch. `cuda` takes no `PagedTensors`.
+            or `modelled`: the oracle in plain torch. `cuda` takes no `PagedTensors`, windows, soft caps, sinks and
+            packed tokens.
 
     Returns:
-        out (B, Hq, S, Dv), and the LSE if `return_lse`. Zeros and -inf past the counts. Rows that see a token whose
-        page number or position is out of range are NaN.
+        out (B, Hq, S, Dv) or (T, Hq, Dv), and the LSE if `return_lse`. Zeros and -inf past the counts, and of packed
+        queries behind the last sequence. Rows that see a token whose page number or position is out of range are NaN.
 
     Raises:
         BackendUnavailable: the backend can't run here.
         TypeError, ValueError: an argument isn't as above.
         RuntimeError: an argument requires grad.
     """
-    how = Options(scale, return_lse, out_dtype, backend)
+    how = Options(window, softcap, sinks, scale, return_lse, out_dtype, backend)
     if isinstance(cache, PagedTensors):
         if new is not None:
             raise ValueError("new is given; with fp8attn.PagedTensors it must be None: write_to_pages writes tokens")
-        return _attend_to_tensors(query, cache, batch, how, (window, softcap, sinks))
+        return _attend_to_tensors(query, cache, batch, how)
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache or a fp8attn.PagedTensors")
-    for name, given, wanted in (("window", window, CAUSAL_WINDOW), ("softcap", softcap, 0.0), ("sinks", sinks, None)):
-        if given is not wanted and (isinstance(given, torch.Tensor) or given != wanted):
-            raise ValueError(f"{name} is given; with a fp8attn.KVCache it must be {wanted}")
     others = cache.tensors_with(batch) if new is None or (type(new) is tuple and len(new) == 2) else None
-    if others is None:
+    if others is None or not how.can_be_kept:
         return _attend(query, cache, batch, new, how)
-    options = ("paged_sdpa", cache.recipe.text, batch.max_length, new is None, *how)
-    operands = query, *((None, None) if new is None else new)
+    options = ("paged_sdpa", cache.recipe.text, batch.max_length, new is None, *how.without_tensors)
+    operands, others = (query, *((None, None) if new is None else new)), (sinks, *others)
     repeated = eager.repeat(options, operands, others)
     if repeated is not None:
         return eager.attention_of(repeated)
     found = _attend(query, cache, batch, new, how)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> eager.Attention:
-        return _attend(query, *cache.with_tensors(others, batch.max_length), None if new is None else (key, value), how)
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *others: torch.Tensor | None):
+        given = None if new is None else (key, value)
+        return _attend(query, *cache.with_tensors(others, batch.max_length), given, how._replace(sinks=sinks))
 
     if runs_kernels(backend, cache.device):
         eager.remember(options, operands, others, attend)
@@ -97,91 +99,101 @@ def paged_sdpa(
 class Options(NamedTuple):
     """The options of `paged_sdpa`."""
 
+    window: Window
+    softcap: float
+    sinks: torch.Tensor | None
     scale: float | None
     return_lse: bool
     out_dtype: torch.dtype | None
     backend: str
 
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether the launch cache may know the call by these."""
+        return type(self.window) is tuple and (self.sinks is None or isinstance(self.sinks, torch.Tensor))
+
+    @property
+    def without_tensors(self) -> tuple:
+        """What the launch cache knows a call by."""
+        return *self.window, self.softcap, self.scale, self.return_lse, self.out_dtype, self.backend
+
 
 def _check_options(options: Options) -> None:
-    scale, return_lse, out_dtype, _ = options
-    if scale is not None:
-        validate.check_scale("scale", scale)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse is a {type(return_lse).__name__}; it must be a bool")
-    if out_dtype is not None and out_dtype not in FLOATS:
-        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {FLOATS}")
+    if options.scale is not None:
+        validate.check_scale("scale", options.scale)
+    if not isinstance(options.return_lse, bool):
+        raise TypeError(f"return_lse is a {type(options.return_lse).__name__}; it must be a bool")
+    if options.out_dtype is not None and options.out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype is {options.out_dtype}; it must be one of {FLOATS}")
 
 
 def _attend(
     query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: tuple[torch.Tensor, torch.Tensor] | None, options: Options
 ) -> eager.Attention:
     """`paged_sdpa` of a call that isn't like one before."""
-    scale, return_lse, out_dtype, backend = options
+    backend, storage = options.backend, cache.storage
     operator = operator_of("attention", backend, batch)
     _check_options(options)
     validate.check_batch(batch, cache.device)
-    validate.check_queries(query, batch, cache.storage)
-    storage, key, value = cache.storage, None, None
+    validate.check_queries(query, batch, storage)
+    window, softcap, sinks = validate.checked_causal_scores(options.window, options.softcap, options.sinks, query)
+    tokens, key, value = tokens_of(query), None, None
+    is_long = tokens > RECENT_QUERIES
+    append = "auto" if backend == "cuda" else backend
     if new is None:
-        if query.shape[2] > RECENT_QUERIES:
-            raise ValueError(f"query has {query.shape[2]} tokens and new is None; it must have at most {RECENT_QUERIES}, or new must be given")
+        if is_long and batch.cu_seqlens is None:
+            raise ValueError(f"query has {tokens} tokens and new is None; it must have at most {RECENT_QUERIES}, or new must be given")
     else:
         key, value = new
-        validate.check_new_tokens(key, value, batch, query.shape[2], storage)
-        if query.shape[2] > RECENT_QUERIES:
-            storage = replace(storage, k=storage.k.clone(), v=storage.v.clone())
-        cache.append(key, value, batch, backend="auto" if backend == "cuda" else backend)
-        if storage is cache.storage:
-            key = value = None
-    softmax_scale = cache.head_dim**-0.5 if scale is None else float(scale)
-    dtype = query.dtype if out_dtype is None else out_dtype
+        validate.check_new_tokens(key, value, batch, tokens, storage)
+        # of many tokens, queries need those in half precision that the last ones replace
+        cache.append_stage(key, value, batch, append, Stage(tokens=not is_long))
+    softmax_scale = cache.head_dim**-0.5 if options.scale is None else float(options.scale)
+    dtype = query.dtype if options.out_dtype is None else options.out_dtype
+    given = (key, value) if is_long else (None, None)
     out, lse = operator(
-        query, key, value, storage.tensors(), *batch.tensors(), batch.max_length, cache.recipe.rotate, softmax_scale, dtype
+        query, *given, storage.tensors(), *batch.tensors(), batch.max_length, cache.recipe.rotate, softmax_scale, dtype, list(window), softcap,
+        sinks,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    if key is not None and value is not None and is_long:
+        cache.append_stage(key, value, batch, append, Stage(pages=False))
+    return (out, lse) if options.return_lse else out
 
 
-Scores = tuple[Window, float, torch.Tensor | None]
-"""window, softcap and sinks of `paged_sdpa`."""
-
-
-def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, options: Options, scores: Scores) -> eager.Attention:
+def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, options: Options) -> eager.Attention:
     """`paged_sdpa` of the cache of another engine."""
-    window, softcap, sinks = scores
-    kept = not is_compiling() and type(batch) is PagedBatch and isinstance(window, tuple)
-    others: Any = (*batch.tensors(), cache.k, cache.v, cache.k_scale, cache.v_scale, sinks) if kept else ()
+    kept = not is_compiling() and type(batch) is PagedBatch and options.can_be_kept
+    others: Any = (*batch.tensors(), cache.k, cache.v, cache.k_scale, cache.v_scale, options.sinks) if kept else ()
     kept = kept and all(x is None or isinstance(x, torch.Tensor) for x in others)
-    name = ("paged_sdpa of tensors", batch.max_length, *window, softcap, *options) if kept else ()
+    name = ("paged_sdpa of tensors", batch.max_length, *options.without_tensors) if kept else ()
     repeated = eager.repeat(name, (query,), others) if kept else None
     if repeated is not None:
         return eager.attention_of(repeated)
-    found = _attend_to_checked_tensors(query, cache, batch, options, scores)
+    found = _attend_to_checked_tensors(query, cache, batch, options)
 
     def attend(query: torch.Tensor, *others: Any) -> eager.Attention:
-        table, lengths, counts, _, *tensors, sinks = others
-        same = PagedBatch(table, lengths, counts, None, batch.max_length)
-        return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, options, (window, softcap, sinks))
+        table, lengths, counts, _, cu_seqlens, *tensors, sinks = others
+        same = PagedBatch(table, lengths, counts, None, batch.max_length, cu_seqlens)
+        return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, options._replace(sinks=sinks))
 
     if kept and runs_kernels(options.backend, query.device):
         eager.remember(name, (query,), others, attend)
     return found
 
 
-def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, options: Options, scores: Scores) -> eager.Attention:
+def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, options: Options) -> eager.Attention:
     """`paged_sdpa` of the cache of another engine, of a call that isn't like one before."""
-    scale, return_lse, out_dtype, backend = options
-    window, softcap, sinks = scores
+    window, softcap, sinks, scale, return_lse, out_dtype, backend = options
     paged_tensors_ops.check_backend(backend)
     check_paged_batch(batch)
     _check_options(options)
     validate.check_tensors_call(query, cache, batch, Scoring(1.0, window, softcap, sinks))
-    softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    softmax_scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = query.dtype if out_dtype is None else out_dtype
     operator = getattr(library_ops, f"{backend}_tensors_attention")
     out, lse = operator(
-        query, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.max_length, softmax_scale, list(window), float(softcap),
-        sinks, dtype,
+        query, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens, batch.max_length, softmax_scale, list(window),
+        float(softcap), sinks, dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

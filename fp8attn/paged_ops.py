@@ -15,8 +15,10 @@ from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import device_of
 from .ops import current, has_kernels, library_ops, register
-from .pages import PagedBatch, PagedCall, Storage
+from .pages import PagedBatch, PagedCall, Stage, Storage, empty_answer
+from .pages import append as append_to
 from .recipe import Recipe, Rotation
+from .reference import CAUSAL_WINDOW
 from .validate import BackendUnavailable
 
 BACKENDS = {"append": ("auto", "triton", "modelled"), "attention": ("auto", "cuda", "triton", "modelled")}
@@ -80,6 +82,17 @@ def check_new(backend: str, new: bool) -> None:
         raise BackendUnavailable("cuda: key and value are given; the kernel takes queries whose tokens are in the cache")
 
 
+def unsupported_scores(call: PagedCall) -> str | None:
+    """Why the CUDA kernels don't attend as a call says, or None if they do."""
+    if call.batch.cu_seqlens is not None:
+        return f"query has shape {tuple(call.q.shape)}; packed queries are Triton's"
+    plain = {"window": (call.window, CAUSAL_WINDOW), "softcap": (call.softcap, 0.0), "sinks": (call.sinks, None)}
+    for name, (given, wanted) in plain.items():
+        if given is not wanted and (isinstance(given, torch.Tensor) or given != wanted):
+            return f"{name} is given; it must be {wanted}"
+    return None
+
+
 def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, softmax_scale: float) -> str | None:
     """Why the CUDA kernel doesn't attend to tokens of a cache, or None if it does.
 
@@ -96,9 +109,10 @@ def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[t
         BackendUnavailable: the kernel is `required` and doesn't support the call.
         BuildError: it is required and can't be compiled here.
     """
-    if not required and not decode.is_faster(call.q, call.storage, call.batch):
+    reason = unsupported_scores(call)
+    if reason is None and not required and not decode.is_faster(call.q, call.storage, call.batch):
         return None
-    reason = unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
+    reason = reason or unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
     if reason is not None:
         if required:
             raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
@@ -115,18 +129,20 @@ def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[t
 def _append_by(backend: str):
     def append(
         key: torch.Tensor, value: torch.Tensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor, counts: MaybeTensor,
-        sequences: MaybeTensor, rotate: Rotation, smooth_k: bool, smooth_v: bool,
+        sequences: MaybeTensor, cu_seqlens: MaybeTensor, rotate: Rotation, smooth_k: bool, smooth_v: bool, pages: bool = True,
+        tokens: bool = True,
     ) -> None:  # fmt: skip
-        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences)
+        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, None, cu_seqlens)
+        stage = Stage(pages, tokens)
         validate.check_storage(cache)
         validate.check_batch(batch, cache.k.device)
         validate.check_new_tokens(key, value, batch, None, cache)
         recipe = _recipe(rotate, smooth_k, smooth_v, cache.pages.k.dtype == torch.int8)
         if runs_triton(backend, key.device):
             with current(key.device):
-                triton_kernels.paged_append.append(cache, key, value, batch, recipe, device_of(key.device))
+                triton_kernels.paged_append.append(cache, key, value, batch, recipe, device_of(key.device), stage)
         else:
-            pages.append(cache, key, value, batch, recipe)
+            append_to(cache, key, value, batch, recipe, stage)
 
     return append
 
@@ -134,21 +150,23 @@ def _append_by(backend: str):
 def _attend_by(backend: str):
     def attend(
         query: torch.Tensor, key: MaybeTensor, value: MaybeTensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor,
-        counts: MaybeTensor, sequences: MaybeTensor, max_length: int | None, rotate: Rotation, softmax_scale: float, out_dtype: torch.dtype,
+        counts: MaybeTensor, sequences: MaybeTensor, cu_seqlens: MaybeTensor, max_length: int | None, rotate: Rotation, softmax_scale: float,
+        out_dtype: torch.dtype, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: MaybeTensor = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, max_length)
+        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, max_length, cu_seqlens)
         validate.check_storage(cache)
         validate.check_batch(batch, cache.k.device)
         validate.check_queries(query, batch, cache)
         validate.check_launch(softmax_scale, "bottom_right", out_dtype)
+        scores = validate.checked_causal_scores(window, softcap, sinks, query)
         new = None
         if key is not None or value is not None:
-            validate.check_new_tokens(key, value, batch, query.shape[2], cache)
+            validate.check_new_tokens(key, value, batch, pages.tokens_of(query), cache)
             assert key is not None and value is not None
             new = key, value
         recipe = _recipe(rotate, True, True, cache.pages.k.dtype == torch.int8)
         check_new(backend, new is not None)
-        call = PagedCall(query, cache, new, batch, recipe, softmax_scale)
+        call = PagedCall(query, cache, new, batch, recipe, softmax_scale, *scores)
         if backend == "cuda" or (backend == "auto" and new is None and query.device.type == "cuda"):
             with current(query.device):
                 found = _by_cuda(backend == "cuda", call, out_dtype)
@@ -163,20 +181,24 @@ def _attend_by(backend: str):
     return attend
 
 
-def _fake_append(key, value, storage, page_table, lengths, counts, sequences, rotate, smooth_k, smooth_v) -> None:
+def _fake_append(key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, rotate, smooth_k, smooth_v, pages=True, tokens=True):
     return None
 
 
-def _fake_attend(query, key, value, storage, page_table, lengths, counts, sequences, max_length, rotate, softmax_scale, out_dtype):
-    shape, value_dim = query.shape[:3], Storage.of(storage).v.shape[3]
-    return query.new_empty(*shape, value_dim, dtype=out_dtype), query.new_empty(shape, dtype=torch.float32)
+def _fake_attend(
+    query, key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, max_length, rotate, softmax_scale, out_dtype,
+    window=CAUSAL_WINDOW, softcap=0.0, sinks=None,
+):  # fmt: skip
+    out, lse = empty_answer(query, Storage.of(storage).v.shape[3])
+    return out.to(out_dtype), lse
 
 
-_BATCH = "Tensor page_table, Tensor lengths, Tensor? counts, Tensor? sequences"
+_BATCH = "Tensor page_table, Tensor lengths, Tensor? counts, Tensor? sequences, Tensor? cu_seqlens"
 
 for _name in BACKENDS["append"]:
     register(
-        f"{_name}_paged_append(Tensor key, Tensor value, Tensor(a!)[] storage, {_BATCH}, int rotate, bool smooth_k, bool smooth_v) -> ()",
+        f"{_name}_paged_append(Tensor key, Tensor value, Tensor(a!)[] storage, {_BATCH}, int rotate, bool smooth_k, bool smooth_v,"
+        " bool pages=True, bool tokens=True) -> ()",
         _append_by(_name),
         _fake_append,
     )
@@ -184,7 +206,7 @@ for _name in BACKENDS["append"]:
 for _name in BACKENDS["attention"]:
     register(
         f"{_name}_paged_attention(Tensor query, Tensor? key, Tensor? value, Tensor[] storage, {_BATCH}, int? max_length, int rotate,"
-        " float softmax_scale, ScalarType out_dtype) -> (Tensor, Tensor)",
+        " float softmax_scale, ScalarType out_dtype, int[2] window=[-1, 0], float softcap=0., Tensor? sinks=None) -> (Tensor, Tensor)",
         _attend_by(_name),
         _fake_attend,
     )

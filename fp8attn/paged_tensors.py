@@ -24,10 +24,10 @@ from typing import TypeGuard
 import torch
 
 from .ambient import product
-from .pages import PagedBatch, Row, Sums, exponentials, largest_score
+from .pages import PagedBatch, Row, Sums, empty_answer, exponentials, largest_score, tokens_of
 from .quantization import encode, finite_or_zero, numbers, quantize_q, scale_of
 from .recipe import E4M3, Recipe
-from .reference import CAUSAL_WINDOW, LARGEST_FACTOR, LOG2E, P_OFFSET, Window
+from .reference import LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, capped_base2
 
 QUERIES = Recipe(rotate=0)
 """How queries of e4m3 caches are quantized."""
@@ -92,23 +92,6 @@ class PagedTensors:
         return self.k.shape[2]
 
 
-@dataclass(frozen=True, eq=False)
-class Scoring:
-    """Which keys a query sees, and what is done to its scores.
-
-    Attributes:
-        softmax_scale: factor of the scores.
-        window: (left, right): a query at position p sees the keys p - left to p + right; -1 for no limit.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
-        sinks: float32 (Hq,), a logit beside each row's scores, or None.
-    """
-
-    softmax_scale: float
-    window: Window = CAUSAL_WINDOW
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-
-
 def by_token(scale: object) -> TypeGuard[torch.Tensor]:
     """Whether a scale is one per token and head."""
     return isinstance(scale, torch.Tensor) and scale.dim() == 3
@@ -169,19 +152,18 @@ def attend(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring
     """The oracle of attention to a cache of another engine.
 
     Args:
-        q: (B, Hq, S, D), the queries of the last tokens of each sequence.
+        q: (B, Hq, S, D), the queries of the last tokens of each sequence; or packed, (T, Hq, D).
 
     Returns:
-        out float32 (B, Hq, S, Dv) and the natural-log LSE float32 (B, Hq, S); zeros and -inf past the counts.
+        out float32 (B, Hq, S, Dv) and the natural-log LSE float32 (B, Hq, S); zeros and -inf past the counts. Of packed
+        queries (T, Hq, Dv) and (Hq, T).
     """
-    out = q.new_zeros(*q.shape[:3], cache.v.shape[3], dtype=torch.float32)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    for index, row in enumerate(batch.rows(q.shape[2], q.shape[0])):
+    out, lse = empty_answer(q, cache.v.shape[3])
+    for index, row in enumerate(batch.rows(tokens_of(q), batch.lengths.shape[0])):
         if row.count > 0:
             capacity = len(row.page_numbers) * cache.page
             tokens = _tokens(cache, index, row, min(row.length, capacity), q.shape[1])
-            part = (index, slice(None), slice(row.count))
-            out[part], lse[part] = _attend_row(q[part], tokens, row, capacity, (cache.k.dtype, how))
+            row.part(out, index)[:], row.part_of_lse(lse, index)[:] = _attend_row(row.part(q, index), tokens, row, capacity, (cache.k.dtype, how))
     return out, lse
 
 
@@ -207,9 +189,7 @@ def _attend_row(q: torch.Tensor, tokens: _Tokens, row: Row, capacity: int, how: 
         factors = factor.unsqueeze(-1)
         if is_fp8:
             factors = (factors * tokens.k_scale[:, None, part]).clamp(smallest, LARGEST_FACTOR)
-        x = product(q, tokens.k[:, part].transpose(-2, -1)) * factors
-        if softcap > 0:
-            x = torch.tanh(x / (LOG2E * softcap)) * (softcap * LOG2E)
+        x = capped_base2(product(q, tokens.k[:, part].transpose(-2, -1)) * factors, softcap)
         x = x.masked_fill(tokens.bad[:, None, part] | nonfinite, torch.nan).masked_fill((keys < first) | (keys > last), -torch.inf)
         m, offset = largest_score(x), P_OFFSET if is_fp8 else 0.0
         p = exponentials(x, m, offset)

@@ -12,8 +12,9 @@ from . import triton as triton_kernels
 from .device import device_of
 from .ops import current, register
 from .paged_ops import runs_triton
-from .paged_tensors import PagedTensors, Scoring
-from .pages import PagedBatch
+from .paged_tensors import PagedTensors
+from .pages import PagedBatch, empty_answer
+from .reference import Scoring
 
 BACKENDS = ("auto", "triton", "modelled")
 
@@ -31,9 +32,10 @@ def check_backend(backend: object) -> None:
 def _attend_by(backend: str):
     def attend(
         query: torch.Tensor, cache: Sequence[torch.Tensor], page_table: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor | None,
-        max_length: int | None, softmax_scale: float, window: Sequence[int], softcap: float, sinks: torch.Tensor | None, out_dtype: torch.dtype,
+        cu_seqlens: torch.Tensor | None, max_length: int | None, softmax_scale: float, window: Sequence[int], softcap: float,
+        sinks: torch.Tensor | None, out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        batch, tensors = PagedBatch(page_table, lengths, counts, None, max_length), PagedTensors.of(cache)
+        batch, tensors = PagedBatch(page_table, lengths, counts, None, max_length, cu_seqlens), PagedTensors.of(cache)
         how = Scoring(softmax_scale, (window[0], window[1]), softcap, sinks)
         validate.check_tensors_call(query, tensors, batch, how)
         validate.check_launch(softmax_scale, "bottom_right", out_dtype)
@@ -59,9 +61,9 @@ def _write_by(backend: str):
     return write
 
 
-def _fake_attend(query, cache, page_table, lengths, counts, max_length, softmax_scale, window, softcap, sinks, out_dtype):
-    shape = query.shape[:3]
-    return query.new_empty(*shape, cache[1].shape[3], dtype=out_dtype), query.new_empty(shape, dtype=torch.float32)
+def _fake_attend(query, cache, page_table, lengths, counts, cu_seqlens, max_length, softmax_scale, window, softcap, sinks, out_dtype):
+    out, lse = empty_answer(query, cache[1].shape[3])
+    return out.to(out_dtype), lse
 
 
 def _fake_write(key, value, cache, slots) -> None:
@@ -70,8 +72,8 @@ def _fake_write(key, value, cache, slots) -> None:
 
 for _name in BACKENDS:
     register(
-        f"{_name}_tensors_attention(Tensor query, Tensor[] cache, Tensor page_table, Tensor lengths, Tensor? counts, int? max_length,"
-        " float softmax_scale, int[2] window, float softcap, Tensor? sinks, ScalarType out_dtype) -> (Tensor, Tensor)",
+        f"{_name}_tensors_attention(Tensor query, Tensor[] cache, Tensor page_table, Tensor lengths, Tensor? counts, Tensor? cu_seqlens,"
+        " int? max_length, float softmax_scale, int[2] window, float softcap, Tensor? sinks, ScalarType out_dtype) -> (Tensor, Tensor)",
         _attend_by(_name),
         _fake_attend,
     )

@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
@@ -46,7 +47,7 @@ from .quantization import (
     values_layout,
 )
 from .recipe import E4M3, SCALE_BLOCK, Quantized, Recipe
-from .reference import LARGEST_FACTOR, LOG2E, P_OFFSET, smoothing_shift
+from .reference import CAUSAL_WINDOW, LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, Window, capped_base2, smoothing_shift
 
 PAGE = SCALE_BLOCK
 """Tokens of a page."""
@@ -146,6 +147,9 @@ class PagedBatch:
         sequences: int32 (B), contiguous: the number of each row's sequence in the caches, at most once each. None: row
             b has sequence b. It must be None for `PagedTensors`.
         max_length: no sequence is longer. It decides how many programs share a sequence. None: M pages.
+        cu_seqlens: int32 (B + 1), contiguous: a call's tokens are packed, (T, H, D) instead of (B, H, S, D). Row b has
+            the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, which are the sequence's last ones. It begins with 0 and
+            never falls. Tokens from the last number on are no row's. `counts` must be None with it.
     """
 
     page_table: torch.Tensor
@@ -153,6 +157,7 @@ class PagedBatch:
     counts: torch.Tensor | None = None
     sequences: torch.Tensor | None = None
     max_length: int | None = None
+    cu_seqlens: torch.Tensor | None = None
 
     @property
     def most_pages(self) -> int:
@@ -160,21 +165,24 @@ class PagedBatch:
         most = self.page_table.shape[1]
         return most if self.max_length is None else min(most, self.max_length // PAGE)
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """All of them, in the order of the fields."""
-        return self.page_table, self.lengths, self.counts, self.sequences
+        return self.page_table, self.lengths, self.counts, self.sequences, self.cu_seqlens
 
     def rows(self, length: int, sequences: int) -> list[Row]:
-        """The rows on the host, for calls of `length` tokens and caches of `sequences` sequences."""
+        """The rows on the host, for calls of `length` tokens, S or T, and caches of `sequences` sequences."""
         batch = self.lengths.shape[0]
         lengths = self.lengths.tolist()
-        counts = [length] * batch if self.counts is None else self.counts.tolist()
+        begins, counts = [0] * batch, [length] * batch if self.counts is None else self.counts.tolist()
+        if self.cu_seqlens is not None:
+            edges = self.cu_seqlens.clamp(0, length).tolist()
+            begins, counts = edges[:-1], [max(end - begin, 0) for begin, end in itertools.pairwise(edges)]
         numbers = [*range(batch)] if self.sequences is None else self.sequences.tolist()
         found = []
         for row in range(batch):
             end = max(lengths[row], 0)
             sequence = numbers[row] if 0 <= numbers[row] < sequences else None
-            found.append(Row(sequence, end, max(min(counts[row], length, end), 0), self.page_table[row].tolist()))
+            found.append(Row(sequence, end, max(min(counts[row], length, end), 0), self.page_table[row].tolist(), begins[row]))
         return found
 
 
@@ -186,6 +194,9 @@ class PagedCall:
         q: (B, Hq, S, D), the queries of the last tokens of each sequence, of which the pages have all whole ones.
         new: keys and values of these tokens, (B, Hkv, S, D) and (B, Hkv, S, Dv). `storage.k` and `storage.v` are then
             as they were before these were appended. None: `storage.k` and `storage.v` have these tokens.
+        softmax_scale, window, softcap, sinks: as of `reference.Scoring`. The window is causal.
+
+    If the batch has `cu_seqlens`, q is (T, Hq, D), and `new` are (T, Hkv, D) and (T, Hkv, Dv).
     """
 
     q: torch.Tensor
@@ -194,6 +205,14 @@ class PagedCall:
     batch: PagedBatch
     recipe: Recipe
     softmax_scale: float
+    window: Window = CAUSAL_WINDOW
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        """Which keys a query sees, and what is done to its scores."""
+        return Scoring(self.softmax_scale, self.window, self.softcap, self.sinks)
 
 
 @dataclass(frozen=True)
@@ -205,12 +224,22 @@ class Row:
         length: its tokens, the new ones included.
         count: how many of them are new.
         page_numbers: of its pages.
+        begin: its first new token among packed ones.
     """
 
     sequence: int | None
     length: int
     count: int
     page_numbers: list[int]
+    begin: int = 0
+
+    def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """The row's new tokens of x, (B, H, S, D) or packed (T, H, D), as (H, count, D). `index`: of the row."""
+        return x[index, :, : self.count] if x.dim() == 4 else x[self.begin : self.begin + self.count].transpose(0, 1)
+
+    def part_of_lse(self, lse: torch.Tensor, index: int) -> torch.Tensor:
+        """The row's part of an LSE, (B, H, S) or packed (H, T), as (H, count)."""
+        return lse[index, :, : self.count] if lse.dim() == 3 else lse[:, self.begin : self.begin + self.count]
 
     def page(self, index: int, pages: int) -> int | None:
         """The number of a page among `pages`, or None if it is out of range."""
@@ -218,22 +247,42 @@ class Row:
         return number if 0 <= number < pages else None
 
 
-def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, recipe: Recipe) -> None:
+def tokens_of(x: torch.Tensor) -> int:
+    """S of x (B, H, S, D), or T of packed x (T, H, D)."""
+    return x.shape[2] if x.dim() == 4 else x.shape[0]
+
+
+def empty_answer(q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and LSEs, float32, of queries that see nothing: (B, Hq, S, Dv) and (B, Hq, S), or packed (T, Hq, Dv) and
+    (Hq, T)."""
+    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return q.new_zeros(*q.shape[:-1], value_dim, dtype=torch.float32), q.new_full(shape, -math.inf, dtype=torch.float32)
+
+
+class Stage(NamedTuple):
+    """What an append writes. Tokens are written after attention to `new` ones, which needs those that they replace."""
+
+    pages: bool = True
+    tokens: bool = True
+
+
+def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, recipe: Recipe, stage: Stage = Stage()) -> None:  # noqa: B008
     """Append new tokens to a cache: the definition of what kernels write.
 
     Args:
-        k, v: (B, Hkv, S, D) and (B, Hkv, S, Dv), the new keys and values.
+        k, v: (B, Hkv, S, D) and (B, Hkv, S, Dv), the new keys and values; or packed, (T, Hkv, D) and (T, Hkv, Dv).
+        stage: what is written. Pages come before tokens.
     """
     number_of_pages = storage.pages.k.shape[0]
-    for index, row in enumerate(batch.rows(k.shape[2], storage.k.shape[0])):
+    for index, row in enumerate(batch.rows(tokens_of(k), storage.k.shape[0])):
         if row.sequence is None:
             continue
         sequence, new, old = row.sequence, row.length, row.length - row.count
         first = old // PAGE * PAGE
         before = torch.arange(first, old, device=k.device) % RECENT
         both = ((storage.k, k), (storage.v, v))
-        key, value = (torch.cat([kept[sequence][:, before], x[index, :, : row.count].to(kept.dtype)], 1) for kept, x in both)
-        for page in range(old // PAGE, new // PAGE):
+        key, value = (torch.cat([kept[sequence][:, before], row.part(x, index).to(kept.dtype)], 1) for kept, x in both)
+        for page in range(old // PAGE, new // PAGE) if stage.pages else ():
             tokens = slice(page * PAGE - first, (page + 1) * PAGE - first)
             part = key[None, :, tokens], value[None, :, tokens]
             if page == 0:
@@ -245,7 +294,7 @@ def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch
                 made = quantize_pages(*part, storage.statistics(sequence), recipe)
                 for kept, x in zip(storage.pages.tensors(), made.tensors(), strict=True):
                     kept[number] = x[0]
-        last = torch.arange(max(old, new - RECENT), new, device=k.device)
+        last = torch.arange(max(old, new - RECENT) if stage.tokens else new, new, device=k.device)
         storage.k[sequence][:, last % RECENT], storage.v[sequence][:, last % RECENT] = key[:, last - first], value[:, last - first]
 
 
@@ -253,35 +302,49 @@ def attend_paged(call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle of attention to a cache: `attend` for each sequence.
 
     Returns:
-        out float32 (B, Hq, S, Dv) and the natural-log LSE float32 (B, Hq, S); zeros and -inf past the counts.
+        out float32 (B, Hq, S, Dv) and the natural-log LSE float32 (B, Hq, S); zeros and -inf past the counts. Of packed
+        queries (T, Hq, Dv) and (Hq, T).
     """
-    q, storage, new = call.q, call.storage, call.new
-    out = q.new_zeros(*q.shape[:3], storage.v.shape[3], dtype=torch.float32)
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
-    number_of_pages = storage.pages.k.shape[0]
-    for index, row in enumerate(call.batch.rows(q.shape[2], storage.k.shape[0])):
-        if row.count == 0:
-            continue
-        first = row.length - row.count
-        most = min((row.length - 1) // PAGE, len(row.page_numbers) + 1)
-        found = [row.page(page, number_of_pages) for page in range(most)]
-        numbers = [*itertools.takewhile(lambda number: number is not None, found)]
-        # queries of the pages behind the first one that is missing, which see it, are NaN
-        count = row.count if len(numbers) == most else min(max((len(numbers) + 1) * PAGE - first, 0), row.count)
-        count = 0 if row.sequence is None else count
-        for x in (out, lse):
-            x[index, :, count : row.count] = math.nan
-        if row.sequence is None or count == 0:
-            continue
-        start = first // PAGE * PAGE
-        kept = torch.arange(start, first + count if new is None else first, device=q.device) % RECENT
-        parts = [x[row.sequence][:, kept] for x in (storage.k, storage.v)]
-        if new is not None:
-            parts = [torch.cat([x, y[index, :, :count]], 1) for x, y in zip(parts, new, strict=True)]
-        at = torch.tensor(numbers, dtype=torch.long, device=q.device)
-        seen = Sequence(Pages(*(x[at] for x in storage.pages.tensors())), storage.statistics(row.sequence), parts[0], parts[1], start)
-        out[index, :, :count], lse[index, :, :count] = attend(q[index, :, :count], first, seen, call.recipe, call.softmax_scale)
+    q, storage = call.q, call.storage
+    out, lse = empty_answer(q, storage.v.shape[3])
+    for index, row in enumerate(call.batch.rows(tokens_of(q), storage.k.shape[0])):
+        if row.count > 0:
+            row.part(out, index)[:], row.part_of_lse(lse, index)[:] = _attend_row(call, index, row)
     return out, lse
+
+
+def _attend_row(call: PagedCall, index: int, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the new tokens of one row, out (Hq, n, Dv) and LSE (Hq, n). Rows that see what isn't there are NaN."""
+    storage, q, left = call.storage, row.part(call.q, index), call.window[0]
+    number_of_pages, edge = storage.pages.k.shape[0], row.length - row.count
+    position = torch.arange(edge, row.length, device=q.device)
+    first = (position - left).clamp(min=0) if left >= 0 else torch.zeros_like(position)
+    own = position // PAGE
+    begin = int(first.min()) // PAGE
+    numbers = [row.page(page, number_of_pages) for page in range(begin, min(int(own.max()), len(row.page_numbers)))]
+    missing = (own > len(row.page_numbers)) & (first < own * PAGE)
+    for page, number in enumerate(numbers, begin):
+        if number is None:
+            missing |= (first // PAGE <= page) & (page < own)
+    if call.new is None:
+        missing |= torch.maximum(first, own * PAGE) < row.length - RECENT
+    out, lse = (x.fill_(math.nan) for x in empty_answer(q.unsqueeze(0), storage.v.shape[3]))
+    if row.sequence is None or bool(missing.all()):
+        return out[0], lse[0]
+    # rows that see no page that is missing may come after ones that do, and read others' pages in place of it
+    start = edge // PAGE * PAGE
+    kept = torch.arange(start, row.length if call.new is None else edge, device=q.device) % RECENT
+    parts = [x[row.sequence][:, kept] for x in (storage.k, storage.v)]
+    if call.new is not None:
+        parts = [torch.cat([x, row.part(y, index)], 1) for x, y in zip(parts, call.new, strict=True)]
+    numbers += [None] * (int(own[~missing].max()) - begin - len(numbers))
+    at = torch.tensor([number or 0 for number in numbers], dtype=torch.long, device=q.device)
+    seen = Sequence(Pages(*(x[at] for x in storage.pages.tensors())), storage.statistics(row.sequence), parts[0], parts[1], start, begin)
+    count = int((~missing).nonzero().max()) + 1
+    found = attend(q[:, :count], edge, seen, call.recipe, call.scoring)
+    for x, y in zip((out[0], lse[0]), found, strict=True):
+        x[:, :count] = torch.where(missing[:count].view(1, -1, *[1] * (x.dim() - 2)), math.nan, y)
+    return out[0], lse[0]
 
 
 def unsupported_recipe(recipe: Recipe) -> str | None:
@@ -348,11 +411,12 @@ class Sequence:
     """What queries of one sequence attend to.
 
     Attributes:
-        pages: the sequence's whole pages in order, or None if the queries see none.
+        pages: the sequence's whole pages in order from `first_page` on, or None if the queries see none.
         statistics: (1, Hkv, …), what these pages share, or None.
         k, v: (Hkv, n, D) and (Hkv, n, Dv), tokens in half precision: at least those from the start of the first query's
             page on, to the last token.
         start: position of the first of these.
+        first_page: the first page that a query sees, or an earlier one.
     """
 
     pages: Pages | None
@@ -360,6 +424,7 @@ class Sequence:
     k: torch.Tensor
     v: torch.Tensor
     start: int
+    first_page: int = 0
 
 
 @dataclass(eq=False)
@@ -394,35 +459,48 @@ def exponentials(x: torch.Tensor, m: torch.Tensor, offset: float) -> torch.Tenso
     return torch.exp2((x - m.masked_fill(m == -math.inf, 0.0)) + offset)
 
 
-def _by_pages(q: Quantized, sequence: Sequence, count: int, softmax_scale: float) -> Sums:
-    """Attention of quantized queries (1, Hq, M, D) to the first `count` pages."""
-    pages = sequence.pages
+def _by_pages(q: Quantized, shift: torch.Tensor | None, sequence: Sequence, own: int, how: Scoring) -> Sums:
+    """Attention of a page's quantized queries (1, Hq, 128, D) to the pages before it, page `own`.
+
+    Args:
+        shift: float32 (Hq, 128, 1), what scores lack without K's mean. A soft cap sees it.
+    """
+    pages, (left, _) = sequence.pages, how.window
     assert pages is not None
     _, heads, rows, _ = q.shape
     group = heads // pages.k.shape[1]
-    q_rows, row_factor = numbers(q)[0], q.scale[0] * (softmax_scale * LOG2E)
+    q_rows, row_factor = numbers(q)[0], q.scale[0] * (how.softmax_scale * LOG2E)
     keys = numbers(Quantized(pages.k, pages.k_scale.unsqueeze(-1), "block", "rows", PAGE))
     order = slots(PAGE, pages.v.device)
     sums = Sums.empty(heads, rows, pages.v.shape[2], q_rows.device)
-    smallest = 1 / LARGEST_FACTOR if softmax_scale > 0 else -LARGEST_FACTOR
-    for page in range(count):
-        k, scale = (x[page].repeat_interleave(group, 0) for x in (keys, pages.k_scale.abs()))
+    smallest = 1 / LARGEST_FACTOR if how.softmax_scale > 0 else -LARGEST_FACTOR
+    tokens = torch.arange(PAGE, device=q_rows.device)
+    position = (own * PAGE + tokens).unsqueeze(-1)
+    for page in range(sequence.first_page, own):
+        index = page - sequence.first_page
+        k, scale = (x[index].repeat_interleave(group, 0) for x in (keys, pages.k_scale.abs()))
         x = product(q_rows, k.transpose(-2, -1)) * (row_factor * scale.unsqueeze(-1)).clamp(smallest, LARGEST_FACTOR).unsqueeze(-1)
+        if how.softcap > 0:
+            x = capped_base2(x if shift is None else x + shift * LOG2E, how.softcap)
+        if left >= 0:
+            x = x.masked_fill(page * PAGE + tokens < position - left, -math.inf)
         m = largest_score(x)
         p = exponentials(x, m, P_OFFSET)
         v = torch.empty(pages.v.shape[1], PAGE, pages.v.shape[2], device=x.device)
-        v[:, order] = pages.v[page].transpose(-2, -1).float()
-        acc = product(p.to(E4M3).float(), v.repeat_interleave(group, 0)) * pages.v_scale[page].repeat_interleave(group).view(-1, 1, 1)
+        v[:, order] = pages.v[index].transpose(-2, -1).float()
+        acc = product(p.to(E4M3).float(), v.repeat_interleave(group, 0)) * pages.v_scale[index].repeat_interleave(group).view(-1, 1, 1)
         sums.add(m, p.sum(-1, keepdim=True) * 2.0**-P_OFFSET, acc * 2.0**-P_OFFSET)
+    if shift is not None and how.softcap == 0:
+        sums.m = sums.m + shift * LOG2E
     return sums
 
 
-def _own_page(q: torch.Tensor, sequence: Sequence, first: int, last: int, softmax_scale: float) -> Sums:
+def _own_page(q: torch.Tensor, sequence: Sequence, first: int, last: int, how: Scoring) -> Sums:
     """Attention of queries (Hq, M, D), of which row i is at position first + i, to keys in half precision.
 
     These are the keys from `first`, the start of the page, to `last`, the last token that there is.
     """
-    group = q.shape[0] // sequence.k.shape[0]
+    group, left = q.shape[0] // sequence.k.shape[0], how.window[0]
     part = slice(first - sequence.start, last + 1 - sequence.start)
     k, v = (x[:, part].float().repeat_interleave(group, 0) for x in (sequence.k, sequence.v))
     count = k.shape[1]
@@ -431,15 +509,19 @@ def _own_page(q: torch.Tensor, sequence: Sequence, first: int, last: int, softma
     bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
     k = torch.where(bad.unsqueeze(-1), torch.nan, k)
     q = torch.where(q.isfinite(), q.float(), torch.nan)
-    x = product(q, k.transpose(-2, -1)) * (softmax_scale * LOG2E)
+    x = capped_base2(product(q, k.transpose(-2, -1)) * (how.softmax_scale * LOG2E), how.softcap)
     tokens = torch.arange(PAGE, device=q.device)
-    x = x.masked_fill((tokens > tokens[: q.shape[1]].unsqueeze(-1)) | (tokens >= count), -math.inf)
+    rows = tokens[: q.shape[1]].unsqueeze(-1)
+    hidden = (tokens > rows) | (tokens >= count)
+    if left >= 0:
+        hidden = hidden | (tokens < rows - left)
+    x = x.masked_fill(hidden, -math.inf)
     m = largest_score(x)
     p = exponentials(x, m, 0.0)
     return Sums(m, p.sum(-1, keepdim=True), product(p, finite_or_zero(v)))
 
 
-def attend(q: torch.Tensor, first: int, sequence: Sequence, recipe: Recipe, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, first: int, sequence: Sequence, recipe: Recipe, how: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle: attention of consecutive queries of one sequence to what comes before them, and to themselves.
 
     A row's bits don't depend on the other queries: rows are computed page by page, each at its place in its page.
@@ -447,6 +529,7 @@ def attend(q: torch.Tensor, first: int, sequence: Sequence, recipe: Recipe, soft
     Args:
         q: (Hq, n, D), any float dtype.
         first: position of the first query.
+        how: its window is causal.
 
     Returns:
         out float32 (Hq, n, Dv) and the natural-log LSE float32 (Hq, n).
@@ -461,40 +544,46 @@ def attend(q: torch.Tensor, first: int, sequence: Sequence, recipe: Recipe, soft
         tile = torch.zeros(heads, PAGE, dim, dtype=q.dtype, device=q.device)
         tile[:, inside] = q[:, rows]
         sums = Sums.empty(heads, PAGE, value_dim, q.device)
-        if page > 0:
-            sums = _by_pages(quantize_q(tile.unsqueeze(0), recipe), sequence, page, softmax_scale)
-            _restore(sums, tile, sequence.statistics, recipe, softmax_scale)
-        own = _own_page(tile, sequence, page * PAGE, high - 1, softmax_scale)
+        if page > sequence.first_page:
+            shift = _shift(tile, sequence.statistics, recipe, how.softmax_scale)
+            sums = _by_pages(quantize_q(tile.unsqueeze(0), recipe), shift, sequence, page, how)
+            _restore(sums, sequence.statistics, heads)
+        own = _own_page(tile, sequence, page * PAGE, high - 1, how)
         sums.add(own.m, own.l, own.acc)
+        if how.sinks is not None:
+            sums.add((how.sinks * LOG2E).view(-1, 1, 1), torch.ones_like(sums.l), torch.zeros_like(sums.acc))
         out[:, rows] = (sums.acc / sums.l.masked_fill(sums.l == 0, 1.0))[:, inside]
         lse[:, rows] = ((sums.m + sums.l.log2()) / LOG2E).squeeze(-1)[:, inside]
     return out, lse
 
 
-def _restore(sums: Sums, q: torch.Tensor, shared: Statistics | None, recipe: Recipe, softmax_scale: float) -> None:
-    """Make sums over pages those of K and V as they were: with V's channel scales, and the means."""
+def _shift(q: torch.Tensor, shared: Statistics | None, recipe: Recipe, softmax_scale: float) -> torch.Tensor | None:
+    """What K's mean adds to the scores of queries (Hq, M, D): float32 (Hq, M, 1), or None if no mean is removed."""
+    if shared is None or shared.k_mean is None:
+        return None
+    rotated = rotation.rotate_queries(q.unsqueeze(0), rotation.part_of(q.shape[-1], recipe.rotate))
+    return smoothing_shift(rotated, shared.k_mean, softmax_scale)[0].unsqueeze(-1)
+
+
+def _restore(sums: Sums, shared: Statistics | None, heads: int) -> None:
+    """Make sums over pages those of V as it was: with V's channel scales, and the mean."""
     assert shared is not None
-    group = q.shape[0] // shared.v_scale.shape[1]
+    group = heads // shared.v_scale.shape[1]
     sums.acc = sums.acc * shared.v_scale[0].repeat_interleave(group, 0).unsqueeze(-2)
     if shared.v_mean is not None:
         sums.acc = sums.acc + sums.l * shared.v_mean[0].repeat_interleave(group, 0).unsqueeze(-2)
-    if shared.k_mean is not None:
-        rotated = rotation.rotate_queries(q.unsqueeze(0), rotation.part_of(q.shape[-1], recipe.rotate))
-        sums.m = sums.m + smoothing_shift(rotated, shared.k_mean, softmax_scale)[0].unsqueeze(-1) * LOG2E
 
 
-def modelled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, *, softmax_scale: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, how: Scoring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle of a whole causal call: q (B, Hq, Sq, D) are the last queries of k (B, Hkv, Sk, D) and v (B, Hkv, Sk,
     Dv), Sq <= Sk.
 
     Returns:
         out float32 (B, Hq, Sq, Dv) and the natural-log LSE float32 (B, Hq, Sq).
     """
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    how = Scoring(q.shape[3] ** -0.5) if how is None else how
     found = []
     for query, key, value in zip(q, k, v, strict=True):
         pages, shared = quantize_sequence(key, value, recipe) or (None, None)
-        found.append(attend(query, key.shape[1] - query.shape[1], Sequence(pages, shared, key, value, 0), recipe, scale))
+        found.append(attend(query, key.shape[1] - query.shape[1], Sequence(pages, shared, key, value, 0), recipe, how))
     return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])

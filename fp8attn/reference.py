@@ -199,6 +199,11 @@ def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return softcap * (scores / softcap).tanh() if softcap else scores
 
 
+def capped_base2(x: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Scores in base 2 under a soft cap; 0 caps nothing."""
+    return torch.tanh(x / (LOG2E * softcap)) * (softcap * LOG2E) if softcap else x
+
+
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention whose rows have one more logit each, which takes weight and has no value.
 

@@ -6,6 +6,7 @@ operators guarantee what the kernels rely on, because users can call the operato
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
@@ -21,8 +22,8 @@ from torch.compiler import is_compiling
 from . import rotation
 from .call import Call, Varlen
 from .layout import padded_length, units_of
-from .paged_tensors import PagedTensors, Scoring
-from .pages import PAGE, RECENT, PagedBatch, Storage, unsupported_recipe
+from .paged_tensors import PagedTensors
+from .pages import PAGE, RECENT, PagedBatch, Storage, tokens_of, unsupported_recipe
 from .quantization import bias_pitch, scale_shape
 from .recipe import (
     DEFAULT_RECIPE,
@@ -37,7 +38,7 @@ from .recipe import (
     Quantized,
     Recipe,
 )
-from .reference import CAUSAL_WINDOW, Causal, Window, simplified
+from .reference import CAUSAL_WINDOW, Causal, Scoring, Window, simplified
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = (torch.float16, torch.bfloat16)
@@ -592,7 +593,7 @@ def check_batch(batch: object, device: torch.device) -> None:
     """Check the tensors of a `PagedBatch`, not their numbers. `device`: that of the cache."""
     if not isinstance(batch, PagedBatch):
         raise TypeError(f"batch is a {type(batch).__name__}; it must be a fp8attn.PagedBatch")
-    table, lengths, counts, sequences = batch.tensors()
+    table, lengths, counts, sequences, cu_seqlens = batch.tensors()
     _check_tensor("page_table", table, (torch.int32,), None, device)
     if table.dim() != 2 or table.shape[1] == 0 or table.stride(1) != 1:
         raise ValueError(f"page_table has shape {tuple(table.shape)} and strides {table.stride()}; it must be (B, M) with a unit last stride")
@@ -600,14 +601,23 @@ def check_batch(batch: object, device: torch.device) -> None:
         if x is not None:
             _check_tensor(name, x, (torch.int32,), (table.shape[0],), device)
             _check_contiguous(name, x)
+    if cu_seqlens is not None:
+        _check_tensor("cu_seqlens", cu_seqlens, (torch.int32,), (table.shape[0] + 1,), device)
+        _check_contiguous("cu_seqlens", cu_seqlens)
+        if counts is not None:
+            raise ValueError("counts and cu_seqlens are given; one of them must be None")
     if batch.max_length is not None and (not isinstance(batch.max_length, int) or batch.max_length < 0):
         raise ValueError(f"max_length is {batch.max_length!r}; it must be None or an int of at least 0")
 
 
 def check_numbers_of_batch(batch: PagedBatch, length: int, sequences: int, num_pages: int) -> None:
     """Check the numbers in a `PagedBatch`, for calls of `length` tokens and a cache of `sequences` and `num_pages`."""
-    table, lengths, counts, numbers = (None if x is None else x.tolist() for x in batch.tensors())
+    table, lengths, counts, numbers, edges = (None if x is None else x.tolist() for x in batch.tensors())
     assert table is not None and lengths is not None
+    if edges is not None:
+        if edges[0] != 0 or edges != sorted(edges) or edges[-1] > length:
+            raise ValueError(f"cu_seqlens is {edges}; it must begin with 0, never fall, and end with at most {length}")
+        counts = [end - begin for begin, end in itertools.pairwise(edges)]
     most = len(table[0]) * PAGE + PAGE - 1 if table else 0
     most = most if batch.max_length is None else min(most, batch.max_length)
     for row, of_row in enumerate(lengths):
@@ -656,16 +666,16 @@ def check_storage(storage: Storage) -> None:
 def check_new_tokens(key: object, value: object, batch: PagedBatch, length: int | None, storage: Storage) -> None:
     """Check keys and values of new tokens. `length`: how many they are; None: any number."""
     like = (storage.k.dtype, storage.k.device)
-    rows, heads = batch.lengths.shape[0], storage.k.shape[1]
-    _check_tokens("key", key, like, (rows, heads, length, storage.k.shape[3]))
+    heads = storage.k.shape[1]
+    _check_tokens("key", key, like, _shape_of_tokens(batch, heads, length, storage.k.shape[3]))
     assert isinstance(key, torch.Tensor)
-    _check_tokens("value", value, like, (*key.shape[:3], storage.v.shape[3]))
+    _check_tokens("value", value, like, _shape_of_tokens(batch, heads, tokens_of(key), storage.v.shape[3]))
 
 
 def check_queries(query: object, batch: PagedBatch, storage: Storage) -> None:
     """Check queries of a cache's sequences."""
     heads = storage.k.shape[1]
-    _check_tokens("query", query, (storage.k.dtype, storage.k.device), (batch.lengths.shape[0], None, None, storage.k.shape[3]))
+    _check_tokens("query", query, (storage.k.dtype, storage.k.device), _shape_of_tokens(batch, None, None, storage.k.shape[3]))
     assert isinstance(query, torch.Tensor)
     if query.shape[1] % heads:
         raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {heads}")
@@ -712,7 +722,7 @@ def check_tensors_call(query: object, cache: PagedTensors, batch: PagedBatch, ho
         if query.dtype not in FLOATS:
             raise TypeError(f"query is {query.dtype}; it must be one of {FLOATS}")
         dtype = query.dtype
-    _check_tokens("query", query, (dtype, cache.k.device), (batch.lengths.shape[0], None, None, cache.k.shape[3]))
+    _check_tokens("query", query, (dtype, cache.k.device), _shape_of_tokens(batch, None, None, cache.k.shape[3]))
     assert isinstance(query, torch.Tensor)
     if query.shape[1] % cache.kv_heads:
         raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {cache.kv_heads}")
@@ -742,18 +752,39 @@ def check_written(key: object, value: object, cache: PagedTensors, slots: object
     _check_contiguous("slots", slots)
 
 
+def checked_causal_scores(window: object, softcap: object, sinks: object, query: torch.Tensor) -> tuple[Window, float, torch.Tensor | None]:
+    """What is done to scores of a `KVCache`, of queries (B, Hq, S, D) or packed (T, Hq, D)."""
+    left, right = checked_window(window)
+    if right != 0:
+        raise ValueError(f"window is {(left, right)}; with a fp8attn.KVCache, which is causal, the second number must be 0")
+    check_scores(softcap, sinks, query.shape[1], query.device)
+    assert isinstance(softcap, (int, float)) and (sinks is None or isinstance(sinks, torch.Tensor))
+    _check_contiguous("sinks", sinks)
+    _check_no_gradient("sinks", sinks)
+    return (left, right), float(softcap), sinks
+
+
+def _shape_of_tokens(batch: PagedBatch, heads: int | None, length: int | None, dim: int) -> tuple[int | None, ...]:
+    """The shape of a call's queries, keys or values; None accepts any size."""
+    return (batch.lengths.shape[0], heads, length, dim) if batch.cu_seqlens is None else (length, heads, dim)
+
+
 def _check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...]) -> None:
-    """Check queries, keys or values of a cache's sequences, (B, H, S, D). `like`: their dtype and device; None in
-    `shape` accepts any size."""
+    """Check queries, keys or values of a cache's sequences, (B, H, S, D), or packed (T, H, D). `like`: their dtype and
+    device; None in `shape` accepts any size."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-    check_operand(name, x, "rows")
+    names = ("batch", "heads", "length", "head_dim") if len(shape) == 4 else ("length", "heads", "head_dim")
+    if x.dim() != len(shape):
+        packed = "with" if len(shape) == 3 else "without"
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; {packed} cu_seqlens it must be ({', '.join(names)})")
+    check_operand(name, x if x.dim() == 4 else x.unsqueeze(0), "rows")
     dtype, device = like
     if x.dtype != dtype:
         raise TypeError(f"{name} is {x.dtype}; it must be the cache's {dtype}")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; it must be on the cache's device, {device}")
-    for what, have, want in zip(("batch", "heads", "length", "head_dim"), x.shape, shape, strict=True):
+    for what, have, want in zip(names, x.shape, shape, strict=True):
         if want is not None and have != want:
             raise ValueError(f"{name} has {what} {have}; it must be {want}")
     _check_no_gradient(name, x)

@@ -271,7 +271,7 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (dim, 2))
     library.operators.decode.default(
-        library.launchers[config], ctas, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(), list(call.batch.tensors()),
+        library.launchers[config], ctas, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(), list(call.batch.tensors()[:4]),
         [out, lse, parts, part_rows, storage.tickets],
     )  # fmt: skip
     return out, lse

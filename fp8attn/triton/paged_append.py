@@ -3,6 +3,9 @@
 A program quantizes one page that becomes complete. The last program of a head to finish stores the head's last tokens
 in half precision, because the other programs may still read tokens that these replace. Programs count themselves by
 tickets, which are zero again afterwards.
+
+Packed tokens have no tickets: they complete one page of a sequence at most, or their pages and their last tokens are
+two launches.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import triton.language as tl
 
 from .. import pages, rotation
 from ..device import Device
-from ..pages import PagedBatch, Storage
+from ..pages import PagedBatch, Stage, Storage, tokens_of
 from ..recipe import Recipe
+from ..reference import Scoring
 from .feedback import feed_back
 from .launch import ceil_div, launch
 from .quantize import (
@@ -37,6 +41,7 @@ from .quantize import (
     sum_lanes,
 )
 from .tile import FLOAT_MAX, is_finite, scale_of
+from .varlen import spans_of, unit_at
 
 RECENT: tl.constexpr = tl.constexpr(pages.RECENT)
 LEAST_CHANNEL: tl.constexpr = tl.constexpr(pages.LEAST_CHANNEL)
@@ -62,6 +67,8 @@ class Traits:
         smooth_k, smooth_v: whether means are removed.
         native: the compiler supports e4m3.
         positive: softmax_scale > 0.
+        window: queries don't see all keys before their own.
+        softcap: scores are capped.
     """
 
     dim: int
@@ -74,13 +81,16 @@ class Traits:
     smooth_v: bool
     native: bool
     positive: bool = True
+    window: bool = False
+    softcap: bool = False
 
     @classmethod
-    def of(cls, storage: Storage, recipe: Recipe, device: Device, softmax_scale: float = 1.0) -> Traits:
+    def of(cls, storage: Storage, recipe: Recipe, device: Device, how: Scoring = Scoring(1.0)) -> Traits:  # noqa: B008
         dim, value_dim = storage.k.shape[3], storage.v.shape[3]
         return cls(
             dim, value_dim, max(power_of_2(dim), 32), max(power_of_2(value_dim), 32), rotation.part_of(dim, recipe.rotate),
-            recipe.qk == "int8", recipe.smooth_k, recipe.smooth_v, device.has_fp8_units and not device.emulated, softmax_scale > 0,
+            recipe.qk == "int8", recipe.smooth_k, recipe.smooth_v, device.has_fp8_units and not device.emulated, how.softmax_scale > 0,
+            how.window[0] >= 0, how.softcap > 0,
         )  # fmt: skip
 
 
@@ -257,6 +267,12 @@ def batch_row(lengths, counts, sequences, row, length, every_sequence):
 
 
 @triton.jit
+def rows_of_tokens(x, strides, row, head, begin):
+    """Pointer to a head's first token of a row: x (B, H, S, D), or packed (1, H, T, D) with stride 0 of rows."""
+    return x + row * strides[0] + head * strides[1] + begin.to(tl.int64) * strides[2]
+
+
+@triton.jit
 def page_number(table, page, width, every_page):
     """The number of a sequence's page, 0 if it is out of range, and whether it is not."""
     number = tl.load(table + page, mask=page < width, other=-1)
@@ -264,28 +280,63 @@ def page_number(table, page, width, every_page):
     return tl.where(exists, number, 0).to(tl.int64), exists
 
 
-@triton.jit(do_not_specialize=["kv_heads", "length", "most_pages", "table_width", "every_page", "every_sequence"])
-def append_kernel(
-    k, v, k_strides, v_strides, page_table, lengths, counts, sequences, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean, channel_scale,
-    recent_k, recent_v, tickets, kv_heads, length, most_pages, table_stride, table_width, every_page, every_sequence, C: tl.constexpr,
-):  # fmt: skip
-    """Grid: pages that may become complete, at least one, x heads x rows, in one dimension. The tensors are those of
-    pages.PagedBatch and pages.Storage; v_pages has words of four codes."""
+@triton.jit
+def comes_last(tickets, programs):
+    """Whether this is the last one of some programs to come here."""
+    ticket = 0
+    if programs > 1:
+        tl.debug_barrier()
+        ticket = tl.atomic_add(tickets, 1)
+    return ticket == programs - 1
+
+
+@triton.jit
+def page_of_program(cu_seqlens, rows, length, most_pages, kv_heads):
+    """The work of a program in a grid of pages x kv_heads x rows, in one dimension; of packed tokens, whose `most_pages`
+    are those of all rows, pages x kv_heads.
+
+    Returns:
+        the row of the batch, the head, the number of the page among the row's new ones, the row's first token among
+        packed ones, and how many tokens it has.
+    """
     program = tl.program_id(0)
     head = (program // most_pages % kv_heads).to(tl.int64)
-    row = (program // most_pages // kv_heads).to(tl.int64)
-    sequence, exists, end, count = batch_row(lengths, counts, sequences, row, length, every_sequence)
+    row = program // most_pages // kv_heads
+    page = program % most_pages
+    begin = row * 0
+    if cu_seqlens is not None:
+        row, page, begin, length = unit_at(page, cu_seqlens, None, rows, length, BLOCK)
+    return row.to(tl.int64), head, page, begin, length
+
+
+@triton.jit(do_not_specialize=["rows", "kv_heads", "length", "most_pages", "table_width", "every_page", "every_sequence"])
+def append_kernel(
+    k, v, k_strides, v_strides, page_table, lengths, counts, sequences, cu_seqlens, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean,
+    channel_scale, recent_k, recent_v, tickets, rows, kv_heads, length, most_pages, table_stride, table_width, every_page, every_sequence,
+    PAGES: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Grid: pages that may become complete, at least one, x heads x rows, in one dimension; of packed tokens, pages of
+    all rows x heads. Without PAGES, heads x rows. The tensors are those of pages.PagedBatch and pages.Storage; v_pages
+    has words of four codes.
+
+    Args:
+        PAGES, TOKENS: pages.Stage. Of packed tokens both only if a row completes one page at most.
+    """
+    row, head, step, begin, own_length = page_of_program(cu_seqlens if PAGES else None, rows, length, most_pages, kv_heads)
+    if cu_seqlens is not None and not PAGES:
+        begin, own_length = spans_of(cu_seqlens, None, row, length, row < rows)
+    sequence, exists, end, count = batch_row(lengths, counts, sequences, row, own_length, every_sequence)
     if exists & (count > 0):
         old = end - count
-        page = old // BLOCK + program % most_pages
+        page = old // BLOCK + step
         pair = sequence * kv_heads + head
-        k += row * k_strides[0] + head * k_strides[1]
-        v += row * v_strides[0] + head * v_strides[1]
+        k = rows_of_tokens(k, k_strides, row, head, begin)
+        v = rows_of_tokens(v, v_strides, row, head, begin)
         recent_k += pair * RECENT * C.dim
         recent_v += pair * RECENT * C.value_dim
-        if page < end // BLOCK:
+        if PAGES:
             number, has_page = page_number(page_table + row * table_stride, page, table_width, every_page)
-            if has_page:
+            if has_page & (page < end // BLOCK):
                 index = number * kv_heads + head
                 write_page_of_keys(
                     k, k_strides[2], v, v_strides[2], recent_k, recent_v, page, old, k_pages + index * BLOCK * C.dim, k_scale + index,
@@ -295,29 +346,46 @@ def append_kernel(
                     v, v_strides[2], recent_v, page, old, v_pages + index * C.value_dim * (BLOCK // 4), v_scale + index,
                     v_mean + pair * C.value_dim, channel_scale + pair * C.value_dim, C,
                 )  # fmt: skip
-        ticket = 0
-        if most_pages > 1:
-            tl.debug_barrier()
-            ticket = tl.atomic_add(tickets + pair, 1)
-        if ticket == most_pages - 1:
-            tl.debug_barrier()
-            copy_tokens(k, k_strides[2], recent_k, old, end, C.dim, C.width)
-            copy_tokens(v, v_strides[2], recent_v, old, end, C.value_dim, C.value_width)
-            tl.store(tickets + pair, 0)
+        if TOKENS:
+            is_last = step == 0
+            if PAGES and cu_seqlens is None:
+                is_last = comes_last(tickets + pair, most_pages)
+            if is_last:
+                tl.debug_barrier()
+                copy_tokens(k, k_strides[2], recent_k, old, end, C.dim, C.width)
+                copy_tokens(v, v_strides[2], recent_v, old, end, C.value_dim, C.value_width)
+                tl.store(tickets + pair, 0)
 
 
-def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, recipe: Recipe, device: Device, *, warmup: bool = False) -> None:
-    """pages.append by a kernel, in one launch. `warmup`: compile only."""
-    if k.numel() == 0:
+def append(
+    storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, recipe: Recipe, device: Device, stage: Stage = Stage(), *,  # noqa: B008
+    warmup: bool = False,
+) -> None:  # fmt: skip
+    """pages.append by a kernel, in one launch; in two of more packed tokens than a page has. `warmup`: compile only."""
+    if k.numel() == 0 or batch.lengths.shape[0] == 0:
         return
+    packed, length, rows = batch.cu_seqlens is not None, tokens_of(k), batch.lengths.shape[0]
+    if packed:
+        if stage == Stage() and length > pages.PAGE:
+            for one in (Stage(tokens=False), Stage(pages=False)):
+                append(storage, k, v, batch, recipe, device, one, warmup=warmup)
+            return
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     sequences, kv_heads = storage.k.shape[:2]
-    most_pages = ceil_div(k.shape[2], pages.PAGE)
+    most_pages = 1 if not stage.pages else ceil_div(length, pages.PAGE) if not packed else length // pages.PAGE + rows
+    programs = most_pages * kv_heads * (1 if packed and stage.pages else rows)
     cached = storage.pages
-    options: dict[str, Any] = {"maxnreg": FEW_REGISTERS} if k.shape[2] <= FEW_TOKENS and not device.emulated else {}
+    is_few = (ceil_div(length, rows) if packed else length) <= FEW_TOKENS
+    options: dict[str, Any] = {"maxnreg": FEW_REGISTERS} if is_few and stage.pages and not device.emulated else {}
     launch(
-        append_kernel, (most_pages * kv_heads * k.shape[0],),
-        k, v, k.stride(), v.stride(), *batch.tensors(), cached.k.view(torch.uint8), cached.k_scale, cached.v.view(torch.int32), cached.v_scale,
-        storage.k_mean, storage.v_mean, storage.v_scale, storage.k, storage.v, storage.tickets, kv_heads, k.shape[2], most_pages,
-        batch.page_table.stride(0), batch.page_table.shape[1], cached.k.shape[0], sequences,
+        append_kernel, (programs,),
+        k, v, row_strides(k), row_strides(v), *batch.tensors(), cached.k.view(torch.uint8), cached.k_scale, cached.v.view(torch.int32),
+        cached.v_scale, storage.k_mean, storage.v_mean, storage.v_scale, storage.k, storage.v, storage.tickets, rows, kv_heads, length,
+        most_pages, batch.page_table.stride(0), batch.page_table.shape[1], cached.k.shape[0], sequences, stage.pages, stage.tokens,
         Traits.of(storage, recipe, device), num_warps=8, enable_fp_fusion=False, warmup=warmup, **options,
     )  # fmt: skip
+
+
+def row_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of x (B, H, S, D), where all rows of the batch are in x (1, H, T, D): the first is 0 then."""
+    return x.stride() if x.shape[0] != 1 else (0, *x.stride()[1:])

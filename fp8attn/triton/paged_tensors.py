@@ -17,19 +17,28 @@ import triton.language as tl
 
 from .. import paged_tensors, reference
 from ..device import Device
-from ..paged_tensors import PagedTensors, Scoring, by_token, scale_strides
-from ..pages import PagedBatch
+from ..paged_tensors import PagedTensors, by_token, scale_strides
+from ..pages import PagedBatch, empty_answer, tokens_of
+from ..reference import Scoring
 from .launch import ceil_div, launch
-from .paged_append import page_number
-from .paged_attention import INVERSE_OFFSET, combine, finite_or_zero, quantized_rows, splits_of, tile_rows, work_of_program
+from .paged_append import page_number, row_strides
+from .paged_attention import (
+    INVERSE_OFFSET,
+    LARGEST_LENGTH,
+    Outputs,
+    Tiling,
+    finite_or_zero,
+    quantized_rows,
+    splits_of,
+    store_sums,
+    visible_blocks,
+    work_of_program,
+)
 from .quantize import power_of_2
-from .tile import E4M3_NAN, LOG2E, P_OFFSET, cap_scores, e4m3_code, half_of_code, inverse, is_finite, probabilities, scale_of, score_factor
+from .tile import E4M3_NAN, LOG2E, P_OFFSET, cap_scores, e4m3_code, half_of_code, is_finite, probabilities, scale_of, score_factor
 
 KEY_BLOCK: tl.constexpr = tl.constexpr(paged_tensors.KEY_BLOCK)
 LARGEST_P: tl.constexpr = tl.constexpr(2.0**reference.P_OFFSET)
-
-LARGEST_LENGTH = 1 << 30
-"""Tokens that kernels can count."""
 
 WRITTEN = 8
 """Tokens of a program that writes."""
@@ -178,15 +187,18 @@ def add_block(x, value, v_scale, m, l, acc, C: tl.constexpr):
     return m_new, l * alpha + tl.sum(p, 1) * beta, acc * alpha[:, None] + fresh * (beta * factor)[:, None]
 
 
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "length", "table_width", "every_page", "page", "capacity", "left", "right", "splits"])
+@triton.jit(
+    do_not_specialize=["rows_of_batch", "q_heads", "kv_heads", "length", "table_width", "every_page", "page", "capacity", "left", "right", "splits"]
+)
 def tensors_attention_kernel(
-    q, q_strides, k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, lengths, counts, sinks,
-    out, lse, partial, partial_sums, q_heads, kv_heads, length, table_stride, table_width, every_page, page, capacity, left, right, splits,
-    softmax_scale, softcap, ROWS: tl.constexpr, C: tl.constexpr,
+    q, q_strides, k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, lengths, counts, cu_seqlens,
+    sinks, out, lse, partial, partial_sums, rows_of_batch, q_heads, kv_heads, length, table_stride, table_width, every_page, page, capacity,
+    left, right, splits, softmax_scale, softcap, ROWS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows x splits x kv_heads x batch, in one dimension.
+    """Grid: tiles of rows x splits x kv_heads x batch, in one dimension. Packed queries are one row of the batch.
 
     Args:
+        q: (B, Hq, S, D); or packed, as (1, Hq, T, D) with stride 0 of rows.
         k, v: (P, page, Hkv, D or Dv), strides of this order; bytes of e4m3 codes.
         k_scale, v_scale: strides over rows of the batch, pages, slots and heads; None of caches in half precision.
         out, lse, partial, partial_sums: as of paged_attention.attention_kernel.
@@ -194,24 +206,26 @@ def tensors_attention_kernel(
     """
     VALUE_WIDTH: tl.constexpr = C.value_width
     group = q_heads // kv_heads
-    tiles, split, kv_head, batch, query, head = work_of_program(length, group, kv_heads, splits, ROWS)
+    tiles, split, kv_head, batch, begin, own_length, most_real, query, head = work_of_program(
+        cu_seqlens, rows_of_batch, length, group, kv_heads, splits, ROWS
+    )
     end = tl.maximum(tl.load(lengths + batch), 0)
-    count = length
+    count = most_real
     if counts is not None:
         count = tl.load(counts + batch)
-    count = tl.maximum(tl.minimum(tl.minimum(count, length), end), 0)
+    count = tl.maximum(tl.minimum(tl.minimum(count, most_real), end), 0)
     k += kv_head * k_strides[2]
     v += kv_head * v_strides[2]
     if C.codes:
         k_scale += batch * k_scale_strides[0] + kv_head * k_scale_strides[3]
         v_scale += batch * v_scale_strides[0] + kv_head * v_scale_strides[3]
 
-    exists = query < length
+    exists = query < own_length
     real = query < count
     first, last = keys_seen(end - count + query, real, end, left, right)
     columns = tl.arange(0, C.width)
-    pointers = q + batch * q_strides[0] + head[:, None] * q_strides[1] + query[:, None].to(tl.int64) * q_strides[2] + columns[None, :]
-    x = tl.load(pointers, mask=real[:, None] & (columns < C.dim)[None, :], other=0.0)
+    at = batch * q_strides[0] + head[:, None] * q_strides[1] + (begin + query)[:, None].to(tl.int64) * q_strides[2]
+    x = tl.load(q + at + columns[None, :], mask=real[:, None] & (columns < C.dim)[None, :], other=0.0)
     factor = tl.full([ROWS], 1.0, tl.float32) * (softmax_scale * LOG2E)
     if C.codes:
         x, row_scale, bad_row = quantized_rows(x, C)
@@ -260,17 +274,9 @@ def tensors_attention_kernel(
         restore = tl.load(v_scale)
         acc *= tl.where(is_finite(restore), restore, 0.0)
 
-    at = (batch * q_heads + head) * length + query
-    channels = tl.arange(0, C.value_width)
-    where = exists[:, None] & (channels < C.value_dim)[None, :]
-    if partial is not None:
-        every = (tl.num_programs(0) // tiles // splits // kv_heads).to(tl.int64) * q_heads * length
-        tl.store(partial + (split * every + at)[:, None] * C.value_dim + channels[None, :], acc, mask=where)
-        tl.store(partial_sums + 2 * split * every + at, m, mask=exists)
-        tl.store(partial_sums + (2 * split + 1) * every + at, l, mask=exists)
-    else:
-        tl.store(out + at[:, None] * C.value_dim + channels[None, :], (acc * inverse(l)[:, None]).to(out.dtype.element_ty), mask=where)
-        tl.store(lse + at, (m + tl.log2(l)) / LOG2E, mask=exists)
+    every = (tl.num_programs(0) // tiles // splits // kv_heads).to(tl.int64) * q_heads * length
+    place = (batch if cu_seqlens is None else batch * 0, head, begin + query, exists, q_heads, length)
+    store_sums(out, lse, partial, partial_sums, m, l, acc, cu_seqlens, place, split, every, C.value_dim)
 
 
 def scale_arguments(cache: PagedTensors) -> list[torch.Tensor | tuple[int, ...] | None]:
@@ -295,43 +301,40 @@ def attend(
         warmup: compile only.
 
     Returns:
-        out (B, Hq, S, Dv) in `out_dtype` and the LSE, float32 (B, Hq, S).
+        out (B, Hq, S, Dv) in `out_dtype` and the LSE, float32 (B, Hq, S); of packed queries (T, Hq, Dv) and (Hq, T).
     """
-    rows, q_heads, length, _ = q.shape
     kv_heads, value_dim, table = cache.kv_heads, cache.v.shape[3], batch.page_table
+    if q.numel() == 0 or batch.lengths.shape[0] == 0:
+        out, lse = empty_answer(q, value_dim)
+        return out.to(out_dtype), lse
     traits = Traits.of(cache, device, how)
     k, v = bytes_of(cache.k), bytes_of(cache.v)
     # the interpreter can't multiply bfloat16, and truncates to it instead of rounding
     if device.emulated and q.dtype == torch.bfloat16:
         q = q.float()
         k, v = (x.float() if x.dtype == torch.bfloat16 else x for x in (k, v))
-    out = torch.empty(rows, q_heads, length, value_dim, dtype=torch.float32 if device.emulated else out_dtype, device=q.device)
-    lse = torch.empty(rows, q_heads, length, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out.to(out_dtype), lse
     widest, capacity = max(traits.width, traits.value_width), min(table.shape[1] * cache.page, LARGEST_LENGTH)
-    tile = tile_rows(length * (q_heads // kv_heads), widest)
-    tiles = ceil_div(length * (q_heads // kv_heads), tile) * kv_heads * rows
+    tiling = Tiling.of(q, batch, kv_heads, widest)
+    left, right = (min(x, LARGEST_LENGTH) for x in how.window)
     if splits is None:
         most = capacity if batch.max_length is None else min(capacity, batch.max_length)
-        splits = splits_of(tiles, ceil_div(most, paged_tensors.KEY_BLOCK), device)
-    partial = sums = None
-    if splits > 1:
-        partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
-        sums = torch.empty(splits, 2, *lse.shape, dtype=torch.float32, device=q.device)
-    left, right = (min(x, LARGEST_LENGTH) for x in how.window)
-    warps = 8 if tile > 32 or widest > 128 else 4
+        span = -1 if left < 0 or right < 0 else left + right
+        blocks = visible_blocks(ceil_div(most, paged_tensors.KEY_BLOCK), span, tiling, paged_tensors.KEY_BLOCK)
+        splits = splits_of(tiling.tiles, blocks, device)
+    outputs = Outputs.empty(q, value_dim, torch.float32 if device.emulated else out_dtype, splits)
+    operand = q if batch.cu_seqlens is None else q.transpose(0, 1).unsqueeze(0)
+    warps = 8 if tiling.rows > 32 or widest > 128 else 4
     # Triton loads page numbers stages before keys: of four stages one has keys in flight, of six two have
-    stages = 4 if tile > 32 or device.shared_memory < 160_000 else 6
+    stages = 4 if tiling.rows > 32 or device.shared_memory < 160_000 else 6
     launch(
-        tensors_attention_kernel, (tiles * splits,),
-        q, q.stride(), k, k.stride(), v, v.stride(), *scale_arguments(cache), table, batch.lengths, batch.counts, how.sinks, out, lse, partial, sums,
-        q_heads, kv_heads, length, table.stride(0), table.shape[1], cache.k.shape[0], cache.page, capacity, left, right, splits,
-        how.softmax_scale, how.softcap, tile, traits, num_warps=warps, num_stages=stages, warmup=warmup,
+        tensors_attention_kernel, (tiling.tiles * splits,),
+        operand, row_strides(operand), k, k.stride(), v, v.stride(), *scale_arguments(cache), table, batch.lengths, batch.counts,
+        batch.cu_seqlens, how.sinks, *outputs.tensors(), batch.lengths.shape[0], q.shape[1], kv_heads, tokens_of(q), table.stride(0),
+        table.shape[1], cache.k.shape[0], cache.page, capacity, left, right, splits, how.softmax_scale, how.softcap, tiling.rows, traits,
+        num_warps=warps, num_stages=stages, warmup=warmup,
     )  # fmt: skip
-    if partial is not None and sums is not None:
-        combine(partial, sums, out, lse, traits.value_width, warmup)
-    return out.to(out_dtype), lse
+    outputs.combine(traits.value_width, warmup)
+    return outputs.out.to(out_dtype), outputs.lse
 
 
 @triton.jit

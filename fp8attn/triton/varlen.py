@@ -43,6 +43,29 @@ def spans_of(cu_seqlens, seqused, sequences, tokens, inside):
 
 
 @triton.jit
+def tile_at(place, cu_seqlens, sequences, tokens, group, ROWS: tl.constexpr):
+    """The tile of ROWS rows, `group` for each token, at a place (layout.first_unit). The tokens behind the last sequence
+    are one sequence more, number `sequences`.
+
+    Returns:
+        its sequence, its number there, and the first token and the number of tokens of the sequence. The tile may have
+        no rows.
+    """
+    lanes = tl.arange(0, SEARCH)
+    before = tl.zeros([SEARCH], tl.int32)
+    for first in range(0, sequences + 1, SEARCH):
+        index = first + lanes
+        begin = begins_of(cu_seqlens, index, tokens, index <= sequences)
+        before += ((index <= sequences) & (first_unit(begin * group, index, ROWS) <= place)).to(tl.int32)
+    sequence = tl.maximum(tl.sum(before, 0) - 1, 0)
+    begin = begins_of(cu_seqlens, sequence, tokens, sequence <= sequences)
+    end = tl.where(sequence < sequences, begins_of(cu_seqlens, sequence + 1, tokens, sequence < sequences), tokens)
+    tile = place - first_unit(begin * group, sequence, ROWS)
+    # negative only if starts of sequences aren't in order
+    return sequence, tl.maximum(tile, 0), begin, tl.where(tile < 0, 0, tl.maximum(end - begin, 0))
+
+
+@triton.jit
 def unit_at(place, cu_seqlens, seqused, sequences, tokens, SIZE: tl.constexpr):
     """The unit of SIZE tokens at a place (layout.first_unit).
 

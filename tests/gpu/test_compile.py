@@ -352,8 +352,8 @@ def paged(arch: int, part: int) -> list[dict]:
 
     import fp8attn
     from fp8attn.device import ARCHITECTURES
-    from fp8attn.paged_tensors import Scoring
     from fp8attn.pages import PagedCall
+    from fp8attn.reference import Scoring
     from fp8attn.triton import paged_append, paged_attention, paged_tensors
     from offline import architecture
 

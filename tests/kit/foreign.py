@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from closeness import E4M3_STEP
 from fp8attn import PagedBatch, PagedTensors
-from fp8attn.paged_tensors import Scoring
+from fp8attn.reference import Scoring
 from strategies import of_few_kinds
 
 E4M3 = torch.float8_e4m3fn

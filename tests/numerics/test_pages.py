@@ -16,6 +16,7 @@ from closeness import assert_same_pattern, relative
 from fp8attn import PRECISE, Recipe, pages, reference
 from fp8attn.pages import PAGE, Pages, Sequence
 from fp8attn.quantization import Statistics
+from fp8attn.reference import Scoring
 from paging import Problem, assert_attends, assert_equal_pages, bits, modelled, problems
 
 
@@ -57,7 +58,7 @@ def test_chunks_of_any_sizes_give_the_same_bits(problem: Problem, cuts: list[int
         all_pages = Pages(*(torch.cat([getattr(page, name) for page in kept]) for name in Pages.__dataclass_fields__)) if kept else None
         start = first // PAGE * PAGE
         sequence = Sequence(all_pages, shared, k[:, start:last], v[:, start:last], start)
-        out, lse = pages.attend(q[:, first:last], first, sequence, problem.recipe, problem.dim**-0.5)
+        out, lse = pages.attend(q[:, first:last], first, sequence, problem.recipe, Scoring(problem.dim**-0.5))
         assert torch.equal(bits(out), bits(expected[0][:, first:last]))
         assert torch.equal(bits(lse), bits(expected[1][:, first:last]))
 
