@@ -24,6 +24,7 @@ for _sequence in (0, 1):
     TABLE.reserve(_sequence, 255)
 TABLE.lengths += 255
 BATCH = TABLE.batch()
+PACKED = TABLE.batch(cu_seqlens=ints(0, 20, 50))
 X, Q = torch.zeros(2, 2, 60, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 60, 64, dtype=torch.bfloat16)
 
 
@@ -54,6 +55,10 @@ BATCHES = (
     (dict(lengths=ints(1, 2, 3)), ValueError, r"lengths has shape \(3,\); it must be \(2,\)"),
     (dict(counts=torch.zeros(2, dtype=torch.int64)), TypeError, "counts is torch.int64"),
     (dict(sequences=ints(0, 0, 0, 0)[::2]), ValueError, "sequences has strides"),
+    (dict(cu_seqlens=ints(0, 1)), ValueError, r"cu_seqlens has shape \(2,\); it must be \(3,\)"),
+    (dict(cu_seqlens=torch.zeros(3)), TypeError, "cu_seqlens is torch.float32"),
+    (dict(cu_seqlens=ints(0, 0, 0, 0, 0, 0)[::2]), ValueError, "cu_seqlens has strides"),
+    (dict(cu_seqlens=ints(0, 1, 2), counts=ints(1, 1)), ValueError, "counts and cu_seqlens are given"),
     (dict(max_length=-1), ValueError, "max_length is -1"),
 )
 
@@ -90,6 +95,22 @@ CACHE_ERRORS: tuple[Sample, ...] = (
     (attending(new=(X[:, :, :9], X[:, :, :9])), ValueError, "key has length 9; it must be 60"),
     (attending(Q.repeat(1, 1, 4, 1)), ValueError, "query has 240 tokens and new is None"),
     (attending(scale=float("nan")), ValueError, "scale is nan"),
+    (attending(window=3), TypeError, "window is 3; it must be"),
+    (attending(window=(5, 1)), ValueError, r"window is \(5, 1\); with a fp8attn.KVCache, which is causal, the second number must be 0"),
+    (attending(window=(-1, -1)), ValueError, r"window is \(-1, -1\); with a fp8attn.KVCache"),
+    (attending(window=(-2, 0)), ValueError, r"window is \(-2, 0\); its numbers must be -1"),
+    (attending(softcap=-1.0), ValueError, "softcap is -1.0; it must be 0"),
+    (attending(softcap=True), TypeError, "softcap is a bool"),
+    (attending(sinks=torch.zeros(2)), ValueError, r"sinks has shape \(2,\); it must be \(4,\)"),
+    (attending(sinks=torch.zeros(8)[::2]), ValueError, "sinks has strides"),
+    (attending(sinks=torch.zeros(4).requires_grad_()), RuntimeError, "sinks requires grad"),
+    (attending(sinks="sinks"), TypeError, "sinks is a str"),
+    (attending(batch=PACKED), ValueError, r"query has shape \(2, 4, 60, 64\); with cu_seqlens it must be \(length, heads, head_dim\)"),
+    (attending(Q[0]), ValueError, r"query has shape \(4, 60, 64\); without cu_seqlens it must be \(batch, heads, length, head_dim\)"),
+    (attending(Q[0].transpose(0, 1), PACKED, new=(X[0], X[0])), ValueError, "key has length 2; it must be 60"),
+    (appending(X[0].transpose(0, 1), X[0].transpose(0, 1)[:9], PACKED), ValueError, "value has length 9; it must be 60"),
+    (appending(X[0, :, :, :32].transpose(0, 1), X[0].transpose(0, 1), PACKED), ValueError, "key has head_dim 32; it must be 64"),
+    (lambda: CACHE.check(dataclasses.replace(PACKED, cu_seqlens=ints(1, 2, 3)), 60), ValueError, r"cu_seqlens is \[1, 2, 3\]; it must begin with 0"),
     (attending(out_dtype=torch.int8), TypeError, "out_dtype is torch.int8"),
     (attending(return_lse=1), TypeError, "return_lse is a int"),
     (attending(backend="modeled"), ValueError, "backend is 'modeled'"),

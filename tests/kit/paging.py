@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from closeness import E4M3_STEP, LOG2E, TENSOR_CORE_STEP, relative
 from fp8attn import KVCache, PagedBatch, PageTable, Recipe, paged_sdpa, pages
 from fp8attn.pages import PAGE, RECENT, Pages
+from fp8attn.reference import Scoring
 from strategies import of_few_kinds
 
 RECIPES = st.builds(
@@ -85,8 +86,8 @@ def assert_equal_pages(actual: Pages, expected: Pages) -> None:
         assert torch.equal(bits(getattr(actual, name)), bits(getattr(expected, name))), name
 
 
-def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = pages.modelled(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), recipe)
+def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, how: Scoring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = pages.modelled(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), recipe, how)
     return out[0], lse[0]
 
 

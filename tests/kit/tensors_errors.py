@@ -17,6 +17,7 @@ K = torch.zeros(4, 16, 2, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)
 H = torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)
 FP8, HALF = PagedTensors(K, K.clone(), 0.5, 0.5), PagedTensors(H, H.clone())
 BATCH = PagedBatch(ints(0, 1, 2, 3).view(2, 2), ints(20, 32))
+PACKED = dataclasses.replace(BATCH, cu_seqlens=ints(0, 1, 3))
 Q = torch.zeros(2, 4, 3, 64, dtype=torch.bfloat16)
 X, SLOTS = Q[0].transpose(0, 1)[:, :2], torch.arange(3)
 
@@ -70,6 +71,9 @@ TENSORS_ERRORS: tuple[Sample, ...] = (
     (attending(Q[..., :32]), ValueError, "query has head_dim 32; it must be 64"),
     (attending(Q[:1]), ValueError, "query has batch 1; it must be 2"),
     (attending(Q.clone().requires_grad_()), RuntimeError, "query requires grad"),
+    (attending(batch=PACKED), ValueError, r"query has shape \(2, 4, 3, 64\); with cu_seqlens it must be \(length, heads, head_dim\)"),
+    (attending(Q[0].transpose(0, 1)), ValueError, r"query has shape \(3, 4, 64\); without cu_seqlens it must be \(batch, heads, length, head_dim\)"),
+    (attending(Q[0, :, :, :32].transpose(0, 1), batch=PACKED), ValueError, "query has head_dim 32; it must be 64"),
     (attending(window=3), TypeError, "window is 3; it must be"),
     (attending(window=(-2, 0)), ValueError, r"window is \(-2, 0\)"),
     (attending(softcap=-1.0), ValueError, "softcap is -1.0"),
@@ -93,7 +97,7 @@ TENSORS_ERRORS: tuple[Sample, ...] = (
     (writing(slots=torch.arange(6)[::2]), ValueError, "slots has strides"),
     (writing(backend="cuda"), ValueError, "backend is 'cuda'"),
     (
-        functools.partial(library_ops.auto_tensors_attention, Q, [K, K], *BATCH.tensors()[:3], None, 0.1, [-1, 0], 0.0, None, torch.float32),
+        functools.partial(library_ops.auto_tensors_attention, Q, [K, K], *BATCH.tensors()[:3], None, None, 0.1, [-1, 0], 0.0, None, torch.float32),
         ValueError,
         "cache.k_scale is None",
     ),

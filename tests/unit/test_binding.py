@@ -213,7 +213,7 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
         cache, table = fp8attn.KVCache(3, 5, 2, 128, device="cpu"), fp8attn.PageTable(3, 5, max_pages=4, device="cpu")
         sequences = torch.arange(3, dtype=torch.int32) if with_sequences else None
         batch = dataclasses.replace(table.batch(), sequences=sequences)
-        return [torch.zeros(3, 8, 2, 128, dtype=torch.bfloat16), *batch.tensors(), *cache.storage.tensors()]
+        return [torch.zeros(3, 8, 2, 128, dtype=torch.bfloat16), *batch.tensors()[:4], *cache.storage.tensors()]
 
     def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
         q, table, lengths, counts, sequences, *storage = inputs

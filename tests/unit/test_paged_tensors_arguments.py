@@ -8,9 +8,6 @@ from test_ops import CHECKS, COMPILER
 from torch.library import opcheck
 
 import fp8attn
-from cache_errors import BATCH as OWN_BATCH
-from cache_errors import CACHE
-from cache_errors import Q as OWN_Q
 from fp8attn import PagedBatch, PagedTensors
 from fp8attn.ops import library_ops
 from operator_errors import Sample
@@ -23,12 +20,6 @@ def test_errors_name_the_argument(sample: Sample) -> None:
     with pytest.raises(kind, match=message):
         action()
     assert not any(x.view(torch.uint8).any() for cache in (FP8, HALF) for x in (cache.k, cache.v)), "a call with an error wrote"
-
-
-@pytest.mark.parametrize("name, value", (("window", (5, 0)), ("softcap", 1.0), ("sinks", torch.zeros(4))))
-def test_own_caches_have_no_windows(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{name} is given; with a fp8attn.KVCache it must be"):
-        fp8attn.paged_sdpa(OWN_Q, CACHE, OWN_BATCH, **{name: value})  # type: ignore[arg-type]
 
 
 def test_the_calls_without_a_fault_are_right() -> None:
@@ -61,7 +52,7 @@ def parts(device: torch.device) -> tuple[list[torch.Tensor], PagedBatch, torch.T
 def test_opcheck(device: torch.device) -> None:
     """Of a cache that torch can multiply, so that it sees what changes."""
     cache, batch, q = parts(device)
-    arguments = (q, cache, *batch.tensors()[:3], None, 0.1, [-1, 0], 0.0, None, torch.float32)
+    arguments = (q, cache, *batch.tensors()[:3], None, None, 0.1, [-1, 0], 0.0, None, torch.float32)
     opcheck(library_ops.auto_tensors_attention, arguments, test_utils=CHECKS)
     slots = torch.tensor([3, 40], device=device)
     opcheck(library_ops.auto_write_to_pages, (q[0, :2, :2], q[1, :2, :2], cache, slots), test_utils=CHECKS[:2])
