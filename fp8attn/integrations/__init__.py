@@ -9,8 +9,8 @@ fp8attn.integrations.comfyui.override()           # for the transformer options 
 fp8attn.integrations.flash_attn.flash_attn_func   # in place of FlashAttention's
 """
 
-from . import comfyui, diffusers, flash_attn, paged, torch, transformers
+from . import comfyui, continuous_batching, diffusers, flash_attn, paged, torch, transformers
 from .patching import Patched, patch
 from .switching import Report
 
-__all__ = ["Patched", "Report", "comfyui", "diffusers", "flash_attn", "paged", "patch", "torch", "transformers"]
+__all__ = ["Patched", "Report", "comfyui", "continuous_batching", "diffusers", "flash_attn", "paged", "patch", "torch", "transformers"]

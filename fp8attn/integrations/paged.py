@@ -17,6 +17,7 @@ from ..paged import paged_sdpa
 from ..paged_ops import BACKENDS
 from ..pages import PAGE, RECENT_QUERIES, PagedBatch
 from ..recipe import DEFAULT_RECIPE, Recipe
+from ..reference import CAUSAL_WINDOW
 
 OLDEST = "4.56"
 """The first release of transformers whose caches are made of given layers."""
@@ -24,8 +25,8 @@ OLDEST = "4.56"
 LAYER = "_fp8attn_layer_of_cache"
 """The attribute by which keys that a layer of the cache returns lead to that layer."""
 
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Options of attention functions that change scores."""
+UNSUPPORTED = "position_bias"
+"""An option of attention functions that changes scores, and that a cache doesn't take."""
 
 
 def register(name: str = "fp8attn_paged") -> None:
@@ -117,17 +118,19 @@ def _classes() -> tuple[type, type]:
             return key_states, value_states
 
         def attend(
-            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None, scale: float | None
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None, scores: dict[str, Any]
         ) -> torch.Tensor:
             """Append tokens and attend to all. Returns (B, Hq, Sq, Dv).
 
-            `shown`: bool (B, Sk), False for padding; or None without.
+            Args:
+                shown: bool (B, Sk), False for padding; or None without.
+                scores: options of `paged_sdpa`.
             """
             rows, length = query.shape[0], query.shape[2]
             if shown is None:
                 lengths = torch.full((rows,), self.seen, dtype=torch.int32, device=self.device)
                 batch = PagedBatch(self.page_table, lengths, max_length=self.seen)
-                return self._attend(query, key, value, batch, scale)
+                return self._attend(query, key, value, batch, scores)
             shown = shown[:, : self.seen]
             lengths, counts = shown.sum(1, dtype=torch.int32), shown[:, -length:].sum(1, dtype=torch.int32)
             batch = PagedBatch(self.page_table, lengths, counts, max_length=self.seen)
@@ -135,11 +138,11 @@ def _classes() -> tuple[type, type]:
             order = torch.arange(length, device=self.device)
             padding = (length - counts).unsqueeze(1)
             to, back = ((order + shift) % length for shift in (padding, -padding))
-            out = self._attend(_in_order(query, to), _in_order(key, to), _in_order(value, to), batch, scale)
+            out = self._attend(_in_order(query, to), _in_order(key, to), _in_order(value, to), batch, scores)
             return _in_order(out, back)
 
-        def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch, scale: float | None) -> torch.Tensor:
-            out = paged_sdpa(query, self.cache, batch, (key, value), scale=scale, backend=self.backend)
+        def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch, scores: dict[str, Any]) -> torch.Tensor:
+            out = paged_sdpa(query, self.cache, batch, (key, value), backend=self.backend, **scores)
             assert isinstance(out, torch.Tensor)
             return out
 
@@ -208,12 +211,15 @@ def _attend(
     layer = getattr(key, LAYER, None)
     if layer is None:
         raise TypeError("the model has no cache of fp8attn.integrations.paged.cache; it must get one as past_key_values")
-    for name in UNSUPPORTED:
-        if options.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} has {name}, which attention to the cache doesn't take")
-    window = options.get("sliding_window")
-    if window is not None and layer.seen > window:
-        raise NotImplementedError(f"{type(module).__name__} has a window of {window} tokens, which attention to the cache doesn't take")
+    if options.get(UNSUPPORTED) is not None:
+        raise NotImplementedError(f"{type(module).__name__} has {UNSUPPORTED}, which attention to the cache doesn't take")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise NotImplementedError(f"attention_mask has shape {tuple(attention_mask.shape)}; attention to the cache takes (B, Sk), False for padding")
-    return layer.attend(query, key, value, attention_mask, options.get("scaling")).transpose(1, 2), None
+    window, sinks = options.get("sliding_window"), options.get("s_aux")
+    scores = {
+        "scale": options.get("scaling"),
+        "window": CAUSAL_WINDOW if window is None else (window - 1, 0),
+        "softcap": options.get("softcap") or 0.0,
+        "sinks": None if sinks is None else sinks.float().contiguous(),
+    }
+    return layer.attend(query, key, value, attention_mask, scores).transpose(1, 2), None

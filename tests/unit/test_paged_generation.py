@@ -10,6 +10,7 @@ from torch import nn
 
 from closeness import relative
 from fp8attn.integrations import paged
+from models import decoder
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,19 @@ def test_logits_are_those_of_exact_attention(model: nn.Module, device: torch.dev
     same[:, 0] = 1
     assert int(same.sum()) >= 6
     assert relative(found * same[..., None], exact * same[..., None]) < error
+
+
+@pytest.mark.parametrize("kind", ("Mistral", "Gemma2", "Gemma3Text", "GptOss"))
+@pytest.mark.parametrize("length, padding, error", ((40, 13, 1e-3), (300, 37, 0.03)))
+def test_windows_soft_caps_and_sinks_are_the_models_own(
+    transformers: ModuleType, device: torch.device, kind: str, length: int, padding: int, error: float
+) -> None:
+    """The logits of eager attention, with windows that are shorter than the prompt."""
+    model = decoder(transformers, kind).to(device)
+    inputs = prompt(device, length, padding)
+    exact = logits(model, "eager", inputs)
+    found = logits(model, "fp8attn_paged", inputs, paged.cache(length + 6, backend="modelled"))
+    assert relative(found[:, 0], exact[:, 0]) < error
 
 
 def step(model: nn.Module, ids: torch.Tensor, cache: object) -> torch.Tensor:
@@ -113,9 +127,7 @@ def test_what_it_refuses(model: nn.Module, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "options, message",
     (
-        (dict(softcap=30.0), "Linear has softcap"),
-        (dict(s_aux=torch.zeros(4)), "Linear has s_aux"),
-        (dict(sliding_window=8), "Linear has a window of 8 tokens"),
+        (dict(position_bias=torch.zeros(1, 4, 9, 9)), "Linear has position_bias"),
         (dict(attention_mask=torch.zeros(2, 1, 9, 9)), "attention_mask has shape"),
     ),
 )

@@ -1,0 +1,228 @@
+"""Hugging Face transformers: continuous batching (`generate_batch`) with fp8attn as its flash attention.
+
+fp8attn.integrations.continuous_batching.register()
+model.set_attn_implementation("fp8attn_flash2")
+model.generate_batch(inputs, generation_config=generation_config)
+
+The engine keeps keys and values in blocks of its own, in the model's dtype, and calls functions of FlashAttention's
+signatures: one for packed sequences, and one for decode steps, which reads and writes blocks by a block table. It takes
+an attention implementation for one that needs no masks if its name has `flash`, and for one with block tables if a 2 or
+a 3 follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..api import sdpa, varlen_sdpa
+from ..paged import paged_sdpa
+from ..paged_tensors import PagedTensors
+from ..pages import PagedBatch
+from ..recipe import PRECISE, Recipe
+from ..reference import Window
+from ..validate import HALVES, Backend, check_recipe, unsupported_varlen_recipe
+from .flash_attn import flash_attn_with_kvcache
+from .switching import MIN_KEYS
+
+NAME = "fp8attn_flash2"
+"""The attention implementation's name."""
+
+OLDEST = "5.17"
+"""The first release of transformers whose engine was run with it."""
+
+MOST_STEP = 16
+"""Calls with more queries per sequence, as the host can tell, are a prefill or a chunk of it, and run in FP8. Decode
+steps would quantize all keys for each token, and read what the engine keeps instead."""
+
+UNLIMITED: Window = (-1, -1)
+
+PAGED = "paged|"
+"""What releases before 5.20 put before the names of implementations for the engine."""
+
+
+def register(
+    recipe: Recipe = PRECISE, *, model: torch.nn.Module | None = None, min_keys: int = MIN_KEYS, backend: Backend = "auto", name: str = NAME
+) -> None:
+    """Register fp8attn with transformers as a flash attention, for `generate_batch` and for other calls.
+
+    Windows, soft caps and sinks are those of the model. If it is registered again, the new registration replaces the
+    old one.
+
+    Args:
+        recipe: of packed calls in FP8, one that `varlen_sdpa` takes.
+        model: a model that takes few flash attentions, such as gpt-oss: its list gets the name. None: the model has no
+            such list.
+        min_keys: sequences with fewer keys are attended to in the model's dtype.
+        backend: of `varlen_sdpa`, and of `paged_sdpa` if it has it.
+        name: that `attn_implementation` takes. It must have `flash`, and behind it a 2.
+
+    Raises:
+        ImportError: transformers isn't installed, or is too old.
+        TypeError, ValueError: an argument isn't as above.
+    """
+    check_recipe(recipe)
+    reason = unsupported_varlen_recipe(recipe)
+    if reason is not None:
+        raise ValueError(reason)
+    if not isinstance(name, str) or "2" not in name.partition("flash")[2] or name.startswith("flash_attention_"):
+        raise ValueError(f"name is {name!r}; it must have 'flash', a 2 behind it, and no name of transformers' own")
+    try:
+        from transformers import AttentionInterface
+        from transformers import modeling_flash_attention_utils as loader
+        from transformers.integrations.flash_attention import flash_attention_forward
+        from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+    except ImportError as error:
+        raise ImportError(
+            f"fp8attn.integrations.continuous_batching needs transformers {OLDEST} or newer: pip install 'transformers>={OLDEST}'"
+        ) from error
+    AttentionInterface.register(name, flash_attention_forward)
+    AttentionMaskInterface.register(name, flash_attention_mask)
+    paged = AttentionInterface._global_mapping.get(f"{PAGED}flash_attention_2")
+    if paged is not None:
+        AttentionInterface.register(PAGED + name, paged)
+    loader._lazy_imports = _Loader.on(loader._lazy_imports, name, _Flash(recipe, min_keys, backend))
+    if loader._loaded_implementation in (name, PAGED + name):
+        loader._loaded_implementation = None  # it is loaded again, with the new options
+    compatible = getattr(model, "_compatible_flash_implementations", None)
+    if model is not None and compatible is not None and name not in compatible:
+        model._compatible_flash_implementations = [*compatible, name]  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """What transformers loads flash attentions by: by ours, those of `known`, and others as before."""
+
+    before: Callable[..., tuple]
+    known: dict[str, _Flash]
+
+    @classmethod
+    def on(cls, before: Callable[..., tuple], name: str, flash: _Flash) -> _Loader:
+        """`before`, and one flash attention more."""
+        if isinstance(before, cls):
+            return cls(before.before, {**before.known, name: flash})
+        return cls(before, {name: flash})
+
+    def __call__(self, implementation: str | None, *arguments: Any, **options: Any) -> tuple:
+        flash = self.known.get((implementation or "").removeprefix(PAGED))
+        if flash is None:
+            return self.before(implementation, *arguments, **options)
+        from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
+
+        return flash.func, flash.varlen_func, flash.with_kvcache, _pad_input, _unpad_input
+
+
+@dataclass(frozen=True)
+class _Flash:
+    """FlashAttention's functions, with transformers' names of their arguments. They return outputs alone."""
+
+    recipe: Recipe
+    min_keys: int
+    backend: Backend
+
+    @property
+    def paged_backend(self) -> str:
+        """Of `paged_sdpa`, for the engine's cache."""
+        return self.backend if self.backend in ("triton", "modelled") else "auto"
+
+    def func(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = UNLIMITED,
+        softcap: float = 0.0,
+        s_aux: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of q (B, Sq, Hq, D) to k and v (B, Sk, Hkv, D or Dv). Returns (B, Sq, Hq, Dv)."""
+        _check_dropout(dropout_p)
+        out = sdpa(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=softmax_scale, is_causal=causal, enable_gqa=True,
+            causal_alignment="bottom_right", window=_window(window_size, causal), softcap=softcap, sinks=_sinks(s_aux), recipe=self.recipe,
+            backend=self.backend,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2)
+
+    def varlen_func(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = UNLIMITED,
+        softcap: float = 0.0,
+        s_aux: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of packed sequences, q (Tq, Hq, D) to k and v (Tk, Hkv, D or Dv). Returns (Tq, Hq, Dv)."""
+        _check_dropout(dropout_p)
+        sequences, sinks, window = cu_seqlens_q.shape[0] - 1, _sinks(s_aux), _window(window_size, causal)
+        is_step = q.shape[0] <= MOST_STEP * sequences or max_seqlen_k < self.min_keys
+        if is_step and causal and k.dtype in HALVES and self.backend != "reference":
+            # one slot is a page: sequences begin at any token
+            starts = cu_seqlens_k[:-1]
+            table = starts.unsqueeze(1) + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
+            batch = PagedBatch(table, cu_seqlens_k[1:] - starts, max_length=max_seqlen_k, cu_seqlens=cu_seqlens_q.contiguous())
+            cache = PagedTensors(k.unsqueeze(1), v.unsqueeze(1))
+            out = paged_sdpa(q, cache, batch, window=window or (-1, 0), softcap=softcap, sinks=sinks, scale=softmax_scale, backend=self.paged_backend)
+        else:
+            out = varlen_sdpa(
+                q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+                is_causal=causal, window=window, softcap=softcap, sinks=sinks, scale=softmax_scale, recipe=self.recipe, backend=self.backend,
+            )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def with_kvcache(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        block_table: torch.Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = UNLIMITED,
+        softcap: float = 0.0,
+        s_aux: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write k and v (B, n, Hkv, D or Dv) behind cache_seqlens to blocks (N, S, Hkv, D or Dv), and attend to them.
+
+        Returns (B, n, Hq, Dv).
+        """
+        out = flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens.to(torch.int32), block_table=block_table, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, sinks=_sinks(s_aux), backend=self.paged_backend,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def _check_dropout(dropout_p: float) -> None:
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p is {dropout_p}; it must be 0: fp8attn is for inference")
+
+
+def _window(window_size: Window, causal: bool) -> Window | None:
+    """A window of FlashAttention as `window` of fp8attn's functions; None for none."""
+    left, right = window_size
+    return None if (left, right) == UNLIMITED else (left, 0 if causal else right)
+
+
+def _sinks(s_aux: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks of a model, of any dtype."""
+    return None if s_aux is None else s_aux.float().contiguous()
