@@ -391,7 +391,9 @@ def choose(call: PagedCall, traits: Traits, tiling: Tiling, device: Device) -> A
     wide = max(traits.width, traits.value_width) > 128
     # a page of 128 keys takes 32 KB in flight with 128 channels, and 64 KB with 256
     stages = (2 if device.shared_memory < 160_000 else 3) - wide
-    return Attention(traits, tiling.rows, splits_of(tiling.tiles, blocks, device), stages, 8 if wide else 4)
+    # a soft cap of 64 rows and 128 keys takes four warps' registers
+    warps = 8 if wide or (traits.softcap and tiling.rows > 32) else 4
+    return Attention(traits, tiling.rows, splits_of(tiling.tiles, blocks, device), stages, warps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -352,7 +352,7 @@ def paged(arch: int, part: int) -> list[dict]:
 
     import fp8attn
     from fp8attn.device import ARCHITECTURES
-    from fp8attn.pages import PagedCall
+    from fp8attn.pages import PagedCall, Stage
     from fp8attn.reference import Scoring
     from fp8attn.triton import paged_append, paged_attention, paged_tensors
     from offline import architecture
@@ -385,6 +385,14 @@ def paged(arch: int, part: int) -> list[dict]:
                 paged_append.append(cache.storage, k, k, batch, recipe, device, warmup=True)
                 call = PagedCall(q, cache.storage, new, batch, recipe, 0.1)
                 paged_attention.attend(call, device, q.dtype, splits=splits, warmup=True)
+            packed = table.batch(cu_seqlens=torch.zeros(3, dtype=torch.int32))
+            packed_q, packed_k = (x[:1].squeeze(0).transpose(0, 1) for x in (q, k))
+            stage = Stage(tokens=False) if length > 128 else Stage()
+            paged_append.append(cache.storage, packed_k, packed_k, packed, recipe, device, stage, warmup=True)
+            scores = (100, 0), 3.0, torch.zeros(8)
+            for new in ((packed_k, packed_k), None):
+                call = PagedCall(packed_q, cache.storage, new, packed, recipe, 0.1, *scores)
+                paged_attention.attend(call, device, q.dtype, splits=1 if new else 4, warmup=True)
     e4m3, recipe = torch.float8_e4m3fn, fp8attn.Recipe()
     one, by_token = torch.ones(2), torch.ones(8, 16, 2)
     tensors_problems = (
@@ -399,6 +407,8 @@ def paged(arch: int, part: int) -> list[dict]:
         how = Scoring(0.1, (100, 0), softcap, torch.zeros(8) if softcap else None)
         with architecture(arch):
             paged_tensors.attend(q, foreign, batch, how, device, q.dtype, splits=4, warmup=True)
+            of_packed = dataclasses.replace(batch, cu_seqlens=torch.zeros(3, dtype=torch.int32))
+            paged_tensors.attend(q[0].transpose(0, 1), foreign, of_packed, how, device, q.dtype, splits=1, warmup=True)
             new = torch.zeros(length, 2, dim, dtype=torch.bfloat16)
             paged_tensors.write(foreign, new, new, torch.zeros(length, dtype=torch.int64), device, warmup=True)
     return compiled

@@ -20,10 +20,10 @@ KINDS = ("Llama", "Mistral", "Gemma2", "Gemma3Text", "GptOss")
 LENGTHS = (5, 40, 150)
 NEW = 6
 
-pytestmark = (
+pytestmark = [
     pytest.mark.filterwarnings("ignore:fp8attn.sdpa computes attention of CPU tensors exactly"),
     pytest.mark.skipif(GPU, reason="attention is exact on a CPU, and the engine takes a GPU if there is one"),
-)
+]
 
 
 @pytest.fixture(scope="module")
