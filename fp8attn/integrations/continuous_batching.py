@@ -83,13 +83,26 @@ def register(
     AttentionMaskInterface.register(name, flash_attention_mask)
     paged = AttentionInterface._global_mapping.get(f"{PAGED}flash_attention_2")
     if paged is not None:
-        AttentionInterface.register(PAGED + name, paged)
+        AttentionInterface.register(PAGED + name, _with_window(paged))
     loader._lazy_imports = _Loader.on(loader._lazy_imports, name, _Flash(recipe, min_keys, backend))
     if loader._loaded_implementation in (name, PAGED + name):
         loader._loaded_implementation = None  # it is loaded again, with the new options
     compatible = getattr(model, "_compatible_flash_implementations", None)
     if model is not None and compatible is not None and name not in compatible:
         model._compatible_flash_implementations = [*compatible, name]  # type: ignore[assignment]
+
+
+def _with_window(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention of releases whose function for the engine finds windows at modules alone, and knows no soft caps."""
+
+    def paged_forward(module: Any, *arguments: Any, sliding_window: int | None = None, softcap: float | None = None, **options: Any) -> Any:
+        if softcap is not None:
+            raise NotImplementedError(f"{type(module).__name__} has softcap, which the engine of this release of transformers drops; 5.24 takes it")
+        if sliding_window is not None and getattr(module, "sliding_window", None) is None:
+            module.sliding_window = sliding_window
+        return forward(module, *arguments, **options)
+
+    return paged_forward
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
 
 def _tokens(name: str, x: torch.Tensor) -> torch.Tensor:
     """(B, n, Hkv, D) as (B * n, Hkv, D), without a copy."""
-    if x.dim() == 4 and x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
+    if x.dim() == 4 and min(x.shape[:2]) > 1 and x.stride(0) != x.shape[1] * x.stride(1):
         raise ValueError(f"{name} has strides {x.stride()}; the first must be {x.shape[1]} times the second: call .contiguous()")
     return x.flatten(0, 1)
 

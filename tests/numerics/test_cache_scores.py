@@ -24,7 +24,25 @@ PLAIN = Problem(400, 1, 2, 32, 32, torch.float16, "normal", Recipe(), 0)
 FEW = max(settings().max_examples // 3, 1)
 
 lefts = st.one_of(st.sampled_from((-1, 0, 127, 128, 129, 10**6)), st.integers(1, 400))
-caps = st.sampled_from((0.0, 2.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What is done to scores. Few kinds of them, because kernels are compiled for each."""
+
+    left: int
+    kind: str
+
+    def of(self, problem: Problem, device: torch.device | None = None) -> Scoring:
+        softcap, sinks = 2.0 if self.kind == "all" else 0.0, sinks_of(problem, device) if self.kind != "window" else None
+        return Scoring(problem.dim**-0.5, (self.left, 0), softcap, sinks)
+
+
+scores = st.one_of(
+    st.builds(Scores, lefts, st.just("window")),
+    st.builds(Scores, st.just(-1), st.just("sinks")),
+    st.builds(Scores, st.integers(0, 400), st.just("all")),
+)
 
 
 def sinks_of(problem: Problem, device: torch.device | None = None) -> torch.Tensor:
@@ -32,20 +50,14 @@ def sinks_of(problem: Problem, device: torch.device | None = None) -> torch.Tens
     return torch.randn(problem.kv_heads * problem.group, generator=g).to(device)
 
 
-def scoring(problem: Problem, left: int, softcap: float, sinks: bool, device: torch.device | None = None) -> Scoring:
-    return Scoring(problem.dim**-0.5, (left, 0), softcap, sinks_of(problem, device) if sinks else None)
-
-
 def options_of(how: Scoring) -> dict:
     return dict(window=how.window, softcap=how.softcap, sinks=how.sinks, scale=how.softmax_scale, return_lse=True, out_dtype=torch.float32)
 
 
 @settings(max_examples=FEW)
-@given(
-    problem=problems, queries=st.integers(1, 90), splits=st.integers(1, 3), given_keys=st.booleans(), left=lefts, softcap=caps, sinks=st.booleans()
-)
+@given(problem=problems, queries=st.integers(1, 90), splits=st.integers(1, 3), given_keys=st.booleans(), scores=scores)
 def test_the_kernel_attends_as_the_oracle(
-    device: torch.device, problem: Problem, queries: int, splits: int, given_keys: bool, left: int, softcap: float, sinks: bool
+    device: torch.device, problem: Problem, queries: int, splits: int, given_keys: bool, scores: Scores
 ) -> None:
     """Two sequences with different numbers of queries."""
     q, k, v = (torch.stack([x, x.flip(1)]) for x in problem.tensors(device))
@@ -58,9 +70,9 @@ def test_the_kernel_attends_as_the_oracle(
     old = Storage.of([x.clone() if x is storage.k or x is storage.v else x for x in storage.tensors()])
     both.append(*new, [0, 1], counts, backend="modelled")
     shown = (old, new) if given_keys else (storage, None)
-    how = scoring(problem, left, softcap, sinks, device)
-    scores = how.softmax_scale, how.window, how.softcap, how.sinks
-    call = PagedCall(q[:, :, before:], *shown, both.batch([0, 1], counts), both.cache.recipe, *scores)
+    how = scores.of(problem, device)
+    options = how.softmax_scale, how.window, how.softcap, how.sinks
+    call = PagedCall(q[:, :, before:], *shown, both.batch([0, 1], counts), both.cache.recipe, *options)
     out, lse = paged_attention.attend(call, device_of(device), torch.float32, splits=splits)
     assert_attends(out, lse, pages.attend_paged(call), problem.dtype, not GPU)
     assert not out[1, :, counts[1] :].any() and bool((lse[1, :, counts[1] :] == -torch.inf).all())
@@ -72,10 +84,10 @@ def exact(problem: Problem, how: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-@given(problem=problems, left=lefts, softcap=caps, sinks=st.booleans())
-def test_error_is_that_of_fp8(problem: Problem, left: int, softcap: float, sinks: bool) -> None:
+@given(problem=problems, scores=scores)
+def test_error_is_that_of_fp8(problem: Problem, scores: Scores) -> None:
     problem = dataclasses.replace(problem, distribution="normal" if problem.distribution in ("outliers", "biased") else problem.distribution)
-    how = scoring(problem, left, softcap, sinks)
+    how, left = scores.of(problem), scores.left
     out, lse = modelled(*problem.tensors(), problem.recipe, how)
     wanted, wanted_lse = exact(problem, how)
     assert relative(out, wanted[0]) < 0.09
@@ -120,9 +132,9 @@ def test_options_that_change_nothing(device: torch.device, backend: str) -> None
             torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3)
 
 
-@given(problem=problems, left=lefts, softcap=caps)
+@given(problem=problems, left=lefts, softcap=st.sampled_from((0.0, 2.0)))
 def test_a_sink_is_one_more_key_without_a_value(problem: Problem, left: int, softcap: float) -> None:
-    how = scoring(problem, left, softcap, True)
+    how = dataclasses.replace(Scores(left, "sinks").of(problem), softcap=softcap)
     assert how.sinks is not None
     without = modelled(*problem.tensors(), problem.recipe, dataclasses.replace(how, sinks=None))
     wanted, wanted_lse = reference.with_sinks(*batched(*without), how.sinks)
@@ -173,13 +185,13 @@ def test_pages_outside_of_the_window_are_not_there(device: torch.device, backend
     assert torch.equal(out[0].isnan().any(-1), sees.expand(2, -1))
 
 
-@given(problem=problems, sizes=st.lists(st.one_of(st.integers(1, 5), st.integers(6, 200)), min_size=1, max_size=4), left=lefts, softcap=caps)
+@given(problem=problems, sizes=st.lists(st.one_of(st.integers(1, 5), st.integers(6, 200)), min_size=1, max_size=4), scores=scores)
 def test_chunks_of_any_sizes_have_the_bits_of_one_prefill(
     device: torch.device, problem: Problem, sizes: list[int], left: int, softcap: float
 ) -> None:
     """Of decode, which is a chunk of one token, too."""
     q, k, v = problem.tensors(device)
-    how = scoring(problem, left, softcap, True, device)
+    how = scores.of(problem, device)
     cache, found = Sequences(problem, device), []
     edges = [0, *(x for x in itertools.accumulate(sizes) if x < problem.length), problem.length]
     for first, last in itertools.pairwise(edges):
@@ -230,14 +242,14 @@ class Packed:
 
 
 @settings(max_examples=FEW)
-@given(problem=problems, first=LENGTHS, second=LENGTHS, left=lefts, softcap=caps, appended=st.booleans(), more=st.sampled_from((0, 3, 150)))
+@given(problem=problems, first=LENGTHS, second=LENGTHS, scores=scores, appended=st.booleans(), more=st.sampled_from((0, 3, 150)))
 @pytest.mark.parametrize("backend", ("modelled", "triton"))
 def test_packed_sequences_are_as_each_alone(
-    device: torch.device, backend: str, problem: Problem, first: list[int], second: list[int], left: int, softcap: float, appended: bool, more: int
+    device: torch.device, backend: str, problem: Problem, first: list[int], second: list[int], scores: Scores, appended: bool, more: int
 ) -> None:
     """Prefill, chunks and decode in one call. The pages are those of each sequence alone."""
     rows = min(len(first), len(second))
-    packed, how = Packed(problem, device, rows), scoring(problem, left, softcap, True, device)
+    packed, how = Packed(problem, device, rows), scores.of(problem, device)
     for sizes in (first[:rows], second[:rows], [1] * rows):
         batch, (q, k, v), spans = packed.step(sizes, more)
         packed.cache.check(batch, q.shape[0])

@@ -45,7 +45,8 @@ def prompts() -> list[list[int]]:
 def generated(transformers: ModuleType, model: nn.Module, **options: Any) -> list[list[int]]:
     """The engine's tokens. Prompts come in chunks, beside decode steps of others."""
     plan = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    engine = transformers.ContinuousBatchingConfig(**{"page_size": 32, "num_blocks": 64, "max_batch_tokens": 64, **options})
+    page = "page_size" if hasattr(transformers.ContinuousBatchingConfig, "page_size") else "block_size"
+    engine = transformers.ContinuousBatchingConfig(**{page: 32, "num_blocks": 64, "max_batch_tokens": 64, **options})
     found = model.generate_batch(inputs=prompts(), generation_config=plan, continuous_batching_config=engine, progress_bar=False)
     assert len(found) == len(LENGTHS)
     return [found[f"req_{i}"].generated_tokens for i in range(len(LENGTHS))]
@@ -80,6 +81,8 @@ class Calls:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_generate(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Windows, soft caps and sinks too. Attention of float32 on a CPU is exact."""
+    if kind == "Gemma2" and f"{batching.PAGED}flash_attention_2" in transformers.AttentionInterface._global_mapping:
+        pytest.skip("the engine of this release drops soft caps")
     model = decoder(transformers, kind)
     expected, calls = alone(model), Calls(monkeypatch)
     batching.register(model=model)
@@ -138,6 +141,8 @@ def test_what_it_refuses(transformers: ModuleType) -> None:
         batching.register(fp8attn.Recipe(recent=128))
     with pytest.raises(TypeError, match="recipe is a str"):
         batching.register("int8")  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="Linear has softcap, which the engine of this release of transformers drops"):
+        batching._with_window(lambda module: None)(nn.Linear(1, 1), softcap=50.0)
     x = torch.zeros(1, 4, 2, 16)
     with pytest.raises(ValueError, match=r"dropout_p is 0.1; it must be 0"):
         batching._Flash(fp8attn.PRECISE, 1, "auto").func(x, x, x, 0.1)
