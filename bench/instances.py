@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8attn.cuda import build, decode, fused_small, general_quantize, portable, quantize
+from fp8attn.cuda import build, decode, fused_small, general_quantize, portable, prefill, quantize
 from fp8attn.cuda.configs import GROUPS, VARLEN_GROUPS, HopperConfig, Scores
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.cuda.render import Config
@@ -117,6 +117,12 @@ def rows() -> list[Row]:
             "few queries of a KV cache",
             "accumulators by head dim; e4m3 and int8 are multiplied otherwise",
             hopper_only(decode.E4M3_INSTANCES, decode.INT8_INSTANCES),
+        ),
+        Row(
+            "prefill",
+            "many queries of a KV cache in e4m3",
+            "accumulators by head dim; blocks in half precision among pages in the ring",
+            hopper_only(prefill.INSTANCES),
         ),
         Row(
             "general quantizer, LSE",

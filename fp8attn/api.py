@@ -17,7 +17,7 @@ from . import triton as triton_kernels
 from .ambient import autocast_dtype
 from .cache import KVCache
 from .call import GROUPS, Call, Problem, empty_lse, empty_output
-from .cuda import build, configs, early, fused_small
+from .cuda import build, configs, early, fused_small, prefill
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
@@ -998,6 +998,17 @@ def explain_varlen(a: VarlenArguments) -> Plan:
     return _explained(check_varlen(replace(a, q=q, k=k, v=v, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
 
 
+def _explain_pages(checked: Checked, recipe: Recipe, chosen: str, because: Sequence[str]) -> Plan:
+    """What a recipe with statistics of pages runs: kernels of KV caches."""
+    q, k, v = checked.floats
+    because = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
+    tokens = prefill.Tokens(q, (k, v), (k.shape[3], v.shape[3]), q.dtype)
+    planned = paged_ops.plan_prefill(chosen, tokens, recipe, checked.softmax_scale)
+    if isinstance(planned, str):
+        return Plan("triton", "paged", None, "int8 and e4m3" if recipe.qk == "int8" else "e4m3", (*because, planned))
+    return Plan("cuda", "prefill", planned, "e4m3", because)
+
+
 def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: bool) -> Plan:
     device = checked.device
     chosen = choose_backend(backend, device)
@@ -1008,9 +1019,7 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: b
     if chosen == "modelled":
         return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
     if recipe.statistics == "page":
-        paged_ops.check_new(chosen, new=True)
-        reasons = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
-        return Plan("triton", "paged", None, "int8 and e4m3" if recipe.qk == "int8" else "e4m3", reasons)
+        return _explain_pages(checked, recipe, chosen, because)
     if recipe.has_half_keys:
         return _explain_half_keys(checked, recipe, backend)
     problem = _problem(checked, chosen, recipe, return_lse)

@@ -57,9 +57,8 @@ def paged_sdpa(
         scale: factor of the scores; None: D ** -0.5.
         return_lse: also return the natural-log LSE of the scores and the sink, float32 (B, Hq, S) or (Hq, T).
         out_dtype: float16, bfloat16 or float32; None: query's.
-        backend: `auto` (kernels on a GPU, else modelled); `cuda`: the kernel for few queries on Hopper GPUs; `triton`;
-            or `modelled`: the oracle in plain torch. `cuda` takes no `PagedTensors`, windows, soft caps, sinks and
-            packed tokens.
+        backend: `auto` (kernels on a GPU, else modelled); `cuda`: the kernels for Hopper GPUs; `triton`; or `modelled`:
+            the oracle in plain torch. `cuda` takes no `PagedTensors`, windows, soft caps, sinks and packed tokens.
 
     Returns:
         out (B, Hq, S, Dv) or (T, Hq, Dv), and the LSE if `return_lse`. Zeros and -inf past the counts, and of packed

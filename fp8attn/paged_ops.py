@@ -10,7 +10,7 @@ import torch
 
 from . import pages, validate
 from . import triton as triton_kernels
-from .cuda import build, decode
+from .cuda import build, decode, prefill
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import device_of
@@ -72,16 +72,6 @@ def runs_kernels(backend: str, device: torch.device) -> bool:
     return backend == "cuda" or runs_triton(backend, device)
 
 
-def check_new(backend: str, new: bool) -> None:
-    """Check that a backend attends to a cache where tokens are appended first, if `new`.
-
-    Raises:
-        BackendUnavailable: it doesn't.
-    """
-    if backend == "cuda" and new:
-        raise BackendUnavailable("cuda: key and value are given; the kernel takes queries whose tokens are in the cache")
-
-
 def unsupported_scores(call: PagedCall) -> str | None:
     """Why the CUDA kernels don't attend as a call says, or None if they do."""
     if call.batch.cu_seqlens is not None:
@@ -94,7 +84,7 @@ def unsupported_scores(call: PagedCall) -> str | None:
 
 
 def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, softmax_scale: float) -> str | None:
-    """Why the CUDA kernel doesn't attend to tokens of a cache, or None if it does.
+    """Why the CUDA kernel for few queries doesn't attend to tokens of a cache, or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
@@ -102,28 +92,69 @@ def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, s
     return decode.unsupported_call(query, cache, batch, softmax_scale, device) or build.unavailable(decode.choose(cache), device.arch)
 
 
-def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attention to tokens of a cache by the CUDA kernel, or None if another one is to do it.
+def unsupported_prefill(call: PagedCall) -> str | None:
+    """The same of the CUDA kernel for many queries."""
+    device = device_of(call.q.device)
+    return prefill.unsupported_call(call, device) or build.unavailable(prefill.choose(call.q.shape[3]), device.arch)
+
+
+def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_scale: float) -> prefill.PrefillConfig | str:
+    """The instance of the CUDA kernel for many queries that attends to a cache of new tokens, or why Triton's does.
 
     Raises:
-        BackendUnavailable: the kernel is `required` and doesn't support the call.
+        BackendUnavailable: the CUDA kernel is required and doesn't support them.
+    """
+    device = device_of(tokens.q.device)
+    if backend == "triton":
+        return "backend is triton"
+    if backend == "auto" and not prefill.is_faster(tokens.q):
+        return f"there are {tokens.q.shape[2]} queries; the CUDA kernel is taken from {prefill.LEAST_QUERIES} on"
+    reason = prefill.unsupported_tokens(tokens, recipe, softmax_scale, device)
+    if reason is None:
+        config = prefill.choose(tokens.q.shape[3])
+        reason = build.unavailable(config, device.arch)
+        if reason is None:
+            return config
+    if backend == "cuda":
+        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+    return f"cuda: {reason}"
+
+
+def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention to a cache by a CUDA kernel, or None if Triton's is to do it.
+
+    Raises:
+        BackendUnavailable: a CUDA kernel is `required` and none supports the call.
         BuildError: it is required and can't be compiled here.
     """
-    reason = unsupported_scores(call)
-    if reason is None and not required and not decode.is_faster(call.q, call.storage, call.batch):
+    reasons = [reason for reason in (unsupported_scores(call),) if reason is not None]
+    if reasons and not required:
         return None
-    reason = reason or unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
-    if reason is not None:
-        if required:
-            raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-        return None
-    try:
-        return cuda_run.attend_to_pages(call, device_of(call.q.device), out_dtype)
-    except BuildError as error:
-        if required:
-            raise
-        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-        return None
+    kernels = (
+        (call.new is None, decode.is_faster(call.q, call.storage, call.batch), _unsupported_decode, cuda_run.attend_to_pages),
+        (True, prefill.is_faster(call.q), unsupported_prefill, cuda_run.prefill_from_pages),
+    )
+    for may_run, is_faster, unsupported, run in () if reasons else kernels:
+        if not may_run or not (required or is_faster):
+            continue
+        reason = unsupported(call)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        try:
+            return run(call, device_of(call.q.device), out_dtype)
+        except BuildError as error:
+            if required:
+                raise
+            warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+            return None
+    if required:
+        raise BackendUnavailable(f"cuda: {'; '.join(dict.fromkeys(reasons))}; use backend='triton' or 'auto'")
+    return None
+
+
+def _unsupported_decode(call: PagedCall) -> str | None:
+    return unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
 
 
 def _append_by(backend: str):
@@ -165,9 +196,8 @@ def _attend_by(backend: str):
             assert key is not None and value is not None
             new = key, value
         recipe = _recipe(rotate, True, True, cache.pages.k.dtype == torch.int8)
-        check_new(backend, new is not None)
         call = PagedCall(query, cache, new, batch, recipe, softmax_scale, *scores)
-        if backend == "cuda" or (backend == "auto" and new is None and query.device.type == "cuda"):
+        if backend == "cuda" or (backend == "auto" and query.device.type == "cuda"):
             with current(query.device):
                 found = _by_cuda(backend == "cuda", call, out_dtype)
             if found is not None:

@@ -78,9 +78,18 @@ def heads_side_by_side(call: Call, teams: int) -> int:
     sharing = call.q_heads // call.kv_heads
     if call.causal == "none" and call.varlen is None:
         return sharing
-    heads = call.batch * call.kv_heads
     keys = max(call.visible_keys(LEAST_ROWS) if call.has_first_key else call.longest_k, 1)
-    in_l2 = L2_BYTES // (keys * (call.head_dim + call.value_dim))
-    mixed = max(in_l2, teams // HEAD_CTAS // sharing, 1)
+    return mixed_heads(call.batch * call.kv_heads, sharing, keys * (call.head_dim + call.value_dim), teams)
+
+
+def mixed_heads(heads: int, sharing: int, head_bytes: int, teams: int) -> int:
+    """`heads_side_by_side` where tiles differ.
+
+    Args:
+        heads: key/value heads of all batches.
+        sharing: query heads that share one.
+        head_bytes: bytes of keys and values of one.
+    """
+    mixed = max(L2_BYTES // head_bytes, teams // HEAD_CTAS // sharing, 1)
     groups = -(-heads // mixed)  # of equal size: a small last group would run its long tiles late
     return sharing * -(-heads // groups)

@@ -380,6 +380,39 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   launch(launcher, p, ctas, q.get_device());
 }
 
+// Attends to a KV cache with many queries. `tokens`: queries, and keys and values of their tokens, or none. `storage`,
+// `batch`: as of `decode`. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
+void prefill(int64_t launcher, int64_t ctas, int64_t heads_side_by_side, double softmax_scale, const Operands& tokens, const std::vector<Tensor>& storage,
+             const Operands& batch, const Operands& results) {
+  STD_TORCH_CHECK(tokens.size() == 3 && tokens[0] && storage.size() == 10 && batch.size() == 4 && batch[0] && batch[1] && results.size() == 3 && results[0] && results[1],
+                  "prefill takes 3 tensors of tokens, 10 of a cache, 4 of a batch and 3 results");
+  const Tensor &q = *tokens[0], &k = storage[0], &v = storage[2], &recent_k = storage[7], &out = *results[0];
+  fp8attn::PrefillParams p = {};
+  p.call = params_of(q, k, v, out, results[1], 0, q.size(3), softmax_scale, 0);
+  // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
+  check(cudaSetDevice(q.get_device()));
+  const int64_t dim = q.size(3), keys = k.size(2), panel = std::min<int64_t>(dim, 128);
+  encode_rows(p.call.q_map, q, keys / 2, 128);
+  encode_matrix(p.call.k_map, k, keys, panel);
+  encode_matrix(p.call.v_map, v, dim, keys);
+  encode_rows(p.call.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
+  p.call.k_scale = storage[1].const_data_ptr<float>(), p.v_page_scale = storage[3].const_data_ptr<float>();
+  p.call.lse_mean = storage[4].const_data_ptr<float>(), p.call.v_mean = storage[5].const_data_ptr<float>(), p.call.v_scale = storage[6].const_data_ptr<float>();
+  copy_strides(p.call.v_scale_strides, storage[6]);
+  p.call.counter = results[2] ? results[2]->mutable_data_ptr<int>() : nullptr;
+  p.call.heads_side_by_side = heads_side_by_side;
+  p.recent_k = recent_k.const_data_ptr(), p.recent_v = storage[8].const_data_ptr();
+  if (tokens[1]) {
+    p.new_k = tokens[1]->const_data_ptr(), p.new_v = tokens[2]->const_data_ptr();
+    copy_strides(p.new_k_strides, *tokens[1]);
+    copy_strides(p.new_v_strides, *tokens[2]);
+  }
+  p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
+  p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
+  p.every_page = k.size(0), p.every_sequence = recent_k.size(0);
+  launch(launcher, p, ctas, q.get_device());
+}
+
 // The tensors among a call's operands.
 std::vector<Tensor> present(const Operands& operands) {
   std::vector<Tensor> found;
@@ -470,6 +503,8 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 
   define("decode(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
+  define("prefill(int launcher, int ctas, int heads_side_by_side, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
+
   define("record(Device device) -> ()");
   define("discard() -> ()");
   define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, int remainder, bool zero) -> Tensor");
@@ -487,6 +522,7 @@ void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("quantize_general", TORCH_BOX(&quantize_general));
   m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
   m.impl("decode", TORCH_BOX(&decode));
+  m.impl("prefill", TORCH_BOX(&prefill));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) { implement_launches(m); }

@@ -204,4 +204,19 @@ struct DecodeParams {
   bool half;  // q and the tokens in half precision are half, else bfloat16
 };
 
+// Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and
+// new tokens. Of `call` it takes the tensor maps of q in bytes (boxes of 64 rows x 128 bytes), of the pages as
+// DecodeParams has them, and of the output; q, k_scale (P, Hkv), v_scale, v_mean and lse_mean, which is K's mean, (N,
+// Hkv, D); the results, the counter and numbers.
+struct PrefillParams {
+  Params call;
+
+  const float* v_page_scale;                                  // (P, Hkv)
+  const int *page_table, *lengths, *counts, *sequences;       // as DecodeParams has them
+  const void *recent_k, *recent_v;                            // (N, Hkv, RECENT, D), contiguous
+  const void *new_k, *new_v;                                  // (B, Hkv, Sq, D); or null: the queries' tokens are among the recent ones
+  int64_t new_k_strides[3], new_v_strides[3], table_stride;
+  int table_width, every_page, every_sequence;
+};
+
 }  // namespace fp8attn

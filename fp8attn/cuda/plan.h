@@ -93,6 +93,16 @@ inline const Addresses& addresses(const DecodeParams&) {
 }
 #undef AT
 
+#define AT(field) offsetof(PrefillParams, field)
+inline const Addresses& addresses(const PrefillParams&) {
+  static const auto& found = *new Addresses{
+      {AT(call.q), AT(call.k), AT(call.v), AT(call.k_scale), AT(call.v_scale), AT(call.v_mean), AT(call.lse_mean), AT(call.out), AT(call.lse), AT(call.counter),
+       AT(v_page_scale), AT(page_table), AT(lengths), AT(counts), AT(sequences), AT(recent_k), AT(recent_v), AT(new_k), AT(new_v)},
+      {{AT(call.q_map), AT(call.q)}, {AT(call.k_map), AT(call.k)}, {AT(call.v_map), AT(call.v)}, {AT(call.out_map), AT(call.out)}}};
+  return found;
+}
+#undef AT
+
 // Allocation i of a recording owns the addresses from (i + 1) * SLOT behind its anchor on.
 constexpr uint64_t SLOT = uint64_t(1) << 40;
 

@@ -17,10 +17,11 @@ from .decode import DecodeConfig
 from .fused_small import FusedSmallConfig
 from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
+from .prefill import HALF_BLOCK, PrefillConfig
 from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
-Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig
+Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | PrefillConfig
 
 RENDERED = "// Rendered by fp8attn/cuda/render.py."
 
@@ -31,6 +32,7 @@ CONSTANTS: dict[str, int | float] = {
     "VALUE_PART": VALUE_PART,
     "SCALE_BLOCK": recipe.SCALE_BLOCK,
     "RECENT": pages.RECENT,
+    "HALF_BLOCK": HALF_BLOCK,
     "BIAS_ALIGNMENT": recipe.BIAS_ALIGNMENT,
     "E4M3_MAX": recipe.E4M3_MAX,
     "E4M3_LARGEST": recipe.E4M3_LARGEST,
@@ -129,10 +131,39 @@ struct Wgmma{kind}<{n}> {{
 """
 
 
-def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
-    """Specialisations of `Wgmma` and `WgmmaInt8` for the widths N of (64, N) accumulators.
+HALF_WRAPPER = """
+template <>
+struct WgmmaHalf<{dtype}, {n}> {{
+  // d = a * b, or d += a * b; a (64, 16) and b (16, {n}) in shared memory
+  template <bool ADD>
+  __device__ static void run(float (&d)[{half}], uint64_t a, uint64_t b) {{
+    asm volatile(
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{flag_ss}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{operand}.{operand} {{{registers}}}, %{first}, %{second}, add, 1, 1, 0, 0;\\n}}\\n"
+        : {outputs}
+        : "l"(a), "l"(b), "n"(int(ADD)));
+  }}
 
-    PTX ISA, wgmma.mma_async, .e4m3 and .s8.
+  // the same with a in registers, and rows of b that have all columns
+  template <bool ADD>
+  __device__ static void run_transposed(float (&d)[{half}], const uint32_t (&a)[4], uint64_t b) {{
+    asm volatile(
+        "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{flag_rs}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{operand}.{operand} {{{registers}}}, {{{a_registers}}}, %{fifth}, add, 1, 1, 1;\\n}}\\n"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(ADD)));
+  }}
+}};
+"""
+
+HALF_TYPES = {"__nv_bfloat16": "bf16", "__half": "f16"}
+"""C++'s types of operands in half precision, and PTX's names of them."""
+
+
+def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = (), half_widths: Sequence[int] = ()) -> str:
+    """Specialisations of `Wgmma`, `WgmmaInt8` and `WgmmaHalf` for the widths N of (64, N) accumulators.
+
+    PTX ISA, wgmma.mma_async, .e4m3, .s8, .bf16 and .f16.
     """
     text = f"{RENDERED}\n"
 
@@ -142,15 +173,17 @@ def wgmma_shapes(widths: Sequence[int], int8_widths: Sequence[int] = ()) -> str:
         outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(half))
         return dict(n=n, half=half, registers=registers, outputs=outputs, first=half, second=half + 1)
 
-    for n in sorted(set(widths)):
+    def either_operand(n: int) -> dict[str, Any]:
+        """Of products whose A is in shared memory, or in registers."""
         half = n // 2
-        text += WRAPPER.format(
-            **accumulator(n, "+f"),
-            a_registers=", ".join(f"%{half + i}" for i in range(4)),
-            fifth=half + 4,
-            flag_ss=half + 2,
-            flag_rs=half + 5,
-        )
+        a_registers = ", ".join(f"%{half + i}" for i in range(4))
+        return dict(**accumulator(n, "+f"), a_registers=a_registers, fifth=half + 4, flag_ss=half + 2, flag_rs=half + 5)
+
+    for n in sorted(set(widths)):
+        text += WRAPPER.format(**either_operand(n))
+    for n in sorted(set(half_widths)):
+        for dtype, operand in HALF_TYPES.items():
+            text += HALF_WRAPPER.format(**either_operand(n), dtype=dtype, operand=operand)
     for n in sorted(set(int8_widths)):
         for kind, operand in (("Int8", "s8"), ("Uint8", "u8")):
             text += INT8_WRAPPER.format(**accumulator(n, "+r"), flag=n // 2 + 2, kind=kind, operand=operand)
@@ -180,6 +213,7 @@ KINDS = {
     GeneralQuantizeConfig: ("general_quantize.cuh", "GeneralQuantizeStorage", "GeneralQuantizeParams"),
     UnsmoothLseConfig: ("unsmooth_lse.cuh", "", "UnsmoothLseParams"),
     DecodeConfig: ("decode.cuh", "DecodeStorage", "DecodeParams"),
+    PrefillConfig: ("prefill.cuh", "PrefillStorage", "PrefillParams"),
 }
 """The header of each kind of kernel, its type of shared storage, empty if it has none, and its parameters."""
 
@@ -224,7 +258,14 @@ def widths(configs: Sequence[Config]) -> list[int]:
             found |= {KEYS, *c.value_widths}
         elif isinstance(c, DecodeConfig):
             found |= {*c.widths}
+        elif isinstance(c, PrefillConfig):
+            found |= {KEYS, c.value_part}
     return sorted(found)
+
+
+def half_widths(configs: Sequence[Config]) -> list[int]:
+    """The same of operands in half precision."""
+    return sorted({width for c in configs if isinstance(c, PrefillConfig) for width in (HALF_BLOCK, c.value_part)})
 
 
 def int8_widths(configs: Sequence[Config]) -> list[int]:
@@ -240,7 +281,11 @@ def int8_widths(configs: Sequence[Config]) -> list[int]:
 
 def files(configs: Sequence[Config]) -> dict[str, str]:
     """All rendered files, by name."""
-    found = {"wgmma_shapes.h": wgmma_shapes(widths(configs), int8_widths(configs)), "constants.h": constants(), "config.h": structs()}
+    found = {
+        "wgmma_shapes.h": wgmma_shapes(widths(configs), int8_widths(configs), half_widths(configs)),
+        "constants.h": constants(),
+        "config.h": structs(),
+    }
     found |= {f"{c.name}.cu": instance(c) for c in configs}
     if any(isinstance(c, PortableConfig) for c in configs):
         found["combine.cu"] = f'{RENDERED}\n#include "combine.cuh"\n'

@@ -14,7 +14,7 @@ from ..recipe import ProductType, Quantized, Recipe
 from ..reference import causal_offset
 from ..rotation import part_of
 from ..schedule import TABLE_HEADER, heads_side_by_side
-from . import build, configs, decode, fused_small, general_quantize, portable, quantize
+from . import build, configs, decode, fused_small, general_quantize, portable, prefill, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
 
@@ -273,5 +273,31 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
     library.operators.decode.default(
         library.launchers[config], ctas, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(), list(call.batch.tensors()[:4]),
         [out, lse, parts, part_rows, storage.tickets],
+    )  # fmt: skip
+    return out, lse
+
+
+def prefill_from_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """pages.attend_paged by the prefill kernel.
+
+    `prefill.unsupported_call` must return None for the call.
+
+    Returns:
+        out (B, Hq, S, D) and LSE (B, Hq, S).
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    q, storage = call.q, call.storage
+    config = prefill.choose(q.shape[3])
+    library = build.load_with(config, prefill.INSTANCES, device.arch)
+    tiles = prefill.tiles_of(q, config)
+    ctas = min(tiles, device.sm_count)
+    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+    counter = q.new_zeros(1, dtype=torch.int32) if tiles > ctas else None
+    k, v = (None, None) if call.new is None else call.new
+    library.operators.prefill.default(
+        library.launchers[config], ctas, prefill.heads_side_by_side(call, ctas), call.softmax_scale, [q, k, v], storage.tensors(),
+        list(call.batch.tensors()), [out, lse, counter],
     )  # fmt: skip
     return out, lse

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from compiling import compiled, numbers
-from fp8attn.cuda import decode, fused_small, general_quantize, portable, quantize
+from fp8attn.cuda import decode, fused_small, general_quantize, portable, prefill, quantize
 from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig, round_up
 from fp8attn.cuda.decode import DecodeConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.portable import DIMS, PortableConfig
+from fp8attn.cuda.prefill import PrefillConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY
 from instances import QUANTIZED, VARLEN
@@ -160,6 +161,18 @@ def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
         warps = -(-config.ctas * config.threads // (4 * 32))  # of a quarter of an SM, which has a quarter of the registers
         assert round_up(registers, 8) * 32 * warps <= REGISTER_FILE // 4, entry
     assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED
+
+
+STACK_OF_PREFILL = {64: 16, 128: 8, 256: 120}
+"""Bytes of a thread's stack by head dim. With 256 channels, the loop over pages spills."""
+
+
+@pytest.mark.parametrize("config", one_of(1, prefill.INSTANCES))
+def test_prefill(nvcc: str, tmp_path: Path, config: PrefillConfig) -> None:
+    """Shared memory and stack; no wgmma made synchronous, in e4m3 or half precision."""
+    for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
+        assert numbers(entry)[1] <= STACK_OF_PREFILL[config.head_dim], entry
+    assert config.shared_bytes <= SHARED_MEMORY[90] and config.consumers * config.registers + 24 <= REGISTER_FILE // 128
 
 
 @pytest.mark.parametrize("arch, config", [*one_of(-1, shipped(80), 80), *one_of(0, shipped(89), 89), *one_of(-1, shipped(90), 90)])

@@ -31,7 +31,7 @@ import pytest
 import torch
 
 from fp8attn import schedule
-from fp8attn.cuda import build, decode, general_quantize, quantize, render
+from fp8attn.cuda import build, decode, general_quantize, prefill, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import PortableConfig
@@ -173,6 +173,18 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
         ("half", ctypes.c_bool),
+    ]
+
+
+class PrefillParams(ctypes.Structure):
+    """C++'s PrefillParams, from the end of its Params on."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("v_page_scale", "page_table", "lengths", "counts", "sequences")),
+        *((name, ctypes.c_void_p) for name in ("recent_k", "recent_v", "new_k", "new_v")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("new_k", "new_v")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence")),
     ]
 
 
@@ -537,6 +549,41 @@ def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, s
     return p
 
 
+def prefill_params(heads_side_by_side: int, softmax_scale: float, tokens, storage, batch, results) -> bytes:
+    """The PrefillParams that binding.cpp's prefill makes from its arguments."""
+    k, k_scale, v, v_page_scale, k_mean, v_mean, v_scale, recent_k, recent_v, _ = storage
+    (q, new_k, new_v), (table, lengths, counts, sequences), (out, lse, counter) = tokens, batch, results
+    dim = q.size(3)
+    tensors = dict(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter)
+    call = _params_of(tensors | dict(lse_mean=k_mean), softmax_scale, 0)
+    call.value_dim, call.heads_side_by_side = dim, heads_side_by_side
+    maps = (
+        _rows_map(q, KEYS // 2, 128),
+        matrix_map(k, KEYS, min(dim, 128)),
+        matrix_map(v, dim, KEYS),
+        _rows_map(out, OUTPUT_ROWS, OUTPUT_BYTES),
+        bytes(MAP),
+    )
+    p = PrefillParams()
+    of_pages = dict(
+        v_page_scale=v_page_scale, page_table=table, lengths=lengths, counts=counts, sequences=sequences, recent_k=recent_k, recent_v=recent_v
+    )
+    for name, x in (of_pages | dict(new_k=new_k, new_v=new_v)).items():
+        setattr(p, name, None if x is None else x.data_ptr())
+    for name, x in (("new_k", new_k), ("new_v", new_v)):
+        if x is not None:
+            setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
+    p.table_stride, p.table_width, p.every_page, p.every_sequence = table.stride(0), table.size(1), k.size(0), recent_k.size(0)
+    described = b"".join(maps) + bytes(call)
+    return described + bytes(-len(described) % 64) + bytes(p)  # tensor maps, and so Params, are aligned to 64 bytes
+
+
+def _rows_map(x: torch.Tensor, rows: int, width: int) -> bytes:
+    """A tensor map of boxes of `rows` rows x `width` bytes of x (B, H, S, D)."""
+    size = x.element_size()
+    return tensor_map(x, (size * x.size(3), x.size(2), x.size(1), x.size(0)), tuple(size * x.stride(i) for i in (2, 1, 0)), (width, rows, 1, 1))
+
+
 def matrix_map(x: torch.Tensor, rows: int, width: int) -> bytes:
     """A tensor map of boxes of `rows` rows x `width` bytes of a contiguous tensor, as one matrix of rows of its last size."""
     pitch = x.element_size() * x.size(-1)
@@ -560,17 +607,13 @@ def tensor_maps(a: ForwardArguments) -> bytes:
         return bytes(MAPS)
     v, mask = a.v, a.mask
 
-    def of_rows(x: torch.Tensor, rows: int, width: int) -> bytes:
-        size = x.element_size()
-        return tensor_map(x, (size * x.size(3), x.size(2), x.size(1), x.size(0)), tuple(size * x.stride(i) for i in (2, 1, 0)), (width, rows, 1, 1))
-
     of_v = tensor_map(v, (v.size(3), v.size(0) * v.size(1) * v.size(2)), (v.size(3),), (a.keys, a.value_rows))
     of_mask = bytes(MAP)
     if mask is not None and has_boxes(mask):
         planes = mask_planes(mask)
         strides = (max(2 * mask.stride(i) // 16 * 16, 16) for i in (2, 1, 0))
         of_mask = tensor_map(mask, (2 * mask.size(3), mask.size(2), planes[1], planes[0]), tuple(strides), (128, a.rows, 1, 1))
-    return of_rows(a.q, a.rows, a.panel) + of_rows(a.k, a.keys, a.panel) + of_v + of_rows(a.out, OUTPUT_ROWS, OUTPUT_BYTES) + of_mask
+    return _rows_map(a.q, a.rows, a.panel) + _rows_map(a.k, a.keys, a.panel) + of_v + _rows_map(a.out, OUTPUT_ROWS, OUTPUT_BYTES) + of_mask
 
 
 def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
@@ -684,6 +727,18 @@ def decoder(config: decode.DecodeConfig, *mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled decode kernel."""
     emulated = library("decode.cpp", *mutations, instance=instance_of(config))
     return build.Library(SimpleNamespace(decode=SimpleNamespace(default=functools.partial(_decode, emulated))), {config: 0})
+
+
+def _prefill(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:
+    """binding.cpp's prefill."""
+    described = prefill_params(*arguments)
+    assert library.prefill(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def prefiller(config: prefill.PrefillConfig, *mutations: Mutation) -> build.Library:
+    """The library that fp8attn.cuda.run launches in place of the compiled prefill kernel."""
+    emulated = library("prefill.cpp", *mutations, instance=instance_of(config))
+    return build.Library(SimpleNamespace(prefill=SimpleNamespace(default=functools.partial(_prefill, emulated))), {config: 0})
 
 
 @functools.cache

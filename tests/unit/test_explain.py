@@ -17,7 +17,7 @@ from fp8attn import BackendUnavailable, Plan, Recipe, api, ops, paged_ops, varle
 from fp8attn import quantization as quantize_ref
 from fp8attn import triton as triton_kernels
 from fp8attn.call import empty_lse, empty_output
-from fp8attn.cuda import build, configs, early, fused_small
+from fp8attn.cuda import build, configs, early, fused_small, prefill
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
 from fp8attn.triton import run as triton_run
@@ -83,6 +83,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_run, "forward", lambda call, device, config, **_: of_call("cuda", config, call))
     monkeypatch.setattr(cuda_run, "forward_from_fp16", lambda p, device: seen.attend(
         "cuda", fused_small.choose(p.q), p.q, p.v.shape[3], p.out_dtype, p.return_lse))  # fmt: skip
+    monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, out_dtype: seen.attend(
+        "cuda", prefill.choose(call.q.shape[3]), call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
     monkeypatch.setattr(early, "forward_when_ready", when_ready)
     monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
     monkeypatch.setattr(cuda_run, "quantize_any", lambda q, k, v, recipe, device: seen.quantize("general", q, k, v, recipe))
@@ -171,8 +173,8 @@ def test_a_call_runs_its_plan(name: str, backend: str, launches: Launches) -> No
     tensors, options = CALLS[name]
     plan = plan_or_refusal(fp8attn.explain, *tensors, **options, backend=backend)
     if name == "pages":
-        assert isinstance(plan, str) == (backend == "cuda")
-        if backend != "cuda":  # Triton's, which aren't noted
+        assert isinstance(plan, Plan) and (plan.config in prefill.INSTANCES) == (backend != "triton")
+        if backend != "cuda":  # Triton's aren't noted, and tensors on a CPU don't get kernels
             return
     assert_explained(launches, plan, lambda: fp8attn.sdpa(*tensors, **options, backend=backend))
 

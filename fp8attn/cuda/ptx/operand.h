@@ -15,6 +15,13 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   return swizzle << 62 | group << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// A B operand of 16-bit elements that isn't K-major: a row has what all columns multiply with one k. Panels of 64
+// columns, `panel_bytes` apart, have rows of 128 bytes with TMA's swizzle.
+__device__ inline uint64_t wgmma_descriptor_transposed(uint32_t address, int panel_bytes) {
+  constexpr uint64_t group = 8 * 128 / 16;
+  return 1ull << 62 | group << 32 | uint64_t(panel_bytes / 16) << 16 | (address & 0x3FFFF) >> 4;
+}
+
 // Operand `number` of operands that are `bytes` apart, a multiple of 16; `first` is operand 0. The address, and so the
 // sum, stays within the lower 32 bits of the descriptor.
 __device__ inline uint64_t operand_of(uint64_t first, uint32_t number, uint32_t bytes) {

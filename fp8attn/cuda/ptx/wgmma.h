@@ -1,6 +1,9 @@
 // Matrix products of a warpgroup (wgmma). PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "operand.h"
@@ -18,6 +21,11 @@ struct WgmmaInt8;
 // The same with unsigned 8-bit operands.
 template <int N>
 struct WgmmaUint8;
+
+// The same with operands T, bfloat16 or half: a (64, 16), b (16, N). run_transposed: a in registers, and b with rows of
+// channels, as wgmma_descriptor_transposed describes it.
+template <typename T, int N>
+struct WgmmaHalf;
 
 #include "wgmma_shapes.h"
 

@@ -23,8 +23,6 @@ constexpr int WGMMA_ROWS = 64;   // keys or channels of a product
 constexpr int HALF_PANEL = 128;  // bytes of a row in a panel of tokens in half precision, as TMA writes it
 static_assert(HALF_BLOCK * sizeof(uint16_t) == KEYS);
 
-__device__ inline float finite_or_zero(float m) { return m == -INFINITE ? 0.0f : m; }
-
 // The page of a query, which attends to it in half precision up to its own position.
 __device__ inline int own_page(int position) { return max(position, 0) / KEYS; }
 

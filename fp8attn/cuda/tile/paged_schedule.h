@@ -6,7 +6,6 @@
 
 namespace fp8attn {
 
-constexpr int HALF_BLOCK = 64;  // tokens of a block in half precision
 constexpr int HALVES = KEYS / HALF_BLOCK;
 static_assert(RECENT % HALF_BLOCK == 0 && KEYS == SCALE_BLOCK);
 
@@ -21,12 +20,16 @@ struct BatchRow {
 
   __device__ BatchRow(int its_sequence, int its_end, int its_count, bool is_there) : sequence(its_sequence), end(its_end), count(its_count), exists(is_there) {}
 
-  __device__ BatchRow(const DecodeParams& p, int batch) {
+  __device__ BatchRow(const DecodeParams& p, int batch) : BatchRow(p, batch, p.q_length) {}
+
+  // Of the numbers in `p`, for calls of `q_length` queries.
+  template <typename Numbers>
+  __device__ BatchRow(const Numbers& p, int batch, int q_length) {
     const int number = p.sequences == nullptr ? batch : __ldcg(p.sequences + batch);
     exists = number >= 0 && number < p.every_sequence;
     sequence = exists ? number : 0;
     end = max(__ldcg(p.lengths + batch), 0);
-    count = max(min(min(p.counts == nullptr ? p.q_length : __ldcg(p.counts + batch), p.q_length), end), 0);
+    count = max(min(min(p.counts == nullptr ? q_length : __ldcg(p.counts + batch), q_length), end), 0);
   }
 };
 

@@ -56,6 +56,9 @@ __device__ inline float follow(float& m, float largest) {
 constexpr float CODE = 0x1p-24f;
 constexpr int LOG_OF_CODES = 3 - 24;  // of 8 * CODE
 
+// A maximum from which scores are subtracted: 0 instead of that of no score.
+__device__ inline float finite_or_zero(float m) { return m == -INFINITE ? 0.0f : m; }
+
 // A row's 2^(s factor - m + 8).
 struct ExactRow {
   float scale, shift;

@@ -21,6 +21,12 @@ struct alignas(1024) OutputBoxes {
 
 struct Nothing {};
 
+// Stands for the scales and means of channels that sums have already.
+template <int CHANNELS>
+struct Restored {
+  static constexpr int channels = CHANNELS;
+};
+
 // Normalises and stores the 16 output rows of a warp. SINKS: keys may not have all weight of a row. PACKED: rows from
 // row_end on are the next sequence's. A box with such rows is stored row by row, because TMA only drops what is outside
 // of the tensor.
@@ -91,11 +97,14 @@ struct StagedOutput {
 
   // The output of channels x and x + 1 of the thread's row r.
   __device__ float2 value(float a, float b, int r, int x) const {
-    const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[x]), mean = reinterpret_cast<const float2&>(scales.channel_mean[x]);
-    if constexpr (SINKS) {
-      return {there[r] ? fmaf(a * inverse[r], scale.x, weight[r] * mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, weight[r] * mean.y) : 0.0f};
+    if constexpr (std::is_same_v<Scales, Restored<Scales::channels>>) {
+      return {there[r] ? a * inverse[r] : 0.0f, there[r] ? b * inverse[r] : 0.0f};
+    } else {
+      const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[x]), mean = reinterpret_cast<const float2&>(scales.channel_mean[x]);
+      if constexpr (SINKS)
+        return {there[r] ? fmaf(a * inverse[r], scale.x, weight[r] * mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, weight[r] * mean.y) : 0.0f};
+      return {there[r] ? fmaf(a * inverse[r], scale.x, mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, mean.y) : 0.0f};
     }
-    return {there[r] ? fmaf(a * inverse[r], scale.x, mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, mean.y) : 0.0f};
   }
 
   __device__ static uint32_t pack(float2 x, __nv_bfloat16) {

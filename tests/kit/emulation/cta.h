@@ -54,6 +54,8 @@ struct Product {
   const uint32_t* a;
   uint64_t a_descriptor, b_descriptor;
   bool add, int8, is_unsigned;
+  int half;         // of A and B: 1 bfloat16, 2 half; 0: elements of 8 bits
+  bool transposed;  // B, which then isn't K-major
   std::vector<uint32_t> before;  // accumulators to add to, unless a product in flight writes them
 };
 

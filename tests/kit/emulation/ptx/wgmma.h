@@ -24,7 +24,7 @@ template <int N, typename T, bool IS_UNSIGNED = false>
 struct AnyWgmma {
   template <bool ADD>
   static void run(T (&d)[N / 2], uint64_t a, uint64_t b) {
-    start_product({reinterpret_cast<uint32_t*>(d), N, nullptr, a, b, ADD, std::is_same_v<T, int32_t>, IS_UNSIGNED});
+    start_product({reinterpret_cast<uint32_t*>(d), N, nullptr, a, b, ADD, std::is_same_v<T, int32_t>, IS_UNSIGNED, 0, false});
   }
 };
 
@@ -34,7 +34,22 @@ struct Wgmma : AnyWgmma<N, float> {
 
   template <bool ADD>
   static void run(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
-    start_product({reinterpret_cast<uint32_t*>(d), N, a, 0, b, ADD, false, false});
+    start_product({reinterpret_cast<uint32_t*>(d), N, a, 0, b, ADD, false, false, 0, false});
+  }
+};
+
+template <typename T, int N>
+struct WgmmaHalf {
+  static constexpr int half = std::is_same_v<T, __half> ? 2 : 1;
+
+  template <bool ADD>
+  static void run(float (&d)[N / 2], uint64_t a, uint64_t b) {
+    start_product({reinterpret_cast<uint32_t*>(d), N, nullptr, a, b, ADD, false, false, half, false});
+  }
+
+  template <bool ADD>
+  static void run_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+    start_product({reinterpret_cast<uint32_t*>(d), N, a, 0, b, ADD, false, false, half, true});
   }
 };
 
@@ -64,24 +79,45 @@ inline float operand_value(const cta::Product& product, uint8_t code) {
   return product.is_unsigned ? code : product.int8 ? int8_t(code) : e4m3_value(code);
 }
 
+inline float half_operand_value(const cta::Product& product, uint16_t bits) {
+  return product.half == 2 ? half_value(bits) : __uint_as_float(uint32_t(bits) << 16);
+}
+
+// An element of 16 bits of an operand that is K-major, or of a transposed B: PTX ISA, "Strides" of matrix descriptors.
+// Transposed, rows of 64 columns have 128 bytes; 64 columns are `leading` bytes apart, and eight rows `group` bytes.
+inline uint16_t half_bits(uint64_t descriptor, bool transposed, int row, int k) {
+  if (!transposed) return *reinterpret_cast<const uint16_t*>(operand_at(descriptor, row, 2 * k));
+  const auto field = [&](int from) { return int(descriptor >> from & 0x3FFF) << 4; };
+  if (descriptor >> 62 != 1) abort();
+  int at = field(0) + row / 64 * field(16) + k / 8 * field(32) + k % 8 * 128 + row % 64 * 2;
+  at ^= (at >> 7 & 7) << 4;
+  if (at >= cta::SHARED) abort();
+  return *reinterpret_cast<const uint16_t*>(cta::shared_memory(seen_by_engines) + at);
+}
+
 // Computes one product of a warp, which has 16 of the 64 rows. Lane 4g + c has rows g and g + 8 of A, and columns
 // 8j + 2c + {0, 1} of D.
 inline void multiply(cta::Product* const (&lanes)[32], int warp) {
-  constexpr int K = 32, WIDEST = 256;
+  constexpr int MOST = 32, WIDEST = 256;
   const cta::Product& first = *lanes[0];
-  static float a[16][K], b[K][WIDEST], sums[16][WIDEST], values[256];
+  const int K = first.half ? 16 : 32;
+  static float a[16][MOST], b[MOST][WIDEST], sums[16][WIDEST], values[256];
   for (int code = 0; code < 256; ++code) values[code] = operand_value(first, code);
   for (int l = 0; l < 32; ++l) {
     const cta::Product& mine = *lanes[l];
     if (mine.a_descriptor != first.a_descriptor || mine.b_descriptor != first.b_descriptor) abort();
-    for (int i = 0; i < 16 && mine.a != nullptr; ++i) a[l / 4 + i / 4 % 2 * 8][i / 8 * 16 + l % 4 * 4 + i % 4] = values[mine.a[i / 4] >> i % 4 * 8 & 255];
+    for (int i = 0; i < 8 && mine.a != nullptr && mine.half; ++i)
+      a[l / 4 + i / 2 % 2 * 8][i / 4 * 8 + l % 4 * 2 + i % 2] = half_operand_value(mine, mine.a[i / 2] >> i % 2 * 16);
+    for (int i = 0; i < 16 && mine.a != nullptr && !mine.half; ++i) a[l / 4 + i / 4 % 2 * 8][i / 8 * 16 + l % 4 * 4 + i % 4] = values[mine.a[i / 4] >> i % 4 * 8 & 255];
   }
   if (first.a == nullptr) {
     for (int row = 0; row < 16; ++row)
-      for (int k = 0; k < K; ++k) a[row][k] = values[*operand_at(first.a_descriptor, 16 * warp + row, k)];
+      for (int k = 0; k < K; ++k)
+        a[row][k] = first.half ? half_operand_value(first, half_bits(first.a_descriptor, false, 16 * warp + row, k)) : values[*operand_at(first.a_descriptor, 16 * warp + row, k)];
   }
   for (int k = 0; k < K; ++k)
-    for (int n = 0; n < first.n; ++n) b[k][n] = values[*operand_at(first.b_descriptor, n, k)];
+    for (int n = 0; n < first.n; ++n)
+      b[k][n] = first.half ? half_operand_value(first, half_bits(first.b_descriptor, first.transposed, n, k)) : values[*operand_at(first.b_descriptor, n, k)];
   memset(sums, 0, sizeof(sums));
   for (int row = 0; row < 16; ++row)
     for (int k = 0; k < K; ++k)

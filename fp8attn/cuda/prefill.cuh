@@ -1,0 +1,256 @@
+// Attention of many queries to a KV cache in pages, sm_90a: `fp8attn/pages.py` defines it.
+//
+// The design is the Hopper kernel's: one producer warpgroup, consumer warpgroups of 64 query rows, persistent CTAs. A
+// ring stage has a page, or 64 tokens in half precision, which take as many bytes. The producer maps blocks to pages. A
+// consumer attends to the pages that its rows see in FP8, and then to its rows' own pages in half precision.
+#pragma once
+
+#include "launch.h"
+#include "prefill_producer.h"
+#include "prefill_rows.h"
+#include "ptx/grid.h"
+
+namespace fp8attn {
+
+// One consumer warpgroup: attention of 64 query rows of every tile. T: of queries and of tokens in half precision.
+template <PrefillConfig C, typename T>
+__device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& shared, int consumer) {
+  using S = PrefillShape<C>;
+  constexpr int STAGE = KEYS * C.head_dim;
+  const Params& p = params.call;
+  const Fragment f = Fragment::mine();
+  const bool elected = threadIdx.x % 32 == 0, leads = threadIdx.x % 128 == 0;
+  auto& scales = shared.scales[consumer];
+  Ring<C.stages> ring;
+  // descriptors; the shuffles make them uniform, and keep the compiler from recomputing them for every block
+  const auto uniform = [](uint64_t descriptor) { return __shfl_sync(~0u, descriptor, 0); };
+  const uint64_t first_keys = uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0])));
+  const uint64_t first_values = uniform(ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])));
+  const uint64_t codes_of_q = uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][0])));
+
+  const auto load_channels = [&](const PagedTile& tile) {
+    if (tile.exists()) scales.load_channels(p, tile);
+    ptx::cp_async_commit();
+  };
+  const auto find_row_ends = [&](const PagedTile& tile) {
+    const PagedRowRange range(tile, consumer);
+    if (threadIdx.x % 128 < ROWS) scales.row_end[threadIdx.x % 128] = tile.exists() ? range.row_end(threadIdx.x % 128) : 0;
+  };
+  using HalfQueries = Queries<C.head_dim, false>;
+  const auto load_queries = [&](HalfQueries& queries, const PagedTile& tile) {
+    const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
+    queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? tile.count : 0);
+  };
+  const auto quantize_queries = [&](HalfQueries& queries, const PagedTile& tile) {
+    if (!tile.exists()) return;
+    queries.template rotate<T>();
+    const bool has_mean = tile.pages > 0;  // else the sequence may have none yet
+    const auto mean = KeyMeanQuarter::load(p.lse_mean + (int64_t(tile.sequence) * p.kv_heads + tile.kv_head) * C.head_dim + QUARTER * queries.member(), has_mean);
+    queries.quantize(scales.row_scale, [&](int row, int column, uint4 codes) {
+      *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
+    });
+    queries.multiply(mean, p.score_scale, shared.mean_score[consumer]);
+    ptx::fence_proxy_async();
+  };
+  // Panels `from` ... `to` - 1 of the tile's queries as they came.
+  const auto load_half_queries = [&](const PagedTile& tile, int from, int to) {
+    for (int panel = from; panel < to; ++panel)
+      ptx::tma_load(shared.half_q(consumer, panel), p.q_map, &shared.half_q_full[consumer], panel * HALF_ROW, tile.first_row + consumer * ROWS, tile.head, tile.batch);
+  };
+  constexpr int early_panels = sizeof(shared.output[0]) / (ROWS * HALF_ROW);
+  static_assert(early_panels <= S::half_panels);
+
+  HalfQueries first_queries;
+  load_queries(first_queries, shared.tiles[0]);
+  find_row_ends(shared.tiles[0]);
+  load_channels(shared.tiles[0]);
+  quantize_queries(first_queries, shared.tiles[0]);
+
+  for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
+    const PagedTile& tile = shared.tiles[round % shared.TILES];
+    const PagedRowRange pages_of_rows(tile, consumer);
+    PrefillRows<C> rows;
+    float scores[KEYS / 2], factor[2], alpha[2], beta[2];
+    uint32_t probabilities[KEYS / 32][4];
+    bool in_range, missing;
+
+    const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
+    const auto wait_for_values = [&] { ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase); };
+    // A lane that still waits when its warp frees a stage may miss the phase, and then waits for ever.
+    const auto free_keys = [&] {
+      if (elected) ptx::mbarrier_arrive(&shared.k_empty[ring.stage]);
+    };
+    const auto free_values = [&] {
+      if (elected) ptx::mbarrier_arrive(&shared.v_empty[ring.stage]);
+    };
+    const auto skip_block = [&] {
+      wait_for_keys(ring);
+      __syncwarp();
+      free_keys();
+      wait_for_values();
+      __syncwarp();
+      free_values();
+    };
+    // The thread that frees the stage reads for its warp.
+    const auto read = [&](const float& scale) { return __shfl_sync(~0u, elected ? scale : 0.0f, 0); };
+    const auto issue_scores = [&](int stage) { issue_page_scores<C>(scores, codes_of_q, ptx::operand_of(first_keys, stage, STAGE)); };
+    // What the next softmax needs, while its scores are computed.
+    const auto prepare = [&](float k_scale) {
+      missing = k_scale == MISSING_PAGE;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) factor[r] = score_factor(scales.row_scale[f.row + 8 * r] * fabsf(k_scale), false);
+      in_range = rows.softmax.in_range(factor);
+    };
+    // Waits for Q·Kᵀ of the ring's page; its scores become P and beta.
+    const auto softmax_step = [&](int page) {
+      if constexpr (!S::prepares_late) wait_for_values();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(scores);
+      free_keys();
+      if (page >= pages_of_rows.whole || missing) {  // one branch, which is rare
+#pragma unroll
+        for (float& score : scores) score = missing ? NAN : score;
+        hide(scores, scales.row_end, page * KEYS, f);
+      }
+      if (rows.softmax.step(scores, factor, in_range, probabilities, alpha, beta)) rows.rescale(alpha);
+    };
+    // Adds P·V of the ring's page, and prepares the next softmax.
+    const auto accumulate_pv = [&] {
+      if constexpr (S::prepares_late) wait_for_values();
+      const float v_scale = read(shared.page_scales[ring.stage].v), next = read(shared.page_scales[ring.stage].next);
+      const float of_values[2] = {beta[0] * v_scale, beta[1] * v_scale};
+      rows.add_page(probabilities, ptx::operand_of(first_values, ring.stage, STAGE), of_values, [&] {
+        if constexpr (!S::prepares_late) prepare(next);
+      });
+      free_values();
+    };
+
+    if (elected) ptx::tma_store_wait<0>();
+    ptx::cp_async_wait();
+    ptx::warpgroup_sync(1 + consumer);  // codes and scales are there; no output is staged any more
+    if (leads) {
+      load_half_queries(tile, 0, early_panels);
+      ptx::mbarrier_expect(&shared.half_q_full[consumer], S::half_panels * ROWS * HALF_ROW);
+    }
+
+    int page = 0;
+    if (pages_of_rows.seen > 0) {
+      wait_for_keys(ring);
+      issue_scores(ring.stage);
+      prepare(read(shared.page_scales[ring.stage].k));
+      // One loop for all pages: all warps of the warpgroup must issue the same wgmma, whatever their rows need.
+      for (;;) {
+        softmax_step(page);
+        accumulate_pv();
+        ring.advance();
+        if (++page >= pages_of_rows.seen) break;
+        wait_for_keys(ring);
+        issue_scores(ring.stage);
+        if constexpr (S::prepares_late) prepare(read(shared.page_scales[ring.stage].k));
+      }
+    }
+    for (; page < tile.pages; ++page, ring.advance()) skip_block();
+
+    bool nonfinite[2] = {};  // rows of Q: their codes are NaN in a part that is rotated
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int channel = 0; channel < C.head_dim; channel += PART)
+        nonfinite[r] |= (shared.q[consumer][channel / S::panel][ptx::swizzled<S::panel>(f.row + 8 * r, channel % S::panel)] & 0x7F) == 0x7F;
+    // The tile may have no pages. Without this wait, consumers could run ahead, and the producer would miss a phase.
+    wait_for_keys(ring);
+    __syncwarp();
+    if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
+    if constexpr (S::half_panels > early_panels) {
+      ptx::warpgroup_sync(1 + consumer);  // nobody reads codes of queries any more
+      if (leads) load_half_queries(tile, early_panels, S::half_panels);
+    }
+    // read again, rather than kept in registers through the loop over pages
+    const PagedRowRange range(tile, consumer);
+    if (range.seen > 0) rows.restore(scales, shared.mean_score[consumer], f);
+    ptx::mbarrier_wait(&shared.half_q_full[consumer], round & 1);
+    for (int i = 0; i < tile.halves; ++i, ring.advance()) {
+      const int block = tile.first_half + i;
+      if (block < range.first_half || block >= range.end_half) {
+        skip_block();
+        continue;
+      }
+      float s[HALF_BLOCK / 2];
+      wait_for_keys(ring);
+      issue_half_scores<C, T>(s, shared, consumer, uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.k[ring.stage]))));
+      wait_for_values();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(s);
+      free_keys();
+      see_own_page(s, range, block, p.score_scale, f);
+      add_half_block<C, T>(rows, s, uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(shared.v[ring.stage]), HALF_BLOCK * HALF_ROW)));
+      free_values();
+    }
+
+    rows.softmax.add_parts();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& l = rows.softmax.l[r];
+      if (!tile.is_token(range.first_row + f.row + 8 * r))
+        l = 0.0f;
+      else if (nonfinite[r] || !tile.has_sequence)
+        l = NAN;
+    }
+    const PagedTile& next_tile = shared.tiles[(round + 1) % shared.TILES];
+    HalfQueries queries;
+    load_queries(queries, next_tile);
+    ptx::warpgroup_sync(1 + consumer);  // nobody reads scales, and queries in any form, any more
+    find_row_ends(next_tile);
+    load_channels(next_tile);
+    store_rows<C>(params, shared, range, consumer, rows, f);
+    quantize_queries(queries, next_tile);
+  }
+  ptx::tma_store_wait<0>();
+}
+
+// Instance::config is the PrefillConfig; see hopper.cuh.
+template <class Instance, typename T>
+__global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) prefill(const __grid_constant__ PrefillParams params) {
+  constexpr PrefillConfig C = Instance::config;
+  using S = PrefillShape<C>;
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  PrefillStorage<C>& shared = *reinterpret_cast<PrefillStorage<C>*>(bytes);
+  const PagedTileSchedule schedule(params, S::tile_rows);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is the warp's
+  if (threadIdx.x == 0) {
+    for (int c = 0; c < C.consumers; ++c) {
+      ptx::mbarrier_init(&shared.q_empty[c], 4);
+      ptx::mbarrier_init(&shared.half_q_full[c], 1);
+    }
+    for (int stage = 0; stage < C.stages; ++stage) {
+      ptx::mbarrier_init(&shared.k_full[stage], 1);
+      ptx::mbarrier_init(&shared.v_full[stage], 1);
+      ptx::mbarrier_init(&shared.k_empty[stage], 4 * C.consumers);
+      ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
+    }
+    ptx::fence_barrier_init();
+    ptx::wait_for_grids_before();  // one of which writes lengths
+    write_next_tile<C>(shared, schedule, -1);
+  }
+  __syncthreads();
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
+  if (warpgroup == 0) {
+    ptx::registers_decrease<S::producer_registers>();
+    load_tiles<C, T>(params, shared, schedule);
+  } else {
+    ptx::registers_increase<C.registers>();
+    attend_to_tiles<C, T>(params, shared, warpgroup - 1);
+  }
+}
+
+template <class Instance>
+cudaError_t launch(const PrefillParams& p, int ctas, cudaStream_t stream) {
+  constexpr int bytes = sizeof(PrefillStorage<Instance::config>);
+  const auto kernel = p.call.half ? prefill<Instance, __half> : prefill<Instance, __nv_bfloat16>;
+  const cudaError_t error = take_shared_memory(kernel, bytes);
+  if (error != cudaSuccess) return error;
+  return launch_grid(kernel, p, ctas, PrefillShape<Instance::config>::threads, bytes, stream);
+}
+
+}  // namespace fp8attn

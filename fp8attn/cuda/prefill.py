@@ -1,0 +1,157 @@
+"""The CUDA kernel that attends to a KV cache with many queries, sm_90: its configs, and the calls that it supports."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import torch
+
+from ..device import Device
+from ..pages import PAGE, PagedCall
+from ..recipe import Recipe
+from ..rotation import part_of
+from ..schedule import mixed_heads, unsupported_size
+from .configs import KEYS, OUTPUT_BYTES, ROWS, round_up, unsupported_arch
+from .decode import ALIGNMENT, DTYPES
+
+ROTATED = 64
+"""Channels that the kernel rotates together."""
+
+LEAST_QUERIES = 128
+"""`auto` takes the kernel from so many queries on. All rows of a tile are queries of one head."""
+
+HALF_BLOCK = KEYS // 2
+"""Tokens of a block in half precision, which has a page's bytes."""
+
+TILE_BYTES = 44
+"""sizeof(PagedTile)."""
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """One instance of the kernel. The fields of C++'s PrefillConfig, in order.
+
+    Attributes:
+        head_dim: channels of Q, K and V.
+        consumers: warpgroups of 64 query rows.
+        stages: pages in shared memory, each of 256 head_dim bytes.
+        registers: registers of a consumer's thread.
+    """
+
+    head_dim: int
+    consumers: int
+    stages: int
+    registers: int
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile."""
+        return self.consumers * ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: those of the consumers and of the producer's warpgroup."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def value_part(self) -> int:
+        """Channels of one product of P with V."""
+        return 128 if self.head_dim == 128 else 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(PrefillStorage), in bytes."""
+        tiles = self.consumers * ROWS * self.head_dim + self.stages * 2 * KEYS * self.head_dim
+        output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
+        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * TILE_BYTES + 12 * self.stages
+        return round_up(tiles + output + round_up(facts, 8) + 8 * (2 * self.consumers + 4 * self.stages), 1024)
+
+    @property
+    def name(self) -> str:
+        return "prefill_" + "_".join(str(x) for x in astuple(self))
+
+
+INSTANCES = (PrefillConfig(64, 3, 4, 160), PrefillConfig(128, 3, 4, 160), PrefillConfig(256, 2, 2, 240))
+"""Tiles and stages of the Hopper kernel's instances with the most consumers."""
+
+
+def choose(dim: int) -> PrefillConfig:
+    """The instance for a head dim that the kernel supports."""
+    return next(config for config in INSTANCES if config.head_dim == dim)
+
+
+def is_faster(q: torch.Tensor) -> bool:
+    """Whether Triton's kernel is expected to be slower: with many queries."""
+    return q.shape[2] >= LEAST_QUERIES
+
+
+def tiles_of(q: torch.Tensor, config: PrefillConfig) -> int:
+    """Tiles of all heads."""
+    return q.shape[0] * q.shape[1] * -(-q.shape[2] // config.tile_rows)
+
+
+def heads_side_by_side(call: PagedCall, ctas: int) -> int:
+    """Query heads whose tiles the schedule mixes: schedule.heads_side_by_side."""
+    batch, kv_heads, _, dim = (call.q.shape[0], *call.storage.k.shape[1:])
+    keys = max(call.batch.most_pages * PAGE, 1)
+    return mixed_heads(batch * kv_heads, call.q.shape[1] // kv_heads, keys * 2 * dim, ctas)
+
+
+def _unsupported_rows(name: str, x: torch.Tensor) -> str | None:
+    """The reason why rows of a tensor (B, H, S, D) can't be read 16 bytes at a time, or None if they can."""
+    if x.stride(3) != 1 or any(x.size(i) > 1 and x.stride(i) * x.element_size() % ALIGNMENT for i in range(3)) or x.data_ptr() % ALIGNMENT:
+        return f"{name} has strides {x.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What of a call decides whether the kernel supports it, but for the pages.
+
+    Attributes:
+        q: (B, Hq, S, D).
+        new: keys and values of these tokens, or None if the cache has them.
+        dims: channels of keys and of values.
+        dtype: of tokens in the cache.
+    """
+
+    q: torch.Tensor
+    new: tuple[torch.Tensor, torch.Tensor] | None
+    dims: tuple[int, int]
+    dtype: torch.dtype
+
+
+def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, device: Device) -> str | None:
+    """The reason why the kernel doesn't support tokens, or None if it does."""
+    reason = unsupported_arch(device)
+    if reason is not None:
+        return reason
+    q, dims = tokens.q, {*tokens.dims}
+    if q.dtype not in DTYPES or tokens.dtype != q.dtype:
+        return f"query is {q.dtype} and the cache's tokens are {tokens.dtype}; it takes {' or '.join(map(str, DTYPES))} for both"
+    if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
+        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in INSTANCES]} for keys and values"
+    if recipe.qk != "e4m3":
+        return f"the recipe has qk={recipe.qk!r}; it takes 'e4m3' with many queries"
+    if part_of(q.shape[3], recipe.rotate) != ROTATED:
+        return f"the recipe has rotate={recipe.rotate}; with many queries it takes {ROTATED}"
+    if not softmax_scale > 0:
+        return f"softmax_scale is {softmax_scale}; it takes positive ones"
+    if q.numel() == 0:
+        return f"query has shape {tuple(q.shape)}; it takes at least one query"
+    for name, x in (("query", q), *zip(("key", "value"), tokens.new or (), strict=False)):
+        if x.dtype != q.dtype:
+            return f"{name} is {x.dtype}; it takes query's dtype, {q.dtype}"
+        reason = unsupported_size(name, x) or _unsupported_rows(name, x)
+        if reason is not None:
+            return reason
+    return None
+
+
+def unsupported_call(call: PagedCall, device: Device) -> str | None:
+    """The reason why the kernel doesn't support a call, or None if it does."""
+    storage = call.storage
+    tokens = Tokens(call.q, call.new, (storage.k.shape[3], storage.v.shape[3]), storage.k.dtype)
+    reason = unsupported_tokens(tokens, call.recipe, call.softmax_scale, device)
+    rows = storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, call.q.shape[3])
+    return reason or (f"the cache has {rows} rows of keys or values; it takes fewer than 2^31" if rows >= 1 << 31 else None)

@@ -1,0 +1,155 @@
+// The prefill kernel's producer warpgroup: pages by TMA, and blocks of tokens in half precision by asynchronous copies.
+#pragma once
+
+#include "prefill_storage.h"
+#include "ptx/cp_async.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+#include "ptx/warpgroup.h"
+#include "tile/pair.h"
+
+namespace fp8attn {
+
+// One warp loads the pages of a tile, in the order in which consumers want them. A page that isn't there is read
+// outside of the tensor, where TMA reads zeros, and K's scale says so.
+template <PrefillConfig C>
+__device__ void load_pages(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring) {
+  using S = PrefillShape<C>;
+  constexpr int FOUND = 31;  // pages found at once; lane 31 knows the one behind them
+  const Params& p = params.call;
+  const int lane = threadIdx.x % 32, nowhere = params.every_page * p.kv_heads;
+  const int* numbers = params.page_table + tile.batch * params.table_stride;
+#pragma unroll 1
+  for (int first = 0; first < tile.pages; first += FOUND) {
+    const int mine = first + lane, number = mine < min(tile.pages, params.table_width) ? __ldcg(numbers + mine) : -1;
+    const bool exists = number >= 0 && number < params.every_page;
+    const int index = exists ? number * p.kv_heads + tile.kv_head : nowhere;
+    const float k_scale = exists ? __ldcg(p.k_scale + index) * p.score_scale : MISSING_PAGE, v_scale = exists ? __ldcg(params.v_page_scale + index) : 1.0f;
+    const int end = min(tile.pages - first, FOUND);
+#pragma unroll 1
+    for (int i = 0; i < end; ++i, ring.advance()) {
+      const int from = __shfl_sync(~0u, index, i), stage = ring.stage;
+      const PageScales scales = {__shfl_sync(~0u, k_scale, i), __shfl_sync(~0u, v_scale, i), __shfl_sync(~0u, k_scale, i + 1)};
+      if (lane != 0) continue;
+      ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+      for (int x = 0; x < S::panels; ++x)
+        ptx::tma_load(shared.k[stage] + x * KEYS * S::panel, p.k_map, &shared.k_full[stage], x * S::panel, from * KEYS);
+      shared.page_scales[stage].k = scales.k;
+      ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
+      ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
+      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], 0, from * C.head_dim);
+      shared.page_scales[stage].v = scales.v, shared.page_scales[stage].next = scales.next;
+      ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.head_dim);
+    }
+  }
+}
+
+// A thread's part of the copies of blocks in half precision: 16 bytes of K and of V of some of the tokens.
+template <typename T, int DIM>
+struct TokenCopies {
+  static constexpr int chunks = DIM / 8, at_once = 128 / chunks, rounds = HALF_BLOCK / at_once;
+
+  const PrefillParams& params;
+  const PagedTile& tile;
+  int edge;  // the first token that is among the new ones; those before are among the last tokens of the cache
+
+  __device__ TokenCopies(const PrefillParams& its_params, const PagedTile& its_tile)
+      : params(its_params), tile(its_tile), edge(its_tile.start + (its_params.new_k == nullptr ? its_tile.count : 0)) {}
+
+  // Byte offset of the thread's chunk of a token of the block.
+  __device__ static int place(int round) {
+    const int thread = threadIdx.x % 128, chunk = thread % chunks;
+    return chunk / 8 * (HALF_BLOCK * HALF_ROW) + ptx::swizzled<HALF_ROW>(thread / chunks + round * at_once, chunk % 8 * 16);
+  }
+
+  // Tokens that aren't there become zeros.
+  __device__ void start(int block, uint8_t* k, uint8_t* v) const {
+    const int thread = threadIdx.x % 128, channel = thread % chunks * 8;
+    const int64_t recent = (int64_t(tile.sequence) * params.call.kv_heads + tile.kv_head) * RECENT;
+#pragma unroll 1
+    for (int i = 0; i < rounds; ++i) {
+      const int token = block * HALF_BLOCK + thread / chunks + i * at_once;
+      const bool exists = tile.has_sequence && token < tile.start + tile.count, is_new = token >= edge;
+      const auto copy = [&](uint8_t* to, const void* last_tokens, const void* new_tokens, const int64_t (&strides)[3]) {
+        const T* from = static_cast<const T*>(last_tokens) + (recent + token % RECENT) * DIM;
+        if (is_new) from = static_cast<const T*>(new_tokens) + tile.batch * strides[0] + tile.kv_head * strides[1] + int64_t(token - edge) * strides[2];
+        ptx::cp_async_16(to + place(i), exists ? from + channel : static_cast<const T*>(last_tokens), exists);
+      };
+      copy(k, params.recent_k, params.new_k, params.new_k_strides);
+      copy(v, params.recent_v, params.new_v, params.new_v_strides);
+    }
+    ptx::cp_async_commit();
+  }
+
+  // Called once the thread's copies have arrived. A token of which K or V is not finite gets NaN in K, and V becomes
+  // finite: queries that don't see the token multiply it by zero.
+  __device__ static void mark_nonfinite(uint8_t* k, uint8_t* v) {
+    constexpr uint32_t INFINITIES = Pair<T>::infinities, LOWEST = INFINITIES & ~(INFINITIES << 1);
+    static_assert(LOWEST == 0x00800080 || LOWEST == 0x04000400);
+#pragma unroll 1
+    for (int i = 0; i < rounds; ++i) {
+      uint4 &key = *reinterpret_cast<uint4*>(k + place(i)), &value = *reinterpret_cast<uint4*>(v + place(i));
+      uint32_t carries = 0;  // into the highest bits: an exponent is that of infinity
+      for (const uint4& x : {key, value})
+        for (uint32_t word : {x.x, x.y, x.z, x.w}) carries |= (word & INFINITIES) + LOWEST;
+      if ((carries & 0x80008000) == 0) continue;
+      const uint4 bad = not_finite<T>(value);
+      value = {value.x & ~bad.x, value.y & ~bad.y, value.z & ~bad.z, value.w & ~bad.w};
+      key = {~0u, ~0u, ~0u, ~0u};
+    }
+  }
+};
+
+// The whole warpgroup loads a tile's blocks in half precision, each while the one before arrives.
+template <PrefillConfig C, typename T>
+__device__ void load_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring) {
+  const TokenCopies<T, C.head_dim> copies(params, tile);
+  const auto start = [&](int i, Ring<C.stages> at) {
+    ptx::mbarrier_wait(&shared.k_empty[at.stage], at.phase ^ 1);
+    ptx::mbarrier_wait(&shared.v_empty[at.stage], at.phase ^ 1);
+    copies.start(tile.first_half + i, shared.k[at.stage], shared.v[at.stage]);
+  };
+  start(0, ring);
+#pragma unroll 1
+  for (int i = 0; i < tile.halves; ++i, ring.advance()) {
+    if (i + 1 < tile.halves)
+      start(i + 1, ring.next());
+    else
+      ptx::cp_async_commit();
+    ptx::cp_async_wait_but<1>();
+    copies.mark_nonfinite(shared.k[ring.stage], shared.v[ring.stage]);
+    ptx::fence_proxy_async();
+    ptx::warpgroup_sync(PrefillShape<C>::producer_barrier);
+    if (threadIdx.x == 0) ptx::mbarrier_arrive(&shared.k_full[ring.stage]), ptx::mbarrier_arrive(&shared.v_full[ring.stage]);
+  }
+}
+
+// Loads all blocks of all tiles of the CTA. T: of what is in half precision.
+template <PrefillConfig C, typename T>
+__device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTileSchedule& schedule) {
+  using S = PrefillShape<C>;
+  const Params& p = params.call;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Ring<C.stages> ring;
+  for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
+    const PagedTile& tile = shared.tiles[round % shared.TILES];
+    if (warp == 0) {
+      // This wait also keeps the consumers, which read shared.tiles, at most one round behind.
+      for (int c = 0; c < C.consumers; ++c) ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
+      load_pages<C>(params, shared, tile, ring);
+      if (threadIdx.x == 0) {
+        write_next_tile<C>(shared, schedule, round);
+        const Tile& next = shared.tiles[(round + 1) % shared.TILES];
+        for (int i = 0; next.exists() && i < S::half_panels * C.consumers; ++i)
+          ptx::tma_load_ahead(p.q_map, i / C.consumers * HALF_ROW, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
+      }
+    } else {
+      const int behind = ring.stage + tile.pages;
+      ring = {behind % C.stages, ring.phase ^ (behind / C.stages & 1)};
+    }
+    ptx::warpgroup_sync(S::producer_barrier);  // all blocks before are on their way, and the next tile is known
+    load_half_blocks<C, T>(params, shared, tile, ring);
+  }
+}
+
+}  // namespace fp8attn

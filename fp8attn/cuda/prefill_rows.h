@@ -1,0 +1,179 @@
+// Running sums of a consumer warpgroup's 64 rows, and what pages and blocks in half precision add to them.
+#pragma once
+
+#include "prefill_storage.h"
+#include "tile/page_softmax.h"
+#include "tile/quantize.h"
+
+namespace fp8attn {
+
+// Issues Q·Kᵀ of a page. `q`, `k`: descriptors of the first panels.
+template <PrefillConfig C>
+__device__ void issue_page_scores(float (&s)[KEYS / 2], uint64_t q, uint64_t k) {
+  using S = PrefillShape<C>;
+  constexpr int steps = S::panel / 32;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < C.head_dim / 32; ++i) {
+    const uint64_t a = ptx::operand_of(ptx::operand_of(q, i / steps, ROWS * S::panel), i % steps, 32);
+    const uint64_t b = ptx::operand_of(ptx::operand_of(k, i / steps, KEYS * S::panel), i % steps, 32);
+    if (i == 0)
+      ptx::Wgmma<KEYS>::template run<false>(s, a, b);
+    else
+      ptx::Wgmma<KEYS>::template run<true>(s, a, b);
+  }
+  ptx::wgmma_commit();
+}
+
+template <PrefillConfig C>
+struct PrefillRows {
+  using S = PrefillShape<C>;
+  static constexpr int N = S::part / 2;
+
+  PageSoftmax<LARGEST_PRODUCT<false> * C.head_dim> softmax;
+  float o[S::parts][N] = {};  // two-level accumulation: sums of P·V of all blocks
+
+  __device__ void rescale(const float (&alpha)[2]) {
+#pragma unroll
+    for (auto& part : o)
+#pragma unroll
+      for (int i = 0; i < N; ++i) part[i] *= alpha[i / 2 % 2];
+  }
+
+  __device__ void add(int part, const float (&fresh)[N], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) o[part][i] = fmaf(fresh[i], factor[i / 2 % 2], o[part][i]);
+  }
+
+  // Adds P·V of a page. `v`: descriptor of its first channels. `factor`: by row. `behind` runs before sums are added.
+  template <typename Behind>
+  __device__ void add_page(const uint32_t (&p)[KEYS / 32][4], uint64_t v, const float (&factor)[2], Behind&& behind) {
+#pragma unroll
+    for (int part = 0; part < S::parts; ++part) {
+      float fresh[N];
+      issue_pv<S::part>(fresh, p, ptx::operand_of(v, part * S::part, KEYS));
+      if (part == 0) behind();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(fresh);
+      add(part, fresh, factor);
+    }
+  }
+
+  // Makes sums over pages those of K and V as they were: with V's scales per channel, and the means.
+  __device__ void restore(const TileScales<C.head_dim>& scales, const float (&mean_score)[ROWS], Fragment f) {
+    softmax.add_parts();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax.m[r] += mean_score[f.row + 8 * r];
+#pragma unroll
+    for (int part = 0; part < S::parts; ++part)
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) {
+        const int channel = part * S::part + 8 * j + f.column;
+        const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[channel]), mean = reinterpret_cast<const float2&>(scales.channel_mean[channel]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float* of = o[part] + 4 * j + 2 * r;
+          of[0] = fmaf(of[0], scale.x, softmax.l[r] * mean.x);
+          of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);
+        }
+      }
+    if (f.column != 0) softmax.l[0] = softmax.l[1] = 0.0f;  // the sum is whole again, and one thread's
+  }
+};
+
+// The operand of P·V of 16 tokens of a block in half precision, from P of 64.
+template <typename T>
+__device__ void half_operand(uint32_t (&a)[4], const float* p) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, __half>) {
+      a[i] = ptx::half2(p[2 * i], p[2 * i + 1]);
+    } else {
+      const __nv_bfloat162 two = __floats2bfloat162_rn(p[2 * i], p[2 * i + 1]);
+      a[i] = reinterpret_cast<const uint32_t&>(two);
+    }
+  }
+}
+
+// Issues Q·Kᵀ of a block in half precision. `k`: descriptor of its first panel.
+template <PrefillConfig C, typename T>
+__device__ void issue_half_scores(float (&s)[HALF_BLOCK / 2], PrefillStorage<C>& shared, int consumer, uint64_t k) {
+  using Product = ptx::WgmmaHalf<T, HALF_BLOCK>;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < C.head_dim / 16; ++i) {
+    const int panel = i / 4, step = i % 4;
+    const uint64_t q = __shfl_sync(~0u, ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.half_q(consumer, panel))), 0);
+    const uint64_t a = ptx::operand_of(q, step, 32), b = ptx::operand_of(ptx::operand_of(k, panel, HALF_BLOCK * HALF_ROW), step, 32);
+    if (i == 0)
+      Product::template run<false>(s, a, b);
+    else
+      Product::template run<true>(s, a, b);
+  }
+  ptx::wgmma_commit();
+}
+
+// Scores of tokens that a row doesn't see become -inf, the others are multiplied. Tokens that aren't finite have NaN.
+__device__ inline void see_own_page(float (&s)[HALF_BLOCK / 2], const PagedRowRange& range, int block, float score_scale, Fragment f) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = range.first_row + f.row + 8 * r;
+    const int before = block * HALF_BLOCK + f.column, position = range.tile.is_token(row) ? range.tile.position(row) : -1;
+    const int last = position - before, first = position / KEYS * KEYS - before;
+#pragma unroll
+    for (int j = 0; j < HALF_BLOCK / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& score = s[4 * j + 2 * r + i];
+        score = 8 * j + i >= first && 8 * j + i <= last ? score * score_scale : -INFINITE;
+      }
+  }
+}
+
+// Adds attention to a block in half precision, from its scores.
+template <PrefillConfig C, typename T>
+__device__ void add_half_block(PrefillRows<C>& rows, float (&s)[HALF_BLOCK / 2], uint64_t v) {
+  using S = PrefillShape<C>;
+  using Product = ptx::WgmmaHalf<T, S::part>;
+  float alpha[2], beta[2];
+  rows.softmax.step_of_halves(s, alpha, beta);
+  rows.rescale(alpha);
+  uint32_t p[HALF_BLOCK / 16][4];
+#pragma unroll
+  for (int step = 0; step < HALF_BLOCK / 16; ++step) half_operand<T>(p[step], s + 8 * step);
+#pragma unroll
+  for (int part = 0; part < S::parts; ++part) {
+    float fresh[S::part / 2];
+    const uint64_t channels = ptx::operand_of(v, part * S::part / HALF_CHANNELS, HALF_BLOCK * HALF_ROW);
+    ptx::wgmma_fence();
+    Product::template run_transposed<false>(fresh, p[0], channels);
+#pragma unroll
+    for (int step = 1; step < HALF_BLOCK / 16; ++step) Product::template run_transposed<true>(fresh, p[step], ptx::operand_of(channels, step, 16 * HALF_ROW));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(fresh);
+    rows.add(part, fresh, beta);
+  }
+}
+
+// Normalises and stores the output of rows, and their LSE.
+template <PrefillConfig C>
+__device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const PagedRowRange& range, int consumer, const PrefillRows<C>& rows, Fragment f) {
+  using S = PrefillShape<C>;
+  const Params& p = params.call;
+  const Restored<C.head_dim> scales;
+  const StagedOutput<Restored<C.head_dim>, S::output_boxes> output(p, range.tile, range.first_row, nullptr, scales, shared.output[consumer], rows.softmax.l);
+  [&]<int... PART_OF>(std::integer_sequence<int, PART_OF...>) {
+    (output.template store<PART_OF * S::part, S::part>(rows.o[PART_OF]), ...);
+  }(std::make_integer_sequence<int, S::parts>());
+  if (f.column != 0) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = range.first_row + f.row + 8 * r;
+    if (row >= p.q_length) continue;
+    const float l = rows.softmax.l[r];
+    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = l == 0.0f ? -INFINITE : (rows.softmax.m[r] + log2f(l)) / LOG2E;
+  }
+}
+
+}  // namespace fp8attn

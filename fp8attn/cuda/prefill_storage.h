@@ -1,0 +1,66 @@
+// Shared memory of the prefill kernel, and what follows from its config.
+#pragma once
+
+#include "config.h"
+#include "params.h"
+#include "tile/attend.h"
+#include "tile/paged_tiles.h"
+#include "tile/staged_output.h"
+#include "tile/tile_scales.h"
+
+namespace fp8attn {
+
+constexpr int HALF_ROW = 128;                      // bytes of a row of a panel in half precision
+constexpr int HALF_CHANNELS = HALF_ROW / 2;        // channels of it
+constexpr float MISSING_PAGE = -INFINITE;          // K's scale of a page that isn't there
+
+// Scales of a stage's page: K's times the softmax scale, and V's. `next`: K's of the next page; it arrives with V.
+struct PageScales {
+  float k, v, next;
+};
+
+template <PrefillConfig C>
+struct PrefillShape {
+  static constexpr int dim = C.head_dim;
+  static constexpr int panel = dim < 128 ? dim : 128, panels = dim / panel;        // of Q and K
+  static constexpr int half_panels = dim / HALF_CHANNELS;                          // of blocks in half precision
+  // channels of P·V in one accumulator; with two parts of 128 channels, the loop over pages would spill
+  static constexpr int part = dim == 128 ? 128 : 64, parts = dim / part;
+  static constexpr int threads = 128 * (C.consumers + 1), tile_rows = C.consumers * ROWS;
+  static constexpr int producer_registers = 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers;
+  static constexpr int output_boxes = dim > 64 ? 2 : 1;
+  static constexpr int producer_barrier = 1 + C.consumers;
+  static constexpr bool prepares_late = parts > 1;  // as the dense kernel's Shape
+  static_assert(HALF_BLOCK * 2 == KEYS);            // a block in half precision is as large as a page
+};
+
+template <PrefillConfig C>
+struct alignas(1024) PrefillStorage {
+  using S = PrefillShape<C>;
+
+  uint8_t q[C.consumers][S::panels][ROWS * S::panel];
+  uint8_t k[C.stages][KEYS * C.head_dim], v[C.stages][KEYS * C.head_dim];
+  OutputBoxes<S::output_boxes> output[C.consumers];  // between two outputs, queries as they came
+  TileScales<C.head_dim> scales[C.consumers];
+  float mean_score[C.consumers][ROWS];  // what K's mean adds to the scores of each row, in base 2
+  PagedTile tiles[4];                   // of this round and the next; consumers may be two rounds apart
+  PageScales page_scales[C.stages];
+  uint64_t q_empty[C.consumers], half_q_full[C.consumers];
+  uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
+
+  static constexpr int TILES = 4;
+
+  // A panel of a consumer's queries as they came: where the output is staged, and behind that, where their codes were.
+  __device__ uint8_t* half_q(int consumer, int panel) {
+    constexpr int bytes = ROWS * HALF_ROW, in_output = sizeof(output[0]) / bytes;
+    return panel < in_output ? output[consumer].bytes[0][0] + panel * bytes : q[consumer][0] + (panel - in_output) * bytes;
+  }
+};
+
+// What the CTA does after `round`; first after -1.
+template <PrefillConfig C>
+__device__ void write_next_tile(PrefillStorage<C>& shared, const PagedTileSchedule& schedule, int round) {
+  shared.tiles[(round + 1) % shared.TILES] = schedule.at(round < 0 ? int(blockIdx.x) : schedule.after(round));
+}
+
+}  // namespace fp8attn

@@ -1,0 +1,67 @@
+// Tiles of the queries of one head whose keys lie in pages, and what their rows see.
+#pragma once
+
+#include "paged_schedule.h"
+#include "schedule.h"
+
+namespace fp8attn {
+
+// A tile, of a row of the batch. It attends to complete pages, in FP8, then to blocks of tokens in half precision. Rows
+// from `count` on are no tokens.
+struct PagedTile : Tile {
+  int sequence, start, count;     // number of the sequence, position of query 0, number of queries that are tokens
+  int pages, first_half, halves;  // blocks that its rows see; `first_half` counts from the start of the sequence
+  bool has_sequence;              // whether the number is in range; rows are NaN if it isn't
+
+  __device__ bool is_token(int row) const { return row < count; }
+
+  // Of a row that is a token.
+  __device__ int position(int row) const { return start + row; }
+};
+
+// Of whose pages there are scales and means.
+__device__ inline int sequence_of(const PagedTile& tile) { return tile.sequence; }
+
+struct PagedTileSchedule : Schedule {
+  const PrefillParams& params;
+
+  __device__ PagedTileSchedule(const PrefillParams& its_params, int rows) : Schedule(its_params.call, rows), params(its_params) {}
+
+  // The tile at a position; one that doesn't exist after the last. Every tile has a block in half precision, which its
+  // rows may not see: consumers wait for the last block to know the next tile.
+  __device__ PagedTile at(int position) const {
+    const Tile tile = Schedule::at(position);
+    if (!tile.exists()) return {tile};
+    const BatchRow row(params, tile.batch, p.q_length);
+    PagedTile found = {tile, row.sequence, row.end - row.count, row.count, 0, 0, 1, row.exists};
+    const int last = min(tile.first_row + tile_rows, row.count) - 1;
+    if (!row.exists || tile.first_row > last) return found;
+    // The page behind the table isn't there. Rows that see it are NaN, whatever comes after it.
+    found.pages = min(found.position(last) / KEYS, params.table_width + 1);
+    found.first_half = found.position(tile.first_row) / KEYS * HALVES;
+    found.halves = found.position(last) / HALF_BLOCK + 1 - found.first_half;
+    return found;
+  }
+};
+
+// What the rows of a warpgroup see of their tile.
+struct PagedRowRange {
+  const PagedTile& tile;  // in shared memory
+  int first_row;
+  // At least one row sees the pages 0 ... seen - 1, and all tokens see the pages 0 ... whole - 1. Blocks in half
+  // precision: from first_half up to, but without, end_half.
+  int seen = 0, whole = 0, first_half = 0, end_half = 0;
+
+  __device__ PagedRowRange(const PagedTile& its_tile, int consumer) : tile(its_tile) {
+    first_row = __shfl_sync(~0u, tile.first_row + consumer * ROWS, 0);  // the shuffle tells the compiler that it is the warp's
+    if (!tile.has_sequence || !tile.is_token(first_row)) return;
+    const int last = tile.position(min(first_row + ROWS, tile.count) - 1);
+    seen = min(last / KEYS, tile.pages), whole = tile.position(first_row) / KEYS;
+    first_half = whole * HALVES, end_half = last / HALF_BLOCK + 1;
+  }
+
+  // Keys of pages that a row sees.
+  __device__ int row_end(int row) const { return tile.is_token(first_row + row) ? tile.position(first_row + row) / KEYS * KEYS : 0; }
+};
+
+}  // namespace fp8attn

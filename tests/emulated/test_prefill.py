@@ -1,0 +1,354 @@
+"""The prefill kernel, emulated where there is no Hopper GPU: its answers are the oracle's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import emulation
+from fp8attn import KVCache, PagedBatch, Recipe, pages
+from fp8attn.cuda import build, decode, prefill, run
+from fp8attn.device import ARCHITECTURES, Device, device_of
+from fp8attn.pages import PAGE, RECENT, RECENT_QUERIES, PagedCall
+from fp8attn.recipe import DEFAULT_RECIPE, PRECISE
+from paging import assert_attends
+
+H100 = ARCHITECTURES[90]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A chunk of several sequences at once: of each, its length with the chunk, and the number of tokens of the chunk."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    kv_heads: int = 1
+    group: int = 2
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    recipe: Recipe = DEFAULT_RECIPE
+    new: bool = True
+    k_bias: float = 1.0
+    k_gain: float = 2.0
+    scale: float = 0.2
+    seed: int = 0
+
+    def call(self, device: torch.device, out_of: int | None = None) -> PagedCall:
+        """The call, with shuffled pages; what no token has written is NaN."""
+        g = torch.Generator().manual_seed(self.seed)
+        rows, longest, most = len(self.lengths), max(*self.lengths, 1), max(self.counts)
+        total = sum(length // PAGE for length in self.lengths) + 3
+        cache = KVCache(rows + 2, total, self.kv_heads, self.dim, recipe=self.recipe, dtype=self.dtype, device=device)
+        for x in cache.storage.tensors():
+            if x.dtype != torch.int32:
+                x.view(torch.uint8).fill_(0x7F) if x.element_size() == 1 else x.fill_(torch.nan)
+        heads = self.kv_heads * self.group
+        q = torch.randn(rows, heads, most, self.dim, generator=g)
+        k, v = (torch.randn(rows, self.kv_heads, longest, self.dim, generator=g) for _ in range(2))
+        k = (k * torch.logspace(-1, 1, longest, self.k_gain)[:, None] + self.k_bias).to(device, self.dtype)
+        v = (v * 2.0 ** (torch.arange(longest) // PAGE % 3)[:, None] + 0.5).to(device, self.dtype)
+        order = torch.randperm(total, generator=g).tolist()
+        table = torch.full((rows, longest // PAGE + 1), 1 << 20, dtype=torch.int32)
+        for row, length in enumerate(self.lengths):
+            table[row, : length // PAGE] = torch.tensor([order.pop() for _ in range(length // PAGE)], dtype=torch.int32)
+        numbers = torch.randperm(rows + 2, generator=g)[:rows].tolist()
+        before, after, counts, sequences = (
+            torch.tensor(x, dtype=torch.int32, device=device)
+            for x in ([a - b for a, b in zip(self.lengths, self.counts, strict=True)], self.lengths, self.counts, numbers)
+        )
+        pages.append(cache.storage, k, v, PagedBatch(table.to(device), before, before, sequences), self.recipe)
+        storage = dataclasses.replace(cache.storage, k=cache.storage.k.clone(), v=cache.storage.v.clone())
+        new = tuple(torch.full((rows, self.kv_heads, most, self.dim), torch.nan, dtype=self.dtype, device=device) for _ in range(2))
+        for row, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
+            for to, x in zip(new, (k, v), strict=True):
+                to[row, :, :count] = x[row, :, length - count : length]
+            q[row, :, count:] = torch.nan
+        batch = PagedBatch(table.to(device), after, counts, sequences)
+        pages.append(cache.storage, *new, batch, self.recipe)
+        q = q.to(device, self.dtype)
+        return PagedCall(q, storage if self.new else cache.storage, new if self.new else None, batch, self.recipe, self.scale)
+
+
+def attend(library: build.Library | None, call: PagedCall, device: Device, out_dtype: torch.dtype = torch.float32):
+    """Output and LSE of the kernel; `library` None: compiled."""
+    assert prefill.unsupported_call(call, H100) is None
+    with pytest.MonkeyPatch.context() as patch:
+        if library is not None:
+            patch.setattr(build, "load_with", lambda *_: library)
+        return run.prefill_from_pages(call, device, out_dtype)
+
+
+def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
+    call = case.call(device)
+    actual = attend(library, call, dataclasses.replace(H100, sm_count=sms))
+    assert_attends(*actual, pages.attend_paged(call), case.dtype, library is not None)
+
+
+CASES = {
+    "a prompt": (Case((300,), (300,)), 2),
+    "a chunk from within a page": (Case((420,), (250,)), 1),
+    "a chunk from a page's start": (Case((400,), (144,)), 1),
+    "all edges": (Case((0, 1, 64, 127, 128, 129, 192, 256, 257), (0, 1, 64, 127, 1, 2, 65, 128, 3)), 2),
+    "half": (Case((300, 200), (200, 150), dtype=torch.float16, kv_heads=2), 2),
+    "tokens of the cache": (Case((300, 130, 257), (65, 30, 2), new=False), 2),
+    "three query heads": (Case((300,), (200,), group=3, kv_heads=2), 5),
+    "128 channels": (Case((450, 140), (200, 140), dim=128), 1),
+    "256 channels": (Case((300, 140), (200, 140), dim=256), 1),
+    "256 channels, tokens of the cache": (Case((300,), (60,), dim=256, group=1, new=False), 1),
+    "many pages": (Case((128 * 40 + 3,), (5,), group=1), 1),
+    "more pages than a warp finds at once": (Case((128 * 66,), (130,), group=1), 2),
+    "scores below zero": (Case((500,), (300,), k_bias=-30.0), 1),
+    "scores that grow": (Case((700,), (200,), k_gain=30.0), 1),
+    "large scores": (Case((500,), (300,), scale=1e5), 1),
+    "no means": (Case((300,), (200,), recipe=Recipe(smooth_k=False, smooth_v=False)), 1),
+}
+"""By what is special, with the number of SMs that share the work."""
+
+
+@pytest.fixture(params=(pytest.param("emulated", marks=pytest.mark.anywhere), "cuda"))
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    if request.param == "cuda" and (device.type != "cuda" or device_of(device).arch != 90):
+        pytest.skip("needs a Hopper GPU")
+    return request.param
+
+
+def config_of(case: Case) -> prefill.PrefillConfig:
+    return next(c for c in prefill.INSTANCES if c.head_dim == case.dim)
+
+
+def library_of(backend: str, case: Case) -> build.Library | None:
+    return emulation.prefiller(config_of(case)) if backend == "emulated" else None
+
+
+def place_of(backend: str, device: torch.device) -> torch.device:
+    return torch.device("cpu") if backend == "emulated" else device
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_the_oracle_s(name: str, backend: str, device: torch.device) -> None:
+    case, sms = CASES[name]
+    check(library_of(backend, case), case, place_of(backend, device), sms if backend == "emulated" else H100.sm_count)
+
+
+@pytest.mark.parametrize("what", ("q", "page of k", "new k", "new v", "recent k", "recent v"))
+def test_non_finite_tokens(what: str, backend: str, device: torch.device) -> None:
+    """Exactly the rows that attend to them become NaN."""
+    case = Case((420, 200), (250, 100), group=1)
+    call = case.call(place_of(backend, device))
+    assert call.new is not None and call.batch.sequences is not None
+    number, sequence, first = int(call.batch.page_table[0, 1]), int(call.batch.sequences[0]), 420 - 250
+    if what == "q":
+        call.q[0, 0, 70, 5] = torch.inf
+        call.q[0, 0, 130, 5] = -torch.inf
+    elif what == "page of k":
+        call.storage.pages.k.view(torch.uint8)[number, 0, 5] = 0x7F
+    elif what.startswith("new"):
+        call.new[what == "new v"][0, 0, 300 - first, 3] = torch.inf if what == "new v" else -torch.inf
+    else:
+        (call.storage.k if what.endswith("k") else call.storage.v)[sequence, 0, 140 % RECENT, 7] = torch.nan
+    actual = attend(library_of(backend, case), call, dataclasses.replace(H100, sm_count=2))
+    expected = pages.attend_paged(call)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x.isnan(), y.isnan()) and bool(x.isnan().any()) and not bool(x.isnan().all())
+    assert_attends(*actual, expected, case.dtype, backend == "emulated")
+
+
+def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device) -> None:
+    case = Case((400, 400, 400, 400, 300), (200, 200, 200, 200, 150), group=1)
+    call = case.call(place_of(backend, device))
+    assert call.batch.sequences is not None
+    call.batch.page_table[1, 1] = -1
+    call.batch.page_table[4, 0] = 1 << 20
+    call.batch.sequences[2] = 99
+    call.batch.lengths[3] = 1 << 30
+    actual = attend(library_of(backend, case), call, dataclasses.replace(H100, sm_count=3))
+    expected = pages.attend_paged(call)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+    assert bool(actual[0][0].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("dim", (64, 128))
+def test_every_dtype_of_the_output(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    case = Case((300,), (150,), dim=dim)
+    call = case.call(place_of(backend, device))
+    out, lse = attend(library_of(backend, case), call, dataclasses.replace(H100, sm_count=2), dtype)
+    assert out.dtype == dtype
+    assert_attends(out.float(), lse, pages.attend_paged(call), case.dtype, backend == "emulated")
+
+
+def test_strided_tokens(backend: str, device: torch.device) -> None:
+    """Queries, keys and values as views of projections, (B, S, H, D)."""
+    case = Case((300, 200), (200, 150), kv_heads=2)
+    call = case.call(place_of(backend, device))
+    assert call.new is not None
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (call.q, *call.new))
+    strided = dataclasses.replace(call, q=q, new=(k, v))
+    sms = dataclasses.replace(H100, sm_count=2)
+    for x, y in zip(attend(library_of(backend, case), call, sms), attend(library_of(backend, case), strided, sms), strict=True):
+        assert torch.equal(x, y)
+
+
+CHUNKS = (100, 61, 200, 39)
+
+
+def test_chunks_agree_with_the_whole_and_with_decode(backend: str, device: torch.device) -> None:
+    """Rows differ by the order of sums, and by P in half precision, where their own page is."""
+    case, place = Case((400,), (400,), group=2, dim=64), place_of(backend, device)
+    sms, whole = dataclasses.replace(H100, sm_count=2), case.call(place)
+    assert whole.new is not None
+    expected = attend(library_of(backend, case), whole, sms)
+    done, found = 0, []
+    for count in CHUNKS:
+        part = slice(done, done + count)
+        new = tuple(x[:, :, part] for x in whole.new)
+        lengths = torch.full_like(whole.batch.lengths, done + count)
+        # the cache as it is before the chunk
+        cache = dataclasses.replace(whole.storage, k=whole.storage.k.clone(), v=whole.storage.v.clone())
+        before = dataclasses.replace(whole.batch, lengths=torch.full_like(lengths, done), counts=None)
+        pages.append(cache, whole.new[0][:, :, :done], whole.new[1][:, :, :done], before, case.recipe)
+        batch = dataclasses.replace(whole.batch, lengths=lengths, counts=None)
+        found.append(attend(library_of(backend, case), dataclasses.replace(whole, q=whole.q[:, :, part], new=new, batch=batch, storage=cache), sms))
+        done += count
+    for x, parts in zip(expected, zip(*found, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2), x, rtol=1e-2, atol=1e-2)
+
+    cache = dataclasses.replace(whole.storage, k=whole.storage.k.clone(), v=whole.storage.v.clone())
+    pages.append(cache, *whole.new, dataclasses.replace(whole.batch, counts=None), case.recipe)
+    last = dataclasses.replace(whole, q=whole.q[:, :, -1:], new=None, storage=cache, batch=dataclasses.replace(whole.batch, counts=None))
+    decoder = emulation.decoder(decode.choose(cache)) if backend == "emulated" else None
+    with pytest.MonkeyPatch.context() as patch:
+        if decoder is not None:
+            patch.setattr(build, "load_with", lambda *_: decoder)
+        step = run.attend_to_pages(last, sms, torch.float32)
+    for x, y in zip(step, expected, strict=True):
+        torch.testing.assert_close(x, y[:, :, -1:], rtol=1e-2, atol=1e-2)
+
+
+def test_later_tokens_change_no_bit(backend: str, device: torch.device) -> None:
+    case, place = Case((420,), (300,), group=1), place_of(backend, device)
+    sms, call = dataclasses.replace(H100, sm_count=2), case.call(place)
+    assert call.new is not None
+    expected = attend(library_of(backend, case), call, sms)
+    k, v = (x.clone() for x in call.new)
+    k[:, :, 150:], v[:, :, 150:] = 7.0, -3.0
+    changed = attend(library_of(backend, case), dataclasses.replace(call, new=(k, v)), sms)
+    for x, y in zip(expected, changed, strict=True):
+        assert torch.equal(x[:, :, :150], y[:, :, :150])
+
+
+MUTANTS = {
+    "page scale of V forgotten": ("prefill.cuh", "{beta[0] * v_scale, beta[1] * v_scale}", "{beta[0], beta[1]}"),
+    "own page in FP8": ("tile/paged_tiles.h", "tile.position(first_row + row) / KEYS * KEYS : 0", "tile.position(first_row + row) : 0"),
+    "a page too many": ("prefill.cuh", "if (page >= pages_of_rows.whole || missing)", "if (missing)"),
+    "missing rescale": ("prefill.cuh", "probabilities, alpha, beta)) rows.rescale(alpha);", "probabilities, alpha, beta)) {}"),
+    "missing rescale in half precision": ("prefill_rows.h", "rows.rescale(alpha);", ""),
+    "sums that don't shrink": ("tile/page_softmax.h", "l[r] *= alpha[r];", ""),
+    "K's mean forgotten": ("prefill_rows.h", "softmax.m[r] += mean_score[f.row + 8 * r];", ""),
+    "V's mean forgotten": ("prefill_rows.h", "of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);", "of[1] = of[1] * scale.y;"),
+    "scales of another channel": ("prefill_rows.h", "part * S::part + 8 * j + f.column;", "part * S::part + 8 * j;"),
+    "sums of all threads": ("prefill_rows.h", "if (f.column != 0) softmax.l[0] = softmax.l[1] = 0.0f;", ""),
+    "P relative to another page": (
+        "tile/page_softmax.h",
+        "shift[r] = P_OFFSET - finite_or_zero(largest[r]);",
+        "shift[r] = P_OFFSET - finite_or_zero(m[r]);",
+    ),
+    "scores below zero relative to zero": ("tile/page_softmax.h", "if (!__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;", "return;"),
+    "rounded sums of P": ("tile/page_softmax.h", "sum[r] += (x[0] + x[1]) + (x[2] + x[3]);", "sum[r] += (x[0] + x[1]) + x[2];"),
+    "tokens of other pages": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i <= last"),
+    "later tokens": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i >= first"),
+    "another place in the ring": ("prefill_producer.h", "token % RECENT", "token % (RECENT - 64)"),
+    "new tokens one too early": ("prefill_producer.h", "is_new = token >= edge", "is_new = token > edge"),
+    "what is behind the last token": ("prefill_producer.h", "token < tile.start + tile.count, is_new", "true, is_new"),
+    "page of another head": ("prefill_producer.h", "number * p.kv_heads + tile.kv_head : nowhere", "number * p.kv_heads : nowhere"),
+    "the page before": ("prefill_producer.h", "__ldcg(numbers + mine)", "__ldcg(numbers + max(mine - 1, 0))"),
+    "scale of the same page": ("prefill_producer.h", "__shfl_sync(~0u, k_scale, i + 1)}", "__shfl_sync(~0u, k_scale, i)}"),
+    "pages found at once not counted": ("prefill_producer.h", "first += FOUND", "first += 32"),
+    "half blocks without a fence": ("prefill_producer.h", "ptx::fence_proxy_async();\n", "\n"),
+    "half blocks that may come later": ("prefill_producer.h", "ptx::cp_async_wait_but<1>();", ""),
+    "half blocks before all threads have copied": (
+        "prefill_producer.h",
+        "ptx::warpgroup_sync(PrefillShape<C>::producer_barrier);\n",
+        "\n",
+    ),
+    "queries without a fence": ("prefill.cuh", "ptx::fence_proxy_async();\n", "\n"),
+    "the wrong queries in half precision": (
+        "prefill.cuh",
+        "tile.first_row + consumer * ROWS, tile.head, tile.batch);",
+        "tile.first_row, tile.head, tile.batch);",
+    ),
+    "V of another half": ("prefill_rows.h", "ptx::operand_of(channels, step, 16 * HALF_ROW)", "ptx::operand_of(channels, step ^ 1, 16 * HALF_ROW)"),
+    "keys released by one warp": (
+        "prefill.cuh",
+        "mbarrier_init(&shared.k_empty[stage], 4 * C.consumers)",
+        "mbarrier_init(&shared.k_empty[stage], 1)",
+    ),
+    "values released by one warp": (
+        "prefill.cuh",
+        "mbarrier_init(&shared.v_empty[stage], 4 * C.consumers)",
+        "mbarrier_init(&shared.v_empty[stage], 1)",
+    ),
+    "consumers ahead of the producer": (
+        "prefill.cuh",
+        "    wait_for_keys(ring);\n    __syncwarp();\n    if (elected) ptx::mbarrier_arrive(&shared.q_empty",
+        "    if (elected) ptx::mbarrier_arrive(&shared.q_empty",
+    ),
+}
+
+
+def test_mutants_change_a_source() -> None:
+    emulation.assert_anchored(MUTANTS.values())
+
+
+MUTANT_CASES = (
+    (Case((128 * 33 + 70, 300), (130, 150), kv_heads=2, group=1, k_gain=30.0, seed=1), 2),
+    (Case((500,), (300,), k_bias=-30.0), 1),
+    (Case((1,) * 9 + (70,), (1,) * 9 + (70,)), 1),
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_seen(name: str) -> None:
+    library = emulation.prefiller(config_of(MUTANT_CASES[0][0]), MUTANTS[name])
+
+    def check_all() -> None:
+        for case, sms in MUTANT_CASES:
+            check(library, case, torch.device("cpu"), sms)
+
+    with pytest.raises(AssertionError):
+        check_all()
+
+
+def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
+    for case, sms in MUTANT_CASES:
+        check(library_of(backend, case), case, place_of(backend, device), sms)
+
+
+def test_unsupported_calls_say_why() -> None:
+    call = Case((300,), (200,)).call(torch.device("cpu"))
+    assert call.new is not None
+    k, v = call.new
+    shifted = torch.zeros(1, 2, 200, 65, dtype=call.q.dtype)[..., 1:]
+    for other, device, reason in (
+        (call, ARCHITECTURES[100], "it needs sm_90"),
+        (Case((300,), (200,), dtype=torch.float32).call(torch.device("cpu")), H100, "query is torch.float32"),
+        (Case((300,), (200,), dim=32).call(torch.device("cpu")), H100, "head dims are [32]"),
+        (Case((300,), (200,), recipe=PRECISE).call(torch.device("cpu")), H100, "the recipe has qk='int8'"),
+        (Case((300,), (200,), recipe=Recipe(rotate=0)).call(torch.device("cpu")), H100, "the recipe has rotate=0"),
+        (dataclasses.replace(call, softmax_scale=-0.1), H100, "softmax_scale is -0.1"),
+        (dataclasses.replace(call, q=call.q[:, :, :0]), H100, "query has shape"),
+        (dataclasses.replace(call, q=shifted), H100, "query has strides"),
+        (dataclasses.replace(call, new=(k, v.float())), H100, "value is torch.float32"),
+    ):
+        assert reason in (prefill.unsupported_call(other, device) or "")
+
+
+def test_few_queries_are_left_to_triton() -> None:
+    call = Case((300,), (200,)).call(torch.device("cpu"))
+    assert prefill.is_faster(call.q) and not prefill.is_faster(call.q[:, :, : prefill.LEAST_QUERIES - 1])
+    assert prefill.LEAST_QUERIES > RECENT_QUERIES
