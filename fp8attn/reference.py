@@ -254,6 +254,70 @@ def direct_code(y: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isnan(), E4M3_NAN, code.nan_to_num(0.0)).to(torch.uint8).view(E4M3).float()
 
 
+CODE = 2.0**-24
+"""The smallest subnormal float16: a code times this has the code's bits."""
+
+CAP_CODES = 192.0
+"""`capped_codes`: code steps by which P is lower at the distance 1, if its slope stays that of the largest score."""
+
+CAP_CUBIC = 53.0 / CAP_CODES
+"""`capped_codes`: the cubic term counts as a quadratic one, as large as it is at this distance. The rest of it is below
+a tenth of its size at 60 code steps, up to there."""
+
+CAP_LEAST_FALL = 0.75
+"""`capped_codes`: the least slope of a row that takes no tanh, over CAP_CODES."""
+
+CAP_LEAST_CURVE = -0.3
+"""`capped_codes`: the least quadratic term of such a row. At the distance 1, codes have fallen by 134 then. That is the
+distance of a hidden key, and 120 is the largest code."""
+
+CAP_LARGEST_ORIGIN = 1024.0
+"""`capped_codes`: bound of the distance of a row's largest score from zero. Float32 distances are exact enough then."""
+
+
+def half_fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a · b + c of float16, rounded once."""
+    return (a.double() * b.double() + c.double()).half()
+
+
+def capped_codes(scores: torch.Tensor, mean: torch.Tensor | float, m: torch.Tensor, softcap: float) -> torch.Tensor:
+    """P under a soft cap as the e4m3 numbers of the Hopper kernel, most of which take no tanh.
+
+    With u = score / softcap and C = softcap · log2 e, P's code is 8 (C tanh u - m + 15) by `direct_code`. Let t be tanh
+    of a row's largest u in the block, and G = 8 C (1 - t²) the code's slope there. At a distance of x / G from that u,
+    the code is lower by x + t x² / G + (t² - 1/3) x³ / G², and by terms of higher order. With d = x / CAP_CODES, this
+    is CAP_CODES (d + second d²). Far below, where that is not accurate, P is zero, and d is clamped to 1.
+
+    The sums are taken in float16 of 2^-24 times the code. Below 1024, such numbers are subnormal: sums are rounded to
+    integers, and the bits of the last one are the code.
+
+    Rows whose G is small, because scores are near the cap, or the cap is small, take tanh of every score.
+
+    Args:
+        scores: (…, N), natural, over the cap, -inf for hidden keys.
+        mean: (…, 1), what K's mean adds to them.
+        m: (…, 1), what P is relative to, in base 2.
+    """
+    largest = torch.where(scores.isnan(), -math.inf, scores).amax(-1, keepdim=True)
+    sees = largest > -math.inf
+    at = torch.where(sees, largest, torch.zeros_like(largest) + mean)
+    t = at.tanh()
+    derivative, by_tanh = 1 - t * t, softcap * 8 * LOG2E / CAP_CODES
+    fall = derivative * by_tanh
+    score = (t * (softcap * LOG2E) - m.masked_fill(m == -math.inf, 0.0)).masked_fill(~sees, -math.inf)
+    code = (score * 8 + (8 * (P_OFFSET + 7) - CODE_ROUND)).clamp(min=0.0)
+    top = code.ceil()
+    above = (top - code) / CAP_CODES
+    second = (t + CAP_CUBIC * (2 / 3 - derivative) / fall) / fall
+    fits = (fall >= CAP_LEAST_FALL) & (second >= CAP_LEAST_CURVE) & (((at - mean) * fall + above).abs() < CAP_LARGEST_ORIGIN)
+    d = torch.where(fits, (at - scores) * fall, (t - scores.tanh()) * by_tanh) + above
+    d = d.masked_fill(scores == -math.inf, 1.0).clamp(0.0, 1.0).half()
+    second = (-CAP_CODES * CODE * second).masked_fill(~fits, 0.0).half()
+    sums = half_fma(d, second, torch.full_like(second, -CAP_CODES * CODE))
+    codes = half_fma(d, sums, (CODE * top).half()).float() / CODE
+    return torch.where(codes.isnan(), E4M3_NAN, codes.clamp(min=0.0).nan_to_num(0.0)).to(torch.uint8).view(E4M3).float()
+
+
 TENSOR_CORE_BITS = 13
 """Mantissa bits of the terms that Hopper's FP8 tensor cores add in one instruction. Measured, see `chained`."""
 
@@ -301,6 +365,7 @@ class Arithmetic:
             None: accumulate in float32, and P is relative to the m of `lowest`.
         p_offset: binary logarithm of the largest P.
         half_sums: sum P·V of a block in half precision (`half_summed`).
+        caps_codes: P under a soft cap is that of `capped_codes`. Then `exact` is 0.
     """
 
     block_n: int
@@ -309,6 +374,7 @@ class Arithmetic:
     accumulator_bits: int | None = None
     p_offset: float = P_OFFSET
     half_sums: bool = False
+    caps_codes: bool = False
 
 
 def pipeline(
@@ -364,11 +430,14 @@ def pipeline(
         if q.bias is not None:
             x = x + of_every_query(q.bias[..., part], q_length) * (softmax_scale * LOG2E)
         if softcap:
-            x = LOG2E * capped(x / LOG2E + (0.0 if mean_scores is None else mean_scores.unsqueeze(-1)), softcap)
+            mean = 0.0 if mean_scores is None else mean_scores.unsqueeze(-1)
+            natural = x / LOG2E + mean
+            x = LOG2E * capped(natural, softcap)
         if mask is not None and mask.dtype != torch.bool:
             x = x + (mask.float() * LOG2E).clamp(min=LOWEST_SCORE)
         keys = torch.arange(part.start, part.stop, device=rows.device)
-        x = x.masked_fill(hidden_keys(mask, causal, rows, keys, q_length, kv_length, scoring.window), -math.inf)
+        hidden = hidden_keys(mask, causal, rows, keys, q_length, kv_length, scoring.window)
+        x = x.masked_fill(hidden, -math.inf)
         largest = torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
         m_new = torch.maximum(m if accumulator_bits is not None else lowest(m), largest)
         reference = m_new.masked_fill(m_new == -math.inf, 0.0)
@@ -377,7 +446,12 @@ def pipeline(
         p = torch.exp2(y)
         rounded = p.to(probability).float()
         if exact is not None:
-            rounded = torch.where(keys // 16 * exact % 8 < exact, rounded, direct_code(y))
+            direct = (
+                capped_codes((natural / softcap).masked_fill(hidden, -math.inf), mean / softcap, m_new, softcap)
+                if softcap and arithmetic.caps_codes
+                else direct_code(y)
+            )
+            rounded = torch.where(keys // 16 * exact % 8 < exact, rounded, direct)
             p = rounded
         l = l * alpha + p.sum(-1, keepdim=True)
         if accumulator_bits is not None:

@@ -194,6 +194,7 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
   }
   p.first_offset = std::clamp(first_offset, -FAR, FAR);
   p.softcap = softcap;
+  p.inverse_softcap = 1.0 / softcap;
   p.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   p.mean_scores = mean_scores ? mean_scores->const_data_ptr<float>() : nullptr;
   p.tile_table = tile_table ? tile_table->const_data_ptr<int>() : nullptr;

@@ -305,7 +305,7 @@ WINDOW_INSTANCES = tuple(replace(config, window=True) for config in INSTANCES if
 
 INT8_WINDOW_INSTANCES = _with_int8(WINDOW_INSTANCES)
 
-SOFTCAP_INSTANCES = tuple(replace(config, softcap=True) for config in WINDOW_INSTANCES)
+SOFTCAP_INSTANCES = tuple(replace(config, softcap=True, exact=0) for config in WINDOW_INSTANCES)
 """Instances for soft caps, compiled separately on first use."""
 
 INT8_SOFTCAP_INSTANCES = _with_int8(SOFTCAP_INSTANCES)

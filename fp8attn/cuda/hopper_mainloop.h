@@ -172,8 +172,11 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const auto& visible = lengths.visible(work_tile);
     const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile), C.window);
     typename S::RowSoftmax softmax;
-    float2 shift = {};  // what K's mean adds to the scores of the thread's rows
-    if constexpr (C.softcap) shift = mean_scores_of<C>(p, shared, wg_tile, f);
+    float2 capped_mean = {};  // what K's mean adds to the scores of the thread's rows, over the cap
+    if constexpr (C.softcap) {
+      const float2 mean = mean_scores_of<C>(p, shared, wg_tile, f);
+      capped_mean = {mean.x * p.inverse_softcap, mean.y * p.inverse_softcap};
+    }
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
 
     // factors of the next softmax step, while its scores are computed
@@ -231,11 +234,13 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
           scale_by_row(factor, s);
         }
       }
-      if constexpr (C.softcap) cap_scores(s, factor, shift, p.softcap);
       apply_mask(s, kv_block);
       if (n >= wg_tile.whole) hide(s, scales.row_end, n * KEYS, f);
       hide_first_keys(s, n);
-      softmax.step(s, factor, use_int_max, probabilities, alpha);
+      if constexpr (C.softcap)
+        softmax.step(p, s, factor, capped_mean, probabilities, alpha);
+      else
+        softmax.step(s, factor, use_int_max, probabilities, alpha);
     };
     // waits for Q·Kᵀ of the ring's block, the one before `after`; its scores become P and alpha
     const auto softmax_step = [&](int after) {
@@ -244,7 +249,11 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
       if constexpr (!S::skips_blocks) free_keys();
-      if constexpr (C.int8) {
+      if constexpr (C.int8 && C.softcap) {
+        float s[KEYS / 2];
+        convert(scores, S::start, s);
+        scores_to_p(s, kv_block, false);
+      } else if constexpr (C.int8) {
         float s[KEYS / 2];
         if (S::branches_once && int_max_ok && !has_nonfinite_key && kv_block.index < wg_tile.whole && (!C.window || kv_block.index >= wg_tile.edge)) {
           subnormals_of(scores, s);

@@ -8,6 +8,7 @@
 #include "ptx/wgmma.h"
 #include "tile/added_mask.h"
 #include "tile/attend.h"
+#include "tile/capped_softmax.h"
 #include "tile/key_metadata.h"
 #include "tile/mask.h"
 #include "tile/schedule.h"
@@ -66,7 +67,8 @@ struct Shape {
   static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;
   static_assert(!start_by_product || start == START_STEP);
   static constexpr int largest = C.general || C.softcap ? 0 : LARGEST_PRODUCT<C.int8> * C.head_dim;  // of scores over their scales
-  using RowSoftmax = std::conditional_t<C.int8, SubnormalSoftmax<C.exact, largest, start>, Softmax<C.exact, largest>>;
+  using FloatSoftmax = std::conditional_t<C.softcap, CappedSoftmax, Softmax<C.exact, largest>>;
+  using RowSoftmax = std::conditional_t<C.int8 && !C.softcap, SubnormalSoftmax<C.exact, largest, start>, FloatSoftmax>;
   // Whether CTAs may split tiles. Where registers are scarcest, the kernel would spill. With more than 128 channels,
   // int8 spills too, and gains too little to pay for that.
   static constexpr bool stream_k = !skips_blocks && !C.window && !C.varlen && C.consumers < 4 && !(C.int8 && second > 0);

@@ -71,7 +71,7 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
     if isinstance(config, PortableConfig):
         arithmetic = reference.Arithmetic(config.keys, call.compute, p_offset=config.p_offset, half_sums=config.half_sums)
     else:
-        arithmetic = reference.Arithmetic(KEYS, exact=config.exact)
+        arithmetic = reference.Arithmetic(KEYS, exact=config.exact, caps_codes=isinstance(config, HopperConfig))
     # the part of K's mean that kernels which quantize q know themselves is the LSE's alone
     shift = None if call.mean_scores is None or call.softcap else call.mean_scores
     mean_scores = call.mean_scores if call.softcap else None

@@ -96,6 +96,8 @@ struct Params {
   // and causal_offset are then the window: how many keys before and after the aligned one; -1 is unlimited. K's and V's
   // pages, and the scales and means of each sequence, are laid out as fp8attn.recipe.Quantized says.
   const int* tile_table;
+
+  float inverse_softcap;  // 1 / softcap
 };
 
 // Parameters of the kernel that quantizes K and V.

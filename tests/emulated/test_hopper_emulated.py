@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import emulation
-from closeness import on_grid
-from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_mask, normal, quantized
+from closeness import assert_matches_pipeline, on_grid
+from emulated import H100, ROW_KINDS, Emulated, check, expected_of, in_another_process, low_mask, normal, quantized
 from fp8attn import Recipe, reference, rotation
 from fp8attn.api import call_of
 from fp8attn.call import HALVES, Call
@@ -97,6 +97,27 @@ def tensors_of(config: HopperConfig, q_shape: tuple, k_shape: tuple, less: int =
     return q, k, v + torch.linspace(-3, 3, v.shape[3])
 
 
+CAPS = (50.0, 1.0), (30.0, 5.0), (50.0, 40.0), (1e6, 1.0)
+"""And by what queries are multiplied: scores far below the cap, below it, and at it."""
+
+
+def assert_matches_under_caps(emulated: Emulated, config: HopperConfig) -> None:
+    """Blocks whose largest score is lower than the last one's, and below zero; K's mean."""
+    recipe = Recipe(qk="int8" if config.int8 else "e4m3")
+    for softcap, larger in CAPS:
+        q, k, v = tensors_of(config, (1, 1, 70), (1, 1, 450))
+        q, k = larger * (q + 1), k - torch.linspace(-0.2, 0.4, 450)[:, None]
+        operands = quantized(q, k, v, recipe)
+        call = call_of(*operands, recipe=recipe, return_lse=True, out_dtype=torch.float32, softcap=softcap, window=(400, 200))
+        assert operands[1].mean is not None
+        shift = reference.smoothing_shift(rotation.rotate_queries(q, operands[1].rotated), operands[1].mean, call.softmax_scale)
+        call = dataclasses.replace(call, mean_scores=shift)
+        out, lse = emulated(call, config, device=TWO_SMS)
+        expected, expected_lse = expected_of(operands, call, config, 1, TWO_SMS)
+        assert_matches_pipeline(out, expected, True)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-2)
+
+
 def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
     def held(q_shape: tuple, k_shape: tuple, less: int = 0, split_ctas: int = 1, **options) -> torch.Tensor:
         return check(emulated, config, tensors_of(config, q_shape, k_shape, less), split_ctas, device=TWO_SMS, exact=True, **options)
@@ -128,6 +149,7 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
     if config.scores == "softcap":
         held((1, 1, 100), (1, 1, 300), softcap=0.5)
         held((1, 2, 300), (1, 1, 700), softcap=20.0, window=(130, 5), causal_alignment="bottom_right", recipe=Recipe(smooth_k=False))
+        assert_matches_under_caps(emulated, config)
     if config.scores == "window":
         for window in WINDOWS:
             held((1, 2, 500), (1, 1, 700), window=window, causal_alignment="bottom_right")
@@ -159,13 +181,17 @@ def assert_nan_is_told(emulated: Emulated, config: HopperConfig) -> None:
         k[0, 0, 150, 5] = torch.nan
         causal["window"], sees = (20, 0), (torch.arange(300) >= 250) & (torch.arange(300) <= 270)
         sees |= (torch.arange(300) >= 150) & (torch.arange(300) <= 170)
+    if config.softcap:
+        causal["softcap"] = 50.0
     out = check(emulated, config, (q, k, v), device=TWO_SMS, **causal)
     sees[20] = True
     assert torch.equal(out[0, 0].isnan().all(-1), sees)
 
 
-@pytest.mark.parametrize("name", ("int8 64, overlap", "int8 192", "int8 general 64", "int8 masked 64", "int8 window 128"))
-def test_int8_that_is_not_finite(emulated: Emulated, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ("int8 64, overlap", "int8 192", "int8 general 64", "int8 masked 64", "int8 window 128", "int8 softcap 128", "softcap 64")
+)
+def test_what_is_not_finite(emulated: Emulated, name: str) -> None:
     assert_nan_is_told(emulated, CHECKED[name])
 
 
@@ -199,7 +225,7 @@ def test_mutant_is_seen(name: str) -> None:
     emulated = broken(config, *mutation)
     with pytest.raises(AssertionError):  # noqa: PT012
         assert_matches_the_pipeline(emulated, config)
-        if config.int8:
+        if config.int8 or config.softcap:
             assert_nan_is_told(emulated, config)
 
 

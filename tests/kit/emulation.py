@@ -106,6 +106,7 @@ class Params(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("mean_scores", ctypes.c_void_p),
         ("tile_table", ctypes.c_void_p),
+        ("inverse_softcap", ctypes.c_float),
     ]
 
 
@@ -460,7 +461,7 @@ def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: i
         p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(a.mask)
         p.mask_in_boxes = has_boxes(a.mask)
     p.ready_ctas = ready_ctas
-    p.softcap = a.softcap
+    p.softcap, p.inverse_softcap = a.softcap, 1.0 / a.softcap if a.softcap else torch.inf
     p.first_offset = max(min(a.first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(a.q), _aligned(a.k), 1 if a.parts is None else a.parts.size(0)
     if a.rows > 0 and a.parts is not None:  # partial results of the tiles that CTAs share

@@ -53,7 +53,6 @@ __device__ inline float follow(float& m, float largest) {
 // stands for 2^f. A half whose value is code * 2^-24 is subnormal, and its bits are the code: one conversion rounds it,
 // and clamps underflow to 0. The conversion doesn't saturate: y must stay below 8.8. The mean of the excess is
 // subtracted, so that exact exponentials can mix in.
-constexpr float CODE = 0x1p-24f;
 constexpr int LOG_OF_CODES = 3 - 24;  // of 8 * CODE
 
 // A maximum from which scores are subtracted: 0 instead of that of no score.

@@ -132,6 +132,7 @@ inline void multiply(cta::Product* const (&lanes)[32], int warp) {
       } else {
         float& d = reinterpret_cast<float&>(mine.d[i]);
         d = mine.add ? d + sum : sum;
+        if (d != d) mine.d[i] = 0x7FFFFFFF;  // as tensor cores do
       }
     }
   }
