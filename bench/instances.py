@@ -64,7 +64,7 @@ HOPPER: dict[Scores, tuple[str, str]] = {
         "a window with a first key; sinks",
         "the loop hides first keys, too, and tiles differ in length; sinks take registers at the end of a tile",
     ),
-    "softcap": ("a soft cap", "a tanh for each score"),
+    "softcap": ("a soft cap", "codes from distances to the largest score; near the cap, a tanh for each score"),
     "added": ("an additive mask", "a ring of mask blocks in shared memory, which costs a stage of K and V or a consumer"),
 }
 """Calls and reasons of the Hopper kernel's instances, by scores."""
@@ -149,7 +149,7 @@ FIELDS: dict[type, dict[str, str]] = {
         "masked": "a branch per block, and bits in shared memory",
         "added": "a branch per block, and a ring in shared memory",
         "window": "compares before a row's first key",
-        "softcap": "a tanh per score",
+        "softcap": "codes from distances",
         "varlen": "lengths come from shared memory; rows that are stored one by one; no shared tiles",
     },
     PortableConfig: {

@@ -262,7 +262,7 @@ CAP_CODES = 192.0
 
 CAP_CUBIC = 53.0 / CAP_CODES
 """`capped_codes`: the cubic term counts as a quadratic one, as large as it is at this distance. The rest of it is below
-a tenth of its size at 60 code steps, up to there."""
+an eighth of its size at 60 code steps, up to there."""
 
 CAP_LEAST_FALL = 0.75
 """`capped_codes`: the least slope of a row that takes no tanh, over CAP_CODES."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import emulation
+from caps import capped_calls
 from closeness import assert_matches_pipeline, on_grid
 from emulated import H100, ROW_KINDS, Emulated, check, expected_of, in_another_process, low_mask, normal, quantized
 from fp8attn import Recipe, reference, rotation
@@ -97,21 +98,8 @@ def tensors_of(config: HopperConfig, q_shape: tuple, k_shape: tuple, less: int =
     return q, k, v + torch.linspace(-3, 3, v.shape[3])
 
 
-CAPS = (50.0, 1.0), (30.0, 5.0), (50.0, 40.0), (1e6, 1.0)
-"""And by what queries are multiplied: scores far below the cap, below it, and at it."""
-
-
 def assert_matches_under_caps(emulated: Emulated, config: HopperConfig) -> None:
-    """Blocks whose largest score is lower than the last one's, and below zero; K's mean."""
-    recipe = Recipe(qk="int8" if config.int8 else "e4m3")
-    for softcap, larger in CAPS:
-        q, k, v = tensors_of(config, (1, 1, 70), (1, 1, 450))
-        q, k = larger * (q + 1), k - torch.linspace(-0.2, 0.4, 450)[:, None]
-        operands = quantized(q, k, v, recipe)
-        call = call_of(*operands, recipe=recipe, return_lse=True, out_dtype=torch.float32, softcap=softcap, window=(400, 200))
-        assert operands[1].mean is not None
-        shift = reference.smoothing_shift(rotation.rotate_queries(q, operands[1].rotated), operands[1].mean, call.softmax_scale)
-        call = dataclasses.replace(call, mean_scores=shift)
+    for operands, call in capped_calls(config, torch.device("cpu")):
         out, lse = emulated(call, config, device=TWO_SMS)
         expected, expected_lse = expected_of(operands, call, config, 1, TWO_SMS)
         assert_matches_pipeline(out, expected, True)

@@ -54,12 +54,13 @@ STACK = {
     HopperConfig(256, 256, 2, 2, 240, False, 2, False, False, True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, False, window=True): 8,
-    HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, False, window=True, softcap=True): 24,
-    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, False, window=True, softcap=True): 16,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, False, False, window=True, softcap=True): 32,
+    HopperConfig(128, 128, 3, 4, 160, False, 0, False, False, False, window=True, softcap=True): 16,
+    HopperConfig(256, 256, 1, 2, 240, False, 0, False, False, False, window=True, softcap=True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, False, window=True): 24,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, False, window=True): 48,
-    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, False, window=True, softcap=True): 80,
-    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, False, window=True, softcap=True): 8,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, False, window=True, softcap=True): 32,
+    HopperConfig(128, 128, 3, 4, 160, False, 0, False, True, False, window=True, softcap=True): 16,
     HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, window=True): 8,
     HopperConfig(64, 64, 4, 4, 112, False, 2, False, False, True, window=True, softcap=True): 40,
     HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True, softcap=True): 40,
@@ -71,7 +72,7 @@ STACK = {
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True, softcap=True): 48,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True, softcap=True): 32,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, True, True, window=True, softcap=True): 16,
-    **dict(zip(VARLEN, (0, 0, 0, 8, 0, 0, 24, 16, 0), strict=True)),
+    **dict(zip(VARLEN, (0, 0, 0, 8, 0, 0, 32, 16, 0), strict=True)),
 }
 """Bytes of it that an instance has; the others have none."""
 

@@ -22,6 +22,7 @@ import torch
 from conftest import GPU, Attention
 
 import emulation
+from caps import capped_calls
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_unavailable
@@ -580,3 +581,21 @@ def test_what_there_is_of_single_keys(config: HopperConfig, device: torch.device
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP)
         different = sum((run.forward(call, device_of(device), config)[0] != out).sum() for _ in range(20))
         assert int(different) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [c for c in QUANTIZED if c.softcap], ids=lambda c: c.name)
+def test_soft_caps(config: HopperConfig, device: torch.device) -> None:
+    """Rows near the cap and far below it, and exactly the rows that see a key that isn't finite are NaN."""
+    reason = configs.unsupported_config(config, device_of(device))
+    if reason is not None:
+        pytest.skip(reason)
+    for nonfinite in (False, True):
+        for operands, capped in capped_calls(config, device, 70 + 2 * config.tile_rows, nonfinite):
+            out, lse = run.forward(capped, device_of(device), config)
+            expected, expected_lse = oracle(operands, capped, config)
+            assert nonfinite == bool(expected.isnan().any())
+            assert_matches_pipeline(out, expected, False, expected_lse)
+            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=E4M3_STEP, equal_nan=True)
+            different = sum((run.forward(capped, device_of(device), config)[0] != out).logical_and(out.isfinite()).sum() for _ in range(5))
+            assert int(different) == 0

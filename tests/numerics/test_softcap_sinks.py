@@ -223,3 +223,20 @@ def test_merging_by_lse_is_what_sinks_do(device: torch.device) -> None:
     expected = reference.combine(torch.stack((out, torch.zeros_like(out))), torch.stack((lse, sinks[:, None].expand_as(lse))))
     for x, y in zip(reference.with_sinks(out, lse, sinks), expected, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("softcap", (13.0, 20.0, 30.0, 50.0, 1e4))
+def test_codes_from_a_quadratic_are_those_of_tanh(softcap: float) -> None:
+    """Above 2^-8 of the largest P they differ by one step at most, below by ten. The error of P is as large."""
+    generator = torch.Generator().manual_seed(0)
+    for share in (-0.1, 0.1, 0.5, 1.0):
+        largest = share * min(softcap, 50.0)
+        scores = (largest - 12 * torch.rand(200, 128, generator=generator)) / softcap
+        natural = reference.LOG2E * reference.capped(scores * softcap, softcap)
+        m = natural.amax(-1, keepdim=True)
+        p, by_tanh = reference.capped_codes(scores, 0.0, m, softcap), reference.direct_code(natural - m + reference.P_OFFSET)
+        steps = (p.to(reference.E4M3).view(torch.uint8).int() - by_tanh.to(reference.E4M3).view(torch.uint8).int()).abs()
+        assert int(steps[natural - m > -8].max()) <= 1 and int(steps.max()) <= 10
+        exact = (natural - m + reference.P_OFFSET).exp2()
+        assert relative(p, exact) < 1.04 * relative(by_tanh, exact)
