@@ -56,7 +56,7 @@ def model_of(size: Size, length: int, device: torch.device) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def seconds(model: nn.Module, prompts: list[list[int]], new: int, options: dict[str, Any]) -> float:
+def seconds(model: Any, prompts: list[list[int]], new: int, options: dict[str, Any]) -> float:
     """Of `generate_batch` with `new` tokens for each prompt."""
     import transformers
 
@@ -70,7 +70,7 @@ def seconds(model: nn.Module, prompts: list[list[int]], new: int, options: dict[
     return took
 
 
-def row_of(model: nn.Module, implementation: str, prompts: list[list[int]], new: int) -> dict[str, Any]:
+def row_of(model: Any, implementation: str, prompts: list[list[int]], new: int) -> dict[str, Any]:
     """What one implementation takes. Both runs are warm: one of few tokens comes before them."""
     length = max(map(len, prompts)) + new
     options = {"max_blocks_per_request": -(-length // 256) + 1, "max_batch_tokens": min(8192, len(prompts) * length), "allow_block_sharing": False}

@@ -81,7 +81,7 @@ def register(
         ) from error
     AttentionInterface.register(name, flash_attention_forward)
     AttentionMaskInterface.register(name, flash_attention_mask)
-    paged = AttentionInterface._global_mapping.get(f"{PAGED}flash_attention_2")
+    paged: Any = AttentionInterface._global_mapping.get(f"{PAGED}flash_attention_2")
     if paged is not None:
         AttentionInterface.register(PAGED + name, _with_window(paged))
     loader._lazy_imports = _Loader.on(loader._lazy_imports, name, _Flash(recipe, min_keys, backend))
