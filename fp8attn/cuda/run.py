@@ -298,6 +298,6 @@ def prefill_from_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) 
     k, v = (None, None) if call.new is None else call.new
     library.operators.prefill.default(
         library.launchers[config], ctas, prefill.heads_side_by_side(call, ctas), call.softmax_scale, [q, k, v], storage.tensors(),
-        list(call.batch.tensors()), [out, lse, counter],
+        list(call.batch.tensors()[:4]), [out, lse, counter],
     )  # fmt: skip
     return out, lse
