@@ -80,9 +80,9 @@ Tensor room_of(int64_t bytes, const Tensor& like) {
   return recording != nullptr ? recording->tensor({bytes}, {1}, ScalarType::Byte, 0, false) : fp8attn::memory(bytes, like.device());
 }
 
-// What all instances are told, of V no more than where it is and how wide.
-fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse, int64_t kv_length, int64_t value_dim,
-                          double softmax_scale, int64_t causal_offset) {
+// What all instances are told, of V no more than where it is. The number of keys and V's width are the caller's.
+fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse, double softmax_scale,
+                          int64_t causal_offset) {
   fp8attn::Params p = {};
   p.q = static_cast<const uint8_t*>(q.const_data_ptr());
   p.k = static_cast<const uint8_t*>(k.const_data_ptr());
@@ -96,9 +96,7 @@ fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, con
   p.q_heads = q.size(1);
   p.kv_heads = k.size(1);
   p.q_length = q.size(2);
-  p.kv_length = kv_length;
   p.head_dim = q.size(3);
-  p.value_dim = value_dim;
   p.causal_offset = std::clamp(causal_offset, -FAR, FAR);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(out.scalar_type());
@@ -143,14 +141,35 @@ Tensor room_for_mask(fp8attn::Params& p, const Tensor& mask, const Launch& l) {
   return room;
 }
 
-void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale, const Tensor& v,
-            const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias, const Tensor& out,
-            const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
-            const std::optional<Tensor>& part_rows, const int* ready = nullptr, int ready_ctas = 0, int64_t first_offset = 0, double softcap = 0.0,
-            const std::optional<Tensor>& sinks = std::nullopt, const std::optional<Tensor>& mean_scores = std::nullopt,
-            const std::optional<Tensor>& tile_table = std::nullopt) {
+// The address of a tensor that may not be there.
+template <class T>
+const T* address_of(const std::optional<Tensor>& x) {
+  return x ? x->const_data_ptr<T>() : nullptr;
+}
+
+const std::optional<Tensor> NONE;
+
+// Tensors and options of a call, as fp8attn.call.Call has them, and the memory through which its CTAs communicate.
+struct Attention {
+  const Tensor& q;
+  const std::optional<Tensor>& q_scale = NONE;
+  const Tensor &k, &k_scale, &v, &v_scale;
+  const std::optional<Tensor>&v_mean = NONE, &attn_mask = NONE, &bias = NONE;
+  const Tensor& out;
+  const std::optional<Tensor>&lse = NONE, &lse_mean = NONE, &counter = NONE, &parts = NONE, &part_rows = NONE;
+  const int* ready = nullptr;
+  int ready_ctas = 0;
+  int64_t first_offset = 0;
+  double softcap = 0.0;
+  const std::optional<Tensor>&sinks = NONE, &mean_scores = NONE, &tile_table = NONE;
+};
+
+void attend(const Launch& l, const Attention& a) {
+  const Tensor &q = a.q, &k = a.k, &v = a.v, &out = a.out;
   STD_TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", text(v.sizes()), " aren't contiguous from a multiple of 16 bytes on");
-  fp8attn::Params p = params_of(q, k, v, out, lse, l.kv_length, v.size(2), l.softmax_scale, l.causal_offset);
+  fp8attn::Params p = params_of(q, k, v, out, a.lse, l.softmax_scale, l.causal_offset);
+  p.kv_length = l.kv_length;
+  p.value_dim = v.size(2);
   if (l.rows > 0) {
     // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
     check(cudaSetDevice(q.get_device()));
@@ -161,45 +180,45 @@ void attend(const Launch& l, const Tensor& q, const std::optional<Tensor>& q_sca
     const uint32_t box[2] = {uint32_t(l.keys), uint32_t(l.value_rows)};
     STD_TORCH_CHECK(fp8attn::encode(p.v_map, map_address(v), sizes, strides, box), "no tensor map for values of shape ", text(v.sizes()));
   }
-  p.lse_mean = lse_mean ? lse_mean->const_data_ptr<float>() : nullptr;
+  p.lse_mean = address_of<float>(a.lse_mean);
   p.v_pitch = v.size(3);
   p.q_aligned = is_aligned(q);
   p.k_aligned = is_aligned(k);
-  p.q_scale = q_scale ? q_scale->const_data_ptr<float>() : nullptr;
-  p.k_scale = k_scale.const_data_ptr<float>();
-  p.v_scale = v_scale.const_data_ptr<float>();
-  p.v_mean = v_mean ? v_mean->const_data_ptr<float>() : nullptr;
-  p.counter = counter ? counter->mutable_data_ptr<int>() : nullptr;
-  p.key_splits = parts ? parts->size(0) : 1;
-  p.parts = parts ? parts->mutable_data_ptr<float>() : nullptr;
-  if (l.rows > 0 && parts) {  // of the tiles that CTAs share
-    p.stream_k_ctas = parts->size(0);
-    p.partials_ready = part_rows->mutable_data_ptr<int>();
-  } else if (parts) {
-    p.part_rows = part_rows->mutable_data_ptr<float>();
+  p.q_scale = address_of<float>(a.q_scale);
+  p.k_scale = a.k_scale.const_data_ptr<float>();
+  p.v_scale = a.v_scale.const_data_ptr<float>();
+  p.v_mean = address_of<float>(a.v_mean);
+  p.counter = a.counter ? a.counter->mutable_data_ptr<int>() : nullptr;
+  p.key_splits = a.parts ? a.parts->size(0) : 1;
+  p.parts = a.parts ? a.parts->mutable_data_ptr<float>() : nullptr;
+  if (l.rows > 0 && a.parts) {  // of the tiles that CTAs share
+    p.stream_k_ctas = a.parts->size(0);
+    p.partials_ready = a.part_rows->mutable_data_ptr<int>();
+  } else if (a.parts) {
+    p.part_rows = a.part_rows->mutable_data_ptr<float>();
   }
-  if (q_scale) copy_strides(p.q_scale_strides, *q_scale);
-  copy_strides(p.k_scale_strides, k_scale);
-  copy_strides(p.v_scale_strides, v_scale);
-  if (attn_mask) {
-    p.mask = attn_mask->const_data_ptr();
-    p.mask_type = attn_mask->scalar_type() == ScalarType::Bool ? 0 : 1 + int(out_type(attn_mask->scalar_type()));
-    copy_strides(p.mask_strides, *attn_mask);
+  if (a.q_scale) copy_strides(p.q_scale_strides, *a.q_scale);
+  copy_strides(p.k_scale_strides, a.k_scale);
+  copy_strides(p.v_scale_strides, a.v_scale);
+  if (a.attn_mask) {
+    p.mask = a.attn_mask->const_data_ptr();
+    p.mask_type = a.attn_mask->scalar_type() == ScalarType::Bool ? 0 : 1 + int(out_type(a.attn_mask->scalar_type()));
+    copy_strides(p.mask_strides, *a.attn_mask);
   }
-  const std::optional<Tensor> bits = attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *attn_mask, l)) : std::nullopt;
-  if (bias) {
-    STD_TORCH_CHECK(bias->is_contiguous() && reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0, "bias of shape ", text(bias->sizes()),
+  const std::optional<Tensor> bits = a.attn_mask && l.rows > 0 ? std::optional(room_for_mask(p, *a.attn_mask, l)) : std::nullopt;
+  if (a.bias) {
+    STD_TORCH_CHECK(a.bias->is_contiguous() && reinterpret_cast<uintptr_t>(a.bias->const_data_ptr()) % 16 == 0, "bias of shape ", text(a.bias->sizes()),
                 " isn't contiguous from a multiple of 16 bytes on");
-    p.bias = bias->const_data_ptr<float>();
+    p.bias = a.bias->const_data_ptr<float>();
   }
-  p.first_offset = std::clamp(first_offset, -FAR, FAR);
-  p.softcap = softcap;
-  p.inverse_softcap = 1.0 / softcap;
-  p.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
-  p.mean_scores = mean_scores ? mean_scores->const_data_ptr<float>() : nullptr;
-  p.tile_table = tile_table ? tile_table->const_data_ptr<int>() : nullptr;
-  p.ready = ready;
-  p.ready_ctas = ready_ctas;
+  p.first_offset = std::clamp(a.first_offset, -FAR, FAR);
+  p.softcap = a.softcap;
+  p.inverse_softcap = 1.0 / a.softcap;
+  p.sinks = address_of<float>(a.sinks);
+  p.mean_scores = address_of<float>(a.mean_scores);
+  p.tile_table = address_of<int>(a.tile_table);
+  p.ready = a.ready;
+  p.ready_ctas = a.ready_ctas;
   p.q_group = l.q_group;
   p.k_group = l.k_group;
   p.heads_side_by_side = l.heads_side_by_side;
@@ -212,8 +231,10 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter,
              const std::optional<Tensor>& parts, const std::optional<Tensor>& part_rows, int64_t first_offset, double softcap,
              const std::optional<Tensor>& sinks, const std::optional<Tensor>& mean_scores, const std::optional<Tensor>& tile_table) {
-  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, q_scale, k, k_scale, v,
-         v_scale, v_mean, attn_mask, bias, out, lse, lse_mean, counter, parts, part_rows, nullptr, 0, first_offset, softcap, sinks, mean_scores, tile_table);
+  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
+         {.q = q, .q_scale = q_scale, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .attn_mask = attn_mask, .bias = bias, .out = out, .lse = lse,
+          .lse_mean = lse_mean, .counter = counter, .parts = parts, .part_rows = part_rows, .first_offset = first_offset, .softcap = softcap, .sinks = sinks,
+          .mean_scores = mean_scores, .tile_table = tile_table});
 }
 
 // The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
@@ -222,15 +243,18 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
 void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                         const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
-                        const std::optional<Tensor>& lse_mean, const Tensor& counter, const Tensor& ready, int64_t cluster) {
-  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset}, q, std::nullopt, k, k_scale, v,
-         v_scale, v_mean, std::nullopt, std::nullopt, out, lse, lse_mean, counter, std::nullopt, std::nullopt, ready.const_data_ptr<int>(), cluster);
+                        const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const Tensor& ready, int64_t cluster) {
+  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
+         {.q = q, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .out = out, .lse = lse, .lse_mean = lse_mean, .counter = counter,
+          .ready = ready.const_data_ptr<int>(), .ready_ctas = int(cluster)});
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
 void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& out, const std::optional<Tensor>& lse) {
-  fp8attn::Params p = params_of(q, k, v, out, lse, k.size(2), v.size(3), softmax_scale, causal_offset);
+  fp8attn::Params p = params_of(q, k, v, out, lse, softmax_scale, causal_offset);
+  p.kv_length = k.size(2);
+  p.value_dim = v.size(3);
   copy_strides(p.v_strides, v);
   p.inverse_length = 1.0 / k.size(2);
   p.splits = splits;
@@ -326,12 +350,6 @@ void unsmooth_lse(int64_t launcher, int64_t ctas, int64_t part, double softmax_s
   p.type = out_type(q.scalar_type());
   p.q_aligned = is_aligned(q);
   launch(launcher, p, ctas, q.get_device());
-}
-
-// The address of a tensor that may not be there.
-template <class T>
-const T* address_of(const std::optional<Tensor>& x) {
-  return x ? x->const_data_ptr<T>() : nullptr;
 }
 
 // Boxes of `rows` rows x `bytes` bytes of a contiguous tensor, as one matrix of rows of its last size.
@@ -493,7 +511,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
          ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, int first_offset, float softcap, Tensor? sinks, Tensor? mean_scores, Tensor? tile_table=None) -> ()");
-  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!) counter, Tensor ready, int cluster) -> ()");
+  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor ready, int cluster) -> ()");
   define("forward_from_fp16(int launcher, int ctas, int splits, float softmax_scale, int causal_offset, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
