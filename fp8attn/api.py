@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
+from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 
 from . import dtensor, eager, hybrid, ops, paged_ops, rotation, varlen_ops
@@ -485,6 +486,8 @@ def sdpa(
 
 def _autocast(q: Any, k: Any, v: Any, out_dtype: torch.dtype | None) -> tuple[Any, Any, Any, torch.dtype | None]:
     """Operands and `out_dtype` as autocast has them, if it is on."""
+    if not is_compiling() and not _is_any_autocast_enabled():
+        return q, k, v, out_dtype
     device = getattr(q, "device", None)
     if not isinstance(device, torch.device) or (dtype := autocast_dtype(device)) is None:
         return q, k, v, out_dtype
@@ -717,7 +720,8 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _with_half_keys(checked, recipe, return_lse, chosen)
     problem = _problem(checked, chosen, recipe, return_lse)
     if problem is not None:
-        out, lse = _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
+        # an operator checks again, which costs as much as a launch
+        out, lse = ops.FROM_FP16[chosen](problem) if eager.is_plain() else _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
         return (out, lse) if return_lse else out
     prepared = _prepare(checked, recipe, chosen)
     out, lse = _forward(chosen, checked)(*_operator_arguments(prepared, return_lse), scale=checked.scale)

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -43,51 +43,67 @@ Operands = tuple[Operand | None, ...]
 TENSORS = ("data", "scale", "mean", "bias")
 """The fields of a Quantized that are tensors."""
 
-_launches: dict[tuple, Callable[[Tensors], list[torch.Tensor] | None] | None] = {}
-"""For each combination of options and shapes, the function that repeats such a call. It is None after the first call,
-so that calls whose lengths always differ cost nothing."""
+_launches: dict[tuple, Callable[[Tensors], list[torch.Tensor] | None]] = {}
+"""For each combination of options, the function that repeats such calls, those of shapes that the binding has kept."""
+
+_seen: dict[tuple, Literal["once", "kept", "never"]] = {}
+"""For each combination of options and shapes, whether its calls are kept. The first call isn't, so that calls whose
+lengths always differ cost nothing."""
 _numbers = itertools.count()
-
-
-def _never(tensors: Tensors) -> None:
-    """Repeats calls that can't be recorded."""
 
 
 def forget() -> None:
     """As if no call had been made."""
     _launches.clear()
+    _seen.clear()
+
+
+def is_plain() -> bool:
+    """Whether nothing but this code sees the operators that it calls: torch.compile, modes, transforms and tracers."""
+    return not (
+        is_compiling()
+        or _len_torch_function_stack()
+        or _len_torch_dispatch_stack()
+        or _is_tracing()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _known(options: tuple, operands: Operands, others: Tensors) -> tuple[tuple, list[torch.Tensor | None]] | None:
-    """What a call is kept by, and its tensors, `others` behind those of the operands; None of calls that aren't plain
-    torch."""
-    if is_compiling() or _len_torch_function_stack() or _len_torch_dispatch_stack() or _is_tracing():
+    """What the function that repeats a call is kept by, and the call's tensors, `others` behind those of the operands;
+    None of calls that aren't plain torch.
+
+    The binding looks at shapes, and at which tensors there are.
+    """
+    if not is_plain():
         return None
-    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return None
-    kinds: list[Any] = []
-    tensors: list[torch.Tensor | None] = []
+    kinds: tuple = ()
+    tensors: list[Any] = [*operands, *others]
+    if Quantized in map(type, operands):
+        kinds, tensors = _parts(operands, others)
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) is not torch.Tensor or tensor.requires_grad):
+            return None
+    # types, too: 1, 1.0 and True are equal, and not all of them are valid
+    return (options, tuple(map(type, options)), kinds), tensors
+
+
+def _parts(operands: Operands, others: Tensors) -> tuple[tuple, list[Any]]:
+    """What calls of quantized operands depend on beside their tensors, and these."""
+    kinds: list[tuple | None] = []
+    tensors: list[Any] = []
     for x in operands:
-        if isinstance(x, torch.Tensor):
-            kinds.append(x.shape)
-            tensors.append(x)
-        elif isinstance(x, Quantized):
+        if isinstance(x, Quantized):
             packed = x.packed
             kinds.append((x.granularity, x.layout, x.length, x.rotated, None if packed is None else packed.tokens))
             tensors += x.data, x.scale, x.mean, x.bias
             if packed is not None:
                 tensors += packed.cu_seqlens, packed.seqused
-        elif x is None:
-            kinds.append(None)
-            tensors.append(None)
         else:
-            return None
-    tensors += others
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) is not torch.Tensor or tensor.requires_grad):
-            return None
-    # types, too: 1, 1.0 and True are equal, and not all of them are valid
-    return (options, tuple(map(type, options)), tuple(kinds)), tensors
+            kinds.append(None)
+            tensors.append(x)
+    return tuple(kinds), [*tensors, *others]
 
 
 def _with_tensors(x: Operand | None, tensors: Iterator[Any]) -> Operand | None:
@@ -136,14 +152,16 @@ def remember(options: tuple, operands: Operands, others: Tensors, attend: Callab
     # a tensor, say, may be another number the next time
     if not IMMUTABLE.issuperset(name[1]):
         return
-    if name not in _launches:
-        if len(_launches) >= MOST:
+    shapes = name, tuple(x.shape if isinstance(x, torch.Tensor) else None for x in operands)
+    seen = _seen.get(shapes)
+    if seen is None:
+        if len(_seen) >= MOST:
             forget()
-        _launches[name] = None
+        _seen[shapes] = "once"
+        return
+    if seen == "never":
         return
     launch = _launches.get(name)
-    if launch is _never:
-        return
     number = launch.args[0] if isinstance(launch, partial) else next(_numbers)
 
     def outputs(inputs: Tensors) -> tuple[torch.Tensor, ...]:
@@ -156,9 +174,10 @@ def remember(options: tuple, operands: Operands, others: Tensors, attend: Callab
     try:
         operators = build.load_binding()
     except BuildError:  # Triton goes on
-        _launches[name] = _never
+        _seen[shapes] = "never"
         return
     if recording.record(operators, ops.implementations, number, tensors, outputs):
         _launches[name] = partial(operators.repeat.default, number)
-    elif launch is None:
-        _launches[name] = _never
+        _seen[shapes] = "kept"
+    elif seen == "once":
+        _seen[shapes] = "never"

@@ -740,8 +740,8 @@ def quantized_call(problem: Problem) -> tuple[Call, Quantized]:
     return problem.call_of(key, value, query, mean_scores), key
 
 
-def from_fp16_by(backend: Forward, required: bool):
-    """Implementation of an operator that quantizes by recipe.FUSED_RECIPES[qk] and attends.
+def quantize_and_attend(problem: Problem, backend: Forward, required: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantization by recipe.FUSED_RECIPES[problem.qk], and attention.
 
     It does both in one launch where possible. Otherwise the attention kernel quantizes q where possible.
 
@@ -752,6 +752,41 @@ def from_fp16_by(backend: Forward, required: bool):
     Returns:
         out (B, Hq, Sq, Dv); LSE (B, Hq, Sq), empty if not asked for.
     """
+    device = device_of(problem.q.device)
+    with current(problem.q.device):
+        try:
+            way = way_of(problem)
+            if way == "one launch":
+                return cuda_run.forward_from_fp16(problem, device)
+            if way == "two launches":
+                return early.quantize_and_attend(problem, device)
+            if way == "fused q":
+                call = fused_q_call(problem)
+                return cuda_run.forward(call, device, configs.choose(call, device))
+        except BuildError as error:
+            if required:
+                raise
+            warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
+        call, key = quantized_call(problem)
+        out, lse = backend(call)
+        if problem.return_lse and call.mean_scores is None:
+            assert key.mean is not None
+            lse = _unsmoothed_lse(lse, problem.q, key.mean, problem.softmax_scale, key.rotated)
+        return out, lse
+
+
+FromFp16 = Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]
+"""Quantization and attention of a problem that was checked: output and LSE."""
+
+FROM_FP16: dict[str, FromFp16] = {
+    "cuda": shielded(functools.partial(quantize_and_attend, backend=_by_cuda, required=True)),
+    "auto": shielded(functools.partial(quantize_and_attend, backend=_by_whichever, required=False)),
+}
+"""By backend."""
+
+
+def from_fp16_by(run: FromFp16):
+    """Implementation of an operator that quantizes and attends."""
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
@@ -764,28 +799,7 @@ def from_fp16_by(backend: Forward, required: bool):
         validate.check_scores(softcap, sinks, q.shape[1], q.device)
         if qk not in FUSED_RECIPES:
             raise ValueError(f"qk is {qk!r}; it must be one of {tuple(FUSED_RECIPES)}")
-        problem = Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask, of_rows, softcap, sinks)
-        device = device_of(q.device)
-        with current(q.device):
-            try:
-                way = way_of(problem)
-                if way == "one launch":
-                    return cuda_run.forward_from_fp16(problem, device)
-                if way == "two launches":
-                    return early.quantize_and_attend(problem, device)
-                if way == "fused q":
-                    call = fused_q_call(problem)
-                    return cuda_run.forward(call, device, configs.choose(call, device))
-            except BuildError as error:
-                if required:
-                    raise
-                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-            call, key = quantized_call(problem)
-            out, lse = backend(call)
-            if return_lse and call.mean_scores is None:
-                assert key.mean is not None
-                lse = _unsmoothed_lse(lse, q, key.mean, softmax_scale, key.rotated)
-            return out, lse
+        return run(Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask, of_rows, softcap, sinks))
 
     return forward
 
@@ -801,10 +815,10 @@ def _fake_from_fp16(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, a
     return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
 
 
-for _name, _backend, _required in (("cuda", _by_cuda, True), ("auto", _by_whichever, False)):
+for _name, _run in FROM_FP16.items():
     register(
         f"{_name}_forward_from_fp16(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse,"
         f" Tensor? attn_mask=None, {OPTIONS}) -> (Tensor, Tensor)",
-        from_fp16_by(_backend, _required),
+        from_fp16_by(_run),
         _fake_from_fp16,
     )

@@ -6,11 +6,11 @@
 
 #include <cstddef>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -29,13 +29,16 @@ class DeviceGuard {
   explicit DeviceGuard(int32_t device) {
     check(cudaGetDevice(&before_));
     check(cudaSetDevice(device));
+    device_ = device;
   }
-  ~DeviceGuard() { cudaSetDevice(before_); }
+  ~DeviceGuard() {
+    if (before_ != device_) cudaSetDevice(before_);
+  }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int before_ = 0;
+  int before_ = 0, device_ = 0;
 };
 
 template <class P>
@@ -324,6 +327,14 @@ inline thread_local std::unique_ptr<Recording> recording;
 // All that a launch follows from but the tensors' addresses.
 using Facts = std::vector<int64_t>;
 
+struct HashOfFacts {
+  size_t operator()(const Facts& facts) const {
+    uint64_t hash = 14695981039346656037u;  // FNV-1a, of words
+    for (int64_t fact : facts) hash = (hash ^ uint64_t(fact)) * 1099511628211u;
+    return hash ^ hash >> 32;
+  }
+};
+
 // Of calls that were made before. Threads share it.
 class Plans {
  public:
@@ -342,7 +353,7 @@ class Plans {
  private:
   static constexpr size_t MOST = 4096;
   std::mutex mutex_;
-  std::map<Facts, std::shared_ptr<const Plan>> plans_;
+  std::unordered_map<Facts, std::shared_ptr<const Plan>, HashOfFacts> plans_;
 };
 
 inline Plans& plans() {

@@ -13,7 +13,7 @@ import sys
 import threading
 import unittest.mock
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -538,6 +538,17 @@ def test_options_of_other_types_are_refused_every_time(repeats: Repeats, options
         assert not repeats.last()
     call()
     assert repeats.last()
+
+
+@pytest.mark.parametrize("name", ("is_causal", "enable_gqa"))
+def test_numbers_that_equal_flags_are_refused(name: str, repeats: Repeats) -> None:
+    """1 and True have one hash, and are equal."""
+    x = operands()
+    kept(*x, **{name: True})()
+    assert repeats.last()
+    with pytest.raises(TypeError, match=f"{name} is a"):
+        fp8attn.cuda_sdpa(*x, **{name: 1})
+    assert not repeats.last()
 
 
 def test_other_options_are_other_calls() -> None:
@@ -1166,20 +1177,6 @@ def test_inference_mode_and_back(repeats: Repeats) -> None:
     assert not call().is_inference() and repeats.last()
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_deterministic_memory_is_filled(repeats: Repeats) -> None:
-    """Nothing writes the output here."""
-    call = kept(*operands())
-    assert call().isnan().all() and repeats.last()
-
-
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
     monkeypatch.setattr(eager, "MOST", 3)
     x = operands()
@@ -1213,6 +1210,31 @@ def test_lengths_that_never_come_again_are_not_kept(monkeypatch: pytest.MonkeyPa
     for length in range(100, 110):
         fp8attn.cuda_sdpa(*operands(length=length))
     assert planned.count == 10
+
+
+def test_lengths_that_cannot_be_kept_leave_others(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    """All have the same options. What can't be kept is tried once."""
+    record, tried = recording.record, list[int]()
+
+    def refuses_300(operators, implementations, number, tensors, outputs) -> bool:
+        length = next(x.shape[2] for x in tensors if x is not None)
+        tried.append(length)
+        return length != 300 and record(operators, implementations, number, tensors, outputs)
+
+    monkeypatch.setattr(recording, "record", refuses_300)
+    for _ in range(4):
+        for length in (300, 200, 100):
+            fp8attn.cuda_sdpa(*operands(length=length))
+    assert tried == [300, 200, 100] and repeats.hits == [False] * 6 + [False, True, True] * 2
+
+
+@pytest.mark.parametrize("backend", ("auto", "cuda"))
+def test_first_calls_are_checked_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They don't go through an operator, which would check again."""
+    q, k, v = (torch.randn(1, 3, 700, 128).bfloat16() for _ in range(3))
+    monkeypatch.setattr(ops, "library_ops", None)
+    monkeypatch.setattr(ops.validate, "check_floats", lambda *_: pytest.fail("it checks again"))
+    assert fp8attn.sdpa(q, k, v, backend=backend).shape == q.shape
 
 
 class CountCalls:
