@@ -314,7 +314,8 @@ def attend_paged(call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _attend_row(call: PagedCall, index: int, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the new tokens of one row, out (Hq, n, Dv) and LSE (Hq, n). Rows that see what isn't there are NaN."""
+    """Attention of the new tokens of one row, out (Hq, n, Dv) and LSE (Hq, n); NaN of queries that see what isn't
+    there."""
     storage, q, left = call.storage, row.part(call.q, index), call.window[0]
     number_of_pages, edge = storage.pages.k.shape[0], row.length - row.count
     position = torch.arange(edge, row.length, device=q.device)

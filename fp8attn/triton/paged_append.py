@@ -292,8 +292,8 @@ def comes_last(tickets, programs):
 
 @triton.jit
 def page_of_program(cu_seqlens, rows, length, most_pages, kv_heads):
-    """The work of a program in a grid of pages x kv_heads x rows, in one dimension; of packed tokens, whose `most_pages`
-    are those of all rows, pages x kv_heads.
+    """The work of a program in a grid of pages x kv_heads x rows, in one dimension. Of packed tokens `most_pages` are
+    those of all rows, and the grid is pages x kv_heads.
 
     Returns:
         the row of the batch, the head, the number of the page among the row's new ones, the row's first token among

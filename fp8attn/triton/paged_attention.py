@@ -175,8 +175,8 @@ def merge_sink(m, l, acc, sink):
 
 @triton.jit
 def work_of_program(cu_seqlens, rows_of_batch, length, group, kv_heads, splits, ROWS: tl.constexpr):
-    """The work of a program in a grid of tiles of rows x splits x kv_heads x batch, in one dimension; of packed queries,
-    tiles of all rows of the batch x splits x kv_heads.
+    """The work of a program in a grid of tiles of rows x splits x kv_heads x batch, in one dimension. Of packed queries
+    tiles are those of all rows of the batch, and the grid is tiles x splits x kv_heads.
 
     Returns:
         the number of tiles; the program's split, head of keys and row of the batch; the row's first query among packed
@@ -429,7 +429,8 @@ class Outputs:
         return self.out, self.lse, self.partial, self.sums
 
     def combine(self, width: int, warmup: bool) -> None:
-        """Add the sums of all splits to the outputs, if programs share keys. width: Dv, rounded up to a power of two."""
+        """Add the sums of all splits to the outputs, if programs share keys. width: Dv, rounded up to a power of
+        two."""
         if self.partial is None:
             return
         launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,34 @@ def test_a_query_is_the_same_in_a_prefill_and_in_a_step(device: torch.device, ba
         query = call.q[:, :, 89 - earlier : 90 - earlier]
         step = answer(call, backend, query=query, batch=replace(call.batch, lengths=lengths))
         assert_close(step, tuple(x[:, :, 89 - earlier : 90 - earlier] for x in whole), case.dtype)
+
+
+@settings(max_examples=12)
+@given(case=cases, counts=st.lists(st.integers(0, 40), min_size=3, max_size=3))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences_are_as_each_alone(device: torch.device, backend: str, case: Case, counts: list[int]) -> None:
+    """With any numbers of queries, and zeros behind the last one."""
+    call = replace(case, ragged=False, queries=40).call(device)
+    numbers = [min(pair) for pair in zip(counts, case.lengths, strict=False)]
+    numbers += [0] * (len(case.lengths) - len(numbers))
+    ints = lambda x: torch.tensor(x, dtype=torch.int32, device=device)  # noqa: E731
+    cache = call.cache if backend == "modelled" else call.unrounded()
+    query_dtype = call.q.dtype if cache is call.cache else torch.float32
+    wanted, wanted_lse = paged_tensors.attend(call.q.to(query_dtype), cache, replace(call.batch, counts=ints(numbers)), call.how)
+    edges = [0, *itertools.accumulate(numbers)]
+    parts = [call.q[row, :, :n].transpose(0, 1) for row, n in enumerate(numbers)]
+    q = torch.cat([*parts, torch.full_like(call.q[0, :, :3].transpose(0, 1), torch.nan)])
+    packed = replace(call.batch, cu_seqlens=ints(edges))
+    out, lse = answer(replace(call, q=q), backend, batch=packed, scale=call.how.softmax_scale)
+    assert out.shape == (*q.shape[:2], wanted.shape[3]) and lse.shape == (q.shape[1], q.shape[0])
+    assert not out[-3:].any() and bool((lse[:, -3:] == -torch.inf).all())
+    for row, (first, last) in enumerate(itertools.pairwise(edges)):
+        found = out[first:last].transpose(0, 1), lse[:, first:last]
+        expected = wanted[row, :, : last - first], wanted_lse[row, :, : last - first]
+        if backend == "modelled":
+            assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(found, expected, strict=True))
+        elif last > first:
+            assert_close(found, expected, case.dtype)
 
 
 def written(case: Case, device: torch.device, tokens: int, slots: list[int]) -> tuple[PagedTensors, tuple[torch.Tensor, ...]]:
