@@ -44,8 +44,9 @@ def spans_of(cu_seqlens, seqused, sequences, tokens, inside):
 
 @triton.jit
 def tile_at(place, cu_seqlens, sequences, tokens, group, ROWS: tl.constexpr):
-    """The tile of ROWS rows, `group` for each token, at a place (layout.first_unit). Tokens behind the last sequence are
-    one sequence more, number `sequences`.
+    """The tile of ROWS rows, `group` for each token, at a place (layout.first_unit).
+
+    Tokens behind the last sequence are one sequence more, number `sequences`.
 
     Returns:
         its sequence, its number there, and the first token and the number of tokens of the sequence. The tile may have
