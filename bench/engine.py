@@ -18,7 +18,7 @@ import fp8attn
 
 from .machine import machine
 
-IMPLEMENTATIONS = ("fp8attn_flash2", "flash_attention_3", "flash_attention_2", "sdpa")
+IMPLEMENTATIONS = ("fp8attn_flash2", "fp8attn_e4m3_flash2", "flash_attention_3", "flash_attention_2", "sdpa")
 """In the order in which they are timed. Those that the machine lacks are left out, with their error."""
 
 
@@ -101,6 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, size.vocabulary, (found.length,), generator=generator).tolist() for _ in range(found.sequences)]
     fp8attn.integrations.continuous_batching.register()
+    fp8attn.integrations.continuous_batching.register(kv_scales=(1.0, 1.0), name="fp8attn_e4m3_flash2")
     for implementation in found.implementations:
         try:
             row = row_of(model, implementation, prompts, found.new)

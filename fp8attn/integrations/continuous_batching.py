@@ -4,14 +4,15 @@ fp8attn.integrations.continuous_batching.register()
 model.set_attn_implementation("fp8attn_flash2")
 model.generate_batch(inputs, generation_config=generation_config)
 
-The engine keeps keys and values in blocks of its own, in the model's dtype, and calls functions of FlashAttention's
-signatures: one for packed sequences, and one for decode steps, which reads and writes blocks by a block table. It takes
-an attention implementation for one that needs no masks if its name has `flash`, and for one with block tables if a 2 or
-a 3 follows.
+The engine keeps keys and values in blocks of its own, in the model's dtype or in e4m3, and calls functions of
+FlashAttention's signatures: one for packed sequences, and one for decode steps, which reads and writes blocks by a
+block table. It takes an attention implementation for one that needs no masks if its name has `flash`, and for one with
+block tables if a 2 or a 3 follows.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ from ..api import sdpa, varlen_sdpa
 from ..paged import paged_sdpa
 from ..paged_tensors import PagedTensors
 from ..pages import PagedBatch
-from ..recipe import PRECISE, Recipe
+from ..quantization import encode
+from ..recipe import E4M3, PRECISE, Recipe
 from ..reference import Window
-from ..validate import HALVES, Backend, check_recipe, unsupported_varlen_recipe
+from ..validate import HALVES, Backend, check_recipe, check_scale, unsupported_varlen_recipe
 from .flash_attn import flash_attn_with_kvcache
 from .switching import MIN_KEYS
 
@@ -45,8 +47,9 @@ PAGED = "paged|"
 
 
 def register(
-    recipe: Recipe = PRECISE, *, model: torch.nn.Module | None = None, min_keys: int = MIN_KEYS, backend: Backend = "auto", name: str = NAME
-) -> None:
+    recipe: Recipe = PRECISE, *, model: torch.nn.Module | None = None, kv_scales: tuple[float, float] | None = None,
+    min_keys: int = MIN_KEYS, backend: Backend = "auto", name: str = NAME,
+) -> None:  # fmt: skip
     """Register fp8attn with transformers as a flash attention, for `generate_batch` and for other calls.
 
     Windows, soft caps and sinks are those of the model. If it is registered again, the new registration replaces the
@@ -56,6 +59,8 @@ def register(
         recipe: of packed calls in FP8, one that `varlen_sdpa` takes.
         model: a model that takes few flash attentions, such as gpt-oss: its list gets the name. None: the model has no
             such list.
+        kv_scales: the engine's blocks are e4m3, and these multipliers restore keys and values: (1.0, 1.0) if nothing is
+            known of them. Numbers of more than 448 times a scale saturate. None: blocks have the model's dtype.
         min_keys: sequences with fewer keys are attended to in the model's dtype.
         backend: of `varlen_sdpa`, and of `paged_sdpa` if it has it.
         name: that `attn_implementation` takes. It must have `flash`, and behind it a 2.
@@ -68,11 +73,19 @@ def register(
     reason = unsupported_varlen_recipe(recipe)
     if reason is not None:
         raise ValueError(reason)
+    if kv_scales is not None:
+        if not isinstance(kv_scales, tuple) or len(kv_scales) != 2:
+            raise TypeError(f"kv_scales is {kv_scales!r}; it must be two numbers, of keys and values, or None")
+        for of, scale in zip(("keys", "values"), kv_scales, strict=True):
+            check_scale(f"kv_scales, of {of},", scale)
+            if not scale > 0:
+                raise ValueError(f"kv_scales is {kv_scales}; it must be positive numbers")
     if not isinstance(name, str) or "2" not in name.partition("flash")[2] or name.startswith("flash_attention_"):
         raise ValueError(f"name is {name!r}; it must have 'flash', a 2 behind it, and no name of transformers' own")
     try:
         from transformers import AttentionInterface
         from transformers import modeling_flash_attention_utils as loader
+        from transformers.generation.continuous_batching import continuous_api
         from transformers.integrations.flash_attention import flash_attention_forward
         from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
     except ImportError as error:
@@ -84,7 +97,9 @@ def register(
     paged: Any = AttentionInterface._global_mapping.get(f"{PAGED}flash_attention_2")
     if paged is not None:
         AttentionInterface.register(PAGED + name, _with_window(paged))
-    loader._lazy_imports = _Loader.on(loader._lazy_imports, name, _Flash(recipe, min_keys, backend))
+    flash = _Flash(recipe, min_keys, backend, kv_scales)
+    loader._lazy_imports = _Loader.on(loader._lazy_imports, name, flash)
+    continuous_api.PagedAttentionCache = _Caches.on(continuous_api.PagedAttentionCache, name, flash)
     if loader._loaded_implementation in (name, PAGED + name):
         loader._loaded_implementation = None  # it is loaded again, with the new options
     compatible = getattr(model, "_compatible_flash_implementations", None)
@@ -129,12 +144,57 @@ class _Loader:
 
 
 @dataclass(frozen=True)
+class _Caches:
+    """What the engine makes its cache by: one in e4m3 for those of `known` that have scales, and others as before."""
+
+    before: type
+    known: dict[str, _Flash]
+
+    @classmethod
+    def on(cls, before: Any, name: str, flash: _Flash) -> _Caches:
+        """`before`, and one flash attention more."""
+        if isinstance(before, cls):
+            return cls(before.before, {**before.known, name: flash})
+        return cls(before, {name: flash})
+
+    def __call__(self, *, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+        flash = self.known.get((config._attn_implementation or "").removeprefix(PAGED))
+        if flash is None or flash.kv_scales is None:
+            return self.before(config=config, dtype=dtype, **options)
+        return _fp8_cache(self.before)(flash.kv_scales, dtype, config=config, **options)
+
+
+@functools.cache
+def _fp8_cache(base: type) -> type:
+    """The engine's cache, a subclass of `base`, whose blocks are bytes of e4m3 codes."""
+
+    class Fp8PagedAttentionCache(base):  # type: ignore[misc, valid-type]
+        """The cache of transformers' engine in e4m3. What attention gets is what it holds."""
+
+        def __init__(self, scales: tuple[float, float], kept: torch.dtype, **options: Any) -> None:
+            super().__init__(dtype=torch.uint8, **options)
+            self.scales, self.kept = scales, kept
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *arguments: Any, **options: Any) -> Any:
+            """Write new tokens, and return all that the sequences have; by a block table, nothing of both."""
+            if (options.get("kwargs") or {}).get("block_table") is not None:
+                return super().update(key_states, value_states, layer_idx, *arguments, **options)
+            scales = [torch.full((1,), scale, device=key_states.device) for scale in self.scales]
+            codes = [encode(x.float(), scale).view(torch.uint8) for x, scale in zip((key_states, value_states), scales, strict=True)]
+            found = super().update(*codes, layer_idx, *arguments, **options)
+            return tuple((x.view(E4M3).float() * scale).to(self.kept) for x, scale in zip(found, scales, strict=True))
+
+    return Fp8PagedAttentionCache
+
+
+@dataclass(frozen=True)
 class _Flash:
     """FlashAttention's functions, with transformers' names of their arguments. They return outputs alone."""
 
     recipe: Recipe
     min_keys: int
     backend: Backend
+    kv_scales: tuple[float, float] | None = None
 
     @property
     def paged_backend(self) -> str:
@@ -217,9 +277,11 @@ class _Flash:
 
         Returns (B, n, Hq, Dv).
         """
+        k_descale, v_descale = self.kv_scales or (None, None)
         out = flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens.to(torch.int32), block_table=block_table, softmax_scale=softmax_scale,
-            causal=causal, window_size=window_size, softcap=softcap, sinks=_sinks(s_aux), backend=self.paged_backend,
+            causal=causal, window_size=window_size, softcap=softcap, k_descale=k_descale, v_descale=v_descale, sinks=_sinks(s_aux),
+            backend=self.paged_backend,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterator
 from types import ModuleType
@@ -31,10 +32,10 @@ def transformers() -> Iterator[ModuleType]:
     found = pytest.importorskip("transformers", reason="needs the package transformers")
     if not hasattr(found, "ContinuousBatchingConfig"):
         pytest.skip("transformers has no continuous batching, or an older one")
-    loader = found.modeling_flash_attention_utils
-    before = loader._lazy_imports
+    loader, engine = found.modeling_flash_attention_utils, importlib.import_module("transformers.generation.continuous_batching.continuous_api")
+    before = loader._lazy_imports, engine.PagedAttentionCache
     yield found
-    loader._lazy_imports, loader._loaded_implementation = before, None
+    (loader._lazy_imports, engine.PagedAttentionCache), loader._loaded_implementation = before, None
 
 
 def prompts() -> list[list[int]]:
@@ -117,6 +118,50 @@ def test_block_tables_give_the_tokens_of_packed_calls(transformers: ModuleType, 
     assert "flash_attn_with_kvcache" in calls.names
 
 
+@pytest.mark.parametrize("kind", ("Llama", "Mistral", "GptOss"))
+@pytest.mark.parametrize("scales", ((1.0, 1.0), (0.25, 2.0)))
+def test_blocks_in_e4m3(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, scales: tuple[float, float]) -> None:
+    """The tokens of plain `generate` from a cache whose keys and values are rounded alike."""
+    model = decoder(transformers, kind)
+    update = transformers.DynamicCache.update
+
+    def rounded(self: Any, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        both = ((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale for x, scale in zip((key, value), scales, strict=True))
+        return update(self, *both, *arguments, **options)
+
+    exact = alone(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.DynamicCache, "update", rounded)
+        expected = alone(model)
+    assert expected != exact
+    batching.register(model=model, kv_scales=scales)
+    model.set_attn_implementation(batching.NAME)
+    assert generated(transformers, model) == expected
+    batching.register(model=model)
+    model.set_attn_implementation(batching.NAME)
+    assert generated(transformers, model) == exact
+
+
+def test_block_tables_of_e4m3(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have half of the bytes, and decode steps read them as they are."""
+    initialization = pytest.importorskip("transformers.generation.continuous_batching.initialization", reason="an older engine")
+    model, kinds = decoder(transformers, "Llama").to(torch.bfloat16), []
+    inner = batching.flash_attn_with_kvcache
+
+    def noted(q: torch.Tensor, k_cache: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        kinds.append((k_cache.dtype, options["k_descale"], options["v_descale"]))
+        return inner(q, k_cache, *arguments, **options)
+
+    monkeypatch.setattr(batching, "flash_attn_with_kvcache", noted)
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
+    batching.register(kv_scales=(0.5, 1.0))
+    model.set_attn_implementation(batching.NAME)
+    found, expected = generated(transformers, model, max_blocks_per_request=8), alone(model)
+    assert {*kinds} == {(torch.uint8, 0.5, 1.0)}
+    pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+    assert sum(x == y for x, y in pairs) >= len(LENGTHS) * NEW // 3
+
+
 def test_plain_calls_of_a_model(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch with padding, which transformers packs, and one without."""
     model = decoder(transformers, "Llama")
@@ -143,6 +188,12 @@ def test_what_it_refuses(transformers: ModuleType) -> None:
         batching.register("int8")  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="Linear has softcap, which the engine of this release of transformers drops"):
         batching._with_window(lambda module: None)(nn.Linear(1, 1), softcap=50.0)
+    for scales, error, message in (
+        ((1.0,), TypeError, "kv_scales is"), (1.0, TypeError, "kv_scales is 1.0"), ((1.0, 0.0), ValueError, "positive"),
+        ((True, 1.0), TypeError, "keys"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            batching.register(kv_scales=scales)  # type: ignore[arg-type]
     x = torch.zeros(1, 4, 2, 16)
     with pytest.raises(ValueError, match=r"dropout_p is 0.1; it must be 0"):
         batching._Flash(fp8attn.PRECISE, 1, "auto").func(x, x, x, 0.1)
