@@ -37,8 +37,10 @@ OLDEST = "5.17"
 """The first release of transformers whose engine was run with it."""
 
 MOST_STEP = 16
-"""Calls with more queries per sequence, as the host can tell, are a prefill or a chunk of it, and run in FP8. Decode
-steps would quantize all keys for each token, and read what the engine keeps instead."""
+"""Queries of a sequence in a step that decodes or verifies a draft."""
+
+PADDED_STEP = 64
+"""Queries to a multiple of which the engine pads for CUDA graphs. The most queries of a sequence are not known then."""
 
 UNLIMITED: Window = (-1, -1)
 
@@ -99,7 +101,8 @@ def register(
         AttentionInterface.register(PAGED + name, _with_window(paged))
     flash = _Flash(recipe, min_keys, backend, kv_scales)
     loader._lazy_imports = _Loader.on(loader._lazy_imports, name, flash)
-    continuous_api.PagedAttentionCache = _Caches.on(continuous_api.PagedAttentionCache, name, flash)
+    engine: Any = continuous_api
+    engine.PagedAttentionCache = _Caches.on(engine.PagedAttentionCache, name, flash)
     if loader._loaded_implementation in (name, PAGED + name):
         loader._loaded_implementation = None  # it is loaded again, with the new options
     compatible = getattr(model, "_compatible_flash_implementations", None)
@@ -242,7 +245,8 @@ class _Flash:
         """Attention of packed sequences, q (Tq, Hq, D) to k and v (Tk, Hkv, D or Dv). Returns (Tq, Hq, Dv)."""
         _check_dropout(dropout_p)
         sequences, sinks, window = cu_seqlens_q.shape[0] - 1, _sinks(s_aux), _window(window_size, causal)
-        is_step = q.shape[0] <= MOST_STEP * sequences or max_seqlen_k < self.min_keys
+        # steps would quantize all keys for each token
+        is_step = max_seqlen_q <= MOST_STEP or q.shape[0] <= max(2 * sequences, PADDED_STEP) or max_seqlen_k < self.min_keys
         if is_step and causal and k.dtype in HALVES and self.backend != "reference":
             # one slot is a page: sequences begin at any token
             starts = cu_seqlens_k[:-1]

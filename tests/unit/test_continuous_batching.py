@@ -99,7 +99,7 @@ def test_decode_steps_read_what_the_engine_keeps(transformers: ModuleType, monke
     expected, calls = alone(model), Calls(monkeypatch)
     batching.register(min_keys=33, backend="modelled")
     model.set_attn_implementation(batching.NAME)
-    found = generated(transformers, model)
+    found = generated(transformers, model, max_batch_tokens=100)
     assert {*calls.names} == {"varlen_sdpa", "paged_sdpa"}
     pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
     assert sum(x == y for x, y in pairs) >= len(LENGTHS) * NEW // 2
