@@ -1,4 +1,4 @@
-"""Decoding from KV caches in pages that are shuffled, beside FlashAttention-3 and PyTorch."""
+"""Decoding from KV caches in pages that are shuffled, and prefill, beside FlashAttention-3 and PyTorch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, reference
-from fp8attn.pages import PAGE
+from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, reference, sdpa
+from fp8attn.pages import PAGE, RECENT_QUERIES
 
 from . import adapters, command_line, report
 from .command_line import NO_GPU, UsageError
@@ -33,6 +33,9 @@ PEAK_BYTES_PER_SECOND = 3.35e12
 
 SEED = 46
 
+CHECKED = 256
+"""Queries of each sequence at most, the last ones, of which the error is told."""
+
 
 @dataclass(frozen=True)
 class DecodeCase:
@@ -44,6 +47,11 @@ class DecodeCase:
     kv_heads: int = 8
     dim: int = 128
     queries: int = 1
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether there are more queries than a cache keeps tokens for: their keys and values are given."""
+        return self.queries > RECENT_QUERIES
 
     @property
     def kv_bytes(self) -> int:
@@ -68,6 +76,18 @@ CASES = (
     DecodeCase("32 × 4k 64/8 D64", (4096,) * 32, q_heads=64, dim=64),
     DecodeCase("16 × 4k 16/8 D256", (4096,) * 16, q_heads=16, dim=256),
     DecodeCase("32 × 4k 4 queries", (4096,) * 32, queries=4),
+)
+
+
+PREFILL = (
+    DecodeCase("prefill 4 × 4k", (4096,) * 4, 16, 16, queries=4096),
+    DecodeCase("prefill 16k", (16384,), 16, 16, queries=16384),
+    DecodeCase("prefill 64k", (65536,), 16, 16, queries=65536),
+    DecodeCase("prefill 128k", (131072,), 8, 8, queries=131072),
+    DecodeCase("prefill 16k 32/8", (16384,), queries=16384),
+    DecodeCase("prefill 16k D64", (16384,), 32, 32, 64, queries=16384),
+    DecodeCase("prefill 16k D256", (16384,), 8, 8, 256, queries=16384),
+    DecodeCase("chunk of 2k, 64k 32/8", (65536,), queries=2048),
 )
 
 
@@ -108,30 +128,55 @@ class Inputs:
         length = self.case.lengths[row]
         return x[self.table[row, : math.ceil(length / PAGE)].long()].flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0)
 
+    def sequences(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values of all sequences, (B, Hkv, S, D).
+
+        Raises:
+            ValueError: lengths differ.
+        """
+        if len({*self.case.lengths}) > 1:
+            raise ValueError("lengths differ")
+        return torch.cat([self.sequence(x, row) for row in range(len(self.case.lengths))])
+
     def exact(self) -> torch.Tensor:
-        """The exact answer, float32."""
+        """The exact answer of the last CHECKED queries, float32."""
         found = []
         for row in range(len(self.case.lengths)):
             k, v = (self.sequence(x, row) for x in (self.k, self.v))
-            found.append(reference.attention(self.q[row : row + 1], k, v, causal="bottom_right")[0])
+            found.append(reference.attention(self.q[row : row + 1, :, -CHECKED:], k, v, causal="bottom_right")[0])
         return torch.cat(found)
 
 
 def filled(inputs: Inputs) -> tuple[KVCache, PagedBatch]:
-    """fp8attn's cache of the same keys and values, in the same pages."""
+    """fp8attn's cache of the same keys and values, in the same pages. Of a prefill, without the queries' tokens."""
     case, device = inputs.case, inputs.q.device
     cache = KVCache(len(case.lengths), inputs.k.shape[0], case.kv_heads, case.dim, device=device)
     rows = torch.arange(len(case.lengths), dtype=torch.int32, device=device)
     for row in range(len(case.lengths)):
         one = slice(row, row + 1)
-        batch = PagedBatch(inputs.table[one], inputs.lengths[one], None, rows[one])
-        cache.append(inputs.sequence(inputs.k, row), inputs.sequence(inputs.v, row), batch)
+        left_out = case.queries if case.is_prefill else 0
+        length = case.lengths[row] - left_out
+        if length == 0:
+            continue
+        batch = PagedBatch(inputs.table[one], inputs.lengths[one] - left_out, None, rows[one])
+        cache.append(inputs.sequence(inputs.k, row)[:, :, :length], inputs.sequence(inputs.v, row)[:, :, :length], batch)
     return cache, PagedBatch(inputs.table, inputs.lengths, max_length=max(case.lengths))
 
 
 def _own(backend: str, sets: Sequence[Inputs]) -> Run:
     caches = [filled(inputs) for inputs in sets]
-    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend=backend)
+    new: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(sets)
+    if sets[0].case.is_prefill:  # the same tokens are appended again and again
+        first = -sets[0].case.queries
+        new = [(x.sequences(x.k)[:, :, first:].contiguous(), x.sequences(x.v)[:, :, first:].contiguous()) for x in sets]
+    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], new[i % len(sets)], backend=backend)
+
+
+def _dense(sets: Sequence[Inputs]) -> Run:
+    """fp8attn without a cache: keys and values are quantized in each call, with statistics of all tokens."""
+    tensors = [(x.q, x.sequences(x.k), x.sequences(x.v)) for x in sets]
+    gqa = sets[0].case.q_heads != sets[0].case.kv_heads
+    return lambda i: sdpa(*tensors[i % len(sets)], is_causal=True, causal_alignment="bottom_right", enable_gqa=gqa)
 
 
 def _tensors(fp8: bool, sets: Sequence[Inputs]) -> Run:
@@ -182,9 +227,7 @@ def _flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
 def _sdpa(sets: Sequence[Inputs]) -> Run:
     """PyTorch's SDPA of keys and values that are contiguous, for sequences of one length."""
     case = sets[0].case
-    if len({*case.lengths}) > 1:
-        raise ValueError("lengths differ")
-    dense = [[torch.cat([x.sequence(y, row) for row in range(len(case.lengths))]) for y in (x.k, x.v)] for x in sets]
+    dense = [[x.sequences(y) for y in (x.k, x.v)] for x in sets]
     mask = None
     if case.queries > 1:
         mask = torch.ones(case.queries, case.lengths[0], dtype=torch.bool, device=sets[0].q.device).tril(case.lengths[0] - case.queries)
@@ -227,6 +270,12 @@ ROWS = (
 )
 
 
+PREFILL_ROWS = (
+    Row("fp8attn dense", _dense),
+    *(row for row in ROWS if row.name in ("fp8attn cuda", "fp8attn triton", "FA3 e4m3", "FA3 bf16")),
+)
+
+
 @dataclass(frozen=True)
 class Result:
     """One row's time of a case."""
@@ -245,7 +294,7 @@ class Result:
     @property
     def share(self) -> float | None:
         """The bytes of keys and values over what the memory moves in that time."""
-        if self.us is None or not self.row.attends:
+        if self.us is None or not self.row.attends or self.case.is_prefill:
             return None
         return self.case.kv_bytes * self.row.kv_bytes / (self.us * 1e-6) / PEAK_BYTES_PER_SECOND
 
@@ -285,7 +334,7 @@ def measure(case: DecodeCase, rows: Sequence[Row], bad: Bad, protocol: Protocol,
             out = run(0)
             if row.attends:
                 assert isinstance(out, torch.Tensor)
-                errors[row.name] = Errors.of(out, expected, bad)
+                errors[row.name] = Errors.of(out[:, :, -CHECKED:], expected, bad)
             runs[row.name] = run
         except Exception as error:
             refused[row.name] = f"{type(error).__name__}: {error}".strip()
@@ -318,11 +367,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_peer(parser)
     command_line.add_turns(parser)
     command_line.add_json(parser)
+    parser.add_argument("--prefill", action="store_true", help="prefill of a KVCache beside the same without a cache")
 
 
 def main(arguments: argparse.Namespace, device: torch.device) -> int:
-    cases = command_line.chosen(arguments.case, CASES, "--case")
-    rows: Sequence[Row] = command_line.chosen(arguments.peer, ROWS, "--peer", "row")
+    cases = command_line.chosen(arguments.case, PREFILL if arguments.prefill else CASES, "--case")
+    rows: Sequence[Row] = command_line.chosen(arguments.peer, PREFILL_ROWS if arguments.prefill else ROWS, "--peer", "row")
     if device.type != "cuda":
         raise UsageError(NO_GPU)
     rows = adapters.here(rows)

@@ -80,3 +80,13 @@ def test_the_table_of_the_documentation(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     line = readme.decode().splitlines()[-1]
     assert line == "| 32 × 4k | 80.0 (100%) | 80.0 (100%) | 80.0 (100%) | 80.0 (200%) | – | 80.0 | – |"
+
+
+@pytest.mark.parametrize("queries", (200, 300))
+def test_rows_of_a_prefill_attend_to_the_same(queries: int, device: torch.device) -> None:
+    case = DecodeCase("prefill", (300, 300), 2, 1, 64, queries=queries)
+    rows = [row for row in decode.PREFILL_ROWS if row.needs() is None and "cuda" not in row.name]
+    assert [row.name for row in rows if "fp8attn" in row.name] == ["fp8attn dense", "fp8attn triton"]
+    for result in decode.measure(case, rows, BAD, SHORT, device):
+        assert result.refused is None and result.share is None, result.refused
+        assert result.errors is not None and result.errors.relative_l2 < 0.06

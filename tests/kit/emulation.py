@@ -555,9 +555,9 @@ def prefill_params(heads_side_by_side: int, softmax_scale: float, tokens, storag
     k, k_scale, v, v_page_scale, k_mean, v_mean, v_scale, recent_k, recent_v, _ = storage
     (q, new_k, new_v), (table, lengths, counts, sequences), (out, lse, counter) = tokens, batch, results
     dim = q.size(3)
-    tensors = dict(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter)
+    tensors = dict(q=q, k=k, v=v, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter)
     call = _params_of(tensors | dict(lse_mean=k_mean), softmax_scale, 0)
-    call.value_dim, call.heads_side_by_side = dim, heads_side_by_side
+    call.k_scale, call.value_dim, call.heads_side_by_side = k_scale.data_ptr(), dim, heads_side_by_side
     maps = (
         _rows_map(q, KEYS // 2, 128),
         matrix_map(k, KEYS, min(dim, 128)),

@@ -20,7 +20,7 @@ from emulated import quantized
 from fp8attn import recording
 from fp8attn.api import call_of
 from fp8attn.call import HALVES, Problem
-from fp8attn.cuda import build, decode, fused_small, general_quantize, run
+from fp8attn.cuda import build, decode, fused_small, general_quantize, prefill, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 from fp8attn.pages import PagedCall, Storage
@@ -176,6 +176,76 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
         assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode.choose(cache.storage), H100)
         expected = bytes(emulation.decode_params(*told.arguments[1:]))
         assert buffer.raw[: len(expected)] == expected
+
+
+def prefill_call(dtype: torch.dtype, dim: int, new: bool, options: dict) -> PagedCall:
+    """Of a cache on the CPU, with 130 queries."""
+    cache, table = fp8attn.KVCache(3, 5, 2, dim, dtype=dtype, device="cpu"), fp8attn.PageTable(3, 5, max_pages=4, device="cpu")
+    q, k, v = (torch.zeros(3, 130, heads, dim, dtype=dtype).transpose(1, 2) for heads in (8, 2, 2))
+    batch = dataclasses.replace(table.batch(), **options)
+    return PagedCall(q, cache.storage, (k, v) if new else None, batch, fp8attn.Recipe(), 0.1)
+
+
+def prefill_library(told: Told) -> build.Library:
+    return build.Library(told.library.operators, dict.fromkeys(prefill.INSTANCES, *{*told.library.launchers.values()}))
+
+
+def recorded_prefill(recorder: Recorder, size: int) -> bytes:
+    """PrefillParams of the last launch, without the padding behind them."""
+    buffer = ctypes.create_string_buffer(recorder.library.prefill_params_size())
+    recorder.library.recorded_prefill(buffer)
+    return buffer.raw[:size]
+
+
+@pytest.mark.parametrize("dtype, dim, new", ((torch.bfloat16, 128, True), (torch.float16, 64, False), (torch.bfloat16, 256, True)))
+def test_params_of_prefill_are_as_described(recorder: Recorder, dtype: torch.dtype, dim: int, new: bool) -> None:
+    told = Told(recorder, "prefill", "record_prefill")
+    counts = torch.ones(3, dtype=torch.int32)
+    for options in ({}, dict(counts=counts, sequences=counts)):
+        call = prefill_call(dtype, dim, new, options)
+        assert prefill.unsupported_call(call, H100) is None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "load_with", lambda *_: prefill_library(told))
+            out, lse = run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32)
+        assert out.shape == call.q.shape and out.is_contiguous() and lse.shape == (3, 8, 130)
+        expected = emulation.prefill_params(*told.arguments[2:])
+        assert told.arguments[1] == 20 and recorded_prefill(recorder, len(expected)) == expected
+
+
+def test_a_plan_repeats_prefill(recorder: Recorder) -> None:
+    """With the addresses of another cache and batch, in tensor maps too, and a counter that is zero at launch."""
+    told = Told(recorder, "prefill", "record_prefill")
+
+    def operands() -> list[torch.Tensor | None]:
+        call = prefill_call(torch.bfloat16, 128, True, {})
+        assert call.new is not None
+        return [call.q, *call.new, *call.batch.tensors(), *call.storage.tensors()]
+
+    def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, table, lengths, counts, sequences, *storage = inputs
+        batch = fp8attn.PagedBatch(table, lengths, counts, sequences)
+        call = PagedCall(q, Storage.of(storage), (k, v), batch, fp8attn.Recipe(), 0.1)
+        return run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32)
+
+    number = (1 << 41) + 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: prefill_library(told))
+        assert recording.record(recorder.operators, {}, number, operands(), attend)
+    _, _, side_by_side, scale, *_ = told.arguments
+    given = operands()
+    outputs = recorder.operators.repeat.default(number, given)
+    counter = torch.zeros(1, dtype=torch.int32)
+
+    def with_counter(x: torch.Tensor) -> bytes:
+        return emulation.prefill_params(side_by_side, scale, given[:3], given[7:], given[3:7], [*outputs, x])
+
+    expected, other = with_counter(counter), with_counter(torch.zeros(1, dtype=torch.int32))
+    found = recorded_prefill(recorder, len(expected))
+    # the counter is the plan's own
+    differs = {i for i, (x, y) in enumerate(zip(expected, other, strict=True)) if x != y}
+    place = min(differs) // 8 * 8
+    assert found[:place] + found[place + 8 :] == expected[:place] + expected[place + 8 :]
+    assert found[place : place + 8] != bytes(8)
 
 
 def test_a_plan_repeats_the_general_quantizer(recorder: Recorder) -> None:

@@ -12,6 +12,7 @@ fp8attn::QuantizeParams quantized;
 fp8attn::GeneralQuantizeParams generally_quantized;
 fp8attn::UnsmoothLseParams unsmoothed;
 fp8attn::DecodeParams decoded;
+fp8attn::PrefillParams prefilled;
 std::vector<int64_t> function_launch;  // function, grid, threads, shared memory, attributes, and the parameters' words
 int64_t function_words = 0;            // how many there are
 int launched_ctas;
@@ -131,6 +132,19 @@ int recorded_decode(void* to) {
   std::memcpy(to, &decoded, sizeof(decoded));
   return launched_ctas;
 }
+
+cudaError_t record_prefill(const fp8attn::PrefillParams& p, int ctas, cudaStream_t) {
+  prefilled = p;
+  launched_ctas = ctas;
+  return answer;
+}
+
+int recorded_prefill(void* to) {
+  std::memcpy(to, &prefilled, sizeof(prefilled));
+  return launched_ctas;
+}
+
+int prefill_params_size() { return sizeof(fp8attn::PrefillParams); }
 
 int decode_params_size() { return sizeof(fp8attn::DecodeParams); }
 
