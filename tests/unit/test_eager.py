@@ -35,6 +35,7 @@ from fp8attn.cuda import build
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.decode import DecodeConfig
+from fp8attn.cuda.prefill import PrefillConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
@@ -55,7 +56,7 @@ class AnyInstance(dict):
     def __missing__(self, config) -> int:
         library = emulation.binding()[1]
         name = {QuantizeConfig: "record_quantize", GeneralQuantizeConfig: "record_general_quantize", UnsmoothLseConfig: "record_unsmooth_lse"}
-        name[DecodeConfig] = "record_decode"
+        name |= {DecodeConfig: "record_decode", PrefillConfig: "record_prefill"}
         launcher = getattr(library, name.get(type(config), "record"))
         return ctypes.cast(launcher, ctypes.c_void_p).value or 0
 
