@@ -297,3 +297,38 @@ def test_lengths_change_between_replays(device: torch.device) -> None:
             twin.table.lengths[0] -= 4
             twin.lengths[0] -= 4
             done[0] -= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("auto", "triton"))
+def test_chunks_change_between_replays(device: torch.device, backend: str) -> None:
+    """One graph appends and attends to chunks of two sequences, which begin anywhere in a page."""
+    problem, size = Problem(700, 2, 4, 128, 128, torch.bfloat16, "normal", fp8attn.Recipe(), 8), 200
+    q, k, v = (torch.stack([x, x.flip(1)]) for x in problem.tensors(device))
+    both, twin = Sequences(problem, device, 2), Sequences(problem, device, 2)
+    firsts = [0, 45]
+    for cache in (both, twin):
+        cache.append(k[:, :, :45], v[:, :, :45], [0, 1], firsts)
+        for sequence in (0, 1):
+            cache.table.reserve(sequence, 700)
+    query, key, value = (torch.zeros_like(x[:, :, :size]) for x in (q, k, v))
+    batch = both.table.batch(max_length=700)
+    options = dict(out_dtype=torch.float32, return_lse=True)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        both.table.lengths += size
+        return fp8attn.paged_sdpa(query, both.cache, batch, (key, value), backend=backend, **options)
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    both.table.lengths.copy_(both.ints(*firsts))
+    for chunk in range(3):
+        done = [first + size * chunk for first in firsts]
+        for x, to in ((q, query), (k, key), (v, value)):
+            to.copy_(torch.stack([x[row, :, done[row] : done[row] + size] for row in (0, 1)]))
+        graph.replay()
+        new = key.clone(), value.clone()
+        assert_attends(out, lse, twin.attend(query, new, [0, 1], backend="modelled", **options), problem.dtype, False)

@@ -35,8 +35,8 @@ from fp8attn.cuda import build
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.decode import DecodeConfig
-from fp8attn.cuda.prefill import PrefillConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
+from fp8attn.cuda.prefill import PrefillConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
 from fp8attn.layout import units_of
