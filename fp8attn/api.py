@@ -735,12 +735,18 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
 def _unsmoothed(p: _Prepared, lse: torch.Tensor) -> torch.Tensor:
     """The LSE of K as it was, of that of K without its mean."""
     # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-    plain = isinstance(p.checked.query, torch.Tensor)
-    q, rotated = (p.checked.query, p.query.rotated) if plain else (_dequantized(replace(p.query, packed=None)), 0)
+    scale, granularity, rotated = None, "token", 0
+    if isinstance(p.checked.query, torch.Tensor):
+        q, rotated = p.checked.query, p.query.rotated
+    elif p.query.mean is None:
+        q, scale, granularity = p.query.data, p.query.scale, p.query.granularity
+    else:
+        q = _dequantized(replace(p.query, packed=None))
     if p.checked.varlen is not None:
-        cu_seqlens_q = p.checked.varlen.q.cu_seqlens
-        return ops.library_ops.varlen_unsmoothed_lse(lse, q, p.key.mean, cu_seqlens_q, p.checked.softmax_scale, rotated, scale=p.checked.scale)
-    return ops.library_ops.unsmoothed_lse(lse, q, p.key.mean, p.checked.softmax_scale, rotated, scale=p.checked.scale)
+        return ops.library_ops.varlen_unsmoothed_lse(
+            lse, q, p.key.mean, p.checked.varlen.q.cu_seqlens, p.checked.softmax_scale, rotated, scale, granularity, scale=p.checked.scale
+        )  # fmt: skip
+    return ops.library_ops.unsmoothed_lse(lse, q, p.key.mean, p.checked.softmax_scale, rotated, scale, granularity, scale=p.checked.scale)
 
 
 def _dequantized(x: Quantized) -> torch.Tensor:

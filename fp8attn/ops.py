@@ -42,7 +42,6 @@ from .recipe import (
     Rotation,
 )
 from .reference import CAUSAL_WINDOW, Causal, causal_offset
-from .schedule import unsupported_size
 from .validate import BackendUnavailable
 
 _recipe = functools.cache(Recipe)
@@ -620,10 +619,7 @@ def _dequantize(
 ) -> torch.Tensor:
     x = Quantized(data, scale, granularity, layout, length, mean)
     validate.check_quantized("x", x, layout)
-    if layout == "values" or mean is not None or data.numel() == 0 or not has_kernels(data.device) or unsupported_size("x", data) is not None:
-        return quantize_ref.dequantize(x)
-    with current(data.device):
-        return triton_kernels.dequantize.dequantize(x)
+    return quantize_ref.dequantize(x)
 
 
 def _fake_dequantize(data, scale, granularity, layout, length, mean):
@@ -651,25 +647,36 @@ def _fake_rotate(x, part, factor):
 register("rotate(Tensor x, int part, float factor) -> Tensor", _rotate, _fake_rotate, ("CompositeExplicitAutograd",))
 
 
-def _unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int) -> torch.Tensor:
-    validate.check_unsmoothed_lse(lse, q, k_mean)
+def _unsmoothed_lse(
+    lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int, q_scale: torch.Tensor | None = None,
+    granularity: Granularity = "token",
+) -> torch.Tensor:  # fmt: skip
+    query = q if q_scale is None else Quantized(q, q_scale, granularity, "rows", q.shape[2])
+    validate.check_unsmoothed_lse(lse, query, k_mean)
     if not has_kernels(q.device) or not lse.is_contiguous():
-        return reference.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated)
+        return reference.unsmoothed_lse(lse, q if isinstance(query, torch.Tensor) else quantize_ref.dequantize(query), k_mean, softmax_scale, rotated)
     device = device_of(q.device)
     with current(q.device):
-        if unsupported_cuda_lse(lse, q) is None:
+        if isinstance(query, torch.Tensor) and unsupported_cuda_lse(lse, q) is None:
             try:
                 return cuda_run.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device)
             except BuildError as error:
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-        return triton_kernels.lse.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device)
+        return triton_kernels.lse.unsmoothed_lse(lse, query, k_mean, softmax_scale, rotated, device)
 
 
-def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated):
+def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, q_scale=None, granularity="token"):
     return torch.empty_like(lse)
 
 
-register("unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, float softmax_scale, int rotated) -> Tensor", _unsmoothed_lse, _fake_unsmoothed_lse)
+QUERY_SCALES = "Tensor? q_scale=None, str granularity='token'"
+"""Arguments of operators whose queries may be quantized: rows that are rotated as keys are."""
+
+register(
+    f"unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, float softmax_scale, int rotated, {QUERY_SCALES}) -> Tensor",
+    _unsmoothed_lse,
+    _fake_unsmoothed_lse,
+)
 
 
 def unsupported_one_launch(problem: Problem) -> str | None:

@@ -1264,15 +1264,18 @@ def check_half_keys(
         _check_contiguous("k_mean", k_mean)
 
 
-def check_unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, packed: Packed | None = None) -> None:
+def check_unsmoothed_lse(lse: torch.Tensor, query: torch.Tensor | Quantized, k_mean: torch.Tensor, packed: Packed | None = None) -> None:
     """Check the tensors of the operators unsmoothed_lse and varlen_unsmoothed_lse."""
-    check_rows("q", q, FLOATS)
+    q, dtypes = (query, FLOATS) if isinstance(query, torch.Tensor) else (query.data, (E4M3, torch.int8))
+    check_rows("q", q, dtypes)
+    if isinstance(query, Quantized):
+        check_quantized("q", query, "rows")
     _check_tensor("lse", lse, (torch.float32,), tuple(q.shape[:3]), q.device)
     _check_tensor("k_mean", k_mean, (torch.float32,), None, q.device)
     batch, heads, _, dim = q.shape
     if packed is not None:
         _check_packed("q", packed, q.device)
-        _check_tensor("q", q, FLOATS, (1, *q.shape[1:]), q.device)
+        _check_tensor("q", q, dtypes, (1, *q.shape[1:]), q.device)
         _check_contiguous("lse", lse)
         batch = packed.sequences
     if k_mean.dim() != 3 or k_mean.shape[0] != batch or k_mean.shape[2] != dim or k_mean.shape[1] == 0 or heads % k_mean.shape[1]:

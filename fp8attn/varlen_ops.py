@@ -17,7 +17,7 @@ from . import reference, validate
 from . import triton as triton_kernels
 from .call import Call, Varlen, empty_lse, empty_output
 from .device import device_of
-from .ops import FORWARDS, OPTIONS, Forward, current, has_kernels, laid_out, register
+from .ops import FORWARDS, OPTIONS, QUERY_SCALES, Forward, current, has_kernels, laid_out, register
 from .recipe import ComputeType, Granularity, Layout, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal
 
@@ -70,24 +70,27 @@ for _name, _quantizer in (("varlen_quantize", _quantize), ("modelled_varlen_quan
 
 
 def _unsmoothed_lse(
-    lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, cu_seqlens_q: torch.Tensor, softmax_scale: float, rotated: int
-) -> torch.Tensor:
+    lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, cu_seqlens_q: torch.Tensor, softmax_scale: float, rotated: int,
+    q_scale: torch.Tensor | None = None, granularity: Granularity = "token",
+) -> torch.Tensor:  # fmt: skip
     packed = Packed(cu_seqlens_q, None, q.shape[2])
-    validate.check_unsmoothed_lse(lse, q, k_mean, packed)
+    query = q if q_scale is None else Quantized(q, q_scale, granularity, "rows", q.shape[2])
+    validate.check_unsmoothed_lse(lse, query, k_mean, packed)
     if has_kernels(q.device):
         with current(q.device):
-            return triton_kernels.lse.unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, device_of(q.device), packed=packed)
+            return triton_kernels.lse.unsmoothed_lse(lse, query, k_mean, softmax_scale, rotated, device_of(q.device), packed=packed)
+    floats = q if isinstance(query, torch.Tensor) else quantize_ref.dequantize(query)
     out = lse.clone()
     for i, (begin, length) in enumerate(packed.spans()):
         rows = slice(begin, begin + length)
-        out[:, :, rows] = reference.unsmoothed_lse(lse[:, :, rows], q[:, :, rows], k_mean[i : i + 1], softmax_scale, rotated)
+        out[:, :, rows] = reference.unsmoothed_lse(lse[:, :, rows], floats[:, :, rows], k_mean[i : i + 1], softmax_scale, rotated)
     return out
 
 
 register(
-    "varlen_unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, Tensor cu_seqlens_q, float softmax_scale, int rotated) -> Tensor",
+    f"varlen_unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, Tensor cu_seqlens_q, float softmax_scale, int rotated, {QUERY_SCALES}) -> Tensor",
     _unsmoothed_lse,
-    lambda lse, q, k_mean, cu_seqlens_q, softmax_scale, rotated: torch.empty_like(lse),
+    lambda lse, q, k_mean, cu_seqlens_q, softmax_scale, rotated, q_scale=None, granularity="token": torch.empty_like(lse),
 )
 
 

@@ -11,11 +11,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import bias, dequantize, half_keys, lse, merge, paged_append, paged_attention, paged_tensors, probe, quantize, run, varlen
+    from . import bias, half_keys, lse, merge, paged_append, paged_attention, paged_tensors, probe, quantize, run, varlen
 
 __all__ = [
     "bias",
-    "dequantize",
     "half_keys",
     "lse",
     "merge",

@@ -97,7 +97,6 @@ def compile_all(arch: int, problems: str) -> list[dict]:
     from fp8attn.triton import configs, run
     from fp8attn.triton import quantize as triton_quantize
     from fp8attn.triton.bias import with_bias
-    from fp8attn.triton.dequantize import dequantize as dequantize_rows
     from fp8attn.triton.half_keys import half_keys
     from fp8attn.triton.lse import unsmoothed_lse
     from offline import architecture
@@ -149,7 +148,7 @@ def compile_all(arch: int, problems: str) -> list[dict]:
                 lse, mean = torch.zeros(1, 512, 64), torch.zeros(1, 1, dim)
                 half_keys(HalfKeys(q, k, v, 128, 128, 0.1, 200, q.dtype, True, q[..., :value_dim], lse, mean, 16), device, warmup=True)
                 unsmoothed_lse(lse, q, mean, 0.1, 16, device, warmup=True)
-                dequantize_rows(quantized[0], warmup=True)
+                unsmoothed_lse(lse, quantized[0], mean, 0.1, 0, device, warmup=True)
             if quantizes and not others:
                 triton_quantize.import_values(quantized[2].data, device, warmup=True)
                 for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
@@ -182,7 +181,7 @@ def compile_packed(arch: int, half: int) -> list[str]:
     """In a process of its own: compile what every second problem of packed sequences needs. The names of the kernels."""
     import triton
 
-    from fp8attn import Recipe
+    from fp8attn import Quantized, Recipe
     from fp8attn.device import ARCHITECTURES
     from fp8attn.triton import configs, lse, quantize, run
     from offline import architecture
@@ -207,7 +206,9 @@ def compile_packed(arch: int, half: int) -> list[str]:
                 run.forward(call, device, config, warmup=True)
             quantize.quantize_packed(k, v, recipe, call.varlen.k, device, warmup=True)
             mean = torch.zeros(2, 2, dim)
-            lse.unsmoothed_lse(torch.zeros(q.shape[:3]), q, mean, 0.1, 64, device, packed=call.varlen.q, warmup=True)
+            stored = Quantized(call.q, call.q_scale, "token", "rows", call.q.shape[2])
+            for query, rotated in ((q, 64), (stored, 0)):
+                lse.unsmoothed_lse(torch.zeros(q.shape[:3]), query, mean, 0.1, rotated, device, packed=call.varlen.q, warmup=True)
     return names
 
 

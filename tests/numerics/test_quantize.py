@@ -930,7 +930,7 @@ def test_what_means_of_queries_add(dim: int, smooth_k: bool, device: torch.devic
 @pytest.mark.parametrize("qk", ("e4m3", "int8"))
 @pytest.mark.parametrize("granularity", ("token", "block", "head", "tensor"))
 def test_the_operator_dequantizes_as_defined(device: torch.device, granularity: str, qk: str) -> None:
-    """By a kernel: rows with NaN and the largest numbers, of any strides, are the definition's bit for bit."""
+    """Rows with NaN and the largest numbers, of any strides."""
     x = torch.randn(2, 3, 150, 40, device=device)
     x[0, 1, 7, 3], x[1, 2, 149, 0], x[0, 0, 5] = torch.nan, torch.inf, 3e38
     query = quantize(x, None, None, Recipe(q=granularity, qk=qk, rotate=0))[0]

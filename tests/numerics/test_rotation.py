@@ -11,7 +11,7 @@ from conftest import Attention
 import fp8attn
 from fp8attn import Recipe, reference, reference_sdpa, rotation
 from fp8attn.quantization import dequantize, quantize
-from fp8attn.recipe import Rotation
+from fp8attn.recipe import Granularity, ProductType, Rotation
 
 PLAIN = Recipe(rotate=0)
 
@@ -175,3 +175,36 @@ def test_the_lse_of_keys_with_their_mean(device: torch.device, dim: int, rotated
     shifted = torch.nn.functional.pad(q, (1, 2, 0, 1)).to(device)[:, :, :130, 1 : dim + 1]
     assert torch.equal(operator(lse.to(device), shifted, stored, 0.1, rotated), found)
     assert torch.equal(operator(lse[1:, 4:].contiguous().to(device), q[1:, 4:].to(device), stored[1:, 2:], 0.1, rotated), found[1:, 4:])
+
+
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+@pytest.mark.parametrize("granularity", ("token", "block", "head", "tensor"))
+def test_the_lse_of_quantized_queries(device: torch.device, granularity: Granularity, qk: ProductType) -> None:
+    """As exact as float32 of the numbers that are stored; a row that isn't finite is NaN. Of any strides."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 150, 72, generator=generator)
+    q[0, 1, 7, 3], q[1, 2, 149, 0] = torch.nan, torch.inf
+    query = quantize(q.to(device), None, None, Recipe(q=granularity, qk=qk, rotate=0))[0]
+    assert query is not None
+    mean, lse = 30 * torch.randn(2, 3, 72, generator=generator).to(device), torch.randn(2, 6, 150, generator=generator).to(device)
+    stored = dequantize(query).double()
+    products = stored * mean.double().repeat_interleave(2, 1).unsqueeze(2)
+    exact, size = lse.double() + 0.1 * products.sum(-1), 0.1 * products.abs().sum(-1)
+    signed = -query.scale if qk == "int8" else query.scale  # as of a block with a row that isn't finite
+    data = query.data.transpose(1, 2).contiguous().transpose(1, 2)
+    for codes, scale in ((query.data, query.scale), (data, query.scale), (query.data, signed)):
+        found = torch.ops.fp8attn.unsmoothed_lse(lse, codes, mean, 0.1, 0, scale, granularity)
+        assert torch.equal(found.isnan(), exact.isnan()) and found.isnan().any()
+        assert ((found.double() - exact).nan_to_num(0.0).abs() <= 2.0**-20 * (size.nan_to_num(0.0) + 1)).all()
+
+
+def test_the_lse_of_packed_quantized_queries(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = quantize(torch.randn(1, 4, 200, 64, generator=generator).to(device), None, None, Recipe())[0]
+    assert query is not None
+    starts = torch.tensor([0, 70, 70, 190], dtype=torch.int32, device=device)
+    means, lse = torch.randn(3, 2, 64, generator=generator).to(device), torch.randn(1, 4, 200, generator=generator).to(device)
+    found = torch.ops.fp8attn.varlen_unsmoothed_lse(lse, query.data, means, starts, 0.1, 0, query.scale, "token")
+    for i, rows in ((0, slice(0, 70)), (2, slice(70, 190))):
+        expected = reference.unsmoothed_lse(lse[:, :, rows], dequantize(query)[:, :, rows], means[i : i + 1], 0.1, 0)
+        torch.testing.assert_close(found[:, :, rows], expected, rtol=1e-5, atol=1e-5)

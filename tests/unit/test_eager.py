@@ -115,7 +115,6 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ops.implementations, name, lse_by_a_function)
     unsmoothed = ops._unsmoothed_lse
     monkeypatch.setattr(ops, "_unsmoothed_lse", lambda *x: (unsmoothed if recording.current() is None else lse_by_a_function)(*x))
-    monkeypatch.setitem(ops.implementations, "dequantize", lambda x, *_: torch.empty(x.shape, dtype=torch.float32, device=x.device))
 
 
 def _empty_like(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -636,7 +635,6 @@ def test_another_mask_is_another_call(repeats: Repeats) -> None:
 @pytest.mark.parametrize("options", (dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))))
 def test_lse_of_quantized_operands_and_other_recipes_are_kept(repeats: Repeats, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_unsmoothed_lse", None)
-    monkeypatch.setitem(ops.implementations, "dequantize", lambda x, *_: torch.empty(x.shape, dtype=torch.float32, device=x.device))
     monkeypatch.setitem(ops.implementations, "unsmoothed_lse", lambda lse, *_, **__: function(lse, out := torch.empty_like(lse)) or out)
     x = operands()
     alike(lambda: fp8attn.cuda_sdpa(*x, **options))
@@ -684,7 +682,6 @@ def test_what_is_warmed_up_is_repeated(repeats: Repeats, options: dict) -> None:
 
 @pytest.mark.parametrize("options", (dict(window=(40, 0)), dict(window=[-1, 17], causal_alignment="bottom_right"), dict(softcap=30.0)))
 def test_windows_and_soft_caps_are_kept(repeats: Repeats, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops.implementations, "dequantize", lambda x, *_: torch.empty(x.shape, dtype=torch.float32, device=x.device))
     monkeypatch.setitem(ops.implementations, "unsmoothed_lse", lambda lse, *_, **__: function(lse, out := torch.empty_like(lse)) or out)
     x = operands()
     kept(*x)()
