@@ -264,6 +264,10 @@ CAP_CUBIC = 53.0 / CAP_CODES
 """`capped_codes`: the cubic term counts as a quadratic one, as large as it is at this distance. The rest of it is below
 an eighth of its size at 60 code steps, up to there."""
 
+CAP_LEAST = 20.0
+"""`capped_codes`: the least cap of a row that takes no tanh. Below, the quadratic is off by more than eight code steps
+where P is a thousandth of the largest."""
+
 CAP_LEAST_FALL = 0.75
 """`capped_codes`: the least slope of a row that takes no tanh, over CAP_CODES."""
 
@@ -309,7 +313,7 @@ def capped_codes(scores: torch.Tensor, mean: torch.Tensor | float, m: torch.Tens
     top = code.ceil()
     above = (top - code) / CAP_CODES
     second = (t + CAP_CUBIC * (2 / 3 - derivative) / fall) / fall
-    fits = (fall >= CAP_LEAST_FALL) & (second >= CAP_LEAST_CURVE) & (((at - mean) * fall + above).abs() < CAP_LARGEST_ORIGIN)
+    fits = (softcap >= CAP_LEAST) & (fall >= CAP_LEAST_FALL) & (second >= CAP_LEAST_CURVE) & (((at - mean) * fall + above).abs() < CAP_LARGEST_ORIGIN)
     d = torch.where(fits, (at - scores) * fall, (t - scores.tanh()) * by_tanh) + above
     d = d.masked_fill(scores == -math.inf, 1.0).clamp(0.0, 1.0).half()
     second = (-CAP_CODES * CODE * second).masked_fill(~fits, 0.0).half()

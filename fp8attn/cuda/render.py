@@ -47,6 +47,7 @@ CONSTANTS: dict[str, int | float] = {
     "CODE": reference.CODE,
     "CAP_CODES": reference.CAP_CODES,
     "CAP_CUBIC": reference.CAP_CUBIC,
+    "CAP_LEAST": reference.CAP_LEAST,
     "CAP_LEAST_FALL": reference.CAP_LEAST_FALL,
     "CAP_LEAST_CURVE": reference.CAP_LEAST_CURVE,
     "CAP_LARGEST_ORIGIN": reference.CAP_LARGEST_ORIGIN,

@@ -256,7 +256,7 @@ SOFTCAP_MUTANTS = {
     "a straight line": ("tile/capped_softmax.h", "curve = ptx::half_twice(second * (-CAP_CODES * CODE));", "curve = 0;"),
     "no cubic term": ("tile/capped_softmax.h", "-CAP_CUBIC, 2 * CAP_CUBIC / 3", "0.0f, 0.0f"),
     "curved distances by tanh": ("tile/capped_softmax.h", "    curve = 0;\n", ""),
-    "no row near the cap": ("tile/capped_softmax.h", "return fall >= CAP_LEAST_FALL && ", "return "),
+    "no row near the cap": ("tile/capped_softmax.h", "fall >= CAP_LEAST_FALL && ", ""),
     "scores below zero as above": ("tile/capped_softmax.h", "return fits && t >= 0.0f", "return fits"),
     "hidden keys at the cap": ("tile/capped_softmax.h", "x == -INFINITE ? 1.0f : ", ""),
     "negative scores as integers": ("tile/capped_softmax.h", "if (__any_sync(~0u, min(bits[0], bits[1]) < 0))", "if (false)"),

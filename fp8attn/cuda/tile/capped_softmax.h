@@ -28,7 +28,7 @@ struct CappedRow {
     origin = fmaf(largest, slope, above);
     const float second = fmaf(fmaf(derivative, -CAP_CUBIC, 2 * CAP_CUBIC / 3), inverse, t) * inverse;
     curve = ptx::half_twice(second * (-CAP_CODES * CODE));
-    return fall >= CAP_LEAST_FALL && second >= CAP_LEAST_CURVE && fabsf(origin) < CAP_LARGEST_ORIGIN;
+    return p.softcap >= CAP_LEAST && fall >= CAP_LEAST_FALL && second >= CAP_LEAST_CURVE && fabsf(origin) < CAP_LARGEST_ORIGIN;
   }
 
   __device__ static float scale_of(const Params& p, float factor) { return factor * (p.inverse_softcap * (1 / LOG2E)); }
