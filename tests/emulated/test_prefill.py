@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import emulation
-from fp8attn import KVCache, PagedBatch, Recipe, pages
+from fp8attn import BackendUnavailable, KVCache, PagedBatch, Recipe, paged_ops, pages
 from fp8attn.cuda import build, decode, prefill, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, RECENT, RECENT_QUERIES, PagedCall
@@ -302,8 +302,14 @@ MUTANTS = {
 }
 
 
+INT8_MUTANTS = {
+    "start not subtracted": ("prefill_rows.h", "__int_as_float(sums[i] + ZERO_BITS) - ZERO;", "__int_as_float(sums[i] + ZERO_BITS);"),
+    "e4m3's scale of queries": ("prefill.cuh", "Queries<C.head_dim, C.int8>", "Queries<C.head_dim, false>"),
+}
+
+
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored(MUTANTS.values())
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
 
 
 MUTANT_CASES = (
@@ -315,12 +321,13 @@ MUTANT_CASES = (
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS))
 def test_mutant_is_seen(name: str) -> None:
-    library = emulation.prefiller(config_of(MUTANT_CASES[0][0]), MUTANTS[name])
+    cases = [(dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)] if name in INT8_MUTANTS else MUTANT_CASES
+    library = emulation.prefiller(config_of(cases[0][0]), (MUTANTS | INT8_MUTANTS)[name])
 
     def check_all() -> None:
-        for case, sms in MUTANT_CASES:
+        for case, sms in cases:
             check(library, case, torch.device("cpu"), sms)
 
     with pytest.raises(AssertionError):
@@ -328,7 +335,7 @@ def test_mutant_is_seen(name: str) -> None:
 
 
 def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
-    for case, sms in MUTANT_CASES:
+    for case, sms in (*MUTANT_CASES, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
         check(library_of(backend, case), case, place_of(backend, device), sms)
 
 
@@ -355,3 +362,31 @@ def test_few_queries_are_left_to_triton() -> None:
     call = Case((300,), (200,)).call(torch.device("cpu"))
     assert prefill.is_faster(call.q) and not prefill.is_faster(call.q[:, :, : prefill.LEAST_QUERIES - 1])
     assert prefill.LEAST_QUERIES > RECENT_QUERIES
+
+
+@pytest.mark.parametrize(
+    "queries, new, required, expected",
+    (
+        (200, True, False, "prefill"),
+        (100, True, False, None),
+        (100, True, True, "prefill"),
+        (4, False, False, "decode"),
+        (4, False, True, "decode"),
+        (65, False, True, "prefill"),
+    ),
+)
+def test_which_kernel_a_call_gets(queries: int, new: bool, required: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case((300,), (queries,), new=new).call(torch.device("cpu"))
+    monkeypatch.setattr(paged_ops, "device_of", lambda _: H100)
+    monkeypatch.setattr(build, "unavailable", lambda *_: None)
+    for name, function in (("decode", "attend_to_pages"), ("prefill", "prefill_from_pages")):
+        monkeypatch.setattr(run, function, lambda *_, name=name: name)
+    assert paged_ops._by_cuda(required, call, torch.float32) == expected
+
+
+def test_a_kernel_that_is_required_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case((300,), (200,), dtype=torch.float32).call(torch.device("cpu"))
+    monkeypatch.setattr(paged_ops, "device_of", lambda _: H100)
+    assert paged_ops._by_cuda(False, call, torch.float32) is None
+    with pytest.raises(BackendUnavailable, match=r"cuda: query is torch.float32 .*; use backend='triton' or 'auto'"):
+        paged_ops._by_cuda(True, call, torch.float32)
