@@ -407,7 +407,8 @@ void prefill(int64_t launcher, int64_t ctas, int64_t heads_side_by_side, double 
                   "prefill takes 3 tensors of tokens, 10 of a cache, 4 of a batch and 3 results");
   const Tensor &q = *tokens[0], &k = storage[0], &v = storage[2], &recent_k = storage[7], &out = *results[0];
   fp8attn::PrefillParams p = {};
-  p.call = params_of(q, k, v, out, results[1], 0, q.size(3), softmax_scale, 0);
+  p.call = params_of(q, k, v, out, results[1], softmax_scale, 0);
+  p.call.value_dim = q.size(3);
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t dim = q.size(3), keys = k.size(2), panel = std::min<int64_t>(dim, 128);
