@@ -120,9 +120,9 @@ def rows() -> list[Row]:
         ),
         Row(
             "prefill",
-            "many queries of a KV cache in e4m3",
-            "accumulators by head dim; blocks in half precision among pages in the ring",
-            hopper_only(prefill.INSTANCES),
+            "many queries of a KV cache",
+            "accumulators by head dim; blocks in half precision among pages in the ring; e4m3 and int8 are multiplied otherwise",
+            hopper_only(prefill.E4M3_INSTANCES, prefill.INT8_INSTANCES),
         ),
         Row(
             "general quantizer, LSE",

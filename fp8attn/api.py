@@ -1014,9 +1014,10 @@ def _explain_pages(checked: Checked, recipe: Recipe, chosen: str, because: Seque
     because = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
     tokens = prefill.Tokens(q, (k, v), (k.shape[3], v.shape[3]), q.dtype)
     planned = paged_ops.plan_prefill(chosen, tokens, recipe, checked.softmax_scale)
+    compute = "int8 and e4m3" if recipe.qk == "int8" else "e4m3"
     if isinstance(planned, str):
-        return Plan("triton", "paged", None, "int8 and e4m3" if recipe.qk == "int8" else "e4m3", (*because, planned))
-    return Plan("cuda", "prefill", planned, "e4m3", because)
+        return Plan("triton", "paged", None, compute, (*because, planned))
+    return Plan("cuda", "prefill", planned, compute, because)
 
 
 def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: bool) -> Plan:

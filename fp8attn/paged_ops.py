@@ -95,7 +95,7 @@ def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, s
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
-    return prefill.unsupported_call(call, device) or build.unavailable(prefill.choose(call.q.shape[3]), device.arch)
+    return prefill.unsupported_call(call, device) or build.unavailable(prefill.choose(call.q.shape[3], call.recipe.qk), device.arch)
 
 
 def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_scale: float) -> prefill.PrefillConfig | str:
@@ -111,7 +111,7 @@ def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_s
         return f"there are {tokens.q.shape[2]} queries; the CUDA kernel is taken from {prefill.LEAST_QUERIES} on"
     reason = prefill.unsupported_tokens(tokens, recipe, softmax_scale, device)
     if reason is None:
-        config = prefill.choose(tokens.q.shape[3])
+        config = prefill.choose(tokens.q.shape[3], recipe.qk)
         reason = build.unavailable(config, device.arch)
         if reason is None:
             return config

@@ -36,7 +36,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const PagedRowRange range(tile, consumer);
     if (threadIdx.x % 128 < ROWS) scales.row_end[threadIdx.x % 128] = tile.exists() ? range.row_end(threadIdx.x % 128) : 0;
   };
-  using HalfQueries = Queries<C.head_dim, false>;
+  using HalfQueries = Queries<C.head_dim, C.int8>;
   const auto load_queries = [&](HalfQueries& queries, const PagedTile& tile) {
     const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
     queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? tile.count : 0);
@@ -70,9 +70,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const PagedTile& tile = shared.tiles[round % shared.TILES];
     const PagedRowRange pages_of_rows(tile, consumer);
     PrefillRows<C> rows;
-    float scores[KEYS / 2], factor[2], alpha[2], beta[2];
+    typename S::Score sums[KEYS / 2];
+    float factor[2], alpha[2], beta[2];
     uint32_t probabilities[KEYS / 32][4];
-    bool in_range, missing;
+    bool in_range, missing, has_nonfinite_key;
 
     const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
     const auto wait_for_values = [&] { ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase); };
@@ -93,10 +94,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     };
     // The thread that frees the stage reads for its warp.
     const auto read = [&](const float& scale) { return __shfl_sync(~0u, elected ? scale : 0.0f, 0); };
-    const auto issue_scores = [&](int stage) { issue_page_scores<C>(scores, codes_of_q, ptx::operand_of(first_keys, stage, STAGE)); };
+    const auto issue_scores = [&](int stage) { issue_page_scores<C>(sums, codes_of_q, ptx::operand_of(first_keys, stage, STAGE)); };
     // What the next softmax needs, while its scores are computed.
     const auto prepare = [&](float k_scale) {
-      missing = k_scale == MISSING_PAGE;
+      missing = k_scale == MISSING_PAGE, has_nonfinite_key = C.int8 && k_scale < 0.0f && !missing;
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(scales.row_scale[f.row + 8 * r] * fabsf(k_scale), false);
       in_range = rows.softmax.in_range(factor);
@@ -105,7 +106,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const auto softmax_step = [&](int page) {
       if constexpr (!S::prepares_late) wait_for_values();
       ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(scores);
+      ptx::wgmma_touch(sums);
+      float scores[KEYS / 2];
+      float_scores<C>(sums, scores, shared.k[ring.stage], has_nonfinite_key, f);
+      if (C.int8) __syncwarp();  // all lanes have read keys
       free_keys();
       if (page >= pages_of_rows.whole || missing) {  // one branch, which is rare
 #pragma unroll
@@ -155,8 +159,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int channel = 0; channel < C.head_dim; channel += PART)
-        nonfinite[r] |= (shared.q[consumer][channel / S::panel][ptx::swizzled<S::panel>(f.row + 8 * r, channel % S::panel)] & 0x7F) == 0x7F;
+      for (int channel = 0; channel < C.head_dim; channel += PART) {
+        const uint8_t code = shared.q[consumer][channel / S::panel][ptx::swizzled<S::panel>(f.row + 8 * r, channel % S::panel)];
+        nonfinite[r] |= C.int8 ? code == INT8_NAN : (code & 0x7F) == 0x7F;
+      }
     // The tile may have no pages. Without this wait, consumers could run ahead, and the producer would miss a phase.
     wait_for_keys(ring);
     __syncwarp();

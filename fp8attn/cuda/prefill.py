@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from ..device import Device
 from ..pages import PAGE, PagedCall
-from ..recipe import Recipe
+from ..recipe import ProductType, Recipe
 from ..rotation import part_of
 from ..schedule import mixed_heads, unsupported_size
 from .configs import KEYS, OUTPUT_BYTES, ROWS, round_up, unsupported_arch
@@ -36,12 +36,14 @@ class PrefillConfig:
         consumers: warpgroups of 64 query rows.
         stages: pages in shared memory, each of 256 head_dim bytes.
         registers: registers of a consumer's thread.
+        int8: Q and K are int8, and are multiplied as int8.
     """
 
     head_dim: int
     consumers: int
     stages: int
     registers: int
+    int8: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -68,16 +70,25 @@ class PrefillConfig:
 
     @property
     def name(self) -> str:
-        return "prefill_" + "_".join(str(x) for x in astuple(self))
+        return "prefill_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-INSTANCES = (PrefillConfig(64, 3, 4, 160), PrefillConfig(128, 3, 4, 160), PrefillConfig(256, 2, 2, 240))
-"""Tiles and stages of the Hopper kernel's instances with the most consumers."""
+E4M3_INSTANCES = (PrefillConfig(64, 3, 4, 160), PrefillConfig(128, 3, 4, 160), PrefillConfig(256, 2, 2, 240))
+"""As many consumers as registers allow."""
+
+INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
+
+INSTANCES = E4M3_INSTANCES + INT8_INSTANCES
 
 
-def choose(dim: int) -> PrefillConfig:
+def group(config: PrefillConfig) -> tuple[PrefillConfig, ...]:
+    """The instances that are compiled together with one."""
+    return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
+
+
+def choose(dim: int, qk: ProductType) -> PrefillConfig:
     """The instance for a head dim that the kernel supports."""
-    return next(config for config in INSTANCES if config.head_dim == dim)
+    return next(config for config in INSTANCES if (config.head_dim, config.int8) == (dim, qk == "int8"))
 
 
 def is_faster(q: torch.Tensor) -> bool:
@@ -130,9 +141,7 @@ def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, dev
     if q.dtype not in DTYPES or tokens.dtype != q.dtype:
         return f"query is {q.dtype} and the cache's tokens are {tokens.dtype}; it takes {' or '.join(map(str, DTYPES))} for both"
     if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
-        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in INSTANCES]} for keys and values"
-    if recipe.qk != "e4m3":
-        return f"the recipe has qk={recipe.qk!r}; it takes 'e4m3' with many queries"
+        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in E4M3_INSTANCES]} for keys and values"
     if part_of(q.shape[3], recipe.rotate) != ROTATED:
         return f"the recipe has rotate={recipe.rotate}; with many queries it takes {ROTATED}"
     if not softmax_scale > 0:

@@ -3,14 +3,16 @@
 
 #include "prefill_storage.h"
 #include "tile/page_softmax.h"
+#include "tile/products.h"
 #include "tile/quantize.h"
 
 namespace fp8attn {
 
 // Issues Q·Kᵀ of a page. `q`, `k`: descriptors of the first panels.
 template <PrefillConfig C>
-__device__ void issue_page_scores(float (&s)[KEYS / 2], uint64_t q, uint64_t k) {
+__device__ void issue_page_scores(typename PrefillShape<C>::Score (&s)[KEYS / 2], uint64_t q, uint64_t k) {
   using S = PrefillShape<C>;
+  using Product = std::conditional_t<C.int8, ptx::WgmmaInt8<KEYS>, ptx::Wgmma<KEYS>>;
   constexpr int steps = S::panel / 32;
   ptx::wgmma_fence();
 #pragma unroll
@@ -18,11 +20,28 @@ __device__ void issue_page_scores(float (&s)[KEYS / 2], uint64_t q, uint64_t k) 
     const uint64_t a = ptx::operand_of(ptx::operand_of(q, i / steps, ROWS * S::panel), i % steps, 32);
     const uint64_t b = ptx::operand_of(ptx::operand_of(k, i / steps, KEYS * S::panel), i % steps, 32);
     if (i == 0)
-      ptx::Wgmma<KEYS>::template run<false>(s, a, b);
+      Product::template run<false>(s, a, b);
     else
-      ptx::Wgmma<KEYS>::template run<true>(s, a, b);
+      Product::template run<true>(s, a, b);
   }
   ptx::wgmma_commit();
+}
+
+// Scores of a page as floats: int8's sums are converted. `k`: the page's keys, which are read if one is not finite.
+template <PrefillConfig C>
+__device__ void float_scores(const typename PrefillShape<C>::Score (&sums)[KEYS / 2], float (&s)[KEYS / 2], const uint8_t* k, bool has_nonfinite_key, Fragment f) {
+  if constexpr (!C.int8) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) s[i] = sums[i];
+  } else {
+    static_assert(128 * 127 * C.head_dim < 1 << 22);
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) s[i] = __int_as_float(sums[i] + ZERO_BITS) - ZERO;
+    if (!has_nonfinite_key) return;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i)
+      if (k[ptx::swizzled<PrefillShape<C>::panel>(i / 4 * 8 + f.column + i % 2, 0)] == INT8_NAN) s[i] = NAN;
+  }
 }
 
 template <PrefillConfig C>
@@ -30,7 +49,7 @@ struct PrefillRows {
   using S = PrefillShape<C>;
   static constexpr int N = S::part / 2;
 
-  PageSoftmax<LARGEST_PRODUCT<false> * C.head_dim> softmax;
+  PageSoftmax<LARGEST_PRODUCT<C.int8> * C.head_dim> softmax;
   float o[S::parts][N] = {};  // two-level accumulation: sums of P·V of all blocks
 
   __device__ void rescale(const float (&alpha)[2]) {

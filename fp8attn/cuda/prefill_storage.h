@@ -14,13 +14,15 @@ constexpr int HALF_ROW = 128;                      // bytes of a row of a panel 
 constexpr int HALF_CHANNELS = HALF_ROW / 2;        // channels of it
 constexpr float MISSING_PAGE = -INFINITE;          // K's scale of a page that isn't there
 
-// Scales of a stage's page: K's times the softmax scale, and V's. `next`: K's of the next page; it arrives with V.
+// Scales of a stage's page: K's times the softmax scale, and V's. `next`: K's of the next page; it arrives with V. K's
+// is negative if an int8 key is not finite.
 struct PageScales {
   float k, v, next;
 };
 
 template <PrefillConfig C>
 struct PrefillShape {
+  using Score = std::conditional_t<C.int8, int32_t, float>;  // of Q * K^T
   static constexpr int dim = C.head_dim;
   static constexpr int panel = dim < 128 ? dim : 128, panels = dim / panel;        // of Q and K
   static constexpr int half_panels = dim / HALF_CHANNELS;                          // of blocks in half precision

@@ -283,6 +283,8 @@ def int8_widths(configs: Sequence[Config]) -> list[int]:
             found.add(KEYS)
         elif isinstance(c, DecodeConfig) and c.int8:
             found |= {*c.widths}
+        elif isinstance(c, PrefillConfig) and c.int8:
+            found.add(KEYS)
     return sorted(found)
 
 

@@ -289,8 +289,8 @@ def prefill_from_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) 
         BuildError: the kernel can't be compiled here.
     """
     q, storage = call.q, call.storage
-    config = prefill.choose(q.shape[3])
-    library = build.load_with(config, prefill.INSTANCES, device.arch)
+    config = prefill.choose(q.shape[3], call.recipe.qk)
+    library = build.load_with(config, prefill.group(config), device.arch)
     tiles = prefill.tiles_of(q, config)
     ctas = min(tiles, device.sm_count)
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)

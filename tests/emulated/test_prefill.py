@@ -12,7 +12,7 @@ from fp8attn import BackendUnavailable, KVCache, PagedBatch, Recipe, paged_ops, 
 from fp8attn.cuda import build, decode, prefill, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, RECENT, RECENT_QUERIES, PagedCall
-from fp8attn.recipe import DEFAULT_RECIPE, PRECISE
+from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
 from paging import assert_attends
 
 H100 = ARCHITECTURES[90]
@@ -106,6 +106,9 @@ CASES = {
     "scores below zero": (BELOW_ZERO, 1),
     "scores that grow": (Case((700,), (200,), k_gain=30.0), 1),
     "large scores": (Case((500,), (300,), scale=1e5), 1),
+    "int8": (Case((420, 140), (250, 140), recipe=PRECISE), 2),
+    "int8, 128 channels, large scores": (Case((400,), (200,), dim=128, recipe=PRECISE, scale=1e3), 1),
+    "int8, 256 channels": (Case((300,), (150,), dim=256, group=1, recipe=PRECISE), 1),
     "no means": (Case((300,), (200,), recipe=Recipe(smooth_k=False, smooth_v=False)), 1),
 }
 """By what is special, with the number of SMs that share the work."""
@@ -119,7 +122,7 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 
 def config_of(case: Case) -> prefill.PrefillConfig:
-    return next(c for c in prefill.INSTANCES if c.head_dim == case.dim)
+    return prefill.choose(case.dim, case.recipe.qk)
 
 
 def library_of(backend: str, case: Case) -> build.Library | None:
@@ -136,16 +139,20 @@ def test_answers_are_the_oracle_s(name: str, backend: str, device: torch.device)
     check(library_of(backend, case), case, place_of(backend, device), sms if backend == "emulated" else H100.sm_count)
 
 
+@pytest.mark.parametrize("recipe", (DEFAULT_RECIPE, PRECISE), ids=("e4m3", "int8"))
 @pytest.mark.parametrize("what", ("q", "page of k", "new k", "new v", "recent k", "recent v"))
-def test_non_finite_tokens(what: str, backend: str, device: torch.device) -> None:
+def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torch.device) -> None:
     """Exactly the rows that attend to them become NaN."""
-    case = Case((420, 200), (250, 100), group=1)
+    case = Case((420, 200), (250, 100), group=1, recipe=recipe)
     call = case.call(place_of(backend, device))
     assert call.new is not None and call.batch.sequences is not None
     number, sequence, first = int(call.batch.page_table[0, 1]), int(call.batch.sequences[0]), 420 - 250
     if what == "q":
         call.q[0, 0, 70, 5] = torch.inf
         call.q[0, 0, 130, 5] = -torch.inf
+    elif what == "page of k" and recipe.qk == "int8":
+        call.storage.pages.k[number, 0, 5] = INT8_NAN
+        call.storage.pages.k_scale[number] *= -1
     elif what == "page of k":
         call.storage.pages.k.view(torch.uint8)[number, 0, 5] = 0x7F
     elif what.startswith("new"):
@@ -348,7 +355,6 @@ def test_unsupported_calls_say_why() -> None:
         (call, ARCHITECTURES[100], "it needs sm_90"),
         (Case((300,), (200,), dtype=torch.float32).call(torch.device("cpu")), H100, "query is torch.float32"),
         (Case((300,), (200,), dim=32).call(torch.device("cpu")), H100, "head dims are [32]"),
-        (Case((300,), (200,), recipe=PRECISE).call(torch.device("cpu")), H100, "the recipe has qk='int8'"),
         (Case((300,), (200,), recipe=Recipe(rotate=0)).call(torch.device("cpu")), H100, "the recipe has rotate=0"),
         (dataclasses.replace(call, softmax_scale=-0.1), H100, "softmax_scale is -0.1"),
         (dataclasses.replace(call, q=call.q[:, :, :0]), H100, "query has shape"),
