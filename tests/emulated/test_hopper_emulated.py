@@ -17,7 +17,7 @@ from fp8attn.api import call_of
 from fp8attn.call import HALVES, Call
 from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, instances
 from fp8attn.recipe import FUSED_RECIPES
-from mutants import ADDED, EVERY, GENERAL, INT8, MASKED, READY_MUTANTS, SOFTCAP, WINDOW
+from mutants import ADDED, EVERY, FINE_SOFTCAP_MUTANTS, GENERAL, INT8, MASKED, READY_MUTANTS, SOFTCAP, WINDOW
 
 pytestmark = pytest.mark.anywhere
 
@@ -201,6 +201,7 @@ KINDS = {
     SOFTCAP: "softcap 64",
 }
 MUTANTS = {name: mutant for name, mutant in EVERY.items() if mutant[0] in KINDS and not mutant[1].startswith("ptx/")}
+MUTANTS |= {f"{SOFTCAP}: {name}": (SOFTCAP, *mutant) for name, mutant in FINE_SOFTCAP_MUTANTS.items()}
 
 
 @pytest.mark.thorough

@@ -22,7 +22,7 @@ import torch
 from conftest import GPU, Attention
 
 import emulation
-from caps import capped_calls
+from caps import TENSOR_CORE_CAPS, capped_calls
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_unavailable
@@ -591,7 +591,7 @@ def test_soft_caps(config: HopperConfig, device: torch.device) -> None:
     if reason is not None:
         pytest.skip(reason)
     for nonfinite in (False, True):
-        for operands, capped in capped_calls(config, device, 70 + 2 * config.tile_rows, nonfinite):
+        for operands, capped in capped_calls(config, device, 70 + 2 * config.tile_rows, nonfinite, TENSOR_CORE_CAPS):
             out, lse = run.forward(capped, device_of(device), config)
             expected, expected_lse = oracle(operands, capped, config)
             assert nonfinite == bool(expected.isnan().any())

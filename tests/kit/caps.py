@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,14 +17,21 @@ CAPS = (50.0, 0.1), (50.0, 1.0), (30.0, 5.0), (50.0, 40.0), (1e6, 1.0)
 """And by what queries are multiplied: scores far below the cap, below it, and at it."""
 
 
-def capped_calls(config: HopperConfig, device: torch.device, rows: int = 70, nonfinite: bool = False) -> Iterator[tuple[Operands, Call]]:
+TENSOR_CORE_CAPS = (50.0, 0.1), (50.0, 1.0), (30.0, 5.0), (50.0, 12.0), (1e6, 1.0)
+"""Where scores have 13 bits: those near the cap aren't far above it."""
+
+
+def capped_calls(
+    config: HopperConfig, device: torch.device, rows: int = 70, nonfinite: bool = False, caps: Sequence[tuple[float, float]] = CAPS
+) -> Iterator[tuple[Operands, Call]]:
     """Calls of an instance: blocks whose largest score is lower than the last one's, and below zero; K's mean.
 
     Args:
         nonfinite: key 250 is NaN, which the first of 70 rows doesn't see, and the last one does.
+        caps: and by what queries are multiplied.
     """
     recipe = Recipe(qk="int8" if config.int8 else "e4m3")
-    for softcap, larger in CAPS:
+    for softcap, larger in caps:
         q, k, v = (x.to(device) for x in normal((1, 1, rows, config.head_dim), (1, 1, 450, config.head_dim), config.value_dim))
         q, k = larger * (q + 1), k - torch.linspace(-0.2, 0.8, 450, device=device)[:, None]
         if nonfinite:

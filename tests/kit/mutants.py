@@ -253,16 +253,21 @@ SOFTCAP_MUTANTS = {
     "a row's mean for both": ("hopper_mainloop.h", "mean_score(p, wg_tile.tile, row + 8)", "mean_score(p, wg_tile.tile, row)"),
     "cap of natural scores": ("tile/capped_softmax.h", "p.inverse_softcap * (1 / LOG2E)", "p.inverse_softcap"),
     "no cap": ("tile/capped_softmax.h", "ptx::tanh_approx(fmaf(x, scale, mean))", "fmaf(x, scale, mean)"),
+    "curved distances by tanh": ("tile/capped_softmax.h", "    curve = 0;\n", ""),
+    "NaN as a low score": ("tile/capped_softmax.h", "code = ptx::max_nan(", "code = fmaxf("),
+}
+"""Mutants of the Hopper kernel's instances for soft caps."""
+
+
+FINE_SOFTCAP_MUTANTS = {
     "a straight line": ("tile/capped_softmax.h", "curve = ptx::half_twice(second * (-CAP_CODES * CODE));", "curve = 0;"),
     "no cubic term": ("tile/capped_softmax.h", "-CAP_CUBIC, 2 * CAP_CUBIC / 3", "0.0f, 0.0f"),
-    "curved distances by tanh": ("tile/capped_softmax.h", "    curve = 0;\n", ""),
     "no row near the cap": ("tile/capped_softmax.h", "fall >= CAP_LEAST_FALL && ", ""),
     "scores below zero as above": ("tile/capped_softmax.h", "return fits && t >= 0.0f", "return fits"),
     "hidden keys at the cap": ("tile/capped_softmax.h", "x == -INFINITE ? 1.0f : ", ""),
     "negative scores as integers": ("tile/capped_softmax.h", "if (__any_sync(~0u, min(bits[0], bits[1]) < 0))", "if (false)"),
-    "NaN as a low score": ("tile/capped_softmax.h", "code = ptx::max_nan(", "code = fmaxf("),
 }
-"""Mutants of the Hopper kernel's instances for soft caps."""
+"""Those that only emulation sees, where scores are exact."""
 
 
 VARLEN_MUTANTS = {

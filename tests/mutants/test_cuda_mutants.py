@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from caps import capped_calls
 from closeness import E4M3_STEP, assert_matches_pipeline
 from emulated import ROW_KINDS, low_mask
 from emulation import mutate
@@ -123,6 +124,9 @@ def check(sources: str, cache: str, rung: str | None) -> list[str]:
         if mask is not None:
             call = dataclasses.replace(call, attn_mask=mask.expand(1, 1, 150, 700))
         seen += compare(cuda_run.forward(call, device_of(device), config), oracle(quantized, call, config))
+    for nonfinite in (False, True) if rung == SOFTCAP else ():
+        for operands, capped in capped_calls(config, device, nonfinite=nonfinite, caps=((50.0, 1.0),)):
+            seen += compare(cuda_run.forward(capped, device_of(device), config), oracle(operands, capped, config))
     return seen
 
 
