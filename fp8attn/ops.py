@@ -619,7 +619,7 @@ def _dequantize(
 ) -> torch.Tensor:
     x = Quantized(data, scale, granularity, layout, length, mean)
     validate.check_quantized("x", x, layout)
-    return quantize_ref.dequantize(x)
+    return quantize_ref.dequantize(x).contiguous()
 
 
 def _fake_dequantize(data, scale, granularity, layout, length, mean):

@@ -79,9 +79,7 @@ def test_the_kernel_attends_as_the_oracle(
 
 
 def exact(problem: Problem, how: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.attention(
-        *batched(*problem.tensors()), causal="bottom_right", window=how.window, softcap=how.softcap, sinks=how.sinks, softmax_scale=how.softmax_scale
-    )
+    return reference.attention(*batched(*problem.tensors()), causal="bottom_right", scoring=how)
 
 
 @given(problem=problems, scores=scores)
@@ -110,9 +108,7 @@ def test_exact_where_nothing_is_rounded(qk: str, left: int, softcap: float, sink
     q[..., 0], k[..., 0] = torch.randn(4, 400, generator=g), 3.0
     how = Scoring(0.3, (left, 0), softcap, torch.randn(4, generator=g) if sinks else None)
     out, lse = modelled(q, k, v, Recipe(rotate=0, smooth_k=True, smooth_v=False, qk=qk), how)
-    wanted, wanted_lse = reference.attention(
-        *batched(q, k, v), causal="bottom_right", window=how.window, softcap=softcap, sinks=how.sinks, softmax_scale=0.3, dtype=torch.float64
-    )
+    wanted, wanted_lse = reference.attention(*batched(q, k, v), causal="bottom_right", scoring=how, dtype=torch.float64)
     torch.testing.assert_close(out.double(), wanted[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), wanted_lse[0], rtol=1e-5, atol=1e-5)
 
@@ -126,10 +122,12 @@ def test_options_that_change_nothing(device: torch.device, backend: str) -> None
     )
     plain = answer()
     for window in ((PLAIN.length, 0), (1 << 40, 0)):
-        assert all(torch.equal(x, y) for x, y in zip(plain, answer(window=window), strict=True))
+        for x, y in zip(plain, answer(window=window), strict=True):
+            # kernels of another window are other programs, whose float32 sums have another order
+            assert torch.equal(x, y) if backend == "modelled" else relative(x, y) < 1e-5
     for options in (dict(softcap=1e4), dict(sinks=torch.full((2,), -torch.inf, device=device))):
         for x, y in zip(plain, answer(**options), strict=True):
-            torch.testing.assert_close(x, y, rtol=2e-3, atol=2e-3)
+            assert relative(x, y) < 1e-3  # a score's last bit decides how some P are rounded
 
 
 @given(problem=problems, left=lefts, softcap=st.sampled_from((0.0, 2.0)))
@@ -186,9 +184,7 @@ def test_pages_outside_of_the_window_are_not_there(device: torch.device, backend
 
 
 @given(problem=problems, sizes=st.lists(st.one_of(st.integers(1, 5), st.integers(6, 200)), min_size=1, max_size=4), scores=scores)
-def test_chunks_of_any_sizes_have_the_bits_of_one_prefill(
-    device: torch.device, problem: Problem, sizes: list[int], left: int, softcap: float
-) -> None:
+def test_chunks_of_any_sizes_have_the_bits_of_one_prefill(device: torch.device, problem: Problem, sizes: list[int], scores: Scores) -> None:
     """Of decode, which is a chunk of one token, too."""
     q, k, v = problem.tensors(device)
     how = scores.of(problem, device)

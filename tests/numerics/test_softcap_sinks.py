@@ -156,7 +156,13 @@ def test_a_distant_cap_and_no_sink_change_nothing(device: torch.device, sdpa: At
     q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (150, 200, 200))
     plain, plain_lse = sdpa(q, k, v, recipe=recipe, return_lse=True)
     capped, capped_lse = sdpa(q, k, v, recipe=recipe, return_lse=True, softcap=1e6)
-    assert relative(capped, plain) < 0.01 and relative(capped_lse, plain_lse) < 2e-3
+    # under a cap, the Hopper kernel has all codes of P directly, and a quarter of them exactly without one
+    exact = fp8attn.reference_sdpa(q, k, v)
+    if sdpa.backend == "cuda":
+        assert relative(capped, exact) < 1.03 * relative(plain, exact) and relative(capped, plain) < relative(plain, exact) / 3
+    else:
+        assert relative(capped, plain) < 0.01
+    assert relative(capped_lse, plain_lse) < 2e-3
     none = torch.full((2,), -torch.inf, device=device)
     out, lse = sdpa(q, k, v, recipe=recipe, return_lse=True, sinks=none)
     assert relative(out, plain) < (1e-6 if sdpa.backend == "triton" else 0.01) and relative(lse, plain_lse) < 1e-4
