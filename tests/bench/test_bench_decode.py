@@ -82,7 +82,7 @@ def test_the_table_of_the_documentation(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert line == "| 32 × 4k | 80.0 (100%) | 80.0 (100%) | 80.0 (100%) | 80.0 (200%) | – | 80.0 | – |"
 
 
-@pytest.mark.parametrize("queries", (200, 300))
+@pytest.mark.parametrize("queries", (pytest.param(200, marks=pytest.mark.thorough), 300))
 def test_rows_of_a_prefill_attend_to_the_same(queries: int, device: torch.device) -> None:
     case = DecodeCase("prefill", (300, 300), 2, 1, 64, queries=queries)
     rows = [row for row in decode.PREFILL_ROWS if row.needs() is None and "cuda" not in row.name]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fp8attn
 from closeness import relative
-from fp8attn import KVCache, PagedBatch, PageTable, Recipe, pages, reference
+from fp8attn import KVCache, PagedBatch, PageTable, Recipe, paged_ops, pages, reference
 from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT_QUERIES, PagedCall, Storage
 from fp8attn.reference import Scoring
@@ -141,16 +141,40 @@ def test_a_sink_is_one_more_key_without_a_value(problem: Problem, left: int, sof
     torch.testing.assert_close(lse, wanted_lse[0], rtol=1e-5, atol=1e-5)
 
 
+def test_caps_and_windows_without_sinks_are_not_for_gpus() -> None:
+    problem = Problem(200, 1, 1, 32, 32, torch.float16, "normal", Recipe(), 0)
+    cache = Sequences(problem, torch.device("cpu"))
+    q, k, v = batched(*problem.tensors())
+    call = PagedCall(q, cache.cache.storage, (k, v), cache.table.batch(), problem.recipe, 0.1)
+    sinks = torch.zeros(1)
+    refused = [(window, softcap, given) for window in ((5, 0), (-1, 0)) for softcap in (2.0, 0.0) for given in (None, sinks)
+               if paged_ops.unsupported_triton(dataclasses.replace(call, window=window, softcap=softcap, sinks=given))]  # fmt: skip
+    assert refused == [((5, 0), 2.0, None)]
+
+
+@pytest.mark.gpu
+def test_a_gpu_refuses_caps_and_windows_without_sinks(device: torch.device) -> None:
+    q, k, v = batched(*PLAIN.tensors(device))
+    with pytest.raises(fp8attn.BackendUnavailable, match=r"window is .* without sinks"):
+        Sequences(PLAIN, device).attend(q, (k, v), window=(40, 0), softcap=5.0)
+
+
+SLOW = pytest.mark.thorough
+
+
 @pytest.mark.parametrize("backend", ("modelled", "triton"))
-@pytest.mark.parametrize("what", ("k", "v"))
-@pytest.mark.parametrize("token", (5, 130, 290))
+@pytest.mark.parametrize(
+    "what, token", (("k", 130), ("v", 290), *(pytest.param(what, token, marks=SLOW) for what, token in (("k", 5), ("k", 290), ("v", 5), ("v", 130))))
+)
 def test_exactly_the_rows_that_see_it_are_nan(device: torch.device, backend: str, what: str, token: int) -> None:
     for left, recipe in ((-1, Recipe()), (40, Recipe()), (128, fp8attn.PRECISE), (200, Recipe())):
         problem = dataclasses.replace(PLAIN, recipe=recipe)
         tensors = dict(zip("qkv", problem.tensors(device), strict=True))
         tensors[what][0, token, 7] = torch.inf
         q, k, v = batched(*tensors.values())
-        out, _ = Sequences(problem, device).attend(q, (k, v), window=(left, 0), softcap=5.0, return_lse=True, backend=backend)
+        out, _ = Sequences(problem, device).attend(
+            q, (k, v), window=(left, 0), softcap=5.0, sinks=torch.zeros(2, device=device), return_lse=True, backend=backend
+        )  # fmt: skip
         position = torch.arange(problem.length, device=device)
         sees = (position >= token) & ((position - left <= token) if left >= 0 else position >= 0)
         assert torch.equal(out[0].isnan().any(-1), sees.expand(2, -1)) and torch.equal(out[0].isnan().all(-1), sees.expand(2, -1))
