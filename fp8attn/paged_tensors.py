@@ -24,7 +24,7 @@ from typing import TypeGuard
 import torch
 
 from .ambient import product
-from .pages import PagedBatch, Row, Sums, empty_answer, exponentials, largest_score, tokens_of
+from .pages import PagedBatch, Row, Sums, empty_answer, largest_score, relative_scores, tokens_of
 from .quantization import encode, finite_or_zero, numbers, quantize_q, scale_of
 from .recipe import E4M3, Recipe
 from .reference import LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, capped_base2
@@ -192,7 +192,7 @@ def _attend_row(q: torch.Tensor, tokens: _Tokens, row: Row, capacity: int, how: 
         x = capped_base2(product(q, tokens.k[:, part].transpose(-2, -1)) * factors, softcap)
         x = x.masked_fill(tokens.bad[:, None, part] | nonfinite, torch.nan).masked_fill((keys < first) | (keys > last), -torch.inf)
         m, offset = largest_score(x), P_OFFSET if is_fp8 else 0.0
-        p = exponentials(x, m, offset)
+        p = torch.exp2(relative_scores(x, m, offset))
         l = p.sum(-1, keepdim=True) * 2.0**-offset
         acc = _weighted(p, tokens.v[:, part], None if tokens.v_scale is None else tokens.v_scale[:, None, part], dtype)
         sums.add(m, l, acc * 2.0**-offset)

@@ -13,7 +13,8 @@ of later pages only, for which all of it is past. That is why its statistics may
   channel, from the first page, and a power of two per page and head, which folds into the factor by which the kernel
   adds a page's P·V to the output. Error feedback runs inside runs of 64 tokens, so inside the page.
 - P of a page is relative to the page's largest score, whatever came before. So P's codes depend on the query and the
-  page alone, and the order in which pages are attended to changes float32 sums only.
+  page alone, and the order in which pages are attended to changes float32 sums only. All codes are those of
+  `reference.direct_code`, and rows are normalised by sums of them.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from .quantization import (
     scale_of,
     values_layout,
 )
-from .recipe import E4M3, SCALE_BLOCK, Quantized, Recipe
-from .reference import CAUSAL_WINDOW, LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, Window, capped_base2, smoothing_shift
+from .recipe import SCALE_BLOCK, Quantized, Recipe
+from .reference import CAUSAL_WINDOW, LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, Window, capped_base2, direct_code, smoothing_shift
 
 PAGE = SCALE_BLOCK
 """Tokens of a page."""
@@ -455,9 +456,9 @@ def largest_score(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), -math.inf, x).amax(-1, keepdim=True)
 
 
-def exponentials(x: torch.Tensor, m: torch.Tensor, offset: float) -> torch.Tensor:
-    """2^(x - m + offset); zeros where nothing is visible."""
-    return torch.exp2((x - m.masked_fill(m == -math.inf, 0.0)) + offset)
+def relative_scores(x: torch.Tensor, m: torch.Tensor, offset: float) -> torch.Tensor:
+    """x - m + offset; -inf where nothing is visible."""
+    return (x - m.masked_fill(m == -math.inf, 0.0)) + offset
 
 
 def _by_pages(q: Quantized, shift: torch.Tensor | None, sequence: Sequence, own: int, how: Scoring) -> Sums:
@@ -486,10 +487,10 @@ def _by_pages(q: Quantized, shift: torch.Tensor | None, sequence: Sequence, own:
         if left >= 0:
             x = x.masked_fill(page * PAGE + tokens < position - left, -math.inf)
         m = largest_score(x)
-        p = exponentials(x, m, P_OFFSET)
+        p = direct_code(relative_scores(x, m, P_OFFSET))
         v = torch.empty(pages.v.shape[1], PAGE, pages.v.shape[2], device=x.device)
         v[:, order] = pages.v[index].transpose(-2, -1).float()
-        acc = product(p.to(E4M3).float(), v.repeat_interleave(group, 0)) * pages.v_scale[index].repeat_interleave(group).view(-1, 1, 1)
+        acc = product(p, v.repeat_interleave(group, 0)) * pages.v_scale[index].repeat_interleave(group).view(-1, 1, 1)
         sums.add(m, p.sum(-1, keepdim=True) * 2.0**-P_OFFSET, acc * 2.0**-P_OFFSET)
     if shift is not None and how.softcap == 0:
         sums.m = sums.m + shift * LOG2E
@@ -518,7 +519,7 @@ def _own_page(q: torch.Tensor, sequence: Sequence, first: int, last: int, how: S
         hidden = hidden | (tokens < rows - left)
     x = x.masked_fill(hidden, -math.inf)
     m = largest_score(x)
-    p = exponentials(x, m, 0.0)
+    p = torch.exp2(relative_scores(x, m, 0.0))
     return Sums(m, p.sum(-1, keepdim=True), product(p, finite_or_zero(v)))
 
 

@@ -120,15 +120,14 @@ __device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, Til
   }
 }
 
-// Scores of int8 as floats. `nonfinite`: whether the page has keys that are not finite; their scores become NaN.
+// Scores of int8 as PageScores. `nonfinite`: whether the page has keys that are not finite; their scores become NaN.
 template <int DIM, int GROUPS>
 __device__ void float_scores(const Products<KEYS / WGMMA_ROWS, GROUPS, int32_t>& sums, Products<KEYS / WGMMA_ROWS, GROUPS>& s, const uint8_t* k, bool nonfinite,
                              Fragment f) {
-  static_assert(128 * 127 * DIM < 1 << 22);
 #pragma unroll
   for (int t = 0; t < KEYS / WGMMA_ROWS; ++t)
 #pragma unroll
-    for (int i = 0; i < 4 * GROUPS; ++i) s[t][i] = __int_as_float(sums[t][i] + ZERO_BITS) - ZERO;
+    for (int i = 0; i < 4 * GROUPS; ++i) s[t][i] = PageScores<true, DIM>::of(sums[t][i]);
   if (!nonfinite) return;
   compute_late(f.row);
 #pragma unroll
@@ -293,7 +292,7 @@ __device__ void store_empty_tiles(const DecodeParams& p, int dim) {
 // The decoders attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
 // GROUPS: of the queries of a product, the least power of two that holds the call's rows.
 template <DecodeConfig C, typename T, int GROUPS = 1>
-__device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tiles, BlockShares shares_of_ctas) {
+__device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tiles, BlockShares shares_of_ctas) {
   if constexpr (QUERY_GROUP * GROUPS < C.rows) {
     if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_blocks<C, T, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
   }
@@ -369,13 +368,13 @@ __device__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared
       const float k_scale = C.int8 ? fabsf(scales.k) : scales.k;
       OfQueries<GROUPS> factor, alpha, beta;
       Rows::for_queries([&](int group, int r) { factor[group][r] = score_factor(shared.row_scale[QUERY_GROUP * group + f.column + r] * k_scale, false); });
-      rows.softmax_of_page(s, factor, hidden, scales.v, shared.exchange, alpha, beta, f);
+      rows.template softmax_of_page<C.int8>(s, factor, hidden, shared.exchange, alpha, beta, f);
       ptx::warpgroup_sync(1);
       ptx::mbarrier_wait(&shared.v_full[stage], ring.phase);
-      rows.add_values(ptx::operand_of(first_values, stage, DecodeStorage<C>::block_bytes), probabilities, alpha, beta);
+      rows.add_values(ptx::operand_of(first_values, stage, DecodeStorage<C>::block_bytes), probabilities, alpha, beta, scales.v);
       release(shared.v_empty[stage]);
     }
-    if (tile.begin < end_of_pages) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score, shared.exchange, f);
+    if (tile.begin < end_of_pages) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score, f);
 
     for (; block < tile.end; ++block, ring.advance()) {
       const int stage = ring.stage;

@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
 
   for (int n = 0; n < BLOCKS; ++n)
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += S::threads * 4)
-      *reinterpret_cast<uint32_t*>(&shared.v[n][C.head_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
+      *reinterpret_cast<uint32_t*>(&shared.v[n][C.head_dim * KEYS + i]) = FOUR_ONES;
   if (thread < STEPS) own.stats.nonfinite[thread] = 0;
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.stats_full, 1);

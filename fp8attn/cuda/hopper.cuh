@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
 
   for (int stage = 0; stage < C.stages; ++stage)
     for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
-      *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = 0x38383838;  // 1.0 in e4m3
+      *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = FOUR_ONES;
   if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.side.ones)[threadIdx.x] = ~0u;
   if (C.varlen && threadIdx.x == 0) ptx::wait_for_grids_before();  // one of which writes the table of tiles
   if (threadIdx.x == 0) {

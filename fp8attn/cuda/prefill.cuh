@@ -16,7 +16,7 @@ namespace fp8attn {
 template <PrefillConfig C, typename T>
 __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& shared, int consumer) {
   using S = PrefillShape<C>;
-  constexpr int STAGE = KEYS * C.head_dim;
+  constexpr int K_STAGE = sizeof(shared.k[0]), V_STAGE = sizeof(shared.v[0]);
   const Params& p = params.call;
   const Fragment f = Fragment::mine();
   const bool elected = threadIdx.x % 32 == 0, leads = threadIdx.x % 128 == 0;
@@ -94,7 +94,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     };
     // The thread that frees the stage reads for its warp.
     const auto read = [&](const float& scale) { return __shfl_sync(~0u, elected ? scale : 0.0f, 0); };
-    const auto issue_scores = [&](int stage) { issue_page_scores<C>(sums, codes_of_q, ptx::operand_of(first_keys, stage, STAGE)); };
+    const auto issue_scores = [&](int stage) { issue_page_scores<C>(sums, codes_of_q, ptx::operand_of(first_keys, stage, K_STAGE)); };
     // What the next softmax needs, while its scores are computed.
     const auto prepare = [&](float k_scale) {
       missing = k_scale == MISSING_PAGE, has_nonfinite_key = C.int8 && k_scale < 0.0f && !missing;
@@ -121,10 +121,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     // Adds P·V of the ring's page, and prepares the next softmax.
     const auto accumulate_pv = [&] {
       if constexpr (S::prepares_late) wait_for_values();
-      const float v_scale = read(shared.page_scales[ring.stage].v), next = read(shared.page_scales[ring.stage].next);
-      const float of_values[2] = {beta[0] * v_scale, beta[1] * v_scale};
-      rows.add_page(probabilities, ptx::operand_of(first_values, ring.stage, STAGE), of_values, [&] {
-        if constexpr (!S::prepares_late) prepare(next);
+      rows.add_page(probabilities, ptx::operand_of(first_values, ring.stage, V_STAGE), beta, [&] {
+        const PageScales& scales = shared.page_scales[ring.stage];
+        if constexpr (!S::prepares_late) prepare(read(scales.next));
+        return read(scales.v);
       });
       free_values();
     };
@@ -193,7 +193,6 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       free_values();
     }
 
-    rows.softmax.add_parts();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float& l = rows.softmax.l[r];
@@ -238,6 +237,10 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
     ptx::wait_for_grids_before();  // one of which writes lengths
     write_next_tile<C>(shared, schedule, -1);
   }
+  for (int stage = 0; stage < C.stages; ++stage)
+    for (int i = threadIdx.x * 4; i < ONES * KEYS; i += S::threads * 4)
+      *reinterpret_cast<uint32_t*>(&shared.v[stage][C.head_dim * KEYS + i]) = FOUR_ONES;
+  ptx::fence_proxy_async();
   __syncthreads();
   ptx::wait_for_grids_before();
   ptx::launch_dependents();

@@ -11,7 +11,7 @@ from ..pages import PAGE, PagedCall
 from ..recipe import ProductType, Recipe
 from ..rotation import part_of
 from ..schedule import mixed_heads, unsupported_size
-from .configs import KEYS, OUTPUT_BYTES, ROWS, round_up, unsupported_arch
+from .configs import KEYS, ONES, OUTPUT_BYTES, ROWS, round_up, unsupported_arch
 from .decode import ALIGNMENT, DTYPES
 
 ROTATED = 64
@@ -63,7 +63,7 @@ class PrefillConfig:
     @property
     def shared_bytes(self) -> int:
         """sizeof(PrefillStorage), in bytes."""
-        tiles = self.consumers * ROWS * self.head_dim + self.stages * 2 * KEYS * self.head_dim
+        tiles = self.consumers * ROWS * self.head_dim + self.stages * KEYS * (2 * self.head_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
         facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * TILE_BYTES + 12 * self.stages
         return round_up(tiles + output + round_up(facts, 8) + 8 * (2 * self.consumers + 4 * self.stages), 1024)

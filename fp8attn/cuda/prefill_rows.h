@@ -27,21 +27,15 @@ __device__ void issue_page_scores(typename PrefillShape<C>::Score (&s)[KEYS / 2]
   ptx::wgmma_commit();
 }
 
-// Scores of a page as floats: int8's sums are converted. `k`: the page's keys, which are read if one is not finite.
+// Scores of a page as PageScores. `k`: the page's int8 keys, which are read if one is not finite.
 template <PrefillConfig C>
 __device__ void float_scores(const typename PrefillShape<C>::Score (&sums)[KEYS / 2], float (&s)[KEYS / 2], const uint8_t* k, bool has_nonfinite_key, Fragment f) {
-  if constexpr (!C.int8) {
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) s[i] = sums[i];
-  } else {
-    static_assert(128 * 127 * C.head_dim < 1 << 22);
+  for (int i = 0; i < KEYS / 2; ++i) s[i] = PageScores<C.int8, C.head_dim>::of(sums[i]);
+  if (!C.int8 || !has_nonfinite_key) return;
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) s[i] = __int_as_float(sums[i] + ZERO_BITS) - ZERO;
-    if (!has_nonfinite_key) return;
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i)
-      if (k[ptx::swizzled<PrefillShape<C>::panel>(i / 4 * 8 + f.column + i % 2, 0)] == INT8_NAN) s[i] = NAN;
-  }
+  for (int i = 0; i < KEYS / 2; ++i)
+    if (k[ptx::swizzled<PrefillShape<C>::panel>(i / 4 * 8 + f.column + i % 2, 0)] == INT8_NAN) s[i] = NAN;
 }
 
 template <PrefillConfig C>
@@ -49,7 +43,7 @@ struct PrefillRows {
   using S = PrefillShape<C>;
   static constexpr int N = S::part / 2;
 
-  PageSoftmax<LARGEST_PRODUCT<C.int8> * C.head_dim> softmax;
+  PageSoftmax<C.int8, C.head_dim> softmax;
   float o[S::parts][N] = {};  // two-level accumulation: sums of P·V of all blocks
 
   __device__ void rescale(const float (&alpha)[2]) {
@@ -59,28 +53,44 @@ struct PrefillRows {
       for (int i = 0; i < N; ++i) part[i] *= alpha[i / 2 % 2];
   }
 
-  __device__ void add(int part, const float (&fresh)[N], const float (&factor)[2]) {
+  template <int M>
+  __device__ void add(int part, const float (&fresh)[M], const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) o[part][i] = fmaf(fresh[i], factor[i / 2 % 2], o[part][i]);
   }
 
-  // Adds P·V of a page. `v`: descriptor of its first channels. `factor`: by row. `behind` runs before sums are added.
-  template <typename Behind>
-  __device__ void add_page(const uint32_t (&p)[KEYS / 32][4], uint64_t v, const float (&factor)[2], Behind&& behind) {
+  // Adds P·V of a page and sums of P. `v`: descriptor of its first channels, behind all of which there are ones.
+  // `beta`: by row. `read_v_scale`: the page's, read as late as possible: registers are scarce until P isn't needed any
+  // more.
+  template <typename Read>
+  __device__ void add_page(const uint32_t (&p)[KEYS / 32][4], uint64_t v, const float (&beta)[2], Read&& read_v_scale) {
+    float of_values[2];
+    const auto find_factors = [&] {
+      const float v_scale = read_v_scale();
+      of_values[0] = beta[0] * v_scale, of_values[1] = beta[1] * v_scale;
+    };
+    const auto channels = [&](int part) { return ptx::operand_of(v, part * S::part, KEYS); };
 #pragma unroll
-    for (int part = 0; part < S::parts; ++part) {
+    for (int part = 0; part < S::parts - 1; ++part) {
       float fresh[N];
-      issue_pv<S::part>(fresh, p, ptx::operand_of(v, part * S::part, KEYS));
-      if (part == 0) behind();
+      issue_pv<S::part>(fresh, p, channels(part));
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(fresh);
-      add(part, fresh, factor);
+      if (part == 0) find_factors();
+      add(part, fresh, of_values);
     }
+    float fresh[N + ONES / 2];
+    issue_pv<S::part + ONES>(fresh, p, channels(S::parts - 1));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(fresh);
+    if (S::parts == 1) find_factors();
+    add(S::parts - 1, fresh, of_values);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax.l[r] = fmaf(fresh[N + 2 * r], beta[r], softmax.l[r]);
   }
 
   // Makes sums over pages those of K and V as they were: with V's scales per channel, and the means.
   __device__ void restore(const TileScales<C.head_dim>& scales, const float (&mean_score)[ROWS], Fragment f) {
-    softmax.add_parts();
 #pragma unroll
     for (int r = 0; r < 2; ++r) softmax.m[r] += mean_score[f.row + 8 * r];
 #pragma unroll
@@ -96,7 +106,6 @@ struct PrefillRows {
           of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);
         }
       }
-    if (f.column != 0) softmax.l[0] = softmax.l[1] = 0.0f;  // the sum is whole again, and one thread's
   }
 };
 

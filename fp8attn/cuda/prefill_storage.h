@@ -41,7 +41,7 @@ struct alignas(1024) PrefillStorage {
   using S = PrefillShape<C>;
 
   uint8_t q[C.consumers][S::panels][ROWS * S::panel];
-  uint8_t k[C.stages][KEYS * C.head_dim], v[C.stages][KEYS * C.head_dim];
+  uint8_t k[C.stages][KEYS * C.head_dim], v[C.stages][KEYS * (C.head_dim + ONES)];  // behind the channels of V, ones
   OutputBoxes<S::output_boxes> output[C.consumers];  // between two outputs, queries as they came
   TileScales<C.head_dim> scales[C.consumers];
   float mean_score[C.consumers][ROWS];  // what K's mean adds to the scores of each row, in base 2

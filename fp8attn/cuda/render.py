@@ -266,7 +266,7 @@ def widths(configs: Sequence[Config]) -> list[int]:
         elif isinstance(c, DecodeConfig):
             found |= {*c.widths}
         elif isinstance(c, PrefillConfig):
-            found |= {KEYS, c.value_part}
+            found |= {KEYS, c.value_part, c.value_part + ONES}
     return sorted(found)
 
 

@@ -32,6 +32,7 @@ from .tile import (
     P_OFFSET,
     SMALLEST_SCALE,
     cap_scores,
+    direct_codes,
     e4m3_code,
     half_of_code,
     int8_code,
@@ -39,7 +40,6 @@ from .tile import (
     is_finite,
     operand,
     permute_keys,
-    probabilities,
     scale_of,
     score_factor,
     set_nonfinite_keys,
@@ -130,15 +130,16 @@ def attend_to_page(
         unseen |= keys[None, :] < first[:, None]
     x = tl.where(unseen, -float("inf"), tl.where(exists, x, float("nan")))
     largest = tl.max(x, 1)
-    p = tl.exp2((x - finite_or_zero(largest)[:, None]) + P_OFFSET)
+    codes = direct_codes((x - finite_or_zero(largest)[:, None]) + P_OFFSET)
+    p = codes.to(tl.float8e4nv, bitcast=True) if C.native else half_of_code(codes)
     m_new = tl.maximum(m, largest)
     alpha = tl.exp2(m - finite_or_zero(m_new))
     beta = tl.exp2(largest - finite_or_zero(m_new)) * INVERSE_OFFSET
-    l = l * alpha + tl.sum(p, 1) * beta
+    l = l * alpha + tl.sum(p.to(tl.float32), 1) * beta
     channels = tl.arange(0, C.value_width)
     pointers = v_page + channels[None, :] * BLOCK + keys[:, None]
     value = tl.load(pointers, mask=(channels < C.value_dim)[None, :], other=0.0)
-    fresh = tl.dot(permute_keys(probabilities(p, False, C.native)), operand(value, False))
+    fresh = tl.dot(permute_keys(p), operand(value, False))
     return m_new, l, acc * alpha[:, None] + fresh * (beta * tl.load(v_scale))[:, None]
 
 

@@ -23,6 +23,7 @@ FALL: tl.constexpr = tl.constexpr(reference.FALL)
 LOWEST_SCORE: tl.constexpr = tl.constexpr(reference.LOWEST_SCORE)
 # float32 numbers of this size are 16 apart: m - P_OFFSET would be rounded to m or to m - 16
 FAR: tl.constexpr = tl.constexpr(2.0**27)
+CODE_ROUND: tl.constexpr = tl.constexpr(reference.CODE_ROUND)
 ROUNDER: tl.constexpr = tl.constexpr(quantize_ref.ROUNDER)
 FLOAT_MAX: tl.constexpr = tl.constexpr(quantize_ref.FLOAT_MAX)
 EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
@@ -317,6 +318,13 @@ def e4m3_code(y, NATIVE: tl.constexpr):
         subnormal = (tl.abs(clamped) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
         code = (tl.where(magnitude < ((127 - 6) << 23), subnormal, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
         return tl.where(y == y, code, E4M3_NAN)
+
+
+@triton.jit
+def direct_codes(y):
+    """reference.direct_code: the e4m3 bytes of 2^y, y (M, N) up to P_OFFSET. Rounded to nearest even."""
+    code = tl.maximum(y * 8 + (8 * 7 - CODE_ROUND), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(y == y, (code + ROUNDER).to(tl.uint32, bitcast=True).to(tl.uint8), E4M3_NAN)
 
 
 @triton.jit

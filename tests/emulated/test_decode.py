@@ -170,7 +170,7 @@ def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device)
 
 
 MUTANTS = {
-    "page scale of V forgotten": ("tile/paged_rows.h", "of *= v_scale;", ""),
+    "page scale of V forgotten": ("tile/paged_rows.h", "beta[group][r] * v_scale;", "beta[group][r];"),
     "own page in FP8": ("decode.cuh", "+ f.column + r]) <= block; });", "+ f.column + r]) < 0; });"),
     "missing rescale": ("tile/paged_rows.h", "o[t][i] * alpha[i / 4][i % 2])", "o[t][i])"),
     "missing rescale in half precision": ("tile/paged_rows.h", "o[t][i] *= alpha[i / 4][i % 2];", ""),
@@ -189,8 +189,11 @@ MUTANTS = {
     "channels of K in another order": ("tile/paged_rows.h", "* ROWS, PANEL), step % STEPS, 32)", "* ROWS, PANEL), step % STEPS ^ 1, 32)"),
     "keys in the wrong panel": ("tile/paged_rows.h", "<const Tokens*>(of)[channel / CHANNELS]", "<const Tokens*>(of)[0 * channel]"),
     "queries of the first group": ("decode.cuh", "HalfQueries<T, DIM>(p, tile, QUERY_GROUP * group)", "HalfQueries<T, DIM>(p, tile, 0)"),
+    "sums of the last keys": ("tile/paged_rows.h", "Product::template run<true>(sum, ones", "Product::template run<false>(sum, ones"),
+    "P relative to zero": ("tile/page_softmax.h", "return DirectRow(factor, finite_or_zero(score));", "return DirectRow(factor, 0.0f);"),
+    "large scores as codes": ("tile/paged_rows.h", "Scores::in_range(factor[group][r]);", "true;"),
     "a warp's sums left out": ("tile/paged_rows.h", "op(op(all.x, all.y), op(all.z, all.w))", "op(op(all.x, all.y), all.z)"),
-    "P relative to a warp's largest score": ("tile/paged_rows.h", "exchange.largest(largest, f);\n    for_queries", "for_queries"),
+    "P relative to a warp's largest score": ("tile/paged_rows.h", "exchange.largest(of_page, f);", ""),
     "P without a fence": ("tile/paged_rows.h", "ptx::fence_proxy_async();\n", "\n"),
     "queries without a fence": ("decode.cuh", "ptx::fence_proxy_async();\n", "\n"),
     "P read before all have written it": ("decode.cuh", "ptx::warpgroup_sync(1);\n      ptx::mbarrier_wait", "ptx::mbarrier_wait"),
@@ -213,9 +216,9 @@ MUTANTS = {
 
 
 INT8_MUTANTS = {
-    "sums that are no floats": ("decode.cuh", "__int_as_float(sums[t][i] + ZERO_BITS)", "__int_as_float(sums[t][i])"),
+    "sums that are no floats": ("tile/page_softmax.h", "__int_as_float(sum + START<DIM>)", "__int_as_float(sum)"),
     "e4m3's scale": ("tile/paged_queries.h", "row_scale_of<INT8>(largest)", "row_scale_of<false>(largest)"),
-    "start not subtracted": ("decode.cuh", "+ ZERO_BITS) - ZERO;", "+ ZERO_BITS);"),
+    "start not subtracted": ("tile/page_softmax.h", "__float_as_int(s) - START<DIM>", "__float_as_int(s)"),
 }
 
 

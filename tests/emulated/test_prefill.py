@@ -252,7 +252,7 @@ def test_later_tokens_change_no_bit(backend: str, device: torch.device) -> None:
 
 
 MUTANTS = {
-    "page scale of V forgotten": ("prefill.cuh", "{beta[0] * v_scale, beta[1] * v_scale}", "{beta[0], beta[1]}"),
+    "page scale of V forgotten": ("prefill_rows.h", "of_values[0] = beta[0] * v_scale,", "of_values[0] = beta[0],"),
     "own page in FP8": ("tile/paged_tiles.h", "tile.position(first_row + row) / KEYS * KEYS : 0", "tile.position(first_row + row) : 0"),
     "a page too many": ("prefill.cuh", "if (page >= pages_of_rows.whole || missing)", "if (missing)"),
     "missing rescale": ("prefill.cuh", "probabilities, alpha, beta)) rows.rescale(alpha);", "probabilities, alpha, beta)) {}"),
@@ -261,14 +261,11 @@ MUTANTS = {
     "K's mean forgotten": ("prefill_rows.h", "softmax.m[r] += mean_score[f.row + 8 * r];", ""),
     "V's mean forgotten": ("prefill_rows.h", "of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);", "of[1] = of[1] * scale.y;"),
     "scales of another channel": ("prefill_rows.h", "part * S::part + 8 * j + f.column;", "part * S::part + 8 * j;"),
-    "sums of all threads": ("prefill_rows.h", "if (f.column != 0) softmax.l[0] = softmax.l[1] = 0.0f;", ""),
-    "P relative to another page": (
-        "tile/page_softmax.h",
-        "shift[r] = P_OFFSET - finite_or_zero(largest[r]);",
-        "shift[r] = P_OFFSET - finite_or_zero(m[r]);",
-    ),
-    "scores below zero relative to zero": ("tile/page_softmax.h", "if (!__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;", "return;"),
-    "rounded sums of P": ("tile/page_softmax.h", "sum[r] += (x[0] + x[1]) + (x[2] + x[3]);", "sum[r] += (x[0] + x[1]) + x[2];"),
+    "sums with V's scale": ("prefill_rows.h", "fmaf(fresh[N + 2 * r], beta[r],", "fmaf(fresh[N + 2 * r], of_values[r],"),
+    "no ones behind V": ("prefill.cuh", "= FOUR_ONES;", "= 0;"),
+    "P relative to zero": ("tile/page_softmax.h", "return DirectRow(factor, finite_or_zero(score));", "return DirectRow(factor, 0.0f);"),
+    "scores below zero relative to zero": ("tile/page_softmax.h", "if (INT8 || !__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;", "return;"),
+    "sums of two threads": ("tile/page_softmax.h", "lanes < 4; lanes *= 2) sum +=", "lanes < 2; lanes *= 2) sum +="),
     "tokens of other pages": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i <= last"),
     "later tokens": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i >= first"),
     "another place in the ring": ("prefill_producer.h", "token % RECENT", "token % (RECENT - 64)"),
@@ -284,7 +281,8 @@ MUTANTS = {
         "ptx::warpgroup_sync(PrefillShape<C>::producer_barrier);\n",
         "\n",
     ),
-    "queries without a fence": ("prefill.cuh", "ptx::fence_proxy_async();\n", "\n"),
+    "queries without a fence": ("prefill.cuh", "shared.mean_score[consumer]);\n    ptx::fence_proxy_async();\n", "shared.mean_score[consumer]);\n"),
+    "ones without a fence": ("prefill.cuh", "ptx::fence_proxy_async();\n  __syncthreads();\n", "__syncthreads();\n"),
     "the wrong queries in half precision": (
         "prefill.cuh",
         "tile.first_row + consumer * ROWS, tile.head, tile.batch);",
@@ -310,7 +308,7 @@ MUTANTS = {
 
 
 INT8_MUTANTS = {
-    "start not subtracted": ("prefill_rows.h", "__int_as_float(sums[i] + ZERO_BITS) - ZERO;", "__int_as_float(sums[i] + ZERO_BITS);"),
+    "start not subtracted": ("tile/page_softmax.h", "__float_as_int(s) - START<DIM>", "__float_as_int(s)"),
     "e4m3's scale of queries": ("prefill.cuh", "Queries<C.head_dim, C.int8>", "Queries<C.head_dim, false>"),
 }
 

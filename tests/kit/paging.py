@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from closeness import E4M3_STEP, LOG2E, TENSOR_CORE_STEP, relative
+from closeness import E4M3_STEP, LOG2E, SHARE_OFF_GRID, TENSOR_CORE_STEP, relative
 from fp8attn import KVCache, PagedBatch, PageTable, Recipe, paged_sdpa, pages
 from fp8attn.pages import PAGE, RECENT, Pages
 from fp8attn.reference import Scoring
@@ -99,15 +99,18 @@ def assert_attends(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.T
     """Compare a kernel's float32 output and LSE with the oracle's.
 
     A GPU's tensor cores sum scores with 13 bits: the tolerances of `closeness.assert_matches_pipeline`, and the rounding
-    of P in the own page. `exact_sums`: sums are float32.
+    of P in the own page. `exact_sums`: sums are float32. Then a P's code is rarely another than the oracle's, and few
+    rows have a sum that such a P changes.
     """
     wanted, wanted_lse = expected
     for x, y in ((out, wanted), (lse, wanted_lse)):
         assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
     out, lse, wanted, wanted_lse = (x.nan_to_num(0.0, 0.0, 0.0) for x in (out, lse, wanted, wanted_lse))
     largest = 0.0 if exact_sums else float(wanted_lse.abs().max()) * LOG2E
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4 if exact_sums else 1e-3, atol=(1e-4 if exact_sums else 5e-3) + largest * TENSOR_CORE_STEP)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=5e-3 + largest * TENSOR_CORE_STEP)
     if exact_sums:
+        apart = (lse - wanted_lse).abs() > 1e-4 + 1e-4 * wanted_lse.abs()
+        assert float(apart.double().mean()) <= SHARE_OFF_GRID, f"{int(apart.sum())} of {apart.numel()} rows have another LSE"
         assert relative(out, wanted) <= INTERPRETED[dtype], relative(out, wanted)
         return
     by_scores, norm = 2 ** (largest * TENSOR_CORE_STEP) - 1, wanted.norm(dim=-1)

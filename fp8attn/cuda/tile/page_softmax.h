@@ -1,45 +1,76 @@
 // Softmax of pages, by the rules of pages.py: P of a page is relative to the page's largest score, and depends on
-// nothing else. Exponentials are exact, and their sums are those before P is rounded: decode has the same P.
+// nothing else. All codes are direct, and rows are normalised by sums of them. Decode has the same P.
 #pragma once
 
-#include "softmax.h"
+#include "subnormal_softmax.h"
 
 namespace fp8attn {
 
 // Sums are relative to a maximum that lags behind. A page whose largest score is more than 2^GROWTH times it raises it.
 constexpr float GROWTH = 16.0f;
 
-// A thread's two rows. LARGEST: sums of codes, over their factors, at most.
-template <int LARGEST>
+// What products of Q and K leave as scores divided by a factor, and their codes. With int8 they are subnormals, from
+// START on: an FFMA reads integers as these, and they compare as integers. -inf is a key that a row doesn't see.
+template <bool INT8, int DIM>
+struct PageScores {
+  using Sum = std::conditional_t<INT8, int32_t, float>;
+
+  __device__ static float of(Sum sum) {
+    if constexpr (INT8)
+      return __int_as_float(sum + START<DIM>);
+    else
+      return sum;
+  }
+
+  // Otherwise scores are multiplied first, and codes are made of their differences to the largest one: P would overflow
+  // where its offset is rounded off.
+  __device__ static bool in_range(float factor) { return factor < (INT8 ? SMALL_FACTOR : LARGEST_SCORE / (LARGEST_PRODUCT<false> * DIM)); }
+
+  __device__ static float multiply(float s, float factor) {
+    if (!INT8) return s * factor;
+    return fabsf(s) < 1.0f ? __fmul_rn(float(__float_as_int(s) - START<DIM>), factor) : s;
+  }
+
+  // Of scores in range. `largest`: of a row, and `score` is that multiplied.
+  __device__ static DirectRow row(float largest, float score, float factor) {
+    if constexpr (INT8)
+      return SubnormalDirectRow::below(fmaxf(largest, 0.0f), factor);
+    else
+      return DirectRow(factor, finite_or_zero(score));
+  }
+};
+
+// A thread's two rows.
+template <bool INT8, int DIM>
 struct PageSoftmax {
+  using Scores = PageScores<INT8, DIM>;
+
   float m[2] = {-INFINITE, -INFINITE};  // what sums are relative to
-  float l[2] = {};                      // the thread's part of the sums of 2^(score - m)
+  float l[2] = {};                      // sums of 2^(score - m), of whole rows
 
-  // Whether scores are below LARGEST_SCORE in all rows of the warp. Otherwise they must be multiplied first.
-  __device__ static bool in_range(const float (&factor)[2]) { return __all_sync(~0u, fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST); }
+  // Whether scores of all rows of the warp are in range.
+  __device__ static bool in_range(const float (&factor)[2]) { return __all_sync(~0u, Scores::in_range(fmaxf(factor[0], factor[1]))); }
 
-  // Turns sums, which are scores divided by `factor`, into an operand `p` of P * V. Sets `beta`, by which P·V must be
+  // Turns scores divided by `factor` into an operand `p` of P * V. Sets `beta`, by which P·V and the sums of P must be
   // multiplied. If it returns true, the output so far must be multiplied by `alpha`.
   template <int N>
-  __device__ bool step(float (&s)[N], float (&factor)[2], bool is_in_range, uint32_t (&p)[N / 16][4], float (&alpha)[2], float (&beta)[2]) {
-    if (!is_in_range) scale_by_row(factor, s);
-    float largest[2], sum[2] = {}, shift[2];
-    largest_of_rows(s, largest);
+  __device__ bool step(float (&s)[N], const float (&factor)[2], bool is_in_range, uint32_t (&p)[N / 16][4], float (&alpha)[2], float (&beta)[2]) {
+    float largest[2];
+    if (is_in_range) {
+      float of_row[2];
+      largest_of_rows(s, of_row);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      largest[r] *= factor[r];
-      shift[r] = P_OFFSET - finite_or_zero(largest[r]);
+      for (int r = 0; r < 2; ++r) largest[r] = Scores::multiply(of_row[r], factor[r]);
+      write_codes({Scores::row(of_row[0], largest[0], factor[0]), Scores::row(of_row[1], largest[1], factor[1])}, s, p);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) s[i] = Scores::multiply(s[i], factor[i / 2 % 2]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = largest_of_row(s, r);
+#pragma unroll
+      for (int i = 0; i < N; ++i) s[i] -= finite_or_zero(largest[i / 2 % 2]);
+      write_codes({{1.0f, 0.0f}, {1.0f, 0.0f}}, s, p);
     }
-#pragma unroll
-    for (int t = 0; t < N / 8; ++t)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = ptx::exp2_approx(fmaf(s[8 * t + i / 2 * 4 + 2 * r + i % 2], factor[r], shift[r]));
-        sum[r] += (x[0] + x[1]) + (x[2] + x[3]);
-        p[t / 2][t % 2 * 2 + r] = ptx::e4m3x4(x[0], x[1], x[2], x[3]);
-      }
     const bool grows = __any_sync(~0u, (largest[0] > m[0] + GROWTH) | (largest[1] > m[1] + GROWTH));
     if (grows) {
 #pragma unroll
@@ -51,10 +82,7 @@ struct PageSoftmax {
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      beta[r] = ptx::exp2_approx(largest[r] - finite_or_zero(m[r])) * (1.0f / (1 << int(P_OFFSET)));
-      l[r] = fmaf(sum[r], beta[r], l[r]);
-    }
+    for (int r = 0; r < 2; ++r) beta[r] = ptx::exp2_approx(largest[r] - finite_or_zero(m[r])) * (1.0f / (1 << int(P_OFFSET)));
     return grows;
   }
 
@@ -73,21 +101,25 @@ struct PageSoftmax {
           x = ptx::exp2_approx(x - shift);
           sum += x;
         }
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
       alpha[r] = ptx::exp2_approx(m[r] - base), beta[r] = ptx::exp2_approx(largest - base);
       l[r] = fmaf(l[r], alpha[r], sum * beta[r]);
       m[r] = m_new;
     }
   }
 
-  // From parts of a sum to the whole of it, in all threads of a row.
-  __device__ void add_parts() {
+ private:
+  // With the key order of quantized V, a thread's scores of one row and 16 keys are the bytes of one register.
+  template <int N>
+  __device__ static void write_codes(const DirectRow (&rows)[2], const float (&s)[N], uint32_t (&p)[N / 16][4]) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int t = 0; t < N / 8; ++t)
 #pragma unroll
-      for (int lanes = 1; lanes < 4; lanes *= 2) l[r] += __shfl_xor_sync(~0u, l[r], lanes);
+      for (int r = 0; r < 2; ++r)
+        p[t / 2][t % 2 * 2 + r] = rows[r].codes(s[8 * t + 2 * r], s[8 * t + 1 + 2 * r], s[8 * t + 4 + 2 * r], s[8 * t + 5 + 2 * r]);
   }
 
- private:
   template <int N>
   __device__ static float largest_of_row(const float (&s)[N], int r) {
     float largest = s[2 * r];
@@ -99,14 +131,14 @@ struct PageSoftmax {
   }
 
   // Floats from 0 on compare as integers, of which an instruction takes two new ones. Rows all of whose scores are
-  // negative are rare.
+  // negative are rare; with int8, no score is but -inf.
   template <int N>
   __device__ static void largest_of_rows(const float (&s)[N], float (&largest)[2]) {
     int bits[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const auto score = [&](int i) { return __float_as_int(s[i + 2 * r]); };
-      int a = __vimax3_s32(score(0), score(1), 0), b = max(score(4), score(5));
+      int a = INT8 ? max(score(0), score(1)) : __vimax3_s32(score(0), score(1), 0), b = max(score(4), score(5));
 #pragma unroll
       for (int j = 2; j < N / 4; j += 2) {
         a = __vimax3_s32(a, score(4 * j), score(4 * j + 1));
@@ -117,7 +149,7 @@ struct PageSoftmax {
       bits[r] = max(a, __shfl_xor_sync(~0u, a, 2));
       largest[r] = __int_as_float(bits[r]);
     }
-    if (!__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;
+    if (INT8 || !__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = largest_of_row(s, r);
   }

@@ -15,7 +15,7 @@
 #include "products.h"
 #include "rotate.h"
 #include "shared_tile.h"
-#include "softmax.h"
+#include "page_softmax.h"
 
 namespace fp8attn {
 
@@ -126,7 +126,8 @@ struct PagedRows {
   static constexpr int TILES = DIM / WGMMA_ROWS;
   using OfMine = OfQueries<GROUPS>;
 
-  // m: maximum of the scores so far, in base 2. l: the thread's part of the sums of 2^(score - m). o: output times l.
+  // m: maximum of the scores so far, in base 2. l: sums of 2^(score - m) over pages; behind them, the thread's part of
+  // all sums. o: output times l.
   OfMine m, l = {};
   Products<TILES, GROUPS> o = {};
 
@@ -155,86 +156,97 @@ struct PagedRows {
   }
 
   // Turns scores of a page, divided by `factor`, into P, in shared memory when all decoders have returned. P is
-  // relative to the largest score of the page. Sets the factors with which O and Vᵀ·Pᵀ are added. `hidden`: queries
-  // that don't see the page.
-  template <int ROWS>
-  __device__ void softmax_of_page(Products<KEYS / WGMMA_ROWS, GROUPS>& s, const OfMine& factor, const bool (&hidden)[GROUPS][2], float v_scale,
-                                  WarpExchange<ROWS>& exchange, OfMine& alpha, OfMine& beta, Fragment f) {
-    OfMine largest, sum = {}, shift;
-    for_queries([&](int group, int r) {
-      float& of = largest[group][r];
-      of = -INFINITE;
+  // relative to the largest score of the page: PageSoftmax has the same codes. Sets the factors of the sums so far and
+  // of those of the page. `hidden`: queries that don't see the page.
+  template <bool INT8, int ROWS>
+  __device__ void softmax_of_page(Products<KEYS / WGMMA_ROWS, GROUPS>& s, const OfMine& factor, const bool (&hidden)[GROUPS][2], WarpExchange<ROWS>& exchange,
+                                  OfMine& alpha, OfMine& beta, Fragment f) {
+    using Scores = PageScores<INT8, DIM>;
+    OfMine largest, of_page;
+    const auto for_scores = [&](int group, int r, auto&& of) {
 #pragma unroll
       for (auto& scores : s)
 #pragma unroll
-        for (int i = r; i < 4; i += 2) {
-          float& score = scores[4 * group + i];
-          if (hidden[group][r]) score = -INFINITE;
-          of = fmaxf(of, score);
-        }
-    });
-    exchange.largest(largest, f);
+        for (int i = r; i < 4; i += 2) of(scores[4 * group + i]);
+    };
+    bool in_range = true;  // the same in all threads that have these queries
     for_queries([&](int group, int r) {
-      largest[group][r] *= factor[group][r];
-      shift[group][r] = P_OFFSET - finite_or_zero(largest[group][r]);
+      in_range &= Scores::in_range(factor[group][r]);
+      for_scores(group, r, [&](float& score) { score = hidden[group][r] ? -INFINITE : score; });
     });
+    if (!in_range) for_queries([&](int group, int r) { for_scores(group, r, [&](float& score) { score = Scores::multiply(score, factor[group][r]); }); });
+    for_queries([&](int group, int r) {
+      of_page[group][r] = -INFINITE;
+      for_scores(group, r, [&](float score) { of_page[group][r] = fmaxf(of_page[group][r], score); });
+    });
+    exchange.largest(of_page, f);
+    for_queries([&](int group, int r) { largest[group][r] = in_range ? Scores::multiply(of_page[group][r], factor[group][r]) : of_page[group][r]; });
+    const auto row_of = [&](int group, int r) {
+      return in_range ? Scores::row(of_page[group][r], largest[group][r], factor[group][r]) : DirectRow(1.0f, 0.0f);
+    };
+    if (!in_range) for_queries([&](int group, int r) { for_scores(group, r, [&](float& score) { score -= finite_or_zero(largest[group][r]); }); });
     // A lane and the one of the next row of keys exchange what they have of one of their queries. V has the four keys
     // of a query that they have in this order: layout.key_of_slot.
     const int odd = f.row % 2, selector = odd ? 0x3715 : 0x6240;
 #pragma unroll
-    for (int t = 0; t < KEYS / WGMMA_ROWS; ++t)
+    for (int group = 0; group < GROUPS; ++group) {
+      const DirectRow first = row_of(group, 0), second = row_of(group, 1);
 #pragma unroll
-      for (int group = 0; group < GROUPS; ++group) {
-        float* of = s[t] + 4 * group;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          of[i] = ptx::exp2_approx(fmaf(of[i], factor[group][i % 2], shift[group][i % 2]));
-          sum[group][i % 2] += of[i];
-        }
-        const uint32_t mine = ptx::e4m3x4(of[0], of[1], of[2], of[3]), other = __shfl_xor_sync(~0u, mine, 4);
+      for (int t = 0; t < KEYS / WGMMA_ROWS; ++t) {
+        const float* of = s[t] + 4 * group;
+        const uint32_t mine = direct_codes(first(of[0]), second(of[1]), first(of[2]), second(of[3])), other = __shfl_xor_sync(~0u, mine, 4);
         const int slot = WGMMA_ROWS * t + f.row / 16 * 16 + f.row % 16 / 2 * 4;
         *reinterpret_cast<uint32_t*>(exchange.p + ptx::swizzled<KEYS>(QUERY_GROUP * group + f.column + odd, slot)) = __byte_perm(mine, other, selector);
       }
+    }
     ptx::fence_proxy_async();
     merge(largest, alpha, beta);
-    for_queries([&](int group, int r) {
-      float& of = beta[group][r];
-      of *= 1.0f / (1 << int(P_OFFSET));
-      l[group][r] = fmaf(l[group][r], alpha[group][r], sum[group][r] * of);
-      of *= v_scale;
-    });
+    for_queries([&](int group, int r) { beta[group][r] *= 1.0f / (1 << int(P_OFFSET)); });
   }
 
-  // O = O alpha + Vᵀ·Pᵀ beta. `values`, `p`: descriptors of a page of Vᵀ and of P.
-  __device__ void add_values(uint64_t values, uint64_t p, const OfMine& alpha, const OfMine& beta) {
+  // O = O alpha + Vᵀ·Pᵀ beta v_scale, l = l alpha + sums of P times beta. `values`, `p`: descriptors of a page of Vᵀ
+  // and of P.
+  __device__ void add_values(uint64_t values, uint64_t p, const OfMine& alpha, const OfMine& beta, float v_scale) {
     using Product = ptx::Wgmma<QUERY_GROUP * GROUPS>;
+    constexpr uint32_t ones[4] = {FOUR_ONES, FOUR_ONES, FOUR_ONES, FOUR_ONES};
     Products<TILES, GROUPS> fresh;
+    float sum[4 * GROUPS];
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < KEYS / 32; ++step)
+    for (int step = 0; step < KEYS / 32; ++step) {
+      const uint64_t of_keys = ptx::operand_of(p, step, 32);
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        const uint64_t v = ptx::operand_of(ptx::operand_of(values, WGMMA_ROWS * t, KEYS), step, 32), of_keys = ptx::operand_of(p, step, 32);
+        const uint64_t v = ptx::operand_of(ptx::operand_of(values, WGMMA_ROWS * t, KEYS), step, 32);
         if (step == 0)
           Product::template run<false>(fresh[t], v, of_keys);
         else
           Product::template run<true>(fresh[t], v, of_keys);
       }
+      if (step == 0)
+        Product::template run<false>(sum, ones, of_keys);
+      else
+        Product::template run<true>(sum, ones, of_keys);
+    }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
+    ptx::wgmma_touch(sum);
+    OfMine of_values;
+    for_queries([&](int group, int r) {
+      l[group][r] = fmaf(l[group][r], alpha[group][r], sum[4 * group + r] * beta[group][r]);
+      of_values[group][r] = beta[group][r] * v_scale;
+    });
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       ptx::wgmma_touch(fresh[t]);
 #pragma unroll
-      for (int i = 0; i < 4 * GROUPS; ++i) o[t][i] = fmaf(fresh[t][i], beta[i / 4][i % 2], o[t][i] * alpha[i / 4][i % 2]);
+      for (int i = 0; i < 4 * GROUPS; ++i) o[t][i] = fmaf(fresh[t][i], of_values[i / 4][i % 2], o[t][i] * alpha[i / 4][i % 2]);
     }
   }
 
   // Makes sums over pages those of K and V as they were. `v_scale`, `v_mean`: of the head's channels. `mean_score`: of
   // the tile's rows.
-  template <int ROWS>
-  __device__ void restore(const float* v_scale, const float* v_mean, const float* mean_score, WarpExchange<ROWS>& exchange, Fragment f) {
-    exchange.sum(l, f);
+  __device__ void restore(const float* v_scale, const float* v_mean, const float* mean_score, Fragment f) {
     compute_late(f.row), compute_late(f.column);
     for_queries([&](int group, int r) { m[group][r] += mean_score[QUERY_GROUP * group + f.column + r]; });
 #pragma unroll
@@ -248,7 +260,7 @@ struct PagedRows {
           of = fmaf(of, scale, l[group][r] * mean);
         });
       }
-    if (f.row != 0) for_queries([&](int group, int r) { l[group][r] = 0.0f; });  // the sum is whole again, and one lane's
+    if (f.row != 0) for_queries([&](int group, int r) { l[group][r] = 0.0f; });  // one lane has the sum from here on
   }
 
   // Attends to a block in half precision, of which a warp has 16 tokens. `queries`: of the first group;

@@ -10,6 +10,8 @@
 
 namespace fp8attn {
 
+constexpr uint32_t FOUR_ONES = 0x38383838;  // e4m3
+
 constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by less than 1/16
 
 // Of a product of a number of Q and one of K.
@@ -69,6 +71,9 @@ struct ExactRow {
   __device__ uint32_t codes(float a, float b, float c, float d) const { return ptx::e4m3x4((*this)(a), (*this)(b), (*this)(c), (*this)(d)); }
 };
 
+// The e4m3 codes of four numbers that are codes times CODE, rounded to nearest even.
+__device__ inline uint32_t direct_codes(float a, float b, float c, float d) { return __byte_perm(ptx::half2_relu(a, b), ptx::half2_relu(c, d), 0x6420); }
+
 // The same by codes.
 struct DirectRow {
   float scale, shift;
@@ -77,9 +82,7 @@ struct DirectRow {
 
   __device__ float operator()(float s) const { return fmaf(s, scale, shift); }
 
-  __device__ uint32_t codes(float a, float b, float c, float d) const {
-    return __byte_perm(ptx::half2_relu((*this)(a), (*this)(b)), ptx::half2_relu((*this)(c), (*this)(d)), 0x6420);
-  }
+  __device__ uint32_t codes(float a, float b, float c, float d) const { return direct_codes((*this)(a), (*this)(b), (*this)(c), (*this)(d)); }
 };
 
 // Scores times the scales of single keys.
