@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..call import GROUPS
-from ..device import Device
+from ..device import INTERPRETING, Device
 from ..layout import units_of
 from ..recipe import INT8_NAN, Packed, Quantized
 from .forward import load_rows
@@ -23,9 +23,13 @@ from .tile import half_of_code
 from .varlen import packed_arguments, unit_of_head, units_in
 
 ROWS = 64
-"""Queries of a program; of float32, or that are multiplied in float32, half as many."""
+"""Queries of a program; of float32, half as many."""
 
 NAN: tl.constexpr = tl.constexpr(INT8_NAN)
+
+CODES: tl.constexpr = tl.constexpr(tl.float32 if INTERPRETING else tl.bfloat16)
+"""The type in which codes are multiplied. bfloat16 has the values of all of them, and float32's range for the mean. The
+interpreter can't multiply it."""
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "length", "sequences"])
@@ -37,7 +41,7 @@ def unsmooth_lse_kernel(
 
     Grid: chunks of ROWS queries x heads x batch, in one dimension. Of packed sequences, batch is 1 and chunks are
     places; k_mean is (N, Hkv, D). GROUP: -1 if q is not quantized; else rows under one q_scale, 0: all rows of a head.
-    e4m3 is passed as bytes.
+    e4m3 is passed as bytes where the compiler doesn't support it.
     """
     begin(DEPENDENT)
     chunks = units_in(cu_seqlens, sequences, length, ROWS)
@@ -54,10 +58,12 @@ def unsmooth_lse_kernel(
         group = (first + rows) // GROUP if GROUP > 0 else rows * 0
         scales = tl.load(q_scale + batch * scale_strides[0] + head * scale_strides[1] + group.to(tl.int64) * scale_strides[2], mask=inside, other=0.0)
         if queries.dtype == tl.int8:
-            codes = tl.where(queries == NAN, float("nan"), queries.to(tl.float32))
+            codes = tl.where(queries == NAN, float("nan"), queries.to(tl.float32)).to(CODES)
             scales = tl.abs(scales)  # negative if a row is non-finite
+        elif queries.dtype == tl.uint8:
+            codes = half_of_code(queries).to(CODES)
         else:
-            codes = half_of_code(queries).to(tl.float32)
+            codes = queries.to(CODES)
         tl.store(out + at, before + mean_scores(codes, mean) * (scales * softmax_scale), mask=inside)
     else:
         tl.store(out + at, before + mean_scores(queries, mean) * softmax_scale, mask=inside)
@@ -80,14 +86,14 @@ def unsmoothed_lse(
     if isinstance(q, Quantized):
         group = GROUPS[q.granularity]
         scale = q.scale if group else q.scale.expand(batch, heads, 1)
-        if rows_of.dtype != torch.int8:
+        if rows_of.dtype != torch.int8 and (device.emulated or not device.has_fp8_units):
             rows_of = rows_of.view(torch.uint8)
     if packed is None and lse.numel() == 0:
         return torch.empty_like(lse)
     check_counted("query", rows_of)
     if device.emulated and rows_of.dtype == torch.bfloat16:  # the interpreter can't multiply bfloat16
         rows_of = rows_of.float()
-    out, rows = torch.empty_like(lse), ROWS if rows_of.element_size() == 2 else ROWS // 2
+    out, rows = torch.empty_like(lse), ROWS // 2 if rows_of.element_size() == 4 else ROWS
     chunks = ceil_div(length, rows) if packed is None else units_of(packed, rows)
     cu_seqlens, _, sequences, _ = packed_arguments(packed)
     launch(
