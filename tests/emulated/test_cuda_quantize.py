@@ -391,11 +391,11 @@ def test_takes(dim: int) -> None:
         for qk in PRODUCTS:
             assert quantize.unsupported_call(k, k, Recipe(q="block", qk=qk), H100) is None
         assert quantize.choose(k).token_chunks >= quantize.token_chunks_of(k) and not quantize.choose(k).is_long
-        assert quantize.ctas_of(k) <= quantize.LARGEST_CLUSTER and quantize.stats_bytes(k) == 0
+        assert quantize.ctas_of(k) <= quantize.LARGEST_CLUSTER and quantize.choose(k).stats_bytes(1) == 0
     for length in (LONGEST[dim] + 1, 1 << 20):
         k = torch.zeros(1, 1, 1, dim, dtype=torch.float16).expand(1, 3, length, dim)
         assert quantize.choose(k).is_long
-        assert quantize.stats_bytes(k) == 3 * quantize.ctas_of(k) * 576
+        assert quantize.choose(k).stats_bytes(3 * quantize.ctas_of(k)) == 3 * quantize.ctas_of(k) * 576
 
 
 @pytest.mark.parametrize(
