@@ -26,14 +26,14 @@ def named_ranges() -> Iterator[None]:
 
     Outside, ranges cost nothing.
     """
-    library, repeat, remember, is_plain = api.ops.library_ops, api.eager.repeat, api.eager.remember, api.eager.is_plain
+    library, repeat, remember, is_plain = api.ops.library_ops, api.eager.repeat, api.eager.remember, api.ops.is_plain
     api.ops.library_ops = Ranged(library)  # type: ignore[assignment]
     api.eager.repeat = api.eager.remember = lambda *_: None  # type: ignore[assignment]
-    api.eager.is_plain = lambda: False
+    api.ops.is_plain = lambda: False
     try:
         yield
     finally:
-        api.ops.library_ops, api.eager.repeat, api.eager.remember, api.eager.is_plain = library, repeat, remember, is_plain
+        api.ops.library_ops, api.eager.repeat, api.eager.remember, api.ops.is_plain = library, repeat, remember, is_plain
 
 
 class Ranged:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
+from torch._C import DisableTorchFunction, _is_any_autocast_enabled
 
 Result = TypeVar("Result")
 
@@ -43,8 +44,11 @@ def shielded(implementation: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(implementation)
     def run(*arguments, **options) -> Result:
-        with _without_autocast(), torch._C.DisableTorchFunction():
-            return implementation(*arguments, **options)
+        with DisableTorchFunction():
+            if not _is_any_autocast_enabled():
+                return implementation(*arguments, **options)
+            with _without_autocast():
+                return implementation(*arguments, **options)
 
     return run
 

@@ -25,7 +25,7 @@ from .device import device_of
 from .eager import Attention
 from .paged import paged_sdpa
 from .pages import PAGE, PagedBatch
-from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, Packed, ProductType, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, Packed, ProductType, Quantized, Recipe, frozen
 from .reference import CAUSAL_WINDOW, Causal, Window, simplified
 from .validate import (
     Arguments,
@@ -39,6 +39,7 @@ from .validate import (
     cast,
     check,
     check_backend,
+    check_call,
     check_floats,
     check_import,
     check_launch,
@@ -218,8 +219,11 @@ def _quantize(
     if of_k is not None and key is not None and value is not None:
         q = None if query is None else _quantize(query, None, None, recipe, modelled, (of_q, None))[0]
         return q, *_quantize_packed(key, value, recipe, of_k, modelled)
-    operator = ops.library_ops.modelled_quantize if modelled else ops.library_ops.quantize
-    tensors = operator(
+    name = "modelled_quantize" if modelled else "quantize"
+    if ops.is_direct(query, key, value):
+        q, k, v = ops.QUANTIZERS[name](query, key, value, recipe)
+        return q if q is None or of_q is None else replace(q, packed=of_q), k, v
+    tensors = getattr(ops.library_ops, name)(
         query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
     )  # fmt: skip
     q = k = v = None
@@ -236,7 +240,10 @@ def _quantize(
 
 def _quantize_packed(key: torch.Tensor, value: torch.Tensor, recipe: Recipe, packed: Packed, modelled: bool) -> tuple[Quantized, Quantized]:
     """The operator that quantizes packed keys and values, with its results as `Quantized`."""
-    operator = ops.library_ops.modelled_varlen_quantize if modelled else ops.library_ops.varlen_quantize
+    name = "modelled_varlen_quantize" if modelled else "varlen_quantize"
+    if ops.is_direct(key, value):
+        return varlen_ops.QUANTIZERS[name](key, value, recipe, packed)
+    operator = getattr(ops.library_ops, name)
     k_data, k_scale, k_mean, v_data, v_scale, v_mean = operator(key, value, packed.cu_seqlens, packed.seqused, recipe.text)
     part = rotation.part_of(key.shape[3], recipe.rotate)
     return (
@@ -281,7 +288,7 @@ def _imported(checked: Checked) -> tuple[Operand, Operand, Operand]:
     return query, key, value
 
 
-@dataclass(frozen=True, eq=False)
+@frozen
 class _Prepared:
     """A checked call, its operands quantized."""
 
@@ -324,44 +331,22 @@ def _beside(quantized: list[Quantized], recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _operator_arguments(p: _Prepared, return_lse: bool) -> tuple:
-    """The arguments of a backend's forward operator, in the order of `Call`'s fields; of packed sequences, those of its
-    varlen_forward operator."""
-    mean_scores = None
-    if p.key.mean is not None and (p.checked.softcap or p.checked.sinks is not None):
-        mean_scores = _unsmoothed(p, torch.zeros(p.query.shape[:3], dtype=torch.float32, device=p.query.device))
-    if p.checked.varlen is not None:
-        return (
-            p.query.data, p.query.scale, p.key.data, p.key.scale, GROUPS[p.key.granularity], p.value.data, p.value.scale, p.value.mean,
-            *varlen_ops.lengths_of(p.checked.varlen), p.checked.softmax_scale, p.checked.causal, p.recipe.compute, p.recipe.two_level,
-            p.checked.out_dtype, return_lse, p.checked.window, p.checked.softcap, p.checked.sinks, mean_scores,
-        )  # fmt: skip
-    batch, q_heads = p.query.shape[:2]
-    kv_heads = p.key.shape[1]
-    return (
-        p.query.data,
-        _of_every_head(p.query, batch, q_heads, 1),
-        GROUPS[p.query.granularity],
-        p.key.data,
-        _of_every_head(p.key, batch, kv_heads, 1),
-        GROUPS[p.key.granularity],
-        p.value.data,
-        _of_every_head(p.value, batch, kv_heads, p.value.shape[3]),
-        p.value.mean,
-        p.checked.attn_mask,
-        p.query.bias,
-        p.key.length,
-        p.checked.softmax_scale,
-        p.checked.causal,
-        p.recipe.compute,
-        p.recipe.two_level,
-        p.checked.out_dtype,
-        return_lse,
-        p.checked.window,
-        p.checked.softcap,
-        p.checked.sinks,
-        mean_scores,
-    )
+def _call(p: _Prepared, return_lse: bool) -> Call:
+    """What a backend's forward operator attends to."""
+    query, key, value, checked, recipe = p.query, p.key, p.value, p.checked, p.recipe
+    mean_scores, q_group = None, 1 if p.checked.varlen is not None else GROUPS[p.query.granularity]
+    if key.mean is not None and (checked.softcap or checked.sinks is not None):
+        mean_scores = _unsmoothed(p, torch.zeros(query.shape[:3], dtype=torch.float32, device=query.device))
+    q_scale, k_scale, v_scale = query.scale, key.scale, value.scale
+    if checked.varlen is None:
+        batch, kv_heads = query.shape[0], key.shape[1]
+        q_scale, k_scale = _of_every_head(query, batch, query.shape[1], 1), _of_every_head(key, batch, kv_heads, 1)
+        v_scale = _of_every_head(value, batch, kv_heads, value.shape[3])
+    return Call(
+        query.data, q_scale, q_group, key.data, k_scale, GROUPS[key.granularity], value.data, v_scale, value.mean,
+        checked.attn_mask, query.bias, key.length, checked.softmax_scale, checked.causal, recipe.compute, recipe.two_level, checked.out_dtype,
+        return_lse, checked.window, checked.softcap, checked.sinks, mean_scores, varlen=checked.varlen,
+    )  # fmt: skip
 
 
 def _of_every_head(x: Quantized, batch: int, heads: int, n: int) -> torch.Tensor:
@@ -681,7 +666,7 @@ def _traced_varlen(checked: Checked, recipe: Recipe, return_lse: bool, chosen: s
     """A call of packed sequences as one operator."""
     assert checked.varlen is not None
     out, lse = getattr(ops.library_ops, f"{chosen}_varlen_sdpa")(
-        *checked.floats, *varlen_ops.lengths_of(checked.varlen), checked.softmax_scale, checked.causal, recipe.text, checked.out_dtype, return_lse,
+        *checked.floats, *checked.varlen.arguments, checked.softmax_scale, checked.causal, recipe.text, checked.out_dtype, return_lse,
         checked.window, checked.softcap, checked.sinks, scale=checked.scale,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -720,11 +705,10 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _with_half_keys(checked, recipe, return_lse, chosen)
     problem = _problem(checked, chosen, recipe, return_lse)
     if problem is not None:
-        # an operator checks again, which costs as much as a launch
-        out, lse = ops.FROM_FP16[chosen](problem) if eager.is_plain() else _from_fp16(chosen)(*problem.arguments, scale=checked.scale)
+        out, lse = ops.attend_to_problem(problem, chosen, checked.scale)
         return (out, lse) if return_lse else out
     prepared = _prepare(checked, recipe, chosen)
-    out, lse = _forward(chosen, checked)(*_operator_arguments(prepared, return_lse), scale=checked.scale)
+    out, lse = ops.attend_to_quantized(_call(prepared, return_lse), chosen, checked.scale, made_here=checked.is_float)
     if not return_lse:
         return out
     if prepared.key.mean is None or checked.softcap or checked.sinks is not None:
@@ -774,16 +758,6 @@ def _say_once_that_it_is_exact() -> None:
     )
 
 
-def _forward(chosen: str, checked: Checked):
-    """A backend's operator of attention to what is quantized."""
-    return getattr(ops.library_ops, f"{chosen}_forward" if checked.varlen is None else f"{chosen}_varlen_forward")
-
-
-def _from_fp16(chosen: str):
-    """The operator that quantizes, too."""
-    return getattr(ops.library_ops, f"{chosen}_forward_from_fp16")
-
-
 def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sdpa` by a recipe that keeps keys."""
     others = recipe.of_fp8_keys
@@ -792,9 +766,9 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
         part = replace(checked, query=q, key=k, value=v, causal=causal)
         problem = _problem(part, chosen, others, True)
         if problem is not None:
-            return *_from_fp16(chosen)(*problem.arguments, scale=part.scale), None
+            return *ops.attend_to_problem(problem, chosen, part.scale), None
         prepared = _prepare(part, others, chosen)
-        return *_forward(chosen, part)(*_operator_arguments(prepared, True), scale=part.scale), prepared.key.mean
+        return *ops.attend_to_quantized(_call(prepared, True), chosen, part.scale), prepared.key.mean
 
     to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
     out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_fp8_keys, to_half_keys)
@@ -946,7 +920,7 @@ def _by_reference(checked: Checked, return_lse: bool, dtype: torch.dtype) -> tor
     if checked.varlen is None:
         out, lse = ops.library_ops.reference_forward(q, k, v, checked.attn_mask, *options, scale=checked.scale)
     else:
-        out, lse = ops.library_ops.reference_varlen_forward(q, k, v, *varlen_ops.lengths_of(checked.varlen), *options, scale=checked.scale)
+        out, lse = ops.library_ops.reference_varlen_forward(q, k, v, *checked.varlen.arguments, *options, scale=checked.scale)
     return (out, lse) if return_lse else out
 
 
@@ -967,7 +941,7 @@ def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def call_of(*args, **kwargs) -> Call:
     """The `Call` that backends get for these arguments of `sdpa`: benchmarks and tests call backends with it."""
     a = Arguments(*args, **kwargs)
-    return Call(*_operator_arguments(_prepare(check(a), a.recipe), a.return_lse))
+    return _call(_prepare(check(a), a.recipe), a.return_lse)
 
 
 def _takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., Result]], Callable[P, Result]]:
@@ -1039,8 +1013,9 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: b
     operands = _imported(checked)
     because += _explain_quantizers(*_to_quantize(operands, recipe), is_packed=checked.varlen is not None)
     query, key, value = operands
-    arguments = _operator_arguments(_prepare(replace(checked, query=query, key=key, value=value), recipe, chosen), return_lse)
-    call = Call(*arguments) if checked.varlen is None else varlen_ops.call_of(*arguments)
+    prepared = _prepare(replace(checked, query=query, key=key, value=value), recipe, chosen)
+    call = _call(prepared, return_lse)
+    check_call(call)
     return _explain_attention(call, chosen, because)
 
 
@@ -1060,7 +1035,8 @@ def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch
 
 def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
     """The plan of the operator that quantizes and attends."""
-    device, way = device_of(problem.q.device), ops.way_of(problem)
+    device = device_of(problem.q.device)
+    way = ops.way_of(problem, device)
     if way == "one launch":
         return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
     if way == "quantize first":

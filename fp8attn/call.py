@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from .layout import units_of
-from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, ComputeType, Granularity, Packed, ProductType, Quantized, Recipe
+from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, ComputeType, Granularity, Packed, ProductType, Quantized, Recipe, frozen
 from .reference import CAUSAL_WINDOW, Causal, Scoring, Window, window_offsets
 
 GROUPS: dict[Granularity, int] = {"tensor": 0, "head": 0, "block": SCALE_BLOCK, "token": 1}
@@ -20,7 +18,7 @@ HALVES = (torch.bfloat16, torch.float16)
 """Dtypes of q that kernels can quantize themselves."""
 
 
-@dataclass(frozen=True, eq=False)
+@frozen
 class Varlen:
     """The sequences of a call of packed operands.
 
@@ -34,8 +32,13 @@ class Varlen:
     longest_q: int
     longest_k: int
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
+        """What operators take in place of it."""
+        return self.q.cu_seqlens, self.k.cu_seqlens, self.k.seqused, self.longest_q, self.longest_k
 
-@dataclass(frozen=True, eq=False)
+
+@frozen
 class Call:
     """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 
@@ -90,6 +93,17 @@ class Call:
     mean_scores: torch.Tensor | None = None
     lse_mean: torch.Tensor | None = None
     varlen: Varlen | None = None
+
+    @property
+    def arguments(self) -> tuple:
+        """The fields, in the order of the arguments of the operators that attend."""
+        numbers = self.softmax_scale, self.causal, self.compute, self.two_level, self.out_dtype, self.return_lse
+        options = self.window, self.softcap, self.sinks, self.mean_scores
+        if self.varlen is None:
+            queries, keys = (self.q, self.q_scale, self.q_group), (self.k, self.k_scale, self.k_group)
+            return *queries, *keys, self.v, self.v_scale, self.v_mean, self.attn_mask, self.bias, self.kv_length, *numbers, *options
+        operands = self.q, self.q_scale, self.k, self.k_scale, self.k_group, self.v, self.v_scale, self.v_mean
+        return *operands, *self.varlen.arguments, *numbers, *options
 
     @property
     def scoring(self) -> Scoring:
@@ -148,9 +162,10 @@ class Call:
 
     def tiles(self, rows: int) -> int:
         """Number of tiles of `rows` query rows, over all heads; of packed sequences an upper bound."""
+        batch, heads, length, _ = self.q.shape
         if self.varlen is not None:
-            return self.q_heads * units_of(self.varlen.q, rows)
-        return self.batch * self.q_heads * -(-self.q_length // rows)
+            return heads * units_of(self.varlen.q, rows)
+        return batch * heads * -(-length // rows)
 
     @property
     def window_offsets(self) -> tuple[int, int]:
@@ -177,7 +192,7 @@ class Call:
         return min(max(last - first + rows, 0), self.kv_length)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen
 class HalfKeys:
     """Attention to the half-precision keys of a recipe, merged with FP8 attention to the other keys.
 
@@ -209,7 +224,7 @@ class HalfKeys:
     rotated: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@frozen
 class Problem:
     """A call of plain tensors by a recipe that the attention kernel may quantize by.
 
@@ -268,8 +283,12 @@ def unsupported_tma(x: torch.Tensor, name: str) -> str | None:
     cuTensorMapEncodeTiled)."""
     if x.data_ptr() % 16:
         return f"{name} doesn't start at a multiple of 16 bytes"
-    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-        if stride * x.element_size() % 16 or (stride == 0 and size > 1):
+    of_batch, of_head, of_row, _ = strides = x.stride()
+    bytes_of_element = x.element_size()
+    if of_batch and of_head and of_row and (of_batch | of_head | of_row) * bytes_of_element % 16 == 0:
+        return None  # most calls end here: the loop below takes as long as a small check can
+    for size, stride in zip(x.shape[:3], strides[:3], strict=True):
+        if stride * bytes_of_element % 16 or (stride == 0 and size > 1):
             return f"{name} has a stride of {stride} bytes, TMA needs multiples of 16"
     return None
 
@@ -277,7 +296,8 @@ def unsupported_tma(x: torch.Tensor, name: str) -> str | None:
 def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised (B, Hq, Sq, Dv), stored as (B, Sq, Hq, Dv) if q is stored like that, else contiguous."""
     batch, heads, length, _ = q.shape
-    if q.stride(1) < q.stride(2):
+    strides = q.stride()
+    if strides[1] < strides[2]:
         return torch.empty(batch, length, heads, value_dim, dtype=out_dtype, device=q.device).transpose(1, 2)
     return torch.empty(batch, heads, length, value_dim, dtype=out_dtype, device=q.device)
 

@@ -17,14 +17,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import peek_interpreter_stack
-from torch.compiler import is_compiling
 
 from . import ops, recording
 from .cuda import build
 from .cuda.build import BuildError
+from .ops import is_plain
 from .recipe import Quantized
 from .validate import Operand
 
@@ -56,18 +53,6 @@ def forget() -> None:
     """As if no call had been made."""
     _launches.clear()
     _seen.clear()
-
-
-def is_plain() -> bool:
-    """Whether nothing but this code sees the operators that it calls: torch.compile, modes, transforms and tracers."""
-    return not (
-        is_compiling()
-        or _len_torch_function_stack()
-        or _len_torch_dispatch_stack()
-        or _is_tracing()
-        or peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
 
 
 def _known(options: tuple, operands: Operands, others: Tensors) -> tuple[tuple, list[torch.Tensor | None]] | None:

@@ -12,10 +12,14 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 from . import quantization as quantize_ref
 from . import reference, rotation, validate
@@ -40,6 +44,7 @@ from .recipe import (
     Quantized,
     Recipe,
     Rotation,
+    frozen,
 )
 from .reference import CAUSAL_WINDOW, Causal, causal_offset
 from .validate import BackendUnavailable
@@ -95,24 +100,50 @@ def register(schema: str, implementation, fake, keys: Sequence[str] = ("CPU", "C
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=library)
 
 
+def is_plain() -> bool:
+    """Whether nothing but this code sees the operators that it calls: torch.compile, modes, transforms and tracers."""
+    return not (
+        is_compiling()
+        or _len_torch_function_stack()
+        or _len_torch_dispatch_stack()
+        or _is_tracing()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+WITH_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+"""Types of tensors that have memory, and of none."""
+
+
+def is_direct(*tensors: torch.Tensor | None) -> bool:
+    """Whether kernels are called without the operators around them, which check again: that takes longer than a launch.
+
+    Not where anything but this code sees operators, nor with tensors that have no memory.
+    """
+    return is_plain() and WITH_MEMORY.issuperset(map(type, tensors))
+
+
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton kernels run on this device's tensors: a GPU, or the CPU in Triton's interpreter."""
     return device.type == "cuda" or INTERPRETING
 
 
+NOTHING = contextlib.nullcontext()
+
+
 def current(device: torch.device):
     """Triton launches on the current device; make it the tensors'."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return NOTHING
     return torch.cuda.device(device)
 
 
-def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> str | None:
+def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
     """Why the CUDA quantizer of keys and values for Hopper doesn't support them, or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    device = device_of(k.device)
     return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k), device.arch)
 
 
@@ -160,6 +191,10 @@ def quantized(
         if q_quantized is not None and recipe.smooth_q and k is not None and k_quantized is not None:
             q_quantized = triton_kernels.bias.with_bias(q_quantized, k, k_quantized, device)
         return q_quantized, k_quantized, v_quantized
+
+
+QUANTIZERS = {"quantize": shielded(quantized), "modelled_quantize": shielded(quantize_ref.quantize)}
+"""What operators do with q, k and v that were checked, and a recipe."""
 
 
 def chunk_statistics(v: torch.Tensor) -> quantize_ref.ChunkStatistics:
@@ -220,7 +255,7 @@ def _by_kernels(
     return others[0] or query, others[1] or key, others[2] or value
 
 
-@dataclass(frozen=True, eq=False)
+@frozen
 class Quantizing:
     """Operands that one quantizer takes.
 
@@ -245,7 +280,7 @@ def plan_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Ten
     found: list[Quantizing] = []
     not_hopper: tuple[str, ...] = ()
     if k is not None and v is not None:
-        reason = unsupported_cuda_quantize(k, v, recipe)
+        reason = unsupported_cuda_quantize(k, v, recipe, device_of(k.device))
         if reason is None:
             found.append(Quantizing("hopper", None, k, v))
             k = v = None
@@ -299,7 +334,7 @@ def _quantize(
 ) -> tuple[torch.Tensor, ...]:
     recipe = _recipe(q_granularity, k_granularity, v_granularity, smooth_k, smooth_v, smooth_q, rotate, qk)
     # without keys, means of queries are quantized apart from what they add to scores
-    validate.check_quantize(q, k, v, recipe if k is not None else replace(recipe, smooth_q=False))
+    validate.check_quantize(q, k, v, replace(recipe, smooth_q=False) if k is None and smooth_q else recipe)
     like = k if q is None else q
     assert like is not None
     results = (by or quantized)(q, k, v, recipe)
@@ -540,6 +575,28 @@ def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, 
 FORWARDS: dict[str, Forward] = {"triton": _by_triton, "cuda": _by_cuda, "auto": _by_whichever, "modelled": _by_model}
 """Attention to quantized operands, by backend."""
 
+
+@shielded
+def _attend_directly(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    with current(call.q.device):
+        return FORWARDS[backend](call)
+
+
+def attend_to_quantized(call: Call, backend: str, scale: torch.Tensor | None = None, made_here: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by a forward operator, or directly.
+
+    Args:
+        scale: as of `register`.
+        made_here: whether all of q, k and v were quantized by `quantized`. Others are checked, as an operator does.
+    """
+    if is_direct(call.q, call.k, call.v):
+        if not made_here or call.kv_heads == 0:
+            validate.check_call(call)
+        return _attend_directly(call, backend)
+    operator = getattr(library_ops, f"{backend}_forward" if call.varlen is None else f"{backend}_varlen_forward")
+    return operator(*call.arguments, scale=scale)
+
+
 for _name, _backend in FORWARDS.items():
     register(
         f"{_name}_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
@@ -679,7 +736,7 @@ register(
 )
 
 
-def unsupported_one_launch(problem: Problem) -> str | None:
+def unsupported_one_launch(problem: Problem, device: Device) -> str | None:
     """Why quantization and attention aren't a single launch, or None if they are.
 
     Nothing is compiled to find out, so compiling may still fail.
@@ -691,27 +748,19 @@ def unsupported_one_launch(problem: Problem) -> str | None:
     if problem.window != CAUSAL_WINDOW or problem.softcap or problem.sinks is not None:
         return "window, softcap or sinks is given; it takes none"
     q, k, v = problem.q, problem.k, problem.v
-    return fused_small.unsupported_call(q, k, v, problem.softmax_scale, device_of(q.device)) or build.unavailable()
+    return fused_small.unsupported_call(q, k, v, problem.softmax_scale, device) or build.unavailable()
 
 
-def unsupported_fused_q(problem: Problem) -> str | None:
+def unsupported_fused_q(problem: Problem, device: Device) -> str | None:
     """Why q is quantized before attention and not inside the attention kernel, or None if it is quantized inside.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    q, value_dim = problem.q, problem.v.shape[3]
-    device, mask = device_of(q.device), problem.attn_mask
     scores = configs.scores_of_options(problem.has_first_key, problem.softcap, problem.sinks)
-    reason = configs.unsupported_q_quant(q, value_dim, problem.softmax_scale, problem.qk, device, mask, scores)
+    reason = configs.unsupported_q_quant(
+        problem.q, problem.v.shape[3], problem.softmax_scale, problem.qk, device, problem.attn_mask, scores
+    )  # fmt: skip
     return reason or build.unavailable()
-
-
-def unsupported_two_launches(problem: Problem) -> str | None:
-    """Why a problem takes more than two launches, one that quantizes k and v and one that attends; else None.
-
-    Nothing is compiled to find out, so compiling may still fail.
-    """
-    return unsupported_fused_q(problem) or unsupported_cuda_quantize(problem.k, problem.v, problem.recipe)
 
 
 Way = Literal["one launch", "two launches", "fused q", "quantize first"]
@@ -719,16 +768,17 @@ Way = Literal["one launch", "two launches", "fused q", "quantize first"]
 kernel q; k and v are quantized by any quantizer, and q by the attention kernel; all are quantized first."""
 
 
-def way_of(problem: Problem) -> Way:
+def way_of(problem: Problem, device: Device) -> Way:
     """How the operators that quantize and attend run a problem.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    if unsupported_one_launch(problem) is None:
+    q, k, v = problem.q, problem.k, problem.v
+    if fused_small.may_take(q, k, v) and unsupported_one_launch(problem, device) is None:
         return "one launch"
-    if unsupported_two_launches(problem) is None:
-        return "two launches"
-    return "fused q" if unsupported_fused_q(problem) is None else "quantize first"
+    if unsupported_fused_q(problem, device) is not None:
+        return "quantize first"
+    return "two launches" if unsupported_cuda_quantize(k, v, problem.recipe, device) is None else "fused q"
 
 
 def fused_q_call(problem: Problem) -> Call:
@@ -762,7 +812,7 @@ def quantize_and_attend(problem: Problem, backend: Forward, required: bool) -> t
     device = device_of(problem.q.device)
     with current(problem.q.device):
         try:
-            way = way_of(problem)
+            way = way_of(problem, device)
             if way == "one launch":
                 return cuda_run.forward_from_fp16(problem, device)
             if way == "two launches":
@@ -786,8 +836,8 @@ FromFp16 = Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]
 """Quantization and attention of a problem that was checked: output and LSE."""
 
 FROM_FP16: dict[str, FromFp16] = {
-    "cuda": shielded(functools.partial(quantize_and_attend, backend=_by_cuda, required=True)),
-    "auto": shielded(functools.partial(quantize_and_attend, backend=_by_whichever, required=False)),
+    "cuda": functools.partial(quantize_and_attend, backend=_by_cuda, required=True),
+    "auto": functools.partial(quantize_and_attend, backend=_by_whichever, required=False),
 }
 """By backend."""
 
@@ -809,6 +859,22 @@ def from_fp16_by(run: FromFp16):
         return run(Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask, of_rows, softcap, sinks))
 
     return forward
+
+
+@shielded
+def _attend_to_problem_directly(problem: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return FROM_FP16[backend](problem)
+
+
+def attend_to_problem(problem: Problem, backend: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantization and attention of a checked problem by an operator, or directly.
+
+    Args:
+        scale: as of `register`.
+    """
+    if is_direct(problem.q, problem.k, problem.v):
+        return _attend_to_problem_directly(problem, backend)
+    return getattr(library_ops, f"{backend}_forward_from_fp16")(*problem.arguments, scale=scale)
 
 
 def _mean_scores(problem: Problem, key: Quantized) -> torch.Tensor:

@@ -394,19 +394,25 @@ def empty_rows(x: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
     batch, heads, length, dim = x.shape
     pitch = -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT
     if x.stride(1) < x.stride(2):
-        return torch.empty(batch, length, heads, pitch, dtype=dtype, device=x.device).transpose(1, 2)[..., :dim]
-    return torch.empty(batch, heads, length, pitch, dtype=dtype, device=x.device)[..., :dim]
+        rows = torch.empty(batch, length, heads, pitch, dtype=dtype, device=x.device).transpose(1, 2)
+    else:
+        rows = torch.empty(batch, heads, length, pitch, dtype=dtype, device=x.device)
+    return rows if pitch == dim else rows[..., :dim]
 
 
 def scale_shape(granularity: Granularity, batch: int, heads: int, length: int, dim: int) -> tuple[int, int, int]:
     """Shape of the scales of a (B, H, S, D) tensor."""
-    return {
-        "tensor": (1, 1, 1),
-        "head": (batch, heads, 1),
-        "block": (batch, heads, -(-length // SCALE_BLOCK)),
-        "token": (batch, heads, length),
-        "channel": (batch, heads, dim),
-    }[granularity]
+    match granularity:
+        case "tensor":
+            return 1, 1, 1
+        case "head":
+            return batch, heads, 1
+        case "block":
+            return batch, heads, -(-length // SCALE_BLOCK)
+        case "token":
+            return batch, heads, length
+        case "channel":
+            return batch, heads, dim
 
 
 def row_scales(scale: torch.Tensor, granularity: Granularity, length: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from . import quantization as quantize_ref
 from . import reference, validate
 from . import triton as triton_kernels
+from .ambient import shielded
 from .call import Call, Varlen, empty_lse, empty_output
 from .device import device_of
 from .ops import FORWARDS, OPTIONS, QUERY_SCALES, Forward, current, has_kernels, laid_out, register
@@ -22,16 +23,11 @@ from .recipe import ComputeType, Granularity, Layout, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal
 
 LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt longest_q, SymInt longest_k"
-"""The arguments of operators that attend: of a `Varlen`."""
-
-
-def lengths_of(varlen: Varlen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
-    """The arguments LENGTHS."""
-    return varlen.q.cu_seqlens, varlen.k.cu_seqlens, varlen.k.seqused, varlen.longest_q, varlen.longest_k
+"""`Varlen.arguments`."""
 
 
 def varlen_of(lengths: Sequence[Any], q: torch.Tensor, k: torch.Tensor) -> Varlen:
-    """The inverse of `lengths_of`, checked, for q (1, Hq, Tq, D) and k (1, Hkv, Tk, D)."""
+    """The inverse of `Varlen.arguments`, checked, for q (1, Hq, Tq, D) and k (1, Hkv, Tk, D)."""
     cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k = lengths
     varlen = Varlen(Packed(cu_seqlens_q, None, q.shape[2]), Packed(cu_seqlens_k, seqused_k, k.shape[2]), longest_q, longest_k)
     validate.check_lengths(varlen, q.device)
@@ -44,12 +40,20 @@ def _quantize(
     packed, of_text = Packed(cu_seqlens_k, seqused_k, k.shape[2]), Recipe.of_text(recipe)
     validate.check_varlen_recipe(of_text)
     validate.check_packed_floats(k, v, packed)
-    if modelled or not has_kernels(k.device):
-        key, value = quantize_ref.quantize_packed(k, v, of_text, packed)
-    else:
-        with current(k.device):
-            key, value = triton_kernels.quantize.quantize_packed(k, v, of_text, packed, device_of(k.device))
-    return _tensors_of(key, value)
+    by = quantize_ref.quantize_packed if modelled else quantized
+    return _tensors_of(*by(k, v, of_text, packed))
+
+
+def quantized(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed) -> tuple[Quantized, Quantized]:
+    """quantization.quantize_packed, by kernels on devices that run kernels. The bytes are the same."""
+    if not has_kernels(k.device):
+        return quantize_ref.quantize_packed(k, v, recipe, packed)
+    with current(k.device):
+        return triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device_of(k.device))
+
+
+QUANTIZERS = {"varlen_quantize": shielded(quantized), "modelled_varlen_quantize": shielded(quantize_ref.quantize_packed)}
+"""What operators do with k and v that were checked, a recipe and sequences."""
 
 
 def _tensors_of(key: Quantized, value: Quantized) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import astuple, dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -85,7 +85,7 @@ class HopperConfig:
     softcap: bool = False
     varlen: bool = False
 
-    @property
+    @functools.cached_property
     def tile_rows(self) -> int:
         """Query rows of a tile."""
         return self.consumers * ROWS
@@ -100,7 +100,7 @@ class HopperConfig:
             return (VALUE_PART, VALUE_PART + ONES)
         return (128, self.value_dim - 128 + ONES)
 
-    @property
+    @functools.cached_property
     def stream_k(self) -> bool:
         """Whether CTAs may share tiles.
 
@@ -115,7 +115,7 @@ class HopperConfig:
         """Whether the kernel skips blocks of keys that the mask hides completely."""
         return self.general or self.masked
 
-    @property
+    @functools.cached_property
     def scores(self) -> Scores:
         """The most general operations on scores that the instance supports."""
         if self.window:
@@ -144,7 +144,7 @@ class HopperConfig:
         """
         return min(REGISTER_FILE // self.threads // 8 * 8, 255) * (self.consumers + 1)
 
-    @property
+    @functools.cached_property
     def panel(self) -> int:
         """Bytes of a row of Q or K that are contiguous in shared memory: the span of a swizzle."""
         return 128 if self.head_dim % 128 == 0 else 64 if self.head_dim % 64 == 0 else 32
@@ -180,7 +180,7 @@ class HopperConfig:
             return wanted in (self.scores, "plain") and self.window
         return SCORES.index(self.scores) >= SCORES.index(wanted)
 
-    @property
+    @functools.cached_property
     def partial_bytes(self) -> int:
         """sizeof(Partial) of all consumers, in bytes: sums of P·V, and m and sums of P of each thread's two rows. 0 if
         CTAs share no tiles."""
@@ -479,28 +479,42 @@ def choose(call: Call, device: Device) -> HopperConfig:
     If all tiles take the same time, the last round of tiles takes as long as any other, unless CTAs share it. Tiles of
     causal calls are assigned to CTAs dynamically.
     """
-    return _fastest(kind(call), call.batch * call.q_heads, call.q_length, -(-call.kv_length // KEYS), call.causal != "none", device.sm_count)
+    able = _measured(kind(call))
+    if len(able) == 1:
+        return able[0].config
+    heads, length, blocks, sm_count = call.batch * call.q_heads, call.q_length, -(-call.kv_length // KEYS), device.sm_count
+    found, least = able[0], math.inf
+    for one in able:
+        tiles = heads * -(-length // one.tile_rows)
+        if call.causal != "none":
+            rounds = max(tiles / sm_count, 1.0)
+        else:
+            rounds = stream_k.rounds(tiles, blocks, sm_count) if one.stream_k else math.ceil(tiles / sm_count)
+        time = rounds * one.tile_rows / one.speed
+        if time < least:
+            found, least = one, time
+    return found.config
+
+
+class _Measured(NamedTuple):
+    """An instance, and what its time follows from."""
+
+    config: HopperConfig
+    tile_rows: int
+    stream_k: bool
+    speed: float
 
 
 @functools.cache
+def _measured(of: Kind) -> tuple[_Measured, ...]:
+    """Of the instances of `_serving`."""
+    return tuple(_Measured(config, config.tile_rows, config.stream_k, _speed(config)) for config in _serving(of))
+
+
 def _speed(config: HopperConfig) -> float:
     """Of the measured config that corresponds to a variant: e4m3, with Q quantized before the kernel."""
     plain = replace(config, int8=False, fuse_q_quant=False, window=False, softcap=False, varlen=False)
     return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact) == plain)
-
-
-@functools.lru_cache(4096)
-def _fastest(of: Kind, heads: int, q_length: int, blocks: int, is_causal: bool, sm_count: int) -> HopperConfig:
-    def rounds(config: HopperConfig) -> float:
-        tiles = heads * -(-q_length // config.tile_rows)
-        if is_causal:
-            return max(tiles / sm_count, 1.0)
-        return stream_k.rounds(tiles, blocks, sm_count) if config.stream_k else math.ceil(tiles / sm_count)
-
-    def time(config: HopperConfig) -> float:
-        return rounds(config) * config.tile_rows / _speed(config)
-
-    return min(_serving(of), key=time)
 
 
 def stream_k_ctas(call: Call, config: HopperConfig, device: Device) -> int:

@@ -6,13 +6,11 @@ tiles then, so it does this only if it gains more time than splitting tiles woul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
-from ..recipe import Quantized
+from ..recipe import Quantized, frozen
 from . import configs, quantize, run, stream_k
 from .configs import KEYS, HopperConfig
 
@@ -34,7 +32,7 @@ def overlaps_quantization(call: Call, config: HopperConfig, device: Device) -> b
     return nobody_would or stream_k.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
 
 
-@dataclass(frozen=True, eq=False)
+@frozen
 class Planned:
     """How a problem runs in two launches.
 
@@ -77,11 +75,12 @@ def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor,
         run.quantize_into(key, value, k, v, device)
         return run.forward(call, device, config)
     heads = k.shape[0] * k.shape[1]
-    counter, ready = q.new_zeros(1 + heads, dtype=torch.int32).split((1, heads))
+    counters = q.new_zeros(1 + heads, dtype=torch.int32)
+    ready = counters[1:]
     # nothing may run between the two launches, such as torch filling what it allocates (torch.utils.deterministic)
     out, lse = empty_output(q, call.value_dim, problem.out_dtype), empty_lse(q, problem.return_lse)
     run.quantize_into(key, value, k, v, device, ready=ready)
-    forward_when_ready(call, device, config, out, lse, counter, ready, quantize.ctas_of(k))
+    forward_when_ready(call, device, config, out, lse, counters, ready, quantize.ctas_of(k))
     return out, lse
 
 
@@ -102,7 +101,7 @@ def forward_when_ready(
 
     Args:
         out, lse: (B, Hq, Sq, Dv) and (B, Hq, Sq), which are written, lse if the call asks for it.
-        counter: an int32 of zero.
+        counter: int32, the first of which is read and is 0.
         ready: `run.quantize_into`'s.
     """
     library = run.library_of(config, device)

@@ -71,6 +71,8 @@ class FusedSmallConfig:
 INSTANCES = (FusedSmallConfig(64, 4, 2, 2),)
 """The compiled instances."""
 
+DIMS = frozenset(config.head_dim for config in INSTANCES)
+
 CLUSTERED = 0.92
 """Fraction of a GPU's SMs that clusters of four can use: 30 clusters at a time on an H100 with 132 SMs, by
 cudaOccupancyMaxActiveClusters."""
@@ -90,16 +92,15 @@ def splits(config: FusedSmallConfig, q: torch.Tensor, k: torch.Tensor) -> int:
 
 def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a call of plain tensors may run in one launch, judged by the properties that torch.compile knows."""
-    known = q.dtype in HALVES and q.dtype == k.dtype == v.dtype
-    return known and any(q.shape[3] == v.shape[3] == c.head_dim for c in INSTANCES) and k.shape[2] <= LONGEST
+    dim = q.shape[3]
+    return dim in DIMS and v.shape[3] == dim and q.dtype in HALVES and q.dtype == k.dtype == v.dtype and k.shape[2] <= LONGEST
 
 
 def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
     """The reason why a call of plain tensors can't run in one launch, or None if it can."""
     if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return f"query, key and value are {q.dtype}, {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
-    config = next((c for c in INSTANCES if q.shape[3] == v.shape[3] == c.head_dim), None)
-    if config is None:
+    if q.shape[3] not in DIMS or v.shape[3] != q.shape[3]:
         return f"head dims are {q.shape[3]} and {v.shape[3]}; it takes {' or '.join(str(c.head_dim) for c in INSTANCES)}"
     if not 0 < k.shape[2] <= LONGEST:
         return f"there are {k.shape[2]} keys; it takes 1 to {LONGEST}"
@@ -111,6 +112,7 @@ def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_
         reason = unsupported_tma(x, name)
         if reason is not None:
             return reason
+    config = choose(q)
     reason = unsupported_config(config, device)
     if reason is not None:
         return reason

@@ -7,6 +7,7 @@ and reads it once. Longer heads take three launches, which read V twice.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import astuple, dataclass
 
 import torch
@@ -65,7 +66,7 @@ class QuantizeConfig:
         """Whether heads may be longer than a cluster can hold."""
         return self.token_chunks == 1
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         """sizeof(QuantizeStorage), in bytes."""
         largest = 4 * TOKEN_CHUNK // SCALE_BLOCK
@@ -74,13 +75,21 @@ class QuantizeConfig:
         own = MOMENTS + 4 * CHANNELS + NONFINITE + 8 * CHANNELS + WARPS * largest
         return round_up(TOKEN_CHUNK * CHANNELS * 2 + measured + told + own + 16, 128)
 
+    def stats_bytes(self, ctas: int) -> int:
+        """Bytes of what the kernels of a call with so many CTAs tell each other."""
+        return ctas * CHUNK_STATS_BYTES if self.is_long else 0
+
     @property
     def name(self) -> str:
         return "quantize_" + "_".join(str(x) for x in astuple(self))
 
 
-INSTANCES = (QuantizeConfig(8, 3), QuantizeConfig(16, 2), QuantizeConfig(1, 3))
-"""The compiled instances, each for e4m3 and int8. The last one takes heads that are longer than a cluster can hold."""
+OF_CLUSTERS = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
+OF_LONG = QuantizeConfig(1, 3)
+"""For heads that are longer than a cluster can hold."""
+
+INSTANCES = (*OF_CLUSTERS, OF_LONG)
+"""The compiled instances, each for e4m3 and int8."""
 
 
 def token_chunks_of(k: torch.Tensor) -> int:
@@ -88,25 +97,22 @@ def token_chunks_of(k: torch.Tensor) -> int:
     return -(-k.shape[2] // TOKEN_CHUNK)
 
 
+def slices_of(k: torch.Tensor) -> int:
+    """Number of CTAs that share a token chunk."""
+    return k.shape[3] // CHANNELS
+
+
 def ctas_of(k: torch.Tensor) -> int:
     """Number of CTAs that share a head."""
-    return token_chunks_of(k) * (k.shape[3] // CHANNELS)
-
-
-def exceeds_cluster(k: torch.Tensor) -> bool:
-    """Whether a head is longer than a cluster can hold."""
-    return ctas_of(k) > LARGEST_CLUSTER
+    return token_chunks_of(k) * slices_of(k)
 
 
 def choose(k: torch.Tensor) -> QuantizeConfig:
     """The instance for a call. `unsupported_call` must have returned None."""
-    is_long = exceeds_cluster(k)
-    return next(c for c in INSTANCES if c.is_long == is_long and (is_long or c.token_chunks >= token_chunks_of(k)))
-
-
-def stats_bytes(k: torch.Tensor) -> int:
-    """Bytes of what the kernels of a call tell each other."""
-    return k.shape[0] * k.shape[1] * ctas_of(k) * CHUNK_STATS_BYTES if exceeds_cluster(k) else 0
+    chunks = token_chunks_of(k)
+    if chunks * slices_of(k) > LARGEST_CLUSTER:
+        return OF_LONG
+    return next(c for c in OF_CLUSTERS if c.token_chunks >= chunks)
 
 
 def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:
@@ -116,10 +122,10 @@ def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:
 
 def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
     """The reason why this quantizer doesn't support keys and values (B, H, S, D), or None if it does."""
-    for name in ("k", "v", "smooth_k", "smooth_v", "rotate"):
-        wanted = getattr(FUSED_RECIPES[recipe.qk], name)
-        if getattr(recipe, name) != wanted:
-            return f"recipe.{name} is {getattr(recipe, name)!r}; it takes {wanted!r}"
+    wanted = FUSED_RECIPES[recipe.qk]
+    for name in () if recipe is wanted else ("k", "v", "smooth_k", "smooth_v", "rotate"):
+        if getattr(recipe, name) != getattr(wanted, name):
+            return f"recipe.{name} is {getattr(recipe, name)!r}; it takes {getattr(wanted, name)!r}"
     if k.dtype not in HALVES or k.dtype != v.dtype:
         return f"key and value are {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
     if k.shape != v.shape:
@@ -139,17 +145,15 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
 def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
     """Uninitialised key and value for the kernel to fill."""
     batch, heads, length, dim = k.shape
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return k.new_empty(shape, dtype=torch.float32)
-
+    device = k.device
     rows = quantize_ref.empty_rows(k, quantize_ref.row_type(qk))
-    scale = numbers(*quantize_ref.scale_shape("block", *k.shape))
-    values = v.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3)
+    scale = torch.empty(quantize_ref.scale_shape("block", batch, heads, length, dim), dtype=torch.float32, device=device)
+    values = torch.empty(batch, heads, dim, padded_length(length), dtype=E4M3, device=device)
+    k_mean, v_scale, v_mean = [torch.empty(batch, heads, dim, dtype=torch.float32, device=device) for _ in range(3)]
     part = part_of(dim, FUSED_RECIPES[qk].rotate)
     return (
-        Quantized(rows, scale, "block", "rows", length, numbers(batch, heads, dim), rotated=part),
-        Quantized(values, numbers(batch, heads, dim), "channel", "values", length, numbers(batch, heads, dim)),
+        Quantized(rows, scale, "block", "rows", length, k_mean, part),
+        Quantized(values, v_scale, "channel", "values", length, v_mean),
     )
 
 

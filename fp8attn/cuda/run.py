@@ -111,12 +111,13 @@ def forward(
     arguments, scratch = launch_of(call, device, config, library, split_ctas)
     counter = None
     if scratch.counters + scratch.flags:
-        counter, flags = out.new_zeros(scratch.counters + scratch.flags, dtype=torch.int32).split((scratch.counters, scratch.flags))
-        counter = counter if scratch.counters else None
+        zeros = out.new_zeros(scratch.counters + scratch.flags, dtype=torch.int32)
+        counter = zeros if scratch.counters else None
+        part_rows = zeros[scratch.counters :] if scratch.flags else part_rows
     elif tile_table is not None:
         counter = tile_table[0].narrow(0, TABLE_HEADER.index("taken"), 1)
     if scratch.split_ctas:
-        parts, part_rows = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device), flags
+        parts = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device)
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, call.lse_mean, counter, parts, part_rows,
@@ -146,7 +147,7 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
 
     The portable kernel's `parts` isn't among the scratch tensors.
     """
-    tiles, scratch = call.tiles(config.tile_rows), Scratch()
+    tiles, stored = call.tiles(config.tile_rows), (0, 0, 0)
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
         ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else split_ctas * tiles
@@ -154,12 +155,11 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
         ctas = max(min(tiles, device.sm_count), split_ctas)
         if split_ctas > 1:
-            scratch = Scratch(0, split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4)
-    if tiles > ctas and call.varlen is None and (call.causal != "none" or call.kv_length >= LONG_KEYS):
-        scratch = scratch._replace(counters=1)
+            stored = split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4
+    takes_next = tiles > ctas and call.varlen is None and (call.causal != "none" or call.kv_length >= LONG_KEYS)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.window_offsets[1])
-    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), scratch
+    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), Scratch(int(takes_next), *stored)
 
 
 def forward_from_fp16(problem: Problem, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,9 +208,10 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
     """
     config = quantize.choose(k)
     library = build.load_with(config, quantize.INSTANCES, device.arch)
-    ctas = k.shape[0] * k.shape[1] * quantize.ctas_of(k)
+    batch, heads, length, _ = k.shape
+    ctas = batch * heads * quantize.ctas_of(k)
     library.operators.quantize.default(
-        library.launchers[config], ctas, sample_size(k.shape[2]), quantize.stats_bytes(k), k, v, *quantize.filled(key, value), ready
+        library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas), k, v, *quantize.filled(key, value), ready
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def stride_bits(strides: tuple[int, ...]) -> int:
     return (last == 1) | (len(strides) == ROWS and not others & 15) << 1 | (others | last >= 0x80000000) << 2
 
 
-def specialize(arguments: tuple, key: list) -> None:
+def specialize(arguments: Sequence[Any], key: list) -> None:
     """Append to `key` the properties of the arguments on which a compiled kernel depends.
 
     Follows Triton's rules: integers by width, divisibility by 16 and equality to 1; pointers by type and alignment to
@@ -125,14 +126,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
         compiled_for(kernel, arguments, options)
         return
     device = torch.cuda.current_device()
-    parts: list = [kernel.fn, device, *options.values()]
-    for parameter, argument in zip(kernel.params, arguments, strict=True):
-        if parameter.is_constexpr:
-            parts.append(argument)
-        elif parameter.do_not_specialize and type(argument) is int:
-            parts.append(-0x80000000 <= argument < 0x80000000)
+    constants, counts, others = places_of(kernel)
+    parts: list = [kernel.fn, device, *options.values(), *[arguments[i] for i in constants]]
+    for i in counts:
+        if type(arguments[i]) is int:
+            parts.append(-0x80000000 <= arguments[i] < 0x80000000)
         else:
-            specialize((argument,), parts)
+            specialize((arguments[i],), parts)
+    specialize([arguments[i] for i in others], parts)
     key = tuple(parts)
     compiled = _compiled.get(key)
     if compiled is None:
@@ -143,6 +144,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warmup: bool = F
         return
     stream = triton.runtime.driver.active.get_current_stream(device)
     compiled[(*grid, 1, 1)[:3]](*arguments, stream=stream)
+
+
+@functools.cache
+def places_of(kernel: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Which of a kernel's parameters are constants, which are not specialized, and all others."""
+    constants = tuple(i for i, parameter in enumerate(kernel.params) if parameter.is_constexpr)
+    counts = tuple(i for i, parameter in enumerate(kernel.params) if parameter.do_not_specialize and i not in constants)
+    return constants, counts, tuple(i for i in range(len(kernel.params)) if i not in constants and i not in counts)
 
 
 @triton.jit

@@ -134,8 +134,8 @@ def test_writes_the_bytes_of_triton(device: torch.device, recipe: Recipe, dim: i
     """Called as others are, Q beside them, which Triton quantizes."""
     k, v = not_finite((2, 4, length, dim), torch.bfloat16, device)
     k = on_grid(k)
-    if ops.unsupported_cuda_quantize(k, v, recipe) is not None:
-        pytest.skip(str(ops.unsupported_cuda_quantize(k, v, recipe)))
+    if ops.unsupported_cuda_quantize(k, v, recipe, device_of(device)) is not None:
+        pytest.skip(str(ops.unsupported_cuda_quantize(k, v, recipe, device_of(device))))
     q = normal((2, 4, 300, dim), device=device)[0]
     for actual, expected in zip(ops.quantized(q, k, v, recipe), ops.quantized(q, k, v, recipe, by_triton=True), strict=True):
         assert_same(actual, expected)
@@ -301,8 +301,8 @@ def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> N
     recipe = Recipe(smooth_q=True)
     q, k, v = (x.to(device) for x in (*normal((2, 4, 1024, dim)), normal((2, 4, 1024, dim), torch.bfloat16)[0].flip(2)))
     k = on_grid(k)
-    if ops.unsupported_cuda_quantize(k, v, recipe) is not None:
-        pytest.skip(str(ops.unsupported_cuda_quantize(k, v, recipe)))
+    if ops.unsupported_cuda_quantize(k, v, recipe, device_of(device)) is not None:
+        pytest.skip(str(ops.unsupported_cuda_quantize(k, v, recipe, device_of(device))))
     for actual, expected in zip(ops.quantized(q, k, v, recipe), ops.quantized(q, k, v, recipe, by_triton=True), strict=True):
         assert_same(actual, expected)
     exact = fp8attn.reference_sdpa(q, k, v, out_dtype=torch.float32)
@@ -391,11 +391,11 @@ def test_takes(dim: int) -> None:
         for qk in PRODUCTS:
             assert quantize.unsupported_call(k, k, Recipe(q="block", qk=qk), H100) is None
         assert quantize.choose(k).token_chunks >= quantize.token_chunks_of(k) and not quantize.choose(k).is_long
-        assert quantize.ctas_of(k) <= quantize.LARGEST_CLUSTER and quantize.stats_bytes(k) == 0
+        assert quantize.ctas_of(k) <= quantize.LARGEST_CLUSTER and quantize.choose(k).stats_bytes(1) == 0
     for length in (LONGEST[dim] + 1, 1 << 20):
         k = torch.zeros(1, 1, 1, dim, dtype=torch.float16).expand(1, 3, length, dim)
         assert quantize.choose(k).is_long
-        assert quantize.stats_bytes(k) == 3 * quantize.ctas_of(k) * 576
+        assert quantize.choose(k).stats_bytes(3 * quantize.ctas_of(k)) == 3 * quantize.ctas_of(k) * 576
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def varlen_call(quantized: tuple[Quantized, Quantized, Quantized], floats: torch
         found.append(call)
         return call.q, call.q
 
-    forward_by(keep)(*api._operator_arguments(prepared, True))
+    forward_by(keep)(*api._call(prepared, True).arguments)
     return found[0]
 
 

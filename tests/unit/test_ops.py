@@ -263,3 +263,39 @@ def test_goes_on_with_triton_if_cuda_does_not_compile(device: torch.device, monk
     assert torch.equal(out, expected)
     with pytest.raises(BuildError):
         library_ops.cuda_forward(*arguments)
+
+
+CU_SEQLENS = torch.tensor([0, 40, 70], dtype=torch.int32)
+
+
+def packed_inputs() -> tuple[torch.Tensor, ...]:
+    return tuple(x[0, :, :70].transpose(0, 1) for x in inputs(torch.device("cpu")))
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("recipe", (Recipe(), Recipe(rotate=0), Recipe(k="token", qk="int8")), ids=lambda recipe: recipe.text)
+@pytest.mark.parametrize("is_packed", (False, True))
+def test_calls_that_nobody_sees_run_no_operator(recipe: Recipe, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And have the bits of the operators."""
+
+    def attention() -> torch.Tensor:
+        if is_packed:
+            return fp8attn.varlen_sdpa(*packed_inputs(), CU_SEQLENS, CU_SEQLENS, recipe=recipe, backend="modelled")
+        return fp8attn.sdpa(*inputs(torch.device("cpu")), enable_gqa=True, recipe=recipe, backend="modelled")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "is_plain", lambda: False)
+        expected = attention()
+    monkeypatch.setattr(ops, "library_ops", None)
+    assert torch.equal(attention(), expected)
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name, granularity", (("q", "block"), ("q", "head"), ("k", "head"), ("k", "tensor")))
+def test_what_was_quantized_elsewhere_is_checked(name: str, granularity: str) -> None:
+    """Packed sequences have scales of other granularities than these, whatever the shape of `scale`."""
+    quantized = dict(zip("qkv", fp8attn.quantize(*packed_inputs(), cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS), strict=True))
+    scale = torch.ones(1, quantized[name].shape[1], 70 // 128 + 2)
+    quantized[name] = dataclasses.replace(quantized[name], granularity=granularity, scale=scale)
+    with pytest.raises(ValueError, match="q_scale has shape" if name == "q" else "k_group is 0"):
+        fp8attn.varlen_sdpa(*quantized.values(), None, None, backend="modelled")
