@@ -330,7 +330,7 @@ struct AppendedPage {
     }
   }
 
-  // Codes of V, transposed, to shared memory. A thread has a run of two channels. CAREFUL: some elements are not finite.
+  // Codes of V, transposed, to shared memory. A thread has a run of two channels. CAREFUL: some elements aren't finite.
   template <bool CAREFUL>
   __device__ void encode_values(float scale) {
     const int words = p.value_dim / 2, word = threadIdx.x % words, run = threadIdx.x / words;
@@ -364,8 +364,8 @@ struct AppendedPage {
   }
 };
 
-// What the launch does with a page that becomes complete. The first page's statistics are measured whether the cache has
-// the page or not; those of another page are stored already.
+// What the launch does with a page that becomes complete. The first page's statistics are measured whether the cache
+// has the page or not. For other pages they are stored already.
 template <AppendConfig C, bool INT8, typename T>
 __device__ void append_page(const AppendParams& p, AppendStorage<C>& shared, const PageOfHead& of) {
   const int number = of.page < p.table_width ? __ldcg(p.page_table + of.head.row * p.table_stride + of.page) : -1;
@@ -379,8 +379,8 @@ __device__ void append_page(const AppendParams& p, AppendStorage<C>& shared, con
   if (quantizes) appended.quantize(number);
 }
 
-// The grid of few tokens: at least a CTA for 32 heads; a lane looks at a head. Of statistics and last tokens: heads of rows. Of pages: see
-// PageOfHead.
+// The grid of few tokens: at least a CTA for 32 heads of rows; a lane looks at a head. Of statistics and last tokens:
+// heads of rows. Of pages: PageOfHead::at_place.
 template <class Instance, bool INT8, typename T>
 __global__ void __launch_bounds__(APPENDERS<Instance::config>, Instance::config.ctas) append(const __grid_constant__ AppendParams p) {
   constexpr AppendConfig C = Instance::config;

@@ -1,5 +1,5 @@
-// What the CTAs of the append kernel work on: rows of the batch, their new tokens, and the steps of a call. All of it but
-// the grids follows from numbers on the device.
+// What the CTAs of the append kernel work on: rows of the batch, their new tokens, and the steps of a call. All of it
+// but the grids follows from numbers on the device.
 #pragma once
 
 #include "config.h"
@@ -28,8 +28,8 @@ cudaError_t for_each_step(const AppendParams& p, int ctas, Run&& run) {
 // Where a row of packed tokens begins.
 __device__ inline int begin_of(const AppendParams& p, int row) { return min(max(__ldcg(p.cu_seqlens + row), 0), p.length); }
 
-// One head of a row of the batch: `old` tokens that the cache has, and new ones up to `end`. Without a sequence both are
-// 0.
+// One head of a row of the batch: `old` tokens that the cache has, and new ones up to `end`. Both are 0 without a
+// sequence.
 struct HeadOfRow {
   int row = 0, head = 0, sequence = 0, old = 0, end = 0, begin = 0;  // `begin`: the row's first new token among packed ones
 
@@ -88,7 +88,8 @@ struct PageOfHead {
     return {head, head.old / SCALE_BLOCK};
   }
 
-  // That of a CTA in a grid of pages that may become complete x heads x rows; of packed tokens, places of pages x heads.
+  // That of a CTA in a grid of pages that may become complete x heads x rows; of packed tokens, places of pages x
+  // heads.
   __device__ static PageOfHead at_place(const AppendParams& p, int cta) {
     const int which = cta / p.most_pages, place = cta % p.most_pages, row = p.cu_seqlens == nullptr ? which / p.kv_heads : row_at(p, place);
     const HeadOfRow head(p, row, which % p.kv_heads);
