@@ -38,6 +38,7 @@ class Case:
         packed: tokens are packed; otherwise rows have as many as the longest, and counts.
         apart: pages and last tokens are appended by calls of their own.
         layout: of what tokens are views: (B, H, S, D), (B, S, H, D), or rows with others between them.
+        wide: numbers differ so much in size that their sums depend on the order.
         bad: number that is in some keys and values.
     """
 
@@ -50,6 +51,7 @@ class Case:
     packed: bool = False
     apart: bool = False
     layout: str = "bhsd"
+    wide: bool = False
     bad: float = 0.0
     seed: int = 0
 
@@ -66,15 +68,18 @@ class Case:
         return cache.storage
 
     def tokens(self, device: torch.device) -> list[torch.Tensor]:
-        """Keys and values of all tokens, (B, H, S, D). Values have means, and differ in size from page to page."""
+        """Keys and values of all tokens, (B, H, S, D). Values have means, and differ in size by page and channel."""
         g = torch.Generator().manual_seed(self.seed)
         longest = max(map(sum, zip(*self.chunks, strict=True)))
         k, v = (torch.randn(self.rows, self.kv_heads, longest, dim, generator=g) for dim in (self.dim, self.value_dim))
         k = k * torch.logspace(-1, 1, longest)[:, None] + 1
-        v = v * 2.0 ** ((torch.arange(longest) + 64) // PAGE % 4 * 3 - 6)[:, None] + 0.5 * (torch.arange(self.value_dim) % 3)
+        channels = torch.arange(self.value_dim)
+        v = (v * 2.0 ** ((torch.arange(longest) + 64) // PAGE % 4 * 3 - 6)[:, None] + 0.5 * (channels % 3)) * 2.0 ** -(channels % 7)
+        if self.wide:
+            k, v = (x * 2.0 ** torch.randint(-10, 11, x.shape, generator=g) for x in (k, v))
         if self.bad:
-            for x in (k, v):
-                x.view(-1)[self.seed % 50 :: 1009 * x.shape[3] // 16 + 1] = self.bad
+            k.view(-1)[self.seed % 50 :: 1009 * self.dim // 16 + 1] = self.bad
+            v.view(-1)[self.seed % 90 + 7 :: 811 * self.value_dim // 16 + 1] = self.bad
         return [x.to(device, self.dtype) for x in (k, v)]
 
     def batches(self, device: torch.device) -> list[PagedBatch]:
@@ -173,6 +178,7 @@ CASES = {
     "more rows than a warp": Case(((4,) * 40, (130,) * 40), dim=16, value_dim=16, packed=True),
     "last tokens apart": Case(((300, 100), (65, 129)), apart=True),
     "few last tokens apart": Case(((100, 128), (40, 0), (64, 60)), apart=True, packed=True),
+    "sums that depend on the order": Case(((260,), (10,)), dim=32, wide=True),
     "NaN": Case(((300,), (120,)), bad=torch.nan, seed=1),
     "infinities": Case(((300,), (120,)), dim=128, value_dim=128, dtype=torch.float16, bad=-torch.inf, seed=2),
     "NaN of int8": Case(((300, 260), (120, 10)), dim=40, recipe=Recipe(qk="int8", rotate=16), bad=torch.nan, seed=3),
@@ -197,7 +203,7 @@ def cases(draw) -> Case:
     dim = draw(dims)
     return Case(
         tuple(chunks), dim, draw(st.one_of(st.just(dim), dims)), draw(st.integers(1, 2)), draw(st.sampled_from(append.DTYPES)), draw(RECIPES),
-        draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(("bhsd", "bshd", "padded"))),
+        draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(("bhsd", "bshd", "padded"))), draw(st.booleans()),
         draw(st.sampled_from((0.0, 0.0, torch.nan, torch.inf))), draw(st.integers(0, 1000)),
     )  # fmt: skip
 
@@ -306,7 +312,7 @@ MUTANTS = {
     "keys of non-finite values": ("append.cuh", "bool hidden = !values_are_finite &&", "bool hidden = false &&"),
     "infinite keys": ("append.cuh", "return largest < INFINITE ? largest : without_infinities(rows);", "return largest;"),
     "infinities in extremes": ("append.cuh", "if (carries & 0x80008000) {", "if (false) {"),
-    "lanes in another order": ("append.cuh", "tokens[(token + part) * words + word]", "tokens[(token + OF_WORD - 1 - part) * words + word]"),
+    "lanes in another order": ("append.cuh", "tokens[(token + part) * words + word]", "tokens[(token + part % 2 * 2 + part / 2) * words + word]"),
     "values before they have come": ("append.cuh", "    ptx::cp_async_wait_but<1>();\n", ""),
     "keys before they have come": ("append.cuh", "    float largest = 0.0f;\n    ptx::cp_async_wait_but<0>();\n", "    float largest = 0.0f;\n"),
     "a warp's largest magnitude": ("append.cuh", "y = fmaxf(y, shared.of_warps[warp].y);", "y = y;"),
@@ -316,7 +322,7 @@ MUTANTS = {
         "      encode_values<true>(v_scale);\n",
     ),
     "the next page before codes are stored": ("append.cuh", "    __syncthreads();\n  }\n}\n\n// `ctas`", "  }\n}\n\n// `ctas`"),
-    "too many tokens copied": ("append_tokens.h", "max(of.old, of.end - RECENT)", "max(of.old, of.end - RECENT - 1)"),
+    "too few tokens copied": ("append_tokens.h", "max(of.old, of.end - RECENT)", "max(of.old, of.end - RECENT + 1)"),
     "tokens of a head's first row": ("append_tokens.h", "of.begin * strides[2]", "0"),
     "places counted from the first row": ("append_tokens.h", "max(place - first_place(p, row), 0)", "place"),
     "any sequence's row": ("append_tokens.h", "return max(before - 1, 0);", "return 0;"),
@@ -326,6 +332,7 @@ MUTANTS = {
 MUTANT_CASES = (
     Case(((250, 70), (10, 200), (62, 60)), kv_heads=2, bad=torch.inf, seed=9),
     Case(((300, 20, 300),), packed=True, dtype=torch.float16),
+    Case(((130,),), dim=16, value_dim=16, wide=True),
     Case(((126,) * 5, (3,) * 5), dim=16, value_dim=16, kv_heads=4, recipe=Recipe(qk="int8", rotate=0)),
 )
 
