@@ -122,12 +122,14 @@ struct AppendedPage {
   __device__ void measure_first_page() {
     ptx::cp_async_wait_but<0>();
     __syncthreads();
-    sum_finite(shared.keys, p.head_dim);
-    __syncthreads();
-    if (threadIdx.x < 32) finish_key_mean();
-    __syncthreads();
-    sum_finite(shared.values, p.value_dim);
-    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const bool of_keys = i == 0;
+      sum_finite(of_keys ? shared.keys : shared.values, of_keys ? p.head_dim : p.value_dim);
+      __syncthreads();
+      if (of_keys && threadIdx.x < 32) finish_key_mean();
+      if (of_keys) __syncthreads();
+    }
     const int channel = threadIdx.x;
     const bool has_channel = channel < p.value_dim;
     float mean = 0.0f, largest = 0.0f;
@@ -388,16 +390,17 @@ __global__ void __launch_bounds__(APPENDERS<Instance::config>, Instance::config.
   auto& shared = *reinterpret_cast<AppendStorage<C>*>(bytes);
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  if (p.step == AppendStep::tokens) return copy_tokens<T>(p, HeadOfRow::at(p, blockIdx.x), threadIdx.x, APPENDERS<C>);
+  const bool is_few = p.step == AppendStep::few;
   uint32_t pages = 1;  // bit i: one of head blockIdx.x + i * gridDim.x; the same in all warps
-  if (p.step == AppendStep::few) {
+  if (is_few || p.step == AppendStep::tokens) {
     const int lane = threadIdx.x % 32;
-    const PageOfHead mine = PageOfHead::first_of(p, blockIdx.x + lane * gridDim.x);
+    const PageOfHead mine = PageOfHead::first_of(p, blockIdx.x + (is_few ? lane * int(gridDim.x) : 0));
     const uint32_t appends = __ballot_sync(~0u, p.tokens && mine.head.old < mine.head.end);
-    pages = __ballot_sync(~0u, p.pages && mine.becomes_complete());
+    pages = __ballot_sync(~0u, is_few && p.pages && mine.becomes_complete());
+    // a warp copies tokens of a head, or all warps do
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < 32; i += APPENDERS<C> / 32)
-      if (appends >> i & 1) copy_tokens<T>(p, mine.head.of_lane(i), lane, 32);
+    for (int i = is_few ? threadIdx.x / 32 : 0; i < (is_few ? 32 : 1); i += APPENDERS<C> / 32)
+      if (appends >> i & 1) copy_tokens<T>(p, mine.head.of_lane(i), is_few ? lane : threadIdx.x, is_few ? 32 : APPENDERS<C>);
   }
 #pragma unroll 1
   for (; pages != 0; pages &= pages - 1) {

@@ -120,23 +120,25 @@ struct HeadTokens {
   }
 };
 
-// Stores the last new tokens of a head, as they came, 16 bytes at a time. `index`: of the thread among `threads`.
+// Stores the last new tokens of a head, as they came, 16 bytes at a time. `index`: of the thread among `threads`. A
+// token has a power of two of them, some of which may be idle.
 template <typename T>
 __device__ void copy_tokens(const AppendParams& p, const HeadOfRow& of, int index, int threads) {
   constexpr int IN_FLIGHT = 8;
   const auto keys = HeadTokens<T>::keys(p, of), values = HeadTokens<T>::values(p, of);
   const int start = max(of.old, of.end - RECENT), of_keys = p.head_dim / CHUNK, of_both = of_keys + p.value_dim / CHUNK;
-  const int count = (of.end - start) * of_both;
+  int log = 1;
+  while (1 << log < of_both) ++log;
+  const int count = of.end - start << log;
 #pragma unroll 1
   for (int first = index; first < count; first += IN_FLIGHT * threads) {
     uint4 loaded[IN_FLIGHT];
     const auto for_all = [&](auto&& use) {
 #pragma unroll
       for (int i = 0; i < IN_FLIGHT; ++i) {
-        const int at = first + i * threads, token = start + at / of_both, chunk = at % of_both;
-        if (at >= count) break;
+        const int at = first + i * threads, token = start + (at >> log), chunk = at & (1 << log) - 1;
         const bool is_key = chunk < of_keys;
-        use(loaded[i], is_key ? keys : values, token, CHUNK * (is_key ? chunk : chunk - of_keys));
+        if (at < count && chunk < of_both) use(loaded[i], is_key ? keys : values, token, CHUNK * (is_key ? chunk : chunk - of_keys));
       }
     };
     for_all([](uint4& words, const HeadTokens<T>& x, int token, int channel) { words = *reinterpret_cast<const uint4*>(x.new_token(token) + channel); });
