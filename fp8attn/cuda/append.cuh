@@ -35,7 +35,8 @@ struct alignas(128) AppendStorage {
     uint32_t keys[SCALE_BLOCK * C.head_dim / 2];
     uint32_t codes[C.head_dim / 2 * CODES_PITCH];  // of V, once all keys are in registers
   };
-  float k_mean[C.head_dim], v_mean[C.head_dim], v_scale[C.head_dim];  // of the first page
+  // of the first page; `k_shift`: what is added to rotated keys
+  float k_shift[C.head_dim], v_mean[C.head_dim], v_scale[C.head_dim];
   float2 sums[OF_WORD][C.head_dim / 2];
   uint2 extremes[OF_WORD][C.head_dim / 2];  // of V: minima, maxima
   float2 of_warps[APPENDERS<C> / 32];     // largest magnitudes of K, and of V in units of its channel scales
@@ -61,7 +62,9 @@ template <AppendConfig C, bool INT8, typename T>
 struct AppendedPage {
   static constexpr int THREADS = APPENDERS<C>;
   static constexpr int ROUNDS = SCALE_BLOCK * (C.head_dim / CHUNK) / THREADS;  // rows of a team at most
+  static constexpr int TOGETHER = 4;                                           // rows that are rotated at the same time
   using Rows = float[ROUNDS][CHUNK];
+  static_assert(ROUNDS % TOGETHER == 0);
 
   const AppendParams& p;
   AppendStorage<C>& shared;
@@ -86,7 +89,7 @@ struct AppendedPage {
   // What an earlier launch has stored.
   __device__ void load_statistics() {
     const int64_t key = of.index(p) * p.head_dim + threadIdx.x, value = of.index(p) * p.value_dim + threadIdx.x;
-    if (threadIdx.x < p.head_dim) shared.k_mean[threadIdx.x] = __ldcg(p.k_mean + key);
+    if (threadIdx.x < p.head_dim) shared.k_shift[threadIdx.x] = shift_of(__ldcg(p.k_mean + key));
     if (threadIdx.x < p.value_dim) shared.v_mean[threadIdx.x] = __ldcg(p.v_mean + value), shared.v_scale[threadIdx.x] = __ldcg(p.v_scale + value);
   }
 
@@ -207,6 +210,9 @@ struct AppendedPage {
     return __fmul_rn(halving_sum(sums), INVERSE_PAGE);
   }
 
+  // Minus the mean. No rotated zero is negative, so neither is what is added to it.
+  __device__ float shift_of(float mean) const { return p.part > 0 ? 0.0f - mean : -mean; }
+
   // Called by a warp.
   __device__ void finish_key_mean() {
     const TeamRotation rotation(p.part, team, p.inverse_part);
@@ -217,7 +223,7 @@ struct AppendedPage {
     if (threadIdx.x >= team.lanes || !team.has_channels) return;
     float* to = p.k_mean + of.index(p) * p.head_dim + team.channel;
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) to[i] = shared.k_mean[team.channel + i] = removable(y[i]);
+    for (int i = 0; i < CHUNK; ++i) to[i] = removable(y[i]), shared.k_shift[team.channel + i] = shift_of(removable(y[i]));
   }
 
   __device__ float2 extremes_of(int channel) const {
@@ -251,39 +257,45 @@ struct AppendedPage {
     return {x, y};
   }
 
-  // The team's rows of K, rotated and centred, and the largest magnitude of the thread's part.
+  // The team's rows of K, rotated and centred, and the largest magnitude of the thread's part. Rows that don't exist
+  // are zero: else they are thought to be used uninitialised, and take registers from the start on.
   __device__ float rotate_keys(Rows& rows) {
     const TeamRotation rotation(p.part, team, p.inverse_part);
-    uint32_t signs[CHUNK / 2];  // of two channels
-#pragma unroll
-    for (int i = 0; i < CHUNK / 2; ++i) signs[i] = (rotation.factor[2 * i] < 0.0f ? 0x8000 : 0) | (rotation.factor[2 * i + 1] < 0.0f ? 0x80000000 : 0);
     float largest = 0.0f;
     ptx::cp_async_wait_but<0>();
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-      const int row = first_row + i * at_once;
-      float(&y)[CHUNK] = rows[i];
-      if (row >= SCALE_BLOCK) {  // else they are thought to be used uninitialised, and take registers from the start on
+    for (int first = 0; first < ROUNDS; first += TOGETHER) {
+      auto& some = reinterpret_cast<float(&)[TOGETHER][CHUNK]>(rows[first]);
+      if (first_row + first * at_once >= SCALE_BLOCK) {
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j) y[j] = 0.0f;
+        for (int i = 0; i < TOGETHER * CHUNK; ++i) some[i / CHUNK][i % CHUNK] = 0.0f;
         continue;
       }
-      Chunk<T> chunk;
-      if (team.has_channels) chunk.template load<true>(reinterpret_cast<const T*>(&shared.keys[(row * p.head_dim + team.channel) / 2]));
 #pragma unroll
-      for (int j = 0; j < CHUNK / 2; ++j) chunk.words[j] ^= signs[j];
-      chunk.floats(y);
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int row = first_row + (first + i) * at_once;
+        Chunk<T> chunk;
+        if (team.has_channels && row < SCALE_BLOCK) chunk.template load<true>(reinterpret_cast<const T*>(&shared.keys[(row * p.head_dim + team.channel) / 2]));
+        chunk.floats(some[i]);
+      }
       if (p.part > 0) {
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j) y[j] = __fmul_rn(y[j], p.inverse_part);
-        rotation.transform(y);
-#pragma unroll
-        for (int j = 0; j < CHUNK; ++j) y[j] += 0.0f;  // no zero is negative
+        for (int i = 0; i < TOGETHER * CHUNK; ++i) some[i / CHUNK][i % CHUNK] = __fmul_rn(some[i / CHUNK][i % CHUNK], rotation.factor[i % CHUNK]);
+        rotation.transform(some);
+      }
+      float shift[CHUNK] = {};
+      if (team.has_channels) {
+        const auto* of_chunk = reinterpret_cast<const float4*>(&shared.k_shift[team.channel]);
+        reinterpret_cast<float4&>(shift[0]) = of_chunk[0], reinterpret_cast<float4&>(shift[4]) = of_chunk[1];
       }
 #pragma unroll
-      for (int j = 0; j < CHUNK; ++j) {
-        if (team.has_channels) y[j] -= shared.k_mean[team.channel + j];  // finite if it was
-        largest = fmaxf(largest, fabsf(y[j]));  // fmaxf ignores NaN
+      for (int i = 0; i < TOGETHER; ++i) {
+        if (first_row + (first + i) * at_once >= SCALE_BLOCK) break;
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) {
+          some[i][j] += shift[j];  // finite if it was
+          largest = fmaxf(largest, fabsf(some[i][j]));  // fmaxf ignores NaN
+        }
       }
     }
     return largest < INFINITE ? largest : without_infinities(rows);
