@@ -39,7 +39,7 @@ class Case:
         apart: pages and last tokens are appended by calls of their own.
         layout: of what tokens are views: (B, H, S, D), (B, S, H, D), or rows with others between them.
         wide: numbers differ so much in size that their sums depend on the order.
-        bad: number that is in some keys and values.
+        bad: number that is in some keys and values, or None.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -52,7 +52,7 @@ class Case:
     apart: bool = False
     layout: str = "bhsd"
     wide: bool = False
-    bad: float = 0.0
+    bad: float | None = None
     seed: int = 0
 
     @property
@@ -77,7 +77,7 @@ class Case:
         v = (v * 2.0 ** ((torch.arange(longest) + 64) // PAGE % 4 * 3 - 6)[:, None] + 0.5 * (channels % 3)) * 2.0 ** -(channels % 7)
         if self.wide:
             k, v = (x * 2.0 ** torch.randint(-10, 11, x.shape, generator=g) for x in (k, v))
-        if self.bad:
+        if self.bad is not None:
             k.view(-1)[self.seed % 50 :: 1009 * self.dim // 16 + 1] = self.bad
             v.view(-1)[self.seed % 90 + 7 :: 811 * self.value_dim // 16 + 1] = self.bad
         return [x.to(device, self.dtype) for x in (k, v)]
@@ -172,6 +172,7 @@ CASES = {
     "16 channels beside 256": Case(((290,),), dim=16, value_dim=256),
     "rotation of 256": Case(((280,),), dim=256, value_dim=16, recipe=Recipe(rotate=256)),
     "no rotation, no means": Case(((300,),), dim=72, value_dim=72, recipe=Recipe(rotate=0, smooth_k=False, smooth_v=False)),
+    "negative zeros": Case(((300,),), recipe=Recipe(rotate=0, smooth_k=False, smooth_v=False), bad=-0.0),
     "int8": Case(((270, 150), (20, 120)), dim=128, recipe=PRECISE, layout="padded"),
     "packed": Case(((130, 5, 0, 200), (1, 200, 64, 60)), packed=True, kv_heads=2),
     "few packed": Case(((127, 100, 1), (1, 30, 20), (0, 0, 60)), packed=True, kv_heads=3),
@@ -204,7 +205,7 @@ def cases(draw) -> Case:
     return Case(
         tuple(chunks), dim, draw(st.one_of(st.just(dim), dims)), draw(st.integers(1, 2)), draw(st.sampled_from(append.DTYPES)), draw(RECIPES),
         draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(("bhsd", "bshd", "padded"))), draw(st.booleans()),
-        draw(st.sampled_from((0.0, 0.0, torch.nan, torch.inf))), draw(st.integers(0, 1000)),
+        draw(st.sampled_from((None, -0.0, torch.nan, torch.inf))), draw(st.integers(0, 1000)),
     )  # fmt: skip
 
 
