@@ -312,6 +312,11 @@ MUTANTS = {
     "no zero for what isn't finite": ("append.cuh", "if constexpr (CAREFUL) x =", "if constexpr (false) x ="),
     "keys of non-finite values": ("append.cuh", "bool hidden = !values_are_finite &&", "bool hidden = false &&"),
     "infinite keys": ("append.cuh", "return largest < INFINITE ? largest : without_infinities(rows);", "return largest;"),
+    "parts among lanes": (
+        "tile/row_team.h",
+        "distance * CHUNK < part; distance *= 2) {\n      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;\n",
+        "distance * CHUNK < part / 2; distance *= 2) {\n      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;\n",
+    ),
     "infinities in extremes": ("append.cuh", "if (carries & 0x80008000) {", "if (false) {"),
     "lanes in another order": ("append.cuh", "tokens[(token + part) * words + word]", "tokens[(token + part % 2 * 2 + part / 2) * words + word]"),
     "values before they have come": ("append.cuh", "    ptx::cp_async_wait_but<1>();\n", ""),
