@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8attn.cuda import build, decode, fused_small, general_quantize, portable, prefill, quantize
+from fp8attn.cuda import append, build, decode, fused_small, general_quantize, portable, prefill, quantize
 from fp8attn.cuda.configs import GROUPS, VARLEN_GROUPS, HopperConfig, Scores
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.cuda.render import Config
@@ -129,6 +129,12 @@ def rows() -> list[Row]:
             "any Q, K and V; `return_lse=True` after it",
             "one instance of each kernel serves all calls",
             dict.fromkeys(ARCHS, (general_quantize.INSTANCES,)),
+        ),
+        Row(
+            "append",
+            "tokens of a KV cache in bf16 or fp16",
+            "registers and shared memory by the head dim; each instance has a kernel for bf16 and fp16, e4m3 and int8",
+            dict.fromkeys(ARCHS, (append.INSTANCES,)),
         ),
         *(Row("portable", calls, why, _portable(scores)) for scores, (calls, why) in PORTABLE.items()),
     ]

@@ -135,12 +135,13 @@ class KVCache:
                 (T, Hkv, D).
             value: (B, Hkv, S, Dv) or (T, Hkv, Dv), likewise.
             batch: the B sequences that the rows belong to.
-            backend: `auto` (Triton on a GPU, else modelled), `triton`, or `modelled`: the definition in plain torch.
+            backend: `auto` (kernels on a GPU, else modelled), `cuda`, `triton`, or `modelled`: the definition in plain
+                torch. `cuda` takes bfloat16 and float16.
 
         Raises:
             BackendUnavailable: the backend can't run here.
             TypeError, ValueError: an argument isn't as above.
-            RuntimeError: an argument requires grad.
+            RuntimeError: an argument requires grad; or `backend` is `cuda`, and the kernel can't be compiled here.
         """
         options, others = ("append", self.recipe.text, backend), self.tensors_with(batch)
         if others is not None and eager.repeat(options, (key, value), others) is not None:

@@ -10,7 +10,7 @@ import torch
 
 from . import pages, validate
 from . import triton as triton_kernels
-from .cuda import build, decode, prefill
+from .cuda import append, build, decode, prefill
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import device_of
@@ -21,7 +21,7 @@ from .recipe import Recipe, Rotation
 from .reference import CAUSAL_WINDOW
 from .validate import BackendUnavailable
 
-BACKENDS = {"append": ("auto", "triton", "modelled"), "attention": ("auto", "cuda", "triton", "modelled")}
+BACKENDS = {"append": ("auto", "cuda", "triton", "modelled"), "attention": ("auto", "cuda", "triton", "modelled")}
 """By what is done."""
 
 Tensors = Sequence[torch.Tensor]
@@ -170,6 +170,36 @@ def _unsupported_decode(call: PagedCall) -> str | None:
     return unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
 
 
+def unsupported_append(cache: Storage, tokens: tuple[torch.Tensor, torch.Tensor], batch: PagedBatch) -> str | None:
+    """The same of the CUDA kernel that appends keys and values."""
+    device = device_of(cache.k.device)
+    return append.unsupported_call(cache, *tokens, batch, device) or build.unavailable(append.choose(cache), device.arch)
+
+
+def _appended_by_cuda(
+    required: bool, cache: Storage, tokens: tuple[torch.Tensor, torch.Tensor], batch: PagedBatch, recipe: Recipe, stage: Stage
+) -> bool:  # fmt: skip
+    """Append keys and values by the CUDA kernel. False if Triton's is to do it.
+
+    Raises:
+        BackendUnavailable: the CUDA kernel is `required` and doesn't support the call.
+        BuildError: it is required and can't be compiled here.
+    """
+    reason = unsupported_append(cache, tokens, batch)
+    if reason is not None:
+        if required:
+            raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+        return False
+    try:
+        cuda_run.append_to_pages(cache, tokens, batch, recipe, device_of(cache.k.device), stage)
+    except BuildError as error:
+        if required:
+            raise
+        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return False
+    return True
+
+
 def _append_by(backend: str):
     def append(
         key: torch.Tensor, value: torch.Tensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor, counts: MaybeTensor,
@@ -182,6 +212,10 @@ def _append_by(backend: str):
         validate.check_batch(batch, cache.k.device)
         validate.check_new_tokens(key, value, batch, None, cache)
         recipe = _recipe(rotate, smooth_k, smooth_v, cache.pages.k.dtype == torch.int8)
+        if backend == "cuda" or (backend == "auto" and key.device.type == "cuda"):
+            with current(key.device):
+                if _appended_by_cuda(backend == "cuda", cache, (key, value), batch, recipe, stage):
+                    return
         if runs_triton(backend, key.device):
             with current(key.device):
                 triton_kernels.paged_append.append(cache, key, value, batch, recipe, device_of(key.device), stage)

@@ -433,6 +433,34 @@ void prefill(int64_t launcher, int64_t ctas, int64_t heads_side_by_side, double 
   launch(launcher, p, ctas, q.get_device());
 }
 
+// Appends tokens to a KV cache. `numbers`: the channels that are rotated together, the pages that may become complete
+// (AppendParams::most_pages), and whether tokens are few, pages are written, tokens are, K's and V's means are removed.
+// `tokens`: keys and values, packed ones as (1, H, T, D). `storage`, `batch`: as of `decode`, with cu_seqlens.
+void append(int64_t launcher, int64_t ctas, const Ints& numbers, const std::vector<Tensor>& tokens, const std::vector<Tensor>& storage, const Operands& batch) {
+  STD_TORCH_CHECK(numbers.size() == 7 && tokens.size() == 2 && storage.size() == 10 && batch.size() == 5 && batch[0] && batch[1],
+                  "append takes 7 numbers, 2 tensors of tokens, 10 of a cache and 5 of a batch");
+  const Tensor &k = tokens[0], &v = tokens[1];
+  const auto floats = [&](size_t i) { return storage[i].mutable_data_ptr<float>(); };
+  fp8attn::AppendParams p = {};
+  p.k = k.const_data_ptr(), p.v = v.const_data_ptr();
+  p.k_pages = static_cast<uint8_t*>(storage[0].mutable_data_ptr()), p.v_pages = static_cast<uint8_t*>(storage[2].mutable_data_ptr());
+  p.k_scale = floats(1), p.v_page_scale = floats(3), p.k_mean = floats(4), p.v_mean = floats(5), p.v_scale = floats(6);
+  p.recent_k = storage[7].mutable_data_ptr(), p.recent_v = storage[8].mutable_data_ptr();
+  p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
+  p.cu_seqlens = address_of<int>(batch[4]);
+  copy_strides(p.k_strides, k);
+  copy_strides(p.v_strides, v);
+  if (batch[4]) p.k_strides[0] = p.v_strides[0] = 0;
+  p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
+  p.rows = batch[1]->size(0), p.kv_heads = k.size(1), p.length = k.size(2), p.head_dim = k.size(3), p.value_dim = v.size(3);
+  p.every_page = storage[0].size(0), p.every_sequence = storage[7].size(0);
+  p.part = numbers[0], p.inverse_part = 1.0 / std::max(p.part, 1), p.most_pages = numbers[1];
+  p.step = numbers[2] ? fp8attn::AppendStep::few : fp8attn::AppendStep::pages;
+  p.pages = numbers[3], p.tokens = numbers[4], p.smooth_k = numbers[5], p.smooth_v = numbers[6];
+  p.half = k.scalar_type() == ScalarType::Half, p.int8 = storage[0].scalar_type() == ScalarType::Char;
+  launch(launcher, p, ctas, k.get_device());
+}
+
 // The tensors among a call's operands.
 std::vector<Tensor> present(const Operands& operands) {
   std::vector<Tensor> found;
@@ -525,6 +553,8 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 
   define("prefill(int launcher, int ctas, int heads_side_by_side, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
 
+  define("append(int launcher, int ctas, int[] numbers, Tensor[] tokens, Tensor(a!)[] storage, Tensor?[] batch) -> ()");
+
   define("record(Device device) -> ()");
   define("discard() -> ()");
   define("recorded_tensor(int[] size, int[] stride, ScalarType dtype, int remainder, bool zero) -> Tensor");
@@ -543,6 +573,7 @@ void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
   m.impl("decode", TORCH_BOX(&decode));
   m.impl("prefill", TORCH_BOX(&prefill));
+  m.impl("append", TORCH_BOX(&append));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fp8attn_cuda, CUDA, m) { implement_launches(m); }

@@ -221,4 +221,29 @@ struct PrefillParams {
   int table_width, every_page, every_sequence;
 };
 
+// What a launch of the append kernel does. `few`: all of a call; the others follow each other.
+enum class AppendStep : int { few, statistics, pages, tokens };
+
+// Parameters of the kernel that appends tokens to a KV cache: pages.Storage, pages.PagedBatch and new tokens.
+struct AppendParams {
+  const void *k, *v;                 // (B, Hkv, S, D) and (B, Hkv, S, Dv), bfloat16 or half; packed: (1, Hkv, T, D), with stride 0 of rows
+  uint8_t *k_pages, *v_pages;        // (P, Hkv, 128, D) and (P, Hkv, Dv, 128), contiguous, as all tensors below but the page table
+  float *k_scale, *v_page_scale;     // (P, Hkv)
+  float *k_mean, *v_mean, *v_scale;  // (N, Hkv, D) and (N, Hkv, Dv)
+  void *recent_k, *recent_v;         // (N, Hkv, RECENT, D) and (N, Hkv, RECENT, Dv)
+  const int *page_table, *lengths, *counts, *sequences;  // as DecodeParams has them
+  const int* cu_seqlens;             // (B + 1); or null: tokens aren't packed
+
+  int64_t k_strides[3], v_strides[3], table_stride;
+
+  int rows, kv_heads, length;  // B, Hkv, S or T
+  int most_pages;              // that may become complete of a row; of packed tokens, places of pages of all rows
+  int table_width, every_page, every_sequence, head_dim, value_dim;
+  int part;  // channels that are rotated together; 0: none
+  float inverse_part;
+  AppendStep step;     // `few`, or `pages` for all of the others
+  bool pages, tokens;  // pages.Stage
+  bool smooth_k, smooth_v, half, int8;
+};
+
 }  // namespace fp8attn

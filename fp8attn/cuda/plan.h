@@ -106,6 +106,16 @@ inline const Addresses& addresses(const PrefillParams&) {
 }
 #undef AT
 
+#define AT(field) offsetof(AppendParams, field)
+inline const Addresses& addresses(const AppendParams&) {
+  static const auto& found = *new Addresses{
+      {AT(k), AT(v), AT(k_pages), AT(v_pages), AT(k_scale), AT(v_page_scale), AT(k_mean), AT(v_mean), AT(v_scale), AT(recent_k), AT(recent_v), AT(page_table), AT(lengths),
+       AT(counts), AT(sequences), AT(cu_seqlens)},
+      {}};
+  return found;
+}
+#undef AT
+
 // Allocation i of a recording owns the addresses from (i + 1) * SLOT behind its anchor on.
 constexpr uint64_t SLOT = uint64_t(1) << 40;
 

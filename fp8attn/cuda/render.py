@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from .. import layout, pages, recipe, reference, schedule
 from .. import quantization as quantize_ref
+from .append import OF_WORD, AppendConfig
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .decode import DecodeConfig
 from .fused_small import FusedSmallConfig
@@ -21,7 +22,7 @@ from .prefill import HALF_BLOCK, PrefillConfig
 from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
-Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | PrefillConfig
+Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | PrefillConfig | AppendConfig
 
 RENDERED = "// Rendered by fp8attn/cuda/render.py."
 
@@ -66,6 +67,9 @@ CONSTANTS: dict[str, int | float] = {
     "LARGEST_CORRECTION": quantize_ref.LARGEST_CORRECTION,
     "FIT_DIM": quantize_ref.FIT_DIM,
     "FIT_STEP": quantize_ref.FIT_STEP,
+    "LEAST_CHANNEL": pages.LEAST_CHANNEL,
+    "LARGEST_EXPONENT": pages.LARGEST_EXPONENT,
+    "OF_WORD": OF_WORD,
     "CHUNK_STATS_BYTES": CHUNK_STATS_BYTES,
     "MEASURED_CHANNELS": MEASURED_CHANNELS,
     "MEASURED_CHUNK_BYTES": MEASURED_CHUNK_BYTES,
@@ -221,6 +225,7 @@ KINDS = {
     UnsmoothLseConfig: ("unsmooth_lse.cuh", "", "UnsmoothLseParams"),
     DecodeConfig: ("decode.cuh", "DecodeStorage", "DecodeParams"),
     PrefillConfig: ("prefill.cuh", "PrefillStorage", "PrefillParams"),
+    AppendConfig: ("append.cuh", "AppendStorage", "AppendParams"),
 }
 """The header of each kind of kernel, its type of shared storage, empty if it has none, and its parameters."""
 

@@ -8,13 +8,13 @@ import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
-from ..pages import PagedCall
+from ..pages import PagedBatch, PagedCall, Stage, Storage
 from ..quantization import sample_size
 from ..recipe import ProductType, Quantized, Recipe
 from ..reference import causal_offset
 from ..rotation import part_of
 from ..schedule import TABLE_HEADER, heads_side_by_side
-from . import build, configs, decode, fused_small, general_quantize, portable, prefill, quantize
+from . import append, build, configs, decode, fused_small, general_quantize, portable, prefill, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
 
@@ -302,3 +302,27 @@ def prefill_from_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) 
         list(call.batch.tensors()[:4]), [out, lse, counter],
     )  # fmt: skip
     return out, lse
+
+
+def append_to_pages(
+    storage: Storage, tokens: tuple[torch.Tensor, torch.Tensor], batch: PagedBatch, recipe: Recipe, device: Device, stage: Stage
+) -> None:
+    """pages.append by the append kernel.
+
+    `append.unsupported_call` must return None for the call.
+
+    Args:
+        tokens: the new keys and values.
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    key, value = tokens
+    if key.numel() == 0 or batch.lengths.shape[0] == 0:
+        return
+    config = append.choose(storage)
+    library = build.load_with(config, append.INSTANCES, device.arch)
+    library.operators.append.default(
+        library.launchers[config], append.ctas_of(key, batch, config, device), append.numbers_of(key, batch, recipe, stage),
+        [append.rows_of(key), append.rows_of(value)], storage.tensors(), list(batch.tensors()),
+    )  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from compiling import compiled, numbers
-from fp8attn.cuda import decode, fused_small, general_quantize, portable, prefill, quantize
+from fp8attn.cuda import append, decode, fused_small, general_quantize, portable, prefill, quantize
+from fp8attn.cuda.append import AppendConfig
 from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig, round_up
 from fp8attn.cuda.decode import DecodeConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
@@ -174,6 +175,17 @@ def test_prefill(nvcc: str, tmp_path: Path, config: PrefillConfig) -> None:
     for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
         assert numbers(entry)[1] <= STACK_OF_PREFILL[config.head_dim], entry
     assert config.shared_bytes <= SHARED_MEMORY[90] and config.consumers * config.registers + 24 <= REGISTER_FILE // 128
+
+
+@pytest.mark.parametrize("arch, config", [*one_of(-1, append.INSTANCES, 80), *one_of(-1, append.INSTANCES, 89), *one_of(0, append.INSTANCES, 90)])
+def test_append(nvcc: str, tmp_path: Path, arch: int, config: AppendConfig) -> None:
+    """Of both dtypes, in e4m3 and int8: registers and shared memory for as many CTAs as it says; no stack, no spills."""
+    for entry in entries_of(compiled(nvcc, config, arch, tmp_path), 2):
+        registers, stack = numbers(entry)
+        assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
+        assert round_up(registers, 8) * config.threads * config.ctas <= REGISTER_FILE, entry
+    # of an SM; those that a CTA of 256 channels doesn't fit, the kernel doesn't support
+    assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED
 
 
 @pytest.mark.parametrize("arch, config", [*one_of(-1, shipped(80), 80), *one_of(0, shipped(89), 89), *one_of(-1, shipped(90), 90)])

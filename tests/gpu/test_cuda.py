@@ -26,7 +26,7 @@ from caps import TENSOR_CORE_CAPS, capped_calls
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of, cuda_unavailable
-from fp8attn.cuda import build, configs, fused_small, general_quantize, portable, render, run
+from fp8attn.cuda import append, build, configs, fused_small, general_quantize, portable, render, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
 from fp8attn.cuda.configs import (
@@ -452,10 +452,13 @@ def test_libraries_of_an_architecture() -> None:
         configs.instances(c.scores, c.int8, c.fuse_q_quant) in groups and c in configs.instances(c.scores, c.int8, c.fuse_q_quant) for c in EVERY
     )
     for arch in (80, 89):
-        assert {c for group in build.groups(arch) for c in group if not isinstance(c, PortableConfig)} == {*general_quantize.INSTANCES}
-    # of each head dim one of e4m3 and one of int8, each for plain scores, windows and soft caps; and the general
-    # quantizer; on Hopper two of prefill over pages
-    assert all(len(build.groups(arch)) == count and all(build.groups(arch)) for arch, count in ((80, 19), (89, 15), (90, 48)))
+        assert {c for group in build.groups(arch) for c in group if not isinstance(c, PortableConfig)} == {
+            *general_quantize.INSTANCES,
+            *append.INSTANCES,
+        }
+    # of each head dim one of e4m3 and one of int8, each for plain scores, windows and soft caps; the general quantizer;
+    # append; on Hopper two of prefill over pages
+    assert all(len(build.groups(arch)) == count and all(build.groups(arch)) for arch, count in ((80, 20), (89, 16), (90, 49)))
 
 
 @pytest.mark.gpu
@@ -504,6 +507,7 @@ KINDS: tuple[render.Config, ...] = (
     fused_small.INSTANCES[0],
     cuda_quantize.INSTANCES[0],
     *general_quantize.INSTANCES,
+    append.INSTANCES[0],
 )
 
 

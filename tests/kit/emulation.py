@@ -31,7 +31,7 @@ import pytest
 import torch
 
 from fp8attn import schedule
-from fp8attn.cuda import build, decode, general_quantize, prefill, quantize, render
+from fp8attn.cuda import append, build, decode, general_quantize, prefill, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import PortableConfig
@@ -186,6 +186,22 @@ class PrefillParams(ctypes.Structure):
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("new_k", "new_v")),
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence")),
+    ]
+
+
+class AppendParams(ctypes.Structure):
+    """C++'s AppendParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_pages", "v_pages", "k_scale", "v_page_scale", "k_mean", "v_mean", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("recent_k", "recent_v", "page_table", "lengths", "counts", "sequences", "cu_seqlens")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("k", "v")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("rows", "kv_heads", "length", "most_pages", "table_width", "every_page", "every_sequence")),
+        *((name, ctypes.c_int) for name in ("head_dim", "value_dim", "part")),
+        ("inverse_part", ctypes.c_float),
+        ("step", ctypes.c_int),
+        *((name, ctypes.c_bool) for name in ("pages", "tokens", "smooth_k", "smooth_v", "half", "int8")),
     ]
 
 
@@ -579,6 +595,30 @@ def prefill_params(heads_side_by_side: int, softmax_scale: float, tokens, storag
     return described + bytes(-len(described) % 64) + bytes(p)  # tensor maps, and so Params, are aligned to 64 bytes
 
 
+FEW, PAGES = 0, 2
+"""Steps of C++'s AppendStep."""
+
+
+def append_params(numbers, tokens, storage, batch) -> AppendParams:
+    """The AppendParams that binding.cpp's append makes from its arguments."""
+    names = ("k_pages", "k_scale", "v_pages", "v_page_scale", "k_mean", "v_mean", "v_scale", "recent_k", "recent_v")
+    (k, v), (table, lengths, counts, sequences, cu_seqlens) = tokens, batch
+    tensors = dict(zip(names, storage[:-1], strict=True)) | dict(k=k, v=v, page_table=table, lengths=lengths, counts=counts)
+    p = AppendParams()
+    for name, x in (tensors | dict(sequences=sequences, cu_seqlens=cu_seqlens)).items():
+        setattr(p, name, None if x is None else x.data_ptr())
+    for name, x in (("k", k), ("v", v)):
+        strides = x.stride()[:3] if cu_seqlens is None else (0, *x.stride()[1:3])
+        setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*strides))
+    p.table_stride, p.table_width, p.rows = table.stride(0), table.size(1), lengths.size(0)
+    (_, p.kv_heads, p.length, p.head_dim), p.value_dim = k.shape, v.size(3)
+    p.every_page, p.every_sequence = storage[0].size(0), storage[7].size(0)
+    p.part, p.most_pages, few, p.pages, p.tokens, p.smooth_k, p.smooth_v = numbers
+    p.inverse_part, p.step = 1.0 / max(p.part, 1), FEW if few else PAGES
+    p.half, p.int8 = k.dtype == torch.float16, storage[0].dtype == torch.int8
+    return p
+
+
 def _rows_map(x: torch.Tensor, rows: int, width: int) -> bytes:
     """A tensor map of boxes of `rows` rows x `width` bytes of x (B, H, S, D)."""
     size = x.element_size()
@@ -740,6 +780,18 @@ def prefiller(config: prefill.PrefillConfig, *mutations: Mutation) -> build.Libr
     """The library that fp8attn.cuda.run launches in place of the compiled prefill kernel."""
     emulated = library("prefill.cpp", *mutations, instance=instance_of(config))
     return build.Library(SimpleNamespace(prefill=SimpleNamespace(default=functools.partial(_prefill, emulated))), {config: 0})
+
+
+def _append(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:
+    """binding.cpp's append."""
+    p = append_params(*arguments)
+    assert library.append(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernels don't come to an end"
+
+
+def appender(config: append.AppendConfig, *mutations: Mutation) -> build.Library:
+    """The library that fp8attn.cuda.run launches in place of the compiled append kernel."""
+    emulated = library("append.cpp", *mutations, instance=instance_of(config))
+    return build.Library(SimpleNamespace(append=SimpleNamespace(default=functools.partial(_append, emulated))), {config: 0})
 
 
 @functools.cache

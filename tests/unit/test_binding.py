@@ -20,10 +20,10 @@ from emulated import quantized
 from fp8attn import recording
 from fp8attn.api import call_of
 from fp8attn.call import HALVES, Problem
-from fp8attn.cuda import build, decode, fused_small, general_quantize, prefill, run
+from fp8attn.cuda import append, build, decode, fused_small, general_quantize, prefill, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
-from fp8attn.pages import PagedCall, Storage
+from fp8attn.pages import PagedCall, Stage, Storage
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -246,6 +246,69 @@ def test_a_plan_repeats_prefill(recorder: Recorder) -> None:
     place = min(differs) // 8 * 8
     assert found[:place] + found[place + 8 :] == expected[:place] + expected[place + 8 :]
     assert found[place : place + 8] != bytes(8)
+
+
+def append_call(dtype: torch.dtype, dim: int, tokens: int, options: dict) -> tuple[Storage, torch.Tensor, torch.Tensor, fp8attn.PagedBatch]:
+    """Of a cache on the CPU; packed if `options` have cu_seqlens."""
+    cache, table = fp8attn.KVCache(3, 5, 2, dim, 40, dtype=dtype, device="cpu"), fp8attn.PageTable(3, 5, max_pages=4, device="cpu")
+    k, v = (torch.zeros(3, tokens, 2, n, dtype=dtype).transpose(1, 2) for n in (dim, 40))
+    if "cu_seqlens" in options:
+        k, v = (torch.zeros(tokens, 2, n, dtype=dtype) for n in (dim, 40))
+    return cache.storage, k, v, dataclasses.replace(table.batch(), **options)
+
+
+def append_library(told: Told) -> build.Library:
+    return build.Library(told.library.operators, dict.fromkeys(append.INSTANCES, *{*told.library.launchers.values()}))
+
+
+@pytest.mark.parametrize("dtype, dim, tokens", ((torch.bfloat16, 128, 1), (torch.float16, 64, 200), (torch.bfloat16, 256, 64)))
+def test_params_of_append_are_as_described(recorder: Recorder, dtype: torch.dtype, dim: int, tokens: int) -> None:
+    told = Told(recorder, "append", "record_append")
+    counts = torch.ones(3, dtype=torch.int32)
+    for options in ({}, dict(counts=counts, sequences=counts), dict(cu_seqlens=torch.zeros(4, dtype=torch.int32))):
+        storage, k, v, batch = append_call(dtype, dim, tokens, options)
+        assert append.unsupported_call(storage, k, v, batch, H100) is None
+        recipe = fp8attn.Recipe(smooth_v=tokens == 1, rotate=16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "load_with", lambda *_: append_library(told))
+            run.append_to_pages(storage, (k, v), batch, recipe, H100, Stage(tokens=tokens > 1))
+        buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.AppendParams))
+        ctas = append.ctas_of(k, batch, append.choose(storage), H100)
+        assert recorder.library.recorded_append(buffer) == told.arguments[1] == ctas
+        assert buffer.raw == bytes(emulation.append_params(*told.arguments[2:]))
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_a_plan_repeats_append(recorder: Recorder, packed: bool) -> None:
+    """With the addresses of other tokens, and of another cache and batch."""
+    told = Told(recorder, "append", "record_append")
+
+    def operands() -> list[torch.Tensor | None]:
+        options = dict(cu_seqlens=torch.zeros(4, dtype=torch.int32)) if packed else {}
+        storage, k, v, batch = append_call(torch.bfloat16, 128, 70, options)
+        return [k, v, *batch.tensors(), *storage.tensors()]
+
+    def append_to(inputs) -> tuple[()]:
+        k, v, table, lengths, counts, sequences, cu_seqlens, *storage = inputs
+        batch = fp8attn.PagedBatch(table, lengths, counts, sequences, None, cu_seqlens)
+        run.append_to_pages(Storage.of(storage), (k, v), batch, fp8attn.Recipe(), H100, Stage())
+        return ()
+
+    number = (1 << 43) + packed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: append_library(told))
+        assert recording.record(recorder.operators, {}, number, operands(), append_to)
+    given = operands()
+    assert recorder.operators.repeat.default(number, given) == []
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.AppendParams))
+    recorder.library.recorded_append(buffer)
+    tokens = [append.rows_of(x) for x in given[:2] if x is not None]
+    assert buffer.raw == bytes(emulation.append_params(told.arguments[2], tokens, given[7:], given[2:7]))
+
+
+def test_append_takes_all_that_it_is_told(recorder: Recorder) -> None:
+    with pytest.raises(RuntimeError, match="append takes 7 numbers, 2 tensors of tokens, 10 of a cache and 5 of a batch"):
+        recorder.operators.append.default(0, 1, [64], [torch.zeros(1)], [], [])
 
 
 def test_a_plan_repeats_the_general_quantizer(recorder: Recorder) -> None:

@@ -33,6 +33,7 @@ from fp8attn import triton as triton_kernels
 from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build
 from fp8attn.cuda import run as cuda_run
+from fp8attn.cuda.append import AppendConfig
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.decode import DecodeConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
@@ -56,7 +57,7 @@ class AnyInstance(dict):
     def __missing__(self, config) -> int:
         library = emulation.binding()[1]
         name = {QuantizeConfig: "record_quantize", GeneralQuantizeConfig: "record_general_quantize", UnsmoothLseConfig: "record_unsmooth_lse"}
-        name |= {DecodeConfig: "record_decode", PrefillConfig: "record_prefill"}
+        name |= {DecodeConfig: "record_decode", PrefillConfig: "record_prefill", AppendConfig: "record_append"}
         launcher = getattr(library, name.get(type(config), "record"))
         return ctypes.cast(launcher, ctypes.c_void_p).value or 0
 
@@ -921,6 +922,23 @@ def test_appends_are_kept(repeats: Repeats) -> None:
             assert library.launched_function()[7:25] == [APPEND, *addresses_of([step.key, step.value, *step.tensors])]
     step.append(backend="modelled")
     assert not repeats.last()
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("tokens", (1, 70))
+def test_appends_by_the_cuda_kernel_are_kept(tokens: int, repeats: Repeats) -> None:
+    _, library = emulation.binding()
+    for i in range(4):
+        step = Step(tokens=tokens, options=dict(sequences=torch.arange(3).int()))
+        step.append(backend="cuda")
+        assert repeats.last() == (i > 1)
+        buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.AppendParams))
+        library.recorded_append(buffer)
+        p, storage = emulation.AppendParams.from_buffer_copy(buffer), step.cache.storage
+        given = dict(zip(("page_table", "lengths", "counts", "sequences", "cu_seqlens"), step.batch.tensors(), strict=True))
+        given |= dict(k=step.key, v=step.value, recent_k=storage.k, recent_v=storage.v, k_pages=storage.pages.k, v_pages=storage.pages.v)
+        for name, x in given.items():
+            assert getattr(p, name) == (None if x is None else x.data_ptr()), name
 
 
 def decoded() -> emulation.DecodeParams:

@@ -56,20 +56,28 @@ struct TeamRotation {
 
   // Times the matrix without signs.
   __device__ void transform(float (&y)[CHUNK]) const {
-#pragma unroll
-    for (int distance = 1; distance < CHUNK; distance *= 2) {
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) {
-        if (i & distance) continue;
-        const float low = y[i], high = y[i + distance];
-        y[i] = low + high, y[i + distance] = low - high;
-      }
-    }
+    transform_chunk(y);
 #pragma unroll 1
     for (int distance = 1; distance * CHUNK < part; distance *= 2) {
       const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  // teams start at multiples of their size
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) y[i] = fmaf(y[i], sign, __shfl_xor_sync(~0u, y[i], distance));
+    }
+  }
+
+  // The same of several rows at a time.
+  template <int COUNT>
+  __device__ void transform(float (&rows)[COUNT][CHUNK]) const {
+#pragma unroll
+    for (int row = 0; row < COUNT; ++row) transform_chunk(rows[row]);
+#pragma unroll 1
+    for (int distance = 1; distance * CHUNK < part; distance *= 2) {
+      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;
+#pragma unroll
+      for (int i = 0; i < COUNT * CHUNK; ++i) {
+        float& y = rows[i / CHUNK][i % CHUNK];
+        y = fmaf(y, sign, __shfl_xor_sync(~0u, y, distance));
+      }
     }
   }
 
@@ -89,6 +97,20 @@ struct TeamRotation {
     transform(y);
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) y[i] *= factor[i];
+  }
+
+ private:
+  // What of the transform is among a lane's channels.
+  __device__ static void transform_chunk(float (&y)[CHUNK]) {
+#pragma unroll
+    for (int distance = 1; distance < CHUNK; distance *= 2) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        if (i & distance) continue;
+        const float low = y[i], high = y[i + distance];
+        y[i] = low + high, y[i + distance] = low - high;
+      }
+    }
   }
 };
 

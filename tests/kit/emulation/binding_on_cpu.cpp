@@ -13,6 +13,7 @@ fp8attn::GeneralQuantizeParams generally_quantized;
 fp8attn::UnsmoothLseParams unsmoothed;
 fp8attn::DecodeParams decoded;
 fp8attn::PrefillParams prefilled;
+fp8attn::AppendParams appended;
 std::vector<int64_t> function_launch;  // function, grid, threads, shared memory, attributes, and the parameters' words
 int64_t function_words = 0;            // how many there are
 int launched_ctas;
@@ -141,6 +142,17 @@ cudaError_t record_prefill(const fp8attn::PrefillParams& p, int ctas, cudaStream
 
 int recorded_prefill(void* to) {
   std::memcpy(to, &prefilled, sizeof(prefilled));
+  return launched_ctas;
+}
+
+cudaError_t record_append(const fp8attn::AppendParams& p, int ctas, cudaStream_t) {
+  appended = p;
+  launched_ctas = ctas;
+  return answer;
+}
+
+int recorded_append(void* to) {
+  std::memcpy(to, &appended, sizeof(appended));
   return launched_ctas;
 }
 

@@ -214,6 +214,8 @@ inline unsigned __ballot_sync(unsigned, int x) {
 
 inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 inline void __threadfence() {}
