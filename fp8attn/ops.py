@@ -773,12 +773,11 @@ def way_of(problem: Problem, device: Device) -> Way:
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    q, k, v = problem.q, problem.k, problem.v
-    if fused_small.may_take(q, k, v) and unsupported_one_launch(problem, device) is None:
+    if unsupported_one_launch(problem, device) is None:
         return "one launch"
     if unsupported_fused_q(problem, device) is not None:
         return "quantize first"
-    return "two launches" if unsupported_cuda_quantize(k, v, problem.recipe, device) is None else "fused q"
+    return "two launches" if unsupported_cuda_quantize(problem.k, problem.v, problem.recipe, device) is None else "fused q"
 
 
 def fused_q_call(problem: Problem) -> Call:
