@@ -377,7 +377,7 @@ def paged(arch: int, part: int) -> list[dict]:
         (64, 16, fp8attn.PRECISE),
         (40, 16, fp8attn.Recipe()),
     )
-    for dim, length, recipe in problems[part::3]:
+    for dim, length, recipe in problems[part::4]:
         cache, table = fp8attn.KVCache(2, 8, 2, dim, recipe=recipe, device="cpu"), fp8attn.PageTable(2, 8, device="cpu")
         q, k = (torch.zeros(2, heads, length, dim, dtype=torch.bfloat16) for heads in (8, 2))
         some = dataclasses.replace(table.batch(table.lengths), sequences=table.lengths)
@@ -402,7 +402,7 @@ def paged(arch: int, part: int) -> list[dict]:
         (256, 64, e4m3, by_token, 0.0),
         (128, 1, torch.bfloat16, None, 3.0),
     )
-    for dim, length, dtype, scale, softcap in tensors_problems[part::3]:
+    for dim, length, dtype, scale, softcap in tensors_problems[part::4]:
         q, k = torch.zeros(2, 8, length, dim, dtype=torch.bfloat16), torch.zeros(8, 16, 2, dim).to(dtype)
         foreign, batch = fp8attn.PagedTensors(k, k, scale, scale), fp8attn.PageTable(2, 8, device="cpu").batch()
         how = Scoring(0.1, (100, 0), softcap, torch.zeros(8) if softcap else None)
@@ -424,7 +424,7 @@ MOST_STACK = {"append_kernel": 160, "attention_kernel": 192, "combine_kernel": 0
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in TENSOR_CORES])
-@pytest.mark.parametrize("part", [part if part == 1 else pytest.param(part, marks=pytest.mark.thorough) for part in range(3)])
+@pytest.mark.parametrize("part", [part if part == 1 else pytest.param(part, marks=pytest.mark.thorough) for part in range(4)])
 def test_kernels_of_a_cache_compile(arch: int, part: int, tmp_path: Path) -> None:
     from fp8attn.device import SHARED_MEMORY
     from fp8attn.triton.paged_append import FEW_REGISTERS, FEW_TOKENS
