@@ -59,7 +59,7 @@ LONG = 3.0
 """Seconds of a test that is long."""
 
 common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-settings.register_profile("default", max_examples=20, **common)
+settings.register_profile("default", max_examples=16, **common)
 # kernels are compiled for most examples there: shrinking one would take longer than all the tests
 on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
 # and again for other examples: here they are the same in every run, and in the thorough tier and without a GPU they are not

@@ -30,6 +30,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     recipe: Recipe = DEFAULT_RECIPE
     counts: tuple[int, ...] | None = None
+    scale: float = 0.2
     seed: int = 0
 
     def cache(self, device: torch.device) -> tuple[torch.Tensor, Storage, PagedBatch]:
@@ -56,19 +57,19 @@ class Case:
         return q, cache.storage, dataclasses.replace(batch, counts=counts)
 
 
-def attend(library: build.Library | None, case: Case, q: torch.Tensor, storage: Storage, batch: PagedBatch, device: Device, scale: float = 0.2):
+def attend(library: build.Library | None, case: Case, q: torch.Tensor, storage: Storage, batch: PagedBatch, device: Device):
     """Output and LSE of the kernel; `library` None: compiled."""
-    assert decode.unsupported_call(q, storage, batch, scale, H100) is None
+    assert decode.unsupported_call(q, storage, batch, case.scale, H100) is None
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
-        return run.attend_to_pages(PagedCall(q, storage, None, batch, case.recipe, scale), device, torch.float32)
+        return run.attend_to_pages(PagedCall(q, storage, None, batch, case.recipe, case.scale), device, torch.float32)
 
 
 def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
     q, storage, batch = case.cache(device)
     actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=sms))
-    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, 0.2))
+    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, case.scale))
     assert_attends(*actual, expected, case.dtype, library is not None)
     assert not storage.tickets.any()
 
@@ -95,6 +96,8 @@ CASES = {
     "all channels rotated": (Case((300,), recipe=Recipe(rotate=256)), 1),
     "int8": (Case((300, 140), recipe=PRECISE, kv_heads=2), 1),
     "int8, 256 channels": (Case((300,), dim=256, group=2, recipe=PRECISE), 1),
+    "large scores": (Case((500, 300), queries=3, scale=1e8), 2),
+    "int8, 128 channels, large scores": (Case((400,), queries=3, dim=128, recipe=PRECISE, scale=1e6), 1),
     "128 channels": (Case((300, 140), dim=128), 1),
     "256 channels": (Case((300,), dim=256, group=2), 2),
 }
@@ -148,7 +151,7 @@ def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torc
     else:
         storage.pages.k.view(torch.uint8)[batch.page_table[0, 0].item(), 0, 77] = 0x7F
     actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=2))
-    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, 0.2))
+    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, case.scale))
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.isnan(), y.isnan()) and bool(x.isnan().any())
 
@@ -163,7 +166,7 @@ def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device)
     batch.sequences[2] = 99
     batch.lengths[3] = 1 << 30
     actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=3))
-    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, 0.2))
+    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, case.scale))
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
     assert bool(actual[0][0].isfinite().all())
@@ -231,6 +234,8 @@ EQUAL_CASE = Case((300, 300), kv_heads=2, dim=128)
 
 MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=5, dim=128, seed=2)
 
+LARGE_SCORES = Case((500,), queries=3, group=3, dim=128, scale=1e8)
+
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
@@ -238,7 +243,7 @@ MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=5, dim=128, seed=2)
 def test_mutant_is_seen(name: str) -> None:
     case = dataclasses.replace(MUTANT_CASE, recipe=PRECISE) if name in INT8_MUTANTS else MUTANT_CASE
     library = emulation.decoder(config_of(case), (MUTANTS | INT8_MUTANTS)[name])
-    checks = ((case, 3), (dataclasses.replace(EQUAL_CASE, recipe=case.recipe), 10))
+    checks = ((case, 3), (dataclasses.replace(EQUAL_CASE, recipe=case.recipe), 10), (dataclasses.replace(LARGE_SCORES, recipe=case.recipe), 2))
 
     def check_all() -> None:
         for one, sms in checks:
@@ -250,7 +255,7 @@ def test_mutant_is_seen(name: str) -> None:
 
 def test_the_case_of_the_mutants_is_right(backend: str, device: torch.device) -> None:
     place = torch.device("cpu") if backend == "emulated" else device
-    for case in (MUTANT_CASE, dataclasses.replace(MUTANT_CASE, recipe=PRECISE)):
+    for case in (MUTANT_CASE, dataclasses.replace(MUTANT_CASE, recipe=PRECISE), LARGE_SCORES):
         check(library_of(backend, case), case, place, 3)
     check(library_of(backend, EQUAL_CASE), EQUAL_CASE, place, 10)
 

@@ -105,9 +105,9 @@ CASES = {
     "more pages than a warp finds at once": (Case((128 * 66,), (130,), group=1), 2),
     "scores below zero": (BELOW_ZERO, 1),
     "scores that grow": (Case((700,), (200,), k_gain=30.0), 1),
-    "large scores": (Case((500,), (300,), scale=1e5), 1),
+    "large scores": (Case((500,), (300,), scale=1e8), 1),
     "int8": (Case((420, 140), (250, 140), recipe=PRECISE), 2),
-    "int8, 128 channels, large scores": (Case((400,), (200,), dim=128, recipe=PRECISE, scale=1e3), 1),
+    "int8, 128 channels, large scores": (Case((400,), (200,), dim=128, recipe=PRECISE, scale=1e6), 1),
     "int8, 256 channels": (Case((300,), (150,), dim=256, group=1, recipe=PRECISE), 1),
     "no means": (Case((300,), (200,), recipe=Recipe(smooth_k=False, smooth_v=False)), 1),
 }
@@ -265,6 +265,7 @@ MUTANTS = {
     "no ones behind V": ("prefill.cuh", "= FOUR_ONES;", "= 0;"),
     "P relative to zero": ("tile/page_softmax.h", "return DirectRow(factor, finite_or_zero(score));", "return DirectRow(factor, 0.0f);"),
     "scores below zero relative to zero": ("tile/page_softmax.h", "if (INT8 || !__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;", "return;"),
+    "large scores as codes": ("tile/page_softmax.h", "Scores::in_range(fmaxf(factor[0], factor[1])));", "true);"),
     "sums of two threads": ("tile/page_softmax.h", "lanes < 4; lanes *= 2) sum +=", "lanes < 2; lanes *= 2) sum +="),
     "tokens of other pages": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i <= last"),
     "later tokens": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i >= first"),
@@ -282,7 +283,6 @@ MUTANTS = {
         "\n",
     ),
     "queries without a fence": ("prefill.cuh", "shared.mean_score[consumer]);\n    ptx::fence_proxy_async();\n", "shared.mean_score[consumer]);\n"),
-    "ones without a fence": ("prefill.cuh", "ptx::fence_proxy_async();\n  __syncthreads();\n", "__syncthreads();\n"),
     "the wrong queries in half precision": (
         "prefill.cuh",
         "tile.first_row + consumer * ROWS, tile.head, tile.batch);",
@@ -321,6 +321,7 @@ MUTANT_CASES = (
     (Case((128 * 33 + 70, 300), (130, 150), kv_heads=2, group=1, k_gain=30.0, seed=1), 2),
     (BELOW_ZERO, 1),
     (Case((1,) * 9 + (70,), (1,) * 9 + (70,)), 1),
+    (Case((500,), (300,), scale=1e8), 1),
 )
 
 

@@ -51,7 +51,7 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
     return tuple(torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
 
 
-@pytest.mark.parametrize("given", ("q", pytest.param("kv", marks=pytest.mark.compiles), "qkv"))
+@pytest.mark.parametrize("given", ("q", pytest.param("kv", marks=[pytest.mark.compiles, pytest.mark.thorough]), "qkv"))
 @pytest.mark.parametrize(
     "recipe",
     (
@@ -107,9 +107,9 @@ def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, r
 @pytest.mark.parametrize(
     "options, dynamic",
     (
-        ({}, False),
+        pytest.param({}, False, marks=pytest.mark.thorough),
         ({}, True),
-        ({"is_causal": True}, True),
+        pytest.param({"is_causal": True}, True, marks=pytest.mark.thorough),
         ({"return_lse": True}, False),
         ({"recipe": Recipe(k="token", smooth_v=False, smooth_q=True)}, True),
     ),
