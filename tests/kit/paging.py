@@ -99,8 +99,8 @@ def assert_attends(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.T
     """Compare a kernel's float32 output and LSE with the oracle's.
 
     A GPU's tensor cores sum scores with 13 bits: the tolerances of `closeness.assert_matches_pipeline`, and the rounding
-    of P in the own page. `exact_sums`: sums are float32. Then a P's code is rarely another than the oracle's, and few
-    rows have a sum that such a P changes.
+    of P in the own page. `exact_sums`: sums are float32. Then a P's code is rarely another than the oracle's. Up to 3 %
+    of the rows, or one, may have such a P.
     """
     wanted, wanted_lse = expected
     for x, y in ((out, wanted), (lse, wanted_lse)):
@@ -108,13 +108,17 @@ def assert_attends(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.T
     out, lse, wanted, wanted_lse = (x.nan_to_num(0.0, 0.0, 0.0) for x in (out, lse, wanted, wanted_lse))
     largest = 0.0 if exact_sums else float(wanted_lse.abs().max()) * LOG2E
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=5e-3 + largest * TENSOR_CORE_STEP)
-    if exact_sums:
-        apart = (lse - wanted_lse).abs() > 1e-4 + 1e-4 * wanted_lse.abs()
-        assert float(apart.double().mean()) <= SHARE_OFF_GRID, f"{int(apart.sum())} of {apart.numel()} rows have another LSE"
-        assert relative(out, wanted) <= INTERPRETED[dtype], relative(out, wanted)
-        return
-    by_scores, norm = 2 ** (largest * TENSOR_CORE_STEP) - 1, wanted.norm(dim=-1)
+    norm = wanted.norm(dim=-1)
     error = (out - wanted).norm(dim=-1) / (norm + float(norm.max()) * 1e-6 + 1e-30)
+    if exact_sums:
+        few = max(int(SHARE_OFF_GRID * lse.numel()), 1)
+        apart = (lse - wanted_lse).abs() > 1e-4 + 1e-4 * wanted_lse.abs()
+        assert int(apart.sum()) <= few, f"{int(apart.sum())} of {apart.numel()} rows have another LSE"
+        assert float(error.max()) <= E4M3_STEP + INTERPRETED[dtype], f"a row is off by {float(error.max()):.1e}"
+        others = error.flatten().argsort()[: max(error.numel() - few, 1)]
+        assert relative(*(x.flatten(0, -2)[others] for x in (out, wanted))) <= INTERPRETED[dtype], relative(out, wanted)
+        return
+    by_scores = 2 ** (largest * TENSOR_CORE_STEP) - 1
     assert float(error.max()) <= E4M3_STEP + INTERPRETED[dtype] + by_scores, f"a row is off by {float(error.max()):.1e}"
     assert float(error.median()) <= 4e-3 + INTERPRETED[dtype] + by_scores, f"the typical row is off by {float(error.median()):.1e}"
 
