@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 
 import pytest
 from conftest import GPU
 
 from bench import engine
+from models import with_continuous_batching
 
-
-@pytest.fixture
-def transformers() -> Iterator[None]:
-    found = pytest.importorskip("transformers", reason="needs the package transformers")
-    if not hasattr(found, "ContinuousBatchingConfig"):
-        pytest.skip("transformers has no continuous batching, or an older one")
-    loader, api = found.modeling_flash_attention_utils, importlib.import_module("transformers.generation.continuous_batching.continuous_api")
-    before = loader._lazy_imports, api.PagedAttentionCache
-    yield
-    (loader._lazy_imports, api.PagedAttentionCache), loader._loaded_implementation = before, None
+transformers = pytest.fixture(with_continuous_batching, name="transformers")
 
 
 @pytest.mark.skipif(GPU, reason="the engine takes a GPU if there is one")

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+
+def with_continuous_batching() -> Iterator[ModuleType]:
+    """transformers, whose attention functions and cache are afterwards as they were; skips where it has no continuous
+    batching."""
+    found = pytest.importorskip("transformers", reason="needs the package transformers")
+    if not hasattr(found, "ContinuousBatchingConfig"):
+        pytest.skip("transformers has no continuous batching, or an older one")
+    loader, engine = found.modeling_flash_attention_utils, importlib.import_module("transformers.generation.continuous_batching.continuous_api")
+    before = loader._lazy_imports, engine.PagedAttentionCache
+    yield found
+    (loader._lazy_imports, engine.PagedAttentionCache), loader._loaded_implementation = before, None
+
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 

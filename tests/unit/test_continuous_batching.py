@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import nn
 
 import fp8attn
 from fp8attn.integrations import continuous_batching as batching
-from models import decoder
+from models import decoder, with_continuous_batching
 
 KINDS = ("Llama", "Mistral", "Gemma2", "Gemma3Text", "GptOss")
 LENGTHS = (5, 40, 150)
@@ -26,16 +24,7 @@ pytestmark = [
     pytest.mark.skipif(GPU, reason="attention is exact on a CPU, and the engine takes a GPU if there is one"),
 ]
 
-
-@pytest.fixture(scope="module")
-def transformers() -> Iterator[ModuleType]:
-    found = pytest.importorskip("transformers", reason="needs the package transformers")
-    if not hasattr(found, "ContinuousBatchingConfig"):
-        pytest.skip("transformers has no continuous batching, or an older one")
-    loader, engine = found.modeling_flash_attention_utils, importlib.import_module("transformers.generation.continuous_batching.continuous_api")
-    before = loader._lazy_imports, engine.PagedAttentionCache
-    yield found
-    (loader._lazy_imports, engine.PagedAttentionCache), loader._loaded_implementation = before, None
+transformers = pytest.fixture(with_continuous_batching, scope="module", name="transformers")
 
 
 def prompts() -> list[list[int]]:
