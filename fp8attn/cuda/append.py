@@ -15,7 +15,7 @@ from ..recipe import Recipe
 from ..rotation import part_of
 from ..schedule import unsupported_size
 from .configs import round_up
-from .decode import ALIGNMENT, DTYPES, WARP
+from .decode import ALIGNMENT, DTYPES, WARP, unsupported_rows
 from .general_quantize import DIM_STEP, LARGEST_DIM, LEAST_DIM, MOST_CTAS, ceil_div, unsupported_device
 
 OF_WORD = 4
@@ -104,11 +104,7 @@ def unsupported_call(storage: Storage, key: torch.Tensor, value: torch.Tensor, b
         dim = x.shape[-1]
         if dim % DIM_STEP or not LEAST_DIM <= dim <= LARGEST_DIM:
             return f"{name} has head dim {dim}; it takes multiples of {DIM_STEP} from {LEAST_DIM} to {LARGEST_DIM}"
-        if x.stride(-1) != 1 or x.data_ptr() % ALIGNMENT or any(
-            size > 1 and stride * x.element_size() % ALIGNMENT for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        ):  # fmt: skip
-            return f"{name} has strides {x.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
-        reason = unsupported_size(name, rows_of(x))
+        reason = unsupported_rows(name, x) or unsupported_size(name, rows_of(x))
         if reason is not None:
             return reason
     for name, x in (("pages.v", storage.pages.v), ("k", storage.k), ("v", storage.v)):

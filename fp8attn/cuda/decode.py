@@ -112,6 +112,14 @@ def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     return pages <= MOST_PAGES or rows_of_head(q, storage) <= 2 * GROUP
 
 
+def unsupported_rows(name: str, x: torch.Tensor) -> str | None:
+    """The reason why rows of a tensor (…, D) can't be read 16 bytes at a time, or None if they can."""
+    strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    if x.stride(-1) != 1 or x.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides):
+        return f"{name} has strides {x.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
+    return None
+
+
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call without new tokens, or None if it does."""
     if device.emulated or device.arch != 90:
@@ -129,8 +137,9 @@ def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softm
         return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * tile_rows} queries of the heads that share a key/value head"
     if q.shape[0] > storage.k.shape[0]:
         return f"the batch has {q.shape[0]} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
-    if q.stride(3) != 1 or any(q.size(i) > 1 and q.stride(i) * q.element_size() % ALIGNMENT for i in range(3)) or q.data_ptr() % ALIGNMENT:
-        return f"query has strides {q.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
+    reason = unsupported_rows("query", q)
+    if reason is not None:
+        return reason
     sizes = (storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3]), storage.k.shape[0] * storage.k.shape[1] * storage.k.shape[2])
     blocks = q.shape[0] * storage.k.shape[1] * row_tiles * (batch.page_table.shape[1] + 8)
     if max(*sizes, blocks, q.shape[0] * q.shape[1] * q.shape[2]) >= 1 << 31:

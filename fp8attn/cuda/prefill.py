@@ -12,7 +12,7 @@ from ..recipe import ProductType, Recipe
 from ..rotation import part_of
 from ..schedule import mixed_heads, unsupported_size
 from .configs import KEYS, ONES, OUTPUT_BYTES, ROWS, round_up, unsupported_arch
-from .decode import ALIGNMENT, DTYPES
+from .decode import DTYPES, unsupported_rows
 
 ROTATED = 64
 """Channels that the kernel rotates together."""
@@ -108,13 +108,6 @@ def heads_side_by_side(call: PagedCall, ctas: int) -> int:
     return mixed_heads(batch * kv_heads, call.q.shape[1] // kv_heads, keys * 2 * dim, ctas)
 
 
-def _unsupported_rows(name: str, x: torch.Tensor) -> str | None:
-    """The reason why rows of a tensor (B, H, S, D) can't be read 16 bytes at a time, or None if they can."""
-    if x.stride(3) != 1 or any(x.size(i) > 1 and x.stride(i) * x.element_size() % ALIGNMENT for i in range(3)) or x.data_ptr() % ALIGNMENT:
-        return f"{name} has strides {x.stride()}; it takes rows that start at multiples of {ALIGNMENT} bytes"
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """What of a call decides whether the kernel supports it, but for the pages.
@@ -151,7 +144,7 @@ def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, dev
     for name, x in (("query", q), *zip(("key", "value"), tokens.new or (), strict=False)):
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype}; it takes query's dtype, {q.dtype}"
-        reason = unsupported_size(name, x) or _unsupported_rows(name, x)
+        reason = unsupported_size(name, x) or unsupported_rows(name, x)
         if reason is not None:
             return reason
     return None
