@@ -71,10 +71,10 @@ struct AppendedPage {
   const HeadOfRow& of;
   const int first_token;
   const RowTeam team;
-  const int first_row, at_once;  // the team's first row, and the distance of its rows
+  const int first_row, row_step;  // the team's first row, and the distance of its rows
 
   __device__ AppendedPage(const AppendParams& params, AppendStorage<C>& storage, const PageOfHead& page)
-      : p(params), shared(storage), of(page.head), first_token(page.page * SCALE_BLOCK), team(params.head_dim), first_row(threadIdx.x / team.lanes), at_once(THREADS / team.lanes) {}
+      : p(params), shared(storage), of(page.head), first_token(page.page * SCALE_BLOCK), team(params.head_dim), first_row(threadIdx.x / team.lanes), row_step(THREADS / team.lanes) {}
 
   // Starts copies of all tokens, V before K. A thread copies the keys that it reads.
   __device__ void load() {
@@ -99,16 +99,16 @@ struct AppendedPage {
     __syncthreads();
     const int words = p.value_dim / 2, word = threadIdx.x % words, part = threadIdx.x / words;
     if (part < OF_WORD) {
-      constexpr uint32_t infinities = Pair<T>::infinities, least_exponents = infinities & ~(infinities << 1);
-      uint32_t low = infinities, high = infinities | 0x80008000, carries = 0;
+      constexpr uint32_t infinities = Pair<T>::infinities;
+      uint32_t low = infinities, high = infinities | SIGN_BITS, carries = 0;
 #pragma unroll 8
       for (int token = part; token < SCALE_BLOCK; token += OF_WORD) {
         const uint32_t two = shared.values[token * words + word];
         low = least<T>(low, two), high = most<T>(high, two);
-        carries |= (two & infinities) + least_exponents;  // into the sign, from exponents of numbers that aren't finite
+        carries |= exponent_carries<T>(two);
       }
-      if (carries & 0x80008000) {
-        low = infinities, high = infinities | 0x80008000;
+      if (carries & SIGN_BITS) {
+        low = infinities, high = infinities | SIGN_BITS;
 #pragma unroll 1
         for (int token = part; token < SCALE_BLOCK; token += OF_WORD) {
           const uint32_t two = shared.values[token * words + word], bad = not_finite<T>(two);
@@ -266,14 +266,14 @@ struct AppendedPage {
 #pragma unroll
     for (int first = 0; first < ROUNDS; first += TOGETHER) {
       auto& some = reinterpret_cast<float(&)[TOGETHER][CHUNK]>(rows[first]);
-      if (first_row + first * at_once >= SCALE_BLOCK) {
+      if (first_row + first * row_step >= SCALE_BLOCK) {
 #pragma unroll
         for (int i = 0; i < TOGETHER * CHUNK; ++i) some[i / CHUNK][i % CHUNK] = 0.0f;
         continue;
       }
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
-        const int row = first_row + (first + i) * at_once;
+        const int row = first_row + (first + i) * row_step;
         Chunk<T> chunk;
         if (team.has_channels && row < SCALE_BLOCK) chunk.template load<true>(reinterpret_cast<const T*>(&shared.keys[(row * p.head_dim + team.channel) / 2]));
         chunk.floats(some[i]);
@@ -290,7 +290,7 @@ struct AppendedPage {
       }
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
-        if (first_row + (first + i) * at_once >= SCALE_BLOCK) break;
+        if (first_row + (first + i) * row_step >= SCALE_BLOCK) break;
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) {
           some[i][j] += shift[j];  // finite if it was
@@ -328,7 +328,7 @@ struct AppendedPage {
     uint8_t* to = p.k_pages + index * SCALE_BLOCK * p.head_dim + team.channel;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int row = first_row + i * at_once;
+      const int row = first_row + i * row_step;
       if (row >= SCALE_BLOCK) break;
       bool hidden = !values_are_finite && (shared.nonfinite[row / 32] >> row % 32 & 1);
       if constexpr (INT8) {
@@ -357,21 +357,14 @@ struct AppendedPage {
     Feedback feedback;
 #pragma unroll 1
     for (int group = 0; group < RUN / GROUP; ++group, from += GROUP * words, to += GROUP / 4) {
-      uint32_t pairs[GROUP / 2];  // codes of both channels of two tokens
-#pragma unroll
-      for (int i = 0; i < GROUP; i += 2) {
-        uint16_t codes[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float2 y = Pair<T>::floats(from[(i + j) * words]);
-          float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
-          if constexpr (CAREFUL) x = {is_finite(y.x) ? x.x : 0.0f, is_finite(y.y) ? x.y : 0.0f};
-          codes[j] = feedback.codes(x, gain);
-        }
-        pairs[i / 2] = ptx::pair(codes[0], codes[1]);
-      }
+      const auto number = [&](int i) -> float2 {
+        const float2 y = Pair<T>::floats(from[i * words]);
+        float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
+        if constexpr (CAREFUL) x = {is_finite(y.x) ? x.x : 0.0f, is_finite(y.y) ? x.y : 0.0f};
+        return x;
+      };
       uint4 of_channel[2];
-      transpose_group(pairs, of_channel);
+      encode_group(feedback, gain, number, of_channel);
 #pragma unroll
       for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * PAGE_WORDS) = of_channel[c];
     }

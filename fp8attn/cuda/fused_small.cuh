@@ -372,9 +372,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
   const Visible visible(p);
   const int thread = threadIdx.x % 128, blocks = (p.kv_length + KEYS - 1) / KEYS;
 
-  for (int n = 0; n < BLOCKS; ++n)
-    for (int i = threadIdx.x * 4; i < ONES * KEYS; i += S::threads * 4)
-      *reinterpret_cast<uint32_t*>(&shared.v[n][C.head_dim * KEYS + i]) = FOUR_ONES;
+  for (int n = 0; n < BLOCKS; ++n) write_ones(&shared.v[n][C.head_dim * KEYS], S::threads);
   if (thread < STEPS) own.stats.nonfinite[thread] = 0;
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.stats_full, 1);

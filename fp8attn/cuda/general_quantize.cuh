@@ -287,19 +287,12 @@ __device__ void write_values(const GeneralQuantizeParams& p, int head, uint32_t 
     float2 x[GROUP];
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) x[i] = first + i < p.kv_length ? load_pair<ALIGNED>(from + (first + i) * p.v_strides[2]) : float2{NAN, NAN};
-    uint32_t codes[GROUP / 2];  // of both channels of two tokens
-#pragma unroll
-    for (int i = 0; i < GROUP; i += 2) {
-      uint16_t of_token[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float2 y = x[i + j];
-        of_token[j] = feedback.codes({is_finite(y.x) ? (y.x - mean.x) * factor.x : 0.0f, is_finite(y.y) ? (y.y - mean.y) * factor.y : 0.0f}, gain);
-      }
-      codes[i / 2] = ptx::pair(of_token[0], of_token[1]);
-    }
+    const auto number = [&](int i) -> float2 {
+      const float2 y = x[i];
+      return {is_finite(y.x) ? (y.x - mean.x) * factor.x : 0.0f, is_finite(y.y) ? (y.y - mean.y) * factor.y : 0.0f};
+    };
     uint4 of_channel[2];
-    transpose_group(codes, of_channel);
+    encode_group(feedback, gain, number, of_channel);
 #pragma unroll
     for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = of_channel[c];
   }

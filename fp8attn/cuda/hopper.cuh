@@ -22,9 +22,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   const ScheduleOf<C> schedule(p, Shape<C>::tile_rows, C.added && p.mask_batches == 1);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is the warp's
 
-  for (int stage = 0; stage < C.stages; ++stage)
-    for (int i = threadIdx.x * 4; i < ONES * KEYS; i += Shape<C>::threads * 4)
-      *reinterpret_cast<uint32_t*>(&shared.v[stage][C.value_dim * KEYS + i]) = FOUR_ONES;
+  for (int stage = 0; stage < C.stages; ++stage) write_ones(&shared.v[stage][C.value_dim * KEYS], Shape<C>::threads);
   if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.side.ones)[threadIdx.x] = ~0u;
   if (C.varlen && threadIdx.x == 0) ptx::wait_for_grids_before();  // one of which writes the table of tiles
   if (threadIdx.x == 0) {

@@ -237,9 +237,7 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
     ptx::wait_for_grids_before();  // one of which writes lengths
     write_next_tile<C>(shared, schedule, -1);
   }
-  for (int stage = 0; stage < C.stages; ++stage)
-    for (int i = threadIdx.x * 4; i < ONES * KEYS; i += S::threads * 4)
-      *reinterpret_cast<uint32_t*>(&shared.v[stage][C.head_dim * KEYS + i]) = FOUR_ONES;
+  for (int stage = 0; stage < C.stages; ++stage) write_ones(&shared.v[stage][C.head_dim * KEYS], S::threads);
   ptx::fence_proxy_async();
   __syncthreads();
   ptx::wait_for_grids_before();

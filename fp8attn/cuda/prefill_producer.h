@@ -84,15 +84,13 @@ struct TokenCopies {
   // Called once the thread's copies have arrived. A token of which K or V is not finite gets NaN in K, and V becomes
   // finite: queries that don't see the token multiply it by zero.
   __device__ static void mark_nonfinite(uint8_t* k, uint8_t* v) {
-    constexpr uint32_t INFINITIES = Pair<T>::infinities, LOWEST = INFINITIES & ~(INFINITIES << 1);
-    static_assert(LOWEST == 0x00800080 || LOWEST == 0x04000400);
 #pragma unroll 1
     for (int i = 0; i < rounds; ++i) {
       uint4 &key = *reinterpret_cast<uint4*>(k + place(i)), &value = *reinterpret_cast<uint4*>(v + place(i));
-      uint32_t carries = 0;  // into the highest bits: an exponent is that of infinity
+      uint32_t carries = 0;
       for (const uint4& x : {key, value})
-        for (uint32_t word : {x.x, x.y, x.z, x.w}) carries |= (word & INFINITIES) + LOWEST;
-      if ((carries & 0x80008000) == 0) continue;
+        for (uint32_t word : {x.x, x.y, x.z, x.w}) carries |= exponent_carries<T>(word);
+      if ((carries & SIGN_BITS) == 0) continue;
       const uint4 bad = not_finite<T>(value);
       value = {value.x & ~bad.x, value.y & ~bad.y, value.z & ~bad.z, value.w & ~bad.w};
       key = {~0u, ~0u, ~0u, ~0u};

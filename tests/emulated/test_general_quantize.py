@@ -365,11 +365,7 @@ MUTANTS = {
     "a mean that isn't rotated": ("general_quantize.cuh", "  rotation.rotate(y);\n  __syncwarp();", "  __syncwarp();"),
     "infinities": ("tile/row_team.h", "    if (largest < INFINITE) return;", "    return;"),
     "signs of channels": ("tile/row_team.h", "sign_bit((team.channel + i) & (part - 1))", "sign_bit(i & (part - 1))"),
-    "parts among lanes": (
-        "tile/row_team.h",
-        "distance * CHUNK < part; distance *= 2) {\n      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  //",
-        "distance * CHUNK < part / 2; distance *= 2) {\n      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  //",
-    ),
+    "parts among lanes": ("tile/row_team.h", "distance * CHUNK < part; distance *= 2", "distance * CHUNK < part / 2; distance *= 2"),
     "negative zeros": ("tile/row_team.h", "    for (int i = 0; i < CHUNK; ++i) y[i] += 0.0f;", "    for (int i = 0; i < CHUNK; ++i) y[i] += -0.0f;"),
     "order of lanes": ("tile/quantize.h", "lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
     "unaligned rows": ("tile/channels.h", "bits[2 * i] | uint32_t(bits[2 * i + 1]) << 16", "bits[2 * i + 1] | uint32_t(bits[2 * i]) << 16"),

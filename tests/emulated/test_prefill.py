@@ -262,7 +262,7 @@ MUTANTS = {
     "V's mean forgotten": ("prefill_rows.h", "of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);", "of[1] = of[1] * scale.y;"),
     "scales of another channel": ("prefill_rows.h", "part * S::part + 8 * j + f.column;", "part * S::part + 8 * j;"),
     "sums with V's scale": ("prefill_rows.h", "fmaf(fresh[N + 2 * r], beta[r],", "fmaf(fresh[N + 2 * r], of_values[r],"),
-    "no ones behind V": ("prefill.cuh", "= FOUR_ONES;", "= 0;"),
+    "no ones behind V": ("tile/attend.h", "= FOUR_ONES;", "= 0;"),
     "P relative to zero": ("tile/page_softmax.h", "return DirectRow(factor, finite_or_zero(score));", "return DirectRow(factor, 0.0f);"),
     "scores below zero relative to zero": ("tile/page_softmax.h", "if (INT8 || !__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;", "return;"),
     "large scores as codes": ("tile/page_softmax.h", "Scores::in_range(fmaxf(factor[0], factor[1])));", "true);"),

@@ -18,7 +18,7 @@ MUTANTS = {
     "scale of another row": ("hopper_mainloop.h", "scales.row_scale[f.row + 8 * r]", "scales.row_scale[f.row]"),
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
-    "sums of the wrong ones": ("hopper.cuh", "FOUR_ONES", "FOUR_ONES + 1"),
+    "sums of the wrong ones": ("tile/attend.h", "= FOUR_ONES;", "= FOUR_ONES + 1;"),
     "output in the wrong place": ("tile/staged_output.h", "(2 * j + lane % 4 / 2) ^ row % 8", "(2 * j + lane % 4 / 2) ^ row % 4"),
     "mean of the wrong channel": ("tile/staged_output.h", "fmaf(b * inverse[r], scale.y, mean.y)", "fmaf(b * inverse[r], scale.y, mean.x)"),
 }

@@ -8,6 +8,11 @@
 
 namespace fp8attn {
 
+// Writes the channels of ones behind those of V in shared memory: P·V has sums of P there. Called by all threads.
+__device__ inline void write_ones(uint8_t* behind_values, int threads) {
+  for (int i = threadIdx.x * 4; i < ONES * KEYS; i += threads * 4) *reinterpret_cast<uint32_t*>(behind_values + i) = FOUR_ONES;
+}
+
 // Issues P * V into a fresh accumulator, for so many channels: rows of KEYS bytes each.
 template <int CHANNELS>
 __device__ void issue_pv(float (&fresh)[CHANNELS / 2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {

@@ -110,14 +110,9 @@ struct PageSoftmax {
   }
 
  private:
-  // With the key order of quantized V, a thread's scores of one row and 16 keys are the bytes of one register.
   template <int N>
   __device__ static void write_codes(const DirectRow (&rows)[2], const float (&s)[N], uint32_t (&p)[N / 16][4]) {
-#pragma unroll
-    for (int t = 0; t < N / 8; ++t)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        p[t / 2][t % 2 * 2 + r] = rows[r].codes(s[8 * t + 2 * r], s[8 * t + 1 + 2 * r], s[8 * t + 4 + 2 * r], s[8 * t + 5 + 2 * r]);
+    Softmax<0, 0>::write_codes(rows, rows, s, p, std::make_integer_sequence<int, N / 8>());
   }
 
   template <int N>
@@ -137,14 +132,7 @@ struct PageSoftmax {
     int bits[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const auto score = [&](int i) { return __float_as_int(s[i + 2 * r]); };
-      int a = INT8 ? max(score(0), score(1)) : __vimax3_s32(score(0), score(1), 0), b = max(score(4), score(5));
-#pragma unroll
-      for (int j = 2; j < N / 4; j += 2) {
-        a = __vimax3_s32(a, score(4 * j), score(4 * j + 1));
-        b = __vimax3_s32(b, score(4 * j + 4), score(4 * j + 5));
-      }
-      a = max(a, b);
+      int a = Softmax<0, 0>::largest_bits<!INT8>(s, r);
       a = max(a, __shfl_xor_sync(~0u, a, 1));
       bits[r] = max(a, __shfl_xor_sync(~0u, a, 2));
       largest[r] = __int_as_float(bits[r]);

@@ -27,6 +27,16 @@ struct Pair<__half> {
   __device__ static float2 floats(uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
 };
 
+// What a number that isn't finite carries out of its exponent: SIGN_BITS of this sum. May be collected over many words.
+template <typename T>
+__device__ uint32_t exponent_carries(uint32_t word) {
+  constexpr uint32_t infinities = Pair<T>::infinities, least_exponents = infinities & ~(infinities << 1);
+  static_assert(least_exponents == 0x00800080 || least_exponents == 0x04000400);
+  return (word & infinities) + least_exponents;
+}
+
+constexpr uint32_t SIGN_BITS = 0x80008000;
+
 // All bits of the numbers that are not finite; zeros elsewhere.
 template <typename T>
 __device__ uint32_t not_finite(uint32_t word) {

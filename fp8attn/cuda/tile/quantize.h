@@ -152,6 +152,21 @@ __device__ inline void transpose_group(const uint32_t (&pairs)[GROUP / 2], uint4
   for (int c = 0; c < 2; ++c) of_channel[c] = {words[c][0], words[c][1], words[c][2], words[c][3]};
 }
 
+// The codes of a group of tokens of V, 16 bytes for each of two channels. `number(i)`: token i of both channels,
+// divided by their scales.
+template <typename Number>
+__device__ void encode_group(Feedback& feedback, __half2 gain, Number&& number, uint4 (&of_channel)[2]) {
+  uint32_t pairs[GROUP / 2];
+#pragma unroll
+  for (int i = 0; i < GROUP; i += 2) {
+    uint16_t codes[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) codes[j] = feedback.codes(number(i + j), gain);
+    pairs[i / 2] = ptx::pair(codes[0], codes[1]);
+  }
+  transpose_group(pairs, of_channel);
+}
+
 // Statistics of a slice per lane, in shared memory. Statistics::of reduces them over the lanes.
 template <typename T>
 struct LaneStatistics {

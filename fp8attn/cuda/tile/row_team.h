@@ -55,15 +55,7 @@ struct TeamRotation {
   }
 
   // Times the matrix without signs.
-  __device__ void transform(float (&y)[CHUNK]) const {
-    transform_chunk(y);
-#pragma unroll 1
-    for (int distance = 1; distance * CHUNK < part; distance *= 2) {
-      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  // teams start at multiples of their size
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) y[i] = fmaf(y[i], sign, __shfl_xor_sync(~0u, y[i], distance));
-    }
-  }
+  __device__ void transform(float (&y)[CHUNK]) const { transform(reinterpret_cast<float(&)[1][CHUNK]>(y)); }
 
   // The same of several rows at a time.
   template <int COUNT>
@@ -72,7 +64,7 @@ struct TeamRotation {
     for (int row = 0; row < COUNT; ++row) transform_chunk(rows[row]);
 #pragma unroll 1
     for (int distance = 1; distance * CHUNK < part; distance *= 2) {
-      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;
+      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  // teams start at multiples of their size
 #pragma unroll
       for (int i = 0; i < COUNT * CHUNK; ++i) {
         float& y = rows[i / CHUNK][i % CHUNK];

@@ -181,14 +181,6 @@ struct Softmax {
     write_codes(exact, direct, s, p, std::make_integer_sequence<int, N / 8>());
   }
 
- protected:
-  // Whether each of the thread's m may fall to 0.
-  __device__ bool is_low() const { return max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL); }
-
-  // Whether scores are below LARGEST_SCORE. Otherwise their sums must be multiplied first: a rounded maximum and
-  // unrounded products would differ by more than codes can hold.
-  __device__ static bool in_range(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST; }
-
   // Of a thread's row r, compared as integers; OR_ZERO: 0 if all are negative.
   template <bool OR_ZERO, int N>
   __device__ static int largest_bits(const float (&s)[N], int r) {
@@ -215,6 +207,14 @@ struct Softmax {
     };
     ((T * EXACT % 8 < EXACT ? write(T, exact) : write(T, direct)), ...);
   }
+
+ protected:
+  // Whether each of the thread's m may fall to 0.
+  __device__ bool is_low() const { return max(__float_as_uint(m[0]), __float_as_uint(m[1])) < __float_as_uint(FALL); }
+
+  // Whether scores are below LARGEST_SCORE. Otherwise their sums must be multiplied first: a rounded maximum and
+  // unrounded products would differ by more than codes can hold.
+  __device__ static bool in_range(const float (&factor)[2]) { return fmaxf(factor[0], factor[1]) < LARGEST_SCORE / LARGEST; }
 };
 
 }  // namespace fp8attn

@@ -201,25 +201,18 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
 #pragma unroll 1
   for (int first = run * RUN; first < (run + 1) * RUN; first += GROUP) {
     if (CAREFUL && coord.first + first >= p.padded) break;
-    uint32_t pairs[GROUP / 2];  // codes of both channels of two tokens
-#pragma unroll
-    for (int i = 0; i < GROUP; i += 2) {
-      uint16_t codes[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int token = first + i + j;
-        const float2 y = Pair<T>::floats(shared.tile[token][column]);
-        float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
-        if constexpr (CAREFUL) {
-          const bool exists = token < coord.count;
-          x = {exists & (x.x == x.x) ? x.x : 0.0f, exists & (x.y == x.y) ? x.y : 0.0f};
-        }
-        codes[j] = feedback.codes(x, gain);
+    const auto number = [&](int i) -> float2 {
+      const int token = first + i;
+      const float2 y = Pair<T>::floats(shared.tile[token][column]);
+      float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
+      if constexpr (CAREFUL) {
+        const bool exists = token < coord.count;
+        x = {exists & (x.x == x.x) ? x.x : 0.0f, exists & (x.y == x.y) ? x.y : 0.0f};
       }
-      pairs[i / 2] = ptx::pair(codes[0], codes[1]);
-    }
+      return x;
+    };
     uint4 of_channel[2];
-    transpose_group(pairs, of_channel);
+    encode_group(feedback, gain, number, of_channel);
 #pragma unroll
     for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = of_channel[c];
   }
