@@ -56,7 +56,16 @@ def flash3() -> Any:
 
 
 needs_flash3 = lacking("FlashAttention-3: pip install fa3-fwd, or its repository's folder hopper, installed from source", *FLASH3)
-needs_two_level = lacking("pip install vllm, whose FlashAttention-3 it is", "vllm")
+needs_vllm = lacking("pip install vllm, whose FlashAttention-3 it is", "vllm")
+
+
+def vllm_flash3() -> Callable[..., torch.Tensor]:
+    """flash_attn_varlen_func of vLLM's FlashAttention-3, which accumulates P·V of e4m3 in two levels.
+
+    Raises:
+        ImportError: vLLM isn't installed.
+    """
+    return functools.partial(importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func, fa_version=3)
 
 
 def per_tensor(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,8 +192,7 @@ def _flash3_two_level(problem: Problem) -> Attention:
 
     Requests are packed, and scales are expanded from one number.
     """
-    function = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
-    case = problem.case
+    function, case = vllm_flash3(), problem.case
     q_starts, k_starts = starts(problem, case.q_length), starts(problem, case.kv_length)
 
     def arguments(tensors: Tensors) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -198,7 +206,7 @@ def _flash3_two_level(problem: Problem) -> Attention:
         tensors, scales = sets[i % len(sets)]
         out = function(
             *tensors, max_seqlen_q=case.q_length, cu_seqlens_q=q_starts, max_seqlen_k=case.kv_length, cu_seqlens_k=k_starts,
-            causal=case.causal, fa_version=3, **scales,
+            causal=case.causal, **scales,
         )  # fmt: skip
         return unpacked(problem, out)
 
@@ -330,7 +338,7 @@ OTHERS = (
     Peer("cuDNN e4m3", (KERNEL,), _cudnn, needs=lacking("pip install nvidia-cudnn-frontend", "cudnn"), restored=_in_v_scales),
     Peer("FA3 bf16", (KERNEL, END_TO_END), functools.partial(_flash3, False), needs=needs_flash3),
     Peer("FA3 e4m3", (KERNEL,), functools.partial(_flash3, True), needs=needs_flash3),
-    Peer("FA3 e4m3 two-level", (KERNEL,), _flash3_two_level, needs=needs_two_level),
+    Peer("FA3 e4m3 two-level", (KERNEL,), _flash3_two_level, needs=needs_vllm),
     Peer("Sage2", (KERNEL,), _sage_kernel, needs=_SAGE),
     Peer("Sage2 end to end", (END_TO_END,), _sage, needs=_SAGE),
     Peer("FlashInfer bf16", (KERNEL, END_TO_END), _flashinfer, needs=_FLASHINFER),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, reference, sdpa
+from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, quantize, reference, sdpa
 from fp8attn.pages import PAGE, RECENT_QUERIES
 
 from . import adapters, command_line, report
@@ -57,6 +57,11 @@ class DecodeCase:
     def kv_bytes(self) -> int:
         """Bytes of all keys and values, one each."""
         return 2 * sum(self.lengths) * self.kv_heads * self.dim
+
+    @property
+    def append_bytes(self) -> int:
+        """Bytes that appending the queries' keys and values reads in bfloat16 and writes as codes."""
+        return 2 * self.queries * len(self.lengths) * self.kv_heads * self.dim * 3
 
 
 def ragged(count: int, least: int, most: int) -> tuple[int, ...]:
@@ -172,9 +177,11 @@ def _own(backend: str, sets: Sequence[Inputs]) -> Run:
     return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], new[i % len(sets)], backend=backend)
 
 
-def _dense(sets: Sequence[Inputs]) -> Run:
-    """fp8attn without a cache: keys and values are quantized in each call, with statistics of all tokens."""
-    tensors = [(x.q, x.sequences(x.k), x.sequences(x.v)) for x in sets]
+def _dense(quantized: bool, sets: Sequence[Inputs]) -> Run:
+    """fp8attn without a cache, with statistics of all tokens. quantized: keys and values already are."""
+    tensors: list[tuple[Any, Any, Any]] = [(x.q, x.sequences(x.k), x.sequences(x.v)) for x in sets]
+    if quantized:
+        tensors = [(q, *quantize(None, k, v)) for q, k, v in tensors]
     gqa = sets[0].case.q_heads != sets[0].case.kv_heads
     return lambda i: sdpa(*tensors[i % len(sets)], is_causal=True, causal_alignment="bottom_right", enable_gqa=gqa)
 
@@ -194,10 +201,11 @@ def _tensors(fp8: bool, sets: Sequence[Inputs]) -> Run:
 
 
 def _append(sets: Sequence[Inputs]) -> Run:
-    """One more token of each sequence, the same one in each call."""
+    """One more token of each sequence, or a prefill's tokens; the same ones in each call."""
     caches = [filled(inputs) for inputs in sets]
-    steps = [dataclasses.replace(batch, lengths=batch.lengths + 1, max_length=None) for _, batch in caches]
-    new = [x.q[:, : x.case.kv_heads, :1].contiguous() for x in sets]
+    more = 0 if sets[0].case.is_prefill else 1
+    steps = [dataclasses.replace(batch, lengths=batch.lengths + more, max_length=None) for _, batch in caches]
+    new = [x.q[:, : x.case.kv_heads, : x.case.queries if x.case.is_prefill else 1].contiguous() for x in sets]
 
     def append(i: int) -> None:
         i %= len(sets)
@@ -219,6 +227,26 @@ def _flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
             shape = len(case.lengths), case.kv_heads
             options = {f"{name}_descale": scale.expand(shape) for name, (_, scale) in zip("qkv", quantized, strict=True)}
         return lambda: function(*tensors, cache_seqlens=inputs.lengths, page_table=inputs.table, causal=True, **options).transpose(1, 2)
+
+    calls = [call(inputs) for inputs in sets]
+    return lambda i: calls[i % len(calls)]()
+
+
+def _vllm_flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
+    """flash_attn_varlen_func of vLLM's FlashAttention-3 with a table of pages, and one scale per tensor in FP8."""
+    function = adapters.vllm_flash3()
+
+    def call(inputs: Inputs) -> Callable[[], torch.Tensor]:
+        case, rows = inputs.case, len(inputs.case.lengths)
+        tensors: list[torch.Tensor] = [inputs.q.transpose(1, 2).flatten(0, 1).contiguous(), inputs.k, inputs.v]
+        options: dict[str, Any] = {}
+        if fp8:
+            quantized = [adapters.per_tensor(x) for x in tensors]
+            tensors = [x for x, _ in quantized]
+            options = {f"{name}_descale": scale.expand(rows, case.kv_heads) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+        starts = torch.arange(0, (rows + 1) * case.queries, case.queries, dtype=torch.int32, device=inputs.q.device)
+        options |= dict(max_seqlen_q=case.queries, cu_seqlens_q=starts, max_seqlen_k=max(case.lengths), seqused_k=inputs.lengths)
+        return lambda: function(*tensors, block_table=inputs.table, causal=True, **options).unflatten(0, (rows, case.queries)).transpose(1, 2)
 
     calls = [call(inputs) for inputs in sets]
     return lambda i: calls[i % len(calls)]()
@@ -266,13 +294,16 @@ ROWS = (
     Row("fp8attn append", _append, attends=False),
     Row("FA3 e4m3", functools.partial(_flash3, True), needs=adapters.needs_flash3),
     Row("FA3 bf16", functools.partial(_flash3, False), 2, needs=adapters.needs_flash3),
+    Row("FA3 e4m3 two-level", functools.partial(_vllm_flash3, True), needs=adapters.needs_vllm),
+    Row("FA3 bf16 of vLLM", functools.partial(_vllm_flash3, False), 2, needs=adapters.needs_vllm),
     Row("SDPA bf16", _sdpa, 2),
 )
 
 
 PREFILL_ROWS = (
-    Row("fp8attn dense", _dense),
-    *(row for row in ROWS if row.name in ("fp8attn cuda", "fp8attn triton", "FA3 e4m3", "FA3 bf16")),
+    Row("fp8attn dense", functools.partial(_dense, False)),
+    Row("fp8attn dense, quantized", functools.partial(_dense, True)),
+    *(row for row in ROWS if "tensors" not in row.name and "SDPA" not in row.name),
 )
 
 
@@ -293,10 +324,12 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """The bytes of keys and values over what the memory moves in that time."""
-        if self.us is None or not self.row.attends or self.case.is_prefill:
+        """The bytes of keys and values over what the memory moves in that time: those that decoding reads, or that
+        appending a prefill reads and writes."""
+        if self.us is None or self.row.attends == self.case.is_prefill:
             return None
-        return self.case.kv_bytes * self.row.kv_bytes / (self.us * 1e-6) / PEAK_BYTES_PER_SECOND
+        moved = self.case.kv_bytes * self.row.kv_bytes if self.row.attends else self.case.append_bytes
+        return moved / (self.us * 1e-6) / PEAK_BYTES_PER_SECOND
 
     def record(self) -> dict[str, Any]:
         """One flat JSON object; fields that don't apply are null."""

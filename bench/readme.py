@@ -296,7 +296,10 @@ def masks() -> str:
 def decode() -> str:
     """Decoding from paged KV caches: microseconds, and the share of the memory's bandwidth."""
     records = _lines("decode")
-    names = ("fp8attn cuda", "fp8attn triton", "fp8attn tensors e4m3", "fp8attn tensors bf16", "SDPA bf16", "fp8attn append")
+    names = (
+        "fp8attn cuda", "fp8attn triton", "fp8attn tensors e4m3", "fp8attn tensors bf16", "FA3 e4m3 two-level", "FA3 bf16 of vLLM", "SDPA bf16",
+        "fp8attn append",
+    )  # fmt: skip
     rows = []
     for (case,), by in _by_case(records, "case").items():
         cells = []
@@ -387,11 +390,14 @@ def _by_ranks(records: Sequence[Record]) -> dict[tuple[str, int], dict[str, Reco
 def varlen() -> str:
     """Packed sequences: TFLOP/s of the kernel alone and from bf16, beside the dense kernel and FlashAttention-3."""
     records = _lines("varlen")
-    names = ("fp8attn, kernel alone", "fp8attn, from bf16", "fp8attn auto, dense", "fp8attn triton, dense", "FA3 e4m3", "FA3 bf16")
+    names = (
+        "fp8attn, kernel alone", "fp8attn, from bf16", "fp8attn auto, dense", "fp8attn triton, dense", "FA3 e4m3", "FA3 e4m3 two-level", "FA3 bf16",
+        "FA3 bf16 of vLLM",
+    )  # fmt: skip
     rows = []
     for (batch,), by in _by_case(records, "batch").items():
-        rows.append([batch, *(number_of(by[name]["tflops"], ".0f") for name in names)])
-    head = ("batch", "kernel alone", "from bf16", "dense kernel alone", "Triton's dense", "FA3 e4m3", "FA3 bf16")
+        rows.append([batch, *(number_of(by.get(name, {}).get("tflops"), ".0f") for name in names)])
+    head = ("batch", "kernel alone", "from bf16", "dense kernel alone", "Triton's dense", *names[4:])
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -171,18 +170,12 @@ def dense_by(backend: fp8attn.validate.Backend, x: Inputs) -> Run:
     return attention
 
 
-def flash3(module: Any, fp8: bool, x: Inputs, **more: Any) -> Run:
+def flash3(function: Callable[..., Any], fp8: bool, x: Inputs, **more: Any) -> Run:
     """flash_attn_varlen_func of a FlashAttention-3; e4m3 with one scale per sequence and head.
 
     Args:
         more: arguments that this FlashAttention-3 alone has.
-
-    Raises:
-        ValueError: rows have sinks.
     """
-    if x.batch.sinks:
-        raise ValueError("it has no sinks")
-    function = module.flash_attn_varlen_func
     scales = torch.ones(len(x.batch.lengths), x.batch.kv_heads, device=x.starts.device)
     sets = [tuple(y.to(torch.float8_e4m3fn) for y in tensors) for tensors in x.sets] if fp8 else x.sets
     options: dict[str, Any] = dict(cu_seqlens_q=x.starts, cu_seqlens_k=x.starts, max_seqlen_q=x.longest, max_seqlen_k=x.longest)
@@ -192,9 +185,21 @@ def flash3(module: Any, fp8: bool, x: Inputs, **more: Any) -> Run:
     return lambda i: function(*sets[i % len(sets)], **options, **more)
 
 
-def flash3_two_level(x: Inputs) -> Run:
-    """vLLM's FlashAttention-3."""
-    return flash3(importlib.import_module("vllm.vllm_flash_attn"), True, x, fa_version=3)
+def upstream_flash3(fp8: bool, x: Inputs) -> Run:
+    """FlashAttention-3 by its authors.
+
+    Raises:
+        ValueError: rows have sinks.
+    """
+    if x.batch.sinks:
+        raise ValueError("it has no sinks")
+    return flash3(adapters.flash3().flash_attn_varlen_func, fp8, x)
+
+
+def vllm_flash3(fp8: bool, x: Inputs) -> Run:
+    """vLLM's FlashAttention-3, which has sinks, in bfloat16."""
+    sinks = x.options["sinks"]
+    return flash3(adapters.vllm_flash3(), fp8, x, s_aux=None if sinks is None else sinks.bfloat16())
 
 
 @dataclass(frozen=True)
@@ -211,9 +216,10 @@ ROWS_OF_TABLE = (
     Row("fp8attn, from bf16", from_bf16),
     Row("fp8attn triton, dense", lambda x: dense_by("triton", x)),
     Row("fp8attn auto, dense", lambda x: dense_by("auto", x)),
-    Row("FA3 bf16", lambda x: flash3(adapters.flash3(), False, x), adapters.needs_flash3),
-    Row("FA3 e4m3", lambda x: flash3(adapters.flash3(), True, x), adapters.needs_flash3),
-    Row("FA3 e4m3 two-level", flash3_two_level, adapters.needs_two_level),
+    Row("FA3 bf16", functools.partial(upstream_flash3, False), adapters.needs_flash3),
+    Row("FA3 e4m3", functools.partial(upstream_flash3, True), adapters.needs_flash3),
+    Row("FA3 bf16 of vLLM", functools.partial(vllm_flash3, False), adapters.needs_vllm),
+    Row("FA3 e4m3 two-level", functools.partial(vllm_flash3, True), adapters.needs_vllm),
 )
 
 

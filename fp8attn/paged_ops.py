@@ -120,19 +120,6 @@ def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_s
     return f"cuda: {reason}"
 
 
-def unsupported_triton(call: PagedCall) -> str | None:
-    """Why Triton's kernel doesn't attend to a cache on a GPU as a call says, or None if it does.
-
-    Hazard: with a soft cap and a window, and without sinks, rows came out NaN on an H100 (Triton 3.6, 32 channels,
-    float16, tiles of 64 rows). The cause isn't known. With sinks, answers were right.
-    """
-    if call.softcap and call.window[0] >= 0 and call.sinks is None:
-        return (
-            f"window is {call.window} and softcap is {call.softcap} without sinks; the kernel for a KVCache takes one of them, or sinks beside them"
-        )
-    return None
-
-
 def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Attention to a cache by a CUDA kernel, or None if Triton's is to do it.
 
@@ -250,8 +237,6 @@ def _attend_by(backend: str):
             if found is not None:
                 return found
         if runs_triton(backend, query.device):
-            if query.is_cuda and (reason := unsupported_triton(call)) is not None:
-                raise BackendUnavailable(f"triton: {reason}; use backend='modelled'")
             with current(query.device):
                 return triton_kernels.paged_attention.attend(call, device_of(query.device), out_dtype)
         out, lse = pages.attend_paged(call)

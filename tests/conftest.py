@@ -59,7 +59,7 @@ LONG = 3.0
 """Seconds of a test that is long."""
 
 common = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-settings.register_profile("default", max_examples=16, **common)
+settings.register_profile("default", max_examples=8, **common)
 # kernels are compiled for most examples there: shrinking one would take longer than all the tests
 on_gpu = dict(phases=[Phase.explicit, Phase.reuse, Phase.generate], **common)
 # and again for other examples: here they are the same in every run, and in the thorough tier and without a GPU they are not
@@ -203,6 +203,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[collected] = [*items]
+    for item in [] if GPU else tiers.left_out(items):
+        item.add_marker(pytest.mark.thorough)
     items[:] = tiers.chosen(items, config.option.thorough, config.option.tenth)[PART - 1 :: PARTS]
     kept = {*items}
     config.hook.pytest_deselected(items=[item for item in config.stash[collected] if item not in kept])

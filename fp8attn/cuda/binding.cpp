@@ -426,6 +426,8 @@ void prefill(int64_t launcher, int64_t ctas, int64_t heads_side_by_side, double 
     p.new_k = tokens[1]->const_data_ptr(), p.new_v = tokens[2]->const_data_ptr();
     copy_strides(p.new_k_strides, *tokens[1]);
     copy_strides(p.new_v_strides, *tokens[2]);
+    encode_rows(p.new_k_map, *tokens[1], keys / 2, 128);
+    encode_rows(p.new_v_map, *tokens[2], keys / 2, 128);
   }
   p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
   p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);

@@ -283,7 +283,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       const uint64_t v = ptx::operand_of(first_values, ring.stage, sizeof(shared.v[0]));
       if constexpr (S::adds_in_parts) {
         static_assert(S::prepares_late && !C.overlap);  // nothing is issued behind it
-        add_in_parts(o, o_second, alpha, probabilities, v);
+        add_in_parts<S::first + S::second>(probabilities, v, [&]<int PART>(std::integral_constant<int, PART>, auto& fresh) {
+          rescale_and_add<PART * VALUE_PART / 2>(o, o_second, alpha, fresh);
+        });
       } else {
         float fresh[S::first / 2];
         issue_pv<S::first>(fresh, probabilities, v);

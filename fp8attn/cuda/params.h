@@ -212,6 +212,7 @@ struct DecodeParams {
 // Hkv, D); the results, the counter and numbers.
 struct PrefillParams {
   Params call;
+  CUtensorMap new_k_map, new_v_map;  // of the new tokens, in bytes: boxes of 64 tokens x 128 bytes
 
   const float* v_page_scale;                                  // (P, Hkv)
   const int *page_table, *lengths, *counts, *sequences;       // as DecodeParams has them

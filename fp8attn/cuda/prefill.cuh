@@ -73,7 +73,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     typename S::Score sums[KEYS / 2];
     float factor[2], alpha[2], beta[2];
     uint32_t probabilities[KEYS / 32][4];
-    bool in_range, missing, has_nonfinite_key;
+    bool in_range, missing, has_nonfinite_key, grows;
 
     const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
     const auto wait_for_values = [&] { ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase); };
@@ -102,26 +102,34 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       for (int r = 0; r < 2; ++r) factor[r] = score_factor(scales.row_scale[f.row + 8 * r] * fabsf(k_scale), false);
       in_range = rows.softmax.in_range(factor);
     };
-    // Waits for Q·Kᵀ of the ring's page; its scores become P and beta.
-    const auto softmax_step = [&](int page) {
-      if constexpr (!S::prepares_late) wait_for_values();
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(sums);
-      float scores[KEYS / 2];
-      float_scores<C>(sums, scores, shared.k[ring.stage], has_nonfinite_key, f);
-      if (C.int8) __syncwarp();  // all lanes have read keys
+    const auto scores_to_p = [&](float (&scores)[KEYS / 2], int page) {
       free_keys();
       if (page >= pages_of_rows.whole || missing) {  // one branch, which is rare
 #pragma unroll
         for (float& score : scores) score = missing ? NAN : score;
         hide(scores, scales.row_end, page * KEYS, f);
       }
-      if (rows.softmax.step(scores, factor, in_range, probabilities, alpha, beta)) rows.rescale(alpha);
+      grows = rows.softmax.step(scores, factor, in_range, probabilities, alpha, beta);
+    };
+    // Waits for Q·Kᵀ of the ring's page; its scores become P and beta.
+    const auto softmax_step = [&](int page) {
+      if constexpr (!S::prepares_late) wait_for_values();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_touch(sums);
+      if constexpr (C.int8) {
+        float scores[KEYS / 2];
+        float_scores<C>(sums, scores, shared.k[ring.stage], has_nonfinite_key, f);
+        __syncwarp();  // all lanes have read keys
+        scores_to_p(scores, page);
+      } else {
+        scores_to_p(sums, page);
+      }
     };
     // Adds P·V of the ring's page, and prepares the next softmax.
     const auto accumulate_pv = [&] {
       if constexpr (S::prepares_late) wait_for_values();
       rows.add_page(probabilities, ptx::operand_of(first_values, ring.stage, V_STAGE), beta, [&] {
+        if (grows) rows.rescale(alpha);  // here, as registers are scarce before
         const PageScales& scales = shared.page_scales[ring.stage];
         if constexpr (!S::prepares_late) prepare(read(scales.next));
         return read(scales.v);
@@ -203,11 +211,13 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     }
     const PagedTile& next_tile = shared.tiles[(round + 1) % shared.TILES];
     HalfQueries queries;
-    load_queries(queries, next_tile);
+    // With outputs in several parts, ptxas would keep a fourth of them in local memory, in the loop over pages, too.
+    if constexpr (S::parts == 1) load_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads scales, and queries in any form, any more
     find_row_ends(next_tile);
     load_channels(next_tile);
     store_rows<C>(params, shared, range, consumer, rows, f);
+    if constexpr (S::parts > 1) load_queries(queries, next_tile);
     quantize_queries(queries, next_tile);
   }
   ptx::tma_store_wait<0>();
@@ -232,6 +242,7 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
       ptx::mbarrier_init(&shared.v_full[stage], 1);
       ptx::mbarrier_init(&shared.k_empty[stage], 4 * C.consumers);
       ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
+      ptx::mbarrier_init(&shared.half_taken[stage], 1);
     }
     ptx::fence_barrier_init();
     ptx::wait_for_grids_before();  // one of which writes lengths

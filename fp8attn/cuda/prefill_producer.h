@@ -1,4 +1,4 @@
-// The prefill kernel's producer warpgroup: pages by TMA, and blocks of tokens in half precision by asynchronous copies.
+// The prefill kernel's producer warpgroup: pages and blocks of new tokens by TMA, other tokens by asynchronous copies.
 #pragma once
 
 #include "prefill_storage.h"
@@ -44,49 +44,54 @@ __device__ void load_pages(const PrefillParams& params, PrefillStorage<C>& share
   }
 }
 
-// A thread's part of the copies of blocks in half precision: 16 bytes of K and of V of some of the tokens.
+// Blocks of a tile in half precision. TMA loads those whose tokens are all new. Of the others, three warps copy what is
+// there, from the last tokens of the cache and from the new ones.
 template <typename T, int DIM>
-struct TokenCopies {
-  static constexpr int chunks = DIM / 8, at_once = 128 / chunks, rounds = HALF_BLOCK / at_once;
+struct TokenBlocks {
+  static constexpr int first_thread = 32, threads = 96;
+  static constexpr int chunks = DIM / 8, parts = HALF_BLOCK * chunks;  // of 16 bytes: of a token, and of all
 
   const PrefillParams& params;
   const PagedTile& tile;
   int edge;  // the first token that is among the new ones; those before are among the last tokens of the cache
 
-  __device__ TokenCopies(const PrefillParams& its_params, const PagedTile& its_tile)
+  __device__ TokenBlocks(const PrefillParams& its_params, const PagedTile& its_tile)
       : params(its_params), tile(its_tile), edge(its_tile.start + (its_params.new_k == nullptr ? its_tile.count : 0)) {}
 
-  // Byte offset of the thread's chunk of a token of the block.
-  __device__ static int place(int round) {
-    const int thread = threadIdx.x % 128, chunk = thread % chunks;
-    return chunk / 8 * (HALF_BLOCK * HALF_ROW) + ptx::swizzled<HALF_ROW>(thread / chunks + round * at_once, chunk % 8 * 16);
+  // The block's first token among the new ones; negative if not all of its tokens are new.
+  __device__ int first_new(int block) const { return params.new_k == nullptr ? -1 : block * HALF_BLOCK - edge; }
+
+  // Byte offset of a chunk of a token of a block.
+  __device__ static int place(int part) {
+    const int token = part / chunks, chunk = part % chunks;
+    return chunk / 8 * (HALF_BLOCK * HALF_ROW) + ptx::swizzled<HALF_ROW>(token, chunk % 8 * 16);
   }
 
-  // Tokens that aren't there become zeros.
-  __device__ void start(int block, uint8_t* k, uint8_t* v) const {
-    const int thread = threadIdx.x % 128, channel = thread % chunks * 8;
+  // Returns once what this thread copies is there. Tokens that don't exist become zeros.
+  __device__ void copy(int block, uint8_t* k, uint8_t* v) const {
     const int64_t recent = (int64_t(tile.sequence) * params.call.kv_heads + tile.kv_head) * RECENT;
 #pragma unroll 1
-    for (int i = 0; i < rounds; ++i) {
-      const int token = block * HALF_BLOCK + thread / chunks + i * at_once;
+    for (int part = threadIdx.x - first_thread; part < parts; part += threads) {
+      const int token = block * HALF_BLOCK + part / chunks, channel = part % chunks * 8;
       const bool exists = tile.has_sequence && token < tile.start + tile.count, is_new = token >= edge;
       const auto copy = [&](uint8_t* to, const void* last_tokens, const void* new_tokens, const int64_t (&strides)[3]) {
         const T* from = static_cast<const T*>(last_tokens) + (recent + token % RECENT) * DIM;
         if (is_new) from = static_cast<const T*>(new_tokens) + tile.batch * strides[0] + tile.kv_head * strides[1] + int64_t(token - edge) * strides[2];
-        ptx::cp_async_16(to + place(i), exists ? from + channel : static_cast<const T*>(last_tokens), exists);
+        ptx::cp_async_16(to + place(part), exists ? from + channel : static_cast<const T*>(last_tokens), exists);
       };
       copy(k, params.recent_k, params.new_k, params.new_k_strides);
       copy(v, params.recent_v, params.new_v, params.new_v_strides);
     }
     ptx::cp_async_commit();
+    ptx::cp_async_wait();
   }
 
-  // Called once the thread's copies have arrived. A token of which K or V is not finite gets NaN in K, and V becomes
-  // finite: queries that don't see the token multiply it by zero.
+  // Of the parts that the thread copies. A token of which K or V is not finite gets NaN in K, and V becomes finite:
+  // queries that don't see the token multiply it by zero.
   __device__ static void mark_nonfinite(uint8_t* k, uint8_t* v) {
 #pragma unroll 1
-    for (int i = 0; i < rounds; ++i) {
-      uint4 &key = *reinterpret_cast<uint4*>(k + place(i)), &value = *reinterpret_cast<uint4*>(v + place(i));
+    for (int part = threadIdx.x - first_thread; part < parts; part += threads) {
+      uint4 &key = *reinterpret_cast<uint4*>(k + place(part)), &value = *reinterpret_cast<uint4*>(v + place(part));
       uint32_t carries = 0;
       for (const uint4& x : {key, value})
         for (uint32_t word : {x.x, x.y, x.z, x.w}) carries |= exponent_carries<T>(word);
@@ -98,55 +103,75 @@ struct TokenCopies {
   }
 };
 
-// The whole warpgroup loads a tile's blocks in half precision, each while the one before arrives.
+// One thread of a warp takes the stages of a tile's blocks in half precision as they become free, and starts TMA.
 template <PrefillConfig C, typename T>
-__device__ void load_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring) {
-  const TokenCopies<T, C.head_dim> copies(params, tile);
-  const auto start = [&](int i, Ring<C.stages> at) {
-    ptx::mbarrier_wait(&shared.k_empty[at.stage], at.phase ^ 1);
-    ptx::mbarrier_wait(&shared.v_empty[at.stage], at.phase ^ 1);
-    copies.start(tile.first_half + i, shared.k[at.stage], shared.v[at.stage]);
-  };
-  start(0, ring);
+__device__ void start_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring, Ring<C.stages>& taken) {
+  const TokenBlocks<T, C.head_dim> blocks(params, tile);
 #pragma unroll 1
-  for (int i = 0; i < tile.halves; ++i, ring.advance()) {
-    if (i + 1 < tile.halves)
-      start(i + 1, ring.next());
-    else
-      ptx::cp_async_commit();
-    ptx::cp_async_wait_but<1>();
-    copies.mark_nonfinite(shared.k[ring.stage], shared.v[ring.stage]);
-    ptx::fence_proxy_async();
-    ptx::warpgroup_sync(PrefillShape<C>::producer_barrier);
-    if (threadIdx.x == 0) ptx::mbarrier_arrive(&shared.k_full[ring.stage]), ptx::mbarrier_arrive(&shared.v_full[ring.stage]);
+  for (int i = 0; i < tile.halves; ++i, ring.advance(), taken.advance()) {
+    if (threadIdx.x % 32 != 0) continue;
+    const int stage = ring.stage, first = blocks.first_new(tile.first_half + i);
+    ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+    ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
+    uint64_t* const barrier = &shared.half_taken[taken.stage];
+    if (first < 0) {
+      ptx::mbarrier_arrive(barrier);
+      continue;
+    }
+#pragma unroll 1
+    for (int panel = 0; panel < PrefillShape<C>::half_panels; ++panel) {
+      const int offset = panel * HALF_BLOCK * HALF_ROW;
+      ptx::tma_load(shared.k[stage] + offset, params.new_k_map, barrier, panel * HALF_ROW, first, tile.kv_head, tile.batch);
+      ptx::tma_load(shared.v[stage] + offset, params.new_v_map, barrier, panel * HALF_ROW, first, tile.kv_head, tile.batch);
+    }
+    ptx::mbarrier_expect(barrier, 2 * KEYS * C.head_dim);
   }
 }
 
-// Loads all blocks of all tiles of the CTA. T: of what is in half precision.
+// The other warps of the producer finish them.
+template <PrefillConfig C, typename T>
+__device__ void finish_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring, Ring<C.stages>& taken) {
+  using Blocks = TokenBlocks<T, C.head_dim>;
+  const Blocks blocks(params, tile);
+#pragma unroll 1
+  for (int i = 0; i < tile.halves; ++i, ring.advance(), taken.advance()) {
+    uint8_t *k = shared.k[ring.stage], *v = shared.v[ring.stage];
+    ptx::mbarrier_wait(&shared.half_taken[taken.stage], taken.phase);
+    if (blocks.first_new(tile.first_half + i) < 0) blocks.copy(tile.first_half + i, k, v);
+    Blocks::mark_nonfinite(k, v);
+    ptx::fence_proxy_async();
+    ptx::threads_sync<Blocks::threads>(PrefillShape<C>::producer_barrier);
+    if (threadIdx.x == Blocks::first_thread) ptx::mbarrier_arrive(&shared.k_full[ring.stage]), ptx::mbarrier_arrive(&shared.v_full[ring.stage]);
+  }
+}
+
+// Loads all blocks of all tiles of the CTA. T: of what is in half precision. The first warp is ahead of the others. It
+// writes the next tile before it takes a stage for this one's last block. The others and the consumers wait for that.
 template <PrefillConfig C, typename T>
 __device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTileSchedule& schedule) {
   using S = PrefillShape<C>;
   const Params& p = params.call;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  Ring<C.stages> ring;
+  Ring<C.stages> ring, taken;
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
     const PagedTile& tile = shared.tiles[round % shared.TILES];
-    if (warp == 0) {
-      // This wait also keeps the consumers, which read shared.tiles, at most one round behind.
-      for (int c = 0; c < C.consumers; ++c) ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
-      load_pages<C>(params, shared, tile, ring);
-      if (threadIdx.x == 0) {
-        write_next_tile<C>(shared, schedule, round);
-        const Tile& next = shared.tiles[(round + 1) % shared.TILES];
-        for (int i = 0; next.exists() && i < S::half_panels * C.consumers; ++i)
-          ptx::tma_load_ahead(p.q_map, i / C.consumers * HALF_ROW, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
-      }
-    } else {
+    if (warp > 0) {
       const int behind = ring.stage + tile.pages;
       ring = {behind % C.stages, ring.phase ^ (behind / C.stages & 1)};
+      finish_half_blocks<C, T>(params, shared, tile, ring, taken);
+      continue;
     }
-    ptx::warpgroup_sync(S::producer_barrier);  // all blocks before are on their way, and the next tile is known
-    load_half_blocks<C, T>(params, shared, tile, ring);
+    // This wait also keeps the consumers, which read shared.tiles, at most one round behind.
+    for (int c = 0; c < C.consumers; ++c) ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
+    load_pages<C>(params, shared, tile, ring);
+    if (threadIdx.x == 0) {
+      write_next_tile<C>(shared, schedule, round);
+      const Tile& next = shared.tiles[(round + 1) % shared.TILES];
+      for (int i = 0; next.exists() && i < S::half_panels * C.consumers; ++i)
+        ptx::tma_load_ahead(p.q_map, i / C.consumers * HALF_ROW, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
+    }
+    start_half_blocks<C, T>(params, shared, tile, ring, taken);
+    __syncwarp();  // all lanes read the next tile
   }
 }
 

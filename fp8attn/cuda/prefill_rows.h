@@ -27,12 +27,12 @@ __device__ void issue_page_scores(typename PrefillShape<C>::Score (&s)[KEYS / 2]
   ptx::wgmma_commit();
 }
 
-// Scores of a page as PageScores. `k`: the page's int8 keys, which are read if one is not finite.
+// int8's scores of a page as PageScores. `k`: the page's keys, which are read if one is not finite.
 template <PrefillConfig C>
 __device__ void float_scores(const typename PrefillShape<C>::Score (&sums)[KEYS / 2], float (&s)[KEYS / 2], const uint8_t* k, bool has_nonfinite_key, Fragment f) {
 #pragma unroll
   for (int i = 0; i < KEYS / 2; ++i) s[i] = PageScores<C.int8, C.head_dim>::of(sums[i]);
-  if (!C.int8 || !has_nonfinite_key) return;
+  if (!has_nonfinite_key) return;
 #pragma unroll
   for (int i = 0; i < KEYS / 2; ++i)
     if (k[ptx::swizzled<PrefillShape<C>::panel>(i / 4 * 8 + f.column + i % 2, 0)] == INT8_NAN) s[i] = NAN;
@@ -69,24 +69,24 @@ struct PrefillRows {
       const float v_scale = read_v_scale();
       of_values[0] = beta[0] * v_scale, of_values[1] = beta[1] * v_scale;
     };
-    const auto channels = [&](int part) { return ptx::operand_of(v, part * S::part, KEYS); };
+    const auto add_part = [&]<int PART>(std::integral_constant<int, PART>, auto& fresh) {
+      if constexpr (PART == 0) find_factors();
+      add(PART, fresh, of_values);
+      if constexpr (PART == S::parts - 1) {
 #pragma unroll
-    for (int part = 0; part < S::parts - 1; ++part) {
-      float fresh[N];
-      issue_pv<S::part>(fresh, p, channels(part));
+        for (int r = 0; r < 2; ++r) softmax.l[r] = fmaf(fresh[N + 2 * r], beta[r], softmax.l[r]);
+      }
+    };
+    if constexpr (S::parts > 1) {
+      static_assert(S::part == VALUE_PART);
+      add_in_parts<S::dim + ONES>(p, v, add_part);
+    } else {
+      float fresh[N + ONES / 2];
+      issue_pv<S::part + ONES>(fresh, p, v);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(fresh);
-      if (part == 0) find_factors();
-      add(part, fresh, of_values);
+      add_part(std::integral_constant<int, 0>(), fresh);
     }
-    float fresh[N + ONES / 2];
-    issue_pv<S::part + ONES>(fresh, p, channels(S::parts - 1));
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_touch(fresh);
-    if (S::parts == 1) find_factors();
-    add(S::parts - 1, fresh, of_values);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) softmax.l[r] = fmaf(fresh[N + 2 * r], beta[r], softmax.l[r]);
   }
 
   // Makes sums over pages those of K and V as they were: with V's scales per channel, and the means.

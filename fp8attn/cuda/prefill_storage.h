@@ -49,6 +49,7 @@ struct alignas(1024) PrefillStorage {
   PageScales page_scales[C.stages];
   uint64_t q_empty[C.consumers], half_q_full[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
+  uint64_t half_taken[C.stages];  // blocks in half precision, one after another: their stages are free, or TMA's bytes are there
 
   static constexpr int TILES = 4;
 

@@ -84,6 +84,11 @@ class Traits:
     window: bool = False
     softcap: bool = False
 
+    @property
+    def accumulated(self) -> int:
+        """Channels whose registers attention takes: K's or V's, whichever are more. A soft cap takes twice as many."""
+        return max(self.width, self.value_width) << self.softcap
+
     @classmethod
     def of(cls, storage: Storage, recipe: Recipe, device: Device, how: Scoring = Scoring(1.0)) -> Traits:  # noqa: B008
         dim, value_dim = storage.k.shape[3], storage.v.shape[3]

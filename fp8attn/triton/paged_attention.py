@@ -342,7 +342,7 @@ def combine_kernel(partial, partial_sums, out, lse, total, heads, splits, ROWS: 
 
 
 def tile_rows(rows: int, width: int) -> int:
-    """Rows of a tile. rows: of a key/value head. width: channels, rounded up, of K or V, whichever is more."""
+    """Rows of a tile. rows: of a key/value head. width: Traits.accumulated."""
     return 16 if rows <= 16 else 32 if rows <= 32 or width > 128 else 64
 
 
@@ -367,7 +367,7 @@ class Tiling:
 
     @classmethod
     def of(cls, q: torch.Tensor, batch: PagedBatch, kv_heads: int, width: int) -> Tiling:
-        """Of q (B, Hq, S, D), or packed (T, Hq, D). width: channels, rounded up, of K or V, whichever is more.
+        """Of q (B, Hq, S, D), or packed (T, Hq, D). width: Traits.accumulated.
 
         Packed rows of a batch are taken to have as many queries as the average.
         """
@@ -392,8 +392,8 @@ def choose(call: PagedCall, traits: Traits, tiling: Tiling, device: Device) -> A
     wide = max(traits.width, traits.value_width) > 128
     # a page of 128 keys takes 32 KB in flight with 128 channels, and 64 KB with 256
     stages = (2 if device.shared_memory < 160_000 else 3) - wide
-    # a soft cap of 64 rows and 128 keys takes four warps' registers
-    warps = 8 if wide or (traits.softcap and tiling.rows > 32) else 4
+    # hazard: on Hopper, eight warps give wrong answers where they share tiles of 64 rows (Triton 3.6)
+    warps = 8 if traits.accumulated > 128 else 4
     return Attention(traits, tiling.rows, splits_of(tiling.tiles, blocks, device), stages, warps)
 
 
@@ -459,7 +459,7 @@ def attend(
         out, lse = pages.empty_answer(q, value_dim)
         return out.to(out_dtype), lse
     traits = Traits.of(storage, call.recipe, device, call.scoring)
-    tiling = Tiling.of(q, batch, kv_heads, max(traits.width, traits.value_width))
+    tiling = Tiling.of(q, batch, kv_heads, traits.accumulated)
     how = choose(call, traits, tiling, device)
     how = how if splits is None else replace(how, splits=splits)
     k, v = (None, None) if call.new is None else call.new

@@ -84,6 +84,7 @@ def test_every_pytorch_backend_is_named() -> None:
 
 
 @pytest.mark.parametrize("broken", ("shifted", "scaled", "NaN"))
+@pytest.mark.one_in(3)
 def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     case = cases.square("small", 1, 2, 128, 64)
     assert all_green(judge(case, Gates.load(), device))
@@ -208,6 +209,7 @@ in_git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=T
 
 
 @pytest.mark.anywhere
+@pytest.mark.thorough
 @pytest.mark.skipif(not in_git, reason="compares commits: needs the repository's history")
 def test_comparing_a_commit_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two processes take turns; which fp8attn each imports is checked there."""

@@ -55,7 +55,7 @@ def test_every_row_computes_the_same(options: dict[str, Any]) -> None:
 
 def test_rows_that_cannot_run_say_why() -> None:
     """And the others are timed, and stand in the table."""
-    absent = Row("absent", lambda x: varlen.flash3(importlib.import_module("no_such_module"), True, x))
+    absent = Row("absent", lambda x: varlen.flash3(importlib.import_module("no_such_module").function, True, x))
     rows = (ROWS_OF_TABLE[1], Row("dense", lambda x: varlen.dense_by("auto", x)), absent)
     found = varlen.measure(SMALL, rows, SHORT, CPU)
     by = {result.row: result for result in found}
@@ -76,19 +76,22 @@ def test_flash_attention_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = Inputs.of(SMALL, CPU)
     for name in ("fa3_fwd_interface", "vllm", "vllm.vllm_flash_attn"):
         monkeypatch.setitem(sys.modules, name, Module)
-    for row in ROWS_OF_TABLE[-3:]:
+    for row in ROWS_OF_TABLE[-4:]:
         row.prepare(inputs)(0)
-    (plain, options), (_, scaled), (codes, vllm) = seen
+    (plain, options), (_, scaled), _, (codes, vllm) = seen
     assert plain[0].dtype == torch.bfloat16 and codes[0].dtype == torch.float8_e4m3fn and vllm["fa_version"] == 3 and "fa_version" not in scaled
     assert options["max_seqlen_q"] == 40 and options["cu_seqlens_k"].tolist() == [0, 20, 60, 67] and options["causal"] is True
     assert options["window_size"] == (-1, -1) and options["softcap"] == 0.0
     assert scaled["k_descale"].shape == (3, 1) and not any(name.endswith("descale") for name in options)
 
     capped = Inputs.of(dataclasses.replace(SMALL, window=7, softcap=3.0), CPU)
-    varlen.flash3(Module, False, capped)(0)
+    varlen.upstream_flash3(False, capped)(0)
     assert seen[-1][1]["window_size"] == (7, 0) and seen[-1][1]["softcap"] == 3.0
+    with_sinks = Inputs.of(dataclasses.replace(SMALL, sinks=True), CPU)
     with pytest.raises(ValueError, match="sinks"):
-        varlen.flash3(Module, False, Inputs.of(dataclasses.replace(SMALL, sinks=True), CPU))
+        varlen.upstream_flash3(False, with_sinks)
+    varlen.vllm_flash3(False, with_sinks)(0)
+    assert seen[-1][1]["s_aux"].dtype == torch.bfloat16 and seen[-1][1]["s_aux"].shape == (2,)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -211,6 +211,7 @@ def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("length, dim", ((600, 64), (1024, 64), (8300, 64), (600, 256), (1024, 256), (2100, 256)))
 @pytest.mark.parametrize("qk", PRODUCTS)
+@pytest.mark.one_in(3)
 def test_emulated_what_is_not_finite(emulated: Quantizer, qk: ProductType, dim: int, length: int, dtype: torch.dtype) -> None:
     check(emulated, *not_finite((1, 2, length, dim), dtype), qk)
 

@@ -124,6 +124,7 @@ def test_emulated_it_quantizes_and_attends(emulated: Emulated, q: tuple[int, ...
 
 
 @pytest.mark.parametrize("options", (("none", False), ("top_left", True)))
+@pytest.mark.one_in(2)
 def test_opcheck(device: torch.device, options: tuple[str, bool]) -> None:
     q, k, v = halves((2, 4, 70, 64), (2, 2, 200, 64), device)
     arguments = (q, k, v, 0.125, "int8" if options[1] else "e4m3", options[0], torch.float32, options[1])

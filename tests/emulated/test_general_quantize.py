@@ -182,6 +182,7 @@ SHAPES = ((64, 64, 513), (72, 40, 300), (128, 128, 1100), (192, 128, 127), (256,
 @emulation.emulates
 @pytest.mark.parametrize("dim, value_dim, length", SHAPES)
 @pytest.mark.parametrize("dtype", general_quantize.DTYPES)
+@pytest.mark.one_in(3)
 def test_emulated_what_is_not_finite(emulated: Quantizer, dtype: torch.dtype, dim: int, value_dim: int, length: int) -> None:
     """With every granularity, product type and rotation."""
     for i, recipe in enumerate(RECIPES):

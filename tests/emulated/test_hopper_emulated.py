@@ -155,6 +155,7 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
 
 
 @pytest.mark.parametrize("config", CHECKED.values(), ids=CHECKED)
+@pytest.mark.one_in(2)
 def test_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
     assert_matches_the_pipeline(emulated, config)
 

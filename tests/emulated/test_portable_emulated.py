@@ -40,6 +40,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.one_in(2)
 def test_matches_the_pipeline(emulated: Emulated, config: PortableConfig) -> None:
     dim = config.head_dim
     if config.window:
@@ -216,6 +217,7 @@ def read_guarded(config: PortableConfig) -> None:
 
 @emulation.emulates
 @pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "12 int8 qk", "int8 general"))
+@pytest.mark.one_in(2)
 def test_reads_nothing_behind_its_tensors(name: str) -> None:
     """In a process of its own, which such a read ends."""
     in_another_process(f"import test_portable_emulated as test; test.read_guarded(test.CONFIGS[{name!r}])")

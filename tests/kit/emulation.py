@@ -178,7 +178,7 @@ class DecodeParams(ctypes.Structure):
 
 
 class PrefillParams(ctypes.Structure):
-    """C++'s PrefillParams, from the end of its Params on."""
+    """C++'s PrefillParams, behind its Params and tensor maps."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("v_page_scale", "page_table", "lengths", "counts", "sequences")),
@@ -592,7 +592,8 @@ def prefill_params(heads_side_by_side: int, softmax_scale: float, tokens, storag
             setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
     p.table_stride, p.table_width, p.every_page, p.every_sequence = table.stride(0), table.size(1), k.size(0), recent_k.size(0)
     described = b"".join(maps) + bytes(call)
-    return described + bytes(-len(described) % 64) + bytes(p)  # tensor maps, and so Params, are aligned to 64 bytes
+    of_new = [bytes(MAP) if x is None else _rows_map(x, KEYS // 2, 128) for x in (new_k, new_v)]
+    return b"".join((described, bytes(-len(described) % 64), *of_new, bytes(p)))  # tensor maps, and so Params, are aligned to 64 bytes
 
 
 FEW, PAGES = 0, 2

@@ -118,7 +118,7 @@ def assert_attends(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.T
         others = error.flatten().argsort()[: max(error.numel() - few, 1)]
         assert relative(*(x.flatten(0, -2)[others] for x in (out, wanted))) <= INTERPRETED[dtype], relative(out, wanted)
         return
-    by_scores = 2 ** (largest * TENSOR_CORE_STEP) - 1
+    by_scores = 2 ** min(largest * TENSOR_CORE_STEP, 1000.0) - 1  # of the largest scores nothing but the LSE is certain
     assert float(error.max()) <= E4M3_STEP + INTERPRETED[dtype] + by_scores, f"a row is off by {float(error.max()):.1e}"
     assert float(error.median()) <= 4e-3 + INTERPRETED[dtype] + by_scores, f"the typical row is off by {float(error.median()):.1e}"
 

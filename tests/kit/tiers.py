@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 TENTHS = 10
 
@@ -15,7 +16,22 @@ class Test(Protocol):
 
     nodeid: str
 
-    def get_closest_marker(self, name: str) -> object: ...
+    def get_closest_marker(self, name: str) -> Any: ...
+
+
+def left_out(tests: Iterable[Test]) -> list[Test]:
+    """Of functions that are marked `one_in(n)`, all tests but the first of every n."""
+    counts: Counter[str] = Counter()
+    found = []
+    for test in tests:
+        mark = test.get_closest_marker("one_in")
+        if mark is None:
+            continue
+        function = test.nodeid.split("[")[0]
+        if counts[function] % mark.args[0]:
+            found.append(test)
+        counts[function] += 1
+    return found
 
 
 def is_thorough(test: Test) -> bool:

@@ -201,6 +201,7 @@ def test_the_kernels_themselves_pass(appending: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.one_in(2)
 def test_mutant_of_attention_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, *ATTENTION[name])
     with pytest.raises(AssertionError):
@@ -208,6 +209,7 @@ def test_mutant_of_attention_is_seen(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", APPEND)
+@pytest.mark.one_in(2)
 def test_mutant_of_appending_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_append, *APPEND[name])
     with pytest.raises(AssertionError):

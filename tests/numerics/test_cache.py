@@ -90,6 +90,7 @@ def test_the_kernel_attends_as_the_oracle(device: torch.device, problem: Problem
 
 @pytest.mark.parametrize("recipe", (fp8attn.Recipe(), fp8attn.PRECISE), ids=("e4m3", "int8"))
 @pytest.mark.parametrize("what", ("q", "k", "v"))
+@pytest.mark.one_in(2)
 def test_the_kernel_gives_nan_to_the_rows_of_the_oracle(device: torch.device, recipe: fp8attn.Recipe, what: str) -> None:
     for token in (5, 128, 290):
         problem = Problem(300, 1, 2, 32, 32, torch.float16, "normal", recipe, token)
@@ -283,8 +284,6 @@ def test_lengths_change_between_replays(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = step()
-    for cache in (both, twin):  # the first step has written tokens over these
-        cache.append(k[:, :, :45], v[:, :, :45], [0, 1], firsts)
     both.table.lengths.copy_(both.ints(*firsts))
     done = [*firsts]
     for _ in range(12):

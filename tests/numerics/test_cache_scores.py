@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fp8attn
 from closeness import relative
-from fp8attn import KVCache, PagedBatch, PageTable, Recipe, paged_ops, pages, reference
+from fp8attn import KVCache, PagedBatch, PageTable, Recipe, pages, reference
 from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT_QUERIES, PagedCall, Storage
 from fp8attn.reference import Scoring
@@ -34,14 +34,15 @@ class Scores:
     kind: str
 
     def of(self, problem: Problem, device: torch.device | None = None) -> Scoring:
-        softcap, sinks = 2.0 if self.kind == "all" else 0.0, sinks_of(problem, device) if self.kind != "window" else None
+        softcap = 2.0 if self.kind in ("all", "capped") else 0.0
+        sinks = sinks_of(problem, device) if self.kind in ("all", "sinks") else None
         return Scoring(problem.dim**-0.5, (self.left, 0), softcap, sinks)
 
 
 scores = st.one_of(
     st.builds(Scores, lefts, st.just("window")),
     st.builds(Scores, st.just(-1), st.just("sinks")),
-    st.builds(Scores, st.integers(0, 400), st.just("all")),
+    st.builds(Scores, st.integers(0, 400), st.sampled_from(("all", "capped"))),
 )
 
 
@@ -141,24 +142,6 @@ def test_a_sink_is_one_more_key_without_a_value(problem: Problem, left: int, sof
     torch.testing.assert_close(lse, wanted_lse[0], rtol=1e-5, atol=1e-5)
 
 
-def test_caps_and_windows_without_sinks_are_not_for_gpus() -> None:
-    problem = Problem(200, 1, 1, 32, 32, torch.float16, "normal", Recipe(), 0)
-    cache = Sequences(problem, torch.device("cpu"))
-    q, k, v = batched(*problem.tensors())
-    call = PagedCall(q, cache.cache.storage, (k, v), cache.table.batch(), problem.recipe, 0.1)
-    sinks = torch.zeros(1)
-    refused = [(window, softcap, given) for window in ((5, 0), (-1, 0)) for softcap in (2.0, 0.0) for given in (None, sinks)
-               if paged_ops.unsupported_triton(dataclasses.replace(call, window=window, softcap=softcap, sinks=given))]  # fmt: skip
-    assert refused == [((5, 0), 2.0, None)]
-
-
-@pytest.mark.gpu
-def test_a_gpu_refuses_caps_and_windows_without_sinks(device: torch.device) -> None:
-    q, k, v = batched(*PLAIN.tensors(device))
-    with pytest.raises(fp8attn.BackendUnavailable, match=r"window is .* without sinks"):
-        Sequences(PLAIN, device).attend(q, (k, v), window=(40, 0), softcap=5.0)
-
-
 SLOW = pytest.mark.thorough
 
 
@@ -173,7 +156,7 @@ def test_exactly_the_rows_that_see_it_are_nan(device: torch.device, backend: str
         tensors[what][0, token, 7] = torch.inf
         q, k, v = batched(*tensors.values())
         out, _ = Sequences(problem, device).attend(
-            q, (k, v), window=(left, 0), softcap=5.0, sinks=torch.zeros(2, device=device), return_lse=True, backend=backend
+            q, (k, v), window=(left, 0), softcap=5.0, return_lse=True, backend=backend
         )  # fmt: skip
         position = torch.arange(problem.length, device=device)
         sees = (position >= token) & ((position - left <= token) if left >= 0 else position >= 0)

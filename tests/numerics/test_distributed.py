@@ -159,6 +159,7 @@ MODES = [
 
 
 @pytest.mark.parametrize("n, mode", MODES, ids=str)
+@pytest.mark.one_in(2)
 def test_exact_attention_is_that_of_one_process(ranks: Ranks, n: N, mode: str) -> None:
     """Contiguous and zig-zag, full and causal, with equal shards and unequal ones, of which one is empty; K and V travel as they are."""
     problem, options = Problem(), dict(mode=mode, backend="reference", out_dtype=torch.float32)
@@ -217,6 +218,7 @@ KINDS_OF_SHARDS = (
 
 
 @pytest.mark.parametrize("n, mode, sharding", KINDS_OF_SHARDS, ids=str)
+@pytest.mark.one_in(2)
 def test_any_shards_have_the_error_of_one_process(ranks: Ranks, n: N, mode: str, sharding: str) -> None:
     """Within 8 %, and the same bits every time: blocks of K's scales and runs of V's feedback begin at other tokens, and parts of up to 512
     tokens have no feedback."""
@@ -234,6 +236,7 @@ def test_any_shards_have_the_error_of_one_process(ranks: Ranks, n: N, mode: str,
 
 @pytest.mark.parametrize("n, mode", ((2, "ring"), (4, "ulysses"), ((2, 2), "all_gather")), ids=str)
 @pytest.mark.parametrize("recipe", (Recipe(), Recipe(smooth_q=True, v="tensor"), Recipe(smooth_k=False, k="tensor", smooth_v=False)), ids=str)
+@pytest.mark.one_in(2)
 def test_shards_with_statistics_of_their_own(ranks: Ranks, recipe: Recipe, n: N, mode: str) -> None:
     """The error of one process; the LSE has each shard's mean, which is large."""
     problem = Problem(q_length=500, kv_length=500)
@@ -257,6 +260,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.one_in(2)
 def test_recipes(ranks: Ranks, name: str) -> None:
     """Head dims whose rows are padded; fewer key/value heads than ranks of Ulysses; the output's default dtype."""
     problem = Problem(q_length=270, kv_length=270, dim=24, value_dim=40, dtype=torch.float16)

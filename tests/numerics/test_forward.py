@@ -217,6 +217,7 @@ def test_future_keys_cannot_matter(drawn: tuple[Case, ...], device: torch.device
     ),
     ids=str,
 )
+@pytest.mark.one_in(4)
 def test_nan_reaches_the_rows_that_attend_and_no_others(
     device: torch.device, sdpa: Attention, recipe: Recipe, where: str, bad: float, is_causal: bool
 ) -> None:
@@ -268,6 +269,7 @@ def test_rows_without_keys_are_zero(device: torch.device, sdpa: Attention) -> No
 
 @pytest.mark.parametrize("dim", (16, 64, 128))
 @pytest.mark.parametrize("kv_length", (1, 2, 128, 129))
+@pytest.mark.one_in(3)
 def test_loops_of_one_turn(device: torch.device, sdpa: Attention, kv_length: int, dim: int) -> None:
     """A mask and few keys: every loop over keys but one is empty, and what one key block leaves unfinished must not reach the output."""
     generator = torch.Generator().manual_seed(kv_length)
@@ -345,6 +347,7 @@ def test_adding_a_constant_to_keys(device: torch.device, sdpa: Attention, recipe
 
 @pytest.mark.parametrize("recipe", (SMOOTH_Q, INT8_SMOOTH_Q), ids=str)
 @pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.one_in(2)
 def test_adding_a_constant_to_queries(device: torch.device, sdpa: Attention, recipe: Recipe, is_causal: bool) -> None:
     """Smoothing takes it away, as queries come and beside keys that are quantized already; and of the LSE nothing is missing."""
     generator = torch.Generator().manual_seed(7)
@@ -382,6 +385,7 @@ def test_smoothed_queries_of_shared_keys(device: torch.device, sdpa: Attention, 
 
 @pytest.mark.parametrize("qk", ("e4m3", "int8"))
 @pytest.mark.parametrize("weight", (5.0, 14.0, 24.0))
+@pytest.mark.one_in(2)
 def test_keys_beside_a_sink(device: torch.device, sdpa: Attention, qk: ProductType, weight: float) -> None:
     """Nearly all weight is a key's whose value is zero, beside which e4m3 rounds other keys' P to zero: those of other blocks are as large as they
     can be. How small that makes the answer isn't looked at: it hangs on the rounding of one large score."""
@@ -411,6 +415,7 @@ def test_blocks_of_negative_scores(device: torch.device, sdpa: Attention) -> Non
 
 @pytest.mark.parametrize("falls", (True, False))
 @pytest.mark.parametrize("slope", (0.05, 0.5, 3.0))
+@pytest.mark.one_in(2)
 def test_steep_scores(device: torch.device, sdpa: Attention, falls: bool, slope: float) -> None:
     """From one block of 128 keys to the next they change by up to 2^550: nothing overflows, and the answer is that of the keys that count."""
     q, k, v = (torch.randn(1, 1, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (40, 1500, 1500))

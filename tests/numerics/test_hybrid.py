@@ -181,6 +181,7 @@ def test_what_keys_have_in_common_changes_nothing(device: torch.device, sdpa: At
 
 @pytest.mark.parametrize("what", ("q", "k", "v"))
 @pytest.mark.parametrize("value", (math.nan, -math.inf))
+@pytest.mark.one_in(2)
 def test_not_finite(device: torch.device, sdpa: Attention, what: str, value: float) -> None:
     """Exactly the rows that attend to it come out NaN, whoever attends."""
     tensors = {name: torch.randn(4, 1, 300, 64, device=device, dtype=torch.float16) for name in "qkv"}

@@ -132,6 +132,7 @@ def drawn(device: torch.device, length: int, dim: int = 64) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("backend", ("modelled", "triton"))
 @pytest.mark.parametrize("recipe", (PAGE_WISE, dataclasses.replace(PRECISE, statistics="page")), ids=("e4m3", "int8"))
+@pytest.mark.one_in(2)
 def test_later_tokens_change_no_bit_of_a_causal_call(device: torch.device, recipe: Recipe, backend: str) -> None:
     """As they do with statistics of all tokens."""
     q, k, v = drawn(device, 300)
@@ -148,6 +149,7 @@ def test_later_tokens_change_no_bit_of_a_causal_call(device: torch.device, recip
 
 @pytest.mark.parametrize("backend", ("modelled", "triton", "auto"))
 @pytest.mark.parametrize("rows, alignment", ((300, "top_left"), (300, "bottom_right"), (140, "top_left"), (140, "bottom_right"), (3, "bottom_right")))
+@pytest.mark.one_in(2)
 def test_causal_calls_are_the_oracle_s(device: torch.device, rows: int, alignment: str, backend: str) -> None:
     q, k, v = drawn(device, 300)
     q = q[:, :, -rows:]

@@ -212,6 +212,7 @@ def test_triton_writes_the_same_bytes(drawn: tuple[Problem, ...], given_tensors:
 @pytest.mark.parametrize("launches", SHORTS)
 @pytest.mark.parametrize("granularity", (pytest.param("head", marks=pytest.mark.compiles), "block"))
 @pytest.mark.parametrize("length", EDGES)
+@pytest.mark.one_in(3)
 def test_edges_of_blocks_and_token_chunks(
     device: torch.device, length: int, granularity: Granularity, launches: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

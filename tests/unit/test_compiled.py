@@ -43,6 +43,7 @@ def assert_same(actual, expected) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.one_in(2)
 def test_one_graph_for_all_lengths_scales_and_batches(device: torch.device, backend: str, options: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(COMPILER)
@@ -144,6 +145,7 @@ def test_an_exported_file_names_what_it_needs(device: torch.device, tmp_path: Pa
 
 @pytest.mark.parametrize("options", ("plain", "lse", "window"))
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.one_in(2)
 def test_one_graph_for_packed_sequences_of_all_lengths(device: torch.device, backend: str, options: str) -> None:
     """And for all numbers of sequences."""
     torch._dynamo.reset()

@@ -69,6 +69,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_tokens_are_those_of_generate(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Windows, soft caps and sinks too. Attention of float32 on a CPU is exact."""
     if kind == "Gemma2" and f"{batching.PAGED}flash_attention_2" in transformers.AttentionInterface._global_mapping:
@@ -109,6 +110,7 @@ def test_block_tables_give_the_tokens_of_packed_calls(transformers: ModuleType, 
 
 @pytest.mark.parametrize("kind", ("Llama", "Mistral", "GptOss"))
 @pytest.mark.parametrize("scales", ((1.0, 1.0), (0.25, 2.0)))
+@pytest.mark.one_in(3)
 def test_blocks_in_e4m3(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, scales: tuple[float, float]) -> None:
     """The tokens of plain `generate` from a cache whose keys and values are rounded alike."""
     model = decoder(transformers, kind)

@@ -67,6 +67,7 @@ WHOLE = {"llm_prefill.py": "transformers", "video_dit.py": "diffusers", "image_d
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough if library == "diffusers" else ()) for name, library in WHOLE.items()]
 )
+@pytest.mark.one_in(2)
 def test_whole_models(name: str) -> None:
     """The time of both, and the error of FP8's numerics; the report names calls by fp8attn and none by PyTorch."""
     pytest.importorskip(WHOLE[name], reason=f"needs the package {WHOLE[name]}")
@@ -103,6 +104,7 @@ def test_comfyui_node() -> None:
 
 
 @pytest.mark.parametrize("name", ("quickstart.py", "prequantized_cache.py", "calibrate_model.py", "encoder.py"))
+@pytest.mark.one_in(3)
 def test_help(name: str) -> None:
     text = printed(name, "--help")
     assert text.startswith("usage: ") and "--device" in text

@@ -83,6 +83,7 @@ def test_language_models_switch_over(transformers: ModuleType, kind: str, padded
     assert found < 2e-5 if kind in CAPPED else 1e-4 < found < 0.2
 
 
+@pytest.mark.one_in(2)
 def test_a_switched_model_is_compiled_whole(transformers: ModuleType) -> None:
     """Without a graph break, in as many graphs over lengths as with SDPA; its answers are the eager model's."""
     model = decoder(transformers, "Llama")

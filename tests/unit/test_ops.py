@@ -61,6 +61,7 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
         Recipe(smooth_q=True, rotate=0),
     ),
 )
+@pytest.mark.one_in(2)
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
     q, k, v = inputs(device, value_dim=64)
     arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
@@ -93,6 +94,7 @@ def test_opcheck_import_kv(device: torch.device) -> None:
         ({"recipe": Recipe(smooth_q=True)}, True),
     ),
 )
+@pytest.mark.one_in(2)
 def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, return_lse: bool) -> None:
     q, k, v = inputs(device)
     options = dict(options)
@@ -114,6 +116,7 @@ def test_opcheck_forward(device: torch.device, sdpa: Attention, options: dict, r
         ({"recipe": Recipe(k="token", smooth_v=False, smooth_q=True)}, True),
     ),
 )
+@pytest.mark.one_in(3)
 def test_compiled_whole(device: torch.device, sdpa: Attention, options: dict, dynamic: bool) -> None:
     """fullgraph=True: no break anywhere from bfloat16 in to bfloat16 out; the same bits as eager, at a second length too."""
     torch._dynamo.reset()

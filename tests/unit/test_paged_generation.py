@@ -52,6 +52,7 @@ def logits(model: nn.Module, implementation: str, inputs: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("backend", ("auto", "triton"))
 @pytest.mark.parametrize("length, padding, error", ((40, 0, 1e-3), (40, 13, 1e-3), (150, 0, 0.02), (300, 37, 0.02), (127, 126, 0.02)))
+@pytest.mark.one_in(2)
 def test_logits_are_those_of_exact_attention(model: nn.Module, device: torch.device, length: int, padding: int, error: float, backend: str) -> None:
     """But for FP8's error in complete pages. The first page is in half precision."""
     inputs = prompt(device, length, padding)

@@ -29,6 +29,13 @@ def drawn(count: int) -> list[SimpleNamespace]:
     return [SimpleNamespace(nodeid=f"test[{i}]", get_closest_marker=lambda name, i=i: (name == "thorough" and i % 2) or None) for i in range(count)]
 
 
+def test_one_in_so_many_stays() -> None:
+    marks = {"a": SimpleNamespace(args=(3,)), "b": None, "c": SimpleNamespace(args=(5,))}
+    tests = [SimpleNamespace(nodeid=f"{name}[{i}]", get_closest_marker=lambda _, name=name: marks[name]) for i in range(5) for name in marks]
+    kept = [test.nodeid for test in tests if test not in tiers.left_out(tests)]
+    assert kept == ["a[0]", "b[0]", "c[0]", "b[1]", "b[2]", "a[3]", "b[3]", "b[4]"]
+
+
 def test_what_compiles_much_is_thorough_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu in (False, True):
         monkeypatch.setattr(conftest, "GPU", gpu)

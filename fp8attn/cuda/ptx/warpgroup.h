@@ -14,7 +14,13 @@ __device__ inline void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Barrier of the 128 threads of a warpgroup. `id` is 1 to 15, and differs between warpgroups.
-__device__ inline void warpgroup_sync(int id) { asm volatile("barrier.sync.aligned %0, 128;" ::"r"(id) : "memory"); }
+// Barrier of whole warps. `id` is 1 to 15, and differs between groups of warps.
+template <int THREADS>
+__device__ inline void threads_sync(int id) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+// Barrier of a warpgroup.
+__device__ inline void warpgroup_sync(int id) { threads_sync<128>(id); }
 
 }  // namespace fp8attn::ptx

@@ -1,6 +1,8 @@
 // What a warpgroup does with its 64 query rows, wherever keys and values come from.
 #pragma once
 
+#include <type_traits>
+
 #include "../ptx/wgmma.h"
 #include "mask.h"
 #include "schedule.h"
@@ -41,35 +43,36 @@ __device__ void rescale_and_add(float (&o)[FIRST], float (&o_second)[SECOND], co
   }
 }
 
-// P * V in parts, two of which are being computed at any time: part I in `fresh`, the next one in `next`. Adds these
-// and all later parts to the output. Each width has accumulators of its own: if a product went into registers of
-// another width's accumulator, ptxas would make all products wait for each other (C7511).
-template <int I, int FIRST, int SECOND, int N, int M>
-__device__ void add_parts(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const uint32_t (&p)[KEYS / 32][4], uint64_t v,
-                          float (&fresh)[N], float (&next)[M]) {
-  constexpr int CHANNELS = 2 * (FIRST + SECOND), last = CHANNELS / VALUE_PART - 1;
+// P * V in parts, two of which are being computed at any time: part I in `fresh`, the next one in `next`. Gives these
+// and all later parts to `add`. Each width has accumulators of its own: if a product went into registers of another
+// width's accumulator, ptxas would make all products wait for each other (C7511).
+template <int I, int CHANNELS, int N, int M, typename Add>
+__device__ void add_parts(const uint32_t (&p)[KEYS / 32][4], uint64_t v, float (&fresh)[N], float (&next)[M], Add&& add) {
+  constexpr int last = CHANNELS / VALUE_PART - 1;
   ptx::wgmma_wait<I == last ? 0 : 1>();
   ptx::wgmma_touch(fresh);
-  rescale_and_add<I * VALUE_PART / 2>(o, o_second, alpha, fresh);
+  add(std::integral_constant<int, I>(), fresh);
   const uint64_t after = ptx::operand_of(v, (I + 2) * VALUE_PART, KEYS);
   if constexpr (I + 2 < last) {
     issue_pv<VALUE_PART>(fresh, p, after);
-    add_parts<I + 1>(o, o_second, alpha, p, v, next, fresh);
+    add_parts<I + 1, CHANNELS>(p, v, next, fresh, add);
   } else if constexpr (I + 2 == last) {
     float widest[(CHANNELS - last * VALUE_PART) / 2];
     issue_pv<CHANNELS - last * VALUE_PART>(widest, p, after);
-    add_parts<I + 1>(o, o_second, alpha, p, v, next, widest);
+    add_parts<I + 1, CHANNELS>(p, v, next, widest, add);
   } else if constexpr (I + 1 == last) {
-    add_parts<I + 1>(o, o_second, alpha, p, v, next, next);
+    add_parts<I + 1, CHANNELS>(p, v, next, next, add);
   }
 }
 
-template <int FIRST, int SECOND>
-__device__ void add_in_parts(float (&o)[FIRST], float (&o_second)[SECOND], const float (&alpha)[2], const uint32_t (&p)[KEYS / 32][4], uint64_t v) {
+// Gives P * V of CHANNELS channels to `add`, part after part: its number, and its sums. The last part is wider than
+// VALUE_PART where CHANNELS is no multiple of that.
+template <int CHANNELS, typename Add>
+__device__ void add_in_parts(const uint32_t (&p)[KEYS / 32][4], uint64_t v, Add&& add) {
   float fresh[VALUE_PART / 2], next[VALUE_PART / 2];
   issue_pv<VALUE_PART>(fresh, p, v);
   issue_pv<VALUE_PART>(next, p, ptx::operand_of(v, VALUE_PART, KEYS));
-  add_parts<0>(o, o_second, alpha, p, v, fresh, next);
+  add_parts<0, CHANNELS>(p, v, fresh, next, add);
 }
 
 // A warpgroup's rows of a tile.

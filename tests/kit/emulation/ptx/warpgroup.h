@@ -11,6 +11,11 @@ inline void registers_increase() {}
 template <int REGISTERS>
 inline void registers_decrease() {}
 
-inline void warpgroup_sync(int id) { cta::barrier(id, 128); }
+template <int THREADS>
+inline void threads_sync(int id) {
+  cta::barrier(id, THREADS);
+}
+
+inline void warpgroup_sync(int id) { threads_sync<128>(id); }
 
 }  // namespace fp8attn::ptx
