@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, quantize, reference, sdpa
-from fp8attn.pages import PAGE, RECENT_QUERIES
+from fp8attn.cuda.run import prefill_from_pages
+from fp8attn.device import device_of
+from fp8attn.pages import PAGE, RECENT_QUERIES, PagedCall
 
 from . import adapters, command_line, report
 from .command_line import NO_GPU, UsageError
@@ -177,6 +179,20 @@ def _own(backend: str, sets: Sequence[Inputs]) -> Run:
     return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], new[i % len(sets)], backend=backend)
 
 
+def _prefill_alone(sets: Sequence[Inputs]) -> Run:
+    """The CUDA kernel of a prefill whose tokens are appended already."""
+
+    def call(inputs: Inputs) -> PagedCall:
+        cache, batch = filled(inputs)
+        first = -inputs.case.queries
+        k, v = (inputs.sequences(x)[:, :, first:].contiguous() for x in (inputs.k, inputs.v))
+        cache.append(k, v, batch)
+        return PagedCall(inputs.q, cache.storage, (k, v), batch, cache.recipe, inputs.case.dim**-0.5)
+
+    calls, device = [call(inputs) for inputs in sets], device_of(sets[0].q.device)
+    return lambda i: prefill_from_pages(calls[i % len(calls)], device, torch.bfloat16)[0]
+
+
 def _dense(quantized: bool, sets: Sequence[Inputs]) -> Run:
     """fp8attn without a cache, with statistics of all tokens. quantized: keys and values already are."""
     tensors: list[tuple[Any, Any, Any]] = [(x.q, x.sequences(x.k), x.sequences(x.v)) for x in sets]
@@ -303,6 +319,7 @@ ROWS = (
 PREFILL_ROWS = (
     Row("fp8attn dense", functools.partial(_dense, False)),
     Row("fp8attn dense, quantized", functools.partial(_dense, True)),
+    Row("fp8attn cuda, appended", _prefill_alone, needs=needs_gpu),
     *(row for row in ROWS if "tensors" not in row.name and "SDPA" not in row.name),
 )
 

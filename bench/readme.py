@@ -311,6 +311,23 @@ def decode() -> str:
     return f"{_machines(records, lambda record: record['backend'])}:\n\n{markdown_table(('case', *names, 'relative L2'), rows, 1)}"
 
 
+def prefill() -> str:
+    """Prefill of KV caches: microseconds, beside the dense kernel and FlashAttention-3's."""
+    records = _lines("prefill")
+    names = ("fp8attn dense, quantized", "fp8attn cuda, appended", "fp8attn cuda", "fp8attn triton", "FA3 e4m3 two-level", "FA3 bf16 of vLLM")
+    rows = []
+    for (case,), by in _by_case(records, "case").items():
+        times = [by.get(name, {}).get("p50_us") for name in names]
+        dense, paged = times[:2]
+        over = None if dense is None or paged is None else paged / dense
+        append = by.get("fp8attn append", {})
+        share = "" if append.get("share_of_peak") is None else f" ({append['share_of_peak']:.0%})"
+        cells = [number_of(us, ".0f") for us in times]
+        rows.append([case, *cells[:2], number_of(over, ".2f"), number_of(append.get("p50_us"), ".0f") + share, *cells[2:]])
+    head = ("case", "dense kernel", "kernel over pages", "×", "append", "both", *names[3:])
+    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
+
+
 def models() -> str:
     """Whole models: milliseconds of a forward, and speed over PyTorch's fastest attention."""
     records = _lines("models")
@@ -493,6 +510,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "draws": draws,
     "masks": if_measured("masks", masks),
     "decode": if_measured("decode", decode),
+    "prefill": if_measured("prefill", prefill),
     "models": models,
     "distributed": distributed,
     "scaling": scaling,

@@ -86,6 +86,15 @@ def test_the_table_of_the_documentation(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert line == "| 32 × 4k | 80.0 (100%) | 80.0 (100%) | 80.0 (100%) | 80.0 (200%) | 80.0 (100%) | 80.0 (200%) | – | 80.0 | – |"
 
 
+def test_the_table_of_prefills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timing = Timing(80.0, 80.0, 80.0, 80.0, 0.0, (80.0,), 1, 1, "CUDA graph")
+    about = dict(gpu="X", driver="1", torch="2", cudnn=91900, triton="3", date="2026-11-26", commit="0123456789")
+    results = [Result(decode.PREFILL[0], row, None if "of vLLM" in row.name else timing) for row in decode.PREFILL_ROWS]
+    (tmp_path / "prefill.jsonl").write_text("".join(json.dumps(result.record() | about) + "\n" for result in results))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.prefill().splitlines()[-1] == "| prefill 4 × 4k | 80 | 80 | 1.00 | 80 (75%) | 80 | 80 | 80 | – |"
+
+
 @pytest.mark.parametrize("queries", (pytest.param(200, marks=pytest.mark.thorough), 300))
 def test_rows_of_a_prefill_attend_to_the_same(queries: int, device: torch.device) -> None:
     case = DecodeCase("prefill", (300, 300), 2, 1, 64, queries=queries)

@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_matches_the_pipeline(emulated: Emulated, config: PortableConfig) -> None:
     dim = config.head_dim
     if config.window:
@@ -93,6 +93,7 @@ def assert_low_numbers_are_scores(emulated: Emulated, config: PortableConfig) ->
 
 
 @pytest.mark.parametrize("config", TAKE_MASKS.values(), ids=TAKE_MASKS)
+@pytest.mark.one_in(4)
 def test_low_numbers_of_masks_are_scores(emulated: Emulated, config: PortableConfig) -> None:
     assert_low_numbers_are_scores(emulated, config)
 
@@ -133,6 +134,7 @@ def test_rows_of_low_numbers_shared_by_ctas(emulated: Emulated) -> None:
 
 
 @pytest.mark.parametrize("keys, splits", ((32, 1), (64, 1), (64, 2), (128, 1), (128, 2)))
+@pytest.mark.one_in(3)
 def test_half_sums_never_overflow(emulated: Emulated, keys: int, splits: int) -> None:
     """All keys alike and V's largest code everywhere: P and every product are as large as they can be, and sums below 65504, but not half of it."""
     config = dataclasses.replace(HALF_SUMS, keys=keys, splits=splits, warps=4 * splits)
@@ -217,7 +219,7 @@ def read_guarded(config: PortableConfig) -> None:
 
 @emulation.emulates
 @pytest.mark.parametrize("name", ("3 wmma-pv", "9 fast exp", "11 register operands", "general", "12 int8 qk", "int8 general"))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_reads_nothing_behind_its_tensors(name: str) -> None:
     """In a process of its own, which such a read ends."""
     in_another_process(f"import test_portable_emulated as test; test.read_guarded(test.CONFIGS[{name!r}])")

@@ -165,8 +165,8 @@ def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
     assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED
 
 
-STACK_OF_PREFILL = {64: 0, 128: 16, 256: 16}
-"""Bytes of a thread's stack by head dim."""
+STACK_OF_PREFILL = {64: 0, 128: 24, 256: 16}
+"""Bytes of a thread's stack by head dim, none of them in the loop over pages."""
 
 
 @pytest.mark.parametrize("config", one_of(1, prefill.INSTANCES))

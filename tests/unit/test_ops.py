@@ -61,7 +61,7 @@ def inputs(device: torch.device, length: int = 200, dim: int = 64, value_dim: in
         Recipe(smooth_q=True, rotate=0),
     ),
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_opcheck_quantize(device: torch.device, given: str, recipe: Recipe) -> None:
     q, k, v = inputs(device, value_dim=64)
     arguments = (q if "q" in given else None, *((k, v) if "k" in given else (None, None)))
