@@ -325,7 +325,7 @@ def prefill() -> str:
         cells = [number_of(us, ".0f") for us in times]
         rows.append([case, *cells[:2], number_of(over, ".2f"), number_of(append.get("p50_us"), ".0f") + share, *cells[2:]])
     head = ("case", "dense kernel", "kernel over pages", "×", "append", "both", *names[3:])
-    return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
+    return f"{_machines(records, lambda record: record['backend'])}:\n\n{markdown_table(head, rows, 1)}"
 
 
 def models() -> str:

@@ -183,9 +183,12 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const PagedRowRange range(tile, consumer);
     if (range.seen > 0) rows.restore(scales, shared.mean_score[consumer], f);
     ptx::mbarrier_wait(&shared.half_q_full[consumer], round & 1);
-    int block = tile.first_half;
-    for (; block < range.first_half; ++block, ring.advance()) skip_block();
-    for (; block < range.end_half; ++block, ring.advance()) {
+    for (int i = 0; i < tile.halves; ++i, ring.advance()) {
+      const int block = tile.first_half + i;
+      if (block < range.first_half || block >= range.end_half) {
+        skip_block();
+        continue;
+      }
       float s[HALF_BLOCK / 2];
       wait_for_keys(ring);
       issue_half_scores<C, T>(s, shared, consumer, uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.k[ring.stage]))));
@@ -216,8 +219,6 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     store_rows<C>(params, shared, range, consumer, rows, f);
     if constexpr (S::parts > 1) load_queries(queries, next_tile);
     quantize_queries(queries, next_tile);
-    for (int i = max(PagedRowRange(tile, consumer).end_half, tile.first_half); i < tile.first_half + tile.halves; ++i, ring.advance())
-      skip_block();  // they may have come only now
   }
   ptx::tma_store_wait<0>();
 }
