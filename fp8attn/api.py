@@ -705,7 +705,8 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _with_half_keys(checked, recipe, return_lse, chosen)
     problem = _problem(checked, chosen, recipe, return_lse)
     if problem is not None:
-        out, lse = ops.attend_to_problem(problem, chosen, checked.scale)
+        attend = ops.attend_to_problem if problem.varlen is None else varlen_ops.attend_to_problem
+        out, lse = attend(problem, chosen, checked.scale)
         return (out, lse) if return_lse else out
     prepared = _prepare(checked, recipe, chosen)
     out, lse = ops.attend_to_quantized(_call(prepared, return_lse), chosen, checked.scale, made_here=checked.is_float)
@@ -805,15 +806,17 @@ def _problem(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) ->
 
     The answer depends only on what torch.compile knows.
     """
-    if chosen not in ("auto", "cuda") or not checked.is_float or checked.varlen is not None or not _is_fused_recipe(recipe):
+    if chosen not in ("auto", "cuda") or not checked.is_float or not _is_fused_recipe(recipe):
         return None
     query, key, value = checked.floats
-    if not ((checked.attn_mask is None and fused_small.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
+    packed = checked.varlen is not None
+    if not ((checked.attn_mask is None and not packed and fused_small.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
         return None
-    return Problem(
+    problem = Problem(
         query, key, value, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask, checked.window,
-        checked.softcap, checked.sinks,
+        checked.softcap, checked.sinks, checked.varlen,
     )  # fmt: skip
+    return None if packed and ops.unsupported_fused_q(problem, device_of(query.device)) is not None else problem
 
 
 def _is_fused_recipe(recipe: object) -> bool:
@@ -1036,6 +1039,10 @@ def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch
 def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
     """The plan of the operator that quantizes and attends."""
     device = device_of(problem.q.device)
+    if problem.varlen is not None:
+        because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed=True), "query is quantized where it attends"]
+        call = varlen_ops.fused_q_call(problem)
+        return _cuda_plan(call, configs.choose(call, device), because)
     way = ops.way_of(problem, device)
     if way == "one launch":
         return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))

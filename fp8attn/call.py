@@ -65,8 +65,8 @@ class Call:
         lse_mean: float32 (B, Hkv, D), contiguous, K's mean as `Quantized.mean` has it; or None. Kernels that quantize q
             find mean_scores with it. It is given with a softcap, sinks or an LSE.
         varlen: the sequences of packed operands, or None. B is then 1, Sq and Sk are the tokens of all sequences, and
-            k, v, k_scale, v_scale and v_mean are laid out as `Quantized.packed` says. `causal` is `none` or
-            `bottom_right`, of each sequence. There is no attn_mask, bias or lse_mean.
+            k, v, k_scale, v_scale, v_mean and lse_mean are laid out as `Quantized.packed` says. `causal` is `none` or
+            `bottom_right`, of each sequence. There is no attn_mask or bias.
     """
 
     q: torch.Tensor
@@ -233,6 +233,7 @@ class Problem:
         k, v: (B, Hkv, Sk, D), likewise.
         qk: names the recipe, one of recipe.FUSED_RECIPES.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), or None.
+        varlen: as of `Call`.
     """
 
     q: torch.Tensor
@@ -247,6 +248,7 @@ class Problem:
     window: Window = CAUSAL_WINDOW
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    varlen: Varlen | None = None
 
     @property
     def has_first_key(self) -> bool:
@@ -259,7 +261,7 @@ class Problem:
 
     @property
     def arguments(self) -> tuple:
-        """The fields, in the order of the operators' arguments."""
+        """The fields, in the order of the operators' arguments; packed sequences have no such operators."""
         options = self.attn_mask, self.window, self.softcap, self.sinks
         return self.q, self.k, self.v, self.softmax_scale, self.qk, self.causal, self.out_dtype, self.return_lse, *options
 
@@ -274,7 +276,7 @@ class Problem:
             q, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
             mask, None, key.length, self.softmax_scale, self.causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, self.out_dtype,
             self.return_lse, self.window, self.softcap, self.sinks, mean_scores,
-            key.mean if query is None and (self.return_lse or self.softcap or self.sinks is not None) else None,
+            key.mean if query is None and (self.return_lse or self.softcap or self.sinks is not None) else None, self.varlen,
         )  # fmt: skip
 
 

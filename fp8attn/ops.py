@@ -438,7 +438,7 @@ def plan_cuda(call: Call, first: bool = False) -> cuda_run.Config | str:
     return planned if isinstance(planned, str) else build.unavailable(planned, device.arch) or planned
 
 
-def _forward_by_cuda(call: Call, planned: cuda_run.Config) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_by_cuda(call: Call, planned: cuda_run.Config) -> tuple[torch.Tensor, torch.Tensor]:
     """By an instance of the CUDA kernels. Triton's kernel writes the table of tiles of packed sequences."""
     device = device_of(call.q.device)
     if call.varlen is None:
@@ -461,7 +461,7 @@ def plan_backend(backend: str, call: Call) -> cuda_run.Config | str:
 def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     planned = plan_backend("cuda", call)
     assert not isinstance(planned, str)
-    return _forward_by_cuda(call, planned)
+    return forward_by_cuda(call, planned)
 
 
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -469,7 +469,7 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     planned = plan_backend("auto", call)
     if not isinstance(planned, str):
         try:
-            return _forward_by_cuda(call, planned)
+            return forward_by_cuda(call, planned)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
     return _by_triton(call)
@@ -758,7 +758,7 @@ def unsupported_fused_q(problem: Problem, device: Device) -> str | None:
     """
     scores = configs.scores_of_options(problem.has_first_key, problem.softcap, problem.sinks)
     reason = configs.unsupported_q_quant(
-        problem.q, problem.v.shape[3], problem.softmax_scale, problem.qk, device, problem.attn_mask, scores
+        problem.q, problem.v.shape[3], problem.softmax_scale, problem.qk, device, problem.attn_mask, scores, problem.varlen is not None
     )  # fmt: skip
     return reason or build.unavailable()
 

@@ -7,18 +7,34 @@ lengths on the host, but for those of plain torch.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from . import ops, reference, validate
 from . import quantization as quantize_ref
-from . import reference, validate
 from . import triton as triton_kernels
 from .ambient import shielded
-from .call import Call, Varlen, empty_lse, empty_output
+from .call import Call, Problem, Varlen, empty_lse, empty_output
+from .cuda import configs
+from .cuda.build import BuildError
 from .device import device_of
-from .ops import FORWARDS, OPTIONS, QUERY_SCALES, Forward, current, has_kernels, laid_out, register
+from .ops import (
+    FORWARDS,
+    OPTIONS,
+    QUERY_SCALES,
+    Forward,
+    current,
+    forward_by_cuda,
+    has_kernels,
+    is_direct,
+    laid_out,
+    library_ops,
+    register,
+    unsupported_fused_q,
+)
 from .recipe import ComputeType, Granularity, Layout, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal
 
@@ -142,6 +158,92 @@ for _name, _backend in FORWARDS.items():
         forward_by(_backend),
         _fake_forward,
     )
+
+
+def fused_q_call(problem: Problem) -> Call:
+    """Quantizes k and v of packed sequences, whose q the attention kernel quantizes."""
+    assert problem.varlen is not None
+    return problem.call_of(*quantized(problem.k, problem.v, problem.recipe, problem.varlen.k))
+
+
+def quantize_and_attend(problem: Problem, backend: Forward, required: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantization of packed sequences by problem.recipe, and attention: ops.quantize_and_attend. The attention kernel
+    quantizes q where it can."""
+    q, varlen, device = problem.q, problem.varlen, device_of(problem.q.device)
+    assert varlen is not None
+    with current(q.device):
+        if unsupported_fused_q(problem, device) is None:
+            try:
+                call = fused_q_call(problem)
+                return forward_by_cuda(call, configs.choose(call, device))
+            except BuildError as error:
+                if required:
+                    raise
+                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
+        query, _, _ = ops.quantized(q, None, None, problem.recipe)
+        key, value = quantized(problem.k, problem.v, problem.recipe, varlen.k)
+        mean = key.mean
+        assert query is not None and mean is not None
+
+        def with_mean(lse: torch.Tensor) -> torch.Tensor:
+            return _unsmoothed_lse(lse, q, mean, varlen.q.cu_seqlens, problem.softmax_scale, key.rotated)
+
+        given = problem.softcap or problem.sinks is not None
+        call = problem.call_of(key, value, query, with_mean(torch.zeros(q.shape[:3], device=q.device)) if given else None)
+        out, lse = backend(call)
+        return out, with_mean(lse) if problem.return_lse and not given else lse
+
+
+FROM_FP16 = {name: functools.partial(quantize_and_attend, backend=FORWARDS[name], required=name == "cuda") for name in ("cuda", "auto")}
+"""By backend."""
+
+
+def from_fp16_by(run: Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Implementation of an operator that quantizes packed sequences and attends."""
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+        seqused_k: torch.Tensor | None, longest_q: int, longest_k: int, softmax_scale: float, causal: Causal, out_dtype: torch.dtype,
+        return_lse: bool, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        varlen = varlen_of((cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k), q, k)
+        validate.check_floats(q, k[:, :, :0], v[:, :, :0], None)
+        validate.check_packed_floats(k, v, varlen.k)
+        of_rows = validate.checked_window(window)
+        validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
+        validate.check_scores(softcap, sinks, q.shape[1], q.device)
+        return run(Problem(q, k, v, softmax_scale, "e4m3", causal, out_dtype, return_lse, None, of_rows, softcap, sinks, varlen))
+
+    return forward
+
+
+def _fake_from_fp16(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k, softmax_scale, causal, out_dtype, return_lse,
+                    window=CAUSAL_WINDOW, softcap=0.0, sinks=None):  # fmt: skip
+    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
+
+
+for _name, _run in FROM_FP16.items():
+    register(
+        f"{_name}_varlen_forward_from_fp16(Tensor q, Tensor k, Tensor v, {LENGTHS}, float softmax_scale, str causal, ScalarType out_dtype,"
+        f" bool return_lse, {OPTIONS}) -> (Tensor, Tensor)",
+        from_fp16_by(_run),
+        _fake_from_fp16,
+    )
+
+
+@shielded
+def _attend_to_problem_directly(problem: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return FROM_FP16[backend](problem)
+
+
+def attend_to_problem(problem: Problem, backend: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantization and attention of a checked problem of packed sequences: ops.attend_to_problem."""
+    if is_direct(problem.q, problem.k, problem.v):
+        return _attend_to_problem_directly(problem, backend)
+    assert problem.varlen is not None
+    numbers = problem.softmax_scale, problem.causal, problem.out_dtype, problem.return_lse, problem.window, problem.softcap, problem.sinks
+    operator = getattr(library_ops, f"{backend}_varlen_forward_from_fp16")
+    return operator(problem.q, problem.k, problem.v, *problem.varlen.arguments, *numbers, scale=scale)
 
 
 def _reference_forward(

@@ -345,16 +345,16 @@ GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
 
 def _with_varlen(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
     """The variants of configs for packed sequences: for few head dims, those with the most consumers."""
-    return tuple(replace(c, varlen=True) for c in configs if (c.head_dim, c.value_dim, c.consumers) in ((64, 64, 4), (128, 128, 3), (256, 256, 2)))
+    largest = ((64, 64, 4), (128, 128, 3), (256, 256, 2))
+    return tuple(replace(c, varlen=True) for c in configs if not c.general and (c.head_dim, c.value_dim, c.consumers) in largest)
 
 
-VARLEN_GROUPS: dict[Scores, tuple[HopperConfig, ...]] = {
-    "plain": _with_varlen(tuple(config for config in INSTANCES if not config.general)),
-    "window": _with_varlen(WINDOW_INSTANCES),
-    "softcap": _with_varlen(SOFTCAP_INSTANCES),
+VARLEN_GROUPS: dict[tuple[Scores, bool], tuple[HopperConfig, ...]] = {
+    (scores, fuse_q_quant): _with_varlen(GROUPS[scores, False, fuse_q_quant])
+    for scores in ("plain", "window", "softcap")
+    for fuse_q_quant in (False, True)
 }
-"""Instances for packed sequences by what is done to scores, compiled separately on first use: e4m3, with Q that is
-quantized already."""
+"""Instances for packed sequences by (scores, fuse_q_quant), compiled separately on first use: e4m3."""
 
 FUSED_Q_DIMS = frozenset(config.head_dim for config in FUSED_Q_INSTANCES)
 
@@ -397,7 +397,7 @@ def scores_of_mask(attn_mask: torch.Tensor | None) -> Scores:
 def instances(scores: Scores, int8: bool, fuse_q_quant: bool, varlen: bool = False) -> tuple[HopperConfig, ...]:
     """All instances of a group, which are compiled together."""
     if varlen:
-        return () if int8 or fuse_q_quant else VARLEN_GROUPS.get(scores, ())
+        return () if int8 else VARLEN_GROUPS.get((scores, fuse_q_quant), ())
     return GROUPS["plain" if scores == "general" else scores, int8, fuse_q_quant]
 
 
@@ -441,12 +441,13 @@ def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
 
 def unsupported_q_quant(
     q: torch.Tensor, value_dim: int, softmax_scale: float, qk: ProductType, device: Device, attn_mask: torch.Tensor | None = None,
-    scores: Scores = "plain",
+    scores: Scores = "plain", packed: bool = False,
 ) -> str | None:  # fmt: skip
     """The reason why no instance can quantize q inside the kernel by recipe.FUSED_RECIPES[qk], or None if one can.
 
     Args:
         scores: of `scores_of_options`.
+        packed: q has packed sequences.
     """
     if scores != "plain" and attn_mask is not None:
         return "attn_mask is given beside softcap or sinks; it takes one of them"
@@ -455,10 +456,11 @@ def unsupported_q_quant(
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
+    of_scores = scores_of_mask(attn_mask) if scores == "plain" else scores
     return (
         unsupported_size("query", q)
         or unsupported_tma(q, "query")
-        or _unsupported_kind((scores_of_mask(attn_mask) if scores == "plain" else scores, qk == "int8", True, False, q.shape[3], value_dim), device)
+        or _unsupported_kind((of_scores, qk == "int8", True, packed, q.shape[3], value_dim), device)
     )
 
 

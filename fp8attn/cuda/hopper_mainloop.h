@@ -138,15 +138,15 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_commit();
   };
   using HalfQueries = std::conditional_t<C.fuse_q_quant, Queries<C.head_dim, C.int8>, NoQueries>;
-  const auto load_queries = [&](HalfQueries& queries, const Tile& tile) {
+  const auto load_queries = [&](HalfQueries& queries, const TileOf<C>& tile) {
     if constexpr (C.fuse_q_quant) {
       const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
-      queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? p.q_length : 0);
+      queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? lengths.row_end(p, tile) : 0);
     }
   };
   const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
   // Also finds what K's mean adds to the scores of the tile's rows.
-  const auto quantize_queries = [&](HalfQueries& queries, const Tile& tile) {
+  const auto quantize_queries = [&](HalfQueries& queries, const TileOf<C>& tile) {
     if constexpr (C.fuse_q_quant) {
       if (!tile.exists()) return;
       const auto store = [&](int row, int column, uint4 codes) {
@@ -154,7 +154,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       };
       queries.template rotate<T>();
       if (p.lse_mean != nullptr && p.ready != nullptr) wait_for_keys(ring);
-      const auto mean = KeyMeanQuarter::load(p.lse_mean + (int64_t(tile.batch) * p.kv_heads + tile.kv_head) * C.head_dim + QUARTER * queries.member(), p.lse_mean != nullptr);
+      const int64_t keys = int64_t(sequence_of(tile)) * p.kv_heads + tile.kv_head;
+      const auto mean = KeyMeanQuarter::load(p.lse_mean + keys * C.head_dim + QUARTER * queries.member(), p.lse_mean != nullptr && has_keys(tile));
       queries.quantize(scales.row_scale, store);
       queries.multiply(mean, p.score_scale / LOG2E, shared.mean_scores.of_row[consumer]);
       ptx::fence_proxy_async();

@@ -72,7 +72,7 @@ struct Shape {
   // Whether CTAs may split tiles. Where registers are scarcest, the kernel would spill. With more than 128 channels,
   // int8 spills too, and gains too little to pay for that.
   static constexpr bool stream_k = !skips_blocks && !C.window && !C.varlen && C.consumers < 4 && !(C.int8 && second > 0);
-  static_assert(!C.varlen || (!skips_blocks && !C.int8 && !C.fuse_q_quant));
+  static_assert(!C.varlen || (!skips_blocks && !C.int8));
   // bytes of each CTA's partial results
   static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;
 };

@@ -19,7 +19,7 @@ from fp8attn.layout import first_unit, padded_length
 from fp8attn.quantization import quantize_packed
 from fp8attn.recipe import SCALE_BLOCK, Packed
 from fp8attn.triton import varlen
-from mutants import VARLEN_MUTANTS, WITHOUT_KEYS
+from mutants import VARLEN_FUSED_Q_MUTANTS, VARLEN_MUTANTS, WITHOUT_KEYS
 from ragged import TYPICAL, Ragged, alone, same_lse, varlen_call
 
 pytestmark = pytest.mark.anywhere
@@ -43,8 +43,8 @@ def case_of(config: HopperConfig, **fields) -> Ragged:
     return dataclasses.replace(TYPICAL, lengths=LENGTHS, dim=config.head_dim, value_dim=config.value_dim, kv_heads=1, group=2, **fields)
 
 
-def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32) -> Call:
-    """The call of a case, whose operands the definition has quantized."""
+def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32, fuse_q_quant: bool = False) -> Call:
+    """The call of a case, whose operands the definition has quantized; with `fuse_q_quant` all but q."""
     q, k, v = case.tensors(CPU)
     starts_q, starts_k, used = case.starts(CPU)
     query = fp8attn.quantize(q, cu_seqlens_q=starts_q)
@@ -57,6 +57,10 @@ def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32) -> Call:
     value.data.view(torch.uint8)[..., pages.repeat_interleave(SCALE_BLOCK)] = 0x7F
     key.scale[..., pages] = torch.nan
     call = varlen_call((query, key, value), q, {**case.options(CPU), "recipe": Recipe()})
+    if fuse_q_quant:
+        assert key.mean is not None
+        key.mean[[length == 0 for _, length in Packed(starts_k, used, k.shape[0]).spans()]] = torch.nan
+        call = dataclasses.replace(call, q=q.transpose(0, 1)[None], q_scale=None, mean_scores=None, lse_mean=key.mean)
     return dataclasses.replace(call, out_dtype=out_dtype)
 
 
@@ -72,7 +76,7 @@ def forward(emulated: Emulated, call: Call, config: HopperConfig) -> tuple[torch
 
 
 def assert_as_alone(packed: Emulated, dense: Emulated, config: HopperConfig, case: Ragged, out_dtype: torch.dtype = torch.float32) -> None:
-    call = call_of_case(case, out_dtype)
+    call = call_of_case(case, out_dtype, config.fuse_q_quant)
     out, lse = forward(packed, call, config)
     written = torch.zeros(out.shape[2], dtype=torch.bool)
     for rows, one in alone(call):
@@ -83,8 +87,8 @@ def assert_as_alone(packed: Emulated, dense: Emulated, config: HopperConfig, cas
     assert (out[:, :, ~written] == 7).all() and (lse[:, :, ~written] == 7).all(), "rows of no sequence were written"
 
 
-def instances_for(name: str) -> tuple[HopperConfig, ...]:
-    return VARLEN_GROUPS["softcap" if name == "softcap" else "window" if name in ("window", "open window", "sinks") else "plain"]
+def instances_for(name: str, fuse_q_quant: bool = False) -> tuple[HopperConfig, ...]:
+    return VARLEN_GROUPS["softcap" if name == "softcap" else "window" if name in ("window", "open window", "sinks") else "plain", fuse_q_quant]
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +96,9 @@ def emulated() -> Emulated:
     return Emulated()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dim", (64, 128, 256))
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(4)
 def test_a_sequence_has_the_output_that_it_has_alone(emulated: Emulated, name: str, dim: int) -> None:
     config = next(c for c in instances_for(name) if c.head_dim == dim)
     case = case_of(config, **CASES[name])
@@ -104,9 +108,27 @@ def test_a_sequence_has_the_output_that_it_has_alone(emulated: Emulated, name: s
         assert_as_alone(emulated, emulated, config, dataclasses.replace(case, kv_heads=2, lengths=((20, 20),) * 9), torch.float16)
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dim", (64, 128, 256))
+@pytest.mark.parametrize("name", CASES)
+def test_queries_that_the_kernel_quantizes(emulated: Emulated, name: str, dim: int) -> None:
+    """The bits of the sequence alone, and those of queries that were quantized before, but for what K's mean adds."""
+    config = next(c for c in instances_for(name, True) if c.head_dim == dim)
+    case = case_of(config, **CASES[name], dtype=torch.bfloat16)
+    assert_as_alone(emulated, emulated, config, case)
+    out, lse = forward(emulated, call_of_case(case, fuse_q_quant=True), config)
+    call = call_of_case(case)
+    expected, expected_lse = forward(emulated, call, dataclasses.replace(config, fuse_q_quant=False))
+    if call.mean_scores is None:
+        assert torch.equal(out, expected)
+    else:
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
 def assert_all_as_alone(packed: Emulated, dense: Emulated) -> None:
     """Of 128 channels, whose output takes several boxes: causal and not, and groups of heads that come one after the other."""
-    config = next(c for c in VARLEN_GROUPS["plain"] if c.head_dim == 128)
+    config = next(c for c in VARLEN_GROUPS["plain", False] if c.head_dim == 128)
     for is_causal in (False, True):
         assert_as_alone(packed, dense, config, case_of(config, is_causal=is_causal))
     with pytest.MonkeyPatch.context() as patch:
@@ -126,6 +148,14 @@ def test_mutants_are_seen(emulated: Emulated, name: str) -> None:
         assert_all_as_alone(broken, emulated)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", VARLEN_FUSED_Q_MUTANTS)
+def test_mutants_that_quantize_queries_are_seen(emulated: Emulated, name: str) -> None:
+    config = next(c for c in instances_for("sinks", True) if c.head_dim == 64)
+    with pytest.raises(AssertionError):
+        assert_as_alone(Emulated(VARLEN_FUSED_Q_MUTANTS[name]), emulated, config, case_of(config, **CASES["sinks"], dtype=torch.bfloat16))
+
+
 def test_values_of_no_sequence_are_not_read(emulated: Emulated) -> None:
     config = next(c for c in instances_for("sinks") if c.head_dim == 64)
     with pytest.raises(AssertionError):
@@ -134,7 +164,7 @@ def test_values_of_no_sequence_are_not_read(emulated: Emulated) -> None:
 
 def test_which_calls_they_take() -> None:
     """e4m3 with one scale per 128 keys and a positive scale, of any head dim; others say what they take."""
-    config = VARLEN_GROUPS["plain"][0]
+    config = VARLEN_GROUPS["plain", False][0]
     for fields, wanted in ((dict(is_causal=True), "plain"), (dict(window=(5, 0)), "window"), (dict(softcap=3.0), "softcap")):
         call = call_of_case(dataclasses.replace(case_of(config), dim=72, value_dim=40, **fields))
         assert configs.unsupported_call(call, H100) is None and configs.choose(call, H100).scores == wanted

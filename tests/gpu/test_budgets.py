@@ -20,7 +20,7 @@ from fp8attn.cuda.portable import DIMS, PortableConfig
 from fp8attn.cuda.prefill import PrefillConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY
-from instances import QUANTIZED, VARLEN
+from instances import QUANTIZED, VARLEN, VARLEN_FUSED_Q
 
 pytestmark = pytest.mark.anywhere
 
@@ -74,6 +74,7 @@ STACK = {
     HopperConfig(128, 128, 3, 4, 160, False, 0, False, True, True, window=True, softcap=True): 16,
     HopperConfig(256, 256, 1, 2, 240, False, 0, False, True, True, window=True, softcap=True): 32,
     **dict(zip(VARLEN, (0, 0, 0, 8, 0, 0, 32, 16, 0), strict=True)),
+    **dict(zip(VARLEN_FUSED_Q, (0, 0, 0, 8, 0, 8, 32, 16, 0), strict=True)),
 }
 """Bytes of it that an instance has; the others have none."""
 
@@ -109,7 +110,7 @@ def entries_of(report: str, kernels: int = 1) -> list[str]:
     return entries
 
 
-@pytest.mark.parametrize("config", one_of(-1, FUSED_Q))
+@pytest.mark.parametrize("config", one_of(-1, FUSED_Q + VARLEN_FUSED_Q))
 def test_hopper_that_quantizes_queries(nvcc: str, tmp_path: Path, config: HopperConfig) -> None:
     for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
         assert numbers(entry)[1] <= STACK.get(config, 0), entry
@@ -203,5 +204,5 @@ def test_portable(nvcc: str, tmp_path: Path, arch: int, config: PortableConfig) 
 def test_every_instance_has_a_budget() -> None:
     """Of the Hopper kernel, once; and those that may have a stack are shipped."""
     assert {*QUANTIZED, *FUSED_Q} == {config for group in GROUPS.values() for config in group} and not {*QUANTIZED} & {*FUSED_Q}
-    assert STACK.keys() <= {*QUANTIZED, *FUSED_Q, *VARLEN}
+    assert STACK.keys() <= {*QUANTIZED, *FUSED_Q, *VARLEN, *VARLEN_FUSED_Q}
     assert all({c.head_dim for c in shipped(arch)} == {*DIMS} for arch in (80, 89, 90))

@@ -16,7 +16,9 @@ H100 = ARCHITECTURES[90]
 QUANTIZED = tuple(config for (_, _, fuse_q_quant), group in GROUPS.items() if not fuse_q_quant for config in group)
 
 
-VARLEN = tuple(config for group in VARLEN_GROUPS.values() for config in group)
+VARLEN, VARLEN_FUSED_Q = (
+    tuple(config for (_, fuses), group in VARLEN_GROUPS.items() if fuses == fused for config in group) for fused in (False, True)
+)
 
 
 EVERY = tuple(config for group in GROUPS.values() for config in group)

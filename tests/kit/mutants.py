@@ -286,6 +286,17 @@ VARLEN_MUTANTS = {
 }
 """Mutants of the Hopper kernel's instances for packed sequences. tests/emulated/test_varlen_emulated.py sees them."""
 
+VARLEN_FUSED_Q_MUTANTS = {
+    "keys' mean of the first sequence": ("hopper_mainloop.h", "int64_t(sequence_of(tile)) * p.kv_heads", "int64_t(tile.batch) * p.kv_heads"),
+    "a mean that nobody has written": (
+        "tile/seq_len.h",
+        "has_keys(const PackedTile& tile) { return tile.kv_length > 0; }",
+        "has_keys(const PackedTile&) { return true; }",
+    ),
+    "no rows behind the first sequence": ("hopper_mainloop.h", "tile.exists() ? lengths.row_end(p, tile) : 0", "tile.exists() ? 70 : 0"),
+}
+"""The same where the kernel quantizes queries, which start at those of 70 tokens."""
+
 WITHOUT_KEYS = ("tile/seq_len.h", "tile.kv_length > 0 ? tile.page * KEYS : 1 << 30", "tile.page * KEYS")
 """A mutant that only sinks show: it multiplies P = 0 by values that nobody has written."""
 

@@ -170,15 +170,17 @@ def varlen_call(quantized: tuple[Quantized, Quantized, Quantized], floats: torch
 def alone(call: Call) -> Iterator[tuple[slice, Call]]:
     """The rows of each sequence of a call of packed operands, and the call of the sequence alone."""
     assert call.varlen is not None
-    operands = zip(call.varlen.q.spans(), *(sequences_of(x) for x in quantized_of(call)), strict=True)
-    for (begin, length), q, k, v in operands:
+    scales = call.q_scale if call.q_scale is not None else torch.empty(call.q.shape[:3])
+    _, *quantized = quantized_of(replace(call, q_scale=scales))
+    for i, ((begin, length), k, v) in enumerate(zip(call.varlen.q.spans(), *map(sequences_of, quantized), strict=True)):
         rows = slice(begin, begin + length)
+        q, q_scale = call.q[:, :, rows], None if call.q_scale is None else call.q_scale[:, :, rows]
         mean_scores = None if call.mean_scores is None else call.mean_scores[:, :, rows].contiguous()
         yield (
             rows,
             replace(
-                call, q=q.data, q_scale=q.scale, k=k.data, k_scale=k.scale, v=v.data.contiguous(), v_scale=v.scale, v_mean=v.mean,
-                kv_length=k.length, mean_scores=mean_scores, varlen=None,
+                call, q=q, q_scale=q_scale, k=k.data, k_scale=k.scale, v=v.data.contiguous(), v_scale=v.scale, v_mean=v.mean,
+                kv_length=k.length, mean_scores=mean_scores, lse_mean=None if call.lse_mean is None else call.lse_mean[i : i + 1], varlen=None,
             ),
         )  # fmt: skip
 

@@ -337,6 +337,48 @@ def test_by_the_cuda_kernel_a_sequence_has_the_output_that_it_has_alone(case: Ra
         assert same_lse(lse[:, :, rows].nan_to_num(7.0), expected_lse.nan_to_num(7.0), one)
 
 
+KINDS_OF_SCORES: tuple[dict, ...] = ({}, {"is_causal": True}, {"is_causal": True, "sinks": True}, {"softcap": 5.0, "is_causal": True})
+
+
+@pytest.mark.parametrize("fields", KINDS_OF_SCORES, ids=str)
+def test_the_operator_that_quantizes(device: torch.device, fields: dict) -> None:
+    """Where the attention kernel can't quantize queries, it does the same in several launches."""
+    case = replace(TYPICAL, dtype=torch.bfloat16, **fields)
+    q, k, v = (x.transpose(0, 1)[None] for x in case.tensors(device))
+    starts_q, starts_k, _ = case.starts(device)
+    options = case.options(device)
+    out, lse = ops.library_ops.auto_varlen_forward_from_fp16(
+        q, k, v, starts_q, starts_k, None, q.shape[2], k.shape[2], q.shape[3] ** -0.5, "bottom_right" if case.is_causal else "none", torch.float32,
+        True, reference.CAUSAL_WINDOW, case.softcap, options["sinks"],
+    )  # fmt: skip
+    expected, expected_lse = attention(case, device, "auto" if GPU else "triton", scale=q.shape[3] ** -0.5, out_dtype=torch.float32)
+    inside = slice(0, case.spans[0][-1].stop)
+    assert torch.equal(out[0].transpose(0, 1)[inside], expected[inside]) and torch.equal(lse[0][:, inside], expected_lse[:, inside])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", KINDS_OF_SCORES, ids=str)
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_queries_that_the_cuda_kernel_quantizes(device: torch.device, dim: int, fields: dict) -> None:
+    """The answers of queries that were quantized before, but for the rounding of rotations; and with one's own mean, of no other sequence."""
+    if device_of(device).arch // 10 != 9:
+        pytest.skip("needs sm_90")
+    case = replace(TYPICAL, dtype=torch.bfloat16, dim=dim, value_dim=dim, **fields)
+    q, k, v = case.tensors(device)
+    starts_q, starts_k, _ = case.starts(device)
+    plan = fp8attn.explain_varlen(q, k, v, starts_q, starts_k, **case.options(device), backend="cuda")
+    assert isinstance(plan.config, HopperInstance) and plan.config.fuse_q_quant and "query is quantized where it attends" in plan.because
+    out, lse = attention(case, device, "cuda")
+    query = fp8attn.quantize(q, cu_seqlens_q=starts_q)
+    key, value = fp8attn.quantize(None, k, v, cu_seqlens_k=starts_k)
+    options = case.options(device) | {"out_dtype": out.dtype}
+    expected, expected_lse = fp8attn.varlen_sdpa(query, key, value, None, None, **options, return_lse=True, backend="cuda")
+    inside = slice(0, case.spans[0][-1].stop)
+    assert torch.equal(lse[:, inside].isinf(), expected_lse[:, inside].isinf())
+    assert relative(out[inside], expected[inside]) < 2e-2
+    assert (lse - expected_lse)[:, inside].nan_to_num(0.0).abs().max() < 0.1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ("triton", "auto"))
 def test_a_graph_is_replayed_with_other_lengths(device: torch.device, backend: str) -> None:

@@ -130,7 +130,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_with", lambda *_: library)
     monkeypatch.setattr(build, "missing", lambda: None)
     monkeypatch.setattr(build, "_failures", {})
-    monkeypatch.setattr(ops, "device_of", lambda device: H100)
+    for module in (api, ops, varlen_ops):
+        monkeypatch.setattr(module, "device_of", lambda device: H100)
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
     monkeypatch.setattr(ops, "quantized", quantized_by_a_function)
@@ -747,7 +748,9 @@ def test_packed_sequences_launch_the_same(name: str, stored: bool, backend: str)
     alike(lambda: fp8attn.varlen_sdpa(q, k, v, cu_seqlens, cu_seqlens, backend=backend, **options), addresses=stored)
     p = told()
     assert p.tile_table and p.counter == p.tile_table + 4 * TABLE_HEADER.index("taken") and bool(p.sinks) == ("sinks" in options)
-    assert bool(p.mean_scores) == ("sinks" in options or "softcap" in options) and bool(p.lse) == ("return_lse" in options)
+    capped = "sinks" in options or "softcap" in options
+    assert bool(p.q_scale) == stored and bool(p.mean_scores) == (stored and capped) and bool(p.lse) == ("return_lse" in options)
+    assert bool(p.lse_mean) == (not stored and (capped or bool(p.lse)))
 
 
 @pytest.mark.usefixtures("without_torch")

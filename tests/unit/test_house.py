@@ -122,6 +122,8 @@ MORE_ARGUMENTS = {
     "fp8attn/ops.py _fake_from_fp16": OPERATOR,
     "fp8attn/varlen_ops.py call_of": OPERATOR,
     "fp8attn/varlen_ops.py _fake_forward": OPERATOR,
+    "fp8attn/varlen_ops.py from_fp16_by.forward": OPERATOR,
+    "fp8attn/varlen_ops.py _fake_from_fp16": OPERATOR,
     "fp8attn/varlen_ops.py _reference_forward": OPERATOR,
     "fp8attn/varlen_ops.py _fake_reference_forward": OPERATOR,
     "fp8attn/paged_ops.py _append_by.append": OPERATOR,

@@ -45,6 +45,10 @@ __device__ inline int first_value(const Tile&) { return 0; }
 // reads zeros.
 __device__ inline int first_value(const PackedTile& tile) { return tile.kv_length > 0 ? tile.page * KEYS : 1 << 30; }
 
+// Whether a tile's sequence has keys: without, nobody has written their mean.
+__device__ inline bool has_keys(const Tile&) { return true; }
+__device__ inline bool has_keys(const PackedTile& tile) { return tile.kv_length > 0; }
+
 // The sequence of a tile, of whose values there are scales and means.
 __device__ inline int sequence_of(const Tile& tile) { return tile.batch; }
 __device__ inline int sequence_of(const PackedTile& tile) { return tile.sequence; }
