@@ -99,7 +99,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const auto prepare = [&](float k_scale) {
       missing = k_scale == MISSING_PAGE, has_nonfinite_key = C.int8 && k_scale < 0.0f && !missing;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) factor[r] = score_factor(scales.row_scale[f.row + 8 * r] * fabsf(k_scale), false);
+      for (int r = 0; r < 2; ++r) factor[r] = fmaxf(scales.row_scale[f.row + 8 * r] * fabsf(k_scale), 1 / LARGEST_FACTOR);
       in_range = rows.softmax.in_range(factor);
     };
     const auto scores_to_p = [&](float (&scores)[KEYS / 2], int page) {
@@ -130,10 +130,11 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       if constexpr (S::prepares_late) wait_for_values();
       rows.add_page(probabilities, ptx::operand_of(first_values, ring.stage, V_STAGE), beta, [&] {
         if (grows) rows.rescale(alpha);  // here, as registers are scarce before
-        const PageScales& scales = shared.page_scales[ring.stage];
-        if constexpr (!S::prepares_late) prepare(read(scales.next));
-        return read(scales.v);
+        const float2 scales = *reinterpret_cast<const float2*>(&shared.page_scales[ring.stage]);
+        if constexpr (!S::prepares_late) prepare(scales.y);
+        return scales.x;
       });
+      __syncwarp();  // all lanes have read scales
       free_values();
     };
 

@@ -65,7 +65,7 @@ class PrefillConfig:
         """sizeof(PrefillStorage), in bytes."""
         tiles = self.consumers * ROWS * self.head_dim + self.stages * KEYS * (2 * self.head_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
-        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * TILE_BYTES + 12 * self.stages
+        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * TILE_BYTES + 16 * self.stages
         return round_up(tiles + output + round_up(facts, 8) + 8 * (2 * self.consumers + 5 * self.stages), 1024)
 
     @property

@@ -29,7 +29,7 @@ __device__ void load_pages(const PrefillParams& params, PrefillStorage<C>& share
 #pragma unroll 1
     for (int i = 0; i < end; ++i, ring.advance()) {
       const int from = __shfl_sync(~0u, index, i), stage = ring.stage;
-      const PageScales scales = {__shfl_sync(~0u, k_scale, i), __shfl_sync(~0u, v_scale, i), __shfl_sync(~0u, k_scale, i + 1)};
+      const PageScales scales = {__shfl_sync(~0u, v_scale, i), __shfl_sync(~0u, k_scale, i + 1), __shfl_sync(~0u, k_scale, i)};
       if (lane != 0) continue;
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
       for (int x = 0; x < S::panels; ++x)

@@ -92,7 +92,7 @@ struct PrefillRows {
   // Makes sums over pages those of K and V as they were: with V's scales per channel, and the means.
   __device__ void restore(const TileScales<C.head_dim>& scales, const float (&mean_score)[ROWS], Fragment f) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) softmax.m[r] += mean_score[f.row + 8 * r];
+    for (int r = 0; r < 2; ++r) softmax.end_pages(r, mean_score[f.row + 8 * r]);
 #pragma unroll
     for (int part = 0; part < S::parts; ++part)
 #pragma unroll
@@ -200,7 +200,7 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
     const int row = range.first_row + f.row + 8 * r;
     if (row >= p.q_length) continue;
     const float l = rows.softmax.l[r];
-    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = l == 0.0f ? -INFINITE : (rows.softmax.m[r] + log2f(l)) / LOG2E;
+    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = l == 0.0f ? -INFINITE : (rows.softmax.limit[r] + log2f(l)) / LOG2E;
   }
 }
 

@@ -16,8 +16,9 @@ constexpr float MISSING_PAGE = -INFINITE;          // K's scale of a page that i
 
 // Scales of a stage's page: K's times the softmax scale, and V's. `next`: K's of the next page; it arrives with V. K's
 // is negative if an int8 key is not finite.
-struct PageScales {
-  float k, v, next;
+struct alignas(16) PageScales {
+  float v, next;  // read together
+  float k;
 };
 
 template <PrefillConfig C>

@@ -193,7 +193,7 @@ MUTANTS = {
     "keys in the wrong panel": ("tile/paged_rows.h", "<const Tokens*>(of)[channel / CHANNELS]", "<const Tokens*>(of)[0 * channel]"),
     "queries of the first group": ("decode.cuh", "HalfQueries<T, DIM>(p, tile, QUERY_GROUP * group)", "HalfQueries<T, DIM>(p, tile, 0)"),
     "sums of the last keys": ("tile/paged_rows.h", "Product::template run<true>(sum, ones", "Product::template run<false>(sum, ones"),
-    "P relative to zero": ("tile/page_softmax.h", "return DirectRow(factor, finite_or_zero(score));", "return DirectRow(factor, 0.0f);"),
+    "P relative to zero": ("tile/page_softmax.h", "return DirectRow(factor, finite(score));", "return DirectRow(factor, 0.0f);"),
     "large scores as codes": ("tile/paged_rows.h", "Scores::in_range(factor[group][r]);", "true;"),
     "a warp's sums left out": ("tile/paged_rows.h", "op(op(all.x, all.y), op(all.z, all.w))", "op(op(all.x, all.y), all.z)"),
     "P relative to a warp's largest score": ("tile/paged_rows.h", "exchange.largest(of_page, f);", ""),

@@ -9,6 +9,9 @@ namespace fp8attn {
 // Sums are relative to a maximum that lags behind. A page whose largest score is more than 2^GROWTH times it raises it.
 constexpr float GROWTH = 16.0f;
 
+// As finite_or_zero, where only differences to -inf may be other numbers; NaN becomes a number, too.
+__device__ inline float finite(float m) { return fmaxf(m, NOTHING); }
+
 // What products of Q and K leave as scores divided by a factor, and their codes. With int8 they are subnormals, from
 // START on: an FFMA reads integers as these, and they compare as integers. -inf is a key that a row doesn't see.
 template <bool INT8, int DIM>
@@ -36,7 +39,7 @@ struct PageScores {
     if constexpr (INT8)
       return SubnormalDirectRow::below(fmaxf(largest, 0.0f), factor);
     else
-      return DirectRow(factor, finite_or_zero(score));
+      return DirectRow(factor, finite(score));
   }
 };
 
@@ -45,8 +48,10 @@ template <bool INT8, int DIM>
 struct PageSoftmax {
   using Scores = PageScores<INT8, DIM>;
 
-  float m[2] = {-INFINITE, -INFINITE};  // what sums are relative to
-  float l[2] = {};                      // sums of 2^(score - m), of whole rows
+  // While pages are added, a larger score raises `limit`, and sums are relative to 2^(limit - P_OFFSET); once they are,
+  // to 2^limit.
+  float limit[2] = {-INFINITE, -INFINITE};
+  float l[2] = {};  // of whole rows
 
   // Whether scores of all rows of the warp are in range.
   __device__ static bool in_range(const float (&factor)[2]) { return __all_sync(~0u, Scores::in_range(fmaxf(factor[0], factor[1]))); }
@@ -63,35 +68,39 @@ struct PageSoftmax {
       for (int r = 0; r < 2; ++r) largest[r] = Scores::multiply(of_row[r], factor[r]);
       write_codes({Scores::row(of_row[0], largest[0], factor[0]), Scores::row(of_row[1], largest[1], factor[1])}, s, p);
     } else {
+      const float most[2] = {fminf(factor[0], LARGEST_FACTOR), fminf(factor[1], LARGEST_FACTOR)};
 #pragma unroll
-      for (int i = 0; i < N; ++i) s[i] = Scores::multiply(s[i], factor[i / 2 % 2]);
+      for (int i = 0; i < N; ++i) s[i] = Scores::multiply(s[i], most[i / 2 % 2]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = largest_of_row(s, r);
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] -= finite_or_zero(largest[i / 2 % 2]);
       write_codes({{1.0f, 0.0f}, {1.0f, 0.0f}}, s, p);
     }
-    const bool grows = __any_sync(~0u, (largest[0] > m[0] + GROWTH) | (largest[1] > m[1] + GROWTH));
+    const bool grows = __any_sync(~0u, (largest[0] > limit[0]) | (largest[1] > limit[1]));
     if (grows) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float m_new = fmaxf(m[r], largest[r]);
-        alpha[r] = ptx::exp2_approx(m[r] - finite_or_zero(m_new));
+        const float raised = fmaxf(limit[r], largest[r] + GROWTH);
+        alpha[r] = ptx::exp2_approx(limit[r] - finite_or_zero(raised));
         l[r] *= alpha[r];
-        m[r] = m_new;
+        limit[r] = raised;
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) beta[r] = ptx::exp2_approx(largest[r] - finite_or_zero(m[r])) * (1.0f / (1 << int(P_OFFSET)));
+    for (int r = 0; r < 2; ++r) beta[r] = ptx::exp2_approx(largest[r] - finite(limit[r]));
     return grows;
   }
+
+  // Once all pages are added. `mean_score`: what K's mean adds to the scores of pages.
+  __device__ void end_pages(int r, float mean_score) { limit[r] += mean_score - P_OFFSET; }
 
   // The same for a block in half precision. Scores `s` become P. The output so far must be multiplied by `alpha`.
   template <int N>
   __device__ void step_of_halves(float (&s)[N], float (&alpha)[2], float (&beta)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float largest = largest_of_row(s, r), m_new = fmaxf(m[r], largest), base = finite_or_zero(m_new), shift = finite_or_zero(largest);
+      const float largest = largest_of_row(s, r), raised = fmaxf(limit[r], largest), base = finite_or_zero(raised), shift = finite_or_zero(largest);
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < N / 4; ++j)
@@ -103,9 +112,9 @@ struct PageSoftmax {
         }
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-      alpha[r] = ptx::exp2_approx(m[r] - base), beta[r] = ptx::exp2_approx(largest - base);
+      alpha[r] = ptx::exp2_approx(limit[r] - base), beta[r] = ptx::exp2_approx(largest - base);
       l[r] = fmaf(l[r], alpha[r], sum * beta[r]);
-      m[r] = m_new;
+      limit[r] = raised;
     }
   }
 
