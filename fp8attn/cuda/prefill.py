@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
+from ..call import unsupported_tma
 from ..device import Device
 from ..pages import PAGE, PagedCall
 from ..recipe import ProductType, Recipe
@@ -144,7 +145,7 @@ def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, dev
     for name, x in (("query", q), *zip(("key", "value"), tokens.new or (), strict=False)):
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype}; it takes query's dtype, {q.dtype}"
-        reason = unsupported_size(name, x) or unsupported_rows(name, x)
+        reason = unsupported_size(name, x) or unsupported_rows(name, x) or unsupported_tma(x, name)
         if reason is not None:
             return reason
     return None

@@ -354,6 +354,8 @@ def test_unsupported_calls_say_why() -> None:
     assert call.new is not None
     k, v = call.new
     shifted = torch.zeros(1, 2, 200, 65, dtype=call.q.dtype)[..., 1:]
+    two_heads = Case((300,), (200,), kv_heads=2).call(torch.device("cpu"))
+    shared = tuple(x.expand(1, 2, 200, 64) for x in (k, v))  # by the heads, without a copy
     for other, device, reason in (
         (call, ARCHITECTURES[100], "it needs sm_90"),
         (Case((300,), (200,), dtype=torch.float32).call(torch.device("cpu")), H100, "query is torch.float32"),
@@ -363,6 +365,7 @@ def test_unsupported_calls_say_why() -> None:
         (dataclasses.replace(call, q=call.q[:, :, :0]), H100, "query has shape"),
         (dataclasses.replace(call, q=shifted), H100, "query has strides"),
         (dataclasses.replace(call, new=(k, v.float())), H100, "value is torch.float32"),
+        (dataclasses.replace(two_heads, new=shared), H100, "key has a stride of 0 bytes, TMA needs multiples of 16"),
     ):
         assert reason in (prefill.unsupported_call(other, device) or "")
 
