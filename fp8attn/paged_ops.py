@@ -73,9 +73,7 @@ def runs_kernels(backend: str, device: torch.device) -> bool:
 
 
 def unsupported_scores(call: PagedCall) -> str | None:
-    """Why the CUDA kernels don't attend as a call says, or None if they do."""
-    if call.batch.cu_seqlens is not None:
-        return f"query has shape {tuple(call.q.shape)}; packed queries are Triton's"
+    """Why the CUDA kernel for few queries doesn't do to scores what a call says, or None if it does."""
     plain = {"window": (call.window, CAUSAL_WINDOW), "softcap": (call.softcap, 0.0), "sinks": (call.sinks, None)}
     for name, (given, wanted) in plain.items():
         if given is not wanted and (isinstance(given, torch.Tensor) or given != wanted):
@@ -95,6 +93,8 @@ def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, s
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
+    if call.softcap:
+        return f"softcap is {call.softcap}; with many queries it must be 0.0"
     return prefill.unsupported_call(call, device) or build.unavailable(prefill.choose(call.q.shape[3], call.recipe.qk), device.arch)
 
 
@@ -127,9 +127,9 @@ def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[t
         BackendUnavailable: a CUDA kernel is `required` and none supports the call.
         BuildError: it is required and can't be compiled here.
     """
-    reasons = [reason for reason in (unsupported_scores(call),) if reason is not None]
-    if reasons and not required:
-        return None
+    reasons = []
+    if call.batch.cu_seqlens is not None:
+        reasons.append(f"query has shape {tuple(call.q.shape)}; packed queries are Triton's")
     kernels = (
         (call.new is None, decode.is_faster(call.q, call.storage, call.batch), _unsupported_decode, cuda_run.attend_to_pages),
         (True, prefill.is_faster(call.q), unsupported_prefill, cuda_run.prefill_from_pages),
@@ -154,7 +154,7 @@ def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[t
 
 
 def _unsupported_decode(call: PagedCall) -> str | None:
-    return unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
+    return unsupported_scores(call) or unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
 
 
 def unsupported_append(cache: Storage, tokens: tuple[torch.Tensor, torch.Tensor], batch: PagedBatch) -> str | None:

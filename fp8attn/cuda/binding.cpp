@@ -399,12 +399,14 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   launch(launcher, p, ctas, q.get_device());
 }
 
-// Attends to a KV cache with many queries. `tokens`: queries, and keys and values of their tokens, or none. `storage`,
-// `batch`: as of `decode`. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
-void prefill(int64_t launcher, int64_t ctas, int64_t heads_side_by_side, double softmax_scale, const Operands& tokens, const std::vector<Tensor>& storage,
+// Attends to a KV cache with many queries. `numbers`: heads_side_by_side, and how many keys before its own one a query
+// sees. `tokens`: queries; keys and values of their tokens, or none; sinks, or none. `storage`, `batch`: those of
+// `decode`. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
+void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, const Operands& tokens, const std::vector<Tensor>& storage,
              const Operands& batch, const Operands& results) {
-  STD_TORCH_CHECK(tokens.size() == 3 && tokens[0] && storage.size() == 10 && batch.size() == 4 && batch[0] && batch[1] && results.size() == 3 && results[0] && results[1],
-                  "prefill takes 3 tensors of tokens, 10 of a cache, 4 of a batch and 3 results");
+  STD_TORCH_CHECK(numbers.size() == 2 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 4 && batch[0] &&
+                      batch[1] && results.size() == 3 && results[0] && results[1],
+                  "prefill takes 2 numbers, 4 tensors of tokens, 10 of a cache, 4 of a batch and 3 results");
   const Tensor &q = *tokens[0], &k = storage[0], &v = storage[2], &recent_k = storage[7], &out = *results[0];
   fp8attn::PrefillParams p = {};
   p.call = params_of(q, k, v, out, results[1], softmax_scale, 0);
@@ -420,7 +422,8 @@ void prefill(int64_t launcher, int64_t ctas, int64_t heads_side_by_side, double 
   p.call.lse_mean = storage[4].const_data_ptr<float>(), p.call.v_mean = storage[5].const_data_ptr<float>(), p.call.v_scale = storage[6].const_data_ptr<float>();
   copy_strides(p.call.v_scale_strides, storage[6]);
   p.call.counter = results[2] ? results[2]->mutable_data_ptr<int>() : nullptr;
-  p.call.heads_side_by_side = heads_side_by_side;
+  p.call.heads_side_by_side = numbers[0], p.left = numbers[1];
+  p.call.sinks = address_of<float>(tokens[3]);
   p.recent_k = recent_k.const_data_ptr(), p.recent_v = storage[8].const_data_ptr();
   if (tokens[1]) {
     p.new_k = tokens[1]->const_data_ptr(), p.new_v = tokens[2]->const_data_ptr();
@@ -553,7 +556,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 
   define("decode(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
-  define("prefill(int launcher, int ctas, int heads_side_by_side, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
+  define("prefill(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
 
   define("append(int launcher, int ctas, int[] numbers, Tensor[] tokens, Tensor(a!)[] storage, Tensor?[] batch) -> ()");
 

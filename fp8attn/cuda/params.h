@@ -209,7 +209,7 @@ struct DecodeParams {
 // Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and
 // new tokens. Of `call` it takes the tensor maps of q in bytes (boxes of 64 rows x 128 bytes), of the pages as
 // DecodeParams has them, and of the output; q, k_scale (P, Hkv), v_scale, v_mean and lse_mean, which is K's mean, (N,
-// Hkv, D); the results, the counter and numbers.
+// Hkv, D); sinks; the results, the counter and numbers.
 struct PrefillParams {
   Params call;
   CUtensorMap new_k_map, new_v_map;  // of the new tokens, in bytes: boxes of 64 tokens x 128 bytes
@@ -220,6 +220,7 @@ struct PrefillParams {
   const void *new_k, *new_v;                                  // (B, Hkv, Sq, D); or null: the queries' tokens are among the recent ones
   int64_t new_k_strides[3], new_v_strides[3], table_stride;
   int table_width, every_page, every_sequence;
+  int left;  // a query at position i attends to no key before i - left
 };
 
 // What a launch of the append kernel does. `few`: all of a call; the others follow each other.

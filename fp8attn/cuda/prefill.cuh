@@ -33,7 +33,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     ptx::cp_async_commit();
   };
   const auto find_row_ends = [&](const PagedTile& tile) {
-    const PagedRowRange range(tile, consumer);
+    const PagedRowRange range(params, tile, consumer);
     if (threadIdx.x % 128 < ROWS) scales.row_end[threadIdx.x % 128] = tile.exists() ? range.row_end(threadIdx.x % 128) : 0;
   };
   using HalfQueries = Queries<C.head_dim, C.int8>;
@@ -68,7 +68,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
 
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
     const PagedTile& tile = shared.tiles[round % shared.TILES];
-    const PagedRowRange pages_of_rows(tile, consumer);
+    const PagedRowRange pages_of_rows(params, tile, consumer);
     PrefillRows<C> rows;
     typename S::Score sums[KEYS / 2];
     float factor[2], alpha[2], beta[2];
@@ -104,10 +104,11 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     };
     const auto scores_to_p = [&](float (&scores)[KEYS / 2], int page) {
       free_keys();
-      if (page >= pages_of_rows.whole || missing) {  // one branch, which is rare
+      if (page >= pages_of_rows.whole || page < pages_of_rows.edge || missing) {  // one branch, which is rare
 #pragma unroll
         for (float& score : scores) score = missing ? NAN : score;
         hide(scores, scales.row_end, page * KEYS, f);
+        if (page < pages_of_rows.edge) hide_before_window(scores, pages_of_rows, params.left, page * KEYS, f);
       }
       grows = rows.softmax.step(scores, factor, in_range, probabilities, alpha, beta);
     };
@@ -146,8 +147,9 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       ptx::mbarrier_expect(&shared.half_q_full[consumer], S::half_panels * ROWS * HALF_ROW);
     }
 
-    int page = 0;
-    if (pages_of_rows.seen > 0) {
+    int page = tile.first_page;
+    for (; page < pages_of_rows.begin; ++page, ring.advance()) skip_block();
+    if (pages_of_rows.seen > page) {
       wait_for_keys(ring);
       issue_scores(ring.stage);
       prepare(read(shared.page_scales[ring.stage].k));
@@ -181,7 +183,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       if (leads) load_half_queries(tile, early_panels, S::half_panels);
     }
     // read again, rather than kept in registers through the loop over pages
-    const PagedRowRange range(tile, consumer);
+    const PagedRowRange range(params, tile, consumer);
     if (range.seen > 0) rows.restore(scales, shared.mean_score[consumer], f);
     ptx::mbarrier_wait(&shared.half_q_full[consumer], round & 1);
     for (int i = 0; i < tile.halves; ++i, ring.advance()) {
@@ -197,7 +199,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(s);
       free_keys();
-      see_own_page(s, range, block, p.score_scale, f);
+      see_own_page(s, range, block, params.left, p.score_scale, f);
       add_half_block<C, T>(rows, s, uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(shared.v[ring.stage]), HALF_BLOCK * HALF_ROW)));
       free_values();
     }

@@ -21,10 +21,13 @@ ROTATED = 64
 LEAST_QUERIES = 128
 """`auto` takes the kernel from so many queries on. All rows of a tile are queries of one head."""
 
+UNLIMITED = 1 << 30
+"""Keys before its own one that a query sees without a window."""
+
 HALF_BLOCK = KEYS // 2
 """Tokens of a block in half precision, which has a page's bytes."""
 
-TILE_BYTES = 44
+TILE_BYTES = 48
 """sizeof(PagedTile)."""
 
 

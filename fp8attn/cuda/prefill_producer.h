@@ -20,7 +20,7 @@ __device__ void load_pages(const PrefillParams& params, PrefillStorage<C>& share
   const int lane = threadIdx.x % 32, nowhere = params.every_page * p.kv_heads;
   const int* numbers = params.page_table + tile.batch * params.table_stride;
 #pragma unroll 1
-  for (int first = 0; first < tile.pages; first += FOUND) {
+  for (int first = tile.first_page; first < tile.pages; first += FOUND) {
     const int mine = first + lane, number = mine < min(tile.pages, params.table_width) ? __ldcg(numbers + mine) : -1;
     const bool exists = number >= 0 && number < params.every_page;
     const int index = exists ? number * p.kv_heads + tile.kv_head : nowhere;
@@ -156,7 +156,7 @@ __device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& share
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
     const PagedTile& tile = shared.tiles[round % shared.TILES];
     if (warp > 0) {
-      const int behind = ring.stage + tile.pages;
+      const int behind = ring.stage + tile.pages - tile.first_page;
       ring = {behind % C.stages, ring.phase ^ (behind / C.stages & 1)};
       finish_half_blocks<C, T>(params, shared, tile, ring, taken);
       continue;

@@ -141,13 +141,28 @@ __device__ void issue_half_scores(float (&s)[HALF_BLOCK / 2], PrefillStorage<C>&
   ptx::wgmma_commit();
 }
 
+// Scores of keys before the windows of rows become -inf. `start`: the page's first key.
+__device__ inline void hide_before_window(float (&s)[KEYS / 2], const PagedRowRange& range, int left, int start, Fragment f) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int first = range.tile.position(range.first_row + f.row + 8 * r) - left - start - f.column;
+#pragma unroll
+    for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& score = s[4 * j + 2 * r + i];
+        score = 8 * j + i < first ? -INFINITE : score;
+      }
+  }
+}
+
 // Scores of tokens that a row doesn't see become -inf, the others are multiplied. Tokens that aren't finite have NaN.
-__device__ inline void see_own_page(float (&s)[HALF_BLOCK / 2], const PagedRowRange& range, int block, float score_scale, Fragment f) {
+__device__ inline void see_own_page(float (&s)[HALF_BLOCK / 2], const PagedRowRange& range, int block, int left, float score_scale, Fragment f) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = range.first_row + f.row + 8 * r;
     const int before = block * HALF_BLOCK + f.column, position = range.tile.is_token(row) ? range.tile.position(row) : -1;
-    const int last = position - before, first = position / KEYS * KEYS - before;
+    const int last = position - before, first = max(position / KEYS * KEYS, position - left) - before;
 #pragma unroll
     for (int j = 0; j < HALF_BLOCK / 8; ++j)
 #pragma unroll
@@ -190,7 +205,17 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   using S = PrefillShape<C>;
   const Params& p = params.call;
   const Restored<C.head_dim> scales;
-  const StagedOutput<Restored<C.head_dim>, S::output_boxes> output(p, range.tile, range.first_row, nullptr, scales, shared.output[consumer], rows.softmax.l);
+  float l[2] = {rows.softmax.l[0], rows.softmax.l[1]}, lse[2];  // the latter in base 2
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float limit = rows.softmax.limit[r], sink = p.sinks == nullptr ? -INFINITE : p.sinks[range.tile.head] * LOG2E;
+    lse[r] = l[r] == 0.0f ? -INFINITE : limit + log2f(l[r]);
+    if (sink == -INFINITE || !range.tile.is_token(range.first_row + f.row + 8 * r)) continue;
+    const float raised = fmaxf(limit, sink), of_sink = ptx::exp2_approx(sink - raised);
+    lse[r] = raised + log2f(fmaf(l[r], ptx::exp2_approx(limit - raised), of_sink));
+    l[r] += ptx::exp2_approx(sink - limit);  // infinite where the row has no weight left, and zeros for output
+  }
+  const StagedOutput<Restored<C.head_dim>, S::output_boxes> output(p, range.tile, range.first_row, nullptr, scales, shared.output[consumer], l);
   [&]<int... PART_OF>(std::integer_sequence<int, PART_OF...>) {
     (output.template store<PART_OF * S::part, S::part>(rows.o[PART_OF]), ...);
   }(std::make_integer_sequence<int, S::parts>());
@@ -199,8 +224,7 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   for (int r = 0; r < 2; ++r) {
     const int row = range.first_row + f.row + 8 * r;
     if (row >= p.q_length) continue;
-    const float l = rows.softmax.l[r];
-    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = l == 0.0f ? -INFINITE : (rows.softmax.limit[r] + log2f(l)) / LOG2E;
+    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = lse[r] / LOG2E;
   }
 }
 

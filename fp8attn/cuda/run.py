@@ -297,9 +297,10 @@ def prefill_from_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) 
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     counter = q.new_zeros(1, dtype=torch.int32) if tiles > ctas else None
     k, v = (None, None) if call.new is None else call.new
+    left = min(call.window[0], prefill.UNLIMITED) if call.window[0] >= 0 else prefill.UNLIMITED
     library.operators.prefill.default(
-        library.launchers[config], ctas, prefill.heads_side_by_side(call, ctas), call.softmax_scale, [q, k, v], storage.tensors(),
-        list(call.batch.tensors()[:4]), [out, lse, counter],
+        library.launchers[config], ctas, [prefill.heads_side_by_side(call, ctas), left], call.softmax_scale, [q, k, v, call.sinks],
+        storage.tensors(), list(call.batch.tensors()[:4]), [out, lse, counter],
     )  # fmt: skip
     return out, lse
 

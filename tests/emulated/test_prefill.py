@@ -34,6 +34,8 @@ class Case:
     k_bias: float = 1.0
     k_gain: float = 2.0
     scale: float = 0.2
+    left: int = -1
+    sinks: bool = False
     seed: int = 0
 
     def call(self, device: torch.device, out_of: int | None = None) -> PagedCall:
@@ -69,7 +71,9 @@ class Case:
         batch = PagedBatch(table.to(device), after, counts, sequences)
         pages.append(cache.storage, *new, batch, self.recipe)
         q = q.to(device, self.dtype)
-        return PagedCall(q, storage if self.new else cache.storage, new if self.new else None, batch, self.recipe, self.scale)
+        sinks = torch.linspace(-2, 3, heads, device=device) if self.sinks else None
+        options = self.recipe, self.scale, (self.left, 0), 0.0, sinks
+        return PagedCall(q, storage if self.new else cache.storage, new if self.new else None, batch, *options)
 
 
 def attend(library: build.Library | None, call: PagedCall, device: Device, out_dtype: torch.dtype = torch.float32):
@@ -109,6 +113,16 @@ CASES = {
     "int8": (Case((420, 140), (250, 140), recipe=PRECISE), 2),
     "int8, 128 channels, large scores": (Case((400,), (200,), dim=128, recipe=PRECISE, scale=1e6), 1),
     "int8, 256 channels": (Case((300,), (150,), dim=256, group=1, recipe=PRECISE), 1),
+    "window": (Case((700, 300), (400, 150), left=200), 2),
+    "window within the own page": (Case((420, 200), (300, 200), left=40), 1),
+    "window of one page": (Case((700,), (450,), left=128, group=1), 1),
+    "window of one token": (Case((300,), (200,), left=0), 1),
+    "window longer than all": (Case((300,), (200,), left=1 << 40), 1),
+    "window, 128 channels": (Case((500,), (330,), left=150, dim=128, group=1), 1),
+    "window, 256 channels, sinks": (Case((400,), (300,), left=150, dim=256, group=1, sinks=True), 1),
+    "window, int8, sinks": (Case((500, 140), (300, 140), left=150, recipe=PRECISE, sinks=True), 2),
+    "sinks": (Case((300, 200, 5), (200, 150, 2), kv_heads=2, sinks=True), 2),
+    "sinks, large scores": (Case((500,), (300,), scale=1e8, sinks=True), 1),
     "no means": (Case((300,), (200,), recipe=Recipe(smooth_k=False, smooth_v=False)), 1),
 }
 """By what is special, with the number of SMs that share the work."""
@@ -254,7 +268,7 @@ def test_later_tokens_change_no_bit(backend: str, device: torch.device) -> None:
 MUTANTS = {
     "page scale of V forgotten": ("prefill_rows.h", "of_values[0] = beta[0] * v_scale,", "of_values[0] = beta[0],"),
     "own page in FP8": ("tile/paged_tiles.h", "tile.position(first_row + row) / KEYS * KEYS : 0", "tile.position(first_row + row) : 0"),
-    "a page too many": ("prefill.cuh", "if (page >= pages_of_rows.whole || missing)", "if (missing)"),
+    "a page too many": ("prefill.cuh", "if (page >= pages_of_rows.whole || page", "if (page"),
     "missing rescale": ("prefill.cuh", "if (grows) rows.rescale(alpha);", ""),
     "missing rescale in half precision": ("prefill_rows.h", "rows.rescale(alpha);", ""),
     "sums that don't shrink": ("tile/page_softmax.h", "l[r] *= alpha[r];", ""),
@@ -270,6 +284,17 @@ MUTANTS = {
     "sums of two threads": ("tile/page_softmax.h", "lanes < 4; lanes *= 2) sum +=", "lanes < 2; lanes *= 2) sum +="),
     "tokens of other pages": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i <= last"),
     "later tokens": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i >= first"),
+    "a key before the window": ("prefill_rows.h", "8 * j + i < first ? -INFINITE", "8 * j + i < first - 1 ? -INFINITE"),
+    "no window in the own page": ("prefill_rows.h", "max(position / KEYS * KEYS, position - left) - before", "position / KEYS * KEYS - before"),
+    "windows of the first row": ("tile/paged_tiles.h", "edge = min((first_key_of(p, last)", "edge = min((first_key_of(p, tile.position(first_row))"),
+    "a page of the window left out": (
+        "tile/paged_tiles.h",
+        "begin = min(first_key_of(p, tile.position(first_row)) / KEYS,",
+        "begin = min(first_key_of(p, tile.position(first_row)) / KEYS + 1,",
+    ),
+    "pages before the tile's first one counted": ("prefill_producer.h", "ring.stage + tile.pages - tile.first_page;", "ring.stage + tile.pages;"),
+    "sink of the first head": ("prefill_rows.h", "p.sinks[range.tile.head]", "p.sinks[0]"),
+    "no sink in the LSE": ("prefill_rows.h", "lse[r] = raised + log2f(", "log2f("),
     "another place in the ring": ("prefill_producer.h", "token % RECENT", "token % (RECENT - 64)"),
     "new tokens one too early": ("prefill_producer.h", "is_new = token >= edge", "is_new = token > edge"),
     "page of another head": ("prefill_producer.h", "number * p.kv_heads + tile.kv_head : nowhere", "number * p.kv_heads : nowhere"),
@@ -326,6 +351,8 @@ MUTANT_CASES = (
     (BELOW_ZERO, 1),
     (Case((1,) * 9 + (70,), (1,) * 9 + (70,)), 1),
     (Case((500,), (300,), scale=1e8), 1),
+    (Case((700, 300), (400, 150), left=200, sinks=True), 2),
+    (Case((420,), (300,), left=40), 1),
 )
 
 

@@ -185,7 +185,7 @@ class PrefillParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("recent_k", "recent_v", "new_k", "new_v")),
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("new_k", "new_v")),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence")),
+        *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence", "left")),
     ]
 
 
@@ -566,14 +566,14 @@ def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, s
     return p
 
 
-def prefill_params(heads_side_by_side: int, softmax_scale: float, tokens, storage, batch, results) -> bytes:
+def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, results) -> bytes:
     """The PrefillParams that binding.cpp's prefill makes from its arguments."""
     k, k_scale, v, v_page_scale, k_mean, v_mean, v_scale, recent_k, recent_v, _ = storage
-    (q, new_k, new_v), (table, lengths, counts, sequences), (out, lse, counter) = tokens, batch, results
+    (q, new_k, new_v, sinks), (table, lengths, counts, sequences), (out, lse, counter) = tokens, batch, results
     dim = q.size(3)
-    tensors = dict(q=q, k=k, v=v, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter)
+    tensors = dict(q=q, k=k, v=v, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter, sinks=sinks)
     call = _params_of(tensors | dict(lse_mean=k_mean), softmax_scale, 0)
-    call.k_scale, call.value_dim, call.heads_side_by_side = k_scale.data_ptr(), dim, heads_side_by_side
+    call.k_scale, call.value_dim, call.heads_side_by_side = k_scale.data_ptr(), dim, numbers[0]
     maps = (
         _rows_map(q, KEYS // 2, 128),
         matrix_map(k, KEYS, min(dim, 128)),
@@ -591,6 +591,7 @@ def prefill_params(heads_side_by_side: int, softmax_scale: float, tokens, storag
         if x is not None:
             setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
     p.table_stride, p.table_width, p.every_page, p.every_sequence = table.stride(0), table.size(1), k.size(0), recent_k.size(0)
+    p.left = numbers[1]
     described = b"".join(maps) + bytes(call)
     of_new = [bytes(MAP) if x is None else _rows_map(x, KEYS // 2, 128) for x in (new_k, new_v)]
     return b"".join((described, bytes(-len(described) % 64), *of_new, bytes(p)))  # tensor maps, and so Params, are aligned to 64 bytes

@@ -219,25 +219,25 @@ def test_a_plan_repeats_prefill(recorder: Recorder) -> None:
     def operands() -> list[torch.Tensor | None]:
         call = prefill_call(torch.bfloat16, 128, True, {})
         assert call.new is not None
-        return [call.q, *call.new, *call.batch.tensors()[:4], *call.storage.tensors()]
+        return [call.q, *call.new, torch.zeros(call.q.shape[1]), *call.batch.tensors()[:4], *call.storage.tensors()]
 
     def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, table, lengths, counts, sequences, *storage = inputs
+        q, k, v, sinks, table, lengths, counts, sequences, *storage = inputs
         batch = fp8attn.PagedBatch(table, lengths, counts, sequences)
-        call = PagedCall(q, Storage.of(storage), (k, v), batch, fp8attn.Recipe(), 0.1)
+        call = PagedCall(q, Storage.of(storage), (k, v), batch, fp8attn.Recipe(), 0.1, window=(99, 0), sinks=sinks)
         return run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32)
 
     number = (1 << 41) + 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_with", lambda *_: prefill_library(told))
         assert recording.record(recorder.operators, {}, number, operands(), attend)
-    _, _, side_by_side, scale, *_ = told.arguments
+    _, _, numbers, scale, *_ = told.arguments
     given = operands()
     outputs = recorder.operators.repeat.default(number, given)
     counter = torch.zeros(1, dtype=torch.int32)
 
     def with_counter(x: torch.Tensor) -> bytes:
-        return emulation.prefill_params(side_by_side, scale, given[:3], given[7:], given[3:7], [*outputs, x])
+        return emulation.prefill_params(numbers, scale, given[:4], given[8:], given[4:8], [*outputs, x])
 
     expected, other = with_counter(counter), with_counter(torch.zeros(1, dtype=torch.int32))
     found = recorded_prefill(recorder, len(expected))

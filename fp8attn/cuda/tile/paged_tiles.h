@@ -10,7 +10,8 @@ namespace fp8attn {
 // from `count` on are no tokens.
 struct PagedTile : Tile {
   int sequence, start, count;     // number of the sequence, position of query 0, number of queries that are tokens
-  int pages, first_half, halves;  // blocks that its rows see; `first_half` counts from the start of the sequence
+  int first_page, pages;          // its rows see no page before first_page, and none from `pages` on
+  int first_half, halves;         // blocks that its rows see; `first_half` counts from the start of the sequence
   bool has_sequence;              // whether the number is in range; rows are NaN if it isn't
 
   __device__ bool is_token(int row) const { return row < count; }
@@ -21,6 +22,9 @@ struct PagedTile : Tile {
 
 // Of whose pages there are scales and means.
 __device__ inline int sequence_of(const PagedTile& tile) { return tile.sequence; }
+
+// The first key that a token sees.
+__device__ inline int first_key_of(const PrefillParams& p, int position) { return max(position - p.left, 0); }
 
 struct PagedTileSchedule : Schedule {
   const PrefillParams& params;
@@ -33,11 +37,12 @@ struct PagedTileSchedule : Schedule {
     const Tile tile = Schedule::at(position);
     if (!tile.exists()) return {tile};
     const BatchRow row(params, tile.batch, p.q_length);
-    PagedTile found = {tile, row.sequence, row.end - row.count, row.count, 0, 0, 1, row.exists};
+    PagedTile found = {tile, row.sequence, row.end - row.count, row.count, 0, 0, 0, 1, row.exists};
     const int last = min(tile.first_row + tile_rows, row.count) - 1;
     if (!row.exists || tile.first_row > last) return found;
-    // The page behind the table isn't there. Rows that see it are NaN, whatever comes after it.
+    // The page behind the table isn't there. Rows that see it, or one after it, are NaN.
     found.pages = min(found.position(last) / KEYS, params.table_width + 1);
+    found.first_page = min(first_key_of(params, found.position(tile.first_row)) / KEYS, min(params.table_width, found.pages));
     found.first_half = found.position(tile.first_row) / KEYS * HALVES;
     found.halves = found.position(last) / HALF_BLOCK + 1 - found.first_half;
     return found;
@@ -48,15 +53,17 @@ struct PagedTileSchedule : Schedule {
 struct PagedRowRange {
   const PagedTile& tile;  // in shared memory
   int first_row;
-  // At least one row sees the pages 0 ... seen - 1, and all tokens see the pages 0 ... whole - 1. Blocks in half
+  // At least one row sees the pages begin ... seen - 1, and all tokens see the pages edge ... whole - 1. Blocks in half
   // precision: from first_half up to, but without, end_half.
-  int seen = 0, whole = 0, first_half = 0, end_half = 0;
+  int begin = 0, seen = 0, edge = 0, whole = 0, first_half = 0, end_half = 0;
 
-  __device__ PagedRowRange(const PagedTile& its_tile, int consumer) : tile(its_tile) {
+  __device__ PagedRowRange(const PrefillParams& p, const PagedTile& its_tile, int consumer) : tile(its_tile) {
     first_row = __shfl_sync(~0u, tile.first_row + consumer * ROWS, 0);  // the shuffle tells the compiler that it is the warp's
     if (!tile.has_sequence || !tile.is_token(first_row)) return;
     const int last = tile.position(min(first_row + ROWS, tile.count) - 1);
     seen = min(last / KEYS, tile.pages), whole = tile.position(first_row) / KEYS;
+    begin = min(first_key_of(p, tile.position(first_row)) / KEYS, min(p.table_width, seen));
+    edge = min((first_key_of(p, last) + KEYS - 1) / KEYS, p.table_width);
     first_half = whole * HALVES, end_half = last / HALF_BLOCK + 1;
   }
 
