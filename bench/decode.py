@@ -41,7 +41,13 @@ CHECKED = 256
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One step of several sequences. Lengths include its tokens."""
+    """One step of several sequences.
+
+    Attributes:
+        lengths: tokens of each sequence, those of the step included.
+        window: keys before a query's own that it sees; -1: all.
+        sinks: whether there is a logit per head beside each row's scores.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -49,6 +55,8 @@ class DecodeCase:
     kv_heads: int = 8
     dim: int = 128
     queries: int = 1
+    window: int = -1
+    sinks: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -95,6 +103,11 @@ PREFILL = (
     DecodeCase("prefill 16k D64", (16384,), 32, 32, 64, queries=16384),
     DecodeCase("prefill 16k D256", (16384,), 8, 8, 256, queries=16384),
     DecodeCase("chunk of 2k, 64k 32/8", (65536,), queries=2048),
+    # layers of Mistral 7B, Gemma 3 12B and gpt-oss
+    DecodeCase("prefill 16k 32/8, window 4k", (16384,), queries=16384, window=4095),
+    DecodeCase("prefill 16k 16/8 D256, window 1k", (16384,), 16, 8, 256, queries=16384, window=1023),
+    DecodeCase("prefill 16k 64/8 D64, sinks", (16384,), 64, 8, 64, queries=16384, sinks=True),
+    DecodeCase("prefill 16k 64/8 D64, window 128, sinks", (16384,), 64, 8, 64, queries=16384, window=127, sinks=True),
 )
 
 
@@ -105,6 +118,7 @@ class Inputs:
     Attributes:
         table: int32 (B, M): the numbers of each sequence's pages, shuffled.
         lengths: int32 (B).
+        sinks: float32 (Hq,), or None.
     """
 
     case: DecodeCase
@@ -113,6 +127,7 @@ class Inputs:
     v: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def of(cls, case: DecodeCase, device: torch.device, seed: int) -> Inputs:
@@ -128,7 +143,17 @@ class Inputs:
             table[row, : len(part)] = part
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
         q, shape = normal(len(pages), case.q_heads, case.queries, case.dim), (sum(pages), PAGE, case.kv_heads, case.dim)
-        return cls(case, q, normal(*shape), normal(*shape), table, lengths)
+        sinks = torch.linspace(-1, 1, case.q_heads, device=device) if case.sinks else None
+        return cls(case, q, normal(*shape), normal(*shape), table, lengths, sinks)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.case.window, 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of fp8attn that say what queries attend to."""
+        return {"window": self.window, "sinks": self.sinks}
 
     def sequence(self, x: torch.Tensor, row: int) -> torch.Tensor:
         """Keys or values of one sequence: (1, Hkv, S, D)."""
@@ -147,10 +172,10 @@ class Inputs:
 
     def exact(self) -> torch.Tensor:
         """The exact answer of the last CHECKED queries, float32."""
-        found = []
+        found, scoring = [], reference.Scoring(self.case.dim**-0.5, self.window, 0.0, self.sinks)
         for row in range(len(self.case.lengths)):
             k, v = (self.sequence(x, row) for x in (self.k, self.v))
-            found.append(reference.attention(self.q[row : row + 1, :, -CHECKED:], k, v, causal="bottom_right")[0])
+            found.append(reference.attention(self.q[row : row + 1, :, -CHECKED:], k, v, causal="bottom_right", scoring=scoring)[0])
         return torch.cat(found)
 
 
@@ -176,7 +201,7 @@ def _own(backend: str, sets: Sequence[Inputs]) -> Run:
     if sets[0].case.is_prefill:  # the same tokens are appended again and again
         first = -sets[0].case.queries
         new = [(x.sequences(x.k)[:, :, first:].contiguous(), x.sequences(x.v)[:, :, first:].contiguous()) for x in sets]
-    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], new[i % len(sets)], backend=backend)
+    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], new[i % len(sets)], backend=backend, **sets[i % len(sets)].options)
 
 
 def _prefill_alone(sets: Sequence[Inputs]) -> Run:
@@ -187,7 +212,7 @@ def _prefill_alone(sets: Sequence[Inputs]) -> Run:
         first = -inputs.case.queries
         k, v = (inputs.sequences(x)[:, :, first:].contiguous() for x in (inputs.k, inputs.v))
         cache.append(k, v, batch)
-        return PagedCall(inputs.q, cache.storage, (k, v), batch, cache.recipe, inputs.case.dim**-0.5)
+        return PagedCall(inputs.q, cache.storage, (k, v), batch, cache.recipe, inputs.case.dim**-0.5, **inputs.options)
 
     calls, device = [call(inputs) for inputs in sets], device_of(sets[0].q.device)
     return lambda i: prefill_from_pages(calls[i % len(calls)], device, torch.bfloat16)[0]
@@ -198,8 +223,8 @@ def _dense(quantized: bool, sets: Sequence[Inputs]) -> Run:
     tensors: list[tuple[Any, Any, Any]] = [(x.q, x.sequences(x.k), x.sequences(x.v)) for x in sets]
     if quantized:
         tensors = [(q, *quantize(None, k, v)) for q, k, v in tensors]
-    gqa = sets[0].case.q_heads != sets[0].case.kv_heads
-    return lambda i: sdpa(*tensors[i % len(sets)], is_causal=True, causal_alignment="bottom_right", enable_gqa=gqa)
+    options = sets[0].options | {"enable_gqa": sets[0].case.q_heads != sets[0].case.kv_heads}
+    return lambda i: sdpa(*tensors[i % len(sets)], is_causal=True, causal_alignment="bottom_right", **options)
 
 
 def _tensors(fp8: bool, sets: Sequence[Inputs]) -> Run:
@@ -213,7 +238,7 @@ def _tensors(fp8: bool, sets: Sequence[Inputs]) -> Run:
         return PagedTensors(k, v, k_scale, v_scale), batch
 
     caches = [prepared(inputs) for inputs in sets]
-    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend="triton")
+    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend="triton", **sets[i % len(sets)].options)
 
 
 def _append(sets: Sequence[Inputs]) -> Run:
@@ -231,18 +256,26 @@ def _append(sets: Sequence[Inputs]) -> Run:
 
 
 def _flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
-    """flash_attn_with_kvcache of FlashAttention-3, with one scale per tensor in FP8."""
+    """flash_attn_with_kvcache of FlashAttention-3, with one scale per tensor in FP8.
+
+    Raises:
+        ValueError: rows have sinks.
+    """
+    if sets[0].case.sinks:
+        raise ValueError("it has no sinks")
     function = adapters.flash3().flash_attn_with_kvcache
 
     def call(inputs: Inputs) -> Callable[[], torch.Tensor]:
         q, case = inputs.q.transpose(1, 2).contiguous(), inputs.case
-        tensors, options = [q, inputs.k, inputs.v], {}
+        tensors: list[torch.Tensor] = [q, inputs.k, inputs.v]
+        options: dict[str, Any] = {}
         if fp8:
             quantized = [adapters.per_tensor(x) for x in tensors]
             tensors = [x for x, _ in quantized]
             shape = len(case.lengths), case.kv_heads
             options = {f"{name}_descale": scale.expand(shape) for name, (_, scale) in zip("qkv", quantized, strict=True)}
-        return lambda: function(*tensors, cache_seqlens=inputs.lengths, page_table=inputs.table, causal=True, **options).transpose(1, 2)
+        options |= dict(cache_seqlens=inputs.lengths, page_table=inputs.table, causal=True, window_size=inputs.window)
+        return lambda: function(*tensors, **options).transpose(1, 2)
 
     calls = [call(inputs) for inputs in sets]
     return lambda i: calls[i % len(calls)]()
@@ -262,6 +295,7 @@ def _vllm_flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
             options = {f"{name}_descale": scale.expand(rows, case.kv_heads) for name, (_, scale) in zip("qkv", quantized, strict=True)}
         starts = torch.arange(0, (rows + 1) * case.queries, case.queries, dtype=torch.int32, device=inputs.q.device)
         options |= dict(max_seqlen_q=case.queries, cu_seqlens_q=starts, max_seqlen_k=max(case.lengths), seqused_k=inputs.lengths)
+        options |= dict(window_size=inputs.window, s_aux=None if inputs.sinks is None else inputs.sinks.bfloat16())
         return lambda: function(*tensors, block_table=inputs.table, causal=True, **options).unflatten(0, (rows, case.queries)).transpose(1, 2)
 
     calls = [call(inputs) for inputs in sets]
@@ -269,8 +303,14 @@ def _vllm_flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
 
 
 def _sdpa(sets: Sequence[Inputs]) -> Run:
-    """PyTorch's SDPA of keys and values that are contiguous, for sequences of one length."""
+    """PyTorch's SDPA of keys and values that are contiguous, for sequences of one length, without windows and sinks.
+
+    Raises:
+        ValueError: lengths differ, or there is a window or sinks.
+    """
     case = sets[0].case
+    if case.window >= 0 or case.sinks:
+        raise ValueError("it has no windows and sinks")
     dense = [[x.sequences(y) for y in (x.k, x.v)] for x in sets]
     mask = None
     if case.queries > 1:

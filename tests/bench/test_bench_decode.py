@@ -71,6 +71,16 @@ def test_a_row_that_fails_is_refused() -> None:
     assert found[0].refused == "RuntimeError: no" and found[0].us is None
 
 
+def test_peers_without_windows_or_sinks_are_refused() -> None:
+    by = {row.name: row for row in ROWS}
+    for options in ({"window": 9}, {"sinks": True}):
+        case = dataclasses.replace(SMALL, **options)
+        (found,) = decode.measure(case, [by["SDPA bf16"]], BAD, SHORT, CPU)
+        assert found.refused == "ValueError: it has no windows and sinks"
+    (found,) = decode.measure(dataclasses.replace(SMALL, sinks=True), [by["FA3 bf16"]], BAD, SHORT, CPU)
+    assert found.refused == "ValueError: it has no sinks"
+
+
 def test_lengths_of_ragged_sequences() -> None:
     lengths = next(case for case in CASES if "ragged" in case.name).lengths
     assert len(lengths) == 64 and min(lengths) == 200 and max(lengths) == 12000 and list(lengths) != sorted(lengths)
@@ -95,9 +105,11 @@ def test_the_table_of_prefills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert readme.prefill().splitlines()[-1] == "| prefill 4 × 4k | 80 | 80 | 1.00 | 80 (75%) | 80 | 80 | 80 | – |"
 
 
-@pytest.mark.parametrize("queries", (pytest.param(200, marks=pytest.mark.thorough), 300))
-def test_rows_of_a_prefill_attend_to_the_same(queries: int, device: torch.device) -> None:
-    case = DecodeCase("prefill", (300, 300), 2, 1, 64, queries=queries)
+@pytest.mark.parametrize("queries, options", (
+    pytest.param(200, {}, marks=pytest.mark.thorough), (300, {}), (200, {"window": 60, "sinks": True}),
+))  # fmt: skip
+def test_rows_of_a_prefill_attend_to_the_same(queries: int, options: dict, device: torch.device) -> None:
+    case = DecodeCase("prefill", (300, 300), 2, 1, 64, queries=queries, **options)
     rows = [row for row in decode.PREFILL_ROWS if row.needs() is None and "cuda" not in row.name]
     names = ["fp8attn dense", "fp8attn dense, quantized", "fp8attn triton", "fp8attn append"]
     assert [row.name for row in rows if "fp8attn" in row.name] == names
