@@ -216,7 +216,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     };
     const auto hide_first_keys = [&](float (&s)[KEYS / 2], int n) {
       if constexpr (C.window) {
-        if (n < wg_tile.edge) hide_before(s, visible, wg_tile.first_row(), n * KEYS, f);
+        if (n < wg_tile.edge) hide_before(s, [&](int row) { return visible.begin(wg_tile.first_row() + row); }, n * KEYS, f);
       }
     };
     const auto scores_to_p = [&](float (&s)[KEYS / 2], const KvBlock& kv_block, bool use_int_max) {

@@ -108,7 +108,8 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
 #pragma unroll
         for (float& score : scores) score = missing ? NAN : score;
         hide(scores, scales.row_end, page * KEYS, f);
-        if (page < pages_of_rows.edge) hide_before_window(scores, pages_of_rows, params.left, page * KEYS, f);
+        const auto begin = [&](int row) { return first_key_of(params, tile.position(pages_of_rows.first_row + row)); };
+        if (page < pages_of_rows.edge) hide_before(scores, begin, page * KEYS, f);
       }
       grows = rows.softmax.step(scores, factor, in_range, probabilities, alpha, beta);
     };

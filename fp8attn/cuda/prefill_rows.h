@@ -5,6 +5,7 @@
 #include "tile/page_softmax.h"
 #include "tile/products.h"
 #include "tile/quantize.h"
+#include "tile/score_mod.h"
 
 namespace fp8attn {
 
@@ -141,21 +142,6 @@ __device__ void issue_half_scores(float (&s)[HALF_BLOCK / 2], PrefillStorage<C>&
   ptx::wgmma_commit();
 }
 
-// Scores of keys before the windows of rows become -inf. `start`: the page's first key.
-__device__ inline void hide_before_window(float (&s)[KEYS / 2], const PagedRowRange& range, int left, int start, Fragment f) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int first = range.tile.position(range.first_row + f.row + 8 * r) - left - start - f.column;
-#pragma unroll
-    for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float& score = s[4 * j + 2 * r + i];
-        score = 8 * j + i < first ? -INFINITE : score;
-      }
-  }
-}
-
 // Scores of tokens that a row doesn't see become -inf, the others are multiplied. Tokens that aren't finite have NaN.
 __device__ inline void see_own_page(float (&s)[HALF_BLOCK / 2], const PagedRowRange& range, int block, int left, float score_scale, Fragment f) {
 #pragma unroll
@@ -205,17 +191,13 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   using S = PrefillShape<C>;
   const Params& p = params.call;
   const Restored<C.head_dim> scales;
-  float l[2] = {rows.softmax.l[0], rows.softmax.l[1]}, lse[2];  // the latter in base 2
+  float l[2] = {rows.softmax.l[0], rows.softmax.l[1]}, limit[2] = {rows.softmax.limit[0], rows.softmax.limit[1]};
+  StagedOutput<Restored<C.head_dim>, S::output_boxes> output(p, range.tile, range.first_row, nullptr, scales, shared.output[consumer], l);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float limit = rows.softmax.limit[r], sink = p.sinks == nullptr ? -INFINITE : p.sinks[range.tile.head] * LOG2E;
-    lse[r] = l[r] == 0.0f ? -INFINITE : limit + log2f(l[r]);
-    if (sink == -INFINITE || !range.tile.is_token(range.first_row + f.row + 8 * r)) continue;
-    const float raised = fmaxf(limit, sink), of_sink = ptx::exp2_approx(sink - raised);
-    lse[r] = raised + log2f(fmaf(l[r], ptx::exp2_approx(limit - raised), of_sink));
-    l[r] += ptx::exp2_approx(sink - limit);  // infinite where the row has no weight left, and zeros for output
+    if (p.sinks == nullptr || !range.tile.is_token(range.first_row + f.row + 8 * r)) continue;
+    output.set_row(r, SinkRow::add<0>(limit[r], l[r], p.sinks[range.tile.head]));
   }
-  const StagedOutput<Restored<C.head_dim>, S::output_boxes> output(p, range.tile, range.first_row, nullptr, scales, shared.output[consumer], l);
   [&]<int... PART_OF>(std::integer_sequence<int, PART_OF...>) {
     (output.template store<PART_OF * S::part, S::part>(rows.o[PART_OF]), ...);
   }(std::make_integer_sequence<int, S::parts>());
@@ -224,7 +206,7 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   for (int r = 0; r < 2; ++r) {
     const int row = range.first_row + f.row + 8 * r;
     if (row >= p.q_length) continue;
-    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = lse[r] / LOG2E;
+    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = l[r] == 0.0f ? -INFINITE : (limit[r] + log2f(l[r])) / LOG2E;
   }
 }
 

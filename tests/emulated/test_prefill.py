@@ -284,7 +284,7 @@ MUTANTS = {
     "sums of two threads": ("tile/page_softmax.h", "lanes < 4; lanes *= 2) sum +=", "lanes < 2; lanes *= 2) sum +="),
     "tokens of other pages": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i <= last"),
     "later tokens": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i >= first"),
-    "a key before the window": ("prefill_rows.h", "8 * j + i < first ? -INFINITE", "8 * j + i < first - 1 ? -INFINITE"),
+    "a key before the window": ("prefill.cuh", "return first_key_of(params,", "return -1 + first_key_of(params,"),
     "no window in the own page": ("prefill_rows.h", "max(position / KEYS * KEYS, position - left) - before", "position / KEYS * KEYS - before"),
     "windows of the first row": ("tile/paged_tiles.h", "edge = min((first_key_of(p, last)", "edge = min((first_key_of(p, tile.position(first_row))"),
     "a page of the window left out": (
@@ -294,7 +294,7 @@ MUTANTS = {
     ),
     "pages before the tile's first one counted": ("prefill_producer.h", "ring.stage + tile.pages - tile.first_page;", "ring.stage + tile.pages;"),
     "sink of the first head": ("prefill_rows.h", "p.sinks[range.tile.head]", "p.sinks[0]"),
-    "no sink in the LSE": ("prefill_rows.h", "lse[r] = raised + log2f(", "log2f("),
+    "no sink in the LSE": ("prefill_rows.h", "(limit[r] + log2f(l[r]))", "(rows.softmax.limit[r] + log2f(rows.softmax.l[r]))"),
     "another place in the ring": ("prefill_producer.h", "token % RECENT", "token % (RECENT - 64)"),
     "new tokens one too early": ("prefill_producer.h", "is_new = token >= edge", "is_new = token > edge"),
     "page of another head": ("prefill_producer.h", "number * p.kv_heads + tile.kv_head : nowhere", "number * p.kv_heads : nowhere"),

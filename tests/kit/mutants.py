@@ -231,7 +231,7 @@ WINDOW_MUTANTS = {
     "the first block whole": ("tile/attend.h", "edge = (visible.begin(row + ROWS - 1)", "edge = (visible.begin(row)"),
     "another consumer's first block": ("hopper_mainloop.h", "n < wg_tile.begin; ring", "n + 1 < wg_tile.begin; ring"),
     "scale of the first block": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "first_page(tile) * scale_step"),
-    "first keys hidden in every row": ("tile/mask.h", "visible.begin(first_row + f.row + 8 * r)", "visible.begin(first_row + f.row + 8)"),
+    "first keys hidden in every row": ("tile/mask.h", "begin(f.row + 8 * r) - start", "begin(f.row + 8) - start"),
     "sink in base 2": ("tile/score_mod.h", "merge_rows(m, l, sink * LOG2E,", "merge_rows(m, l, sink,"),
     "sink of another head": ("hopper_mainloop.h", "sink = p.sinks[tile.head];", "sink = p.sinks[0];"),
     "sink beside scores without the mean": (

@@ -107,7 +107,7 @@ struct Fused {
       }
       if (!whole) hide(s[t], shared.scales.row_end, start + first_key, f);
       if constexpr (C.window) {
-        if (!whole) hide_before(s[t], Visible(p), tile.first_row, start + first_key, f);
+        if (!whole) hide_before(s[t], [&](int row) { return Visible(p).begin(tile.first_row + row); }, start + first_key, f);
       }
       softmax[t].template advance<C.general || C.softcap>(s[t], factor[t], alpha[t]);
     }

@@ -61,12 +61,12 @@ __device__ void hide(float (&s)[N], const int (&row_end)[M], int start, Fragment
   }
 }
 
-// Scores of keys before the rows' windows become -inf. The rows are those from `first_row` on.
-template <int N>
-__device__ void hide_before(float (&s)[N], const Visible& visible, int first_row, int start, Fragment f) {
+// Scores of keys before the rows' windows become -inf. `begin(row)`: the first key that a row of the tile sees.
+template <int N, typename Begin>
+__device__ void hide_before(float (&s)[N], Begin&& begin, int start, Fragment f) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int limit = visible.begin(first_row + f.row + 8 * r) - start - f.column;
+    const int limit = begin(f.row + 8 * r) - start - f.column;
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) {
       if (8 * j < limit) s[4 * j + 2 * r] = -INFINITE;
