@@ -42,11 +42,10 @@ from .validate import (
     check_call,
     check_floats,
     check_import,
-    check_launch,
     check_quantize,
     check_quantize_packed,
-    check_scores,
     check_varlen,
+    checked_rows,
     checked_window,
 )
 
@@ -516,9 +515,7 @@ def _whole(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The operator's implementation."""
     check_floats(q, k, v, attn_mask)
-    of_rows = checked_window(window)
-    check_launch(softmax_scale, causal, out_dtype, of_rows)
-    check_scores(softcap, sinks, q.shape[1], q.device)
+    of_rows = checked_rows(softmax_scale, causal, out_dtype, window, softcap, sinks, q)
     causal, of_rows = simplified(causal, of_rows, q.shape[2], k.shape[2])
     checked = Checked(q, k, v, attn_mask, causal, softmax_scale, out_dtype, None, of_rows, softcap, sinks)
     return _run_whole(checked, chosen, recipe, return_lse)
@@ -705,8 +702,7 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _with_half_keys(checked, recipe, return_lse, chosen)
     problem = _problem(checked, chosen, recipe, return_lse)
     if problem is not None:
-        attend = ops.attend_to_problem if problem.varlen is None else varlen_ops.attend_to_problem
-        out, lse = attend(problem, chosen, checked.scale)
+        out, lse = ops.attend_to_problem(problem, chosen, checked.scale)
         return (out, lse) if return_lse else out
     prepared = _prepare(checked, recipe, chosen)
     out, lse = ops.attend_to_quantized(_call(prepared, return_lse), chosen, checked.scale, made_here=checked.is_float)
@@ -1038,18 +1034,14 @@ def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch
 
 def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
     """The plan of the operator that quantizes and attends."""
-    device = device_of(problem.q.device)
-    if problem.varlen is not None:
-        because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed=True), "query is quantized where it attends"]
-        call = varlen_ops.fused_q_call(problem)
-        return _cuda_plan(call, configs.choose(call, device), because)
+    device, is_packed = device_of(problem.q.device), problem.varlen is not None
     way = ops.way_of(problem, device)
     if way == "one launch":
         return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
     if way == "quantize first":
-        because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed=False)
+        because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed)
         return _explain_attention(ops.quantized_call(problem)[0], chosen, because)
-    because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed=False), "query is quantized where it attends"]
+    because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed), "query is quantized where it attends"]
     if way == "fused q":
         call = ops.fused_q_call(problem)
         return _cuda_plan(call, configs.choose(call, device), because)

@@ -261,9 +261,12 @@ class Problem:
 
     @property
     def arguments(self) -> tuple:
-        """The fields, in the order of the operators' arguments; packed sequences have no such operators."""
-        options = self.attn_mask, self.window, self.softcap, self.sinks
-        return self.q, self.k, self.v, self.softmax_scale, self.qk, self.causal, self.out_dtype, self.return_lse, *options
+        """The fields, in the order of the operators' arguments. Those of packed sequences have no qk and attn_mask."""
+        tensors, options = (self.q, self.k, self.v), (self.window, self.softcap, self.sinks)
+        results = self.causal, self.out_dtype, self.return_lse
+        if self.varlen is not None:
+            return *tensors, *self.varlen.arguments, self.softmax_scale, *results, *options
+        return *tensors, self.softmax_scale, self.qk, *results, self.attn_mask, *options
 
     def call_of(self, key: Quantized, value: Quantized, query: Quantized | None = None, mean_scores: torch.Tensor | None = None) -> Call:
         """Attention to k and v that were quantized by the recipe; with q as it is if it wasn't.

@@ -40,6 +40,7 @@ from .recipe import (
     ComputeType,
     Granularity,
     Layout,
+    Packed,
     ProductType,
     Quantized,
     Recipe,
@@ -162,6 +163,14 @@ def unsupported_cuda_lse(lse: torch.Tensor, q: torch.Tensor) -> str | None:
     """Why Triton's kernel adds to the LSE what K's mean adds to scores, or None if a CUDA kernel does."""
     device = device_of(q.device)
     return general_quantize.unsupported_lse(lse, q, device) or build.unavailable(general_quantize.UNSMOOTHER, device.arch)
+
+
+def quantized_packed(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed) -> tuple[Quantized, Quantized]:
+    """quantization.quantize_packed, by kernels on devices that run kernels. The bytes are the same."""
+    if not has_kernels(k.device):
+        return quantize_ref.quantize_packed(k, v, recipe, packed)
+    with current(k.device):
+        return triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device_of(k.device))
 
 
 def quantized(
@@ -650,9 +659,7 @@ def _reference_forward(
     out_dtype: torch.dtype, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     validate.check_floats(q, k, v, attn_mask)
-    of_rows = validate.checked_window(window)
-    validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
-    validate.check_scores(softcap, sinks, q.shape[1], q.device)
+    of_rows = validate.checked_rows(softmax_scale, causal, out_dtype, window, softcap, sinks, q)
     scoring = reference.Scoring(softmax_scale, of_rows, softcap, sinks)
     found = reference.attention(q, k, v, attn_mask, causal=causal, scoring=scoring, dtype=dtype)
     return laid_out(q, found, out_dtype, True)
@@ -722,6 +729,25 @@ def _unsmoothed_lse(
         return triton_kernels.lse.unsmoothed_lse(lse, query, k_mean, softmax_scale, rotated, device)
 
 
+def unsmoothed_packed_lse(
+    lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, cu_seqlens_q: torch.Tensor, softmax_scale: float, rotated: int,
+    q_scale: torch.Tensor | None = None, granularity: Granularity = "token",
+) -> torch.Tensor:  # fmt: skip
+    """_unsmoothed_lse of packed queries: (1, Hq, T, D), the LSE (1, Hq, T), and K's mean (B, Hkv, D)."""
+    packed = Packed(cu_seqlens_q, None, q.shape[2])
+    query = q if q_scale is None else Quantized(q, q_scale, granularity, "rows", q.shape[2])
+    validate.check_unsmoothed_lse(lse, query, k_mean, packed)
+    if has_kernels(q.device):
+        with current(q.device):
+            return triton_kernels.lse.unsmoothed_lse(lse, query, k_mean, softmax_scale, rotated, device_of(q.device), packed=packed)
+    floats = q if isinstance(query, torch.Tensor) else quantize_ref.dequantize(query)
+    out = lse.clone()
+    for i, (begin, length) in enumerate(packed.spans()):
+        rows = slice(begin, begin + length)
+        out[:, :, rows] = reference.unsmoothed_lse(lse[:, :, rows], floats[:, :, rows], k_mean[i : i + 1], softmax_scale, rotated)
+    return out
+
+
 def _fake_unsmoothed_lse(lse, q, k_mean, softmax_scale, rotated, q_scale=None, granularity="token"):
     return torch.empty_like(lse)
 
@@ -773,26 +799,39 @@ def way_of(problem: Problem, device: Device) -> Way:
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    if unsupported_one_launch(problem, device) is None:
+    if problem.varlen is None and unsupported_one_launch(problem, device) is None:
         return "one launch"
     if unsupported_fused_q(problem, device) is not None:
         return "quantize first"
+    if problem.varlen is not None:
+        return "fused q"
     return "two launches" if unsupported_cuda_quantize(problem.k, problem.v, problem.recipe, device) is None else "fused q"
+
+
+def _quantized_problem(problem: Problem, q: torch.Tensor | None) -> tuple[Quantized | None, Quantized, Quantized]:
+    """The quantized q, if it is given, k and v of a problem."""
+    if problem.varlen is not None:
+        query = None if q is None else quantized(q, None, None, problem.recipe)[0]
+        return query, *quantized_packed(problem.k, problem.v, problem.recipe, problem.varlen.k)
+    query, key, value = quantized(q, problem.k, problem.v, problem.recipe)
+    assert key is not None and value is not None
+    return query, key, value
 
 
 def fused_q_call(problem: Problem) -> Call:
     """Quantizes k and v for the way `fused q`."""
-    _, key, value = quantized(None, problem.k, problem.v, problem.recipe)
-    assert key is not None and value is not None
+    _, key, value = _quantized_problem(problem, None)
     return problem.call_of(key, value)
 
 
 def quantized_call(problem: Problem) -> tuple[Call, Quantized]:
     """Quantizes q, k and v for the way `quantize first`. Also the key, whose mean the LSE doesn't include unless there
     is a soft cap or sinks."""
-    query, key, value = quantized(problem.q, problem.k, problem.v, problem.recipe)
-    assert query is not None and key is not None and value is not None
-    mean_scores = _mean_scores(problem, key) if problem.softcap or problem.sinks is not None else None
+    query, key, value = _quantized_problem(problem, problem.q)
+    assert query is not None
+    mean_scores = None
+    if problem.softcap or problem.sinks is not None:
+        mean_scores = _with_mean(problem, key, torch.zeros(problem.q.shape[:3], dtype=torch.float32, device=problem.q.device))
     return problem.call_of(key, value, query, mean_scores), key
 
 
@@ -818,7 +857,7 @@ def quantize_and_attend(problem: Problem, backend: Forward, required: bool) -> t
                 return early.quantize_and_attend(problem, device)
             if way == "fused q":
                 call = fused_q_call(problem)
-                return cuda_run.forward(call, device, configs.choose(call, device))
+                return forward_by_cuda(call, configs.choose(call, device))
         except BuildError as error:
             if required:
                 raise
@@ -826,8 +865,7 @@ def quantize_and_attend(problem: Problem, backend: Forward, required: bool) -> t
         call, key = quantized_call(problem)
         out, lse = backend(call)
         if problem.return_lse and call.mean_scores is None:
-            assert key.mean is not None
-            lse = _unsmoothed_lse(lse, problem.q, key.mean, problem.softmax_scale, key.rotated)
+            lse = _with_mean(problem, key, lse)
         return out, lse
 
 
@@ -850,9 +888,7 @@ def from_fp16_by(run: FromFp16):
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         validate.check_floats(q, k, v, attn_mask)
-        of_rows = validate.checked_window(window)
-        validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
-        validate.check_scores(softcap, sinks, q.shape[1], q.device)
+        of_rows = validate.checked_rows(softmax_scale, causal, out_dtype, window, softcap, sinks, q)
         if qk not in FUSED_RECIPES:
             raise ValueError(f"qk is {qk!r}; it must be one of {tuple(FUSED_RECIPES)}")
         return run(Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask, of_rows, softcap, sinks))
@@ -873,14 +909,16 @@ def attend_to_problem(problem: Problem, backend: str, scale: torch.Tensor | None
     """
     if is_direct(problem.q, problem.k, problem.v):
         return _attend_to_problem_directly(problem, backend)
-    return getattr(library_ops, f"{backend}_forward_from_fp16")(*problem.arguments, scale=scale)
+    forward = "forward" if problem.varlen is None else "varlen_forward"
+    return getattr(library_ops, f"{backend}_{forward}_from_fp16")(*problem.arguments, scale=scale)
 
 
-def _mean_scores(problem: Problem, key: Quantized) -> torch.Tensor:
-    """What K's mean adds to the scores of each row, float32 (B, Hq, Sq)."""
-    q = problem.q
+def _with_mean(problem: Problem, key: Quantized, lse: torch.Tensor) -> torch.Tensor:
+    """lse and what K's mean adds to the scores of each row, float32 (B, Hq, Sq)."""
     assert key.mean is not None
-    return _unsmoothed_lse(torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device), q, key.mean, problem.softmax_scale, key.rotated)
+    if problem.varlen is not None:
+        return unsmoothed_packed_lse(lse, problem.q, key.mean, problem.varlen.q.cu_seqlens, problem.softmax_scale, key.rotated)
+    return _unsmoothed_lse(lse, problem.q, key.mean, problem.softmax_scale, key.rotated)
 
 
 def _fake_from_fp16(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None, window=CAUSAL_WINDOW, softcap=0.0, sinks=None):

@@ -1203,6 +1203,16 @@ def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype, wind
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {FLOATS}")
 
 
+def checked_rows(
+    softmax_scale: float, causal: str, out_dtype: torch.dtype, window: object, softcap: float, sinks: torch.Tensor | None, query: torch.Tensor
+) -> Window:
+    """The window of an operator's rows. Checks what else the operator is told of them. query: (B, Hq, Sq, D)."""
+    of_rows = checked_window(window)
+    check_launch(softmax_scale, causal, out_dtype, of_rows)
+    check_scores(softcap, sinks, query.shape[1], query.device)
+    return of_rows
+
+
 def _scales(name: str, group: int, length: int) -> int:
     """Number of scales of one head's rows."""
     if group not in (0, 1, SCALE_BLOCK):

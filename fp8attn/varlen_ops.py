@@ -7,33 +7,27 @@ lengths on the host, but for those of plain torch.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from . import ops, reference, validate
 from . import quantization as quantize_ref
-from . import triton as triton_kernels
+from . import reference, validate
 from .ambient import shielded
 from .call import Call, Problem, Varlen, empty_lse, empty_output
-from .cuda import configs
-from .cuda.build import BuildError
-from .device import device_of
 from .ops import (
     FORWARDS,
+    FROM_FP16,
     OPTIONS,
     QUERY_SCALES,
     Forward,
+    FromFp16,
     current,
-    forward_by_cuda,
-    has_kernels,
-    is_direct,
     laid_out,
-    library_ops,
+    quantized_packed,
     register,
-    unsupported_fused_q,
+    unsmoothed_packed_lse,
 )
 from .recipe import ComputeType, Granularity, Layout, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal
@@ -56,19 +50,11 @@ def _quantize(
     packed, of_text = Packed(cu_seqlens_k, seqused_k, k.shape[2]), Recipe.of_text(recipe)
     validate.check_varlen_recipe(of_text)
     validate.check_packed_floats(k, v, packed)
-    by = quantize_ref.quantize_packed if modelled else quantized
+    by = quantize_ref.quantize_packed if modelled else quantized_packed
     return _tensors_of(*by(k, v, of_text, packed))
 
 
-def quantized(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed) -> tuple[Quantized, Quantized]:
-    """quantization.quantize_packed, by kernels on devices that run kernels. The bytes are the same."""
-    if not has_kernels(k.device):
-        return quantize_ref.quantize_packed(k, v, recipe, packed)
-    with current(k.device):
-        return triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device_of(k.device))
-
-
-QUANTIZERS = {"varlen_quantize": shielded(quantized), "modelled_varlen_quantize": shielded(quantize_ref.quantize_packed)}
+QUANTIZERS = {"varlen_quantize": shielded(quantized_packed), "modelled_varlen_quantize": shielded(quantize_ref.quantize_packed)}
 """What operators do with k and v that were checked, a recipe and sequences."""
 
 
@@ -89,27 +75,9 @@ for _name, _quantizer in (("varlen_quantize", _quantize), ("modelled_varlen_quan
     )
 
 
-def _unsmoothed_lse(
-    lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, cu_seqlens_q: torch.Tensor, softmax_scale: float, rotated: int,
-    q_scale: torch.Tensor | None = None, granularity: Granularity = "token",
-) -> torch.Tensor:  # fmt: skip
-    packed = Packed(cu_seqlens_q, None, q.shape[2])
-    query = q if q_scale is None else Quantized(q, q_scale, granularity, "rows", q.shape[2])
-    validate.check_unsmoothed_lse(lse, query, k_mean, packed)
-    if has_kernels(q.device):
-        with current(q.device):
-            return triton_kernels.lse.unsmoothed_lse(lse, query, k_mean, softmax_scale, rotated, device_of(q.device), packed=packed)
-    floats = q if isinstance(query, torch.Tensor) else quantize_ref.dequantize(query)
-    out = lse.clone()
-    for i, (begin, length) in enumerate(packed.spans()):
-        rows = slice(begin, begin + length)
-        out[:, :, rows] = reference.unsmoothed_lse(lse[:, :, rows], floats[:, :, rows], k_mean[i : i + 1], softmax_scale, rotated)
-    return out
-
-
 register(
     f"varlen_unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, Tensor cu_seqlens_q, float softmax_scale, int rotated, {QUERY_SCALES}) -> Tensor",
-    _unsmoothed_lse,
+    unsmoothed_packed_lse,
     lambda lse, q, k_mean, cu_seqlens_q, softmax_scale, rotated, q_scale=None, granularity="token": torch.empty_like(lse),
 )
 
@@ -160,45 +128,15 @@ for _name, _backend in FORWARDS.items():
     )
 
 
-def fused_q_call(problem: Problem) -> Call:
-    """Quantizes k and v of packed sequences, whose q the attention kernel quantizes."""
-    assert problem.varlen is not None
-    return problem.call_of(*quantized(problem.k, problem.v, problem.recipe, problem.varlen.k))
+def _checked_floats(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[Any]) -> Varlen:
+    """The sequences of an operator that takes plain tensors, all checked. lengths: Varlen.arguments."""
+    varlen = varlen_of(lengths, q, k)
+    validate.check_floats(q, k[:, :, :0], v[:, :, :0], None)
+    validate.check_packed_floats(k, v, varlen.k)
+    return varlen
 
 
-def quantize_and_attend(problem: Problem, backend: Forward, required: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantization of packed sequences by problem.recipe, and attention: ops.quantize_and_attend. The attention kernel
-    quantizes q where it can."""
-    q, varlen, device = problem.q, problem.varlen, device_of(problem.q.device)
-    assert varlen is not None
-    with current(q.device):
-        if unsupported_fused_q(problem, device) is None:
-            try:
-                call = fused_q_call(problem)
-                return forward_by_cuda(call, configs.choose(call, device))
-            except BuildError as error:
-                if required:
-                    raise
-                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
-        query, _, _ = ops.quantized(q, None, None, problem.recipe)
-        key, value = quantized(problem.k, problem.v, problem.recipe, varlen.k)
-        mean = key.mean
-        assert query is not None and mean is not None
-
-        def with_mean(lse: torch.Tensor) -> torch.Tensor:
-            return _unsmoothed_lse(lse, q, mean, varlen.q.cu_seqlens, problem.softmax_scale, key.rotated)
-
-        given = problem.softcap or problem.sinks is not None
-        call = problem.call_of(key, value, query, with_mean(torch.zeros(q.shape[:3], device=q.device)) if given else None)
-        out, lse = backend(call)
-        return out, with_mean(lse) if problem.return_lse and not given else lse
-
-
-FROM_FP16 = {name: functools.partial(quantize_and_attend, backend=FORWARDS[name], required=name == "cuda") for name in ("cuda", "auto")}
-"""By backend."""
-
-
-def from_fp16_by(run: Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def from_fp16_by(run: FromFp16) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Implementation of an operator that quantizes packed sequences and attends."""
 
     def forward(
@@ -206,12 +144,8 @@ def from_fp16_by(run: Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]) ->
         seqused_k: torch.Tensor | None, longest_q: int, longest_k: int, softmax_scale: float, causal: Causal, out_dtype: torch.dtype,
         return_lse: bool, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        varlen = varlen_of((cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k), q, k)
-        validate.check_floats(q, k[:, :, :0], v[:, :, :0], None)
-        validate.check_packed_floats(k, v, varlen.k)
-        of_rows = validate.checked_window(window)
-        validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
-        validate.check_scores(softcap, sinks, q.shape[1], q.device)
+        varlen = _checked_floats(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k))
+        of_rows = validate.checked_rows(softmax_scale, causal, out_dtype, window, softcap, sinks, q)
         return run(Problem(q, k, v, softmax_scale, "e4m3", causal, out_dtype, return_lse, None, of_rows, softcap, sinks, varlen))
 
     return forward
@@ -231,32 +165,13 @@ for _name, _run in FROM_FP16.items():
     )
 
 
-@shielded
-def _attend_to_problem_directly(problem: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return FROM_FP16[backend](problem)
-
-
-def attend_to_problem(problem: Problem, backend: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantization and attention of a checked problem of packed sequences: ops.attend_to_problem."""
-    if is_direct(problem.q, problem.k, problem.v):
-        return _attend_to_problem_directly(problem, backend)
-    assert problem.varlen is not None
-    numbers = problem.softmax_scale, problem.causal, problem.out_dtype, problem.return_lse, problem.window, problem.softcap, problem.sinks
-    operator = getattr(library_ops, f"{backend}_varlen_forward_from_fp16")
-    return operator(problem.q, problem.k, problem.v, *problem.varlen.arguments, *numbers, scale=scale)
-
-
 def _reference_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, seqused_k: torch.Tensor | None,
     longest_q: int, longest_k: int, softmax_scale: float, causal: Causal, dtype: torch.dtype, out_dtype: torch.dtype,
     window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    varlen = varlen_of((cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k), q, k)
-    validate.check_floats(q, k[:, :, :0], v[:, :, :0], None)
-    validate.check_packed_floats(k, v, varlen.k)
-    of_rows = validate.checked_window(window)
-    validate.check_launch(softmax_scale, causal, out_dtype, of_rows)
-    validate.check_scores(softcap, sinks, q.shape[1], q.device)
+    varlen = _checked_floats(q, k, v, (cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k))
+    of_rows = validate.checked_rows(softmax_scale, causal, out_dtype, window, softcap, sinks, q)
     spans, scoring = varlen.k.spans(), reference.Scoring(softmax_scale, of_rows, softcap, sinks)
 
     def attend(sequence: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

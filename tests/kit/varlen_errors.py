@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import fp8attn
-from fp8attn import Recipe, varlen_ops
+from fp8attn import Recipe, ops
 from fp8attn.ops import library_ops
 
 Sample = tuple[Callable[[], object], type[Exception], str]
@@ -29,7 +29,7 @@ ARGUMENTS = {
     "cu_seqlens_k": STARTS_K,
 }
 Q, K, V = (ARGUMENTS[name] for name in "qkv")
-with mock.patch.object(varlen_ops, "has_kernels", return_value=False):  # interpreted kernels take a second in every worker
+with mock.patch.object(ops, "has_kernels", return_value=False):  # interpreted kernels take a second in every worker
     QUANTIZED_Q = fp8attn.quantize(Q, cu_seqlens_q=STARTS_Q)
     QUANTIZED_K, QUANTIZED_V = fp8attn.quantize(None, K, V, cu_seqlens_k=STARTS_K)
     DENSE = fp8attn.quantize(Q.transpose(0, 1)[None])

@@ -130,12 +130,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_with", lambda *_: library)
     monkeypatch.setattr(build, "missing", lambda: None)
     monkeypatch.setattr(build, "_failures", {})
-    for module in (api, ops, varlen_ops):
+    for module in (api, ops):
         monkeypatch.setattr(module, "device_of", lambda device: H100)
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
     monkeypatch.setattr(ops, "quantized", quantized_by_a_function)
-    monkeypatch.setattr(varlen_ops, "has_kernels", lambda device: False)
     monkeypatch.setitem(ops.implementations, "varlen_quantize", varlen_quantized_by_a_function)
     monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
     monkeypatch.setattr(build, "load_binding", lambda: library.operators)
