@@ -255,6 +255,15 @@ def _append(sets: Sequence[Inputs]) -> Run:
     return append
 
 
+def _of_flash3(fp8: bool, inputs: Inputs, q: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Queries, keys and values for a FlashAttention-3, and its options of them: with one scale per tensor in FP8."""
+    tensors = [q, inputs.k, inputs.v]
+    if not fp8:
+        return tensors, {}
+    quantized, shape = [adapters.per_tensor(x) for x in tensors], (len(inputs.case.lengths), inputs.case.kv_heads)
+    return [x for x, _ in quantized], {f"{name}_descale": scale.expand(shape) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+
+
 def _flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
     """flash_attn_with_kvcache of FlashAttention-3, with one scale per tensor in FP8.
 
@@ -266,14 +275,7 @@ def _flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
     function = adapters.flash3().flash_attn_with_kvcache
 
     def call(inputs: Inputs) -> Callable[[], torch.Tensor]:
-        q, case = inputs.q.transpose(1, 2).contiguous(), inputs.case
-        tensors: list[torch.Tensor] = [q, inputs.k, inputs.v]
-        options: dict[str, Any] = {}
-        if fp8:
-            quantized = [adapters.per_tensor(x) for x in tensors]
-            tensors = [x for x, _ in quantized]
-            shape = len(case.lengths), case.kv_heads
-            options = {f"{name}_descale": scale.expand(shape) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+        tensors, options = _of_flash3(fp8, inputs, inputs.q.transpose(1, 2).contiguous())
         options |= dict(cache_seqlens=inputs.lengths, page_table=inputs.table, causal=True, window_size=inputs.window)
         return lambda: function(*tensors, **options).transpose(1, 2)
 
@@ -287,12 +289,7 @@ def _vllm_flash3(fp8: bool, sets: Sequence[Inputs]) -> Run:
 
     def call(inputs: Inputs) -> Callable[[], torch.Tensor]:
         case, rows = inputs.case, len(inputs.case.lengths)
-        tensors: list[torch.Tensor] = [inputs.q.transpose(1, 2).flatten(0, 1).contiguous(), inputs.k, inputs.v]
-        options: dict[str, Any] = {}
-        if fp8:
-            quantized = [adapters.per_tensor(x) for x in tensors]
-            tensors = [x for x, _ in quantized]
-            options = {f"{name}_descale": scale.expand(rows, case.kv_heads) for name, (_, scale) in zip("qkv", quantized, strict=True)}
+        tensors, options = _of_flash3(fp8, inputs, inputs.q.transpose(1, 2).flatten(0, 1).contiguous())
         starts = torch.arange(0, (rows + 1) * case.queries, case.queries, dtype=torch.int32, device=inputs.q.device)
         options |= dict(max_seqlen_q=case.queries, cu_seqlens_q=starts, max_seqlen_k=max(case.lengths), seqused_k=inputs.lengths)
         options |= dict(window_size=inputs.window, s_aux=None if inputs.sinks is None else inputs.sinks.bfloat16())

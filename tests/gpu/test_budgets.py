@@ -167,7 +167,7 @@ def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
 
 
 STACK_OF_PREFILL = {64: 0, 128: 40, 256: 16}
-"""Bytes of a thread's stack by head dim. In the loop over pages only int8 with 128 channels reads and writes three words of it."""
+"""Bytes of a thread's stack by head dim. In the loop over pages only int8 with 128 channels uses it: three words."""
 
 
 @pytest.mark.parametrize("config", one_of(1, prefill.INSTANCES))

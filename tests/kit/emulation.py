@@ -594,7 +594,8 @@ def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, result
     p.left = numbers[1]
     described = b"".join(maps) + bytes(call)
     of_new = [bytes(MAP) if x is None else _rows_map(x, KEYS // 2, 128) for x in (new_k, new_v)]
-    return b"".join((described, bytes(-len(described) % 64), *of_new, bytes(p)))  # tensor maps, and so Params, are aligned to 64 bytes
+    # tensor maps, and so Params, are aligned to 64 bytes
+    return b"".join((described, bytes(-len(described) % 64), *of_new, bytes(p)))
 
 
 FEW, PAGES = 0, 2

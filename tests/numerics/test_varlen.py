@@ -360,7 +360,8 @@ def test_the_operator_that_quantizes(device: torch.device, fields: dict) -> None
 @pytest.mark.parametrize("fields", KINDS_OF_SCORES, ids=str)
 @pytest.mark.parametrize("dim", (64, 128, 256))
 def test_queries_that_the_cuda_kernel_quantizes(device: torch.device, dim: int, fields: dict) -> None:
-    """The answers of queries that were quantized before, but for the rounding of rotations; and with one's own mean, of no other sequence."""
+    """The answers of queries that were quantized before, but for the rounding of rotations. Each sequence has its own
+    mean."""
     if device_of(device).arch // 10 != 9:
         pytest.skip("needs sm_90")
     case = replace(TYPICAL, dtype=torch.bfloat16, dim=dim, value_dim=dim, **fields)
