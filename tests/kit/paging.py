@@ -99,26 +99,28 @@ def assert_attends(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.T
     """Compare a kernel's float32 output and LSE with the oracle's.
 
     A GPU's tensor cores sum scores with 13 bits: the tolerances of `closeness.assert_matches_pipeline`, and the rounding
-    of P in the own page. `exact_sums`: sums are float32. Then a P's code is rarely another than the oracle's. Up to 3 %
-    of the rows, or one, may have such a P.
+    of P in the own page. `exact_sums`: sums are float32, and a P's code is rarely another than the oracle's. Up to 3 % of
+    the rows, or one, may have a P that changes their LSE: in a window of few keys, one P is much of a row.
     """
     wanted, wanted_lse = expected
     for x, y in ((out, wanted), (lse, wanted_lse)):
         assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
     out, lse, wanted, wanted_lse = (x.nan_to_num(0.0, 0.0, 0.0) for x in (out, lse, wanted, wanted_lse))
     largest = 0.0 if exact_sums else float(wanted_lse.abs().max()) * LOG2E
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=5e-3 + largest * TENSOR_CORE_STEP)
+    few, by_sums = max(int(SHARE_OFF_GRID * lse.numel()), 1), largest * TENSOR_CORE_STEP
+    # (absolute, relative) tolerance of all rows, and of all but few
+    of_all, of_most = ((5e-3, 1e-3), (1e-4, 1e-4)) if exact_sums else ((E4M3_STEP + by_sums, 1e-3), (5e-3 + by_sums, 1e-3))
+    torch.testing.assert_close(lse, wanted_lse, atol=of_all[0], rtol=of_all[1])
+    apart = (lse - wanted_lse).abs() > of_most[0] + of_most[1] * wanted_lse.abs()
+    assert int(apart.sum()) <= few, f"{int(apart.sum())} of {apart.numel()} rows have another LSE"
     norm = wanted.norm(dim=-1)
     error = (out - wanted).norm(dim=-1) / (norm + float(norm.max()) * 1e-6 + 1e-30)
     if exact_sums:
-        few = max(int(SHARE_OFF_GRID * lse.numel()), 1)
-        apart = (lse - wanted_lse).abs() > 1e-4 + 1e-4 * wanted_lse.abs()
-        assert int(apart.sum()) <= few, f"{int(apart.sum())} of {apart.numel()} rows have another LSE"
         assert float(error.max()) <= E4M3_STEP + INTERPRETED[dtype], f"a row is off by {float(error.max()):.1e}"
         others = error.flatten().argsort()[: max(error.numel() - few, 1)]
         assert relative(*(x.flatten(0, -2)[others] for x in (out, wanted))) <= INTERPRETED[dtype], relative(out, wanted)
         return
-    by_scores = 2 ** min(largest * TENSOR_CORE_STEP, 1000.0) - 1  # of the largest scores nothing but the LSE is certain
+    by_scores = 2 ** min(by_sums, 1000.0) - 1  # of the largest scores nothing but the LSE is certain
     assert float(error.max()) <= E4M3_STEP + INTERPRETED[dtype] + by_scores, f"a row is off by {float(error.max()):.1e}"
     assert float(error.median()) <= 4e-3 + INTERPRETED[dtype] + by_scores, f"the typical row is off by {float(error.median()):.1e}"
 
