@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from ..ambient import autocast_dtype
 from ..api import choose_backend, sdpa
 from ..quantization import PartialStatistics, Statistics
 from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
+from ..reference import Window
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
 from .merge import Accumulator
@@ -43,7 +44,7 @@ from .parts import (
 )
 from .sharding import SHARDINGS, Sharding, Span, Spans, _group_of, spans_of
 from .transport import Lanes, Ring, Transfer, exchange, start_gather
-from .visibility import pieces
+from .visibility import EVERY_KEY, Visible, pieces
 from .wire import Form, concatenated_rows, packed, size_of, unpacked
 
 Mode = Literal["auto", "ring", "ulysses", "all_gather"]
@@ -110,6 +111,9 @@ def context_parallel_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     sharding: Sharding = "contiguous",
     recipe: Recipe = DEFAULT_RECIPE,
     statistics: Scope = "sequence",
@@ -136,6 +140,10 @@ def context_parallel_sdpa(
             multiple of it. `auto` chooses by shapes.
         is_causal: the query at position i of the sequence sees keys at positions j <= i, or j <= i + Sk - Sq if
             `causal_alignment` is `bottom_right`. Sq and Sk are of the whole sequence.
+        window: as of `fp8attn.sdpa`, of positions in the whole sequence. A ring of contiguous shards ends when no rank
+            sees more keys.
+        softcap: as of `fp8attn.sdpa`.
+        sinks: float (Hq,), the same on all ranks: one more logit of each row, whose value is zero.
         scale, enable_gqa, recipe: as of `fp8attn.sdpa`. The recipe keeps no keys in half precision. Scales of q or k
             with the granularity `tensor` or `head` are those of a rank's own tokens.
         statistics: `sequence`: K's mean, and V's means and scales, are those of the whole sequence, as in one process.
@@ -165,8 +173,8 @@ def context_parallel_sdpa(
         query, key, value = (cast(x, dtype) for x in (query, key, value))
         out_dtype = out_dtype or dtype
     arguments = Arguments(
-        query, key, value, None, 0.0, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, recipe=recipe, out_dtype=out_dtype,
-        return_lse=return_lse, backend=backend,
+        query, key, value, None, 0.0, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, window=window, softcap=softcap,
+        sinks=sinks, recipe=recipe, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
     )  # fmt: skip
     try:
         checked, fields = _checked(arguments, groups, mode=mode, sharding=sharding, check_ranks=check_ranks, statistics=statistics)
@@ -177,19 +185,20 @@ def context_parallel_sdpa(
     agreed = _agreed(message, groups, check_ranks)
     q, k, v = checked.floats
     kv_lengths = agreed.kv_lengths
-    chosen = _mode(mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), is_causal and sharding == "contiguous", groups)
+    aligned = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
+    left, right = (-1, -1) if window is None else window
+    visible = Visible(aligned, left, 0 if is_causal else right)
+    unbalanced = is_causal and sharding == "contiguous" and not visible.has_window
+    chosen = _mode(mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups)
     ranks = _ranks(chosen, groups)
     computing, shared = _backend(backend, q.device), statistics == "sequence"
-    # the LSE of a shard with a mean of its own needs queries as they are, wherever they attend
-    float_queries = computing == "reference" or recipe.smooth_q or (not shared and ranks.inner is not None)
-    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, float_queries)
-    shift = None
-    if is_causal:
-        shift = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
+    # K's mean is multiplied by queries as they are: under a soft cap, and in the LSE of a shard with a mean of its own
+    float_queries = computing == "reference" or recipe.smooth_q or bool(softcap) or (not shared and ranks.inner is not None)
+    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, float_queries, visible.has_window)
     q_spans, kv_spans = (
         [_joined_spans(spans) for spans in spans_of(lengths, sharding, name)] for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
     )
-    call = _Call(checked, form, ranks, q_spans, kv_spans, shift, chosen == "all_gather")
+    call = _Call(checked, form, ranks, q_spans, kv_spans, visible, chosen == "all_gather")
     out, lse = call.run(return_lse)
     return (out, lse) if return_lse else out
 
@@ -247,6 +256,7 @@ def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: objec
         "query length": q.shape[2], "key length": k.shape[2], "batch of query": q.shape[0], "heads of query": q.shape[1],
         "head_dim of query": q.shape[3], "heads of key": k.shape[1], "head_dim of value": v.shape[3], "dtype of query": str(q.dtype),
         "device of query": q.device.type, **options, "is_causal": a.is_causal, "causal_alignment": a.causal_alignment,
+        "window": None if a.window is None else list(a.window), "softcap": a.softcap, "sinks": None if a.sinks is None else "given",
         "scale": checked.softmax_scale, "recipe": a.recipe.text, "out_dtype": str(checked.out_dtype),
         "return_lse": a.return_lse, "backend": backend,
     }  # fmt: skip
@@ -310,7 +320,7 @@ class _Call:
         checked: this rank's arguments.
         form: what its tensors are.
         q_spans, kv_spans: tokens of every rank.
-        shift: as of visibility.pieces.
+        visible: which keys a query sees.
         gathers: whether keys and values are gathered, not passed on.
     """
 
@@ -319,7 +329,7 @@ class _Call:
     ranks: Ranks
     q_spans: list[Spans]
     kv_spans: list[Spans]
-    shift: int | None
+    visible: Visible
     gathers: bool
 
     def run(self, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,10 +352,12 @@ class _Call:
             queries, runs, own, order = self._traded(queries, own)
             heads = _kv_heads(form, ranks.inner_rank, ranks.inner_size)
             out, lse = self._attended(queries, runs, self._buffers(own, parts, share), parts, of_heads(found, heads), share)
-            out, lse = self._returned(out, lse, order, return_lse)
-        if return_lse and found is not None and found.k_mean is not None:
+            out, lse = self._returned(out, lse, order, return_lse or self.checked.sinks is not None)
+        if (return_lse or self.checked.sinks is not None) and found is not None and found.k_mean is not None and not self.checked.softcap:
             lse = ops.library_ops.unsmoothed_lse(lse.contiguous(), q, found.k_mean, self.checked.softmax_scale, form.rotated)
-        return out, lse
+        if self.checked.sinks is not None:
+            out, lse = _with_sinks(out, lse, self.checked.sinks)
+        return out.to(self.checked.out_dtype), lse
 
     def _total(self) -> int:
         return sum(map(tokens_of, self.kv_spans))
@@ -398,8 +410,21 @@ class _Call:
         sizes = [size_of(form.forms_of(some)) for some in parts]
         if self.gathers:
             return _gathered(own, sizes, rank, start_gather(own, max(sizes), outer))
-        order = [(rank - step) % size for step in range(size)]
+        order = [(rank - step) % size for step in range(self._steps(parts))]
         return zip(order, Ring(own, [sizes[index] for index in order], outer), strict=True)
+
+    def _steps(self, parts: list[list[Spans]]) -> int:
+        """Steps of the ring, the first with a rank's own shard. Behind the last one no rank sees a key. Without a
+        window, all."""
+        size, inner = self.ranks.outer_size, self.ranks.inner_size
+        if not self.visible.has_window:
+            return size
+
+        def sees(rank: int, other: int) -> bool:
+            runs = [span for spans in self.q_spans[rank * inner : (rank + 1) * inner] for span in spans]
+            return any(pieces(runs, part, self.visible) for part in parts[other])
+
+        return max([step + 1 for step in range(size) for rank in range(size) if sees(rank, (rank - step) % size)], default=1)
 
     def _attended(
         self,
@@ -424,12 +449,14 @@ class _Call:
         v_mean = found.v_mean if found is not None and sum(map(len, parts)) > 1 else None
         total, lanes = Accumulator(like, form.value_dim, v_mean), Lanes(like.device)
         arriving = iter(buffers)
-        for step in range(len(parts)):
+        for step in range(len(parts) if self.gathers else self._steps(parts)):
             with lanes.lane(self._lane(step)):
                 index, buffer = next(arriving)
                 for part in parts_of(buffer, parts[index], found, form):
+                    if self.checked.softcap and found is not None:
+                        part = replace(part, k_mean=found.k_mean)
                     self._attend(total, q, runs, part if v_mean is None else part.without_v_mean())
-        return total.result(self.checked.out_dtype)
+        return total.result(torch.float32 if self.checked.sinks is not None else self.checked.out_dtype)
 
     def _lane(self, step: int) -> int:
         """Of `Lanes`, where a step attends. Steps on different lanes overlap, so that the last tiles of a step do not
@@ -448,17 +475,21 @@ class _Call:
 
     def _attend(self, total: Accumulator, q: torch.Tensor | Quantized, runs: Spans, part: Part) -> None:
         """Add attention to a part of the keys."""
-        form = self.form
-        for piece in pieces(runs, part.spans, self.shift):
+        form, checked = self.form, self.checked
+        for piece in pieces(runs, part.spans, self.visible):
             key, value = part.first_keys(piece.keys, form)
+            capped = bool(checked.softcap)
+            if capped and isinstance(key, Quantized):  # a cap applies to whole scores
+                key = replace(key, mean=part.k_mean)
             out, lse = sdpa(
-                _rows(q, piece.start, piece.stop), key, value, is_causal=piece.causal != "none",
-                causal_alignment="bottom_right" if piece.causal == "bottom_right" else "top_left", scale=self.checked.softmax_scale,
-                enable_gqa=True, recipe=form.recipe, out_dtype=self._part_dtype, return_lse=True, backend=form.backend,
+                _rows(q, piece.start, piece.stop), key, value, is_causal=piece.causal != "none" and piece.window == EVERY_KEY,
+                causal_alignment="bottom_right" if piece.causal == "bottom_right" else "top_left", window=piece.window,
+                softcap=checked.softcap, scale=checked.softmax_scale, enable_gqa=True, recipe=form.recipe, out_dtype=self._part_dtype,
+                return_lse=True, backend=form.backend,
             )  # fmt: skip
-            if part.k_mean is not None:
-                floats = (q if isinstance(q, torch.Tensor) else self.checked.floats[0])[:, :, piece.start : piece.stop]
-                lse = ops.library_ops.unsmoothed_lse(lse, floats, part.k_mean, self.checked.softmax_scale, form.rotated)
+            if part.k_mean is not None and not capped:
+                floats = (q if isinstance(q, torch.Tensor) else checked.floats[0])[:, :, piece.start : piece.stop]
+                lse = ops.library_ops.unsmoothed_lse(lse, floats, part.k_mean, checked.softmax_scale, form.rotated)
             total.add(piece.start, piece.stop, out, lse)
 
     def _traded(
@@ -501,7 +532,9 @@ class _Call:
                 if span.length:
                     q_runs.append((span, peer, row, [x[:, :, row : row + span.length] for x in found[:count]]))
                 row += span.length
-            of_peers.append((peers_kv[peer], found[count:]))
+            width = len(share.kv_forms(0))
+            for i, part in enumerate(parts_in([peers_kv[peer]], share)):
+                of_peers.append((part, found[count + i * width : count + (i + 1) * width]))
         q_runs.sort(key=lambda one: one[0].first)
         queries = _joined_queries(q, [some for *_, some in q_runs], share)
         order = [(peer, row, span) for span, peer, row, _ in q_runs]
@@ -533,6 +566,12 @@ class _Call:
             return torch.cat([one.view(x.dtype).view(shape) for one in found], 1)
 
         return traded(out), traded(lse) if return_lse else lse
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of rows that have one more logit, whose value is zero. sinks (Hq,)."""
+    logits = sinks.float()[:, None]
+    return out * torch.sigmoid(lse - logits).unsqueeze(-1), torch.logaddexp(lse, logits.expand_as(lse))
 
 
 def _gathered(own: torch.Tensor, sizes: Sequence[int], rank: int, gathering: Transfer) -> Iterator[tuple[int, torch.Tensor]]:

@@ -42,6 +42,7 @@ class Format:
         shared: all parts are quantized by the statistics of the sequence. Otherwise the statistics of every part travel
             with it.
         float_queries: queries travel as they are, and are quantized where they attend.
+        apart: every run of tokens is a part of its own.
     """
 
     batch: int
@@ -54,6 +55,7 @@ class Format:
     backend: Backend
     shared: bool
     float_queries: bool
+    apart: bool = False
 
     @property
     def exact(self) -> bool:
@@ -136,9 +138,12 @@ def parts_in(spans: Sequence[Spans], form: Format) -> list[Spans]:
     """The parts in a buffer that holds the keys and values of several ranks, each in the order of the sequence.
 
     They are one part if blocks of scales, and of values, don't reach from one rank's tokens into another's; otherwise
-    one for each rank that has tokens. A rank quantizes its own tokens as one part.
+    one for each rank that has tokens. A rank quantizes its own tokens as one part. If parts are `apart`, they are one for
+    each run.
     """
     ordered, of_ranks = held(spans), [held([some]) for some in spans]
+    if form.apart:
+        return [(run,) for some in of_ranks for run in some]
     blocks_end = form.shared and form.k_granularity in ("block", "token") and all(span.length % SCALE_BLOCK == 0 for span in ordered[:-1])
     if ordered and (form.exact or blocks_end):
         return [ordered]
@@ -175,12 +180,16 @@ def quantized_queries(q: torch.Tensor, form: Format) -> Quantized:
 
 
 def packed_kv(k: torch.Tensor, v: torch.Tensor, spans: Spans, found: Statistics | None, careful: torch.Tensor | None, form: Format) -> torch.Tensor:
-    """A buffer with a rank's keys and values, quantized into it as one part.
+    """A buffer with a rank's keys and values, quantized into it as one part, or each run as one if parts are `apart`.
 
     Args:
         found: the statistics of the sequence, if they are shared.
         careful: as `measured` returns it.
     """
+    if form.apart and len(spans) > 1:
+        runs, whole = [span.length for span in spans], replace(form, apart=False)
+        ordered = sorted(zip(spans, k.split(runs, 2), v.split(runs, 2), strict=True), key=lambda one: one[0].first)
+        return torch.cat([packed_kv(keys, values, (span,), found, None, whole) for span, keys, values in ordered])
     forms = form.forms_of(parts_in([spans], form))
     buffer = torch.empty(size_of(forms), dtype=torch.uint8, device=k.device)
     if not forms:

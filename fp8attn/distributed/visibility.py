@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..reference import Causal
+from ..reference import Causal, Window
 from .sharding import Span, Spans
+
+EVERY_KEY: Window = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -16,13 +18,15 @@ class Piece:
     Attributes:
         start, stop: the rows of this rank's queries.
         keys: how many of the part's keys the call gets, from the first one on.
-        causal: the mask of these rows and keys.
+        causal: the mask of these rows and keys; with a window only its alignment.
+        window: as of `fp8attn.sdpa`, of these rows and keys.
     """
 
     start: int
     stop: int
     keys: int
     causal: Causal
+    window: Window = EVERY_KEY
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,55 @@ def _pieces_of(rows: Sequence[_Rows]) -> list[Piece]:
     return found
 
 
-def pieces(queries: Sequence[Span], keys: Spans, shift: int | None) -> list[Piece]:
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query sees: with i for its position plus `shift`, those at positions from i - left to i + right.
+
+    Attributes:
+        shift: of causal masks and windows.
+        left, right: -1 is unlimited.
+    """
+
+    shift: int = 0
+    left: int = -1
+    right: int = -1
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a row doesn't see a prefix of the keys that follow each other without gaps."""
+        return self.left >= 0 or self.right > 0
+
+
+def _in_window(row: int, queries: Span, keys: Span, visible: Visible) -> list[Piece]:
+    """The call of one run of queries, which starts at `row`, and one run of keys; none if no row sees one of them."""
+    left, right = visible.left, visible.right
+    ahead = queries.first + visible.shift - keys.first
+    """Row r sees the run's keys from r + ahead - left to r + ahead + right."""
+    first = 0 if right < 0 else max(0, -(ahead + right))
+    last = queries.length if left < 0 else min(queries.length, keys.length + left - ahead)
+    count, ahead = last - first, ahead + first
+    if count <= 0 or not keys.length:
+        return []
+    used = keys.length if right < 0 else min(keys.length, count + ahead + right)
+    alignment: Causal = "top_left" if left < 0 or left >= ahead else "bottom_right"
+    ahead -= used - count if alignment == "bottom_right" else 0
+    window = left if left < 0 else left - ahead, right if right < 0 else right + ahead
+    return [Piece(row + first, row + last, used, alignment, window)]
+
+
+def pieces(queries: Sequence[Span], keys: Spans, visible: Visible) -> list[Piece]:
     """The calls that make all rows attend to a part's keys. Rows in none of them see none of these keys.
 
-    No row is in two of them: keys are in the order of the sequence, so every row sees a prefix of them.
+    No row is in two of them. With a window a part has one run of keys. Otherwise keys are in the order of the sequence,
+    so every row sees a prefix of them.
 
     Args:
         queries: the runs of this rank's rows, in their order.
         keys: the runs of the part's keys, in the order of the sequence.
-        shift: the query at position i sees keys at positions up to i + shift; None: all keys.
     """
+    if visible.has_window:
+        return _pieces_in_window(queries, keys, visible)
+    shift = None if visible.right < 0 else visible.shift
     found: list[_Rows] = []
     row, total = 0, sum(run.length for run in keys)
     for run in queries:
@@ -118,3 +161,14 @@ def pieces(queries: Sequence[Span], keys: Spans, shift: int | None) -> list[Piec
                     found.append(rows)
         row += run.length
     return _pieces_of(found)
+
+
+def _pieces_in_window(queries: Sequence[Span], keys: Spans, visible: Visible) -> list[Piece]:
+    found: list[Piece] = []
+    row = 0
+    assert len(keys) <= 1
+    for run in queries:
+        for of_keys in keys:
+            found += _in_window(row, run, of_keys, visible)
+        row += run.length
+    return found

@@ -28,7 +28,7 @@ from fp8attn.distributed import context_parallel_sdpa, shard, shard_lengths, uns
 from fp8attn.distributed.merge import MOST_PARTS, Accumulator
 from fp8attn.distributed.parts import Format, Part, joined_statistics, measured
 from fp8attn.distributed.sharding import Span, Spans, spans_of
-from fp8attn.distributed.visibility import Piece, pieces
+from fp8attn.distributed.visibility import Piece, Visible, pieces
 from fp8attn.distributed.wire import ALIGNMENT, Form, packed, size_of, unpacked
 from fp8attn.layout import padded_length
 from fp8attn.quantization import TOKEN_CHUNK, PartialStatistics, chunk_statistics, k_sample, quantize_kv, rows_layout, statistics
@@ -122,6 +122,8 @@ def attend(
     """On a rank: out and LSE of its tokens, on the CPU."""
     q, k, v = problem.tensors(device)
     options = {"sharding": sharding, "enable_gqa": True, "return_lse": True, **where_of(where), **options}
+    if options.get("sinks") is not None:
+        options["sinks"] = options["sinks"].to(device)
     out, lse = context_parallel_sdpa(
         mine(q, q_lengths, sharding, rank), mine(k, kv_lengths, sharding, rank), mine(v, kv_lengths, sharding, rank), **options
     )
@@ -182,6 +184,57 @@ def test_causal_masks_of_other_lengths(ranks: Ranks, q_length: int, kv_length: i
     for n, mode in ((3, "ring"), (2, "ulysses"), ((2, 2), "all_gather")):
         for x, y in zip(parallel(ranks, n, problem, mode=mode, **options), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+SINKS = (0.5, -1.0, 2.0, 1.5)
+SCORES: dict[str, dict[str, Any]] = {
+    "window": dict(window=(40, 25)),
+    "causal window": dict(window=(64, -1), is_causal=True),
+    "window to the right": dict(window=(-1, 33)),
+    "window of itself": dict(window=(0, 0)),
+    "window, aligned to the end": dict(window=(100, 7), causal_alignment="bottom_right"),
+    "softcap": dict(softcap=2.0),
+    "sinks": dict(sinks=torch.tensor(SINKS), is_causal=True),
+    "all": dict(window=(90, 0), softcap=1.5, sinks=torch.tensor(SINKS)),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.one_in(2)
+def test_windows_caps_and_sinks_are_those_of_one_process(ranks: Ranks, name: str) -> None:
+    """Exactly, for shards of any lengths, of which one is empty, also where queries are fewer; and with FP8's error."""
+    for problem in (Problem(), Problem(q_length=170)):
+        of_scores: dict[str, Any] = SCORES[name]
+        exact = alone.__wrapped__(problem, backend="reference", out_dtype=torch.float32, **of_scores)
+        for n, mode, sharding in (
+            (3, "ring", "contiguous"),
+            (3, "ring", "zigzag"),
+            (2, "ulysses", "zigzag"),
+            ((2, 2), "all_gather", "zigzag"),
+            (4, "auto", "contiguous"),
+        ):
+            options: dict[str, Any] = dict(mode=mode, sharding=sharding, out_dtype=torch.float32, **of_scores)
+            for x, y in zip(parallel(ranks, n, problem, backend="reference", **options), exact, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        uneven = (150, 0, problem.q_length - 150)
+        found = parallel(
+            ranks, 3, problem, lengths=uneven, kv_lengths=(17, 283, 0), mode="ring", backend="reference", out_dtype=torch.float32, **of_scores
+        )
+        for x, y in zip(found, exact, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    of_scores = of_scores | dict(backend="modelled", out_dtype=torch.float32)
+    expected, expected_lse = alone.__wrapped__(problem, **of_scores)
+    for scope in ("sequence", "shard"):
+        out, lse = parallel(ranks, 2, problem, mode="ring", sharding="zigzag", statistics=scope, **of_scores)
+        assert relative(out, exact[0]) < 1.1 * relative(expected, exact[0])
+        assert relative(lse, exact[1]) < 1.3 * relative(expected_lse, exact[1])
+
+
+def test_a_ring_ends_where_windows_do(ranks: Ranks) -> None:
+    """Of four shards of 75 tokens, a window of 80 keys reaches two back; one of all keys, all."""
+    for window, steps in (((80, 0), 2), ((0, 0), 0), ((300, 0), 3), ((-1, 0), 3)):
+        options = dict(mode="ring", backend="reference", window=window)
+        assert all(len(sizes) == steps for sizes in ranks.run(sent_bytes, 4, [(Problem(), options)] * 4)), window
 
 
 ALIGNED = Problem(heads=2, kv_heads=2, q_length=2048, kv_length=2048)
@@ -311,7 +364,8 @@ def sent_bytes(rank: int, where: Any, device: torch.device, problem: Problem, op
     sent, ring = [], module.Ring
     module.Ring = lambda own, sizes, group: (sent.extend(sizes[:-1]), ring(own, sizes, group))[1]  # type: ignore[misc,assignment]
     try:
-        attend(rank, where, device, problem, (problem.q_length // 2,) * 2, (problem.kv_length // 2,) * 2, "contiguous", options)
+        count = where.size()
+        attend(rank, where, device, problem, (problem.q_length // count,) * count, (problem.kv_length // count,) * count, "contiguous", options)
     finally:
         module.Ring = ring  # type: ignore[misc]
     return sent
@@ -336,6 +390,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"problem": Problem(heads=2)}, "heads of query is 4 on rank 0 and 2 on rank 2"),
     "head_dim": ({"problem": Problem(dim=64)}, "head_dim of query is 32 on rank 0 and 64 on rank 2"),
     "dtype": ({"problem": Problem(dtype=torch.float16)}, "dtype of query is 'torch.bfloat16' on rank 0 and 'torch.float16' on rank 2"),
+    "window": ({"window": (64, 0)}, r"window is None on rank 0 and \[64, 0\] on rank 2"),
+    "softcap": ({"softcap": 30.0}, "softcap is 0.0 on rank 0 and 30.0 on rank 2"),
+    "sinks": ({"sinks": torch.zeros(4)}, "sinks is None on rank 0 and 'given' on rank 2"),
+    "no window": ({"window": (-2, 0)}, r"window is \(-2, 0\); its numbers must be -1"),
     "error": ({"problem": Problem(dim=20)}, "query has head_dim 20; it must be a multiple of 8"),
     "half keys": ({"recipe": Recipe(recent=128)}, r"recipe keeps keys \(sinks=0, recent=128\); it must keep none"),
     "statistics": ({"statistics": "shard"}, "statistics is 'sequence' on rank 0 and 'shard' on rank 2"),
@@ -443,17 +501,23 @@ def test_zigzag_is_balanced() -> None:
         shard_lengths(8, 2, "striped")
 
 
-def assert_pieces_make_the_mask(runs: list[Span], part: Spans, shift: int | None) -> None:
+CAUSAL = Visible(right=0)
+
+
+def assert_pieces_make_the_mask(runs: list[Span], part: Spans, visible: Visible) -> None:
     """Every visible pair is in exactly one piece, no hidden one is, and no row is in two pieces."""
     rows, keys = ([run.first + i for run in some for i in range(run.length)] for some in (runs, part))
-    seen = [[shift is None or key <= row + shift for key in keys] for row in rows]
+    left, right = (100 if limit < 0 else limit for limit in (visible.left, visible.right))
+    seen = [[-left <= key - row - visible.shift <= right for key in keys] for row in rows]
     expected = torch.tensor(seen, dtype=torch.int64).view(len(rows), len(keys))
     found = torch.zeros_like(expected)
     before = 0
-    for piece in pieces(runs, part, shift):
+    for piece in pieces(runs, part, visible):
         assert before <= piece.start < piece.stop <= len(rows) and 0 < piece.keys <= len(keys)
+        assert min(piece.window) >= -1
         before, count = piece.stop, piece.stop - piece.start
-        hidden = reference.hidden_keys(None, piece.causal, torch.arange(count), torch.arange(piece.keys), count, piece.keys)
+        window = piece.window if visible.has_window else reference.CAUSAL_WINDOW
+        hidden = reference.hidden_keys(None, piece.causal, torch.arange(count), torch.arange(piece.keys), count, piece.keys, window)
         found[piece.start : piece.stop, : piece.keys] += ~hidden
     assert torch.equal(found, expected)
 
@@ -461,11 +525,11 @@ def assert_pieces_make_the_mask(runs: list[Span], part: Spans, shift: int | None
 def test_pieces_make_the_mask() -> None:
     """Of one run of queries, or two, and one run of keys, or two, at every offset."""
     for queries, keys, first in itertools.product(range(5), range(5), range(9)):
-        assert_pieces_make_the_mask([Span(first, queries)], (Span(4, keys),), 0)
+        assert_pieces_make_the_mask([Span(first, queries)], (Span(4, keys),), CAUSAL)
         for gap in range(3):
             two = [Span(first, queries), Span(first + queries + gap, 2)]
-            assert_pieces_make_the_mask(two, (Span(4, keys),), 0)
-            assert_pieces_make_the_mask(two, (Span(1, keys), Span(1 + keys + gap, 3)), 0)
+            assert_pieces_make_the_mask(two, (Span(4, keys),), CAUSAL)
+            assert_pieces_make_the_mask(two, (Span(1, keys), Span(1 + keys + gap, 3)), CAUSAL)
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=3)
@@ -482,7 +546,14 @@ def runs_of(gaps: list[tuple[int, int]]) -> list[Span]:
 
 @given(RUNS, RUNS, st.one_of(st.none(), st.integers(-12, 12)))
 def test_pieces_of_several_runs_make_the_mask(queries: list[tuple[int, int]], keys: list[tuple[int, int]], shift: int | None) -> None:
-    assert_pieces_make_the_mask(runs_of(queries), tuple(runs_of(keys)), shift)
+    visible = Visible() if shift is None else Visible(shift, right=0)
+    assert_pieces_make_the_mask(runs_of(queries), tuple(runs_of(keys)), visible)
+
+
+@given(RUNS, st.tuples(st.integers(0, 12), st.integers(0, 9)), st.integers(-12, 12), st.integers(-1, 14), st.integers(-1, 14))
+def test_pieces_in_a_window_make_the_mask(queries: list[tuple[int, int]], keys: tuple[int, int], shift: int, left: int, right: int) -> None:
+    """Of several runs of queries and one of keys. Without a limit on the left, and none or 0 on the right, it is no window."""
+    assert_pieces_make_the_mask(runs_of(queries), tuple(runs_of([keys])), Visible(shift, left, right))
 
 
 @pytest.mark.parametrize("n", (2, 4))
@@ -491,7 +562,7 @@ def test_a_zigzag_rank_attends_once_to_the_keys_of_each_rank(n: int) -> None:
     shards, rows = spans_of(shard_lengths(400 * n, n, "zigzag"), "zigzag"), 400
     for rank, other in itertools.product(range(n), range(n)):
         start, keys, causal = (0, rows, "top_left") if other == rank else (0, rows // 2, "none") if other < rank else (rows // 2, rows, "none")
-        assert pieces(shards[rank], shards[other], 0) == [Piece(start, rows, keys, causal)]  # type: ignore[arg-type]
+        assert pieces(shards[rank], shards[other], CAUSAL) == [Piece(start, rows, keys, causal)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by_kernel", (True, False), ids=("kernel", "plain"))
@@ -797,6 +868,27 @@ def test_gpus_of_uneven_shards(gpus: Ranks) -> None:
         for mode in ("ring", "all_gather"):
             found, _ = parallel(gpus, peer_count(), problem, lengths=lengths, mode=mode, is_causal=causal, out_dtype=torch.float32)
             assert relative(found, exact) < 1.02 * relative(out, exact)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("causal window", "softcap", "sinks"))
+def test_gpus_have_windows_caps_and_sinks(gpus: Ranks, name: str) -> None:
+    heads = LARGE.heads
+    of_scores = {
+        "causal window": dict(window=(1000, 0)),
+        "softcap": dict(softcap=5.0),
+        "sinks": dict(sinks=torch.linspace(-1, 2, heads, device="cuda")),
+    }
+    options: dict[str, Any] = of_scores[name] | dict(is_causal=True)
+    exact, exact_lse = alone.__wrapped__(LARGE, "cuda", backend="reference", out_dtype=torch.float32, **options)
+    out, lse = alone.__wrapped__(LARGE, "cuda", out_dtype=torch.float32, **options)
+    options = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    for sharding, mode in (("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", "ulysses")):
+        n = 2 if mode == "ulysses" else peer_count()
+        found, found_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, out_dtype=torch.float32, **options)
+        assert relative(found, exact) < 1.02 * relative(out, exact), (sharding, mode)
+        assert relative(found_lse, exact_lse) < 1.5 * relative(lse, exact_lse)
 
 
 @TWO_GPUS
