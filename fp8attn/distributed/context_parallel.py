@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
 from ..ambient import autocast_dtype
-from ..api import choose_backend, sdpa
+from ..api import choose_backend
 from ..quantization import PartialStatistics, Statistics
 from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
 from .merge import Accumulator
+from .part_calls import PartCalls, with_sinks
 from .parts import (
     Format,
-    Part,
     assembled,
     held,
     joined_statistics,
@@ -44,7 +44,7 @@ from .parts import (
 )
 from .sharding import SHARDINGS, Sharding, Span, Spans, _group_of, spans_of
 from .transport import Lanes, Ring, Transfer, exchange, start_gather
-from .visibility import EVERY_KEY, Visible, pieces
+from .visibility import Visible, pieces
 from .wire import Form, concatenated_rows, packed, size_of, unpacked
 
 Mode = Literal["auto", "ring", "ulysses", "all_gather"]
@@ -356,7 +356,7 @@ class _Call:
         if (return_lse or self.checked.sinks is not None) and found is not None and found.k_mean is not None and not self.checked.softcap:
             lse = ops.library_ops.unsmoothed_lse(lse.contiguous(), q, found.k_mean, self.checked.softmax_scale, form.rotated)
         if self.checked.sinks is not None:
-            out, lse = _with_sinks(out, lse, self.checked.sinks)
+            out, lse = with_sinks(out, lse, self.checked.sinks)
         return out.to(self.checked.out_dtype), lse
 
     def _total(self) -> int:
@@ -448,6 +448,7 @@ class _Call:
         like = q.data if isinstance(q, Quantized) else q
         v_mean = found.v_mean if found is not None and sum(map(len, parts)) > 1 else None
         total, lanes = Accumulator(like, form.value_dim, v_mean), Lanes(like.device)
+        calls = PartCalls(self.checked, self.form, self.visible)
         arriving = iter(buffers)
         for step in range(len(parts) if self.gathers else self._steps(parts)):
             with lanes.lane(self._lane(step)):
@@ -455,7 +456,7 @@ class _Call:
                 for part in parts_of(buffer, parts[index], found, form):
                     if self.checked.softcap and found is not None:
                         part = replace(part, k_mean=found.k_mean)
-                    self._attend(total, q, runs, part if v_mean is None else part.without_v_mean())
+                    calls.attend(total, q, runs, part if v_mean is None else part.without_v_mean())
         return total.result(torch.float32 if self.checked.sinks is not None else self.checked.out_dtype)
 
     def _lane(self, step: int) -> int:
@@ -464,33 +465,6 @@ class _Call:
         only steps behind the last transfer take turns."""
         settled = 1 if self.gathers else self.ranks.outer_size - 1
         return (step - settled + 1) % 2 if 0 < settled <= step else 0
-
-    @property
-    def _part_dtype(self) -> torch.dtype:
-        """The dtype of attention to a part: the output's, in which merging moves the fewest bytes. float32 where that
-        would round or overflow more than one process does: exact attention, values with means of their own, and a
-        dtype that isn't the input's."""
-        dtype = self.checked.out_dtype
-        return dtype if dtype == self.form.dtype and self.form.shared and not self.form.exact else torch.float32
-
-    def _attend(self, total: Accumulator, q: torch.Tensor | Quantized, runs: Spans, part: Part) -> None:
-        """Add attention to a part of the keys."""
-        form, checked = self.form, self.checked
-        for piece in pieces(runs, part.spans, self.visible):
-            key, value = part.first_keys(piece.keys, form)
-            capped = bool(checked.softcap)
-            if capped and isinstance(key, Quantized):  # a cap applies to whole scores
-                key = replace(key, mean=part.k_mean)
-            out, lse = sdpa(
-                _rows(q, piece.start, piece.stop), key, value, is_causal=piece.causal != "none" and piece.window == EVERY_KEY,
-                causal_alignment="bottom_right" if piece.causal == "bottom_right" else "top_left", window=piece.window,
-                softcap=checked.softcap, scale=checked.softmax_scale, enable_gqa=True, recipe=form.recipe, out_dtype=self._part_dtype,
-                return_lse=True, backend=form.backend,
-            )  # fmt: skip
-            if part.k_mean is not None and not capped:
-                floats = (q if isinstance(q, torch.Tensor) else checked.floats[0])[:, :, piece.start : piece.stop]
-                lse = ops.library_ops.unsmoothed_lse(lse, floats, part.k_mean, checked.softmax_scale, form.rotated)
-            total.add(piece.start, piece.stop, out, lse)
 
     def _traded(
         self, q: torch.Tensor | Quantized, own: torch.Tensor
@@ -568,12 +542,6 @@ class _Call:
         return traded(out), traded(lse) if return_lse else lse
 
 
-def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of rows that have one more logit, whose value is zero. sinks (Hq,)."""
-    logits = sinks.float()[:, None]
-    return out * torch.sigmoid(lse - logits).unsqueeze(-1), torch.logaddexp(lse, logits.expand_as(lse))
-
-
 def _gathered(own: torch.Tensor, sizes: Sequence[int], rank: int, gathering: Transfer) -> Iterator[tuple[int, torch.Tensor]]:
     """This rank's buffer, and then those of the other ranks, which are `sizes` bytes long."""
     yield rank, own
@@ -596,13 +564,6 @@ def _kv_heads(form: Format, rank: int, ranks: int) -> slice:
         return slice(rank * each, (rank + 1) * each)
     index = rank * form.kv_heads // ranks
     return slice(index, index + 1)
-
-
-def _rows(q: torch.Tensor | Quantized, start: int, stop: int) -> torch.Tensor | Quantized:
-    """Some rows of queries (B, H, S, D)."""
-    if isinstance(q, torch.Tensor):
-        return q[:, :, start:stop]
-    return Quantized(q.data[:, :, start:stop], q.scale[..., start:stop], "token", "rows", stop - start, None, q.rotated)
 
 
 def _joined_queries(like: torch.Tensor | Quantized, runs: list[list[torch.Tensor]], form: Format) -> torch.Tensor | Quantized:

@@ -138,8 +138,8 @@ def parts_in(spans: Sequence[Spans], form: Format) -> list[Spans]:
     """The parts in a buffer that holds the keys and values of several ranks, each in the order of the sequence.
 
     They are one part if blocks of scales, and of values, don't reach from one rank's tokens into another's; otherwise
-    one for each rank that has tokens. A rank quantizes its own tokens as one part. If parts are `apart`, they are one for
-    each run.
+    one for each rank that has tokens. A rank quantizes its own tokens as one part. If parts are `apart`, there is one
+    for each run.
     """
     ordered, of_ranks = held(spans), [held([some]) for some in spans]
     if form.apart:

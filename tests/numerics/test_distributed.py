@@ -22,10 +22,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fp8attn
 import fp8attn.distributed.agreement as agreement
 from closeness import relative
-from fp8attn import PRECISE, Recipe, ops, reference
+from fp8attn import PRECISE, KVCache, PagedBatch, Recipe, ops, reference
 from fp8attn.device import device_of
-from fp8attn.distributed import context_parallel_sdpa, shard, shard_lengths, unshard
+from fp8attn.distributed import (
+    context_parallel_paged_sdpa,
+    context_parallel_sdpa,
+    context_parallel_varlen_sdpa,
+    page_shard,
+    page_share,
+    shard,
+    shard_lengths,
+    unshard,
+)
 from fp8attn.distributed.merge import MOST_PARTS, Accumulator
+from fp8attn.distributed.paged import _share as of_pages
 from fp8attn.distributed.parts import Format, Part, joined_statistics, measured
 from fp8attn.distributed.sharding import Span, Spans, spans_of
 from fp8attn.distributed.visibility import Piece, Visible, pieces
@@ -237,6 +247,181 @@ def test_a_ring_ends_where_windows_do(ranks: Ranks) -> None:
         assert all(len(sizes) == steps for sizes in ranks.run(sent_bytes, 4, [(Problem(), options)] * 4)), window
 
 
+STARTS = (0, 40, 40, 110, 300, 301, 420)
+
+
+def attend_packed(
+    rank: int, where: Any, device: torch.device, problem: Problem, starts: Any, sharding: str, options: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a rank: out (1, H, S, Dv) and LSE of its tokens of packed sequences, on the CPU."""
+    lengths = options.get("lengths") or tuple(shard_lengths(problem.q_length, where.size(), sharding))  # type: ignore[arg-type]
+    q, k, v = (mine(x, lengths, sharding, rank)[0].transpose(0, 1) for x in problem.tensors(device))
+    options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in options.items() if key != "lengths"}
+    out, lse = context_parallel_varlen_sdpa(q, k, v, starts, group=where, sharding=sharding, return_lse=True, **options)
+    return out.transpose(0, 1)[None].cpu(), lse[None].cpu()
+
+
+def packed_parallel(
+    pool: Ranks, n: int, problem: Problem, starts: Any, sharding: str = "contiguous", **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE of all tokens of packed sequences, of n ranks."""
+    lengths = options.get("lengths") or tuple(shard_lengths(problem.q_length, n, sharding))  # type: ignore[arg-type]
+    found = pool.run(attend_packed, n, [(problem, starts, sharding, options)] * n)
+    outs, lses = ([one[i] for one in found] for i in range(2))
+    return whole(outs, lengths, sharding), whole(lses, lengths, sharding)
+
+
+def packed_alone(problem: Problem, starts: tuple[int, ...], device: torch.device | str = "cpu", **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (x[0].transpose(0, 1) for x in problem.tensors(device))
+    lengths = torch.tensor(starts, dtype=torch.int32, device=device)
+    out, lse = fp8attn.varlen_sdpa(q, k, v, lengths, lengths, return_lse=True, **options)
+    return out.transpose(0, 1)[None].cpu(), lse[None].cpu()
+
+
+PACKED_SCORES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": dict(is_causal=True),
+    "causal window, sinks": dict(is_causal=True, window=(50, -1), sinks=torch.tensor(SINKS)),
+    "window, softcap": dict(window=(30, 60), softcap=2.0),
+}
+
+
+@pytest.mark.parametrize("name", PACKED_SCORES)
+def test_packed_sequences_are_those_of_one_process(ranks: Ranks, name: str) -> None:
+    """Sequences that one rank has, that two or all share, that both runs of a rank in zig-zag order share, and an empty one."""
+    problem, of_scores = Problem(q_length=420, kv_length=420), PACKED_SCORES[name]
+    options: dict[str, Any] = dict(out_dtype=torch.float32, **of_scores)
+    exact = packed_alone(problem, STARTS, backend="reference", **options)
+    shards = (1, "contiguous", None), (3, "contiguous", (100, 0, 320)), (4, "contiguous", None), (2, "zigzag", None), (4, "zigzag", None)
+    for n, sharding, lengths in shards:
+        found = packed_parallel(ranks, n, problem, torch.tensor(STARTS), sharding, lengths=lengths, backend="reference", **options)
+        for x, y in zip(found, exact, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    expected, expected_lse = packed_alone(problem, STARTS, backend="modelled", **options)
+    out, lse = packed_parallel(ranks, 2, problem, STARTS, "zigzag", backend="modelled", **options)
+    assert relative(out, exact[0]) < 1.1 * relative(expected, exact[0])
+    assert relative(lse, exact[1]) < 1.3 * relative(expected_lse, exact[1])
+
+
+def packed_bytes(rank: int, where: Any, device: torch.device, starts: tuple[int, ...], options: dict) -> list[int]:
+    """On a rank: sizes of the buffers of the ring."""
+    import fp8attn.distributed.varlen as module
+
+    sent, ring = [], module.Ring
+    module.Ring = lambda own, sizes, group: (sent.extend(sizes[:-1]), ring(own, sizes, group))[1]  # type: ignore[misc,assignment]
+    try:
+        attend_packed(rank, where, device, Problem(q_length=400, kv_length=400), starts, "contiguous", options)
+    finally:
+        module.Ring = ring  # type: ignore[misc]
+    return sent
+
+
+def test_only_sequences_of_several_ranks_travel(ranks: Ranks) -> None:
+    """Causal, four shards of 100 tokens: no sequence crosses an edge; one crosses one; one lies on all ranks."""
+    token = 2 * 2 * 32 * 2  # bytes of K and V
+    cases = ((0, 50, 100, 200, 300, 400), [0] * 4), ((0, 80, 120, 200, 300, 400), [20, 20, 0, 0]), ((0, 400), [300] * 4)
+    for starts, tokens in cases:
+        found = ranks.run(packed_bytes, 4, [(starts, dict(backend="reference", is_causal=True))] * 4)
+        assert [sum(sizes) for sizes in found] == [token * count for count in tokens], starts
+
+
+WRONG_PACKED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "starts": (((0, 400), (0, 399, 400)), "cu_seqlens is '1 sequences with the hash"),
+    "an end": (((0, 401),) * 2, "cu_seqlens ends at 401; it must end at 400"),
+    "no start": (((1, 400),) * 2, r"cu_seqlens is \(1, 400\); it must be two numbers"),
+    "floats": ((torch.zeros(2),) * 2, "cu_seqlens is torch.float32 of shape"),
+    "text": (("01",) * 2, "cu_seqlens is '01'; it must be a sequence of ints"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PACKED)
+def test_wrong_starts_of_packed_sequences(ranks: Ranks, name: str) -> None:
+    starts, message = WRONG_PACKED[name]
+    problem = Problem(q_length=400, kv_length=400)
+    found = ranks.outcomes(attend_packed, 2, [(problem, some, "contiguous", dict(backend="reference")) for some in starts])
+    for one in found:
+        with pytest.raises(Failed, match=message):
+            raise one
+
+
+def decode(rank: int, where: Any, device: torch.device, problem: Problem, prompt: int, steps: tuple[int, ...], options: dict) -> list[tuple]:
+    """On a rank: out and LSE of each step of some tokens behind a prompt, by a cache whose pages the ranks share; on the CPU."""
+    q, k, v = problem.tensors(device)
+    options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    rows, heads = problem.batch, problem.kv_heads
+    pages = -(-problem.kv_length // 128)
+    cache = KVCache(rows, rows * pages, heads, problem.dim, problem.value_dim, dtype=problem.dtype, device=device)
+    table = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
+    backend = options.get("backend", "auto")
+
+    def whole_length(length: int) -> torch.Tensor:
+        return torch.full((rows,), length, dtype=torch.int32, device=device)
+
+    own = page_share(whole_length(prompt), group=where)
+    keys, values = (page_shard(x[:, :, :prompt], group=where) for x in (k, v))
+    assert keys.shape[2] == page_share(prompt, group=where) == int(own[0])
+    cache.append(keys, values, PagedBatch(table, own), backend=backend)
+    found, start = [], prompt
+    for count in steps:
+        tokens = slice(start, start + count)
+        start += count
+        batch = PagedBatch(table, whole_length(start))
+        some = context_parallel_paged_sdpa(
+            q[:, :, tokens], cache, batch, (k[:, :, tokens], v[:, :, tokens]), group=where, return_lse=True, out_dtype=torch.float32, **options
+        )
+        found.append(tuple(x.cpu() for x in some))
+    return found
+
+
+DECODED = Problem(heads=4, kv_heads=2, q_length=420, kv_length=420, batch=2)
+STEPS = 1, 4, 30, 1
+"""Tokens of each call behind a prompt of 375: two steps end in page 2, one begins there and ends in page 3."""
+
+
+@pytest.mark.parametrize("options", ({}, {"softcap": 2.0, "sinks": torch.tensor(SINKS)}), ids=("plain", "softcap and sinks"))
+def test_pages_that_ranks_share(ranks: Ranks, options: dict) -> None:
+    """The error of one rank, and the same bits on all ranks, also where a rank has no token."""
+    exact, exact_lse = alone.__wrapped__(DECODED, is_causal=True, backend="reference", out_dtype=torch.float32, **options)
+    for prompt in (375, 5):
+        errors = []
+        for n in (1, 2, 3):
+            found = ranks.run(decode, n, [(DECODED, prompt, STEPS, dict(backend="modelled", **options))] * n)
+            for other in found[1:]:
+                assert all(torch.equal(x, y) for mine, its in zip(found[0], other, strict=True) for x, y in zip(mine, its, strict=True))
+            rows = slice(prompt, prompt + sum(STEPS))
+            out, lse = (torch.cat([step[i] for step in found[0]], 2) for i in range(2))
+            errors.append(relative(out, exact[:, :, rows]))
+            torch.testing.assert_close(lse, exact_lse[:, :, rows], rtol=2e-2, atol=5e-2)
+        assert max(errors) < 1.15 * errors[0], errors
+
+
+def test_shares_of_pages() -> None:
+    """Pages are dealt in turns, and every token to one rank."""
+    lengths = torch.arange(0, 1200)
+    for count in (1, 2, 3, 5):
+        owners = torch.arange(1200) // 128 % count
+        for rank in range(count):
+            expected = torch.cat([torch.zeros(1, dtype=torch.int64), (owners == rank).cumsum(0)])[:1200]
+            assert torch.equal(of_pages(lengths, rank, count), expected) and of_pages(700, rank, count) == expected[700]
+
+
+WRONG_PAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": 3.0}, "softcap is 0.0 on rank 0 and 3.0 on rank 1"),
+    "scale": ({"scale": "1"}, "scale is a str"),
+    "check_ranks": ({"check_ranks": "never"}, "check_ranks is 'never'; it must be one of"),
+    "sinks": ({"sinks": torch.zeros(3)}, "sinks has shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PAGES)
+def test_wrong_arguments_of_shared_pages(ranks: Ranks, name: str) -> None:
+    changed, message = WRONG_PAGES[name]
+    options = {"backend": "modelled", "check_ranks": "calls"}
+    for one in ranks.outcomes(decode, 2, [(DECODED, 5, (1,), options), (DECODED, 5, (1,), options | changed)]):
+        with pytest.raises(Failed, match=message):
+            raise one
+
+
 ALIGNED = Problem(heads=2, kv_heads=2, q_length=2048, kv_length=2048)
 
 
@@ -355,6 +540,15 @@ def test_the_kernels_in_the_interpreter(ranks: Ranks) -> None:
         out, lse = parallel(ranks, 2, problem, mode="ring", backend="triton", **options)
         assert out.dtype == expected.dtype and relative(out, expected) < 5e-3
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_the_kernels_of_packed_sequences_in_the_interpreter(ranks: Ranks) -> None:
+    problem, starts = Problem(heads=2, kv_heads=1, q_length=160, kv_length=160), (0, 30, 140, 160)
+    options: dict[str, Any] = dict(is_causal=True, out_dtype=torch.float32)
+    expected, expected_lse = packed_parallel(ranks, 2, problem, starts, "zigzag", backend="modelled", **options)
+    out, lse = packed_parallel(ranks, 2, problem, starts, "zigzag", backend="triton", **options)
+    assert relative(out, expected) < 5e-3
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
 def sent_bytes(rank: int, where: Any, device: torch.device, problem: Problem, options: dict) -> list[int]:
@@ -889,6 +1083,41 @@ def test_gpus_have_windows_caps_and_sinks(gpus: Ranks, name: str) -> None:
         found, found_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, out_dtype=torch.float32, **options)
         assert relative(found, exact) < 1.02 * relative(out, exact), (sharding, mode)
         assert relative(found_lse, exact_lse) < 1.5 * relative(lse, exact_lse)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PACKED_SCORES)
+def test_gpus_of_packed_sequences(gpus: Ranks, name: str) -> None:
+    """The error of one GPU, and the same bits every time."""
+    problem, starts = LARGE, (0, 100, LARGE.q_length // 2 + 7, LARGE.q_length - 300, LARGE.q_length)
+    options: dict[str, Any] = PACKED_SCORES[name] | dict(out_dtype=torch.float32)
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-1, 2, problem.heads)
+    on_gpu = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    exact, exact_lse = packed_alone(problem, starts, "cuda", backend="reference", **on_gpu)
+    out, lse = packed_alone(problem, starts, "cuda", **on_gpu)
+    for sharding in ("contiguous", "zigzag"):
+        found, found_lse = packed_parallel(gpus, peer_count(), problem, starts, sharding, **options)
+        assert relative(found, exact) < 1.02 * relative(out, exact), sharding
+        assert relative(found_lse, exact_lse) < 1.5 * relative(lse, exact_lse)
+        again, again_lse = packed_parallel(gpus, peer_count(), problem, starts, sharding, **options)
+        assert torch.equal(found, again) and torch.equal(found_lse, again_lse)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+def test_gpus_that_share_pages(gpus: Ranks) -> None:
+    """The error of one GPU, and the same bits on all."""
+    problem, prompt, steps = dataclasses.replace(LARGE, batch=3), 8000, (1, 4, 60, 1)
+    exact, _ = alone.__wrapped__(problem, "cuda", is_causal=True, backend="reference", out_dtype=torch.float32)
+    rows, errors = slice(prompt, prompt + sum(steps)), []
+    for n in (1, peer_count()):
+        found = gpus.run(decode, n, [(problem, prompt, steps, {})] * n)
+        for other in found[1:]:
+            assert all(torch.equal(x, y) for mine, its in zip(found[0], other, strict=True) for x, y in zip(mine, its, strict=True))
+        errors.append(relative(torch.cat([step[0] for step in found[0]], 2), exact[:, :, rows]))
+    assert errors[1] < 1.05 * errors[0], errors
 
 
 @TWO_GPUS

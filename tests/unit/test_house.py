@@ -105,6 +105,8 @@ MORE_ARGUMENTS = {
     "fp8attn/api.py reference_sdpa": USERS,
     "fp8attn/paged.py paged_sdpa": USERS,
     "fp8attn/distributed/context_parallel.py context_parallel_sdpa": USERS,
+    "fp8attn/distributed/paged.py context_parallel_paged_sdpa": USERS,
+    "fp8attn/distributed/varlen.py context_parallel_varlen_sdpa": USERS,
     "fp8attn/api.py _whole": OPERATOR,
     "fp8attn/api.py _fake_whole": OPERATOR,
     "fp8attn/api.py _whole_varlen": OPERATOR,

@@ -1,0 +1,214 @@
+"""Decoding of sequences whose KV cache is shared by ranks: each has some of the pages, attends to them, and outputs are
+merged by their LSE."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+
+from .. import validate
+from ..cache import KVCache
+from ..paged import paged_sdpa
+from ..paged_ops import check_paged_batch
+from ..pages import PAGE, RECENT_QUERIES, PagedBatch
+from . import agreement
+from .context_parallel import CHECKS, Check, _agreed
+from .merge import Accumulator
+from .part_calls import with_sinks
+from .sharding import _group_of
+from .transport import start_gather
+from .wire import Form, packed, size_of, unpacked
+
+
+@overload
+def page_share(lengths: int, *, group: dist.ProcessGroup | None = None) -> int: ...
+
+
+@overload
+def page_share(lengths: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor: ...
+
+
+def page_share(lengths, *, group=None):
+    """How many tokens of sequences this rank holds, where pages of 128 tokens are dealt to the ranks in turns.
+
+    Args:
+        lengths: tokens of a sequence, an int; or of several, an integer tensor of any shape.
+        group: the ranks; the default group if None.
+
+    Returns:
+        the tokens that this rank holds, as `lengths` is.
+
+    Raises:
+        RuntimeError: there is no group.
+    """
+    members = _group_of(group)
+    return _share(lengths, members.rank(), members.size())
+
+
+def _share(lengths: Any, rank: int, ranks: int) -> Any:
+    pages = lengths // PAGE
+    return (pages + (ranks - 1 - rank)) // ranks * PAGE + lengths % PAGE * (pages % ranks == rank)
+
+
+def page_shard(x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: int = 2) -> torch.Tensor:
+    """The tokens of this rank's pages, one after another. The first token of x is the sequence's first.
+
+    Args:
+        x: a tensor with a dimension of all tokens of a sequence, for example k (B, Hkv, S, D).
+        group: the ranks; the default group if None.
+        dim: the dimension of tokens.
+
+    Raises:
+        RuntimeError: there is no group.
+    """
+    members = _group_of(group)
+    starts = range(members.rank() * PAGE, x.shape[dim], members.size() * PAGE)
+    return torch.cat([x.narrow(dim, start, min(PAGE, x.shape[dim] - start)) for start in starts] or [x.narrow(dim, 0, 0)], dim)
+
+
+def context_parallel_paged_sdpa(
+    query: torch.Tensor,
+    cache: KVCache,
+    batch: PagedBatch,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    check_ranks: Check = "shapes",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`fp8attn.paged_sdpa` of the last tokens of sequences whose pages are dealt to the ranks of a group in turns. All
+    ranks call it together, with the same queries, and get the same bits.
+
+    Page p of a sequence, its tokens 128 p to 128 p + 127, is held by rank p % n. A rank's cache sees its pages as a
+    sequence of their own, which has a first page, statistics and a last page in half precision of its own. `page_shard`
+    gives the tokens of a prompt that this rank appends, and `page_share` how many tokens a rank holds.
+
+    Args:
+        query: (B, Hq, S, D), the same on all ranks, of up to 65 tokens. As of `fp8attn.paged_sdpa`.
+        cache: this rank's cache.
+        batch: the B sequences. `page_table` has the pages of this rank's cache. `lengths` are those of the whole
+            sequences, the queries' tokens included. `counts` and `cu_seqlens` must be None. With `max_length`, no rank
+            holds more tokens of a sequence.
+        new: keys (B, Hkv, S, D) and values (B, Hkv, S, Dv) of the queries' tokens, the same on all ranks. Each rank
+            appends those of its pages first. None: they were appended before.
+        group: the ranks; the default group if None.
+        sinks: float (Hq,), the same on all ranks.
+        softcap, scale, return_lse, out_dtype, backend: as of `fp8attn.paged_sdpa`.
+        check_ranks: as of `context_parallel_sdpa`. The exchange of `calls` waits for the CPUs of all ranks.
+
+    Returns:
+        out (B, Hq, S, Dv); with `return_lse` also LSE (B, Hq, S) float32.
+
+    Raises:
+        TypeError, ValueError, BackendUnavailable: on all ranks, if an argument of one of them isn't as above.
+        Disagreement: on all ranks, if the arguments of two ranks don't fit together.
+        RuntimeError: an argument requires grad; there is no group; or a rank didn't come within the group's timeout.
+    """
+    members = _group_of(group)
+    try:
+        fields = _checked(query, cache, batch, new, (softcap, sinks, scale, return_lse, out_dtype, backend, check_ranks))
+        message = agreement.described(fields)
+    except Exception as error:
+        agreement.exchanged(agreement.described_error(error), (members,))
+        raise
+    _agreed(message, (members,), check_ranks)
+    if new is not None:
+        _append(cache, batch, new, members, backend)
+    out, lse = _attend_to_own(query, cache, batch, members, softcap, scale, backend)
+    out, lse = _merged(query, out, lse, members)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    out = out.to(out_dtype or query.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _checked(query: Any, cache: Any, batch: Any, new: Any, options: tuple) -> dict[str, Any]:
+    """What a rank tells the others, of arguments that are checked."""
+    softcap, sinks, scale, return_lse, out_dtype, backend, check_ranks = options
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache")
+    check_paged_batch(batch)
+    for name in ("counts", "cu_seqlens"):
+        if getattr(batch, name) is not None:
+            raise ValueError(f"batch.{name} is given; it must be None: all rows have all queries")
+    validate.check_batch(batch, cache.device)
+    validate.check_queries(query, batch, cache.storage)
+    tokens = query.shape[2]
+    if tokens > RECENT_QUERIES:
+        raise ValueError(f"query has {tokens} tokens; it must have at most {RECENT_QUERIES}")
+    if new is not None:
+        if not isinstance(new, tuple) or len(new) != 2:
+            raise TypeError(f"new is a {type(new).__name__}; it must be (key, value) or None")
+        validate.check_new_tokens(*new, batch, tokens, cache.storage)
+    validate.check_scores(softcap, sinks, query.shape[1], query.device)
+    if scale is not None:
+        validate.check_scale("scale", scale)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse is a {type(return_lse).__name__}; it must be a bool")
+    if out_dtype is not None and out_dtype not in validate.FLOATS:
+        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {validate.FLOATS}")
+    if check_ranks not in CHECKS:
+        raise ValueError(f"check_ranks is {check_ranks!r}; it must be one of {CHECKS}")
+    return {
+        "query length": 0, "key length": 0, "shape of query": list(query.shape), "dtype of query": str(query.dtype),
+        "device of query": query.device.type, "heads of the cache": cache.storage.k.shape[1], "head_dim of values": cache.storage.v.shape[3],
+        "recipe of the cache": cache.recipe.text, "new": None if new is None else "given", "softcap": softcap,
+        "sinks": None if sinks is None else "given", "scale": scale, "return_lse": return_lse, "out_dtype": str(out_dtype), "backend": backend,
+        "check_ranks": check_ranks,
+    }  # fmt: skip
+
+
+def _append(cache: KVCache, batch: PagedBatch, new: tuple[torch.Tensor, torch.Tensor], members: dist.ProcessGroup, backend: str) -> None:
+    """Append those of the new tokens that are in this rank's pages: the first ones, the last ones, all or none."""
+    rank, ranks, tokens = members.rank(), members.size(), new[0].shape[2]
+    before = batch.lengths - tokens
+    length = _share(batch.lengths, rank, ranks)
+    counts = length - _share(before, rank, ranks)
+    keys, values = new
+    if tokens > 1 and ranks > 1:
+        first = torch.where(before // PAGE % ranks == rank, 0, tokens - counts)
+        rows = (first[:, None] + torch.arange(tokens, device=first.device)).clamp(max=tokens - 1)[:, None, :, None]
+        keys, values = (x.gather(2, rows.expand(*x.shape[:2], -1, x.shape[3])) for x in new)
+    own = PagedBatch(batch.page_table, length, counts, batch.sequences, batch.max_length)
+    cache.append(keys, values, own, backend=backend)
+
+
+def _attend_to_own(
+    query: torch.Tensor, cache: KVCache, batch: PagedBatch, members: dist.ProcessGroup, softcap: float, scale: float | None, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to this rank's tokens: float32 (B, Hq, S, Dv), and the LSE (B, Hq, S).
+
+    A query is a row of its own: which of this rank's tokens it sees follows from how many tokens the sequence has up to
+    it.
+    """
+    rows, heads, tokens, dim = query.shape
+    seen = batch.lengths[:, None] - torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=query.device)
+    lengths = _share(seen, members.rank(), members.size()).reshape(-1)
+    table, sequences = batch.page_table, batch.sequences
+    if tokens > 1:
+        sequences = torch.arange(rows, dtype=torch.int32, device=query.device) if sequences is None else sequences
+        table, sequences = table.repeat_interleave(tokens, 0), sequences.repeat_interleave(tokens)
+    own = PagedBatch(table, lengths, (lengths > 0).int(), sequences, batch.max_length)
+    q = query.transpose(1, 2).reshape(rows * tokens, heads, 1, dim)
+    found = paged_sdpa(q, cache, own, softcap=softcap, scale=scale, return_lse=True, out_dtype=torch.float32, backend=backend)
+    out, lse = found
+    return out.view(rows, tokens, heads, -1).transpose(1, 2), lse.view(rows, tokens, heads).transpose(1, 2)
+
+
+def _merged(query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, members: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the tokens of all ranks, merged in the order of the ranks."""
+    if members.size() == 1:
+        return out, lse
+    forms = [Form(tuple(out.shape), torch.float32), Form(tuple(lse.shape), torch.float32)]
+    gathered = start_gather(packed([out, lse], forms), size_of(forms), members).wait()
+    total = Accumulator(query, out.shape[3])
+    for buffer in gathered.chunk(members.size()):
+        total.add(0, query.shape[2], *unpacked(buffer, forms))
+    return total.result(torch.float32)
