@@ -542,6 +542,26 @@ def test_the_kernels_in_the_interpreter(ranks: Ranks) -> None:
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
+def in_torch_s_ring(rank: int, where: Any, device: torch.device, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a rank: attention to its shard by torch's ring, with fp8attn.sdpa as its operation."""
+    from torch.distributed.tensor.experimental import _attention
+
+    lengths = tuple(shard_lengths(problem.q_length, where.size(), "zigzag"))
+    q, k, v = (mine(x, lengths, "zigzag", rank) for x in problem.tensors(device))
+    operation = functools.partial(fp8attn.sdpa, return_lse=True, backend="reference", out_dtype=torch.float32)
+    out, lse = _attention._templated_ring_attention(where, 2, operation, q, k, v, is_causal=True)
+    return out, lse
+
+
+def test_torch_s_ring_takes_sdpa(ranks: Ranks) -> None:
+    problem = Problem(heads=2, q_length=320, kv_length=320)
+    found = ranks.run(in_torch_s_ring, 2, [(problem,)] * 2)
+    expected = alone(problem, is_causal=True, backend="reference", out_dtype=torch.float32)
+    lengths = tuple(shard_lengths(320, 2, "zigzag"))
+    for i in range(2):
+        torch.testing.assert_close(whole([one[i] for one in found], lengths, "zigzag"), expected[i], rtol=1e-4, atol=1e-4)
+
+
 def test_the_kernels_of_packed_sequences_in_the_interpreter(ranks: Ranks) -> None:
     problem, starts = Problem(heads=2, kv_heads=1, q_length=160, kv_length=160), (0, 30, 140, 160)
     options: dict[str, Any] = dict(is_causal=True, out_dtype=torch.float32)
