@@ -56,7 +56,7 @@ RING, ULYSSES, ALL_GATHER = "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gath
 MESH = "fp8attn 2-D"
 RING_BF16, ULYSSES_BF16 = "bf16 ring", "bf16 Ulysses"
 ROWS = (ONE, RING, ULYSSES, MESH, ALL_GATHER, ONE_BF16, RING_BF16, ULYSSES_BF16)
-"""Rows of the table. Those of one GPU are timed on the first rank, while the others wait."""
+"""Rows of the table. In those of one GPU, each GPU computes the whole."""
 
 OF_ONE = (ONE, ONE_BF16)
 OWN: dict[str, context_parallel.Mode] = {RING: "ring", ULYSSES: "ulysses", MESH: "ring", ALL_GATHER: "all_gather"}
@@ -300,7 +300,7 @@ class Result:
 
     Attributes:
         ranks: number of ranks.
-        us: the median over rounds of the slowest rank's time.
+        us: the median over rounds of the slowest rank's time; of one GPU, of the slowest GPU's.
         sent: bytes that a rank sends in a call.
         attention_us: of the ring without its transfers.
         transfer_us: of the ring's transfers alone.
@@ -338,32 +338,34 @@ def _slowest(us: float, group: dist.ProcessGroup) -> float:
 
 
 def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGroup, mesh: DeviceMesh | None, device: torch.device) -> list[Result]:
-    """All rows of a case, in turns. Every rank of the group runs this."""
+    """All rows of a case, in turns. Every rank of the group runs this.
+
+    Each GPU computes the rows of one GPU alone, at the same time as the others: cards differ by some percent, a ring is
+    as fast as the slowest, and so is this.
+    """
     shard, ranks = shard_of(case, group, device, mesh), group.size()
     calls = calls_of(case, ranks)
     refused = {row: unsupported_row(row, case, ranks) for row in rows}
-    runs = {row: attention_of(row, shard) for row in rows if refused[row] is None and (row not in OF_ONE or group.rank() == 0)}
     turns = [row for row in rows if refused[row] is None]
+    runs = {row: attention_of(row, shard) for row in turns}
     errors: dict[str, float] = {}
     sent: dict[str, int] = {}
     for row in turns:
-        if row in runs:
-            with Counted() as counted:
-                out = runs[row]()
-            sent[row] = counted.sent if row in OWN else 0 if row in OF_ONE else bf16_bytes(row, shard)
-            of_last = out[:, :, : shard.spans[-1].first + shard.spans[-1].length] if row in OF_ONE else out
-            if not (row == ULYSSES_BF16 and case.causal):
-                errors[row] = error_of(of_last, shard)
-            del out, of_last
-            if calls > 1:
-                runs[row]()
+        with Counted() as counted:
+            out = runs[row]()
+        sent[row] = counted.sent if row in OWN else 0 if row in OF_ONE else bf16_bytes(row, shard)
+        of_last = out[:, :, : shard.spans[-1].first + shard.spans[-1].length] if row in OF_ONE else out
+        if not (row == ULYSSES_BF16 and case.causal):
+            errors[row] = error_of(of_last, shard)
+        del out, of_last
+        if calls > 1:
+            runs[row]()
     samples: dict[str, list[float]] = {row: [] for row in turns}
     parts: dict[str, list[float]] = {"attention": [], "transfer": []}
     for i in range(rounds):
         for row in in_turn(turns, i):
             dist.barrier(group=group)
-            us = sample_us(runs[row], device, calls) if row in runs else 0.0
-            samples[row].append(_slowest(us, group))
+            samples[row].append(_slowest(sample_us(runs[row], device, calls), group))
         if RING in turns:
             for name, call in (("attention", _without_transfers(runs[RING])), ("transfer", _transfers(runs[RING], shard))):
                 dist.barrier(group=group)
