@@ -192,7 +192,7 @@ def sibling(path: Path, name: str) -> Path:
 
 
 def add_case(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", metavar="SUBSTRING", help="only cases with this in their names")
+    parser.add_argument("--case", action="append", metavar="SUBSTRING", help="only cases with this in their names; repeatable")
 
 
 def add_peer(parser: argparse.ArgumentParser, kind: str = "row") -> None:

@@ -127,7 +127,7 @@ def spread(record: dict[str, Any]) -> float:
     return record["p90_us"] / record["p50_us"] - 1
 
 
-def compare(before: Path, after: Path, backend: str | None = None, case: str | None = None) -> Comparison:
+def compare(before: Path, after: Path, backend: str | None = None, case: str | Sequence[str] | None = None) -> Comparison:
     """Compare rows of `after` with rows of `before`.
 
     Args:

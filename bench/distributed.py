@@ -590,7 +590,7 @@ def scaling(results: Sequence[Sequence[Result]]) -> Sheet | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", action="append", metavar="SUBSTRING", help="only cases with this in their names; repeatable")
+    command_line.add_case(parser)
     command_line.add_peer(parser)
     parser.add_argument(
         "--ranks", type=at_least(2), nargs="+", metavar="N", help="numbers of processes, each timed (default: the GPUs, 2 without a GPU)"

@@ -117,7 +117,12 @@ class Options(NamedTuple):
         return *self.window, self.softcap, self.scale, self.return_lse, self.out_dtype, self.backend
 
 
-def _check_options(options: Options) -> None:
+def check_options(options: Options) -> None:
+    """Check scale, return_lse and out_dtype.
+
+    Raises:
+        TypeError, ValueError: one of them isn't as the docstring of `paged_sdpa` says.
+    """
     if options.scale is not None:
         validate.check_scale("scale", options.scale)
     if not isinstance(options.return_lse, bool):
@@ -132,7 +137,7 @@ def _attend(
     """`paged_sdpa` of a call that isn't like one before."""
     backend, storage = options.backend, cache.storage
     operator = operator_of("attention", backend, batch)
-    _check_options(options)
+    check_options(options)
     validate.check_batch(batch, cache.device)
     validate.check_queries(query, batch, storage)
     window, softcap, sinks = validate.checked_causal_scores(options.window, options.softcap, options.sinks, query)
@@ -185,7 +190,7 @@ def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: 
     window, softcap, sinks, scale, return_lse, out_dtype, backend = options
     paged_tensors_ops.check_backend(backend)
     check_paged_batch(batch)
-    _check_options(options)
+    check_options(options)
     validate.check_tensors_call(query, cache, batch, Scoring(1.0, window, softcap, sinks))
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = query.dtype if out_dtype is None else out_dtype

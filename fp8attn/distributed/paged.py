@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from .. import validate
 from ..cache import KVCache
-from ..paged import paged_sdpa
+from ..paged import Options, check_options, paged_sdpa
 from ..paged_ops import check_paged_batch
 from ..pages import PAGE, RECENT_QUERIES, PagedBatch
+from ..reference import CAUSAL_WINDOW
 from . import agreement
 from .context_parallel import CHECKS, Check, _agreed
 from .merge import Accumulator
@@ -111,17 +112,16 @@ def context_parallel_paged_sdpa(
         Disagreement: on all ranks, if the arguments of two ranks don't fit together.
         RuntimeError: an argument requires grad; there is no group; or a rank didn't come within the group's timeout.
     """
-    members = _group_of(group)
+    members, how = _group_of(group), Options(CAUSAL_WINDOW, softcap, sinks, scale, return_lse, out_dtype, backend)
     try:
-        fields = _checked(query, cache, batch, new, (softcap, sinks, scale, return_lse, out_dtype, backend, check_ranks))
-        message = agreement.described(fields)
+        message = agreement.described(_checked(query, cache, batch, new, how, check_ranks))
     except Exception as error:
         agreement.exchanged(agreement.described_error(error), (members,))
         raise
     _agreed(message, (members,), check_ranks)
     if new is not None:
         _append(cache, batch, new, members, backend)
-    out, lse = _attend_to_own(query, cache, batch, members, softcap, scale, backend)
+    out, lse = _attend_to_own(query, cache, batch, members, how)
     out, lse = _merged(query, out, lse, members)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -129,9 +129,8 @@ def context_parallel_paged_sdpa(
     return (out, lse) if return_lse else out
 
 
-def _checked(query: Any, cache: Any, batch: Any, new: Any, options: tuple) -> dict[str, Any]:
+def _checked(query: Any, cache: Any, batch: Any, new: Any, how: Options, check_ranks: Check) -> dict[str, Any]:
     """What a rank tells the others, of arguments that are checked."""
-    softcap, sinks, scale, return_lse, out_dtype, backend, check_ranks = options
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache")
     check_paged_batch(batch)
@@ -147,21 +146,16 @@ def _checked(query: Any, cache: Any, batch: Any, new: Any, options: tuple) -> di
         if not isinstance(new, tuple) or len(new) != 2:
             raise TypeError(f"new is a {type(new).__name__}; it must be (key, value) or None")
         validate.check_new_tokens(*new, batch, tokens, cache.storage)
-    validate.check_scores(softcap, sinks, query.shape[1], query.device)
-    if scale is not None:
-        validate.check_scale("scale", scale)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse is a {type(return_lse).__name__}; it must be a bool")
-    if out_dtype is not None and out_dtype not in validate.FLOATS:
-        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {validate.FLOATS}")
+    validate.check_scores(how.softcap, how.sinks, query.shape[1], query.device)
+    check_options(how)
     if check_ranks not in CHECKS:
         raise ValueError(f"check_ranks is {check_ranks!r}; it must be one of {CHECKS}")
     return {
         "query length": 0, "key length": 0, "shape of query": list(query.shape), "dtype of query": str(query.dtype),
         "device of query": query.device.type, "heads of the cache": cache.storage.k.shape[1], "head_dim of values": cache.storage.v.shape[3],
-        "recipe of the cache": cache.recipe.text, "new": None if new is None else "given", "softcap": softcap,
-        "sinks": None if sinks is None else "given", "scale": scale, "return_lse": return_lse, "out_dtype": str(out_dtype), "backend": backend,
-        "check_ranks": check_ranks,
+        "recipe of the cache": cache.recipe.text, "new": None if new is None else "given", "softcap": how.softcap,
+        "sinks": None if how.sinks is None else "given", "scale": how.scale, "return_lse": how.return_lse, "out_dtype": str(how.out_dtype),
+        "backend": how.backend, "check_ranks": check_ranks,
     }  # fmt: skip
 
 
@@ -181,7 +175,7 @@ def _append(cache: KVCache, batch: PagedBatch, new: tuple[torch.Tensor, torch.Te
 
 
 def _attend_to_own(
-    query: torch.Tensor, cache: KVCache, batch: PagedBatch, members: dist.ProcessGroup, softcap: float, scale: float | None, backend: str
+    query: torch.Tensor, cache: KVCache, batch: PagedBatch, members: dist.ProcessGroup, how: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to this rank's tokens: float32 (B, Hq, S, Dv), and the LSE (B, Hq, S).
 
@@ -197,8 +191,9 @@ def _attend_to_own(
         table, sequences = table.repeat_interleave(tokens, 0), sequences.repeat_interleave(tokens)
     own = PagedBatch(table, lengths, (lengths > 0).int(), sequences, batch.max_length)
     q = query.transpose(1, 2).reshape(rows * tokens, heads, 1, dim)
-    found = paged_sdpa(q, cache, own, softcap=softcap, scale=scale, return_lse=True, out_dtype=torch.float32, backend=backend)
-    out, lse = found
+    out, lse = paged_sdpa(
+        q, cache, own, softcap=how.softcap, scale=how.scale, return_lse=True, out_dtype=torch.float32, backend=how.backend
+    )  # fmt: skip
     return out.view(rows, tokens, heads, -1).transpose(1, 2), lse.view(rows, tokens, heads).transpose(1, 2)
 
 
