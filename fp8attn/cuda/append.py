@@ -21,6 +21,9 @@ from .general_quantize import DIM_STEP, LARGEST_DIM, LEAST_DIM, MOST_CTAS, ceil_
 OF_WORD = 4
 """Threads that measure a word, two channels of V, or of K's mean."""
 
+PAGE_FACTS, MAGNITUDES = 112, 3
+"""In shared memory: bytes of C++'s PageFacts, and the number of largest magnitudes."""
+
 FEW_TOKENS = RECENT - PAGE
 """Up to so many new tokens of a row replace no token of a page that they complete, and they complete one page at most.
 So one launch does all."""
@@ -47,7 +50,7 @@ class AppendConfig:
     def shared_bytes(self) -> int:
         """sizeof(AppendStorage), in bytes."""
         tokens, facts = 2 * 2 * PAGE * self.head_dim, 4 * (3 + 2 * OF_WORD) * self.head_dim
-        return round_up(tokens + facts + 8 * self.threads // WARP + 4 * (PAGE // WARP + 1), 128)
+        return round_up(tokens + facts + PAGE_FACTS + 4 * (PAGE // WARP + MAGNITUDES + 1), 128)
 
     @property
     def name(self) -> str:
@@ -112,6 +115,7 @@ def unsupported_call(storage: Storage, key: torch.Tensor, value: torch.Tensor, b
             return f"storage.{name} starts at {x.data_ptr():#x}; it takes multiples of {ALIGNMENT}"
     config = choose(storage)
     if config.shared_bytes > device.shared_memory:
-        return f"key and value have head dims {key.shape[-1]} and {value.shape[-1]}; on {device.name} it takes up to {INSTANCES[0].head_dim}"
+        largest = max(x.head_dim for x in INSTANCES if x.shared_bytes <= device.shared_memory)
+        return f"key and value have head dims {key.shape[-1]} and {value.shape[-1]}; on {device.name} it takes up to {largest}"
     ctas = max(ctas_of(key, batch, config, device), batch.lengths.shape[0] * key.shape[1])
     return f"it would take {ctas} CTAs; a grid has fewer than {MOST_CTAS}" if ctas >= MOST_CTAS else None

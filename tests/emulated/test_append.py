@@ -40,6 +40,7 @@ class Case:
         layout: of what tokens are views: (B, H, S, D), (B, S, H, D), or rows with others between them.
         wide: numbers differ so much in size that their sums depend on the order.
         bad: number that is in some keys and values, or None.
+        extreme: sums of some keys' channels overflow unless they are divided before, and other keys are subnormal.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -54,6 +55,7 @@ class Case:
     wide: bool = False
     bad: float | None = None
     seed: int = 0
+    extreme: bool = False
 
     @property
     def rows(self) -> int:
@@ -77,6 +79,11 @@ class Case:
         v = (v * 2.0 ** ((torch.arange(longest) + 64) // PAGE % 4 * 3 - 6)[:, None] + 0.5 * (channels % 3)) * 2.0 ** -(channels % 7)
         if self.wide:
             k, v = (x * 2.0 ** torch.randint(-10, 11, x.shape, generator=g) for x in (k, v))
+        if self.extreme:
+            limits, token = torch.finfo(self.dtype), torch.arange(longest)[:, None] % (2 * PAGE)
+            tiny, largest = k * limits.smallest_normal / 16, k.sign() * limits.max
+            mixed = torch.where(k.abs() > 1.5, largest, tiny)
+            k = torch.where(token >= PAGE, tiny, torch.where(token % 9 == 3, largest, torch.where(token % 9 == 4, mixed, k)))
         if self.bad is not None:
             k.view(-1)[self.seed % 50 :: 1009 * self.dim // 16 + 1] = self.bad
             v.view(-1)[self.seed % 90 + 7 :: 811 * self.value_dim // 16 + 1] = self.bad
@@ -180,6 +187,14 @@ CASES = {
     "last tokens apart": Case(((300, 100), (65, 129)), apart=True),
     "few last tokens apart": Case(((100, 128), (40, 0), (64, 60)), apart=True, packed=True),
     "sums that depend on the order": Case(((260,), (10,)), dim=32, wide=True),
+    "64 channels of keys": Case(((150,), (120,)), dim=64, value_dim=136),
+    "64 channels of values": Case(((150,), (120,)), dim=128, value_dim=64, layout="bshd"),
+    "192 channels": Case(((150,), (120,)), dim=192, value_dim=128, recipe=PRECISE, bad=torch.nan),
+    "sums that overflow": Case(((300,), (100,)), dim=128, value_dim=128, extreme=True),
+    "sums that overflow, packed": Case(((260, 130),), packed=True, recipe=PRECISE, extreme=True, bad=torch.inf),
+    "sums of halves": Case(((300,),), dim=256, dtype=torch.float16, extreme=True),
+    "sums that overflow in teams": Case(((300,),), dim=96, value_dim=96, extreme=True),
+    "parts whose sums depend on the order": Case(((260,), (10,)), dim=128, value_dim=128, wide=True, seed=5),
     "NaN": Case(((300,), (120,)), bad=torch.nan, seed=1),
     "infinities": Case(((300,), (120,)), dim=128, value_dim=128, dtype=torch.float16, bad=-torch.inf, seed=2),
     "NaN of int8": Case(((300, 260), (120, 10)), dim=40, recipe=Recipe(qk="int8", rotate=16), bad=torch.nan, seed=3),
@@ -205,7 +220,7 @@ def cases(draw) -> Case:
     return Case(
         tuple(chunks), dim, draw(st.one_of(st.just(dim), dims)), draw(st.integers(1, 2)), draw(st.sampled_from(append.DTYPES)), draw(RECIPES),
         draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(("bhsd", "bshd", "padded"))), draw(st.booleans()),
-        draw(st.sampled_from((None, -0.0, torch.nan, torch.inf))), draw(st.integers(0, 1000)),
+        draw(st.sampled_from((None, -0.0, torch.nan, torch.inf))), draw(st.integers(0, 1000)), draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -302,28 +317,37 @@ MUTANTS = {
     "tokens of the ring one too late": ("append_tokens.h", "recent + token % RECENT * dim", "recent + (token + 1) % RECENT * dim"),
     "the first new token is an old one": ("append.cuh", "token < tokens.old ?", "token <= tokens.old ?"),
     "another page of the table": ("append.cuh", "p.table_stride + of.page)", "p.table_stride + of.page / 2)"),
-    "page of another head": ("append.cuh", "int64_t(number) * p.kv_heads + of.head;", "int64_t(number) * p.kv_heads;"),
+    "page of another head": ("append.cuh", "int64_t(facts.number) * p.kv_heads + facts.page.head.head;", "int64_t(facts.number) * p.kv_heads;"),
     "statistics of a page that isn't the first": ("append.cuh", "measures = of.page == 0 &&", "measures = of.page < 2 &&"),
-    "no statistics without the page": ("append.cuh", "(!measures && !quantizes)) return;", "!quantizes) return;"),
+    "no statistics without the page": ("append.cuh", "if (measures) appended.", "if (measures && shared.facts.number >= 0) appended."),
     "page scale forgotten": ("append.cuh", "__fmul_rn(shared.v_scale[channel], scale)", "shared.v_scale[channel]"),
-    "small channels": ("append.cuh", "largest_of_cta(0.0f, largest).y, LEAST_CHANNEL", "largest_of_cta(0.0f, largest).y, 0.0f"),
-    "runs that go on": ("append.cuh", "from = &shared.values[run * RUN * words + word]", "from = &shared.values[word]"),
-    "channels exchanged": ("append.cuh", "to + c * PAGE_WORDS) = of_channel[c]", "to + c * PAGE_WORDS) = of_channel[1 - c]"),
+    "small channels": ("append.cuh", "__uint_as_float(shared.largest_channel), LEAST_CHANNEL", "__uint_as_float(shared.largest_channel), 0.0f"),
+    "runs that go on": ("append.cuh", "words_of(shared.values) + run * RUN * WORDS + word", "words_of(shared.values) + word"),
+    "channels exchanged": ("append.cuh", "word)] = of_channel[c]", "word)] = of_channel[1 - c]"),
     "no zero for what isn't finite": ("append.cuh", "if constexpr (CAREFUL) x =", "if constexpr (false) x ="),
-    "keys of non-finite values": ("append.cuh", "bool hidden = !values_are_finite &&", "bool hidden = false &&"),
+    "keys of non-finite values": ("append.cuh", "bool hidden = is_hidden(row_of_part());", "bool hidden = false;"),
+    "keys of non-finite values, in teams": ("append.cuh", "bool hidden = !values_are_finite &&", "bool hidden = false &&"),
     "infinite keys": ("append.cuh", "return largest < INFINITE ? largest : without_infinities(rows);", "return largest;"),
     "parts among lanes": ("tile/row_team.h", "distance * CHUNK < part; distance *= 2", "distance * CHUNK < part / 2; distance *= 2"),
-    "infinities in extremes": ("append.cuh", "if (carries & SIGN_BITS) {", "if (false) {"),
-    "lanes in another order": ("append.cuh", "tokens[(token + part) * words + word]", "tokens[(token + part % 2 * 2 + part / 2) * words + word]"),
+    "infinities in extremes": ("append.cuh", "if (not_finite<T>(low) | not_finite<T>(high)) {", "if (false) {"),
+    "lanes in another order": ("append.cuh", "first = i * OF_WORD + member,", "first = i * OF_WORD + member % 2 * 2 + member / 2,"),
     "values before they have come": ("append.cuh", "    ptx::cp_async_wait_but<1>();\n", ""),
-    "keys before they have come": ("append.cuh", "    float largest = 0.0f;\n    ptx::cp_async_wait_but<0>();\n", "    float largest = 0.0f;\n"),
-    "a warp's largest magnitude": ("append.cuh", "y = fmaxf(y, shared.of_warps[warp].y);", "y = y;"),
+    "keys before they have come": ("append.cuh", "    ptx::cp_async_wait_but<0>();\n", ""),
+    "a warp's largest magnitude": ("append.cuh", "raise(shared.largest_value,", "if (threadIdx.x >= 32) raise(shared.largest_value,"),
+    "a channel's sign": ("append.cuh", "SIGNS >> (i + 1) & 1", "SIGNS >> i & 1"),
+    "sums that overflow": ("append.cuh", "if (before != 1.0f) break;", "break;"),
+    "sums that become NaN": ("append.cuh", "ptx::max_nan(largest, ", "fmaxf(largest, "),
+    "int8 keys that aren't finite elsewhere": ("append.cuh", "if (INT8 && !(largest < INFINITE)) hide(row);", ""),
+    "another swizzle of keys": ("append.cuh", "[swizzled(channel / CHUNK + i, row)]", "[swizzled(channel / CHUNK + i, row + 4)]"),
+    "another swizzle of keys in sums": ("append.cuh", "swizzled(word / 4, first)", "swizzled(word / 4, member)"),
+    "another swizzle of codes": ("append.cuh", "swizzled(lane, 4 * i + lane / 8)", "swizzled(lane, lane / 8)"),
+    "codes before a warp has stored them": ("append.cuh", "    __syncwarp();\n    uint8_t* to", "    uint8_t* to"),
     "codes before all are encoded": (
         "append.cuh",
         "      encode_values<true>(v_scale);\n    __syncthreads();\n",
         "      encode_values<true>(v_scale);\n",
     ),
-    "the next page before codes are stored": ("append.cuh", "    __syncthreads();\n  }\n}\n\n// `ctas`", "  }\n}\n\n// `ctas`"),
+    "a page before it is known": ("append.cuh", "    }\n    __syncthreads();\n    append_page<", "    }\n    append_page<"),
     "too few tokens copied": ("append_tokens.h", "max(of.old, of.end - RECENT)", "max(of.old, of.end - RECENT + 1)"),
     "tokens of a head's first row": ("append_tokens.h", "of.begin * strides[2]", "0"),
     "places counted from the first row": ("append_tokens.h", "max(place - first_place(p, row), 0)", "place"),
@@ -334,7 +358,8 @@ MUTANTS = {
 MUTANT_CASES = (
     Case(((250, 70), (10, 200), (62, 60)), kv_heads=2, bad=torch.inf, seed=9),
     Case(((300, 20, 300),), packed=True, dtype=torch.float16),
-    Case(((130,),), dim=16, value_dim=16, wide=True),
+    Case(((130,),), dim=16, value_dim=16, wide=True, bad=-torch.inf, seed=3),
+    Case(((258,),), dim=128, recipe=PRECISE, bad=torch.nan, extreme=True),
     Case(((126,) * 5, (3,) * 5), dim=16, value_dim=16, kv_heads=4, recipe=Recipe(qk="int8", rotate=0)),
 )
 
@@ -430,7 +455,7 @@ def test_who_appends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_grid() -> None:
     """As many CTAs as run at once have all heads of few tokens; each page of many has its own."""
-    config, few = append.INSTANCES[0], torch.zeros(40, 300, append.FEW_TOKENS, 64)
+    config, few = append.AppendConfig(128, 2), torch.zeros(40, 300, append.FEW_TOKENS, 64)
     batch = PagedBatch(torch.zeros(40, 4, dtype=torch.int32), torch.zeros(40, dtype=torch.int32))
     many = torch.zeros(40, 300, append.FEW_TOKENS + 1, 64)
     assert append.ctas_of(few[:2], dataclasses.replace(batch, lengths=batch.lengths[:2]), config, H100) == 264

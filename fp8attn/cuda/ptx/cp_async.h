@@ -18,6 +18,11 @@ __device__ inline void cp_async_16(void* to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
+// Copies 16 bytes. Both addresses are multiples of 16.
+__device__ inline void cp_async_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
 // Copies 8 bytes; writes zeros if `exists` is false. Both addresses are multiples of 8.
 __device__ inline void cp_async_8(void* to, const void* from, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 8 : 0) : "memory");

@@ -70,6 +70,21 @@ __device__ uint32_t most(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(x);
 }
 
+// The same, but NaN if either is.
+template <typename T>
+__device__ uint32_t least_or_nan(uint32_t a, uint32_t b) {
+  using Two = typename Pair<T>::type;
+  const Two x = __hmin2_nan(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(x);
+}
+
+template <typename T>
+__device__ uint32_t most_or_nan(uint32_t a, uint32_t b) {
+  using Two = typename Pair<T>::type;
+  const Two x = __hmax2_nan(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(x);
+}
+
 // Non-finite numbers become NaN.
 template <typename T, typename Words>
 __device__ Words nan_where_nonfinite(Words words) {

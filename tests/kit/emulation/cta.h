@@ -232,10 +232,17 @@ inline unsigned atomicOr(unsigned* to, unsigned x) {
   return before;
 }
 
+inline unsigned atomicMax(unsigned* to, unsigned x) {
+  const unsigned before = *to;
+  *to = max(before, x);
+  return before;
+}
+
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
 
 inline unsigned __float_as_uint(float x) {
   unsigned bits;

@@ -17,6 +17,8 @@ inline void cp_async(float* to, const float* from, bool exists) { copy_later(to,
 
 inline void cp_async_16(void* to, const void* from, bool exists) { copy_later(to, from, 16, exists ? 16 : 0); }
 
+inline void cp_async_16(void* to, const void* from) { cp_async_16(to, from, true); }
+
 inline void cp_async_8(void* to, const void* from, bool exists) { copy_later(to, from, 8, exists ? 8 : 0); }
 
 inline void cp_async_commit() { cta::current->copies.commit(); }
