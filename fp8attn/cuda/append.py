@@ -57,7 +57,7 @@ class AppendConfig:
         return "append_" + "_".join(str(x) for x in astuple(self))
 
 
-INSTANCES = (AppendConfig(128, 2), AppendConfig(256, 1))
+INSTANCES = (AppendConfig(64, 4), AppendConfig(128, 2), AppendConfig(256, 1))
 """The compiled instances, which are compiled together."""
 
 
