@@ -289,15 +289,11 @@ struct AppendedPage {
   __device__ static int row_of_part() { return threadIdx.x % SCALE_BLOCK; }
   __device__ static int channel_of_part() { return threadIdx.x / SCALE_BLOCK * PART; }
 
-  // The thread's part of a row of K, rotated and centred, and its largest magnitude. Threads without a part: zeros.
+  // The thread's part of a row of K, rotated and centred, and its largest magnitude. Threads without a part rotate
+  // another one: zeros would take others an instruction for each register.
   __device__ float rotate_part(float (&y)[PART]) {
-    const int row = row_of_part(), channel = channel_of_part();
+    const int row = row_of_part(), channel = min(channel_of_part(), p.head_dim - PART);
     const auto* shift = reinterpret_cast<const float4*>(&shared.k_shift[channel]);
-    if (channel >= p.head_dim) {
-#pragma unroll
-      for (int i = 0; i < PART; ++i) y[i] = 0.0f;
-      return 0.0f;
-    }
     // Sums are divided by PART, not what is added: division rounds nothing. Only if a sum overflows, it is the other
     // way round.
     float before = 1.0f, after = 1.0f / PART, largest;
