@@ -74,4 +74,5 @@ def _rows(q: torch.Tensor | Quantized, start: int, stop: int) -> torch.Tensor | 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, Hq, S, Dv) and LSE (B, Hq, S) of rows that have one more logit, whose value is zero. sinks (Hq,)."""
     logits = sinks.float()[:, None]
-    return out * torch.sigmoid(lse - logits).unsqueeze(-1), torch.logaddexp(lse, logits.expand_as(lse))
+    weight = torch.sigmoid(lse - logits).masked_fill(lse == -torch.inf, 0.0)  # also beside a sink of -inf
+    return out * weight.unsqueeze(-1), torch.logaddexp(lse, logits.expand_as(lse))

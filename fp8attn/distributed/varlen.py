@@ -128,7 +128,7 @@ def context_parallel_varlen_sdpa(
         if check_ranks not in CHECKS:
             raise ValueError(f"check_ranks is {check_ranks!r}; it must be one of {CHECKS}")
         check_sharding(sharding)
-        own = _starts_on(device, (0, len(q))) if isinstance(q, torch.Tensor) and q.dim() else None
+        own = _starts_on(q.device, (0, len(q))) if isinstance(q, torch.Tensor) and q.dim() else None
         arguments = VarlenArguments(
             q, k, v, own, own, is_causal=is_causal, window=window, softcap=softcap, sinks=sinks, scale=scale, recipe=recipe, out_dtype=out_dtype,
             return_lse=return_lse, backend=backend,
@@ -136,6 +136,8 @@ def context_parallel_varlen_sdpa(
         checked = check_varlen(arguments)
         if not checked.is_float:
             raise TypeError("q, k or v is quantized; they must be float16, bfloat16 or float32: each rank quantizes its own")
+        if len(k) != len(q):
+            raise ValueError(f"k has {len(k)} tokens; it must have q's, {len(q)}: a sequence attends to itself")
         message = agreement.described(_fields(arguments, checked, starts, sharding, check_ranks))
     except Exception as error:
         agreement.exchanged(agreement.described_error(error), groups)
@@ -163,13 +165,19 @@ def _checked_starts(cu_seqlens: Sequence[int] | torch.Tensor) -> tuple[int, ...]
     if not isinstance(cu_seqlens, Sequence) or not all(isinstance(x, int) and not isinstance(x, bool) for x in cu_seqlens):
         raise TypeError(f"cu_seqlens is {cu_seqlens!r}; it must be a sequence of ints, or a tensor of ints on the CPU")
     starts = tuple(cu_seqlens)
-    if len(starts) < 2 or starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
-        raise ValueError(f"cu_seqlens is {starts}; it must be two numbers at least, start at 0 and never fall")
+    if len(starts) < 2:
+        raise ValueError(f"cu_seqlens has {len(starts)} numbers; it must have two at least")
+    if starts[0] != 0:
+        raise ValueError(f"cu_seqlens starts at {starts[0]}; it must start at 0")
+    fall = next((i for i, (a, b) in enumerate(itertools.pairwise(starts)) if a > b), None)
+    if fall is not None:
+        raise ValueError(f"cu_seqlens falls from {starts[fall]} to {starts[fall + 1]} at sequence {fall}; it must never fall")
     return starts
 
 
-def _starts_on(device: torch.device | None, starts: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(starts, dtype=torch.int32, device=device)
+def _starts_on(device: torch.device, starts: Sequence[int]) -> torch.Tensor:
+    """int32 on the device. The host doesn't wait for a GPU, as it would for a copy from pageable memory."""
+    return torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _fields(a: VarlenArguments, checked: Checked, starts: tuple[int, ...], sharding: Sharding, check_ranks: Check) -> dict[str, object]:
@@ -245,13 +253,13 @@ class _Call:
         buffers = iter(Ring(self._own(form), sizes, self.group)) if steps else iter(())
         total = Accumulator(q, form.value_dim)
         alone = not any(self._rows_of(self._rank, part) for rank in order for part in self.parts[rank])
-        total.add(0, q.shape[2], *self._alone(arguments, self.checked.out_dtype if alone else calls.part_dtype))
+        sinks = self.checked.sinks
+        total.add(0, q.shape[2], *self._alone(arguments, self.checked.out_dtype if alone and sinks is None else calls.part_dtype))
         for rank, buffer in zip(order, buffers, strict=True):
             its = self.parts[rank]
             for part, fragment in zip(parts_of(buffer, [(one.span,) for one in its], None, form), its, strict=True):
                 for rows in self._rows_of(self._rank, fragment):
                     calls.attend(total, q, [rows.span], part, rows.row)
-        sinks = self.checked.sinks
         out, lse = total.result(self.checked.out_dtype if sinks is None else torch.float32)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)

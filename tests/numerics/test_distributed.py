@@ -36,6 +36,7 @@ from fp8attn.distributed import (
 )
 from fp8attn.distributed.merge import MOST_PARTS, Accumulator
 from fp8attn.distributed.paged import _share as of_pages
+from fp8attn.distributed.part_calls import with_sinks
 from fp8attn.distributed.parts import Format, Part, joined_statistics, measured
 from fp8attn.distributed.sharding import Span, Spans, spans_of
 from fp8attn.distributed.visibility import Piece, Visible, pieces
@@ -328,7 +329,9 @@ def test_only_sequences_of_several_ranks_travel(ranks: Ranks) -> None:
 WRONG_PACKED: dict[str, tuple[tuple[Any, ...], str]] = {
     "starts": (((0, 400), (0, 399, 400)), "cu_seqlens is '1 sequences with the hash"),
     "an end": (((0, 401),) * 2, "cu_seqlens ends at 401; it must end at 400"),
-    "no start": (((1, 400),) * 2, r"cu_seqlens is \(1, 400\); it must be two numbers"),
+    "no start": (((1, 400),) * 2, "cu_seqlens starts at 1; it must start at 0"),
+    "a fall": (((0, 300, 200, 400),) * 2, "cu_seqlens falls from 300 to 200 at sequence 1"),
+    "one number": (((0,),) * 2, "cu_seqlens has 1 numbers"),
     "floats": ((torch.zeros(2),) * 2, "cu_seqlens is torch.float32 of shape"),
     "text": (("01",) * 2, "cu_seqlens is '01'; it must be a sequence of ints"),
 }
@@ -342,6 +345,34 @@ def test_wrong_starts_of_packed_sequences(ranks: Ranks, name: str) -> None:
     for one in found:
         with pytest.raises(Failed, match=message):
             raise one
+
+
+def attend_wrongly(rank: int, where: Any, device: torch.device, what: str) -> None:
+    """On a rank: packed operands that aren't right on rank 1."""
+    q, k = torch.zeros(10, 2, 16, device=device), torch.zeros(10 - (what == "tokens" and rank), 2, 16, device=device)
+    query: Any = fp8attn.quantize(q, cu_seqlens_q=torch.tensor([0, 10], dtype=torch.int32)) if what == "quantized" and rank else q
+    context_parallel_varlen_sdpa(query if what != "text" or not rank else "q", k, k, (0, 20), group=where)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [("tokens", "on rank 1: k has 9 tokens; it must have q's, 10"), ("quantized", "on rank 1: "), ("text", "on rank 1: q is a str; it must be a")],
+)
+def test_wrong_packed_operands(ranks: Ranks, what: str, message: str) -> None:
+    first, second = ranks.outcomes(attend_wrongly, 2, [(what,)] * 2)
+    assert (
+        isinstance(first, Failed) and isinstance(second, Failed) and first.message.startswith(message) and first.kind in ("TypeError", "ValueError")
+    )
+
+
+def test_sinks_beside_rows_that_see_nothing() -> None:
+    """Zeros and the sink; with a sink of -inf, as without one."""
+    out, lse = torch.zeros(1, 2, 3, 4), torch.full((1, 2, 3), -math.inf)
+    out[:, :, 2], lse[:, :, 2] = 1.0, 0.5
+    found, found_lse = with_sinks(out, lse, torch.tensor([-math.inf, 2.0]))
+    assert not found[:, :, :2].any() and torch.equal(found[:, 0, 2], out[:, 0, 2])
+    assert torch.equal(found_lse[0, 0], lse[0, 0]) and found_lse[0, 1, :2].eq(2.0).all()
+    torch.testing.assert_close(found[0, 1, 2, 0], torch.tensor(0.5).exp() / (torch.tensor(0.5).exp() + torch.tensor(2.0).exp()))
 
 
 def decode(rank: int, where: Any, device: torch.device, problem: Problem, prompt: int, steps: tuple[int, ...], options: dict) -> list[tuple]:
