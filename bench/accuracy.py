@@ -31,10 +31,10 @@ PICTURE = RESULTS / "accuracy.svg"
 
 LENGTHS = (128, 512, 2048, 16384, 65536, 131072, 524288)
 LENGTHS_ON_CPU = (128, 512, 2048, 16384)
-LONG_QUERIES = 256
+LONG_QUERIES, LONG_QUERIES_ON_CPU = 256, 32
 """Most queries of cases that vary the length. float64 attention of 512k queries would take hours."""
 
-BY_LENGTH = ("normal", "one-sign", "sinks", "outliers")
+BY_LENGTH = ("normal", "one-sign", "sinks", "outliers", "recent")
 
 
 def _keys(length: int) -> str:
@@ -49,12 +49,19 @@ def by_distribution(length: int, heads: int, dim: int, causal: bool) -> Case:
     return cases.square(f"{_keys(length)} D{dim}{' causal' if causal else ''}", 1, heads, length, dim, causal)
 
 
-def workloads(gpu: bool) -> list[Workload]:
-    """The workloads to measure. Without a GPU, small cases and few queries."""
-    dims, length, heads = ((64, 128, 256), 4096, 2) if gpu else ((64, 128), 1024, 1)
-    found = [(by_distribution(length, heads, dim, causal), name) for name in cases.DISTRIBUTIONS for dim in dims for causal in (False, True)]
-    lengths, queries = (LENGTHS, LONG_QUERIES) if gpu else (LENGTHS_ON_CPU, 32)
-    return found + [(by_length(keys, queries), name) for name in BY_LENGTH for keys in lengths]
+def workloads(gpu: bool, keys: Sequence[int] | None = None) -> list[Workload]:
+    """The workloads to measure. Without a GPU, small cases and few queries.
+
+    Args:
+        keys: only cases of few queries and so many keys.
+    """
+    queries = LONG_QUERIES if gpu else LONG_QUERIES_ON_CPU
+    if keys:
+        return [(by_length(length, queries), name) for name in BY_LENGTH for length in keys]
+    dims, square, heads = ((64, 128, 256), 4096, 2) if gpu else ((64, 128), 1024, 1)
+    found = [(by_distribution(square, heads, dim, causal), name) for name in cases.DISTRIBUTIONS for dim in dims for causal in (False, True)]
+    lengths = LENGTHS if gpu else LENGTHS_ON_CPU
+    return found + [(by_length(length, queries), name) for name in BY_LENGTH for length in lengths]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_case(parser)
     parser.add_argument("--distribution", action="append", choices=cases.DISTRIBUTIONS, help="repeatable; default: all")
     command_line.add_peer(parser)
+    parser.add_argument("--keys", type=at_least(1), action="append", help="only cases of few queries and so many keys, D 128; repeatable")
     parser.add_argument("--seeds", type=at_least(1), default=1, metavar="N", help="means over so many draws of the inputs")
     command_line.add_json(parser)
     parser.add_argument("--draw", type=input_file, metavar="FILE.jsonl", help=f"measure nothing: draw such a file as {PICTURE.name} beside it")
@@ -196,7 +204,7 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         save(figure_of(records_of(arguments.draw)), command_line.sibling(arguments.draw, PICTURE.name))
         return 0
     gpu, gates = device.type == "cuda", Gates.load()
-    wanted = [work for work in workloads(gpu) if work[1] in (arguments.distribution or cases.DISTRIBUTIONS)]
+    wanted = [work for work in workloads(gpu, arguments.keys) if work[1] in (arguments.distribution or cases.DISTRIBUTIONS)]
     wanted = command_line.chosen(arguments.case, wanted, "--case", name=lambda work: work[0].name)
     rows, about = here(chosen(arguments.peer)), machine(device)
     results: list[Result] = []
