@@ -5,11 +5,11 @@ out = fp8attn.distributed.context_parallel_sdpa(q, k, v, group=group)  # each ra
 
 from .agreement import Disagreement
 from .context_parallel import context_parallel_sdpa
-from .paged import context_parallel_paged_sdpa, page_shard, page_share
+from .paged import PageShares, context_parallel_paged_sdpa, page_shard, page_share
 from .sharding import shard, shard_lengths, unshard
 from .varlen import context_parallel_varlen_sdpa
 
 __all__ = [
-    "Disagreement", "context_parallel_paged_sdpa", "context_parallel_sdpa", "context_parallel_varlen_sdpa", "page_shard", "page_share", "shard",
-    "shard_lengths", "unshard",
+    "Disagreement", "PageShares", "context_parallel_paged_sdpa", "context_parallel_sdpa", "context_parallel_varlen_sdpa", "page_shard",
+    "page_share", "shard", "shard_lengths", "unshard",
 ]  # fmt: skip

@@ -3,6 +3,7 @@ merged by their LSE."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -69,10 +70,67 @@ def page_shard(x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: 
     return torch.cat([x.narrow(dim, start, min(PAGE, x.shape[dim] - start)) for start in starts] or [x.narrow(dim, 0, 0)], dim)
 
 
+@dataclass(frozen=True, eq=False)
+class PageShares:
+    """What this rank holds of the sequences of a batch. Made once a step, it serves the caches of all layers.
+
+    Attributes:
+        batch: the whole sequences.
+        tokens: new tokens of each sequence, S.
+        to_append: this rank's tokens, of which counts are new.
+        new_rows: int64 (B, S): which of the new tokens this rank appends, from the first on; None: as they come.
+        to_attend: a row for each query (B · S), with this rank's tokens that it sees.
+    """
+
+    batch: PagedBatch
+    tokens: int
+    to_append: PagedBatch
+    new_rows: torch.Tensor | None
+    to_attend: PagedBatch
+
+    @classmethod
+    def of(cls, batch: PagedBatch, tokens: int = 1, *, group: dist.ProcessGroup | None = None) -> PageShares:
+        """The shares of this rank. Later changes of the batch's tensors don't show in them.
+
+        Args:
+            batch: as of `context_parallel_paged_sdpa`.
+            tokens: new tokens of each sequence, which its length includes.
+            group: the ranks; the default group if None.
+
+        Raises:
+            TypeError, ValueError: an argument isn't as above.
+            RuntimeError: there is no group.
+        """
+        check_paged_batch(batch)
+        for name in ("counts", "cu_seqlens"):
+            if getattr(batch, name) is not None:
+                raise ValueError(f"batch.{name} is given; it must be None: all rows have all queries")
+        validate.check_batch(batch, batch.page_table.device)
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= RECENT_QUERIES:
+            raise ValueError(f"tokens is {tokens!r}; it must be an int from 1 to {RECENT_QUERIES}")
+        members = _group_of(group)
+        rank, ranks = members.rank(), members.size()
+        lengths, device = batch.lengths, batch.lengths.device
+        before, own = lengths - tokens, _share(lengths, rank, ranks)
+        counts, new_rows = own - _share(before, rank, ranks), None
+        if tokens > 1 and ranks > 1:
+            first = torch.where(before // PAGE % ranks == rank, 0, tokens - counts)
+            new_rows = (first[:, None] + torch.arange(tokens, device=device)).clamp(max=tokens - 1)
+        # a query is a row of its own: it sees as many of this rank's tokens as the sequence has up to it
+        seen = lengths[:, None] - torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=device)
+        of_rows = _share(seen, rank, ranks).reshape(-1)
+        table, sequences = batch.page_table, batch.sequences
+        if tokens > 1:
+            sequences = torch.arange(len(lengths), dtype=torch.int32, device=device) if sequences is None else sequences
+            table, sequences = table.repeat_interleave(tokens, 0), sequences.repeat_interleave(tokens)
+        to_append = PagedBatch(batch.page_table, own, counts, batch.sequences, batch.max_length)
+        return cls(batch, tokens, to_append, new_rows, PagedBatch(table, of_rows, (of_rows > 0).int(), sequences, batch.max_length))
+
+
 def context_parallel_paged_sdpa(
     query: torch.Tensor,
     cache: KVCache,
-    batch: PagedBatch,
+    batch: PagedBatch | PageShares,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     group: dist.ProcessGroup | None = None,
@@ -96,7 +154,7 @@ def context_parallel_paged_sdpa(
         cache: this rank's cache.
         batch: the B sequences. `page_table` has the pages of this rank's cache. `lengths` are those of the whole
             sequences, the queries' tokens included. `counts` and `cu_seqlens` must be None. With `max_length`, no rank
-            holds more tokens of a sequence.
+            holds more tokens of a sequence. Or `PageShares` of such a batch, made once for all layers of a model.
         new: keys (B, Hkv, S, D) and values (B, Hkv, S, Dv) of the queries' tokens, the same on all ranks. Each rank
             appends those of its pages first. None: they were appended before.
         group: the ranks; the default group if None.
@@ -114,14 +172,15 @@ def context_parallel_paged_sdpa(
     """
     members, how = _group_of(group), Options(CAUSAL_WINDOW, softcap, sinks, scale, return_lse, out_dtype, backend)
     try:
-        message = agreement.described(_checked(query, cache, batch, new, how, check_ranks))
+        shares = _shares(query, cache, batch, members)
+        message = agreement.described(_checked(query, cache, shares, new, how, check_ranks))
     except Exception as error:
         agreement.exchanged(agreement.described_error(error), (members,))
         raise
     _agreed(message, (members,), check_ranks)
     if new is not None:
-        _append(cache, batch, new, members, backend)
-    out, lse = _attend_to_own(query, cache, batch, members, how)
+        _append(cache, shares, new, backend)
+    out, lse = _attend_to_own(query, cache, shares, how)
     out, lse = _merged(query, out, lse, members)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -129,23 +188,30 @@ def context_parallel_paged_sdpa(
     return (out, lse) if return_lse else out
 
 
-def _checked(query: Any, cache: Any, batch: Any, new: Any, how: Options, check_ranks: Check) -> dict[str, Any]:
-    """What a rank tells the others, of arguments that are checked."""
+def _shares(query: Any, cache: Any, batch: Any, members: dist.ProcessGroup) -> PageShares:
+    """The shares of a batch that is checked beside query and cache."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache")
-    check_paged_batch(batch)
-    for name in ("counts", "cu_seqlens"):
-        if getattr(batch, name) is not None:
-            raise ValueError(f"batch.{name} is given; it must be None: all rows have all queries")
-    validate.check_batch(batch, cache.device)
-    validate.check_queries(query, batch, cache.storage)
+    whole = batch.batch if isinstance(batch, PageShares) else batch
+    check_paged_batch(whole)
+    validate.check_batch(whole, cache.device)
+    validate.check_queries(query, whole, cache.storage)
     tokens = query.shape[2]
     if tokens > RECENT_QUERIES:
         raise ValueError(f"query has {tokens} tokens; it must have at most {RECENT_QUERIES}")
+    if not isinstance(batch, PageShares):
+        return PageShares.of(batch, tokens, group=members)
+    if batch.tokens != tokens:
+        raise ValueError(f"batch is of {batch.tokens} new tokens; it must be of query's, {tokens}")
+    return batch
+
+
+def _checked(query: torch.Tensor, cache: KVCache, shares: PageShares, new: Any, how: Options, check_ranks: Check) -> dict[str, Any]:
+    """What a rank tells the others, of arguments that are checked."""
     if new is not None:
         if not isinstance(new, tuple) or len(new) != 2:
             raise TypeError(f"new is a {type(new).__name__}; it must be (key, value) or None")
-        validate.check_new_tokens(*new, batch, tokens, cache.storage)
+        validate.check_new_tokens(*new, shares.batch, shares.tokens, cache.storage)
     validate.check_scores(how.softcap, how.sinks, query.shape[1], query.device)
     check_options(how)
     if check_ranks not in CHECKS:
@@ -159,40 +225,21 @@ def _checked(query: Any, cache: Any, batch: Any, new: Any, how: Options, check_r
     }  # fmt: skip
 
 
-def _append(cache: KVCache, batch: PagedBatch, new: tuple[torch.Tensor, torch.Tensor], members: dist.ProcessGroup, backend: str) -> None:
+def _append(cache: KVCache, shares: PageShares, new: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
     """Append those of the new tokens that are in this rank's pages: the first ones, the last ones, all or none."""
-    rank, ranks, tokens = members.rank(), members.size(), new[0].shape[2]
-    before = batch.lengths - tokens
-    length = _share(batch.lengths, rank, ranks)
-    counts = length - _share(before, rank, ranks)
     keys, values = new
-    if tokens > 1 and ranks > 1:
-        first = torch.where(before // PAGE % ranks == rank, 0, tokens - counts)
-        rows = (first[:, None] + torch.arange(tokens, device=first.device)).clamp(max=tokens - 1)[:, None, :, None]
+    if shares.new_rows is not None:
+        rows = shares.new_rows[:, None, :, None]
         keys, values = (x.gather(2, rows.expand(*x.shape[:2], -1, x.shape[3])) for x in new)
-    own = PagedBatch(batch.page_table, length, counts, batch.sequences, batch.max_length)
-    cache.append(keys, values, own, backend=backend)
+    cache.append(keys, values, shares.to_append, backend=backend)
 
 
-def _attend_to_own(
-    query: torch.Tensor, cache: KVCache, batch: PagedBatch, members: dist.ProcessGroup, how: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to this rank's tokens: float32 (B, Hq, S, Dv), and the LSE (B, Hq, S).
-
-    A query is a row of its own: which of this rank's tokens it sees follows from how many tokens the sequence has up to
-    it.
-    """
+def _attend_to_own(query: torch.Tensor, cache: KVCache, shares: PageShares, how: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to this rank's tokens: float32 (B, Hq, S, Dv), and the LSE (B, Hq, S)."""
     rows, heads, tokens, dim = query.shape
-    seen = batch.lengths[:, None] - torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=query.device)
-    lengths = _share(seen, members.rank(), members.size()).reshape(-1)
-    table, sequences = batch.page_table, batch.sequences
-    if tokens > 1:
-        sequences = torch.arange(rows, dtype=torch.int32, device=query.device) if sequences is None else sequences
-        table, sequences = table.repeat_interleave(tokens, 0), sequences.repeat_interleave(tokens)
-    own = PagedBatch(table, lengths, (lengths > 0).int(), sequences, batch.max_length)
     q = query.transpose(1, 2).reshape(rows * tokens, heads, 1, dim)
     out, lse = paged_sdpa(
-        q, cache, own, softcap=how.softcap, scale=how.scale, return_lse=True, out_dtype=torch.float32, backend=how.backend
+        q, cache, shares.to_attend, softcap=how.softcap, scale=how.scale, return_lse=True, out_dtype=torch.float32, backend=how.backend
     )  # fmt: skip
     return out.view(rows, tokens, heads, -1).transpose(1, 2), lse.view(rows, tokens, heads).transpose(1, 2)
 

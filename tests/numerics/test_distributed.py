@@ -25,6 +25,7 @@ from closeness import relative
 from fp8attn import PRECISE, KVCache, PagedBatch, Recipe, ops, reference
 from fp8attn.device import device_of
 from fp8attn.distributed import (
+    PageShares,
     context_parallel_paged_sdpa,
     context_parallel_sdpa,
     context_parallel_varlen_sdpa,
@@ -396,7 +397,9 @@ def decode(rank: int, where: Any, device: torch.device, problem: Problem, prompt
     for count in steps:
         tokens = slice(start, start + count)
         start += count
-        batch = PagedBatch(table, whole_length(start))
+        batch: PagedBatch | PageShares = PagedBatch(table, whole_length(start))
+        if count == 4:
+            batch = PageShares.of(batch, count, group=where)
         some = context_parallel_paged_sdpa(
             q[:, :, tokens], cache, batch, (k[:, :, tokens], v[:, :, tokens]), group=where, return_lse=True, out_dtype=torch.float32, **options
         )
@@ -442,6 +445,34 @@ WRONG_PAGES: dict[str, tuple[dict[str, Any], str]] = {
     "check_ranks": ({"check_ranks": "never"}, "check_ranks is 'never'; it must be one of"),
     "sinks": ({"sinks": torch.zeros(3)}, "sinks has shape"),
 }
+
+
+def test_wrong_shares_of_pages(ranks: Ranks) -> None:
+    """The error names what it is."""
+    for what, message in WRONG_SHARES.items():
+        (found,) = ranks.outcomes(share_wrongly, 1, [(what,)])
+        assert isinstance(found, Failed) and found.message.startswith(message)
+
+
+WRONG_SHARES = {
+    "counts": "batch.counts is given; it must be None",
+    "tokens": "tokens is 66; it must be an int from 1 to 65",
+    "others": "on rank 0: batch is of 2 new tokens; it must be of query's, 1",
+    "table": "batch is a Tensor; it must be a fp8attn.PagedBatch",
+}
+
+
+def share_wrongly(rank: int, where: Any, device: torch.device, what: str) -> None:
+    """On a rank."""
+    numbers = torch.tensor([10], dtype=torch.int32, device=device)
+    batch: Any = PagedBatch(numbers[:, None], numbers, numbers if what == "counts" else None)
+    tokens = {"tokens": 66, "others": 2}.get(what, 1)
+    shares = PageShares.of(numbers if what == "table" else batch, tokens, group=where)  # type: ignore[arg-type]
+    cache = KVCache(1, 1, 1, 16, device=device)
+    try:
+        context_parallel_paged_sdpa(torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16, device=device), cache, shares, group=where)
+    except ValueError as error:
+        raise ValueError(f"on rank {rank}: {error}") from error
 
 
 @pytest.mark.parametrize("name", WRONG_PAGES)
