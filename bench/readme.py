@@ -51,6 +51,8 @@ def _machine(records: Sequence[Record]) -> str:
     first = records[0]
     if any(record[key] != first[key] for record in records for key in ("commit", "gpu")):
         raise UsageError("these are results of more than one commit or GPU, which have no table together")
+    if first["gpu"] is None:
+        return f"The pipeline's oracle on a CPU, torch {first['torch']}, {first['date'][:10]}, commit {first['commit'][:7]}"
     cudnn = f"{first['cudnn'] // 10000}.{first['cudnn'] // 100 % 100}"
     driver = "" if first["driver"] is None else f", driver {first['driver']}"  # nvidia-smi may be hidden
     return (
@@ -163,9 +165,23 @@ def _by_input(records: Sequence[Record], columns: dict[str, str]) -> str:
     return f"{_machine(records)}:\n\n{markdown_table(('inputs', 'keys', *columns.values()), rows, 2)}"
 
 
-def needle() -> str:
+CACHED = {
+    "SDPA flash": "bf16",
+    "fp8attn modelled, direct codes": "`sdpa`, default recipe",
+    "fp8attn KV cache": "`KVCache`",
+    "fp8attn KV cache int8": "`KVCache`, `PRECISE`",
+}
+"""Rows of `accuracy` that are columns of a cache's errors."""
+
+
+def cache_accuracy() -> str:
+    """Relative L2 of attention to a KV cache: prefill of causal cases, decoding of others."""
+    return _by_input(_lines("cache_accuracy"), CACHED)
+
+
+def needle(name: str = "needle") -> str:
     """Needles found, by their share and the row, over length."""
-    records = _lines("needle")
+    records = _lines(name)
     lengths = list(dict.fromkeys(record["keys"] for record in records))
     found = {(r["share"], r["backend"], r["keys"]): r["found"] for r in records}
     rows = []
@@ -524,6 +540,8 @@ TABLES: dict[str, Callable[[], str]] = {
 ACCURACY_TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "needle": if_measured("needle", needle),
+    "cache_accuracy": if_measured("cache_accuracy", cache_accuracy),
+    "cache_needle": if_measured("cache_needle", functools.partial(needle, "cache_needle")),
     "model": if_measured("model", model),
     "recent": recent,
 }
