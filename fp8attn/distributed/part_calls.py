@@ -14,7 +14,7 @@ from ..validate import Checked
 from .merge import Accumulator
 from .parts import Format, Part
 from .sharding import Span
-from .visibility import EVERY_KEY, Visible, pieces
+from .visibility import Visible, pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class PartCalls:
             if capped and isinstance(key, Quantized):  # a cap applies to whole scores
                 key = replace(key, mean=part.k_mean)
             out, lse = sdpa(
-                _rows(q, start, stop), key, value, is_causal=piece.causal != "none" and piece.window == EVERY_KEY,
+                _rows(q, start, stop), key, value, is_causal=piece.causal != "none" and piece.window is None,
                 causal_alignment="bottom_right" if piece.causal == "bottom_right" else "top_left", window=piece.window, softcap=checked.softcap,
                 scale=checked.softmax_scale, enable_gqa=True, recipe=self.form.recipe, out_dtype=self.part_dtype, return_lse=True,
                 backend=self.form.backend,

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from ..reference import Causal, Window
 from .sharding import Span, Spans
 
-EVERY_KEY: Window = (-1, -1)
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -19,14 +17,14 @@ class Piece:
         start, stop: the rows of this rank's queries.
         keys: how many of the part's keys the call gets, from the first one on.
         causal: the mask of these rows and keys; with a window only its alignment.
-        window: as of `fp8attn.sdpa`, of these rows and keys.
+        window: as of `fp8attn.sdpa`, of these rows and keys; or None.
     """
 
     start: int
     stop: int
     keys: int
     causal: Causal
-    window: Window = EVERY_KEY
+    window: Window | None = None
 
 
 @dataclass(frozen=True)

@@ -790,9 +790,9 @@ def assert_pieces_make_the_mask(runs: list[Span], part: Spans, visible: Visible)
     before = 0
     for piece in pieces(runs, part, visible):
         assert before <= piece.start < piece.stop <= len(rows) and 0 < piece.keys <= len(keys)
-        assert min(piece.window) >= -1
+        assert (piece.window is not None) == visible.has_window and min(piece.window or (0,)) >= -1
         before, count = piece.stop, piece.stop - piece.start
-        window = piece.window if visible.has_window else reference.CAUSAL_WINDOW
+        window = piece.window or reference.CAUSAL_WINDOW
         hidden = reference.hidden_keys(None, piece.causal, torch.arange(count), torch.arange(piece.keys), count, piece.keys, window)
         found[piece.start : piece.stop, : piece.keys] += ~hidden
     assert torch.equal(found, expected)
