@@ -56,33 +56,33 @@ __device__ uint4 not_finite(uint4 words) {
 __device__ inline uint2 operator|(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
 __device__ inline uint4 operator|(uint4 a, uint4 b) { return {a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w}; }
 
-template <typename T>
-__device__ uint32_t least(uint32_t a, uint32_t b) {
+// f of two pairs of numbers.
+template <typename T, typename F>
+__device__ uint32_t of_pairs(uint32_t a, uint32_t b, F&& f) {
   using Two = typename Pair<T>::type;
-  const Two x = __hmin2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  const Two x = f(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
   return reinterpret_cast<const uint32_t&>(x);
 }
 
 template <typename T>
+__device__ uint32_t least(uint32_t a, uint32_t b) {
+  return of_pairs<T>(a, b, [](auto x, auto y) { return __hmin2(x, y); });
+}
+
+template <typename T>
 __device__ uint32_t most(uint32_t a, uint32_t b) {
-  using Two = typename Pair<T>::type;
-  const Two x = __hmax2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
-  return reinterpret_cast<const uint32_t&>(x);
+  return of_pairs<T>(a, b, [](auto x, auto y) { return __hmax2(x, y); });
 }
 
 // The same, but NaN if either is.
 template <typename T>
 __device__ uint32_t least_or_nan(uint32_t a, uint32_t b) {
-  using Two = typename Pair<T>::type;
-  const Two x = __hmin2_nan(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
-  return reinterpret_cast<const uint32_t&>(x);
+  return of_pairs<T>(a, b, [](auto x, auto y) { return __hmin2_nan(x, y); });
 }
 
 template <typename T>
 __device__ uint32_t most_or_nan(uint32_t a, uint32_t b) {
-  using Two = typename Pair<T>::type;
-  const Two x = __hmax2_nan(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
-  return reinterpret_cast<const uint32_t&>(x);
+  return of_pairs<T>(a, b, [](auto x, auto y) { return __hmax2_nan(x, y); });
 }
 
 // Non-finite numbers become NaN.
