@@ -121,7 +121,7 @@ def triton_unavailable(device: torch.device) -> str | None:
     return f"triton: tensors are on {device}; move them to a GPU, or set TRITON_INTERPRET=1 before Python starts to interpret the kernels"
 
 
-def choose_backend(backend: Backend, device: torch.device) -> str:
+def choose_backend(backend: Backend, device: torch.device) -> Backend:
     """The backend that runs on a device's tensors; `auto` where the operator sees to it, call by call.
 
     Raises:

@@ -1206,7 +1206,7 @@ def check_launch(softmax_scale: float, causal: str, out_dtype: torch.dtype, wind
 def checked_rows(
     softmax_scale: float, causal: str, out_dtype: torch.dtype, window: object, softcap: float, sinks: torch.Tensor | None, query: torch.Tensor
 ) -> Window:
-    """The window of an operator's rows. Checks what else the operator is told of them. query: (B, Hq, Sq, D)."""
+    """The window of an operator's rows. Checks the operator's other arguments about them. query: (B, Hq, Sq, D)."""
     of_rows = checked_window(window)
     check_launch(softmax_scale, causal, out_dtype, of_rows)
     check_scores(softcap, sinks, query.shape[1], query.device)

@@ -6,17 +6,18 @@ takes part in it, so that every rank gets the error and none waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ..validate import BackendUnavailable
+from ..validate import Arguments, Backend, BackendUnavailable, Checked, VarlenArguments
 
 MESSAGE = 2048
 """Bytes of a rank's description."""
@@ -28,6 +29,9 @@ ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 
 LENGTHS = ("query length", "key length")
 """What may differ between ranks."""
+
+Check = Literal["calls", "shapes"]
+CHECKS: tuple[Check, ...] = ("calls", "shapes")
 
 
 class Disagreement(ValueError):
@@ -119,3 +123,45 @@ def agreed(messages: bytes) -> Agreed:
                 raise Disagreement(f"{name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}; it must be the same on all ranks")
     q_lengths, kv_lengths = (tuple(fields[name] for fields in ranks) for name in LENGTHS)
     return Agreed(q_lengths, kv_lengths)
+
+
+_known: dict[tuple[bytes, tuple[dist.ProcessGroup, ...]], bytes] = {}
+"""What all ranks said, by what this one said, for check_ranks='shapes'."""
+
+
+def agree(message: bytes, groups: tuple[dist.ProcessGroup, ...], check_ranks: Check) -> Agreed:
+    """What the ranks agree on. `message`: this rank's description."""
+    if check_ranks == "calls":
+        return agreed(exchanged(message, groups))
+    known = _known.get((message, groups))
+    if known is None:
+        known = _known[message, groups] = exchanged(message, groups)
+    return agreed(known)
+
+
+@contextlib.contextmanager
+def refused_together(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Inside, this rank checks its arguments. An error is raised on all ranks."""
+    try:
+        yield
+    except Exception as error:
+        exchanged(described_error(error), groups)
+        raise
+
+
+def check_choice(name: str, option: object, allowed: Sequence[str]) -> None:
+    """Check that an option is one of those that are allowed."""
+    if option not in allowed:
+        raise ValueError(f"{name} is {option!r}; it must be one of {allowed}")
+
+
+def fields_of(checked: Checked, a: Arguments | VarlenArguments, names: tuple[str, str, str], backend: Backend) -> dict[str, Any]:
+    """What a rank says of a call of plain tensors. `names`: of its query, key and value."""
+    (q, k, v), (query, key, value) = checked.floats, names
+    return {
+        "query length": q.shape[2], "key length": k.shape[2], f"heads of {query}": q.shape[1], f"head_dim of {query}": q.shape[3],
+        f"heads of {key}": k.shape[1], f"head_dim of {value}": v.shape[3], f"dtype of {query}": str(q.dtype), f"device of {query}": q.device.type,
+        "is_causal": a.is_causal, "window": None if a.window is None else list(a.window), "softcap": a.softcap,
+        "sinks": None if a.sinks is None else "given", "scale": checked.softmax_scale, "recipe": a.recipe.text, "out_dtype": str(checked.out_dtype),
+        "return_lse": a.return_lse, "backend": backend,
+    }  # fmt: skip

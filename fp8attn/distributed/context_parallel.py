@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,8 +26,9 @@ from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
+from .agreement import CHECKS, Check
 from .merge import Accumulator
-from .part_calls import PartCalls, with_sinks
+from .part_calls import PartCalls, finished
 from .parts import (
     Format,
     assembled,
@@ -42,15 +42,13 @@ from .parts import (
     quantized_queries,
     tokens_of,
 )
-from .sharding import SHARDINGS, Sharding, Span, Spans, _group_of, spans_of
-from .transport import Lanes, Ring, Transfer, exchange, start_gather
+from .sharding import SHARDINGS, Sharding, Span, Spans, groups_of, spans_of
+from .transport import Lanes, Ring, Transfer, exchange, ring_steps, start_gather
 from .visibility import Visible, pieces
 from .wire import Form, concatenated_rows, packed, size_of, unpacked
 
 Mode = Literal["auto", "ring", "ulysses", "all_gather"]
 MODES: tuple[Mode, ...] = ("auto", "ring", "ulysses", "all_gather")
-Check = Literal["calls", "shapes"]
-CHECKS: tuple[Check, ...] = ("calls", "shapes")
 Scope = Literal["sequence", "shard"]
 SCOPES: tuple[Scope, ...] = ("sequence", "shard")
 
@@ -167,7 +165,7 @@ def context_parallel_sdpa(
         Disagreement: on all ranks, if the arguments of two ranks don't fit together.
         RuntimeError: an argument requires grad; there is no group; or a rank didn't come within the group's timeout.
     """
-    groups = _groups_of(group, mesh)
+    groups = groups_of(group, mesh)
     device = getattr(query, "device", None)
     if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
         query, key, value = (cast(x, dtype) for x in (query, key, value))
@@ -176,22 +174,18 @@ def context_parallel_sdpa(
         query, key, value, None, 0.0, is_causal, scale, enable_gqa, causal_alignment=causal_alignment, window=window, softcap=softcap,
         sinks=sinks, recipe=recipe, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
     )  # fmt: skip
-    try:
+    with agreement.refused_together(groups):
         checked, fields = _checked(arguments, groups, mode=mode, sharding=sharding, check_ranks=check_ranks, statistics=statistics)
         message = agreement.described(fields)
-    except Exception as error:
-        agreement.exchanged(agreement.described_error(error), groups)
-        raise
-    agreed = _agreed(message, groups, check_ranks)
+    agreed = agreement.agree(message, groups, check_ranks)
     q, k, v = checked.floats
     kv_lengths = agreed.kv_lengths
     aligned = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
-    left, right = (-1, -1) if window is None else window
-    visible = Visible(aligned, left, 0 if is_causal else right)
+    visible = Visible.of(window, is_causal, aligned)
     unbalanced = is_causal and sharding == "contiguous" and not visible.has_window
     chosen = _mode(mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups)
     ranks = _ranks(chosen, groups)
-    computing, shared = _backend(backend, q.device), statistics == "sequence"
+    computing, shared = choose_backend(backend, q.device), statistics == "sequence"
     # K's mean is multiplied by queries as they are: under a soft cap, and in the LSE of a shard with a mean of its own
     float_queries = computing == "reference" or recipe.smooth_q or bool(softcap) or (not shared and ranks.inner is not None)
     form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, float_queries, visible.has_window)
@@ -203,31 +197,6 @@ def context_parallel_sdpa(
     return (out, lse) if return_lse else out
 
 
-def _backend(backend: Backend, device: torch.device) -> Backend:
-    """What computes on a device's tensors."""
-    return typing.cast(Backend, choose_backend(backend, device))
-
-
-def _groups_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
-    """This rank's groups, the innermost one first.
-
-    Raises:
-        TypeError, ValueError: group or mesh isn't as `context_parallel_sdpa` says.
-        RuntimeError: there is no group.
-    """
-    if mesh is None:
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group is a {type(group).__name__}; it must be a torch.distributed.ProcessGroup that this rank is in")
-        return (_group_of(group),)
-    if group is not None:
-        raise ValueError("group and mesh are given; only one of them can be")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a torch.distributed.device_mesh.DeviceMesh")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh has {mesh.ndim} dimensions; it must have 1, or 2: the ring's and Ulysses'")
-    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
-
-
 def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: object) -> tuple[Checked, dict[str, Any]]:
     """This rank's arguments, checked, and what it tells the others.
 
@@ -236,8 +205,7 @@ def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: objec
     """
     allowed = {"mode": MODES, "sharding": SHARDINGS, "check_ranks": CHECKS, "statistics": SCOPES}
     for name, option in options.items():
-        if option not in allowed[name]:
-            raise ValueError(f"{name} is {option!r}; it must be one of {allowed[name]}")
+        agreement.check_choice(name, option, allowed[name])
     mode = options["mode"]
     if mode == "ulysses" and len(groups) == 2:
         raise ValueError("mode is 'ulysses' and mesh has 2 dimensions; it must be 'ring' or 'all_gather', along the first: the second is Ulysses'")
@@ -246,20 +214,13 @@ def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: objec
         raise TypeError("query, key or value is quantized; they must be float16, bfloat16 or float32: each rank quantizes its own")
     if a.recipe.has_half_keys:
         raise ValueError(f"recipe keeps keys ({half_keys_of(a.recipe)}); it must keep none")
-    q, k, v = checked.floats
-    backend = _backend(a.backend, q.device)
+    q, k, _ = checked.floats
     ulysses = groups[0].size() if mode == "ulysses" or len(groups) == 2 else 1
     reason = _unsupported_ulysses(q.shape[1], k.shape[1], ulysses)
     if reason is not None:
         raise ValueError(reason)
-    fields = {
-        "query length": q.shape[2], "key length": k.shape[2], "batch of query": q.shape[0], "heads of query": q.shape[1],
-        "head_dim of query": q.shape[3], "heads of key": k.shape[1], "head_dim of value": v.shape[3], "dtype of query": str(q.dtype),
-        "device of query": q.device.type, **options, "is_causal": a.is_causal, "causal_alignment": a.causal_alignment,
-        "window": None if a.window is None else list(a.window), "softcap": a.softcap, "sinks": None if a.sinks is None else "given",
-        "scale": checked.softmax_scale, "recipe": a.recipe.text, "out_dtype": str(checked.out_dtype),
-        "return_lse": a.return_lse, "backend": backend,
-    }  # fmt: skip
+    fields = agreement.fields_of(checked, a, ("query", "key", "value"), choose_backend(a.backend, q.device))
+    fields |= {"batch of query": q.shape[0], **options, "causal_alignment": a.causal_alignment}
     return checked, fields
 
 
@@ -270,20 +231,6 @@ def _unsupported_ulysses(q_heads: int, kv_heads: int, ranks: int) -> str | None:
     if kv_heads % ranks and ranks % kv_heads:
         return f"key has {kv_heads} heads; with Ulysses they must be a multiple of the {ranks} ranks, or divide them"
     return None
-
-
-_known: dict[tuple[bytes, tuple[dist.ProcessGroup, ...]], bytes] = {}
-"""What all ranks said, by what this one said, for check_ranks='shapes'."""
-
-
-def _agreed(message: bytes, groups: tuple[dist.ProcessGroup, ...], check_ranks: Check) -> agreement.Agreed:
-    """What the ranks agree on."""
-    if check_ranks == "calls":
-        return agreement.agreed(agreement.exchanged(message, groups))
-    known = _known.get((message, groups))
-    if known is None:
-        known = _known[message, groups] = agreement.exchanged(message, groups)
-    return agreement.agreed(known)
 
 
 def _mode(mode: Mode, heads: tuple[int, int], q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup]) -> Mode:
@@ -343,21 +290,20 @@ class _Call:
         own = packed_kv(k, v, mine, found, careful, form)
         share, size = form.of_heads(ranks.inner_size), ranks.inner_size
         parts = [parts_in(self.kv_spans[o * size : (o + 1) * size], share) for o in range(ranks.outer_size)]
+        steps, needs_lse = self._steps(parts), return_lse or self.checked.sinks is not None
         if queries is None:
             runs: Spans = self.q_spans[ranks.rank]
-            buffers = self._buffers(own, parts, share)
+            buffers = self._buffers(own, parts, share, steps)
             queries = self._queries()  # while transfers begin: see Ring
-            out, lse = self._attended(queries, runs, buffers, parts, found, share)
+            out, lse = self._attended(queries, runs, buffers, parts, found, share, steps)
         else:
             queries, runs, own, order = self._traded(queries, own)
             heads = _kv_heads(form, ranks.inner_rank, ranks.inner_size)
-            out, lse = self._attended(queries, runs, self._buffers(own, parts, share), parts, of_heads(found, heads), share)
-            out, lse = self._returned(out, lse, order, return_lse or self.checked.sinks is not None)
-        if (return_lse or self.checked.sinks is not None) and found is not None and found.k_mean is not None and not self.checked.softcap:
+            out, lse = self._attended(queries, runs, self._buffers(own, parts, share, steps), parts, of_heads(found, heads), share, steps)
+            out, lse = self._returned(out, lse, order, needs_lse)
+        if needs_lse and found is not None and found.k_mean is not None and not self.checked.softcap:
             lse = ops.library_ops.unsmoothed_lse(lse.contiguous(), q, found.k_mean, self.checked.softmax_scale, form.rotated)
-        if self.checked.sinks is not None:
-            out, lse = with_sinks(out, lse, self.checked.sinks)
-        return out.to(self.checked.out_dtype), lse
+        return finished(out, lse, self.checked.sinks, self.checked.out_dtype)
 
     def _total(self) -> int:
         return sum(map(tokens_of, self.kv_spans))
@@ -396,13 +342,14 @@ class _Call:
         q = self.checked.floats[0]
         return q if self.form.float_queries else quantized_queries(q, self.form)
 
-    def _buffers(self, own: torch.Tensor, parts: list[list[Spans]], form: Format) -> Iterable[tuple[int, torch.Tensor]]:
+    def _buffers(self, own: torch.Tensor, parts: list[list[Spans]], form: Format, steps: int) -> Iterable[tuple[int, torch.Tensor]]:
         """Begin the transfers of the outer group. Returns the rank's keys and values, and then those of the others.
 
         Args:
             own: this rank's keys and values.
             parts: the parts in the buffer of every rank.
             form: of the tensors in the buffers.
+            steps: of a ring.
         """
         outer, size, rank = self.ranks.outer, self.ranks.outer_size, self.ranks.outer_rank
         if outer is None or size == 1:
@@ -410,21 +357,20 @@ class _Call:
         sizes = [size_of(form.forms_of(some)) for some in parts]
         if self.gathers:
             return _gathered(own, sizes, rank, start_gather(own, max(sizes), outer))
-        order = [(rank - step) % size for step in range(self._steps(parts))]
+        order = [(rank - step) % size for step in range(steps)]
         return zip(order, Ring(own, [sizes[index] for index in order], outer), strict=True)
 
     def _steps(self, parts: list[list[Spans]]) -> int:
-        """Steps of the ring, the first with a rank's own shard. Behind the last one no rank sees a key. Without a
-        window, all."""
+        """Steps in which keys and values come, the first with a rank's own. A ring ends where a window does."""
         size, inner = self.ranks.outer_size, self.ranks.inner_size
-        if not self.visible.has_window:
+        if self.gathers or not self.visible.has_window:
             return size
 
         def sees(rank: int, other: int) -> bool:
             runs = [span for spans in self.q_spans[rank * inner : (rank + 1) * inner] for span in spans]
             return any(pieces(runs, part, self.visible) for part in parts[other])
 
-        return max([step + 1 for step in range(size) for rank in range(size) if sees(rank, (rank - step) % size)], default=1)
+        return max(ring_steps(size, sees), 1)
 
     def _attended(
         self,
@@ -434,6 +380,7 @@ class _Call:
         parts: list[list[Spans]],
         found: Statistics | None,
         form: Format,
+        steps: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of queries to all keys.
 
@@ -441,6 +388,7 @@ class _Call:
             buffers: keys and values of the ranks of the outer group, as `_buffers` returns them.
             parts: the parts in the buffer of every rank.
             form: of the tensors in the buffers.
+            steps: how many buffers come.
 
         Returns:
             out (B, H, S, Dv) in the call's output dtype, and LSE (B, H, S), for K without its mean.
@@ -450,7 +398,7 @@ class _Call:
         total, lanes = Accumulator(like, form.value_dim, v_mean), Lanes(like.device)
         calls = PartCalls(self.checked, self.form, self.visible)
         arriving = iter(buffers)
-        for step in range(len(parts) if self.gathers else self._steps(parts)):
+        for step in range(steps):
             with lanes.lane(self._lane(step)):
                 index, buffer = next(arriving)
                 for part in parts_of(buffer, parts[index], found, form):

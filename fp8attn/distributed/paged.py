@@ -16,10 +16,10 @@ from ..paged_ops import check_paged_batch
 from ..pages import PAGE, RECENT_QUERIES, PagedBatch
 from ..reference import CAUSAL_WINDOW
 from . import agreement
-from .context_parallel import CHECKS, Check, _agreed
+from .agreement import CHECKS, Check
 from .merge import Accumulator
-from .part_calls import with_sinks
-from .sharding import _group_of
+from .part_calls import finished
+from .sharding import group_of
 from .transport import start_gather
 from .wire import Form, packed, size_of, unpacked
 
@@ -45,7 +45,7 @@ def page_share(lengths, *, group=None):
     Raises:
         RuntimeError: there is no group.
     """
-    members = _group_of(group)
+    members = group_of(group)
     return _share(lengths, members.rank(), members.size())
 
 
@@ -65,7 +65,7 @@ def page_shard(x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: 
     Raises:
         RuntimeError: there is no group.
     """
-    members = _group_of(group)
+    members = group_of(group)
     starts = range(members.rank() * PAGE, x.shape[dim], members.size() * PAGE)
     return torch.cat([x.narrow(dim, start, min(PAGE, x.shape[dim] - start)) for start in starts] or [x.narrow(dim, 0, 0)], dim)
 
@@ -108,7 +108,7 @@ class PageShares:
         validate.check_batch(batch, batch.page_table.device)
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= RECENT_QUERIES:
             raise ValueError(f"tokens is {tokens!r}; it must be an int from 1 to {RECENT_QUERIES}")
-        members = _group_of(group)
+        members = group_of(group)
         rank, ranks = members.rank(), members.size()
         lengths, device = batch.lengths, batch.lengths.device
         before, own = lengths - tokens, _share(lengths, rank, ranks)
@@ -170,21 +170,15 @@ def context_parallel_paged_sdpa(
         Disagreement: on all ranks, if the arguments of two ranks don't fit together.
         RuntimeError: an argument requires grad; there is no group; or a rank didn't come within the group's timeout.
     """
-    members, how = _group_of(group), Options(CAUSAL_WINDOW, softcap, sinks, scale, return_lse, out_dtype, backend)
-    try:
+    members, how = group_of(group), Options(CAUSAL_WINDOW, softcap, sinks, scale, return_lse, out_dtype, backend)
+    with agreement.refused_together((members,)):
         shares = _shares(query, cache, batch, members)
         message = agreement.described(_checked(query, cache, shares, new, how, check_ranks))
-    except Exception as error:
-        agreement.exchanged(agreement.described_error(error), (members,))
-        raise
-    _agreed(message, (members,), check_ranks)
+    agreement.agree(message, (members,), check_ranks)
     if new is not None:
         _append(cache, shares, new, backend)
     out, lse = _attend_to_own(query, cache, shares, how)
-    out, lse = _merged(query, out, lse, members)
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
-    out = out.to(out_dtype or query.dtype)
+    out, lse = finished(*_merged(query, out, lse, members), sinks, out_dtype or query.dtype)
     return (out, lse) if return_lse else out
 
 
@@ -214,8 +208,7 @@ def _checked(query: torch.Tensor, cache: KVCache, shares: PageShares, new: Any, 
         validate.check_new_tokens(*new, shares.batch, shares.tokens, cache.storage)
     validate.check_scores(how.softcap, how.sinks, query.shape[1], query.device)
     check_options(how)
-    if check_ranks not in CHECKS:
-        raise ValueError(f"check_ranks is {check_ranks!r}; it must be one of {CHECKS}")
+    agreement.check_choice("check_ranks", check_ranks, CHECKS)
     return {
         "query length": 0, "key length": 0, "shape of query": list(query.shape), "dtype of query": str(query.dtype),
         "device of query": query.device.type, "heads of the cache": cache.storage.k.shape[1], "head_dim of values": cache.storage.v.shape[3],

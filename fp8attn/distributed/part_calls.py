@@ -71,6 +71,13 @@ def _rows(q: torch.Tensor | Quantized, start: int, stop: int) -> torch.Tensor | 
     return Quantized(q.data[:, :, start:stop], q.scale[..., start:stop], "token", "rows", stop - start, None, q.rotated)
 
 
+def finished(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of all keys, with sinks if there are any. out (B, Hq, S, Dv), then float32."""
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return out.to(dtype), lse
+
+
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, Hq, S, Dv) and LSE (B, Hq, S) of rows that have one more logit, whose value is zero. sinks (Hq,)."""
     logits = sinks.float()[:, None]

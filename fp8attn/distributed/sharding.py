@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 Sharding = Literal["contiguous", "zigzag"]
 SHARDINGS: tuple[Sharding, ...] = ("contiguous", "zigzag")
@@ -85,11 +86,31 @@ def spans_of(lengths: Sequence[int], sharding: Sharding, name: str = "x") -> lis
     return [tuple(spans[i] for i in _chunks_of(rank, ranks)) for rank in range(ranks)]
 
 
-def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise RuntimeError("group is None and there is no default group; call torch.distributed.init_process_group before")
     return found
+
+
+def groups_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
+    """This rank's groups, the innermost one first.
+
+    Raises:
+        TypeError, ValueError: group or mesh isn't as `context_parallel_sdpa` says.
+        RuntimeError: there is no group.
+    """
+    if mesh is None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group is a {type(group).__name__}; it must be a torch.distributed.ProcessGroup that this rank is in")
+        return (group_of(group),)
+    if group is not None:
+        raise ValueError("group and mesh are given; only one of them can be")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a torch.distributed.device_mesh.DeviceMesh")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; it must have 1, or 2: the ring's and Ulysses'")
+    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)))
 
 
 def shard(x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: int = 2, sharding: Sharding = "contiguous") -> torch.Tensor:
@@ -109,7 +130,7 @@ def shard(x: torch.Tensor, *, group: dist.ProcessGroup | None = None, dim: int =
         RuntimeError: there is no group.
     """
     check_sharding(sharding)
-    members = _group_of(group)
+    members = group_of(group)
     lengths = shard_lengths(x.shape[dim], members.size(), sharding)
     parts = [x.narrow(dim, span.first, span.length) for span in spans_of(lengths, sharding)[members.rank()]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -130,7 +151,7 @@ def unshard(
         RuntimeError: there is no group.
     """
     check_sharding(sharding)
-    members = _group_of(group)
+    members = group_of(group)
     if lengths is None:
         counts = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(members.size())]
         dist.all_gather(counts, torch.tensor([x.shape[dim]], dtype=torch.int64, device=x.device), group=members)

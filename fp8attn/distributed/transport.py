@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,15 @@ class Ring:
                 operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=(rank - 1) % ranks))
             works = dist.batch_isend_irecv(operations) if operations else []
         self._transfers.append(Transfer(sent, received, works, stream))
+
+
+def ring_steps(size: int, sees: Callable[[int, int], bool]) -> int:
+    """Steps of a ring of `size` ranks until no rank sees what comes later; 0 if none sees any, also of its own.
+
+    Args:
+        sees: of a rank, and of the one that a buffer is from.
+    """
+    return max((step + 1 for step in range(size) for rank in range(size) if sees(rank, (rank - step) % size)), default=0)
 
 
 def start_gather(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Transfer:

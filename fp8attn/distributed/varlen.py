@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ambient import autocast_dtype
-from ..api import varlen_sdpa
+from ..api import choose_backend, varlen_sdpa
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..reference import Window
 from ..validate import Backend, Checked, VarlenArguments, cast, check_varlen
 from . import agreement
-from .context_parallel import CHECKS, Check, _agreed, _backend, _groups_of
+from .agreement import CHECKS, Check
 from .merge import Accumulator
-from .part_calls import PartCalls, with_sinks
+from .part_calls import PartCalls, finished
 from .parts import Format, packed_kv, parts_of
-from .sharding import Sharding, Span, Spans, check_sharding, spans_of
-from .transport import Ring
+from .sharding import Sharding, Span, Spans, check_sharding, groups_of, spans_of
+from .transport import Ring, ring_steps
 from .visibility import Visible, pieces
 from .wire import size_of
 
@@ -116,17 +116,16 @@ def context_parallel_varlen_sdpa(
         Disagreement: on all ranks, if the arguments of two ranks don't fit together.
         RuntimeError: an argument requires grad; there is no group; or a rank didn't come within the group's timeout.
     """
-    groups = _groups_of(group, mesh)
+    groups = groups_of(group, mesh)
     if len(groups) != 1:
         raise ValueError(f"mesh has {len(groups)} dimensions; it must have 1: packed sequences are passed around a ring")
     device = getattr(q, "device", None)
     if isinstance(device, torch.device) and (dtype := autocast_dtype(device)) is not None:
         q, k, v = (cast(x, dtype) for x in (q, k, v))
         out_dtype = out_dtype or dtype
-    try:
+    with agreement.refused_together(groups):
         starts = _checked_starts(cu_seqlens)
-        if check_ranks not in CHECKS:
-            raise ValueError(f"check_ranks is {check_ranks!r}; it must be one of {CHECKS}")
+        agreement.check_choice("check_ranks", check_ranks, CHECKS)
         check_sharding(sharding)
         own = _starts_on(q.device, (0, len(q))) if isinstance(q, torch.Tensor) and q.dim() else None
         arguments = VarlenArguments(
@@ -138,18 +137,16 @@ def context_parallel_varlen_sdpa(
             raise TypeError("q, k or v is quantized; they must be float16, bfloat16 or float32: each rank quantizes its own")
         if len(k) != len(q):
             raise ValueError(f"k has {len(k)} tokens; it must have q's, {len(q)}: a sequence attends to itself")
-        message = agreement.described(_fields(arguments, checked, starts, sharding, check_ranks))
-    except Exception as error:
-        agreement.exchanged(agreement.described_error(error), groups)
-        raise
-    lengths = _agreed(message, groups, check_ranks).q_lengths
+        computing = choose_backend(backend, q.device)
+        fields = agreement.fields_of(checked, arguments, ("q", "k", "v"), computing)
+        message = agreement.described(fields | {"cu_seqlens": _summary(starts), "sharding": sharding, "check_ranks": check_ranks})
+    lengths = agreement.agree(message, groups, check_ranks).q_lengths
     if sum(lengths) != starts[-1]:
         raise ValueError(f"cu_seqlens ends at {starts[-1]}; it must end at {sum(lengths)}, the tokens of all ranks")
     fragments = [fragments_of(spans, starts) for spans in spans_of(lengths, sharding, "q")]
-    left, right = (-1, -1) if window is None else window
     parts = [[fragment for fragment in some if not fragment.is_whole] for some in fragments]
     own_fragments = fragments[groups[0].rank()]
-    call = _Call(checked, recipe, _backend(backend, q.device), groups[0], own_fragments, parts, Visible(0, left, 0 if is_causal else right))
+    call = _Call(checked, recipe, computing, groups[0], own_fragments, parts, Visible.of(window, is_causal))
     out, lse = call.run(arguments)
     return (out, lse) if return_lse else out
 
@@ -180,18 +177,9 @@ def _starts_on(device: torch.device, starts: Sequence[int]) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _fields(a: VarlenArguments, checked: Checked, starts: tuple[int, ...], sharding: Sharding, check_ranks: Check) -> dict[str, object]:
-    """What a rank tells the others."""
-    query, key, value = checked.floats
-    of_starts = hashlib.sha256(repr(starts).encode()).hexdigest()[:16]
-    return {
-        "query length": query.shape[2], "key length": key.shape[2], "heads of q": query.shape[1], "head_dim of q": query.shape[3],
-        "heads of k": key.shape[1], "head_dim of v": value.shape[3], "dtype of q": str(query.dtype), "device of q": query.device.type,
-        "cu_seqlens": f"{len(starts) - 1} sequences with the hash {of_starts}", "sharding": sharding, "check_ranks": check_ranks,
-        "is_causal": a.is_causal, "window": None if a.window is None else list(a.window), "softcap": a.softcap,
-        "sinks": None if a.sinks is None else "given", "scale": checked.softmax_scale, "recipe": a.recipe.text,
-        "out_dtype": str(checked.out_dtype), "return_lse": a.return_lse, "backend": _backend(a.backend, query.device),
-    }  # fmt: skip
+def _summary(starts: tuple[int, ...]) -> str:
+    """What a rank says of cu_seqlens."""
+    return f"{len(starts) - 1} sequences with the hash {hashlib.sha256(repr(starts).encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,11 +217,9 @@ class _Call:
         others = (fragment for fragment in self.parts[rank] if fragment.sequence == part.sequence and fragment.span != part.span)
         return [fragment for fragment in others if pieces([fragment.span], (part.span,), self.visible)]
 
-    def _steps(self) -> int:
-        """Steps of the ring, the first with a rank's own parts. Behind the last one no rank needs one."""
-        size = self.group.size()
-        needed = (step + 1 for step in range(size) for rank in range(size) if any(self._rows_of(rank, x) for x in self.parts[(rank - step) % size]))
-        return max(needed, default=0)
+    def _sees(self, rank: int, other: int) -> bool:
+        """Whether a rank attends to a part of another rank, or of its own."""
+        return any(self._rows_of(rank, part) for part in self.parts[other])
 
     def _own(self, form: Format) -> torch.Tensor:
         """The buffer with this rank's parts."""
@@ -246,13 +232,13 @@ class _Call:
 
     def run(self, arguments: VarlenArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """out (T, Hq, Dv) and LSE (Hq, T)."""
-        form, q, steps = self._form, self.checked.floats[0], self._steps()
-        calls, size = PartCalls(self.checked, form, self.visible), self.group.size()
+        form, q, size = self._form, self.checked.floats[0], self.group.size()
+        calls, steps = PartCalls(self.checked, form, self.visible), ring_steps(size, self._sees)
         order = [(self._rank - step) % size for step in range(steps)]
         sizes = [size_of(form.forms_of([(part.span,) for part in self.parts[rank]])) for rank in order]
         buffers = iter(Ring(self._own(form), sizes, self.group)) if steps else iter(())
         total = Accumulator(q, form.value_dim)
-        alone = not any(self._rows_of(self._rank, part) for rank in order for part in self.parts[rank])
+        alone = not any(self._sees(self._rank, rank) for rank in order)
         sinks = self.checked.sinks
         total.add(0, q.shape[2], *self._alone(arguments, self.checked.out_dtype if alone and sinks is None else calls.part_dtype))
         for rank, buffer in zip(order, buffers, strict=True):
@@ -261,9 +247,8 @@ class _Call:
                 for rows in self._rows_of(self._rank, fragment):
                     calls.attend(total, q, [rows.span], part, rows.row)
         out, lse = total.result(self.checked.out_dtype if sinks is None else torch.float32)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        return out.to(self.checked.out_dtype).squeeze(0).transpose(0, 1), lse.squeeze(0)
+        out, lse = finished(out, lse, sinks, self.checked.out_dtype)
+        return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
     def _alone(self, a: VarlenArguments, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of each fragment to itself: out (1, Hq, T, Dv) of `dtype`, and LSE (1, Hq, T)."""

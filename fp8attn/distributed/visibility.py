@@ -111,6 +111,12 @@ class Visible:
     left: int = -1
     right: int = -1
 
+    @classmethod
+    def of(cls, window: Window | None, is_causal: bool, shift: int = 0) -> Visible:
+        """By the arguments of a call."""
+        left, right = (-1, -1) if window is None else window
+        return cls(shift, left, 0 if is_causal else right)
+
     @property
     def has_window(self) -> bool:
         """Whether a row doesn't see a prefix of the keys that follow each other without gaps."""

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -305,17 +305,23 @@ def test_packed_sequences_are_those_of_one_process(ranks: Ranks, name: str) -> N
     assert relative(lse, exact[1]) < 1.3 * relative(expected_lse, exact[1])
 
 
+def ring_bytes(module: Any, attend: Callable[[], object]) -> list[int]:
+    """Sizes of the buffers that this rank passes on in the ring of a module's call."""
+    sent, ring = [], module.Ring
+    module.Ring = lambda own, sizes, group: (sent.extend(sizes[:-1]), ring(own, sizes, group))[1]
+    try:
+        attend()
+    finally:
+        module.Ring = ring
+    return sent
+
+
 def packed_bytes(rank: int, where: Any, device: torch.device, starts: tuple[int, ...], options: dict) -> list[int]:
     """On a rank: sizes of the buffers of the ring."""
     import fp8attn.distributed.varlen as module
 
-    sent, ring = [], module.Ring
-    module.Ring = lambda own, sizes, group: (sent.extend(sizes[:-1]), ring(own, sizes, group))[1]  # type: ignore[misc,assignment]
-    try:
-        attend_packed(rank, where, device, Problem(q_length=400, kv_length=400), starts, "contiguous", options)
-    finally:
-        module.Ring = ring  # type: ignore[misc]
-    return sent
+    problem = Problem(q_length=400, kv_length=400)
+    return ring_bytes(module, lambda: attend_packed(rank, where, device, problem, starts, "contiguous", options))
 
 
 def test_only_sequences_of_several_ranks_travel(ranks: Ranks) -> None:
@@ -637,14 +643,8 @@ def sent_bytes(rank: int, where: Any, device: torch.device, problem: Problem, op
     """On a rank: sizes of the buffers that it passes on in the ring."""
     import fp8attn.distributed.context_parallel as module
 
-    sent, ring = [], module.Ring
-    module.Ring = lambda own, sizes, group: (sent.extend(sizes[:-1]), ring(own, sizes, group))[1]  # type: ignore[misc,assignment]
-    try:
-        count = where.size()
-        attend(rank, where, device, problem, (problem.q_length // count,) * count, (problem.kv_length // count,) * count, "contiguous", options)
-    finally:
-        module.Ring = ring  # type: ignore[misc]
-    return sent
+    lengths, kv_lengths = ((length // where.size(),) * where.size() for length in (problem.q_length, problem.kv_length))
+    return ring_bytes(module, lambda: attend(rank, where, device, problem, lengths, kv_lengths, "contiguous", options))
 
 
 def test_half_the_bytes_of_bfloat16_travel(ranks: Ranks) -> None:
