@@ -434,7 +434,7 @@ class _Call:
         peers_q, peers_kv = self.q_spans[first : first + size], [held([some]) for some in self.kv_spans[first : first + size]]
 
         def forms_of(peer: int) -> list[Form]:
-            return share.q_forms(tokens_of(peers_q[peer])) + share.forms_of(parts_in([peers_kv[peer]], share))
+            return [*share.q_forms(tokens_of(peers_q[peer])), *share.forms_of(parts_in([peers_kv[peer]], share))]
 
         mine, buffers = forms_of(ranks.inner_rank), []
         q_tensors = [q.data, q.scale] if isinstance(q, Quantized) else [q]

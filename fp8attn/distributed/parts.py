@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -98,31 +99,48 @@ class Format:
             forms += [Form(shape, torch.float32) for shape in shapes]
         return forms
 
-    def forms_of(self, parts: Sequence[Spans]) -> list[Form]:
+    def forms_of(self, parts: Sequence[Spans]) -> tuple[Form, ...]:
         """Of a buffer that holds these parts."""
-        return [form for spans in parts for form in self.kv_forms(tokens_of(spans))]
+        return _forms_of(self, tuple(parts))
 
-    def statistics_forms(self, spans: Spans, total: int) -> list[Form]:
+    def statistics_forms(self, spans: Spans, total: int) -> tuple[Form, ...]:
         """Of the partial statistics of a rank's spans, of a sequence of `total` tokens: the sample of K, and sums and
         extremes of V's token chunks."""
-        heads = (self.batch, self.kv_heads)
-        sampled, chunks = (sum(counts) for counts in zip(*self._counts(spans, total), strict=True))
-        return [
-            Form((*heads, sampled, self.head_dim), self.dtype),
-            Form((*heads, chunks, self.value_dim), torch.float32),
-            Form((*heads, chunks, 2, self.value_dim), torch.float32),
-        ]
+        return _statistics_forms(self, spans, total)
 
     def split_statistics(self, tensors: Sequence[torch.Tensor], spans: Spans, total: int) -> list[tuple[Span, PartialStatistics]]:
         """The partial statistics of every span, of tensors as `statistics_forms` says."""
-        samples, chunks = (list(counts) for counts in zip(*self._counts(spans, total), strict=True))
+        if len(spans) == 1:
+            return [(spans[0], PartialStatistics(*tensors))]
+        samples, chunks = _counts(self.recipe.smooth_k, spans, total)
         parts = zip(*(x.split(counts, 2) for x, counts in zip(tensors, (samples, chunks, chunks), strict=True)), strict=True)
         return [(span, PartialStatistics(*part)) for span, part in zip(spans, parts, strict=True)]
 
-    def _counts(self, spans: Spans, total: int) -> list[tuple[int, int]]:
-        """For each span, its sampled keys, and its token chunks."""
-        sampled = [sampled_before(span.first + span.length, total) - sampled_before(span.first, total) for span in spans]
-        return [(count if self.recipe.smooth_k else 0, -(-span.length // TOKEN_CHUNK)) for span, count in zip(spans, sampled, strict=True)]
+
+# What follows from shapes alone is computed once: all calls of a model have the same few.
+
+
+@functools.lru_cache(1024)
+def _forms_of(form: Format, parts: tuple[Spans, ...]) -> tuple[Form, ...]:
+    return tuple(one for spans in parts for one in form.kv_forms(tokens_of(spans)))
+
+
+@functools.lru_cache(1024)
+def _statistics_forms(form: Format, spans: Spans, total: int) -> tuple[Form, ...]:
+    heads = (form.batch, form.kv_heads)
+    sampled, chunks = map(sum, _counts(form.recipe.smooth_k, spans, total))
+    return (
+        Form((*heads, sampled, form.head_dim), form.dtype),
+        Form((*heads, chunks, form.value_dim), torch.float32),
+        Form((*heads, chunks, 2, form.value_dim), torch.float32),
+    )
+
+
+@functools.lru_cache(1024)
+def _counts(smooth_k: bool, spans: Spans, total: int) -> tuple[list[int], list[int]]:
+    """The sampled keys of each span, and its token chunks."""
+    sampled = [sampled_before(span.first + span.length, total) - sampled_before(span.first, total) for span in spans]
+    return sampled if smooth_k else [0] * len(spans), [-(-span.length // TOKEN_CHUNK) for span in spans]
 
 
 def tokens_of(spans: Spans) -> int:
@@ -141,6 +159,11 @@ def parts_in(spans: Sequence[Spans], form: Format) -> list[Spans]:
     one for each rank that has tokens. A rank quantizes its own tokens as one part. If parts are `apart`, there is one
     for each run.
     """
+    return [*_parts_in(tuple(spans), form)]
+
+
+@functools.lru_cache(1024)
+def _parts_in(spans: tuple[Spans, ...], form: Format) -> list[Spans]:
     ordered, of_ranks = held(spans), [held([some]) for some in spans]
     if form.apart:
         return [(run,) for some in of_ranks for run in some]
@@ -160,7 +183,7 @@ def measured(k: torch.Tensor, v: torch.Tensor, spans: Spans, total: int, form: F
         samples = [k_sample(keys, span.first, total) for keys, span in zip(k.split(lengths, 2), spans, strict=True)]
     if all(length % TOKEN_CHUNK == 0 for length in lengths[:-1]):
         chunks = of_chunks(v)
-        return [torch.cat(samples, 2), chunks.sums, chunks.extremes], chunks.careful
+        return [samples[0] if len(samples) == 1 else torch.cat(samples, 2), chunks.sums, chunks.extremes], chunks.careful
     some = [of_chunks(values) for values in v.split(lengths, 2)]
     return [torch.cat(samples, 2), torch.cat([one.sums for one in some], 2), torch.cat([one.extremes for one in some], 2)], None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -150,6 +151,12 @@ def pieces(queries: Sequence[Span], keys: Spans, visible: Visible) -> list[Piece
         queries: the runs of this rank's rows, in their order.
         keys: the runs of the part's keys, in the order of the sequence.
     """
+    return [*_pieces(tuple(queries), keys, visible)]
+
+
+@functools.lru_cache(1024)
+def _pieces(queries: Spans, keys: Spans, visible: Visible) -> list[Piece]:
+    """`pieces`, computed once for the shapes of a model."""
     if visible.has_window:
         return _pieces_in_window(queries, keys, visible)
     shift = None if visible.right < 0 else visible.shift

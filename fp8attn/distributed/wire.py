@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,23 +44,54 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+class Layout:
+    """Where tensors lie in a buffer, one after another.
+
+    Attributes:
+        bytes: of the buffer.
+        places: of each tensor its dtype, shape and strides, and its first element, counted from the buffer's beginning.
+    """
+
+    def __init__(self, forms: Sequence[Form]) -> None:
+        self.bytes = 0
+        self.places: list[tuple[torch.dtype, tuple[int, ...], list[int], int]] = []
+        for form in forms:
+            strides = [1] * len(form.shape)
+            for i in range(len(strides) - 1, 0, -1):
+                strides[i - 1] = strides[i] * (form.shape[i] if i < len(strides) - 1 else form.pitch)
+            self.places.append((form.dtype, form.shape, strides, self.bytes // form.dtype.itemsize))
+            self.bytes += _aligned(form.bytes)
+
+    def tensors(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """As `unpacked` returns them."""
+        found = []
+        views: dict[torch.dtype, torch.Tensor] = {}
+        for dtype, shape, strides, first in self.places:
+            view = views.get(dtype)
+            if view is None:
+                view = views[dtype] = buffer.view(dtype)
+            found.append(view.as_strided(shape, strides, view.storage_offset() + first))
+        return found
+
+
+@functools.lru_cache(1024)
+def layout_of(forms: tuple[Form, ...]) -> Layout:
+    """The layout of a buffer, made once: calls of a model all have the same few."""
+    return Layout(forms)
+
+
 def size_of(forms: Sequence[Form]) -> int:
     """Bytes of a buffer."""
-    return sum(_aligned(form.bytes) for form in forms)
+    return layout_of(tuple(forms)).bytes
 
 
 def unpacked(buffer: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
     """The tensors in a buffer, without a copy.
 
     Args:
-        buffer: uint8 (bytes,), starting at a multiple of ALIGNMENT bytes.
+        buffer: uint8 (size_of(forms),), or longer by a multiple of ALIGNMENT, starting at a multiple of ALIGNMENT bytes.
     """
-    found, start = [], 0
-    for form in forms:
-        rows = buffer[start : start + form.bytes].view(form.dtype).view(*form.shape[:-1], form.pitch)
-        found.append(rows[..., : form.shape[-1]])
-        start += _aligned(form.bytes)
-    return found
+    return layout_of(tuple(forms)).tensors(buffer)
 
 
 def packed(tensors: Sequence[torch.Tensor], forms: Sequence[Form], buffer: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,7 +111,7 @@ def concatenated_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows (B, H, S, D) of one-byte types, one tensor after another, in rows as `Form.padded` says."""
     batch, heads, _, dim = tensors[0].shape
     form = Form((batch, heads, sum(x.shape[2] for x in tensors), dim), tensors[0].dtype, padded=True)
-    (rows,) = unpacked(torch.empty(form.bytes, dtype=torch.uint8, device=tensors[0].device), [form])
+    (rows,) = unpacked(torch.empty(size_of([form]), dtype=torch.uint8, device=tensors[0].device), [form])
     start = 0
     for x in tensors:
         rows[:, :, start : start + x.shape[2]].copy_(x)
