@@ -289,9 +289,9 @@ def _imported(checked: Checked) -> tuple[Operand, Operand, Operand]:
 
 @frozen
 class _Prepared:
-    """A checked call, its operands quantized."""
+    """A checked call, its operands quantized; query as it came if the attention kernel quantizes it."""
 
-    query: Quantized
+    query: Quantized | torch.Tensor
     key: Quantized
     value: Quantized
     checked: Checked
@@ -301,6 +301,10 @@ class _Prepared:
 def _prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> _Prepared:
     query, key, value = operands = _imported(checked)
     q, k, v, recipe_beside = _to_quantize(operands, recipe)
+    if q is not None and isinstance(key, Quantized) and isinstance(value, Quantized):
+        prepared = _Prepared(q, key, value, checked, recipe_beside)
+        if _kernel_quantizes_query(prepared, chosen):
+            return prepared
     if q is not None or k is not None:
         packed = (None, None) if checked.varlen is None else (checked.varlen.q, checked.varlen.k)
         q_quantized, k_quantized, v_quantized = _quantize(q, k, v, recipe_beside, chosen == "modelled", packed)
@@ -309,6 +313,19 @@ def _prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> _Prepare
     if query.mean is not None and query.bias is None:
         query = replace(query, bias=ops.library_ops.score_bias(query.mean, key.data, key.scale, key.granularity))
     return _Prepared(query, key, value, checked, recipe)
+
+
+def _kernel_quantizes_query(p: _Prepared, chosen: str) -> bool:
+    """Whether the attention kernel quantizes a query whose key and value are quantized already.
+
+    Never in traced calls: the answer depends on strides and addresses, which torch.compile doesn't know.
+    """
+    query = p.query
+    if chosen not in ("auto", "cuda") or p.checked.varlen is not None or is_compiling() or not isinstance(query, torch.Tensor):
+        return False
+    if not _is_fused_recipe(p.recipe) or not configs.may_quantize(query, p.value.shape[3]):
+        return False
+    return not isinstance(ops.plan_cuda(_call(p, True), first=True), str)
 
 
 def _to_quantize(
@@ -333,18 +350,24 @@ def _beside(quantized: list[Quantized], recipe: Recipe) -> Recipe:
 def _call(p: _Prepared, return_lse: bool) -> Call:
     """What a backend's forward operator attends to."""
     query, key, value, checked, recipe = p.query, p.key, p.value, p.checked, p.recipe
-    mean_scores, q_group = None, 1 if p.checked.varlen is not None else GROUPS[p.query.granularity]
-    if key.mean is not None and (checked.softcap or checked.sinks is not None):
-        mean_scores = _unsmoothed(p, torch.zeros(query.shape[:3], dtype=torch.float32, device=query.device))
-    q_scale, k_scale, v_scale = query.scale, key.scale, value.scale
+    k_scale, v_scale = key.scale, value.scale
     if checked.varlen is None:
         batch, kv_heads = query.shape[0], key.shape[1]
-        q_scale, k_scale = _of_every_head(query, batch, query.shape[1], 1), _of_every_head(key, batch, kv_heads, 1)
-        v_scale = _of_every_head(value, batch, kv_heads, value.shape[3])
+        k_scale, v_scale = _of_every_head(key, batch, kv_heads, 1), _of_every_head(value, batch, kv_heads, value.shape[3])
+    bias = mean_scores = lse_mean = q_scale = None
+    of_mean = key.mean is not None and bool(checked.softcap or checked.sinks is not None)
+    if isinstance(query, torch.Tensor):
+        q, q_group = query, GROUPS[recipe.q]
+        lse_mean = key.mean if return_lse or of_mean else None
+    else:
+        q, q_group, bias = query.data, 1 if checked.varlen is not None else GROUPS[query.granularity], query.bias
+        q_scale = query.scale if checked.varlen is not None else _of_every_head(query, query.shape[0], query.shape[1], 1)
+        if of_mean:
+            mean_scores = _unsmoothed(p, torch.zeros(query.shape[:3], dtype=torch.float32, device=query.device))
     return Call(
-        query.data, q_scale, q_group, key.data, k_scale, GROUPS[key.granularity], value.data, v_scale, value.mean,
-        checked.attn_mask, query.bias, key.length, checked.softmax_scale, checked.causal, recipe.compute, recipe.two_level, checked.out_dtype,
-        return_lse, checked.window, checked.softcap, checked.sinks, mean_scores, varlen=checked.varlen,
+        q, q_scale, q_group, key.data, k_scale, GROUPS[key.granularity], value.data, v_scale, value.mean, checked.attn_mask, bias, key.length,
+        checked.softmax_scale, checked.causal, recipe.compute, recipe.two_level, checked.out_dtype, return_lse, checked.window, checked.softcap,
+        checked.sinks, mean_scores, lse_mean, checked.varlen,
     )  # fmt: skip
 
 
@@ -708,13 +731,14 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
     out, lse = ops.attend_to_quantized(_call(prepared, return_lse), chosen, checked.scale, made_here=checked.is_float)
     if not return_lse:
         return out
-    if prepared.key.mean is None or checked.softcap or checked.sinks is not None:
+    if prepared.key.mean is None or checked.softcap or checked.sinks is not None or isinstance(prepared.query, torch.Tensor):
         return out, lse
     return out, _unsmoothed(prepared, lse)
 
 
 def _unsmoothed(p: _Prepared, lse: torch.Tensor) -> torch.Tensor:
     """The LSE of K as it was, of that of K without its mean."""
+    assert isinstance(p.query, Quantized)
     # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
     scale, granularity, rotated = None, "token", 0
     if isinstance(p.checked.query, torch.Tensor):
@@ -940,7 +964,7 @@ def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def call_of(*args, **kwargs) -> Call:
     """The `Call` that backends get for these arguments of `sdpa`: benchmarks and tests call backends with it."""
     a = Arguments(*args, **kwargs)
-    return _call(_prepare(check(a), a.recipe), a.return_lse)
+    return _call(_prepare(check(a), a.recipe, "triton"), a.return_lse)
 
 
 def _takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., Result]], Callable[P, Result]]:
@@ -1009,12 +1033,14 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: b
     problem = _problem(checked, chosen, recipe, return_lse)
     if problem is not None:
         return _explain_problem(problem, chosen, because)
-    operands = _imported(checked)
-    because += _explain_quantizers(*_to_quantize(operands, recipe), is_packed=checked.varlen is not None)
-    query, key, value = operands
+    query, key, value = operands = _imported(checked)
     prepared = _prepare(replace(checked, query=query, key=key, value=value), recipe, chosen)
+    q, k, v, recipe_beside = _to_quantize(operands, recipe)
+    if isinstance(prepared.query, torch.Tensor):
+        q, because = None, [*because, "query is quantized where it attends"]
+    because += _explain_quantizers(q, k, v, recipe_beside, is_packed=checked.varlen is not None)
     call = _call(prepared, return_lse)
-    check_call(call)
+    check_call(call, quantizes_q=call.fuse_q_quant)
     return _explain_attention(call, chosen, because)
 
 

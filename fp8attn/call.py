@@ -101,7 +101,8 @@ class Call:
         options = self.window, self.softcap, self.sinks, self.mean_scores
         if self.varlen is None:
             queries, keys = (self.q, self.q_scale, self.q_group), (self.k, self.k_scale, self.k_group)
-            return *queries, *keys, self.v, self.v_scale, self.v_mean, self.attn_mask, self.bias, self.kv_length, *numbers, *options
+            masks = self.attn_mask, self.bias
+            return *queries, *keys, self.v, self.v_scale, self.v_mean, *masks, self.kv_length, *numbers, *options, self.lse_mean
         operands = self.q, self.q_scale, self.k, self.k_scale, self.k_group, self.v, self.v_scale, self.v_mean
         return *operands, *self.varlen.arguments, *numbers, *options
 

@@ -473,6 +473,21 @@ def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return forward_by_cuda(call, planned)
 
 
+def _with_quantized_q(call: Call, backend: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+    """A call whose q the kernel should have quantized, with q quantized first."""
+    query = quantized(call.q, None, None, FUSED_RECIPES["int8" if call.int8 else "e4m3"])[0]
+    assert query is not None
+    mean, of_lse = call.lse_mean, None
+
+    def with_mean(lse: torch.Tensor) -> torch.Tensor:
+        return lse if mean is None else _unsmoothed_lse(lse, call.q, mean, call.softmax_scale, query.rotated)
+
+    if call.softcap or call.sinks is not None:
+        of_lse = None if mean is None else with_mean(torch.zeros(call.q.shape[:3], dtype=torch.float32, device=call.q.device))
+    out, lse = backend(replace(call, q=query.data, q_scale=query.scale, mean_scores=of_lse, lse_mean=None))
+    return out, with_mean(lse) if call.return_lse and of_lse is None else lse
+
+
 def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By CUDA where it can, by Triton where not, also if compiling CUDA turns out to fail."""
     planned = plan_backend("auto", call)
@@ -481,7 +496,7 @@ def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             return forward_by_cuda(call, planned)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-    return _by_triton(call)
+    return _with_quantized_q(call, _by_triton) if call.fuse_q_quant else _by_triton(call)
 
 
 def laid_out(
@@ -541,7 +556,7 @@ def forward_by(backend: Forward):
 
     def forward(
         q: torch.Tensor,
-        q_scale: torch.Tensor,
+        q_scale: torch.Tensor | None,
         q_group: int,
         k: torch.Tensor,
         k_scale: torch.Tensor,
@@ -562,13 +577,14 @@ def forward_by(backend: Forward):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         mean_scores: torch.Tensor | None = None,
+        lse_mean: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = Call(
             q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, bias,
             kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse, validate.checked_window(window),
-            softcap, sinks, mean_scores,
+            softcap, sinks, mean_scores, lse_mean,
         )  # fmt: skip
-        validate.check_call(call)
+        validate.check_call(call, quantizes_q=backend in (_by_cuda, _by_whichever))
         with current(q.device):
             return backend(call)
 
@@ -577,7 +593,7 @@ def forward_by(backend: Forward):
 
 def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, attn_mask, bias, kv_length,
                   softmax_scale, causal, compute, two_level, out_dtype, return_lse, window=CAUSAL_WINDOW, softcap=0.0,
-                  sinks=None, mean_scores=None):  # fmt: skip
+                  sinks=None, mean_scores=None, lse_mean=None):  # fmt: skip
     return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
 
 
@@ -600,7 +616,7 @@ def attend_to_quantized(call: Call, backend: str, scale: torch.Tensor | None = N
     """
     if is_direct(call.q, call.k, call.v):
         if not made_here or call.kv_heads == 0:
-            validate.check_call(call)
+            validate.check_call(call, quantizes_q=backend in ("cuda", "auto"))
         return _attend_directly(call, backend)
     operator = getattr(library_ops, f"{backend}_forward" if call.varlen is None else f"{backend}_varlen_forward")
     return operator(*call.arguments, scale=scale)
@@ -608,9 +624,10 @@ def attend_to_quantized(call: Call, backend: str, scale: torch.Tensor | None = N
 
 for _name, _backend in FORWARDS.items():
     register(
-        f"{_name}_forward(Tensor q, Tensor q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
+        f"{_name}_forward(Tensor q, Tensor? q_scale, int q_group, Tensor k, Tensor k_scale, int k_group,"
         " Tensor v, Tensor v_scale, Tensor? v_mean, Tensor? attn_mask, Tensor? bias, SymInt kv_length, float softmax_scale, str causal,"
-        f" str compute, bool? two_level, ScalarType out_dtype, bool return_lse, {OPTIONS}, Tensor? mean_scores=None) -> (Tensor, Tensor)",
+        f" str compute, bool? two_level, ScalarType out_dtype, bool return_lse, {OPTIONS}, Tensor? mean_scores=None, Tensor? lse_mean=None)"
+        " -> (Tensor, Tensor)",
         forward_by(_backend),
         _fake_forward,
     )

@@ -1125,14 +1125,19 @@ def named_scale(name: str, x: torch.Tensor, scale: object, for_values: bool) -> 
     raise ValueError(f"{name}_scale has shape {tuple(scale.shape)}; it must have one element (tensor), or shape {wanted}")
 
 
-def check_call(c: Call) -> None:
+def check_call(c: Call, quantizes_q: bool = False) -> None:
     """Check what the kernels rely on. Users can call the operator directly.
+
+    Args:
+        quantizes_q: whether q may be bfloat16 or float16.
 
     Raises:
         TypeError, ValueError: a field isn't as the docstring of `Call` says.
     """
-    check_rows("q", c.q, (E4M3, torch.int8))
-    check_rows("k", c.k, (c.q.dtype,))
+    stored = (E4M3, torch.int8)
+    check_rows("q", c.q, (*stored, *HALVES) if quantizes_q else stored)
+    k_types = stored if c.fuse_q_quant else (c.q.dtype,)
+    check_rows("k", c.k, k_types)
     check_rows("v", c.v, (E4M3,))
     batch, heads, q_length, dim = c.q.shape
     kv_heads, kv_length, value_dim, device = c.k.shape[1], c.k.shape[2], c.v.shape[2], c.q.device
@@ -1144,12 +1149,17 @@ def check_call(c: Call) -> None:
         pages, sequences = units_of(c.varlen.k, SCALE_BLOCK), c.varlen.k.sequences
         padded, k_scales = pages * SCALE_BLOCK, kv_length if c.k_group == 1 else pages
         _check_packed_call(c)
-    _check_tensor("k", c.k, (c.q.dtype,), (batch, kv_heads, kv_length, dim), device)
+    _check_tensor("k", c.k, k_types, (batch, kv_heads, kv_length, dim), device)
     _check_tensor("v", c.v, (E4M3,), (batch, kv_heads, value_dim, _stored_values(padded, c.v.shape[3])), device)
     check_dims(dim, value_dim)
     floats = (torch.float32,)
-    assert c.q_scale is not None
-    _check_tensor("q_scale", c.q_scale, floats, (batch, heads, _scales("q_group", c.q_group, q_length)), device)
+    if c.fuse_q_quant != (c.q_scale is None):
+        raise TypeError(f"q_scale is {'None' if c.q_scale is None else 'given'} and q is {c.q.dtype}; quantized q has scales, others have none")
+    if c.q_scale is not None:
+        _check_tensor("q_scale", c.q_scale, floats, (batch, heads, _scales("q_group", c.q_group, q_length)), device)
+    if c.lse_mean is not None:
+        _check_tensor("lse_mean", c.lse_mean, floats, (batch, kv_heads, dim), device)
+    _check_contiguous("lse_mean", c.lse_mean)
     _check_tensor("k_scale", c.k_scale, floats, (batch, kv_heads, k_scales), device)
     _check_tensor("v_scale", c.v_scale, floats, (sequences, kv_heads, value_dim), device)
     if c.v_mean is not None:

@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import ops
 from ..ambient import autocast_dtype
 from ..api import choose_backend
+from ..call import Problem
+from ..device import device_of
 from ..quantization import PartialStatistics, Statistics
-from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
+from ..recipe import DEFAULT_RECIPE, FUSED_RECIPES, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
@@ -43,7 +45,7 @@ from .parts import (
     tokens_of,
 )
 from .sharding import SHARDINGS, Sharding, Span, Spans, groups_of, spans_of
-from .transport import Lanes, Ring, Transfer, exchange, ring_steps, start_gather
+from .transport import Lanes, Ring, Transfer, exchange, let_transfers_start, ring_steps, start_gather
 from .visibility import Visible, pieces
 from .wire import Form, concatenated_rows, packed, size_of, unpacked
 
@@ -188,6 +190,8 @@ def context_parallel_sdpa(
     computing, shared = choose_backend(backend, q.device), statistics == "sequence"
     # K's mean is multiplied by queries as they are: under a soft cap, and in the LSE of a shard with a mean of its own
     float_queries = computing == "reference" or recipe.smooth_q or bool(softcap) or (not shared and ranks.inner is not None)
+    if ranks.inner is None:  # queries that don't travel may differ from rank to rank
+        float_queries = float_queries or _kernel_quantizes_queries(checked, recipe, computing)
     form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, float_queries, visible.has_window)
     q_spans, kv_spans = (
         [_joined_spans(spans) for spans in spans_of(lengths, sharding, name)] for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
@@ -195,6 +199,14 @@ def context_parallel_sdpa(
     call = _Call(checked, form, ranks, q_spans, kv_spans, visible, chosen == "all_gather")
     out, lse = call.run(return_lse)
     return (out, lse) if return_lse else out
+
+
+def _kernel_quantizes_queries(checked: Checked, recipe: Recipe, computing: Backend) -> bool:
+    """Whether the attention kernel quantizes queries beside quantized keys, so that they need no pass of their own."""
+    if computing not in ("auto", "cuda") or recipe != FUSED_RECIPES[recipe.qk] or checked.device.type != "cuda":
+        return False
+    problem = Problem(*checked.floats, checked.softmax_scale, recipe.qk, window=checked.window)
+    return ops.unsupported_fused_q(problem, device_of(checked.device)) is None
 
 
 def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: object) -> tuple[Checked, dict[str, Any]]:
@@ -295,6 +307,8 @@ class _Call:
             runs: Spans = self.q_spans[ranks.rank]
             buffers = self._buffers(own, parts, share, steps)
             queries = self._queries()  # while transfers begin: see Ring
+            if isinstance(queries, torch.Tensor) and ranks.outer_size > 1:
+                let_transfers_start(q.device)
             out, lse = self._attended(queries, runs, buffers, parts, found, share, steps)
         else:
             queries, runs, own, order = self._traded(queries, own)

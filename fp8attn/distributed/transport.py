@@ -80,6 +80,17 @@ def _on_side_stream(*buffers: torch.Tensor, after: torch.cuda.Event | None):
         yield stream
 
 
+SLEEP_CYCLES = 30_000
+"""About 20 µs: several times what NCCL's kernel needs from the end of quantization to its start."""
+
+
+def let_transfers_start(device: torch.device) -> None:
+    """Keep the current stream from launching attention before the kernel of a transfer that was issued has its
+    multiprocessors. Both wait for the same quantizer, and attention's kernel takes all that are free until it ends."""
+    if device.type == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
 class Ring:
     """Buffers of all ranks, passed around a ring. Iterating gives this rank's own, then those of the ranks before it.
 

@@ -73,6 +73,13 @@ OPERATOR_ERRORS: list[Sample] = [
     (forward(kv_length=199), ValueError, "kv_length is 199; it must be k's, 200"),
     (forward(v=e4m3(2, 2, 16, 128)), ValueError, r"v has shape \(2, 2, 16, 128\); it must be \(2, 2, 16, 256\)"),
     (forward(v=e4m3(2, 2, 12, 256)), ValueError, "head_dim is 12; it must be a multiple of 8 from 16 to 256"),
+    (forward(q_scale=None), TypeError, "q_scale is None and q is torch.float8_e4m3fn; quantized q has scales, others have none"),
+    (forward("auto", q=torch.zeros(2, 4, 70, 32, dtype=torch.bfloat16)), TypeError, "q_scale is given and q is torch.bfloat16; quantized q has"),
+    (
+        forward(window=(-1, 0), softcap=0.0, sinks=None, mean_scores=None, lse_mean=torch.zeros(2, 2, 16)),
+        ValueError,
+        r"lse_mean has shape \(2, 2, 16\); it must be \(2, 2, 32\)",
+    ),
     (forward(q_group=7), ValueError, r"q_group is 7; it must be 0 \(a head's rows\), 1 or 128"),
     (forward(k_scale=torch.ones(2, 2, 1)), ValueError, r"k_scale has shape \(2, 2, 1\); it must be \(2, 2, 2\)"),
     (forward(attn_mask=torch.ones(70, 200)), ValueError, r"attn_mask has shape \(70, 200\); it must be \(2, 4, 70, 200\)"),

@@ -23,7 +23,7 @@ from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_ADDED_INSTANCE
 from fp8attn.cuda.render import Config
 from fp8attn.device import device_of
 from fp8attn.quantization import empty_rows, quantize
-from fp8attn.recipe import ProductType
+from fp8attn.recipe import FUSED_RECIPES, ProductType
 from fp8attn.triton import configs
 from running import run_call
 from strategies import Case, alike, cases, given_several, noted
@@ -368,6 +368,38 @@ def test_adding_a_constant_to_queries(device: torch.device, sdpa: Attention, rec
     restored = fp8attn.reference_sdpa(*quantized, is_causal=is_causal, out_dtype=q.dtype)
     for coarse in (mixed, restored):
         assert relative(coarse, exact) < 1.1 * relative(rough, exact)
+
+
+@pytest.mark.parametrize("qk", ("e4m3", "int8"))
+@pytest.mark.parametrize("scores", ({}, {"sinks": 0.5}, {"softcap": 5.0}, {"is_causal": True, "window": (100, 0)}), ids=str)
+def test_queries_beside_quantized_keys(device: torch.device, sdpa: Attention, qk: ProductType, scores: dict) -> None:
+    """Quantized before attention or, by some kernels, inside of it: the answer is the same, and the LSE that of K with its mean."""
+    generator, recipe = torch.Generator().manual_seed(3), FUSED_RECIPES[qk]
+    q, k, v = (torch.randn(1, heads, n, 64, generator=generator).to(device, torch.bfloat16) for heads, n in ((4, 150), (2, 300), (2, 300)))
+    k += 3
+    options = scores | dict(enable_gqa=True, return_lse=True, recipe=recipe)
+    if "sinks" in scores:
+        options["sinks"] = torch.full((4,), scores["sinks"], device=device)
+    query, key, value = quantize(q, k, v, recipe)
+    out, lse = sdpa(q, key, value, out_dtype=torch.float32, **options)
+    first, first_lse = sdpa(query, key, value, out_dtype=torch.float32, **options)  # that of queries as they were quantized
+    assert relative(out, first) < (0.04 if "softcap" in scores else 0.02)  # a cap applies to scores with K's mean, of queries before rounding
+    exact, exact_lse = fp8attn.reference_sdpa(q, k, v, out_dtype=torch.float32, **{name: x for name, x in options.items() if name != "recipe"})
+    assert relative(out, exact) < min(1.05 * relative(first, exact), 0.08)
+    assert relative(lse, exact_lse) < min(1.05 * relative(first_lse, exact_lse), 0.02)
+
+
+@pytest.mark.parametrize("scores", ({}, {"softcap": 5.0}), ids=str)
+def test_an_operator_quantizes_queries_first_where_no_kernel_does(device: torch.device, scores: dict) -> None:
+    """Its LSE includes K's mean, whoever quantizes."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, n, 72, generator=generator).to(device, torch.bfloat16) for n in (70, 200, 200))  # no CUDA kernel takes 72 channels
+    query, key, value = quantize(q, k + 3, v, Recipe())
+    expected = fp8attn.triton_sdpa(q, key, value, return_lse=True, **scores)
+    call = call_of(query, key, value, return_lse=True, **scores)
+    call = dataclasses.replace(call, q=q, q_scale=None, mean_scores=None, lse_mean=key.mean)
+    for found, one in zip(fp8attn.ops.library_ops.auto_forward(*call.arguments), expected, strict=True):
+        assert torch.equal(found, one)
 
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))

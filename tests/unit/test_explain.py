@@ -126,6 +126,11 @@ CALLS: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
     "shifted rows": (tuple(x[..., 4:] for x in operands(1, 2, 300, 68)), {}),
     "quantized": (quantize_ref.quantize(*operands(1, 2, 300, 128), Recipe()), {}),  # type: ignore[dict-item]
     "quantized keys": ((operands(1, 2, 300, 128)[0], *quantize_ref.quantize(*operands(1, 2, 300, 128), Recipe(qk="int8"))[1:]), {}),  # type: ignore[dict-item]
+    "queries beside quantized keys": ((operands(1, 2, 300, 128)[0], *quantize_ref.quantize(*operands(1, 2, 300, 128), Recipe())[1:]), {}),  # type: ignore[dict-item]
+    "queries beside quantized keys, sinks": (
+        (operands(1, 2, 300, 128)[0], *quantize_ref.quantize(*operands(1, 2, 300, 128), Recipe())[1:]),  # type: ignore[dict-item]
+        dict(sinks=torch.zeros(2), return_lse=True),
+    ),
     "negative scale": (operands(1, 2, 300, 64), dict(scale=-0.1)),
     "half keys": (operands(1, 2, 500, 64), dict(recipe=Recipe(sinks=128, recent=128), is_causal=True)),
     "only half keys": (operands(1, 2, 100, 64), dict(recipe=Recipe(recent=128), is_causal=True)),
@@ -191,6 +196,17 @@ def test_a_packed_call_runs_its_plan(name: str, backend: str, launches: Launches
     else:
         words = plan if isinstance(plan, str) else "\n".join(plan.because)
         assert backend == "triton" or "cuda: packed sequences are given; the CUDA kernel takes them in e4m3" in words
+
+
+@pytest.mark.parametrize("backend", ("auto", "cuda", "triton"))
+def test_queries_beside_quantized_keys_are_quantized_where_they_attend(backend: str, launches: Launches) -> None:
+    for name in ("queries beside quantized keys", "queries beside quantized keys, sinks"):
+        tensors, options = CALLS[name]
+        plan = fp8attn.explain(*tensors, **options, backend=backend)
+        assert getattr(plan.config, "fuse_q_quant", False) == (backend != "triton") == ("query is quantized where it attends" in plan.because)
+    query, key, value = tensors
+    plan = fp8attn.explain(query, dataclasses.replace(key, rotated=0), value, backend=backend)  # type: ignore[type-var]
+    assert not getattr(plan.config, "fuse_q_quant", False), "the kernel rotates what it quantizes"
 
 
 def test_a_measured_config_names_its_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
