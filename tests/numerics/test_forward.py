@@ -383,7 +383,8 @@ def test_queries_beside_quantized_keys(device: torch.device, sdpa: Attention, qk
     query, key, value = quantize(q, k, v, recipe)
     out, lse = sdpa(q, key, value, out_dtype=torch.float32, **options)
     first, first_lse = sdpa(query, key, value, out_dtype=torch.float32, **options)  # that of queries as they were quantized
-    assert relative(out, first) < (0.04 if "softcap" in scores else 0.02)  # a cap applies to scores with K's mean, of queries before rounding
+    # a cap applies to scores with K's mean, of queries as they were before rounding
+    assert relative(out, first) < (0.04 if "softcap" in scores else 0.02)
     exact, exact_lse = fp8attn.reference_sdpa(q, k, v, out_dtype=torch.float32, **{name: x for name, x in options.items() if name != "recipe"})
     assert relative(out, exact) < min(1.05 * relative(first, exact), 0.08)
     assert relative(lse, exact_lse) < min(1.05 * relative(first_lse, exact_lse), 0.02)
