@@ -89,7 +89,8 @@ def unpacked(buffer: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
     """The tensors in a buffer, without a copy.
 
     Args:
-        buffer: uint8 (size_of(forms),), or longer by a multiple of ALIGNMENT, starting at a multiple of ALIGNMENT bytes.
+        buffer: uint8 (size_of(forms),), or longer. It and its size are multiples of ALIGNMENT bytes from the beginning
+            of its memory.
     """
     return layout_of(tuple(forms)).tensors(buffer)
 
