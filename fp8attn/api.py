@@ -502,7 +502,10 @@ def _autocast(q: Any, k: Any, v: Any, out_dtype: torch.dtype | None) -> tuple[An
 
 
 def _attend(a: Arguments, options: tuple | None) -> Attention:
-    """`sdpa` of a call that isn't like one before; `options` are eager.repeat's, None of calls that aren't kept."""
+    """`sdpa` of a call that wasn't kept; `options` are eager.repeat's, None of calls that won't be."""
+    operands, others = (a.query, a.key, a.value, a.attn_mask), (a.sinks,)
+    if options is not None and (repeated := eager.repeat(options, operands, others, functools.partial(_attend_to, a))) is not None:
+        return eager.attention_of(repeated)
     checked = check(a)
     chosen = choose_backend(a.backend, checked.device)
     if chosen == "reference":
@@ -513,7 +516,7 @@ def _attend(a: Arguments, options: tuple | None) -> Attention:
         return _traced(checked, a.recipe, a.return_lse, chosen)
     result = _run(checked, chosen, a.recipe, a.return_lse)
     if options is not None and chosen != "modelled" and a.recipe.statistics != "page":
-        eager.remember(options, (a.query, a.key, a.value, a.attn_mask), (a.sinks,), functools.partial(_attend_to, a))
+        eager.remember(options, operands, others)
     return result
 
 
@@ -655,7 +658,10 @@ def _unless_own(x: object, cu_seqlens: torch.Tensor | None, seqused: torch.Tenso
 
 
 def _attend_packed(a: VarlenArguments, options: tuple | None) -> Attention:
-    """`varlen_sdpa` of a call that isn't like one before; `options` as of `_attend`."""
+    """`varlen_sdpa` of a call that wasn't kept; `options` as of `_attend`."""
+    operands, others = (a.q, a.k, a.v), (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k, a.sinks)
+    if options is not None and (repeated := eager.repeat(options, operands, others, functools.partial(_attend_packed_to, a))) is not None:
+        return eager.attention_of(repeated)
     checked = check_varlen(a)
     chosen = choose_backend(a.backend, checked.device)
     if chosen == "reference":
@@ -670,8 +676,7 @@ def _attend_packed(a: VarlenArguments, options: tuple | None) -> Attention:
     out = out.squeeze(0).transpose(0, 1)
     found = out if lse is None else (out, lse.squeeze(0))
     if options is not None and chosen not in ("reference", "modelled"):
-        lengths = a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k
-        eager.remember(options, (a.q, a.k, a.v), (*lengths, a.sinks), functools.partial(_attend_packed_to, a))
+        eager.remember(options, operands, others)
     return found
 
 

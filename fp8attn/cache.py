@@ -144,11 +144,12 @@ class KVCache:
             RuntimeError: an argument requires grad; or `backend` is `cuda`, and the kernel can't be compiled here.
         """
         options, others = ("append", self.recipe.text, backend), self.tensors_with(batch)
-        if others is not None and eager.repeat(options, (key, value), others) is not None:
+        again = functools.partial(self._append_to, backend)
+        if others is not None and eager.repeat(options, (key, value), others, again) is not None:
             return
         self.append_stage(key, value, batch, backend, Stage())
         if others is not None and runs_kernels(backend, self.device):
-            eager.remember(options, (key, value), others, functools.partial(self._append_to, backend))
+            eager.remember(options, (key, value), others)
 
     def append_stage(self, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch, backend: str, stage: Stage) -> None:
         """A part of `append`, which the launch cache doesn't keep."""

@@ -1,8 +1,9 @@
 """Repeats calls like an earlier one, with a single operator.
 
 What a call launches follows from its options and from its tensors' dtypes, shapes, strides, devices and alignment. The
-binding keeps recorded launches under these as a key: a call whose key it finds costs one operator. A call that raises
-isn't recorded. Calls that torch.compile, modes, transforms or tracers see always use the operators of fp8attn.ops.
+binding keeps recorded launches under these as a key: a call whose key it finds costs one operator. A call is recorded
+if one with its options and shapes has come to its end before. Calls that torch.compile, modes, transforms or tracers
+see always use the operators of fp8attn.ops.
 
 All functions that attend or append keep their calls here: sdpa, varlen_sdpa, paged_sdpa, KVCache.append and
 write_to_pages. What kernels read on the device, lengths, page tables or masks, is no part of a key.
@@ -45,7 +46,7 @@ _launches: dict[tuple, Callable[[Tensors], list[torch.Tensor] | None]] = {}
 
 _seen: dict[tuple, Literal["once", "kept", "never"]] = {}
 """For each combination of options and shapes, whether its calls are kept. The first call isn't, so that calls whose
-lengths always differ cost nothing."""
+lengths always differ cost nothing. The second one is recorded in place of being made, and then repeated."""
 _numbers = itertools.count()
 
 
@@ -100,13 +101,15 @@ def _with_tensors(x: Operand | None, tensors: Iterator[Any]) -> Operand | None:
     return replace(x, **fields, packed=packed)
 
 
-def repeat(options: tuple, operands: Operands, others: Tensors) -> list[torch.Tensor] | None:
-    """The outputs of a call, if a call like it was kept.
+def repeat(options: tuple, operands: Operands, others: Tensors, attend: Callable[..., Attention | None] | None = None) -> list[torch.Tensor] | None:
+    """The outputs of a call, if a call like it was kept; or, with `attend`, if one like it came once.
 
     Args:
         options: what else the call depends on. The first is the name of the function.
         operands: tensors and `Quantized`, by whose shapes calls are kept.
         others: the other tensors of the call.
+        attend: makes the call with other operands and other tensors, in this order, for the recording of the second
+            call. Nothing is launched then.
     """
     known = _known(options, operands, others)
     if known is None:
@@ -115,7 +118,8 @@ def repeat(options: tuple, operands: Operands, others: Tensors) -> list[torch.Te
         launch = _launches.get(known[0])
     except TypeError:  # an option that can't be hashed is an error, or about to be one
         return None
-    return None if launch is None else launch(known[1])
+    found = None if launch is None else launch(known[1])
+    return _recorded(*known, operands, attend) if found is None and attend is not None else found
 
 
 def attention_of(outputs: list[torch.Tensor]) -> Attention:
@@ -123,29 +127,34 @@ def attention_of(outputs: list[torch.Tensor]) -> Attention:
     return outputs[0] if len(outputs) == 1 else (outputs[0], outputs[1])
 
 
-def remember(options: tuple, operands: Operands, others: Tensors, attend: Callable[..., Attention | None]) -> None:
-    """Keep a call that has come to its end. A call is kept from the second one with its options and shapes on.
+def _kind(name: tuple, operands: Operands) -> tuple:
+    """The combination of options and shapes of a call, by which calls are counted. A call like one that passed all
+    checks may only have wrong strides, or wrong other tensors."""
+    return name, tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in operands)
+
+
+def remember(options: tuple, operands: Operands, others: Tensors) -> None:
+    """Note a call that has come to its end. The next one with its options and shapes is recorded.
 
     Args:
         options, operands, others: as of `repeat`.
-        attend: makes the call with other operands and other tensors, in this order.
     """
     known = _known(options, operands, others)
-    if known is None:
-        return
-    name, tensors = known
     # a tensor, say, may be another number the next time
-    if not IMMUTABLE.issuperset(name[1]):
+    if known is None or not IMMUTABLE.issuperset(known[0][1]):
         return
-    shapes = name, tuple(x.shape if isinstance(x, torch.Tensor) else None for x in operands)
-    seen = _seen.get(shapes)
-    if seen is None:
-        if len(_seen) >= MOST:
-            forget()
-        _seen[shapes] = "once"
-        return
-    if seen == "never":
-        return
+    if len(_seen) >= MOST:
+        forget()
+    _seen.setdefault(_kind(known[0], operands), "once")
+
+
+def _recorded(name: tuple, tensors: list[Any], operands: Operands, attend: Callable[..., Attention | None]) -> list[torch.Tensor] | None:
+    """The outputs of a call that is recorded and then repeated; None of calls that aren't kept."""
+    kind = _kind(name, operands)
+    seen = _seen.get(kind)
+    given = [x for x in tensors if x is not None]
+    if seen is None or seen == "never" or any(x.device != given[0].device or x.layout is not torch.strided for x in given):
+        return None
     launch = _launches.get(name)
     number = launch.args[0] if isinstance(launch, partial) else next(_numbers)
 
@@ -159,10 +168,12 @@ def remember(options: tuple, operands: Operands, others: Tensors, attend: Callab
     try:
         operators = build.load_binding()
     except BuildError:  # Triton goes on
-        _seen[shapes] = "never"
-        return
-    if recording.record(operators, ops.implementations, number, tensors, outputs):
-        _launches[name] = partial(operators.repeat.default, number)
-        _seen[shapes] = "kept"
-    elif seen == "once":
-        _seen[shapes] = "never"
+        _seen[kind] = "never"
+        return None
+    if not recording.record(operators, ops.implementations, number, tensors, outputs):
+        if seen == "once":
+            _seen[kind] = "never"
+        return None
+    launch = _launches[name] = partial(operators.repeat.default, number)
+    _seen[kind] = "kept"
+    return launch(tensors)

@@ -81,17 +81,17 @@ def paged_sdpa(
         return _attend(query, cache, batch, new, how)
     options = ("paged_sdpa", cache.recipe.text, batch.max_length, new is None, *how.without_tensors)
     operands, others = (query, *((None, None) if new is None else new)), (sinks, *others)
-    repeated = eager.repeat(options, operands, others)
-    if repeated is not None:
-        return eager.attention_of(repeated)
-    found = _attend(query, cache, batch, new, how)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *others: torch.Tensor | None):
         given = None if new is None else (key, value)
         return _attend(query, *cache.with_tensors(others, batch.max_length), given, how._replace(sinks=sinks))
 
+    repeated = eager.repeat(options, operands, others, attend)
+    if repeated is not None:
+        return eager.attention_of(repeated)
+    found = _attend(query, cache, batch, new, how)
     if runs_kernels(backend, cache.device):
-        eager.remember(options, operands, others, attend)
+        eager.remember(options, operands, others)
     return found
 
 
@@ -170,18 +170,18 @@ def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBat
     others: Any = (*batch.tensors(), cache.k, cache.v, cache.k_scale, cache.v_scale, options.sinks) if kept else ()
     kept = kept and all(x is None or isinstance(x, torch.Tensor) for x in others)
     name = ("paged_sdpa of tensors", batch.max_length, *options.without_tensors) if kept else ()
-    repeated = eager.repeat(name, (query,), others) if kept else None
-    if repeated is not None:
-        return eager.attention_of(repeated)
-    found = _attend_to_checked_tensors(query, cache, batch, options)
 
     def attend(query: torch.Tensor, *others: Any) -> eager.Attention:
         table, lengths, counts, _, cu_seqlens, *tensors, sinks = others
         same = PagedBatch(table, lengths, counts, None, batch.max_length, cu_seqlens)
         return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, options._replace(sinks=sinks))
 
+    repeated = eager.repeat(name, (query,), others, attend) if kept else None
+    if repeated is not None:
+        return eager.attention_of(repeated)
+    found = _attend_to_checked_tensors(query, cache, batch, options)
     if kept and runs_kernels(options.backend, query.device):
-        eager.remember(name, (query,), others, attend)
+        eager.remember(name, (query,), others)
     return found
 
 
@@ -227,14 +227,14 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
     others: Any = slots, cache.k, cache.v, cache.k_scale, cache.v_scale
     kept = not is_compiling() and all(x is None or isinstance(x, torch.Tensor) for x in others)
     name = ("write_to_pages", backend)
-    if kept and eager.repeat(name, (key, value), others) is not None:
-        return
-    paged_tensors_ops.check_backend(backend)
-    validate.check_written(key, value, cache, slots)
-    getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), slots)
 
     def write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, *tensors: Any) -> None:
         write_to_pages(key, value, PagedTensors(*tensors), slots, backend=backend)
 
+    if kept and eager.repeat(name, (key, value), others, write) is not None:
+        return
+    paged_tensors_ops.check_backend(backend)
+    validate.check_written(key, value, cache, slots)
+    getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), slots)
     if kept and runs_kernels(backend, key.device):
-        eager.remember(name, (key, value), others, write)
+        eager.remember(name, (key, value), others)

@@ -188,16 +188,25 @@ def described(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple:
 
 
 class Repeats:
-    """Whether calls were repeated, one after the other."""
+    """Whether calls were repeated, one after the other, by what an earlier call had recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hits: list[bool] = []
-        self._repeat = eager.repeat
+        self._repeat, self._recorded = eager.repeat, eager._recorded
+        self._now = False
         monkeypatch.setattr(eager, "repeat", self._note)
+        monkeypatch.setattr(eager, "_recorded", self._record)
 
-    def _note(self, *arguments: Any) -> torch.Tensor | None:
+    def _note(self, *arguments: Any) -> list[torch.Tensor] | None:
+        self._now = False
         out = self._repeat(*arguments)
-        self.hits.append(out is not None)
+        if len(arguments) == 3 or arguments[0][0] not in ("sdpa", "varlen_sdpa"):  # these ask twice
+            self.hits.append(out is not None and not self._now)
+        return out
+
+    def _record(self, *arguments: Any) -> list[torch.Tensor] | None:
+        out = self._recorded(*arguments)
+        self._now = out is not None
         return out
 
     def last(self) -> bool:
@@ -205,20 +214,21 @@ class Repeats:
 
 
 def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: bool = True) -> None:
-    """The first call and the third, of which the third is repeated, launch the same."""
+    """The first call, the second, which is recorded, and the third, which is repeated, launch the same."""
     eager.forget()
     with pytest.MonkeyPatch.context() as patch:
         repeats = Repeats(patch)
         first, params = call(), launched(addresses)
         assert not any(repeats.hits)
-        call()
+        second = call()
         assert not any(repeats.hits)
+        assert launched(addresses) == params
         if hit:
             patch.setattr(ops, "plan_cuda", lambda *_, **__: pytest.fail("it plans"))
             patch.setattr(ops, "unsupported_one_launch", lambda *_: pytest.fail("it plans"))
         third = call()
         assert hit is None or repeats.last() == hit
-    assert described(first) == described(third)
+    assert described(first) == described(second) == described(third)
     assert launched(addresses) == params
 
 
@@ -1230,6 +1240,32 @@ def test_lengths_that_never_come_again_are_not_kept(monkeypatch: pytest.MonkeyPa
     assert planned.count == 10
 
 
+@pytest.mark.parametrize("wrong", ("strides", "device", "layout", "sinks"))
+def test_a_second_call_is_refused_as_a_first_one_is(wrong: str, monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
+    """Though it would be recorded, with tensors that aren't the call's."""
+    q, k, v = (torch.randn(1, 4, 300, 64).bfloat16() for _ in range(3))
+    sinks = torch.zeros(4)
+    bad = {
+        "strides": (q, k.transpose(2, 3).contiguous().transpose(2, 3), v, sinks),
+        "device": (q, k.to("meta"), v, sinks),
+        "layout": (q, k, v.to_sparse(), sinks),
+        "sinks": (q, k, v, torch.zeros(3)),
+    }[wrong]
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return fp8attn.cuda_sdpa(q, k, v, sinks=sinks)
+
+    with pytest.raises((TypeError, ValueError)) as first:
+        call(*bad)
+    call(q, k, v, sinks)
+    with pytest.raises(type(first.value)) as second:
+        call(*bad)
+    assert str(second.value) == str(first.value)
+    call(q, k, v, sinks)
+    call(q, k, v, sinks)
+    assert repeats.last()
+
+
 def test_lengths_that_cannot_be_kept_leave_others(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
     """All have the same options. What can't be kept is tried once."""
     record, tried = recording.record, list[int]()
@@ -1265,7 +1301,7 @@ class CountCalls:
 
 
 def test_what_triton_runs_is_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
-    """Its kernels get this call's addresses, and are planned for the first two calls and the recording."""
+    """Its kernels get this call's addresses, and are planned for the first call and the recording."""
     monkeypatch.setattr(ops, "plan_cuda", planned := CountCalls(lambda call, first: "not today"))
 
     def by_triton(call):
@@ -1288,7 +1324,7 @@ def test_what_triton_runs_is_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repe
             assert launched[8:13] == [x.data_ptr() for x in (q.data[:, 1:], k.scale, v.mean, mask, out)]
             first, zeros, last = launched[13:]
             assert zeros % 16 == 0 and first >= zeros + 280 and last >= first + 300
-    assert repeats.hits == [False] * 2 + [True] * 3 and planned.count == 2 + 1
+    assert repeats.hits == [False] * 2 + [True] * 3 and planned.count == 1 + 1
 
 
 def test_what_torch_computes_is_not_kept(monkeypatch: pytest.MonkeyPatch, repeats: Repeats) -> None:
