@@ -799,7 +799,7 @@ def unsupported_fused_q(problem: Problem, device: Device) -> str | None:
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    scores = configs.scores_of_options(problem.has_first_key, problem.softcap, problem.sinks)
+    scores = configs.scores_of_options(problem.has_first_key, problem.softcap)
     reason = configs.unsupported_q_quant(
         problem.q, problem.v.shape[3], problem.softmax_scale, problem.qk, device, problem.attn_mask, scores, problem.varlen is not None
     )  # fmt: skip

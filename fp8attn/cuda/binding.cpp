@@ -243,10 +243,11 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
 void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                         const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
-                        const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const Tensor& ready, int64_t cluster) {
+                        const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const Tensor& ready, int64_t cluster, int64_t first_offset,
+                        double softcap, const std::optional<Tensor>& sinks) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
          {.q = q, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .out = out, .lse = lse, .lse_mean = lse_mean, .counter = counter,
-          .ready = ready.const_data_ptr<int>(), .ready_ctas = int(cluster)});
+          .ready = ready.const_data_ptr<int>(), .ready_ctas = int(cluster), .first_offset = first_offset, .softcap = softcap, .sinks = sinks});
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
@@ -545,7 +546,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
          ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, int first_offset, float softcap, Tensor? sinks, Tensor? mean_scores, Tensor? tile_table=None) -> ()");
-  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor ready, int cluster) -> ()");
+  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor ready, int cluster, int first_offset, float softcap, Tensor? sinks) -> ()");
   define("forward_from_fp16(int launcher, int ctas, int splits, float softmax_scale, int causal_offset, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"

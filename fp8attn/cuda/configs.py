@@ -37,8 +37,8 @@ REGISTER_FILE = 65_536
 
 Scores = Literal["plain", "masked", "general", "added", "window", "softcap"]
 """Operations on scores. Up to `added`, each value includes the operations of the values before it. `window` includes
-those of `plain`, hides keys before a row's first one, and adds sinks. `softcap` includes those of `window`, and always
-caps scores."""
+those of `plain`, and hides keys before a row's first one. `softcap` includes those of `window`, and always caps scores.
+All of them add sinks."""
 
 SCORES: tuple[Scores, ...] = get_args(Scores)
 
@@ -63,8 +63,8 @@ class HopperConfig:
         fuse_q_quant: Q is bfloat16 or float16, and the kernel quantizes it to e4m3 or int8 with one scale per row.
         masked: supports boolean masks.
         added: supports masks that are added to scores. Only general instances have it.
-        window: supports windows that begin at a key of each row's own, and sinks. No instance has it beside masks and
-            what is general.
+        window: supports windows that begin at a key of each row's own. No instance has it beside masks and what is
+            general.
         softcap: caps scores. Only instances with windows have it.
         varlen: takes packed sequences, and only these. Tiles come from a table.
     """
@@ -361,16 +361,16 @@ FUSED_Q_DIMS = frozenset(config.head_dim for config in FUSED_Q_INSTANCES)
 
 def scores_of(call: Call) -> Scores:
     """The operations on scores that an instance must support for a call."""
-    of_options = scores_of_options(call.has_first_key, call.softcap, call.sinks)
+    of_options = scores_of_options(call.has_first_key, call.softcap)
     if of_options != "plain":
         return of_options
     of_mask = scores_of_mask(call.attn_mask)
     return "general" if is_general(call) and of_mask != "added" else of_mask
 
 
-def scores_of_options(has_first_key: bool, softcap: float, sinks: torch.Tensor | None) -> Scores:
-    """The operations on scores that a call's window, soft cap and sinks require."""
-    return "softcap" if softcap else "window" if has_first_key or sinks is not None else "plain"
+def scores_of_options(has_first_key: bool, softcap: float) -> Scores:
+    """The operations on scores that a call's window and soft cap require."""
+    return "softcap" if softcap else "window" if has_first_key else "plain"
 
 
 def is_general(call: Call) -> bool:
@@ -379,14 +379,19 @@ def is_general(call: Call) -> bool:
 
 
 def unsupported_window(call: Call) -> str | None:
-    """The reason why no CUDA instance can run a call with a window, a soft cap or sinks, or None if one can or there
-    are none."""
-    if scores_of(call) in ("window", "softcap") and (is_general(call) or call.attn_mask is not None):
-        return (
-            "window, softcap or sinks is given beside attn_mask, scales per key, smoothed queries, or a scale that isn't positive;"
-            " the CUDA kernels take it alone"
-        )
+    """The reason why no CUDA instance can run a call with a window or a soft cap, or None if one can or there is
+    none."""
+    if scores_of(call) in ("window", "softcap") and has_mask_or_is_general(call):
+        return f"window or softcap is given beside {MASKS}; the CUDA kernels take it alone"
     return None
+
+
+MASKS = "attn_mask, scales per key, smoothed queries, or a scale that isn't positive"
+
+
+def has_mask_or_is_general(call: Call) -> bool:
+    """Whether a call has one of MASKS."""
+    return is_general(call) or call.attn_mask is not None
 
 
 def scores_of_mask(attn_mask: torch.Tensor | None) -> Scores:
@@ -450,7 +455,7 @@ def unsupported_q_quant(
         packed: q has packed sequences.
     """
     if scores != "plain" and attn_mask is not None:
-        return "attn_mask is given beside softcap or sinks; it takes one of them"
+        return "attn_mask is given beside window or softcap; it takes one of them"
     if not may_quantize(q, value_dim):
         dims = " or ".join(str(dim) for dim in sorted(FUSED_Q_DIMS))
         return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"

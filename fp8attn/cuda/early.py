@@ -25,8 +25,7 @@ def overlaps_quantization(call: Call, config: HopperConfig, device: Device) -> b
     Then CTAs don't split tiles, and a CTA that is free takes the next tile. So there must be more tiles than SMs.
     """
     tiles = call.tiles(config.tile_rows)
-    # a mask is read in between; the binding isn't told of a first key, a soft cap or sinks
-    if tiles <= device.sm_count or call.attn_mask is not None or call.has_first_key or call.softcap or call.sinks is not None:
+    if tiles <= device.sm_count or call.attn_mask is not None:  # a mask is read in between
         return False
     nobody_would = configs.stream_k_ctas(call, config, device) == 1
     return nobody_would or stream_k.saved(tiles, -(-call.kv_length // KEYS), device.sm_count) <= EARLY_BLOCKS
@@ -120,4 +119,7 @@ def forward_when_ready(
         counter,
         ready,
         cluster,
+        call.window_offsets[0] if config.window else 0,
+        call.softcap,
+        call.sinks,
     )

@@ -61,31 +61,10 @@ __device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared
   if constexpr (C.fuse_q_quant) {
     const auto& of_row = shared.mean_scores.of_row[wg_tile.consumer];
     return p.lse_mean != nullptr ? float2{of_row[f.row], of_row[f.row + 8]} : float2{};
-  } else if constexpr (C.window) {
+  } else {
     const int row = wg_tile.first_row() + f.row;
     return {mean_score(p, wg_tile.tile, row), mean_score(p, wg_tile.tile, row + 8)};
-  } else {
-    return {};
   }
-}
-
-// store_tile of instances with windows, which may have sinks.
-template <bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
-__device__ void store_tile_with_sinks(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                                      float2 mean_scores, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
-  constexpr bool parts = SECOND > 1;
-  constexpr int CHANNELS = Scales::channels;
-  const Tile& tile = wg_tile.tile;
-  float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
-  StagedOutput<Scales, BOXES, true, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
-  if (p.sinks != nullptr) {
-    const float sink = p.sinks[tile.head];
-    output.set_row(0, SinkRow::add<>(largest[0], l[0], sink - mean_scores.x));
-    output.set_row(1, SinkRow::add<>(largest[1], l[1], sink - mean_scores.y));
-  }
-  output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
-  if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, row_end, largest, l, f, mean_scores);
 }
 
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
@@ -94,11 +73,17 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd
                            float2 mean_scores, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
-  const float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
-  const StagedOutput<Scales, BOXES, false, PACKED> output(p, wg_tile.tile, wg_tile.first_row(), row_end, scales, boxes, l);
+  const Tile& tile = wg_tile.tile;
+  float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
+  StagedOutput<Scales, BOXES, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[tile.head];
+    output.set_weight(0, SinkRow::add<>(largest[0], l[0], sink - mean_scores.x).weight);
+    output.set_weight(1, SinkRow::add<>(largest[1], l[1], sink - mean_scores.y).weight);
+  }
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, row_end, m, l, f, mean_scores);
+  store_lse(p, wg_tile, row_end, largest, l, f, mean_scores);
 }
 
 // One consumer warpgroup: attention of 64 query rows of every work tile. T is Q's dtype if the kernel quantizes it.
@@ -390,10 +375,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' scales are there; nobody reads rows' scales and Q any more
     load_rows(next_tile);
-    if constexpr (C.window)
-      store_tile_with_sinks<C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, mean_scores, scales, shared.output[consumer], f);
-    else if (is_complete<C>(work_tile))
-      store_tile<C.varlen>(p, wg_tile, [&] { return lengths.row_end(p, work_tile); }, softmax.m, o, o_second, mean_scores, scales, shared.output[consumer], f);
+    if (is_complete<C>(work_tile)) {
+      const auto row_end = [&] { return lengths.row_end(p, work_tile); };
+      store_tile<C.varlen>(p, wg_tile, row_end, softmax.m, o, o_second, mean_scores, scales, shared.output[consumer], f);
+    }
     quantize_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more
     if constexpr (!C.fuse_q_quant) load_channels(next_tile);

@@ -15,7 +15,8 @@ from ..device import Device
 from ..recipe import E4M3_MAX, SCALE_BLOCK
 from ..reference import CAUSAL_WINDOW, P_OFFSET
 from ..schedule import unsupported_sizes
-from .configs import REGISTER_FILE, Scores, round_up, scores_of, unsupported_window
+from . import configs
+from .configs import MASKS, REGISTER_FILE, Scores, has_mask_or_is_general, round_up, unsupported_window
 
 Operands = Literal["shared", "registers", "native"]
 
@@ -297,6 +298,12 @@ SPEEDS = {variant: speed for config, fastest in MEASURED.items() for variant, sp
 INSTANCES = tuple(SPEEDS)
 
 
+def scores_of(call: Call) -> Scores:
+    """The operations on scores that an instance must support for a call: those with windows add sinks."""
+    scores = configs.scores_of(call)
+    return "window" if call.sinks is not None and scores == "plain" else scores
+
+
 def takes(config: PortableConfig, call: Call) -> bool:
     """Whether an instance supports a call."""
     if config.head_dim < call.head_dim or config.value_dim < call.value_dim or config.int8 != call.int8:
@@ -364,6 +371,8 @@ def unsupported_call(call: Call, device: Device) -> str | None:
     reason = unsupported_window(call)
     if reason is not None:
         return reason
+    if call.sinks is not None and has_mask_or_is_general(call):
+        return f"sinks is given beside {MASKS}; the portable kernel takes it alone"
     if not serving(call, device):
         return f"no instance of head dim {padded_dim(call)} fits {device.name}"
     return unsupported_sizes(call)

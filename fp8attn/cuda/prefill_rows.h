@@ -196,7 +196,7 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (p.sinks == nullptr || !range.tile.is_token(range.first_row + f.row + 8 * r)) continue;
-    output.set_row(r, SinkRow::add<0>(limit[r], l[r], p.sinks[range.tile.head]));
+    output.set_weight(r, SinkRow::add<0>(limit[r], l[r], p.sinks[range.tile.head]).weight);
   }
   [&]<int... PART_OF>(std::integer_sequence<int, PART_OF...>) {
     (output.template store<PART_OF * S::part, S::part>(rows.o[PART_OF]), ...);

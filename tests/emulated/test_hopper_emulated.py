@@ -4,6 +4,7 @@ wrong."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -124,15 +125,16 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
         check(emulated, config, (q, k, v), device=TWO_SMS, exact=True)
     if config.stream_k:
         held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), split_ctas=2)
-        held((1, 3, 40), (1, 3, 700), split_ctas=5)
+        held((1, 3, 40), (1, 3, 700), split_ctas=5, sinks=torch.tensor([2.0, -torch.inf, 5.0]))
     if config.scores == "general":
         held((1, 2, 150), (1, 1, 201), recipe=Recipe(smooth_q=True))
         held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token"), scale=-0.1)
         held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token", smooth_q=True), attn_mask=shown(140, 300))
-    if config.scores in ("window", "softcap"):
-        sinks = torch.tensor([3.0, -torch.inf])
-        options: dict = dict(softcap=7.5) if config.softcap else {}
+    sinks = torch.tensor([3.0, -torch.inf])
+    options: dict = dict(softcap=7.5) if config.softcap else {}
+    if config.scores in ("plain", "general", "window", "softcap"):
         held((1, 2, 300), (1, 1, 300), sinks=sinks, is_causal=True, **options)
+    if config.scores in ("window", "softcap"):
         held((1, 2, 200), (1, 2, 70), sinks=sinks + 4, window=(60, -1), out_dtype=torch.bfloat16, **options)  # later rows see their sink
     if config.scores == "softcap":
         held((1, 1, 100), (1, 1, 300), softcap=0.5)
@@ -144,12 +146,12 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
         held((1, 1, 600), (1, 1, 200), window=(60, -1))  # later rows see nothing
         held((1, 1, 300), (1, 1, 700), is_causal=True, window=(150, -1), causal_alignment="bottom_right", out_dtype=torch.bfloat16)
     if config.scores == "masked":
-        held((1, 2, 300), (1, 1, 700), attn_mask=shown(300, 700))
+        held((1, 2, 300), (1, 1, 700), attn_mask=shown(300, 700), sinks=sinks)
         held((2, 1, 300), (2, 1, 500), attn_mask=shown(2, 500)[:1])
     if config.scores == "added":
         held((1, 2, 300), (1, 1, 704), attn_mask=added(300, 704, torch.bfloat16))  # which boxes can be had of
         held((1, 2, 150), (1, 1, 300), attn_mask=added(150, 301, torch.float16)[:, 1:])
-        held((1, 1, 150), (1, 1, 300), attn_mask=added(150, 300, torch.float32), recipe=Recipe(smooth_q=True))
+        held((1, 1, 150), (1, 1, 300), attn_mask=added(150, 300, torch.float32), recipe=Recipe(smooth_q=True), sinks=sinks[:1])
         for dtype in (torch.bfloat16, torch.float32):
             held((1, 1, 150), (1, 1, 304), attn_mask=low_mask(ROW_KINDS, 150, 304, dtype, 1))
 
@@ -241,7 +243,7 @@ def test_plain_queries_have_the_bits_of_quantized_ones(emulated: Emulated, confi
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ("plain queries window 128", "plain queries softcap 64"))
+@pytest.mark.parametrize("name", ("plain queries 64", "plain queries window 128", "plain queries softcap 64"))
 def test_scores_beside_plain_queries(emulated: Emulated, name: str) -> None:
     """The kernel itself computes what K's mean adds to scores; a launch before it does so of quantized queries."""
     config = FUSED_Q[name]
@@ -287,16 +289,16 @@ def test_values_of_further_keys_change_nothing(emulated: Emulated, config: Hoppe
                 torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def plain_call(heads: int) -> Call:
-    """Of plain queries and 300 keys, head dim 64."""
-    q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, 64), (2, heads, 300, 64)))
+def plain_call(heads: int, dim: int = 64, **options: Any) -> Call:
+    """Of plain queries and 300 keys."""
+    q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, dim), (2, heads, 300, dim)))
     operands = quantized(q, k, v, Recipe())
-    call = call_of(*operands, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True)
-    return dataclasses.replace(call, q=q, q_scale=None, lse_mean=operands[1].mean)
+    call = call_of(*operands, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True, **options)
+    return dataclasses.replace(call, q=q, q_scale=None, mean_scores=None, lse_mean=operands[1].mean)
 
 
-def assert_waits(emulated: Emulated) -> None:
-    config, call = FUSED_Q["plain queries 64"], plain_call(3)
+def assert_waits(emulated: Emulated, config: HopperConfig = FUSED_Q["plain queries 64"], **options: Any) -> None:
+    call = plain_call(3, config.head_dim, **options)
     expected = emulated(call, config, 1, TWO_SMS)
     for seed in range(4):  # head 0 is ready long before others with the last
         for x, y in zip(emulated.when_ready(call, config, TWO_SMS, seed), expected, strict=True):
@@ -305,6 +307,15 @@ def assert_waits(emulated: Emulated) -> None:
 
 def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
     assert_waits(emulated)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ("64", "window 128", "softcap 64"))
+def test_scores_of_heads_that_are_ready(emulated: Emulated, name: str) -> None:
+    """What a launch that waits is told of windows, soft caps and sinks."""
+    options: dict[str, Any] = dict(sinks=torch.linspace(-2, 3, 6))
+    options |= {"64": {}, "window 128": dict(window=(130, 20)), "softcap 64": dict(softcap=7.5, window=(-1, 50))}[name]
+    assert_waits(emulated, FUSED_Q[f"plain queries {name}"], **options)
 
 
 @pytest.mark.thorough

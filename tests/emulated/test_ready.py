@@ -4,6 +4,7 @@ and that it has the bits of quantizing first. tests/mutants/test_cuda_mutants.py
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import pytest
 import torch
@@ -87,30 +88,42 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     assert buffer.raw[emulation.MAPS :].startswith(bytes(p))
 
 
-def first_and_then(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qk: ProductType, causal: Causal, device: Device) -> Tensors:
+def first_and_then(problem: Problem, device: Device) -> Tensors:
     """What early.quantize_and_attend returns, of two launches that wait for each other, each tile one CTA's."""
-    key, value = run.quantize_kv(k, v, qk, device)
-    call = call_of(q, key, value, causal)
+    call = problem.call_of(*run.quantize_kv(problem.k, problem.v, problem.qk, device))
     return run.forward(call, device, configs.choose(call, device), split_ctas=1)
+
+
+SHAPES = (
+    (16, 16, 1, 1024, 1024, 128), (4, 32, 1, 2048, 2048, 64), (8, 8, 1, 2048, 2048, 256), (3, 7, 3, 1300, 1700, 128), (3, 5, 4, 777, 3000, 64),
+    (2, 9, 3, 1999, 1111, 256),
+)  # fmt: skip
+"""Batch, heads of keys, query heads of each, queries, keys and channels."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("qk", FUSED_RECIPES)
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
-@pytest.mark.parametrize(
-    "shape",
-    (
-        (16, 16, 1, 1024, 1024, 128),
-        (4, 32, 1, 2048, 2048, 64),
-        (8, 8, 1, 2048, 2048, 256),
-        (3, 7, 3, 1300, 1700, 128),
-        (3, 5, 4, 777, 3000, 64),
-        (2, 9, 3, 1999, 1111, 256),
-    ),
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_has_the_bits_of_quantizing_first(device: torch.device, shape: tuple[int, int, int, int, int, int], causal: Causal, qk: ProductType) -> None:
+    assert_has_the_bits_of_quantizing_first(device, shape, qk, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scores", ({"window": (300, 0)}, {"softcap": 5.0}, {"sinks": True}, {"window": (200, 100), "sinks": True}), ids=str)
+@pytest.mark.parametrize("shape", SHAPES[3:5])
+def test_scores_have_the_bits_of_quantizing_first(device: torch.device, shape: tuple[int, int, int, int, int, int], scores: dict[str, Any]) -> None:
+    options = {"causal": "bottom_right"} | scores
+    if scores.get("sinks"):
+        options["sinks"] = torch.linspace(-2, 3, shape[1] * shape[2], device=device)
+    assert_has_the_bits_of_quantizing_first(device, shape, "e4m3", **options)
+
+
+def assert_has_the_bits_of_quantizing_first(
+    device: torch.device, shape: tuple[int, int, int, int, int, int], qk: ProductType, **options: Any
+) -> None:
     """Of other numbers each time, which lie where the last ones' did: what is read too early is of those. Some elements aren't finite."""
-    batch, heads, group, queries, keys, dim = shape  # heads of keys, and query heads of each
+    batch, heads, group, queries, keys, dim = shape
     properties = device_of(device)
     if configs.unsupported_config(FUSED_Q_INSTANCES[0], properties) is not None:
         pytest.skip("needs sm_90")
@@ -121,14 +134,12 @@ def test_has_the_bits_of_quantizing_first(device: torch.device, shape: tuple[int
         q = torch.randn(batch, heads * group, queries, dim, generator=generator, device=device, dtype=dtype)
         k, v = (torch.randn(batch, heads, keys, dim, generator=generator, device=device, dtype=dtype) for _ in range(2))
         q[0, 0, 7, 3], k[0, heads - 1, keys - 1, i], v[batch - 1, 0, 5, i] = torch.nan, torch.inf, torch.nan
-        problems.append((q, k, v))
-        expected.append(first_and_then(q, k, v, qk, causal, properties))
-    key, value = quantize.empty(problems[0][1], problems[0][2], qk)
-    call = call_of(problems[0][0], key, value, causal)
+        problems.append(Problem(q, k, v, dim**-0.5, qk, out_dtype=dtype, return_lse=True, **options))
+        expected.append(first_and_then(problems[-1], properties))
+    call = problems[0].call_of(*quantize.empty(problems[0].k, problems[0].v, qk))
     assert early.overlaps_quantization(call, configs.choose(call, properties), properties)
     for i in range(30):
-        q, k, v = problems[i % 3]
-        actual = early.quantize_and_attend(Problem(q, k, v, dim**-0.5, qk, causal, dtype, True), properties)
+        actual = early.quantize_and_attend(problems[i % 3], properties)
         for x, y in zip(actual, expected[i % 3], strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 

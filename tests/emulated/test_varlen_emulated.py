@@ -88,7 +88,7 @@ def assert_as_alone(packed: Emulated, dense: Emulated, config: HopperConfig, cas
 
 
 def instances_for(name: str, fuse_q_quant: bool = False) -> tuple[HopperConfig, ...]:
-    return VARLEN_GROUPS["softcap" if name == "softcap" else "window" if name in ("window", "open window", "sinks") else "plain", fuse_q_quant]
+    return VARLEN_GROUPS["softcap" if name == "softcap" else "window" if name in ("window", "open window") else "plain", fuse_q_quant]
 
 
 @pytest.fixture(scope="module")

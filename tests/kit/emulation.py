@@ -683,8 +683,8 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
 
 def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward_when_ready."""
-    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, ready, cluster) = arguments[:12], arguments[12:]
-    a = ForwardArguments(*launch, q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, None, None)
+    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, ready, cluster, *scores) = arguments[:12], arguments[12:]
+    a = ForwardArguments(*launch, q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, None, None, *scores)
     _run(library, tensor_maps(a) + bytes(params(a, ready, cluster)), a.ctas)
 
 

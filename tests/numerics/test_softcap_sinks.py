@@ -17,6 +17,7 @@ from closeness import E4M3_STEP, assert_matches_pipeline, relative
 from fp8attn import Recipe, reference
 from fp8attn.api import call_of
 from fp8attn.cuda import configs as hopper
+from fp8attn.cuda import portable
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.quantization import quantize
 from fp8attn.recipe import DEFAULT_RECIPE
@@ -78,6 +79,7 @@ KINDS = tuple(
             (0.0, True, None, False),
             (50.0, True, (130, 20), False),
             (0.0, True, (-1, 0), False),
+            (0.0, True, None, True),
         )
     )
 )
@@ -207,12 +209,21 @@ def test_which_instances_take_them() -> None:
         call = call_of(*quantize(q, k, v, recipe), recipe=recipe, **options)
         return hopper.unsupported_call(call, H100) or hopper.choose(call, H100)
 
-    sinks = torch.zeros(2)
-    for options in (dict(sinks=sinks), dict(softcap=5.0), dict(softcap=5.0, sinks=sinks, window=(5, 0))):
+    sinks, mask = torch.zeros(2), torch.ones(300, 300).bool()
+    for options in (dict(softcap=5.0), dict(softcap=5.0, sinks=sinks, window=(5, 0)), dict(sinks=sinks, window=(5, 0))):
         chosen = reason_of(**options)
         assert isinstance(chosen, hopper.HopperConfig) and chosen.window and chosen.softcap == ("softcap" in options)
         assert "the CUDA kernels take it alone" in str(reason_of(Recipe(k="token"), **options))
-    assert "the CUDA kernels take it alone" in str(reason_of(sinks=sinks, attn_mask=torch.ones(300, 300).bool()))
+    assert "the CUDA kernels take it alone" in str(reason_of(softcap=5.0, attn_mask=mask))
+    for recipe, options, scores in (
+        (DEFAULT_RECIPE, {}, "plain"),
+        (Recipe(k="token"), {}, "general"),
+        (DEFAULT_RECIPE, {"attn_mask": mask}, "masked"),
+    ):
+        chosen = reason_of(recipe, sinks=sinks, **options)
+        assert isinstance(chosen, hopper.HopperConfig) and chosen.scores == scores, "sinks need no instance of their own"
+        call = call_of(*quantize(q, k, v, recipe), recipe=recipe, sinks=sinks, **options)
+        assert ("sinks is given beside" in str(portable.unsupported_call(call, H100))) == (scores != "plain")
     assert hopper.unsupported_q_quant(q, 64, 0.1, "e4m3", H100, torch.ones(300, 300).bool(), "softcap") is not None
 
 

@@ -27,18 +27,17 @@ struct Restored {
   static constexpr int channels = CHANNELS;
 };
 
-// Normalises and stores the 16 output rows of a warp. SINKS: keys may not have all weight of a row. PACKED: rows from
-// row_end on are the next sequence's. A box with such rows is stored row by row, because TMA only drops what is outside
-// of the tensor.
-template <typename Scales, int BOXES, bool SINKS = false, bool PACKED = false>
+// Normalises and stores the 16 output rows of a warp. PACKED: rows from row_end on are the next sequence's. A box with
+// such rows is stored row by row, because TMA only drops what is outside of the tensor.
+template <typename Scales, int BOXES, bool PACKED = false>
 struct StagedOutput {
   const Params& p;
   const Tile& tile;
   const Scales& scales;
   OutputBoxes<BOXES>& boxes;
   int first_row, lane;
-  bool there[2];  // a row without visible keys is zero
-  float inverse[2], weight[2];
+  float inverse[2];
+  float weight[2];  // the keys' share of a row: 1, less beside a sink, or 0 without visible keys
   [[no_unique_address]] std::conditional_t<PACKED, int, Nothing> row_end;
 
   template <typename RowEnd>
@@ -47,19 +46,13 @@ struct StagedOutput {
     if constexpr (PACKED) row_end = end();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      there[r] = l[r] != 0.0f;
-      inverse[r] = 1.0f / l[r];
-      weight[r] = 1.0f;
+      inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+      weight[r] = l[r] == 0.0f ? 0.0f : 1.0f;
     }
   }
 
-  // Row r of the thread has sums beside a sink.
-  template <typename Row>
-  __device__ void set_row(int r, const Row& row) {
-    there[r] = true;
-    inverse[r] = row.normalise;
-    weight[r] = row.weight;
-  }
+  // Keys have `share` of the weight of the thread's row r.
+  __device__ void set_weight(int r, float share) { weight[r] = share; }
 
   // Normalises, descales and stores COUNT channels, from FIRST on.
   template <int FIRST, int COUNT, int N>
@@ -98,12 +91,10 @@ struct StagedOutput {
   // The output of channels x and x + 1 of the thread's row r.
   __device__ float2 value(float a, float b, int r, int x) const {
     if constexpr (std::is_same_v<Scales, Restored<Scales::channels>>) {
-      return {there[r] ? a * inverse[r] : 0.0f, there[r] ? b * inverse[r] : 0.0f};
+      return {weight[r] * (a * inverse[r]), weight[r] * (b * inverse[r])};
     } else {
       const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[x]), mean = reinterpret_cast<const float2&>(scales.channel_mean[x]);
-      if constexpr (SINKS)
-        return {there[r] ? fmaf(a * inverse[r], scale.x, weight[r] * mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, weight[r] * mean.y) : 0.0f};
-      return {there[r] ? fmaf(a * inverse[r], scale.x, mean.x) : 0.0f, there[r] ? fmaf(b * inverse[r], scale.y, mean.y) : 0.0f};
+      return {weight[r] * fmaf(a * inverse[r], scale.x, mean.x), weight[r] * fmaf(b * inverse[r], scale.y, mean.y)};
     }
   }
 
