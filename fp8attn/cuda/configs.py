@@ -434,6 +434,8 @@ def unsupported_call(call: Call, device: Device) -> str | None:
     if call.two_level is False:
         return "the CUDA kernel accumulates in two levels, the recipe says two_level=False"
     reason = unsupported_window(call) or unsupported_boxes(call) or unsupported_tma(call.q, "query") or unsupported_tma(call.k, "key")
+    if reason is None and call.fuse_q_quant:
+        reason = _unsupported_q_dims(call.q, call.value_dim)
     if reason is not None:
         return reason
     return _unsupported_kind(kind(call), device)
@@ -442,6 +444,13 @@ def unsupported_call(call: Call, device: Device) -> str | None:
 def may_quantize(q: torch.Tensor, value_dim: int) -> bool:
     """Whether an instance may quantize q inside the kernel, judged by the properties that torch.compile knows."""
     return q.dtype in HALVES and q.shape[3] == value_dim and value_dim in FUSED_Q_DIMS
+
+
+def _unsupported_q_dims(q: torch.Tensor, value_dim: int) -> str | None:
+    if may_quantize(q, value_dim):
+        return None
+    dims = " or ".join(str(dim) for dim in sorted(FUSED_Q_DIMS))
+    return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
 
 
 def unsupported_q_quant(
@@ -456,14 +465,12 @@ def unsupported_q_quant(
     """
     if scores != "plain" and attn_mask is not None:
         return "attn_mask is given beside window or softcap; it takes one of them"
-    if not may_quantize(q, value_dim):
-        dims = " or ".join(str(dim) for dim in sorted(FUSED_Q_DIMS))
-        return f"query is {q.dtype}, head dims are {q.shape[3]} and {value_dim}; it takes bfloat16 or float16, and {dims} for both"
     if not softmax_scale > 0:
         return f"scale is {softmax_scale}; it takes positive ones"
     of_scores = scores_of_mask(attn_mask) if scores == "plain" else scores
     return (
-        unsupported_size("query", q)
+        _unsupported_q_dims(q, value_dim)
+        or unsupported_size("query", q)
         or unsupported_tma(q, "query")
         or _unsupported_kind((of_scores, qk == "int8", True, packed, q.shape[3], value_dim), device)
     )

@@ -9,6 +9,7 @@ import torch
 
 import fp8attn
 from fp8attn import PRECISE, KVCache, PagedBatch, Recipe, eager
+from repeating import Repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -69,27 +70,21 @@ def call(kind: dict[str, Any], seed: int) -> tuple[torch.Tensor, ...]:
 @pytest.fixture
 def hits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether calls were repeated, one after the other."""
-    found: list[bool] = []
-    repeat = eager.repeat
-
-    def noted(*arguments: Any) -> Any:
-        outputs = repeat(*arguments)
-        found.append(outputs is not None)
-        return outputs
-
-    monkeypatch.setattr(eager, "repeat", noted)
-    return found
+    return Repeats(monkeypatch).hits
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_has_the_bits_of_the_first_call(name: str, hits: list[bool]) -> None:
+    """And so has the second one, which is recorded."""
+    firsts = []
+    for seed in (0, 1, 2):
+        eager.forget()
+        firsts.append(call(KINDS[name], seed))
     eager.forget()
-    firsts = [call(KINDS[name], seed) for seed in (0, 1)]  # the second is recorded
-    again = [call(KINDS[name], seed) for seed in (0, 1, 2)]
+    hits.clear()
+    _, recorded, *again = (call(KINDS[name], seed) for seed in (0, 1, 0, 1, 2))
     assert hits == [False] * 2 + [True] * 3
-    eager.forget()
-    firsts.append(call(KINDS[name], 2))
-    for first, repeated in zip(firsts, again, strict=True):
+    for first, repeated in zip((firsts[1], *firsts), (recorded, *again), strict=True):
         assert len(first) == len(repeated) and all(map(torch.equal, first, repeated))
 
 

@@ -43,6 +43,7 @@ from fp8attn.device import ARCHITECTURES
 from fp8attn.layout import units_of
 from fp8attn.quantization import quantize
 from fp8attn.schedule import TABLE_HEADER, TILE_PITCH
+from repeating import Repeats
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -185,32 +186,6 @@ def described(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple:
     if isinstance(x, tuple):
         return tuple(map(described, x))
     return x.shape, x.stride(), x.dtype, x.device, x.is_inference(), x.requires_grad
-
-
-class Repeats:
-    """Whether calls were repeated, one after the other, by what an earlier call had recorded."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hits: list[bool] = []
-        self._repeat, self._recorded = eager.repeat, eager._recorded
-        self._now = False
-        monkeypatch.setattr(eager, "repeat", self._note)
-        monkeypatch.setattr(eager, "_recorded", self._record)
-
-    def _note(self, *arguments: Any) -> list[torch.Tensor] | None:
-        self._now = False
-        out = self._repeat(*arguments)
-        if len(arguments) == 3 or arguments[0][0] not in ("sdpa", "varlen_sdpa"):  # these ask twice
-            self.hits.append(out is not None and not self._now)
-        return out
-
-    def _record(self, *arguments: Any) -> list[torch.Tensor] | None:
-        out = self._recorded(*arguments)
-        self._now = out is not None
-        return out
-
-    def last(self) -> bool:
-        return self.hits[-1]
 
 
 def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: bool = True) -> None:
