@@ -138,10 +138,17 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
       };
       queries.template rotate<T>();
-      if (p.lse_mean != nullptr && p.ready != nullptr) wait_for_keys(ring);
       const int64_t keys = int64_t(sequence_of(tile)) * p.kv_heads + tile.kv_head;
-      const auto mean = KeyMeanQuarter::load(p.lse_mean + keys * C.head_dim + QUARTER * queries.member(), p.lse_mean != nullptr && has_keys(tile));
+      const float* of_keys = p.lse_mean + keys * C.head_dim + QUARTER * queries.member();
+      const bool wanted = p.lse_mean != nullptr && has_keys(tile);
+      // Q doesn't wait for a quantizer that still has the tile's keys.
+      const bool late = wanted && p.ready != nullptr && !__all_sync(~0u, ptx::mbarrier_test(&shared.k_full[ring.stage], ring.phase));
+      auto mean = KeyMeanQuarter::load(of_keys, wanted && !late);
       queries.quantize(scales.row_scale, store);
+      if (late) {
+        wait_for_keys(ring);
+        mean = KeyMeanQuarter::load(of_keys, true);
+      }
       queries.multiply(mean, p.score_scale / LOG2E, shared.mean_scores.of_row[consumer]);
       ptx::fence_proxy_async();
     }

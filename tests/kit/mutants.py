@@ -157,7 +157,8 @@ READY_MUTANTS = {
     "keys that aren't there yet": ("hopper_producer.h", "if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);", ""),
     "keys of another head": ("hopper_producer.h", "tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas", "0 * tile.batch) < p.ready_ctas"),
     "a part of the keys": ("hopper_producer.h", "< p.ready_ctas", "< p.ready_ctas - 1"),
-    "a mean that isn't there yet": ("hopper_mainloop.h", "if (p.lse_mean != nullptr && p.ready != nullptr) wait_for_keys(ring);", ""),
+    "a mean that isn't there yet": ("hopper_mainloop.h", "const bool late = wanted &&", "const bool late = false &&"),
+    "a mean that isn't waited for": ("hopper_mainloop.h", "        wait_for_keys(ring);\n        mean", "        mean"),
 }
 """Mutants of attention that starts while keys and values are still being quantized."""
 
