@@ -20,12 +20,12 @@ import torch
 
 import fp8attn
 from fp8attn import reference
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build
 from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import device_of
+from fp8attn.prepare import call_of
 from fp8attn.triton import run as triton
 
 from .cases import Case, inputs

@@ -16,12 +16,12 @@ import torch
 
 import fp8attn
 from fp8attn import Recipe
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build, portable
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
 from fp8attn.device import Device, device_of
+from fp8attn.prepare import call_of
 
 from . import command_line, profile, report
 from .cases import Case, square
@@ -249,7 +249,7 @@ def lacking(device: torch.device) -> str | None:
     """The reason why the ladder can't be measured here, or None."""
     if device.type != "cuda":
         return NO_GPU
-    return fp8attn.api.cuda_unavailable(device)
+    return fp8attn.backends.cuda_unavailable(device)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

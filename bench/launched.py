@@ -15,11 +15,11 @@ import torch
 
 import fp8attn
 from fp8attn import Quantized, Recipe, ops
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import Device, device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize as quantize_ref
 from fp8attn.recipe import FUSED_RECIPES
 

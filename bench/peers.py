@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
-from fp8attn.api import call_of, cuda_unavailable, triton_unavailable
+from fp8attn.backends import cuda_unavailable, triton_unavailable
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import device_of
+from fp8attn.prepare import call_of
 from fp8attn.triton import run
 
 from .cases import SEED, Case, Tensors, inputs

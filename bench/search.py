@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 
 import fp8attn
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs as cuda_configs
 from fp8attn.cuda import portable
 from fp8attn.device import Device, device_of
+from fp8attn.prepare import call_of
 from fp8attn.triton import tune
 from fp8attn.triton.configs import HopperConfig, PortableConfig
 

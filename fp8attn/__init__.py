@@ -1,9 +1,10 @@
 """FP8 (e4m3) attention forward for PyTorch inference."""
 
 from .ahead import warmup
-from .api import Plan, cuda_sdpa, explain, explain_varlen, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa, varlen_sdpa
+from .api import cuda_sdpa, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa, varlen_sdpa
 from .cache import KVCache
 from .calibration import AttentionCall, Calibration, calibrate, capture
+from .explaining import Plan, explain, explain_varlen
 from .info import info
 from .integrations import patch
 from .page_table import PageTable

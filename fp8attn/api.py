@@ -6,40 +6,30 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
-from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 
-from . import dtensor, eager, hybrid, ops, paged_ops, rotation, varlen_ops
-from . import triton as triton_kernels
-from .ambient import autocast_dtype
+from . import dtensor, eager, hybrid, ops, varlen_ops
+from .backends import choose_backend
 from .cache import KVCache
-from .call import GROUPS, Call, Problem, empty_lse, empty_output
-from .cuda import build, configs, early, fused_small, prefill
-from .cuda.configs import HopperConfig
-from .cuda.portable import PortableConfig
-from .device import device_of
+from .call import empty_lse, empty_output
 from .eager import Attention
 from .paged import paged_sdpa
 from .pages import PAGE, PagedBatch
-from .recipe import DEFAULT_RECIPE, FUSED_RECIPES, PRECISE, Packed, ProductType, Quantized, Recipe, frozen
+from .prepare import autocast, call_from, dequantized, imported, operands_of, prepare, problem_of, quantized_operands, unsmoothed
+from .recipe import DEFAULT_RECIPE, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal, Window, simplified
 from .validate import (
     Arguments,
     Backend,
-    BackendUnavailable,
     Checked,
     Operand,
     Scale,
-    Stored,
     VarlenArguments,
-    cast,
     check,
-    check_backend,
-    check_call,
     check_floats,
     check_import,
     check_quantize,
@@ -79,66 +69,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a call would run.
-
-    Attributes:
-        backend: `triton`, `cuda`, `reference` or `modelled`.
-        kernel: the kernel's name.
-        config: its config, or None for plain torch.
-        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`; `int8 and …` where Q·Kᵀ is of int8.
-        because: why these and not the others, one reason a line.
-    """
-
-    backend: str
-    kernel: str
-    config: object
-    compute: str
-    because: tuple[str, ...]
-
-
-def cuda_unavailable(device: torch.device) -> str | None:
-    """Why the CUDA kernels can't run on a device's tensors, and what to do; or None if they can.
-
-    Nothing is compiled to find out, so compiling may still fail.
-    """
-    if device.type != "cuda":
-        return f"cuda: tensors are on {device}; move them to a GPU"
-    properties = device_of(device)
-    if properties.arch < 80:
-        return f"cuda: the kernels need sm_80 or later, {properties.name} is sm_{properties.arch}"
-    reason = build.unavailable()
-    return None if reason is None else f"cuda: {reason}"
-
-
-def triton_unavailable(device: torch.device) -> str | None:
-    """Why Triton kernels can't run on a device's tensors and what to do, or None if they can."""
-    if ops.has_kernels(device):
-        return None
-    return f"triton: tensors are on {device}; move them to a GPU, or set TRITON_INTERPRET=1 before Python starts to interpret the kernels"
-
-
-def choose_backend(backend: Backend, device: torch.device) -> Backend:
-    """The backend that runs on a device's tensors; `auto` where the operator sees to it, call by call.
-
-    Raises:
-        BackendUnavailable: `backend` can't run here.
-        ValueError: there is no such backend.
-    """
-    check_backend(backend)
-    if backend == "auto":
-        return "auto" if device.type == "cuda" else "reference"
-    missing = None
-    if backend == "cuda" and device.type != "cuda":
-        missing = cuda_unavailable(device)
-    elif backend == "triton":
-        missing = triton_unavailable(device)
-    if missing is not None:
-        raise BackendUnavailable(missing)
-    return backend
 
 
 @overload
@@ -186,7 +116,7 @@ def quantize(query=None, key=None, value=None, *, recipe=DEFAULT_RECIPE, cu_seql
     else:
         check_quantize(query, key, value, recipe)
         of_q = of_k = None
-    results = tuple(x for x in _quantize(query, key, value, recipe, packed=(of_q, of_k)) if x is not None)
+    results = tuple(x for x in quantized_operands(query, key, value, recipe, packed=(of_q, of_k)) if x is not None)
     return results[0] if len(results) == 1 else results
 
 
@@ -202,53 +132,6 @@ def _packed(query: Any, key: Any, value: Any, recipe: Recipe, lengths: tuple[Any
         packed["k"] = Packed(cu_seqlens_k, seqused_k, tokens.get("key", 0))
     floats = check_quantize_packed(operands, recipe, packed)
     return *(floats.get(name) for name in ("query", "key", "value")), packed.get("q"), packed.get("k")
-
-
-def _quantize(
-    query: torch.Tensor | None, key: torch.Tensor | None, value: torch.Tensor | None, recipe: Recipe, modelled: bool = False,
-    packed: tuple[Packed | None, Packed | None] = (None, None),
-) -> tuple[Quantized | None, Quantized | None, Quantized | None]:  # fmt: skip
-    """The quantize operators, with their results as `Quantized`, or None for a tensor that isn't given.
-
-    Args:
-        modelled: compute in plain torch, on any device.
-        packed: where sequences lie in query, and in key and value.
-    """
-    of_q, of_k = packed
-    if of_k is not None and key is not None and value is not None:
-        q = None if query is None else _quantize(query, None, None, recipe, modelled, (of_q, None))[0]
-        return q, *_quantize_packed(key, value, recipe, of_k, modelled)
-    name = "modelled_quantize" if modelled else "quantize"
-    if ops.is_direct(query, key, value):
-        q, k, v = ops.QUANTIZERS[name](query, key, value, recipe)
-        return q if q is None or of_q is None else replace(q, packed=of_q), k, v
-    tensors = getattr(ops.library_ops, name)(
-        query, key, value, recipe.q, recipe.k, recipe.v, recipe.smooth_k, recipe.smooth_v, recipe.smooth_q, recipe.rotate, recipe.qk
-    )  # fmt: skip
-    q = k = v = None
-    if query is not None:
-        means, bias = (tensors[2], None if key is None else tensors[9]) if recipe.smooth_q else (None, None)
-        part = rotation.part_of(query.shape[3], recipe.rotate)
-        q = Quantized(tensors[0], tensors[1], recipe.q, "rows", query.shape[2], means, part, bias, of_q)
-    if key is not None:
-        k_mean, part = tensors[5] if recipe.smooth_k else None, rotation.part_of(key.shape[3], recipe.rotate)
-        k = Quantized(tensors[3], tensors[4], recipe.k, "rows", key.shape[2], k_mean, part)
-        v = Quantized(tensors[6], tensors[7], recipe.v, "values", key.shape[2], tensors[8] if recipe.smooth_v else None)
-    return q, k, v
-
-
-def _quantize_packed(key: torch.Tensor, value: torch.Tensor, recipe: Recipe, packed: Packed, modelled: bool) -> tuple[Quantized, Quantized]:
-    """The operator that quantizes packed keys and values, with its results as `Quantized`."""
-    name = "modelled_varlen_quantize" if modelled else "varlen_quantize"
-    if ops.is_direct(key, value):
-        return varlen_ops.QUANTIZERS[name](key, value, recipe, packed)
-    operator = getattr(ops.library_ops, name)
-    k_data, k_scale, k_mean, v_data, v_scale, v_mean = operator(key, value, packed.cu_seqlens, packed.seqused, recipe.text)
-    part = rotation.part_of(key.shape[3], recipe.rotate)
-    return (
-        Quantized(k_data, k_scale, recipe.k, "rows", packed.tokens, k_mean if recipe.smooth_k else None, part, packed=packed),
-        Quantized(v_data, v_scale, recipe.v, "values", packed.tokens, v_mean if recipe.smooth_v else None, packed=packed),
-    )
 
 
 def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: Scale, v_scale: Scale) -> tuple[Quantized, Quantized]:
@@ -269,111 +152,7 @@ def import_kv(key: torch.Tensor, value: torch.Tensor, k_scale: Scale, v_scale: S
         TypeError, ValueError: an argument isn't as above.
         RuntimeError: an argument requires grad, or has a tangent.
     """
-    return _import(*check_import(key, value, k_scale, v_scale))
-
-
-def _import(key: Stored, value: Stored) -> tuple[Quantized, Quantized]:
-    token_scale, values = ops.library_ops.import_kv(key.data, key.scale, key.granularity, value.data)
-    length = key.shape[2]
-    return Quantized(key.data, token_scale, "token", "rows", length), Quantized(values, value.scale, value.granularity, "values", length)
-
-
-def _imported(checked: Checked) -> tuple[Operand, Operand, Operand]:
-    """The operands, what the user quantized as `Quantized`."""
-    query, key, value = checked.query, checked.key, checked.value
-    if isinstance(key, Stored) and isinstance(value, Stored):
-        key, value = _import(key, value)
-    assert not isinstance(query, Stored) and not isinstance(key, Stored) and not isinstance(value, Stored)
-    return query, key, value
-
-
-@frozen
-class _Prepared:
-    """A checked call, its operands quantized; query as it came if the attention kernel quantizes it."""
-
-    query: Quantized | torch.Tensor
-    key: Quantized
-    value: Quantized
-    checked: Checked
-    recipe: Recipe
-
-
-def _prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> _Prepared:
-    query, key, value = operands = _imported(checked)
-    q, k, v, recipe_beside = _to_quantize(operands, recipe)
-    if q is not None and isinstance(key, Quantized) and isinstance(value, Quantized):
-        prepared = _Prepared(q, key, value, checked, recipe_beside)
-        if _kernel_quantizes_query(prepared, chosen):
-            return prepared
-    if q is not None or k is not None:
-        packed = (None, None) if checked.varlen is None else (checked.varlen.q, checked.varlen.k)
-        q_quantized, k_quantized, v_quantized = _quantize(q, k, v, recipe_beside, chosen == "modelled", packed)
-        query, key, value = q_quantized or query, k_quantized or key, v_quantized or value
-    assert isinstance(query, Quantized) and isinstance(key, Quantized) and isinstance(value, Quantized)
-    if query.mean is not None and query.bias is None:
-        query = replace(query, bias=ops.library_ops.score_bias(query.mean, key.data, key.scale, key.granularity))
-    return _Prepared(query, key, value, checked, recipe)
-
-
-def _kernel_quantizes_query(p: _Prepared, chosen: str) -> bool:
-    """Whether the attention kernel quantizes a query whose key and value are quantized already.
-
-    Never in traced calls: the answer depends on strides and addresses, which torch.compile doesn't know.
-    """
-    query = p.query
-    if chosen not in ("auto", "cuda") or p.checked.varlen is not None or is_compiling() or not isinstance(query, torch.Tensor):
-        return False
-    if not _is_fused_recipe(p.recipe) or not configs.may_quantize(query, p.value.shape[3]):
-        return False
-    return not isinstance(ops.plan_cuda(_call(p, True), first=True), str)
-
-
-def _to_quantize(
-    operands: tuple[Operand, Operand, Operand], recipe: Recipe
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Recipe]:
-    """q, k and v of the operands that aren't quantized yet, else None; and the recipe by which they are."""
-    q, k, v = (x if isinstance(x, torch.Tensor) else None for x in operands)
-    if q is None and k is None:
-        return q, k, v, recipe
-    return q, k, v, _beside([x for x in operands[:2] if isinstance(x, Quantized)], recipe)
-
-
-def _beside(quantized: list[Quantized], recipe: Recipe) -> Recipe:
-    """The recipe for an operand whose partner in Q·Kᵀ is quantized already: stored and rotated as that is."""
-    for x in quantized:
-        like: ProductType = "int8" if x.data.dtype == torch.int8 else "e4m3"
-        if rotation.part_of(x.shape[3], recipe.rotate) != x.rotated or recipe.qk != like:
-            recipe = replace(recipe, qk=like, rotate=rotation.named(x.shape[3], x.rotated))
-    return recipe
-
-
-def _call(p: _Prepared, return_lse: bool) -> Call:
-    """What a backend's forward operator attends to."""
-    query, key, value, checked, recipe = p.query, p.key, p.value, p.checked, p.recipe
-    k_scale, v_scale = key.scale, value.scale
-    if checked.varlen is None:
-        batch, kv_heads = query.shape[0], key.shape[1]
-        k_scale, v_scale = _of_every_head(key, batch, kv_heads, 1), _of_every_head(value, batch, kv_heads, value.shape[3])
-    bias = mean_scores = lse_mean = q_scale = None
-    of_mean = key.mean is not None and bool(checked.softcap or checked.sinks is not None)
-    if isinstance(query, torch.Tensor):
-        q, q_group = query, GROUPS[recipe.q]
-        lse_mean = key.mean if return_lse or of_mean else None
-    else:
-        q, q_group, bias = query.data, 1 if checked.varlen is not None else GROUPS[query.granularity], query.bias
-        q_scale = query.scale if checked.varlen is not None else _of_every_head(query, query.shape[0], query.shape[1], 1)
-        if of_mean:
-            mean_scores = _unsmoothed(p, torch.zeros(query.shape[:3], dtype=torch.float32, device=query.device))
-    return Call(
-        q, q_scale, q_group, key.data, k_scale, GROUPS[key.granularity], value.data, v_scale, value.mean, checked.attn_mask, bias, key.length,
-        checked.softmax_scale, checked.causal, recipe.compute, recipe.two_level, checked.out_dtype, return_lse, checked.window, checked.softcap,
-        checked.sinks, mean_scores, lse_mean, checked.varlen,
-    )  # fmt: skip
-
-
-def _of_every_head(x: Quantized, batch: int, heads: int, n: int) -> torch.Tensor:
-    """A scale as (B, H, …), of `tensor` and `head` (B, H, n)."""
-    return x.scale.expand(batch, heads, n) if x.granularity in ("tensor", "head") else x.scale
+    return imported(*check_import(key, value, k_scale, v_scale))
 
 
 if TYPE_CHECKING:
@@ -471,7 +250,7 @@ def sdpa(
             causal_alignment=causal_alignment, window=window, softcap=softcap, sinks=sinks, recipe=recipe, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    query, key, value, out_dtype = _autocast(query, key, value, out_dtype)
+    query, key, value, out_dtype = autocast(query, key, value, out_dtype)
     options = None
     if not is_compiling() and type(recipe) is Recipe:
         options = (
@@ -489,16 +268,6 @@ def sdpa(
         ),
         options,
     )  # fmt: skip
-
-
-def _autocast(q: Any, k: Any, v: Any, out_dtype: torch.dtype | None) -> tuple[Any, Any, Any, torch.dtype | None]:
-    """Operands and `out_dtype` as autocast has them, if it is on."""
-    if not is_compiling() and not _is_any_autocast_enabled():
-        return q, k, v, out_dtype
-    device = getattr(q, "device", None)
-    if not isinstance(device, torch.device) or (dtype := autocast_dtype(device)) is None:
-        return q, k, v, out_dtype
-    return *(cast(x, dtype) for x in (q, k, v)), out_dtype or dtype
 
 
 def _attend(a: Arguments, options: tuple | None) -> Attention:
@@ -628,7 +397,7 @@ def varlen_sdpa(
         RuntimeError: an argument requires grad, or has a tangent.
         BackendUnavailable: the backend can't run here.
     """
-    q, k, v, out_dtype = _autocast(q, k, v, out_dtype)
+    q, k, v, out_dtype = autocast(q, k, v, out_dtype)
     if not is_compiling() and type(recipe) is Recipe:
         cu_seqlens_q, _ = _unless_own(q, cu_seqlens_q, None)
         cu_seqlens_k, seqused_k = _unless_own(k, cu_seqlens_k, seqused_k)
@@ -728,45 +497,17 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _by_pages(checked, recipe, return_lse, chosen)
     if recipe.has_half_keys:
         return _with_half_keys(checked, recipe, return_lse, chosen)
-    problem = _problem(checked, chosen, recipe, return_lse)
+    problem = problem_of(checked, chosen, recipe, return_lse)
     if problem is not None:
         out, lse = ops.attend_to_problem(problem, chosen, checked.scale)
         return (out, lse) if return_lse else out
-    prepared = _prepare(checked, recipe, chosen)
-    out, lse = ops.attend_to_quantized(_call(prepared, return_lse), chosen, checked.scale, made_here=checked.is_float)
+    prepared = prepare(checked, recipe, chosen)
+    out, lse = ops.attend_to_quantized(call_from(prepared, return_lse), chosen, checked.scale, made_here=checked.is_float)
     if not return_lse:
         return out
     if prepared.key.mean is None or checked.softcap or checked.sinks is not None or isinstance(prepared.query, torch.Tensor):
         return out, lse
-    return out, _unsmoothed(prepared, lse)
-
-
-def _unsmoothed(p: _Prepared, lse: torch.Tensor) -> torch.Tensor:
-    """The LSE of K as it was, of that of K without its mean."""
-    assert isinstance(p.query, Quantized)
-    # from query as it came, where it did: its own rounding times a large mean would be the LSE's largest error
-    scale, granularity, rotated = None, "token", 0
-    if isinstance(p.checked.query, torch.Tensor):
-        q, rotated = p.checked.query, p.query.rotated
-    elif p.query.mean is None:
-        q, scale, granularity = p.query.data, p.query.scale, p.query.granularity
-    else:
-        q = _dequantized(replace(p.query, packed=None))
-    if p.checked.varlen is not None:
-        return ops.library_ops.varlen_unsmoothed_lse(
-            lse, q, p.key.mean, p.checked.varlen.q.cu_seqlens, p.checked.softmax_scale, rotated, scale, granularity, scale=p.checked.scale
-        )  # fmt: skip
-    return ops.library_ops.unsmoothed_lse(lse, q, p.key.mean, p.checked.softmax_scale, rotated, scale, granularity, scale=p.checked.scale)
-
-
-def _dequantized(x: Quantized) -> torch.Tensor:
-    """float32 (B, H, S, D), as fp8attn.quantization.dequantize."""
-    if x.packed is not None:
-        packed = x.packed
-        return ops.library_ops.varlen_dequantize(
-            x.data, x.scale, x.granularity, x.layout, x.mean, packed.cu_seqlens, packed.seqused, packed.tokens
-        )  # fmt: skip
-    return ops.library_ops.dequantize(x.data, x.scale, x.granularity, x.layout, x.length, x.mean)
+    return out, unsmoothed(prepared, lse)
 
 
 _said: set[str] = set()
@@ -790,11 +531,11 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
 
     def to_fp8_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal) -> hybrid.Fp8Attention:
         part = replace(checked, query=q, key=k, value=v, causal=causal)
-        problem = _problem(part, chosen, others, True)
+        problem = problem_of(part, chosen, others, True)
         if problem is not None:
             return *ops.attend_to_problem(problem, chosen, part.scale), None
-        prepared = _prepare(part, others, chosen)
-        return *ops.attend_to_quantized(_call(prepared, True), chosen, part.scale), prepared.key.mean
+        prepared = prepare(part, others, chosen)
+        return *ops.attend_to_quantized(call_from(prepared, True), chosen, part.scale), prepared.key.mean
 
     to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
     out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_fp8_keys, to_half_keys)
@@ -823,34 +564,6 @@ def _by_pages(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -
         q, cache, PagedBatch(table, after, max_length=length), new, scale=checked.softmax_scale, return_lse=return_lse,
         out_dtype=checked.out_dtype, backend=chosen,
     )  # fmt: skip
-
-
-def _problem(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Problem | None:
-    """A call in which the attention kernel may quantize one or more of q, k and v, for the operator that quantizes and
-    attends; None for other calls.
-
-    The answer depends only on what torch.compile knows.
-    """
-    if chosen not in ("auto", "cuda") or not checked.is_float or not _is_fused_recipe(recipe):
-        return None
-    query, key, value = checked.floats
-    packed = checked.varlen is not None
-    if not ((checked.attn_mask is None and not packed and fused_small.may_take(query, key, value)) or configs.may_quantize(query, value.shape[3])):
-        return None
-    problem = Problem(
-        query, key, value, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask, checked.window,
-        checked.softcap, checked.sinks, checked.varlen,
-    )  # fmt: skip
-    return None if packed and ops.unsupported_fused_q(problem, device_of(query.device)) is not None else problem
-
-
-def _is_fused_recipe(recipe: object) -> bool:
-    """Whether the recipe is one of recipe.FUSED_RECIPES.
-
-    Identity is checked first, because comparing fields takes a microsecond, in every call. Don't use this in traced
-    calls: torch.compile doesn't guard an argument's identity.
-    """
-    return recipe is DEFAULT_RECIPE or recipe is PRECISE or (type(recipe) is Recipe and recipe == FUSED_RECIPES[recipe.qk])
 
 
 def _by(backend: Backend, function: Function) -> Callable[[Callable[..., Any]], Function]:
@@ -956,169 +669,11 @@ def _restored(checked: Checked) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     """The operands in floating point, all three of one dtype. If query or key is rotated, the other is rotated, too."""
     if checked.is_float:
         return checked.floats
-    query, key, value = _imported(checked)
+    query, key, value = operands_of(checked)
     rotated = max(x.rotated if isinstance(x, Quantized) else 0 for x in (query, key))
-    q, k, v = (_dequantized(x) if isinstance(x, Quantized) else x.float() for x in (query, key, value))
+    q, k, v = (dequantized(x) if isinstance(x, Quantized) else x.float() for x in (query, key, value))
     if rotated and isinstance(query, torch.Tensor):
         q = ops.library_ops.rotate(query, rotated, float(rotated))
     if rotated and isinstance(key, torch.Tensor):
         k = ops.library_ops.rotate(key, rotated, 1.0)
     return q, k, v
-
-
-def call_of(*args, **kwargs) -> Call:
-    """The `Call` that backends get for these arguments of `sdpa`: benchmarks and tests call backends with it."""
-    a = Arguments(*args, **kwargs)
-    return _call(_prepare(check(a), a.recipe, "triton"), a.return_lse)
-
-
-def _takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., Result]], Callable[P, Result]]:
-    """Makes a function of `Arguments` one that takes the arguments apart."""
-
-    def made(function: Callable[..., Result]) -> Callable[P, Result]:
-        @functools.wraps(function)
-        def taking(*args: P.args, **kwargs: P.kwargs) -> Result:
-            bound = signature.bind(*args, **kwargs)  # whose errors name the argument
-            return function(arguments(*bound.args, **bound.kwargs))
-
-        signature = inspect.signature(arguments)
-        taking.__signature__ = signature.replace(return_annotation=inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
-        return taking
-
-    return made
-
-
-@_takes(Arguments)
-def explain(a: Arguments) -> Plan:
-    """What `sdpa` with these arguments would run, and why. Quantizes, but doesn't attend.
-
-    Raises:
-        As `sdpa`.
-    """
-    query, key, value, out_dtype = _autocast(a.query, a.key, a.value, a.out_dtype)
-    return _explained(check(replace(a, query=query, key=key, value=value, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
-
-
-@_takes(VarlenArguments)
-def explain_varlen(a: VarlenArguments) -> Plan:
-    """What `varlen_sdpa` with these arguments would run, and why. Quantizes, but doesn't attend.
-
-    Raises:
-        As `varlen_sdpa`.
-    """
-    q, k, v, out_dtype = _autocast(a.q, a.k, a.v, a.out_dtype)
-    return _explained(check_varlen(replace(a, q=q, k=k, v=v, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
-
-
-def _explain_pages(checked: Checked, recipe: Recipe, chosen: str, because: Sequence[str]) -> Plan:
-    """What a recipe with statistics of pages runs: kernels of KV caches."""
-    q, k, v = checked.floats
-    because = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
-    tokens = prefill.Tokens(q, (k, v), (k.shape[3], v.shape[3]), q.dtype)
-    planned = paged_ops.plan_prefill(chosen, tokens, recipe, checked.softmax_scale)
-    compute = "int8 and e4m3" if recipe.qk == "int8" else "e4m3"
-    if isinstance(planned, str):
-        return Plan("triton", "paged", None, compute, (*because, planned))
-    return Plan("cuda", "prefill", planned, compute, because)
-
-
-def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: bool) -> Plan:
-    device = checked.device
-    chosen = choose_backend(backend, device)
-    because = [f"backend={backend!r} on {device}"]
-    if chosen == "reference":
-        missing = [x for x in (cuda_unavailable(device), triton_unavailable(device)) if x is not None]
-        return Plan("reference", "attention", None, "float32", (*because, *missing, "exact, whatever the recipe"))
-    if chosen == "modelled":
-        return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
-    if recipe.statistics == "page":
-        return _explain_pages(checked, recipe, chosen, because)
-    if recipe.has_half_keys:
-        return _explain_half_keys(checked, recipe, backend)
-    problem = _problem(checked, chosen, recipe, return_lse)
-    if problem is not None:
-        return _explain_problem(problem, chosen, because)
-    query, key, value = operands = _imported(checked)
-    prepared = _prepare(replace(checked, query=query, key=key, value=value), recipe, chosen)
-    q, k, v, recipe_beside = _to_quantize(operands, recipe)
-    if isinstance(prepared.query, torch.Tensor):
-        q, because = None, [*because, "query is quantized where it attends"]
-    because += _explain_quantizers(q, k, v, recipe_beside, is_packed=checked.varlen is not None)
-    call = _call(prepared, return_lse)
-    check_call(call, quantizes_q=call.fuse_q_quant)
-    return _explain_attention(call, chosen, because)
-
-
-def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, is_packed: bool) -> list[str]:
-    """Which kernels quantize which operands, and why others don't."""
-    said = []
-    if is_packed and k is not None:
-        said.append("key and value are quantized by Triton: the CUDA quantizers take no packed sequences")
-        k = v = None
-    names = {"hopper": "the CUDA quantizer for Hopper", "general": "the general CUDA quantizer", "triton": "Triton"}
-    for step in ops.plan_quantizers(q, k, v, recipe) if q is not None or k is not None else ():
-        operands = " and ".join(name for name, x in (("query", step.q), ("key", step.k), ("value", step.v)) if x is not None)
-        because = "".join(f"; not by {reason}" for reason in step.because)
-        said.append(f"{operands} {'is' if operands == 'query' else 'are'} quantized by {names[step.quantizer]}{because}")
-    return said
-
-
-def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
-    """The plan of the operator that quantizes and attends."""
-    device, is_packed = device_of(problem.q.device), problem.varlen is not None
-    way = ops.way_of(problem, device)
-    if way == "one launch":
-        return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
-    if way == "quantize first":
-        because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed)
-        return _explain_attention(ops.quantized_call(problem)[0], chosen, because)
-    because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed), "query is quantized where it attends"]
-    if way == "fused q":
-        call = ops.fused_q_call(problem)
-        return _cuda_plan(call, configs.choose(call, device), because)
-    planned = early.plan(problem, device)
-    if planned.overlaps:
-        because.append("attention begins with heads whose key and value are quantized")
-    return _cuda_plan(planned.call, planned.config, because)
-
-
-def _explain_attention(call: Call, chosen: str, because: list[str]) -> Plan:
-    """The plan of an operator that attends to what is quantized."""
-    properties = device_of(call.q.device)
-    if chosen != "triton":
-        planned = ops.plan_backend(chosen, call)
-        if not isinstance(planned, str):
-            return _cuda_plan(call, planned, because)
-        because.append(f"cuda: {planned}")
-    config = triton_kernels.run.choose(call, properties)
-    compute = call.compute
-    if compute == "e4m3" and not properties.has_fp8_units:
-        compute = "f16"
-        because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
-    reason = triton_kernels.run.unsupported_arch(call, properties)
-    if reason is not None:
-        because.append(reason)
-    kernel = "hopper" if isinstance(config, triton_kernels.configs.HopperConfig) else "portable"
-    return Plan("triton", kernel, config, ("int8 and " if call.int8 else "") + compute, tuple(because))
-
-
-def _cuda_plan(call: Call, config: HopperConfig | PortableConfig, because: list[str]) -> Plan:
-    """The plan of a CUDA kernel."""
-    compute = "e4m3"
-    if isinstance(config, PortableConfig):
-        because.append(f"not the Hopper kernel: {configs.unsupported_call(call, device_of(call.q.device))}")
-        compute = "e4m3" if config.operands == "native" else "f16"
-    kernel = "portable" if isinstance(config, PortableConfig) else "hopper"
-    return Plan("cuda", kernel, config, ("int8 and " if call.int8 else "") + compute, tuple(because))
-
-
-def _explain_half_keys(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
-    """`explain` for a recipe that keeps keys: of attention to the others."""
-    q, k, v = checked.floats
-    kept = f"{recipe.sinks} first keys and {recipe.recent} last ones in half precision, by Triton"
-    rows, _, keys, fp8_causal = next(hybrid.ranges(q.shape[2], k.shape[2], checked.causal, recipe))
-    if keys.start >= keys.stop:
-        return Plan("triton", "half_keys", None, "half", (f"backend={backend!r} on {q.device}", kept, "there are no others"))
-    part = replace(checked, query=q[:, :, rows], key=k[:, :, keys], value=v[:, :, keys], causal=fp8_causal)
-    others = _explained(part, recipe.of_fp8_keys, backend, return_lse=True)
-    return replace(others, because=(*others.because, kept))

@@ -11,10 +11,12 @@ from collections.abc import Callable
 import torch
 
 from . import triton as triton_kernels
-from .api import Backend, cuda_unavailable, sdpa, triton_unavailable
+from .api import sdpa
+from .backends import cuda_unavailable, triton_unavailable
 from .cuda import build, configs, portable
 from .device import Device, device_of
 from .ops import has_kernels
+from .validate import Backend
 
 LONGEST = 2000
 """Maximum characters of a line. A compiler's message can be many pages."""

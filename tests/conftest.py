@@ -46,7 +46,7 @@ import tiers  # noqa: E402
 from bench.machine import commit, keep_triton_cache  # noqa: E402
 from emulated import Emulated  # noqa: E402
 from fp8attn import Recipe, eager  # noqa: E402
-from fp8attn.api import cuda_unavailable  # noqa: E402
+from fp8attn.backends import cuda_unavailable  # noqa: E402
 from fp8attn.cuda import build  # noqa: E402
 from fp8attn.cuda.build import BuildError, Kernels  # noqa: E402
 from fp8attn.device import device_of  # noqa: E402

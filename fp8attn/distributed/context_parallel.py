@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import ops
 from ..ambient import autocast_dtype
-from ..api import choose_backend
+from ..backends import choose_backend
 from ..call import Problem
 from ..device import device_of
 from ..quantization import PartialStatistics, Statistics

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ambient import autocast_dtype
-from ..api import choose_backend, varlen_sdpa
+from ..api import varlen_sdpa
+from ..backends import choose_backend
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..reference import Window
 from ..validate import Backend, Checked, VarlenArguments, cast, check_varlen

@@ -17,12 +17,12 @@ from bench import __main__ as command
 from bench import candidates, cases, search, space
 from bench.candidates import Measured
 from bench.search import Journal, Outcome
-from fp8attn.api import call_of
 from fp8attn.cuda import portable
 from fp8attn.cuda.configs import SPEEDS
 from fp8attn.cuda.configs import HopperConfig as CudaConfig
 from fp8attn.cuda.portable import PortableConfig as CudaPortableConfig
 from fp8attn.device import ARCHITECTURES
+from fp8attn.prepare import call_of
 from fp8attn.triton.configs import HopperConfig, PortableConfig
 from fp8attn.triton.tune import from_json
 

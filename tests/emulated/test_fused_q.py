@@ -15,12 +15,12 @@ import fp8attn
 from closeness import SHARE_OFF_GRID, assert_rows_alike, on_grid
 from emulated import Emulated, normal
 from fp8attn import Recipe, reference
-from fp8attn.api import call_of
 from fp8attn.call import HALVES, Problem
 from fp8attn.cuda import configs
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import FUSED_Q_DIMS, FUSED_Q_INSTANCES, GROUPS, KEYS, ROWS
 from fp8attn.device import ARCHITECTURES, device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize, quantize_kv
 from fp8attn.recipe import FUSED_RECIPES, ProductType
 from fp8attn.reference import Causal

@@ -16,13 +16,13 @@ import fp8attn
 from closeness import assert_matches_pipeline, on_grid
 from emulated import Emulated, quantized
 from fp8attn import Recipe, reference
-from fp8attn.api import call_of
 from fp8attn.call import Problem
 from fp8attn.cuda import fused_small
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.ops import library_ops
+from fp8attn.prepare import call_of
 from fp8attn.quantization import coarse, quantize, removable, value_mean
 from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.reference import Causal
@@ -193,7 +193,7 @@ def assert_bits_of_two_launches(
     assert fused_small.unsupported_call(q, k, v, scale, device) is None
     quantized = quantize(q, k, v, Recipe())
     options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
-    call = fp8attn.api.call_of(*quantized, **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
+    call = fp8attn.prepare.call_of(*quantized, **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
     expected, expected_lse = cuda_run.forward(call, device)
     out, lse = cuda_run.forward_from_fp16(Problem(q, k, v, scale, "e4m3", causal, out_dtype, True), device)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)

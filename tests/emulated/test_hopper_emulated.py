@@ -14,9 +14,9 @@ from caps import capped_calls
 from closeness import assert_matches_pipeline, on_grid
 from emulated import H100, ROW_KINDS, Emulated, check, expected_of, in_another_process, low_mask, normal, quantized
 from fp8attn import Recipe, reference, rotation
-from fp8attn.api import call_of
 from fp8attn.call import HALVES, Call
 from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, instances
+from fp8attn.prepare import call_of
 from fp8attn.recipe import FUSED_RECIPES
 from mutants import ADDED, EVERY, FINE_SOFTCAP_MUTANTS, GENERAL, INT8, MASKED, READY_MUTANTS, SOFTCAP, WINDOW
 

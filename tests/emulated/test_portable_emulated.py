@@ -11,11 +11,11 @@ import emulation
 from closeness import assert_matches_pipeline
 from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_mask, normal, quantized
 from fp8attn import Recipe
-from fp8attn.api import call_of
 from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER, PortableConfig
+from fp8attn.prepare import call_of
 
 pytestmark = pytest.mark.anywhere
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 import emulation
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs, run, stream_k
 from fp8attn.cuda.configs import GROUPS, INSTANCES, KEYS, ROWS, HopperConfig
 from fp8attn.cuda.oracle import oracle, stream_k_work_tiles
 from fp8attn.device import ARCHITECTURES, device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.recipe import ProductType
 

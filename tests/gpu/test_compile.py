@@ -91,9 +91,9 @@ def compile_all(arch: int, problems: str) -> list[dict]:
 
     import fp8attn
     from fp8attn import Recipe
-    from fp8attn.api import call_of
     from fp8attn.call import HalfKeys
     from fp8attn.device import ARCHITECTURES
+    from fp8attn.prepare import call_of
     from fp8attn.triton import configs, run
     from fp8attn.triton import quantize as triton_quantize
     from fp8attn.triton.bias import with_bias
@@ -263,9 +263,9 @@ def hashes(backwards: bool) -> list[str]:
     """In a process of its own: of kernels of every module, launched in one order or the other, what they would be found by on disk."""
     import fp8attn
     from fp8attn import Recipe
-    from fp8attn.api import call_of
     from fp8attn.call import HalfKeys
     from fp8attn.device import ARCHITECTURES
+    from fp8attn.prepare import call_of
     from fp8attn.triton import bias, configs, forward, half_keys, hopper, lse, quantize
     from offline import architecture
 
@@ -298,8 +298,8 @@ def variants(dim: int, smooth_q: bool) -> dict[str, int]:
     import random
 
     from fp8attn import Recipe
-    from fp8attn.api import call_of
     from fp8attn.device import ARCHITECTURES
+    from fp8attn.prepare import call_of
     from fp8attn.triton import bias, configs, forward, hopper, lse, quantize
     from offline import architecture
 

@@ -25,7 +25,7 @@ import emulation
 from caps import TENSOR_CORE_CAPS, capped_calls
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe, reference
-from fp8attn.api import call_of, cuda_unavailable
+from fp8attn.backends import cuda_unavailable
 from fp8attn.cuda import append, build, configs, fused_small, general_quantize, portable, render, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
@@ -40,6 +40,7 @@ from fp8attn.cuda.configs import (
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, SHARED_MEMORY, device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from instances import EVERY, H100, QUANTIZED, call
 

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from closeness import assert_matches_pipeline
 from compiling import compiled
 from fp8attn import Recipe
-from fp8attn.api import call_of, cuda_unavailable
+from fp8attn.backends import cuda_unavailable
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, DIMS, INSTANCES, LADDER, PortableConfig
 from fp8attn.device import ARCHITECTURES, Device, device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from instances import call
 from strategies import Case, cases

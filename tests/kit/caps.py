@@ -9,9 +9,9 @@ import torch
 
 from emulated import Operands, normal, quantized
 from fp8attn import Recipe, reference, rotation
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda.configs import HopperConfig
+from fp8attn.prepare import call_of
 
 CAPS = (50.0, 0.1), (50.0, 1.0), (30.0, 5.0), (50.0, 40.0), (1e6, 1.0)
 """And by what queries are multiplied: scores far below the cap, below it, and at it."""

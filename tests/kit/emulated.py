@@ -18,7 +18,6 @@ import emulation
 import fp8attn
 from closeness import assert_matches_pipeline
 from fp8attn import Recipe
-from fp8attn.api import call_of
 from fp8attn.call import Call, Problem, empty_lse, empty_output
 from fp8attn.cuda import early
 from fp8attn.cuda import oracle as cuda_oracle
@@ -26,6 +25,7 @@ from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import HopperConfig
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, Device
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.reference import Causal
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from fp8attn import Recipe
-from fp8attn.api import call_of
 from fp8attn.cuda.configs import GROUPS, VARLEN_GROUPS
 from fp8attn.device import ARCHITECTURES
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 
 H100 = ARCHITECTURES[90]

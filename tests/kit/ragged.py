@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from fp8attn import Quantized, Recipe, api
+from fp8attn import Quantized, Recipe, prepare
 from fp8attn.call import Call, Varlen
 from fp8attn.device import device_of
 from fp8attn.ops import quantized_of
@@ -156,14 +156,14 @@ def varlen_call(quantized: tuple[Quantized, Quantized, Quantized], floats: torch
     """
     q, k, v = quantized
     checked = check_varlen(VarlenArguments(floats, k, v, q.packed.cu_seqlens if q.packed else None, None, out_dtype=torch.float32, **options))
-    prepared = api._Prepared(q, k, v, checked, options["recipe"])
+    prepared = prepare.Prepared(q, k, v, checked, options["recipe"])
     found: list[Call] = []
 
     def keep(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         found.append(call)
         return call.q, call.q
 
-    forward_by(keep)(*api._call(prepared, True).arguments)
+    forward_by(keep)(*prepare.call_from(prepared, True).arguments)
     return found[0]
 
 

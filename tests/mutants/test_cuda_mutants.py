@@ -19,7 +19,7 @@ from closeness import E4M3_STEP, assert_matches_pipeline
 from emulated import ROW_KINDS, low_mask
 from emulation import mutate
 from fp8attn import Recipe, reference, rotation
-from fp8attn.api import call_of, cuda_unavailable
+from fp8attn.backends import cuda_unavailable
 from fp8attn.call import Call, Problem, empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, fused_small
 from fp8attn.cuda import run as cuda_run
@@ -27,6 +27,7 @@ from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MAS
 from fp8attn.cuda.oracle import oracle
 from fp8attn.cuda.portable import BEST, LADDER
 from fp8attn.device import device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.reference import Causal
 from mutants import (

@@ -12,8 +12,8 @@ import fp8attn
 from closeness import assert_matches_pipeline
 from emulated import ROW_KINDS, low_mask, normal
 from fp8attn import reference
-from fp8attn.api import call_of
 from fp8attn.device import device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import TOKEN_CHUNK, quantize, quantize_kv
 from fp8attn.triton import bias, configs, feedback, forward, tile
 from fp8attn.triton import quantize as triton_quantize

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 import fp8attn
 from closeness import E4M3_STEP, assert_matches_pipeline, relative, score_step
 from fp8attn import Quantized, Recipe, reference
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs as hopper
 from fp8attn.cuda import portable
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_ADDED_INSTANCES, INT8_MASKED_INSTANCES, MASKED_INSTANCES
 from fp8attn.cuda.render import Config
 from fp8attn.device import device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import empty_rows, quantize
 from fp8attn.recipe import FUSED_RECIPES, ProductType
 from fp8attn.triton import configs

@@ -18,11 +18,11 @@ import fp8attn
 from closeness import E4M3_STEP, assert_matches_pipeline, relative
 from emulated import ROW_KINDS, low_mask, lse_of_scores, normal, quantized
 from fp8attn import Recipe, reference
-from fp8attn.api import call_of
 from fp8attn.cuda import configs, run
 from fp8attn.cuda.configs import KEYS, HopperConfig
 from fp8attn.cuda.oracle import oracle
 from fp8attn.device import device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.recipe import ProductType
 from fp8attn.triton import run as triton_run

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import fp8attn
 from closeness import E4M3_STEP, assert_matches_pipeline, relative
 from fp8attn import Recipe, reference
-from fp8attn.api import call_of
 from fp8attn.call import Call
 from fp8attn.cuda import configs as hopper
 from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES, Device, device_of
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.recipe import DEFAULT_RECIPE
 from running import run_call

@@ -19,8 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 import fp8attn
 from cache_errors import CACHE_ERRORS
-from fp8attn import BackendUnavailable, Quantized, Recipe, api, recipe, validate
-from fp8attn.api import cuda_unavailable
+from fp8attn import BackendUnavailable, Quantized, Recipe, api, backends, prepare, recipe, validate
+from fp8attn.backends import cuda_unavailable
 from fp8attn.quantization import dequantize, values_layout
 from operator_errors import OPERATOR_ERRORS
 from tensors_errors import TENSORS_ERRORS
@@ -286,14 +286,14 @@ def test_every_error_is_tested() -> None:
             assert trace is not None
             reached.add((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
     missing = []
-    for module in (api, validate, recipe):
+    for module in (api, backends, prepare, validate, recipe):
         path = inspect.getfile(module)
         for node in ast.walk(ast.parse(Path(path).read_text())):
             if isinstance(node, ast.Raise) and not any((path, line) in reached for line in range(node.lineno, (node.end_lineno or 0) + 1)):
                 missing.append(f"{Path(path).name}:{node.lineno}")
     # raised where there are neither a GPU nor the interpreter, and where there is a GPU; both are tested below
-    source = inspect.getsource(api).splitlines()
-    missing = [place for place in missing if not (place.startswith("api.py") and "raise BackendUnavailable(" in source[int(place[7:]) - 1])]
+    source = inspect.getsource(backends).splitlines()
+    missing = [place for place in missing if not (place.startswith("backends.py") and "raise BackendUnavailable(" in source[int(place[12:]) - 1])]
     assert not missing
 
 
@@ -447,8 +447,8 @@ def test_one_query_at_the_end_sees_all_keys() -> None:
     q, k, v = (torch.randn(1, 2, n, 32, generator=torch.Generator().manual_seed(n)) for n in (1, 300, 300))
     operands = fp8attn.quantize(q, k, v)
     options = dict(is_causal=True, causal_alignment="bottom_right")
-    assert api.call_of(*operands, **options).causal == "none"
-    assert api.call_of(*operands, is_causal=True).causal == "top_left"
+    assert prepare.call_of(*operands, **options).causal == "none"
+    assert prepare.call_of(*operands, is_causal=True).causal == "top_left"
     assert torch.equal(fp8attn.sdpa(*operands, **options), fp8attn.sdpa(*operands))
     assert fp8attn.sdpa(*operands, is_causal=True).allclose(v[:, :, :1].bfloat16(), atol=0.2)
 

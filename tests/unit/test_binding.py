@@ -18,12 +18,12 @@ import emulation
 import fp8attn
 from emulated import quantized
 from fp8attn import recording
-from fp8attn.api import call_of
 from fp8attn.call import HALVES, Problem
 from fp8attn.cuda import append, build, decode, fused_small, general_quantize, prefill, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 from fp8attn.pages import PagedCall, Stage, Storage
+from fp8attn.prepare import call_of
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import emulation
 import fp8attn
 from bench.profiled import named_ranges
-from fp8attn import PagedBatch, Quantized, api, eager, ops, paged_ops, recording, varlen_ops
+from fp8attn import PagedBatch, Quantized, api, eager, explaining, ops, paged_ops, prepare, recording, varlen_ops
 from fp8attn import triton as triton_kernels
 from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build
@@ -131,7 +131,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_with", lambda *_: library)
     monkeypatch.setattr(build, "missing", lambda: None)
     monkeypatch.setattr(build, "_failures", {})
-    for module in (api, ops):
+    for module in (prepare, explaining, ops):
         monkeypatch.setattr(module, "device_of", lambda device: H100)
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
@@ -140,7 +140,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
     monkeypatch.setattr(build, "load_binding", lambda: library.operators)
     chosen = api.choose_backend
-    monkeypatch.setattr(api, "choose_backend", lambda backend, device: backend if device == CPU else chosen(backend, device))
+    for module in (api, explaining):
+        monkeypatch.setattr(module, "choose_backend", lambda backend, device: backend if device == CPU else chosen(backend, device))
 
 
 def told() -> emulation.Params:
@@ -213,7 +214,7 @@ def test_launches_the_same(case: Case, moved: str, backend: str) -> None:
     quantized = fp8attn.quantize(*case.tensors(CPU), recipe=case.recipe)
     q, k, v = (dataclasses.replace(x, data=emulation.elsewhere(x.data, 3)) if name in moved else x for name, x in zip("qkv", quantized, strict=True))
     options = case.options(CPU)
-    call = api.call_of(q, k, v, **options)
+    call = prepare.call_of(q, k, v, **options)
     config = ops.plan_cuda(call, first=backend == "auto")
     if isinstance(config, str):
         return
@@ -286,7 +287,7 @@ def test_quantizing_and_then_attending_launches_the_same(
     assert bool(seen[0][0]) == bool(p.ready) == early
     assert bool(p.lse) == bool(p.lse_mean) == ("return_lse" in options)
     assert (p.ready_ctas > 0) == early and (not early or p.counter)
-    monkeypatch.setattr(api, "device_of", lambda device: H100)
+    monkeypatch.setattr(prepare, "device_of", lambda device: H100)
     said = fp8attn.explain(q, k, v, backend=backend, **options).because
     assert ("attention begins with heads whose key and value are quantized" in said) == early
 
@@ -298,7 +299,7 @@ def test_ctas_that_share_tiles_launch_the_same(shape: tuple[int, int, int]) -> N
     q = torch.randn(batch, heads, length, 128).bfloat16()
     k = torch.randn(batch, heads, 128, 128).bfloat16().repeat(1, 1, 40, 1)
     quantized = quantize(q, k, k, fp8attn.Recipe())
-    call = api.call_of(*quantized)
+    call = prepare.call_of(*quantized)
     split_ctas = cuda_run.split_ctas_of(call, cuda_run.choose(call, H100), H100)
     assert split_ctas > 1
     alike(lambda: fp8attn.cuda_sdpa(*quantized))

@@ -17,8 +17,8 @@ import torch
 from conftest import RECORD, dealt, long_tests, recorded, residues
 
 import fp8attn
-from fp8attn.api import call_of
 from fp8attn.device import ARCHITECTURES, Device
+from fp8attn.prepare import call_of
 from fp8attn.triton import configs, tune
 
 ROOT = Path(fp8attn.__file__).resolve().parent
@@ -33,11 +33,12 @@ FLOORS = (
     {"schedule"},
     {"triton", "cuda"},
     {"ops"},
-    {"eager", "hybrid", "paged_ops", "varlen_ops"},
+    {"eager", "hybrid", "paged_ops", "varlen_ops", "backends"},
+    {"prepare"},
     {"paged_tensors_ops"},
     {"cache"},
     {"paged"},
-    {"api"},
+    {"api", "explaining"},
     {"info", "calibration", "ahead", "distributed"},
     {"integrations"},
     {"__init__", "__main__"},

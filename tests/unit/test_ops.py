@@ -13,10 +13,11 @@ from torch.library import opcheck
 
 import fp8attn
 from fp8attn import Recipe, eager, ops
-from fp8attn.api import call_of, cuda_unavailable
+from fp8attn.backends import cuda_unavailable
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.configs import INSTANCES
 from fp8attn.ops import library_ops
+from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize_q
 
 COMPILER = "inductor" if GPU else "aot_eager"

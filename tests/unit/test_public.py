@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import fp8attn
 import fuzz
 from fp8attn import Quantized, Recipe, api
-from fp8attn.api import cuda_unavailable
+from fp8attn.backends import cuda_unavailable
 from fp8attn.ops import library_ops
 from fp8attn.quantization import dequantize, quantize, quantize_kv, quantize_q
 

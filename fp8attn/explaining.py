@@ -1,0 +1,197 @@
+"""What a call would run, and why: it asks the functions that the call would ask."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from . import hybrid, ops, paged_ops
+from . import triton as triton_kernels
+from .backends import choose_backend, cuda_unavailable, triton_unavailable
+from .call import Call, Problem
+from .cuda import configs, early, fused_small, prefill
+from .cuda.configs import HopperConfig
+from .cuda.portable import PortableConfig
+from .device import device_of
+from .prepare import autocast, call_from, operands_of, prepare, problem_of, to_quantize
+from .recipe import Recipe
+from .validate import Arguments, Backend, Checked, VarlenArguments, check, check_call, check_varlen
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would run.
+
+    Attributes:
+        backend: `triton`, `cuda`, `reference` or `modelled`.
+        kernel: the kernel's name.
+        config: its config, or None for plain torch.
+        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`; `int8 and …` where Q·Kᵀ is of int8.
+        because: why these and not the others, one reason a line.
+    """
+
+    backend: str
+    kernel: str
+    config: object
+    compute: str
+    because: tuple[str, ...]
+
+
+def _takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., Result]], Callable[P, Result]]:
+    """Makes a function of `Arguments` one that takes the arguments apart."""
+
+    def made(function: Callable[..., Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def taking(*args: P.args, **kwargs: P.kwargs) -> Result:
+            bound = signature.bind(*args, **kwargs)  # whose errors name the argument
+            return function(arguments(*bound.args, **bound.kwargs))
+
+        signature = inspect.signature(arguments)
+        taking.__signature__ = signature.replace(return_annotation=inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
+        return taking
+
+    return made
+
+
+@_takes(Arguments)
+def explain(a: Arguments) -> Plan:
+    """What `sdpa` with these arguments would run, and why. Quantizes, but doesn't attend.
+
+    Raises:
+        As `sdpa`.
+    """
+    query, key, value, out_dtype = autocast(a.query, a.key, a.value, a.out_dtype)
+    return _explained(check(replace(a, query=query, key=key, value=value, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
+
+
+@_takes(VarlenArguments)
+def explain_varlen(a: VarlenArguments) -> Plan:
+    """What `varlen_sdpa` with these arguments would run, and why. Quantizes, but doesn't attend.
+
+    Raises:
+        As `varlen_sdpa`.
+    """
+    q, k, v, out_dtype = autocast(a.q, a.k, a.v, a.out_dtype)
+    return _explained(check_varlen(replace(a, q=q, k=k, v=v, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
+
+
+def _explain_pages(checked: Checked, recipe: Recipe, chosen: str, because: Sequence[str]) -> Plan:
+    """What a recipe with statistics of pages runs: kernels of KV caches."""
+    q, k, v = checked.floats
+    because = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
+    tokens = prefill.Tokens(q, (k, v), (k.shape[3], v.shape[3]), q.dtype)
+    planned = paged_ops.plan_prefill(chosen, tokens, recipe, checked.softmax_scale)
+    compute = "int8 and e4m3" if recipe.qk == "int8" else "e4m3"
+    if isinstance(planned, str):
+        return Plan("triton", "paged", None, compute, (*because, planned))
+    return Plan("cuda", "prefill", planned, compute, because)
+
+
+def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: bool) -> Plan:
+    device = checked.device
+    chosen = choose_backend(backend, device)
+    because = [f"backend={backend!r} on {device}"]
+    if chosen == "reference":
+        missing = [x for x in (cuda_unavailable(device), triton_unavailable(device)) if x is not None]
+        return Plan("reference", "attention", None, "float32", (*because, *missing, "exact, whatever the recipe"))
+    if chosen == "modelled":
+        return Plan("modelled", "pipeline", None, recipe.compute, tuple(because))
+    if recipe.statistics == "page":
+        return _explain_pages(checked, recipe, chosen, because)
+    if recipe.has_half_keys:
+        return _explain_half_keys(checked, recipe, backend)
+    problem = problem_of(checked, chosen, recipe, return_lse)
+    if problem is not None:
+        return _explain_problem(problem, chosen, because)
+    query, key, value = operands = operands_of(checked)
+    prepared = prepare(replace(checked, query=query, key=key, value=value), recipe, chosen)
+    q, k, v, recipe_beside = to_quantize(operands, recipe)
+    if isinstance(prepared.query, torch.Tensor):
+        q, because = None, [*because, "query is quantized where it attends"]
+    because += _explain_quantizers(q, k, v, recipe_beside, is_packed=checked.varlen is not None)
+    call = call_from(prepared, return_lse)
+    check_call(call, quantizes_q=call.fuse_q_quant)
+    return _explain_attention(call, chosen, because)
+
+
+def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, is_packed: bool) -> list[str]:
+    """Which kernels quantize which operands, and why others don't."""
+    said = []
+    if is_packed and k is not None:
+        said.append("key and value are quantized by Triton: the CUDA quantizers take no packed sequences")
+        k = v = None
+    names = {"hopper": "the CUDA quantizer for Hopper", "general": "the general CUDA quantizer", "triton": "Triton"}
+    for step in ops.plan_quantizers(q, k, v, recipe) if q is not None or k is not None else ():
+        operands = " and ".join(name for name, x in (("query", step.q), ("key", step.k), ("value", step.v)) if x is not None)
+        because = "".join(f"; not by {reason}" for reason in step.because)
+        said.append(f"{operands} {'is' if operands == 'query' else 'are'} quantized by {names[step.quantizer]}{because}")
+    return said
+
+
+def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
+    """The plan of the operator that quantizes and attends."""
+    device, is_packed = device_of(problem.q.device), problem.varlen is not None
+    way = ops.way_of(problem, device)
+    if way == "one launch":
+        return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
+    if way == "quantize first":
+        because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed)
+        return _explain_attention(ops.quantized_call(problem)[0], chosen, because)
+    because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed), "query is quantized where it attends"]
+    if way == "fused q":
+        call = ops.fused_q_call(problem)
+        return _cuda_plan(call, configs.choose(call, device), because)
+    planned = early.plan(problem, device)
+    if planned.overlaps:
+        because.append("attention begins with heads whose key and value are quantized")
+    return _cuda_plan(planned.call, planned.config, because)
+
+
+def _explain_attention(call: Call, chosen: str, because: list[str]) -> Plan:
+    """The plan of an operator that attends to what is quantized."""
+    properties = device_of(call.q.device)
+    if chosen != "triton":
+        planned = ops.plan_backend(chosen, call)
+        if not isinstance(planned, str):
+            return _cuda_plan(call, planned, because)
+        because.append(f"cuda: {planned}")
+    config = triton_kernels.run.choose(call, properties)
+    compute = call.compute
+    if compute == "e4m3" and not properties.has_fp8_units:
+        compute = "f16"
+        because.append(f"compute f16: {properties.name} has no FP8 tensor cores")
+    reason = triton_kernels.run.unsupported_arch(call, properties)
+    if reason is not None:
+        because.append(reason)
+    kernel = "hopper" if isinstance(config, triton_kernels.configs.HopperConfig) else "portable"
+    return Plan("triton", kernel, config, ("int8 and " if call.int8 else "") + compute, tuple(because))
+
+
+def _cuda_plan(call: Call, config: HopperConfig | PortableConfig, because: list[str]) -> Plan:
+    """The plan of a CUDA kernel."""
+    compute = "e4m3"
+    if isinstance(config, PortableConfig):
+        because.append(f"not the Hopper kernel: {configs.unsupported_call(call, device_of(call.q.device))}")
+        compute = "e4m3" if config.operands == "native" else "f16"
+    kernel = "portable" if isinstance(config, PortableConfig) else "hopper"
+    return Plan("cuda", kernel, config, ("int8 and " if call.int8 else "") + compute, tuple(because))
+
+
+def _explain_half_keys(checked: Checked, recipe: Recipe, backend: Backend) -> Plan:
+    """`explain` for a recipe that keeps keys: of attention to the others."""
+    q, k, v = checked.floats
+    kept = f"{recipe.sinks} first keys and {recipe.recent} last ones in half precision, by Triton"
+    rows, _, keys, fp8_causal = next(hybrid.ranges(q.shape[2], k.shape[2], checked.causal, recipe))
+    if keys.start >= keys.stop:
+        return Plan("triton", "half_keys", None, "half", (f"backend={backend!r} on {q.device}", kept, "there are no others"))
+    part = replace(checked, query=q[:, :, rows], key=k[:, :, keys], value=v[:, :, keys], causal=fp8_causal)
+    others = _explained(part, recipe.of_fp8_keys, backend, return_lse=True)
+    return replace(others, because=(*others.because, kept))
