@@ -20,7 +20,7 @@ from ..call import HALVES
 from ..device import Device
 from ..recipe import Quantized
 from .launch import begin, ceil_div, launch
-from .quantize import load_tile, load_vector, power_of_2, sum_lanes, unrotated
+from .quantize_steps import load_tile, load_vector, power_of_2, sum_lanes, unrotated
 from .tile import is_finite
 
 TILES = {64: (64, 64), 128: (32, 32), 256: (16, 16)}

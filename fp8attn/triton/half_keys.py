@@ -17,7 +17,7 @@ from ..device import Device
 from .bias import high
 from .forward import load_rows
 from .launch import begin, ceil_div, check_counted, launch
-from .quantize import load_vector, power_of_2, unrotated
+from .quantize_steps import load_vector, power_of_2, unrotated
 from .tile import LOG2E, inverse, is_finite
 
 TILES = {256: (64, 32, 4, 3), 512: (64, 32, 4, 2), 1024: (32, 16, 8, 2)}

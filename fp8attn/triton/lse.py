@@ -18,7 +18,7 @@ from ..recipe import INT8_NAN, Packed, Quantized
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
 from .launch import begin, ceil_div, check_counted, launch
-from .quantize import power_of_2
+from .quantize_steps import power_of_2
 from .tile import half_of_code
 from .varlen import packed_arguments, unit_of_head, units_in
 

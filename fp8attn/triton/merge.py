@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import ceil_div, check_counted, launch
-from .quantize import power_of_2
+from .quantize_steps import power_of_2
 
 ROWS = 32
 """Rows of a program."""

@@ -24,7 +24,7 @@ from ..recipe import Recipe
 from ..reference import Scoring
 from .feedback import feed_back
 from .launch import ceil_div, launch
-from .quantize import (
+from .quantize_steps import (
     BLOCK,
     FEEDBACK,
     GROUP,

@@ -23,7 +23,7 @@ from .forward import load_rows
 from .half_keys import load_mean, mean_scores
 from .launch import ceil_div, launch
 from .paged_append import RECENT, Traits, batch_row, load_tokens, page_number, row_strides, rows_of_tokens
-from .quantize import BLOCK, FIT_DIM, rotated
+from .quantize_steps import BLOCK, FIT_DIM, rotated
 from .tile import (
     E4M3_LARGEST,
     FLOAT_MAX,

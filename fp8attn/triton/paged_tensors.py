@@ -34,7 +34,7 @@ from .paged_attention import (
     visible_blocks,
     work_of_program,
 )
-from .quantize import power_of_2
+from .quantize_steps import power_of_2
 from .tile import E4M3_NAN, LOG2E, P_OFFSET, cap_scores, e4m3_code, half_of_code, is_finite, probabilities, scale_of, score_factor
 
 KEY_BLOCK: tl.constexpr = tl.constexpr(paged_tensors.KEY_BLOCK)

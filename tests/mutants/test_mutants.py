@@ -15,7 +15,7 @@ from fp8attn import reference
 from fp8attn.device import device_of
 from fp8attn.prepare import call_of
 from fp8attn.quantization import TOKEN_CHUNK, quantize, quantize_kv
-from fp8attn.triton import bias, configs, feedback, forward, tile
+from fp8attn.triton import bias, configs, feedback, forward, quantize_steps, tile
 from fp8attn.triton import quantize as triton_quantize
 
 pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
@@ -287,12 +287,12 @@ def test_mutant_of_the_quantizer_is_seen(name: str, monkeypatch: pytest.MonkeyPa
         return torch.equal(triton_quantize.quantize(None, k, v, fp8attn.Recipe(), device_of(v.device))[2].data.view(torch.uint8), expected)
 
     assert is_right()
-    monkeypatch.setattr(triton_quantize, "feed_back", QUANTIZER_MUTANTS[name])
+    monkeypatch.setattr(quantize_steps, "feed_back", QUANTIZER_MUTANTS[name])
     assert not is_right()
 
 
 BIAS_MUTANTS = {
-    "signs forgotten": (triton_quantize, "sign_bit", no_signs),
+    "signs forgotten": (quantize_steps, "sign_bit", no_signs),
     "mean of keys forgotten": (bias, "load_vector", no_vector),
     "keys that aren't finite": (bias, "is_finite", all_finite),
     "means as they are stored": (bias, "unrotated", lambda y, PART: y),

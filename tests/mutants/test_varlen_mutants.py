@@ -16,7 +16,7 @@ from fp8attn.device import device_of
 from fp8attn.quantization import quantize_kv, quantize_packed, sequences_of
 from fp8attn.recipe import Packed, Recipe
 from fp8attn.schedule import TABLE_HEADER
-from fp8attn.triton import forward, lse, varlen
+from fp8attn.triton import forward, lse, quantize_kernels, varlen
 from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton.configs import PortableConfig
 from quantizing import assert_same
@@ -28,7 +28,7 @@ CASE = replace(TYPICAL, lengths=((70, 700), (0, 5), (3, 0), (40, 150), (130, 70)
 DEVICE = torch.device("cpu")
 
 original_spans, original_entry, original_offsets = varlen.spans_of, varlen.load_tile_entry, varlen.offsets_of
-original_unit, original_sample, original_above = varlen.unit_at, triton_quantize.sample_of, varlen.tiles_above
+original_unit, original_sample, original_above = varlen.unit_at, quantize_kernels.sample_of, varlen.tiles_above
 
 
 @triton.jit
@@ -151,10 +151,10 @@ def check_quantizer() -> None:
 
 QUANTIZER_MUTANTS = {
     "unused tokens": (varlen, "spans_of", all_tokens_used),
-    "unused keys in the mean": (triton_quantize, "spans_of", all_tokens_used),
-    "pages without a gap": (triton_quantize, "first_unit", pages_without_a_gap),
-    "a sample of a short sequence": (triton_quantize, "sample_of", sampled_as_if_short),
-    "a mean of one token more": (triton_quantize, "inverse_of", mean_of_all_places),
+    "unused keys in the mean": (quantize_kernels, "spans_of", all_tokens_used),
+    "pages without a gap": (quantize_kernels, "first_unit", pages_without_a_gap),
+    "a sample of a short sequence": (quantize_kernels, "sample_of", sampled_as_if_short),
+    "a mean of one token more": (quantize_kernels, "inverse_of", mean_of_all_places),
 }
 
 
