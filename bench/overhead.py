@@ -36,8 +36,8 @@ CALLS = 20
 """Calls in a row whose CPU time is one sample. All their launches fit into the queue of a stream, so that no call waits
 for the GPU."""
 
-NEW_LENGTHS = 5
-"""Lengths whose first calls are timed. Each is 16 tokens shorter than the one before, so that kernels are the same."""
+NEW_LENGTHS = 9
+"""Lengths whose first and second calls are timed. Each is 16 tokens shorter than the one before, so that kernels are the same."""
 
 
 Call = Callable[[], object]
@@ -142,15 +142,17 @@ class Overhead:
     Attributes:
         cpu_us: CPU time of a repeated call, without waiting for the GPU.
         new_length_us: CPU time of the first call of a length, kernels compiled; the median of NEW_LENGTHS.
+        second_us: of the second one, which is recorded.
         eager_us, graph_us: of a call in a row of calls, launched one by one or in a CUDA graph.
         sdpa_cpu_us, sdpa_eager_us: the same of F.scaled_dot_product_attention in bfloat16.
 
-    Of calls that aren't sdpa's, new_length_us, sdpa_cpu_us and sdpa_eager_us are None.
+    Of calls that aren't sdpa's, new_length_us, second_us, sdpa_cpu_us and sdpa_eager_us are None.
     """
 
     kind: Kind
     cpu_us: float
     new_length_us: float | None
+    second_us: float | None
     eager_us: float
     graph_us: float
     sdpa_cpu_us: float | None
@@ -184,20 +186,23 @@ def cpu_us(call: Callable[[], object], rounds: int, wait: Callable[[], None]) ->
     return statistics.median(samples)
 
 
-def new_length_us(kind: Kind, device: torch.device, wait: Callable[[], None]) -> float:
-    """The median CPU time of the first calls of NEW_LENGTHS lengths, in us, after calls of two others."""
-    samples = []
+def new_length_us(kind: Kind, device: torch.device, wait: Callable[[], None]) -> tuple[float, float]:
+    """The median CPU times of the first and the second calls of NEW_LENGTHS lengths, in us, after calls of two
+    others."""
+    samples: tuple[list[float], list[float]] = [], []
     for i in range(NEW_LENGTHS + 2):
         shorter = [x - 16 * (i + 1) if x == kind.case.kv_length else x for x in (kind.case.q_length, kind.case.kv_length)]
         case = dataclasses.replace(kind.case, q_length=shorter[0], kv_length=shorter[1])
         one = dataclasses.replace(kind, case=case)
         (q, k, v), arguments = Problem.of(case, "normal", device, rotate=False).sets[0], one.arguments(device)
+        for calls in samples:
+            wait()
+            start = time.perf_counter()
+            fp8attn.sdpa(q, k, v, **arguments)
+            calls.append((time.perf_counter() - start) * 1e6)
         wait()
-        start = time.perf_counter()
-        fp8attn.sdpa(q, k, v, **arguments)
-        samples.append((time.perf_counter() - start) * 1e6)
-        wait()
-    return statistics.median(samples[2:])
+    first, second = (statistics.median(calls[2:]) for calls in samples)
+    return first, second
 
 
 def measure(kind: Kind, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> Overhead:
@@ -231,7 +236,7 @@ def measure(kind: Kind, protocol: Protocol, device: torch.device, tick: Tick = n
     eager = time_all({"eager": ours, "SDPA, eager": theirs}, sets, dataclasses.replace(protocol, launch="eager"), device, tick)
     graph = time_all({"graph": ours}, sets, protocol, device, tick)
     return Overhead(
-        kind, cpu, new_length_us(kind, device, wait), eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, sdpa_cpu,
+        kind, cpu, *new_length_us(kind, device, wait), eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, sdpa_cpu,
         eager["SDPA, eager"].timing.p50_us,
     )  # fmt: skip
 
@@ -243,19 +248,20 @@ def measure_prepared(kind: Kind, call: Call, protocol: Protocol, device: torch.d
     cpu = cpu_us(call, protocol.rounds, functools.partial(torch.cuda.synchronize, device))
     eager = time_all({"eager": lambda i: call()}, 1, dataclasses.replace(protocol, launch="eager"), device, tick)
     graph = time_all({"graph": lambda i: call()}, 1, protocol, device, tick)
-    return Overhead(kind, cpu, None, eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, None, None)
+    return Overhead(kind, cpu, None, None, eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, None, None)
 
 
 def table(results: Sequence[Overhead]) -> Sheet:
     """A row for every kind of call."""
-    headers = ("CPU", "new length", "eager", "graph", "SDPA CPU", "SDPA eager", "× SDPA")
+    headers = ("CPU", "new length", "second", "eager", "graph", "SDPA CPU", "SDPA eager", "× SDPA")
     made = report.table_of(
         "Calls, µs", ("call",), headers,
-        "CPU: of a repeated call. new length: the first call of a length, on the CPU, kernels compiled. × SDPA: its eager time over ours.",
+        "CPU: of a repeated call. new length: the first call of a length, on the CPU, kernels compiled. second: the second one."
+        " × SDPA: its eager time over ours.",
         optional=("SDPA CPU", "graph"),
     )  # fmt: skip
     for one in results:
-        times = (one.cpu_us, one.new_length_us, one.eager_us, one.graph_us, one.sdpa_cpu_us, one.sdpa_eager_us)
+        times = (one.cpu_us, one.new_length_us, one.second_us, one.eager_us, one.graph_us, one.sdpa_cpu_us, one.sdpa_eager_us)
         ratio = None if one.sdpa_eager_us is None else one.sdpa_eager_us / one.eager_us
         made.add_row(one.kind.name, *map(report.us_of, times), report.number_of(ratio, ".2f"))
     return made

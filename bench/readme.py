@@ -437,13 +437,13 @@ def varlen() -> str:
 def overhead() -> str:
     """Calls of real lengths: the CPU's time, and the time one after another and in a CUDA graph, beside F.sdpa."""
     records = _lines("overhead")
-    names = ("cpu_us", "new_length_us", "eager_us", "graph_us", "sdpa_cpu_us", "sdpa_eager_us")
+    names = ("cpu_us", "new_length_us", "second_us", "eager_us", "graph_us", "sdpa_cpu_us", "sdpa_eager_us")
     rows = []
     for one in records:
         over = None if one["sdpa_eager_us"] is None else one["sdpa_eager_us"] / one["eager_us"]
-        forms = (".1f", ".0f", ".1f" if one["eager_us"] < 100 else ".0f", ".1f" if one["graph_us"] < 100 else ".0f", ".1f", ".0f")
-        rows.append([one["kind"], *(number_of(one[name], form) for name, form in zip(names, forms, strict=True)), number_of(over, ".2f")])
-    head = ("call", "CPU, µs", "new length", "eager", "graph", "F.sdpa, CPU", "F.sdpa, eager", "over F.sdpa")
+        forms = (".1f", ".0f", ".0f", ".1f" if one["eager_us"] < 100 else ".0f", ".1f" if one["graph_us"] < 100 else ".0f", ".1f", ".0f")
+        rows.append([one["kind"], *(number_of(one.get(name), form) for name, form in zip(names, forms, strict=True)), number_of(over, ".2f")])
+    head = ("call", "CPU, µs", "new length", "second", "eager", "graph", "F.sdpa, CPU", "F.sdpa, eager", "over F.sdpa")
     return f"{_machine(records)}:\n\n{markdown_table(head, rows, 1)}"
 
 

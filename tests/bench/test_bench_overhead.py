@@ -73,11 +73,11 @@ def test_cpu_time_is_of_calls_and_not_of_waits(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_table_and_record() -> None:
-    one = Overhead(SMALL, 30.0, 200.0, 60.0, 50.0, 20.0, 90.0)
+    one = Overhead(SMALL, 30.0, 200.0, 300.0, 60.0, 50.0, 20.0, 90.0)
     assert one.of_launching == pytest.approx(1.2)
     made = overhead.table([one])
     assert made.row_count == 1
-    assert overhead.table([one, Overhead(KINDS[-1], 30.0, None, 60.0, 50.0, None, None)]).row_count == 2
+    assert overhead.table([one, Overhead(KINDS[-1], 30.0, None, None, 60.0, 50.0, None, None)]).row_count == 2
     assert json.loads(json.dumps(one.record()))["kind"] == "small" and one.record()["sdpa_eager_us"] == 90.0
 
 
@@ -91,7 +91,9 @@ def test_measures_prepared_calls(kind: Kind, device: torch.device) -> None:
 @pytest.mark.gpu
 def test_measures(device: torch.device) -> None:
     found = overhead.measure(SMALL, Protocol(rounds=2, milliseconds=1.0, lead_in=1.0), device)
-    assert all(x > 0 for x in (found.cpu_us, found.new_length_us, found.eager_us, found.graph_us, found.sdpa_cpu_us, found.sdpa_eager_us))
+    assert all(
+        x > 0 for x in (found.cpu_us, found.new_length_us, found.second_us, found.eager_us, found.graph_us, found.sdpa_cpu_us, found.sdpa_eager_us)
+    )
 
 
 def test_the_command(device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
