@@ -7,6 +7,7 @@ and launch kernels on them.
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,13 @@ def contiguous_strides(sizes: Sequence[int]) -> list[int]:
     for i in range(len(sizes) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(sizes[i], 1)
     return strides
+
+
+@functools.cache
+def _makes_views(function: Any) -> bool:
+    """Whether an operator does nothing but view its tensor. To find out takes longer than a view."""
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
+    return function.is_view and not composite
 
 
 class Recorder(TorchDispatchMode):
@@ -77,13 +85,13 @@ class Recorder(TorchDispatchMode):
         make = self._factories.get(function)
         if make is not None:
             return make(*args, **options)
+        if _makes_views(function):
+            return function(*args, **options)
         with self:  # reshape, contiguous and the like are views or copies: this tells which
             made = function.decompose(*args, **options)
         if made is not NotImplemented:
             return made
-        if not function.is_view:
-            raise NotRecordable(f"it calls {function}")
-        return function(*args, **options)
+        raise NotRecordable(f"it calls {function}")
 
     def tensor(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, remainder: int = 0, zero: bool = False) -> torch.Tensor:
         """A tensor without memory.
