@@ -147,7 +147,9 @@ SAMPLES: dict[str, Callable[[], list[Sheet]]] = {
         first_calls.table(first_calls.Start(2.1, 0.3), [first_calls.FirstCall(kind, 12345.6, 12, 12.34) for kind in first_calls.KINDS])
     ],
     "varlen.table": lambda: [varlen.table([varlen.Result(batch, row.name, 12345.6) for batch in varlen.BATCHES for row in varlen.ROWS_OF_TABLE])],
-    "overhead.table": lambda: [overhead.table([overhead.Overhead(kind, 32.1, 1234.5, 12345.6, 12345.6, 28.9, 12345.6) for kind in overhead.KINDS])],
+    "overhead.table": lambda: [
+        overhead.table([overhead.Overhead(kind, 32.1, 1234.5, 1234.5, 12345.6, 12345.6, 28.9, 12345.6) for kind in overhead.KINDS])
+    ],
     "price.table": lambda: [price.table(prices())],
     "profile.table": lambda: [profile.table(KERNELS, "D64 full 4k")],
     "sanitize.table": lambda: [sanitize.table([("memcheck", 12345, "ERROR SUMMARY: 12345 errors", Counter({"Invalid read of " * 9: 12345}))])],
