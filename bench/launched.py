@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 import fp8attn
-from fp8attn import Quantized, Recipe, ops
+from fp8attn import Quantized, Recipe, ops, problem_ops
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda_run
@@ -90,7 +90,7 @@ def on_the_way(tensors: Tensors, options: dict) -> bool:
     if recipe != FUSED_RECIPES[recipe.qk]:
         return False
     problem = fp8attn.call.Problem(q, k, v, q.shape[3] ** -0.5, recipe.qk, attn_mask=options.get("attn_mask"))
-    return ops.way_of(problem, device_of(q.device)) in ("one launch", "two launches")
+    return problem_ops.way_of(problem, device_of(q.device)) in ("one launch", "two launches")
 
 
 def instances(call: Call, device: Device) -> list[cuda_run.Config]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch.compiler import is_compiling
 
-from . import dtensor, eager, hybrid, ops, varlen_ops
+from . import dtensor, eager, hybrid, ops, problem_ops, varlen_ops
 from .backends import choose_backend
 from .cache import KVCache
 from .call import empty_lse, empty_output
@@ -499,7 +499,7 @@ def _run(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) -> Att
         return _with_half_keys(checked, recipe, return_lse, chosen)
     problem = problem_of(checked, chosen, recipe, return_lse)
     if problem is not None:
-        out, lse = ops.attend_to_problem(problem, chosen, checked.scale)
+        out, lse = problem_ops.attend_to_problem(problem, chosen, checked.scale)
         return (out, lse) if return_lse else out
     prepared = prepare(checked, recipe, chosen)
     out, lse = ops.attend_to_quantized(call_from(prepared, return_lse), chosen, checked.scale, made_here=checked.is_float)
@@ -533,7 +533,7 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
         part = replace(checked, query=q, key=k, value=v, causal=causal)
         problem = problem_of(part, chosen, others, True)
         if problem is not None:
-            return *ops.attend_to_problem(problem, chosen, part.scale), None
+            return *problem_ops.attend_to_problem(problem, chosen, part.scale), None
         prepared = prepare(part, others, chosen)
         return *ops.attend_to_quantized(call_from(prepared, True), chosen, part.scale), prepared.key.mean
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import hybrid, ops, paged_ops
+from . import hybrid, ops, paged_ops, problem_ops
 from . import triton as triton_kernels
 from .backends import choose_backend, cuda_unavailable, triton_unavailable
 from .call import Call, Problem
@@ -139,15 +139,15 @@ def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch
 def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
     """The plan of the operator that quantizes and attends."""
     device, is_packed = device_of(problem.q.device), problem.varlen is not None
-    way = ops.way_of(problem, device)
+    way = problem_ops.way_of(problem, device)
     if way == "one launch":
         return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
     if way == "quantize first":
         because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed)
-        return _explain_attention(ops.quantized_call(problem)[0], chosen, because)
+        return _explain_attention(problem_ops.quantized_call(problem)[0], chosen, because)
     because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed), "query is quantized where it attends"]
     if way == "fused q":
-        call = ops.fused_q_call(problem)
+        call = problem_ops.fused_q_call(problem)
         return _cuda_plan(call, configs.choose(call, device), because)
     planned = early.plan(problem, device)
     if planned.overlaps:

@@ -25,8 +25,8 @@ from . import quantization as quantize_ref
 from . import reference, rotation, validate
 from . import triton as triton_kernels
 from .ambient import shielded
-from .call import GRANULARITIES, Call, HalfKeys, Problem, empty_lse, empty_output
-from .cuda import build, configs, early, fused_small, general_quantize
+from .call import GRANULARITIES, Call, HalfKeys, empty_lse, empty_output
+from .cuda import build, general_quantize
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
@@ -467,7 +467,7 @@ def plan_backend(backend: str, call: Call) -> cuda_run.Config | str:
     return planned
 
 
-def _by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def by_cuda(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     planned = plan_backend("cuda", call)
     assert not isinstance(planned, str)
     return forward_by_cuda(call, planned)
@@ -480,7 +480,7 @@ def _with_quantized_q(call: Call, backend: Forward) -> tuple[torch.Tensor, torch
     mean, of_lse = call.lse_mean, None
 
     def with_mean(lse: torch.Tensor) -> torch.Tensor:
-        return lse if mean is None else _unsmoothed_lse(lse, call.q, mean, call.softmax_scale, query.rotated)
+        return lse if mean is None else unsmoothed_lse(lse, call.q, mean, call.softmax_scale, query.rotated)
 
     if call.softcap or call.sinks is not None:
         of_lse = None if mean is None else with_mean(torch.zeros(call.q.shape[:3], dtype=torch.float32, device=call.q.device))
@@ -488,7 +488,7 @@ def _with_quantized_q(call: Call, backend: Forward) -> tuple[torch.Tensor, torch
     return out, with_mean(lse) if call.return_lse and of_lse is None else lse
 
 
-def _by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def by_whichever(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By CUDA where it can, by Triton where not, also if compiling CUDA turns out to fail."""
     planned = plan_backend("auto", call)
     if not isinstance(planned, str):
@@ -584,7 +584,7 @@ def forward_by(backend: Forward):
             kv_length, softmax_scale, causal, compute, two_level, out_dtype, return_lse, validate.checked_window(window),
             softcap, sinks, mean_scores, lse_mean,
         )  # fmt: skip
-        validate.check_call(call, quantizes_q=backend in (_by_cuda, _by_whichever))
+        validate.check_call(call, quantizes_q=backend in (by_cuda, by_whichever))
         with current(q.device):
             return backend(call)
 
@@ -597,7 +597,7 @@ def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, 
     return empty_output(q, v.shape[2], out_dtype), empty_lse(q, return_lse)
 
 
-FORWARDS: dict[str, Forward] = {"triton": _by_triton, "cuda": _by_cuda, "auto": _by_whichever, "modelled": _by_model}
+FORWARDS: dict[str, Forward] = {"triton": _by_triton, "cuda": by_cuda, "auto": by_whichever, "modelled": _by_model}
 """Attention to quantized operands, by backend."""
 
 
@@ -728,7 +728,7 @@ def _fake_rotate(x, part, factor):
 register("rotate(Tensor x, int part, float factor) -> Tensor", _rotate, _fake_rotate, ("CompositeExplicitAutograd",))
 
 
-def _unsmoothed_lse(
+def unsmoothed_lse(
     lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, softmax_scale: float, rotated: int, q_scale: torch.Tensor | None = None,
     granularity: Granularity = "token",
 ) -> torch.Tensor:  # fmt: skip
@@ -750,7 +750,7 @@ def unsmoothed_packed_lse(
     lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, cu_seqlens_q: torch.Tensor, softmax_scale: float, rotated: int,
     q_scale: torch.Tensor | None = None, granularity: Granularity = "token",
 ) -> torch.Tensor:  # fmt: skip
-    """_unsmoothed_lse of packed queries: (1, Hq, T, D), the LSE (1, Hq, T), and K's mean (B, Hkv, D)."""
+    """unsmoothed_lse of packed queries: (1, Hq, T, D), the LSE (1, Hq, T), and K's mean (B, Hkv, D)."""
     packed = Packed(cu_seqlens_q, None, q.shape[2])
     query = q if q_scale is None else Quantized(q, q_scale, granularity, "rows", q.shape[2])
     validate.check_unsmoothed_lse(lse, query, k_mean, packed)
@@ -774,178 +774,6 @@ QUERY_SCALES = "Tensor? q_scale=None, str granularity='token'"
 
 register(
     f"unsmoothed_lse(Tensor lse, Tensor q, Tensor k_mean, float softmax_scale, int rotated, {QUERY_SCALES}) -> Tensor",
-    _unsmoothed_lse,
+    unsmoothed_lse,
     _fake_unsmoothed_lse,
 )
-
-
-def unsupported_one_launch(problem: Problem, device: Device) -> str | None:
-    """Why quantization and attention aren't a single launch, or None if they are.
-
-    Nothing is compiled to find out, so compiling may still fail.
-    """
-    if problem.qk != "e4m3":
-        return f"recipe.qk is {problem.qk!r}; it takes 'e4m3'"
-    if problem.attn_mask is not None:
-        return "attn_mask is given; it takes none"
-    if problem.window != CAUSAL_WINDOW or problem.softcap or problem.sinks is not None:
-        return "window, softcap or sinks is given; it takes none"
-    q, k, v = problem.q, problem.k, problem.v
-    return fused_small.unsupported_call(q, k, v, problem.softmax_scale, device) or build.unavailable()
-
-
-def unsupported_fused_q(problem: Problem, device: Device) -> str | None:
-    """Why q is quantized before attention and not inside the attention kernel, or None if it is quantized inside.
-
-    Nothing is compiled to find out, so compiling may still fail.
-    """
-    scores = configs.scores_of_options(problem.has_first_key, problem.softcap)
-    reason = configs.unsupported_q_quant(
-        problem.q, problem.v.shape[3], problem.softmax_scale, problem.qk, device, problem.attn_mask, scores, problem.varlen is not None
-    )  # fmt: skip
-    return reason or build.unavailable()
-
-
-Way = Literal["one launch", "two launches", "fused q", "quantize first"]
-"""How plain tensors are quantized and attended to: one kernel does both; a kernel quantizes k and v, and the attention
-kernel q; k and v are quantized by any quantizer, and q by the attention kernel; all are quantized first."""
-
-
-def way_of(problem: Problem, device: Device) -> Way:
-    """How the operators that quantize and attend run a problem.
-
-    Nothing is compiled to find out, so compiling may still fail.
-    """
-    if problem.varlen is None and unsupported_one_launch(problem, device) is None:
-        return "one launch"
-    if unsupported_fused_q(problem, device) is not None:
-        return "quantize first"
-    if problem.varlen is not None:
-        return "fused q"
-    return "two launches" if unsupported_cuda_quantize(problem.k, problem.v, problem.recipe, device) is None else "fused q"
-
-
-def _quantized_problem(problem: Problem, q: torch.Tensor | None) -> tuple[Quantized | None, Quantized, Quantized]:
-    """The quantized q, if it is given, k and v of a problem."""
-    if problem.varlen is not None:
-        query = None if q is None else quantized(q, None, None, problem.recipe)[0]
-        return query, *quantized_packed(problem.k, problem.v, problem.recipe, problem.varlen.k)
-    query, key, value = quantized(q, problem.k, problem.v, problem.recipe)
-    assert key is not None and value is not None
-    return query, key, value
-
-
-def fused_q_call(problem: Problem) -> Call:
-    """Quantizes k and v for the way `fused q`."""
-    _, key, value = _quantized_problem(problem, None)
-    return problem.call_of(key, value)
-
-
-def quantized_call(problem: Problem) -> tuple[Call, Quantized]:
-    """Quantizes q, k and v for the way `quantize first`. Also the key, whose mean the LSE doesn't include unless there
-    is a soft cap or sinks."""
-    query, key, value = _quantized_problem(problem, problem.q)
-    assert query is not None
-    mean_scores = None
-    if problem.softcap or problem.sinks is not None:
-        mean_scores = _with_mean(problem, key, torch.zeros(problem.q.shape[:3], dtype=torch.float32, device=problem.q.device))
-    return problem.call_of(key, value, query, mean_scores), key
-
-
-def quantize_and_attend(problem: Problem, backend: Forward, required: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantization by recipe.FUSED_RECIPES[problem.qk], and attention.
-
-    It does both in one launch where possible. Otherwise the attention kernel quantizes q where possible.
-
-    Args:
-        backend: attention, where it takes several.
-        required: whether a kernel that doesn't compile is an error.
-
-    Returns:
-        out (B, Hq, Sq, Dv); LSE (B, Hq, Sq), empty if not asked for.
-    """
-    device = device_of(problem.q.device)
-    with current(problem.q.device):
-        try:
-            way = way_of(problem, device)
-            if way == "one launch":
-                return cuda_run.forward_from_fp16(problem, device)
-            if way == "two launches":
-                return early.quantize_and_attend(problem, device)
-            if way == "fused q":
-                call = fused_q_call(problem)
-                return forward_by_cuda(call, configs.choose(call, device))
-        except BuildError as error:
-            if required:
-                raise
-            warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
-        call, key = quantized_call(problem)
-        out, lse = backend(call)
-        if problem.return_lse and call.mean_scores is None:
-            lse = _with_mean(problem, key, lse)
-        return out, lse
-
-
-FromFp16 = Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]
-"""Quantization and attention of a problem that was checked: output and LSE."""
-
-FROM_FP16: dict[str, FromFp16] = {
-    "cuda": functools.partial(quantize_and_attend, backend=_by_cuda, required=True),
-    "auto": functools.partial(quantize_and_attend, backend=_by_whichever, required=False),
-}
-"""By backend."""
-
-
-def from_fp16_by(run: FromFp16):
-    """Implementation of an operator that quantizes and attends."""
-
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, qk: ProductType, causal: Causal, out_dtype: torch.dtype,
-        return_lse: bool, attn_mask: torch.Tensor | None = None, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        validate.check_floats(q, k, v, attn_mask)
-        of_rows = validate.checked_rows(softmax_scale, causal, out_dtype, window, softcap, sinks, q)
-        if qk not in FUSED_RECIPES:
-            raise ValueError(f"qk is {qk!r}; it must be one of {tuple(FUSED_RECIPES)}")
-        return run(Problem(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask, of_rows, softcap, sinks))
-
-    return forward
-
-
-@shielded
-def _attend_to_problem_directly(problem: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return FROM_FP16[backend](problem)
-
-
-def attend_to_problem(problem: Problem, backend: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantization and attention of a checked problem by an operator, or directly.
-
-    Args:
-        scale: as of `register`.
-    """
-    if is_direct(problem.q, problem.k, problem.v):
-        return _attend_to_problem_directly(problem, backend)
-    forward = "forward" if problem.varlen is None else "varlen_forward"
-    return getattr(library_ops, f"{backend}_{forward}_from_fp16")(*problem.arguments, scale=scale)
-
-
-def _with_mean(problem: Problem, key: Quantized, lse: torch.Tensor) -> torch.Tensor:
-    """lse and what K's mean adds to the scores of each row, float32 (B, Hq, Sq)."""
-    assert key.mean is not None
-    if problem.varlen is not None:
-        return unsmoothed_packed_lse(lse, problem.q, key.mean, problem.varlen.q.cu_seqlens, problem.softmax_scale, key.rotated)
-    return _unsmoothed_lse(lse, problem.q, key.mean, problem.softmax_scale, key.rotated)
-
-
-def _fake_from_fp16(q, k, v, softmax_scale, qk, causal, out_dtype, return_lse, attn_mask=None, window=CAUSAL_WINDOW, softcap=0.0, sinks=None):
-    return empty_output(q, v.shape[3], out_dtype), empty_lse(q, return_lse)
-
-
-for _name, _run in FROM_FP16.items():
-    register(
-        f"{_name}_forward_from_fp16(Tensor q, Tensor k, Tensor v, float softmax_scale, str qk, str causal, ScalarType out_dtype, bool return_lse,"
-        f" Tensor? attn_mask=None, {OPTIONS}) -> (Tensor, Tensor)",
-        from_fp16_by(_run),
-        _fake_from_fp16,
-    )

@@ -9,7 +9,7 @@ import torch
 from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 
-from . import ops, rotation, varlen_ops
+from . import ops, problem_ops, rotation, varlen_ops
 from .ambient import autocast_dtype
 from .call import GROUPS, Call, Problem
 from .cuda import configs, fused_small
@@ -223,7 +223,7 @@ def problem_of(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) 
         query, key, value, checked.softmax_scale, recipe.qk, checked.causal, checked.out_dtype, return_lse, checked.attn_mask, checked.window,
         checked.softcap, checked.sinks, checked.varlen,
     )  # fmt: skip
-    return None if packed and ops.unsupported_fused_q(problem, device_of(query.device)) is not None else problem
+    return None if packed and problem_ops.unsupported_fused_q(problem, device_of(query.device)) is not None else problem
 
 
 def is_fused_recipe(recipe: object) -> bool:

@@ -18,17 +18,16 @@ from .ambient import shielded
 from .call import Call, Problem, Varlen, empty_lse, empty_output
 from .ops import (
     FORWARDS,
-    FROM_FP16,
     OPTIONS,
     QUERY_SCALES,
     Forward,
-    FromFp16,
     current,
     laid_out,
     quantized_packed,
     register,
     unsmoothed_packed_lse,
 )
+from .problem_ops import FROM_FP16, FromFp16
 from .recipe import ComputeType, Granularity, Layout, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import ops
+from .. import ops, problem_ops
 from ..ambient import autocast_dtype
 from ..backends import choose_backend
 from ..call import Problem
@@ -211,7 +211,7 @@ def _kernel_quantizes_queries(checked: Checked, recipe: Recipe, computing: Backe
     if computing not in ("auto", "cuda") or recipe != FUSED_RECIPES[recipe.qk] or checked.device.type != "cuda":
         return False
     problem = Problem(*checked.floats, checked.softmax_scale, recipe.qk, window=checked.window)
-    return ops.unsupported_fused_q(problem, device_of(checked.device)) is None
+    return problem_ops.unsupported_fused_q(problem, device_of(checked.device)) is None
 
 
 def _checked(a: Arguments, groups: Sequence[dist.ProcessGroup], **options: object) -> tuple[Checked, dict[str, Any]]:

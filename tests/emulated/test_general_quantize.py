@@ -606,7 +606,7 @@ def test_who_adds_to_the_lse(device: torch.device, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ops.triton_kernels.lse, "unsmoothed_lse", lambda *_: made.append("triton") or lse)
     for reason, who in ((None, "cuda"), ("the test says so", "triton")):
         monkeypatch.setattr(ops, "unsupported_cuda_lse", lambda *_, reason=reason: reason)
-        ops._unsmoothed_lse(lse, q, mean, 0.1, 32)
+        ops.unsmoothed_lse(lse, q, mean, 0.1, 32)
         assert made.pop() == who
 
     def fails(*_) -> None:
@@ -615,7 +615,7 @@ def test_who_adds_to_the_lse(device: torch.device, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "unsmoothed_lse", fails)
     monkeypatch.setattr(ops, "unsupported_cuda_lse", lambda *_: None)
     with pytest.warns(UserWarning, match="goes on with Triton: no compiler"):
-        ops._unsmoothed_lse(lse, q, mean, 0.1, 32)
+        ops.unsmoothed_lse(lse, q, mean, 0.1, 32)
     assert made == ["triton"]
 
 

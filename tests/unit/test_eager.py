@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import emulation
 import fp8attn
 from bench.profiled import named_ranges
-from fp8attn import PagedBatch, Quantized, api, eager, explaining, ops, paged_ops, prepare, recording, varlen_ops
+from fp8attn import PagedBatch, Quantized, api, eager, explaining, ops, paged_ops, prepare, problem_ops, recording, varlen_ops
 from fp8attn import triton as triton_kernels
 from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build
@@ -115,8 +115,8 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen_ops.quantize_ref, "quantize_packed", varlen_ops.quantize_ref.empty_packed)
     for name in ("unsmoothed_lse", "varlen_unsmoothed_lse"):
         monkeypatch.setitem(ops.implementations, name, lse_by_a_function)
-    unsmoothed = ops._unsmoothed_lse
-    monkeypatch.setattr(ops, "_unsmoothed_lse", lambda *x: (unsmoothed if recording.current() is None else lse_by_a_function)(*x))
+    unsmoothed = ops.unsmoothed_lse
+    monkeypatch.setattr(ops, "unsmoothed_lse", lambda *x: (unsmoothed if recording.current() is None else lse_by_a_function)(*x))
 
 
 def _empty_like(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -131,7 +131,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_with", lambda *_: library)
     monkeypatch.setattr(build, "missing", lambda: None)
     monkeypatch.setattr(build, "_failures", {})
-    for module in (prepare, explaining, ops):
+    for module in (prepare, explaining, ops, problem_ops):
         monkeypatch.setattr(module, "device_of", lambda device: H100)
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
@@ -201,7 +201,7 @@ def alike(call: Callable[[], torch.Tensor], hit: bool | None = True, addresses: 
         assert launched(addresses) == params
         if hit:
             patch.setattr(ops, "plan_cuda", lambda *_, **__: pytest.fail("it plans"))
-            patch.setattr(ops, "unsupported_one_launch", lambda *_: pytest.fail("it plans"))
+            patch.setattr(problem_ops, "unsupported_one_launch", lambda *_: pytest.fail("it plans"))
         third = call()
         assert hit is None or repeats.last() == hit
     assert described(first) == described(second) == described(third)
@@ -227,7 +227,7 @@ def test_quantizing_and_attending_at_once_launches_the_same(case: Case, backend:
     case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, scale=abs(case.scale or 0.125))
     q, k, v = case.tensors(CPU)
     options = case.options(CPU)
-    hit = ops.unsupported_one_launch(Problem(q, k, v, case.scale, attn_mask=options["attn_mask"]), H100) is None
+    hit = problem_ops.unsupported_one_launch(Problem(q, k, v, case.scale, attn_mask=options["attn_mask"]), H100) is None
     once = options["attn_mask"] is None  # else what is quantized lies elsewhere every time
     options |= dict(out_dtype=case.out_dtype, return_lse=return_lse)
     alike(lambda: fp8attn.sdpa(q, k, v, **options, backend=backend), hit=hit or None, addresses=once)
@@ -621,7 +621,7 @@ def test_another_mask_is_another_call(repeats: Repeats) -> None:
 
 @pytest.mark.parametrize("options", (dict(return_lse=True), dict(recipe=fp8attn.Recipe(two_level=True))))
 def test_lse_of_quantized_operands_and_other_recipes_are_kept(repeats: Repeats, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_unsmoothed_lse", None)
+    monkeypatch.setattr(ops, "unsmoothed_lse", None)
     monkeypatch.setitem(ops.implementations, "unsmoothed_lse", lambda lse, *_, **__: function(lse, out := torch.empty_like(lse)) or out)
     x = operands()
     alike(lambda: fp8attn.cuda_sdpa(*x, **options))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp8attn
-from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, paged_ops, prepare
+from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, paged_ops, prepare, problem_ops
 from fp8attn import quantization as quantize_ref
 from fp8attn import triton as triton_kernels
 from fp8attn.call import empty_lse, empty_output
@@ -74,7 +74,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def half_keys(call: Any, device: Any) -> tuple:
         return empty_output(call.q, call.v.shape[3], call.out_dtype), empty_lse(call.q, call.return_lse)
 
-    for module in (prepare, explaining, ops, paged_ops):
+    for module in (prepare, explaining, ops, problem_ops, paged_ops):
         monkeypatch.setattr(module, "device_of", lambda device: H100)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
     for module in (api, explaining):
