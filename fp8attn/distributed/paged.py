@@ -102,13 +102,13 @@ class PageShares:
             RuntimeError: there is no group.
         """
         check_paged_batch(batch)
-        for name in ("counts", "cu_seqlens"):
-            if getattr(batch, name) is not None:
-                raise ValueError(f"batch.{name} is given; it must be None: all rows have all queries")
-        validate.check_batch(batch, batch.page_table.device)
+        _check_whole(batch, batch.page_table.device)
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= RECENT_QUERIES:
             raise ValueError(f"tokens is {tokens!r}; it must be an int from 1 to {RECENT_QUERIES}")
-        members = group_of(group)
+        return cls._of_checked(batch, tokens, group_of(group))
+
+    @classmethod
+    def _of_checked(cls, batch: PagedBatch, tokens: int, members: dist.ProcessGroup) -> PageShares:
         rank, ranks = members.rank(), members.size()
         lengths, device = batch.lengths, batch.lengths.device
         before, own = lengths - tokens, _share(lengths, rank, ranks)
@@ -188,16 +188,24 @@ def _shares(query: Any, cache: Any, batch: Any, members: dist.ProcessGroup) -> P
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache")
     whole = batch.batch if isinstance(batch, PageShares) else batch
     check_paged_batch(whole)
-    validate.check_batch(whole, cache.device)
+    _check_whole(whole, cache.device)
     validate.check_queries(query, whole, cache.storage)
     tokens = query.shape[2]
     if tokens > RECENT_QUERIES:
         raise ValueError(f"query has {tokens} tokens; it must have at most {RECENT_QUERIES}")
     if not isinstance(batch, PageShares):
-        return PageShares.of(batch, tokens, group=members)
+        return PageShares._of_checked(batch, tokens, members)
     if batch.tokens != tokens:
         raise ValueError(f"batch is of {batch.tokens} new tokens; it must be of query's, {tokens}")
     return batch
+
+
+def _check_whole(batch: PagedBatch, device: torch.device) -> None:
+    """Check a batch of whole sequences, on a cache's device."""
+    for name in ("counts", "cu_seqlens"):
+        if getattr(batch, name) is not None:
+            raise ValueError(f"batch.{name} is given; it must be None: all rows have all queries")
+    validate.check_batch(batch, device)
 
 
 def _checked(query: torch.Tensor, cache: KVCache, shares: PageShares, new: Any, how: Options, check_ranks: Check) -> dict[str, Any]:
