@@ -600,6 +600,9 @@ def _fake_forward(q, q_scale, q_group, k, k_scale, k_group, v, v_scale, v_mean, 
 FORWARDS: dict[str, Forward] = {"triton": _by_triton, "cuda": by_cuda, "auto": by_whichever, "modelled": _by_model}
 """Attention to quantized operands, by backend."""
 
+FUSING = ("auto", "cuda")
+"""Backends whose attention kernel may quantize q."""
+
 
 @shielded
 def _attend_directly(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -616,7 +619,7 @@ def attend_to_quantized(call: Call, backend: str, scale: torch.Tensor | None = N
     """
     if is_direct(call.q, call.k, call.v):
         if not made_here or call.kv_heads == 0:
-            validate.check_call(call, quantizes_q=backend in ("cuda", "auto"))
+            validate.check_call(call, quantizes_q=backend in FUSING)
         return _attend_directly(call, backend)
     operator = getattr(library_ops, f"{backend}_forward" if call.varlen is None else f"{backend}_varlen_forward")
     return operator(*call.arguments, scale=scale)

@@ -124,7 +124,7 @@ def _kernel_quantizes_query(p: Prepared, chosen: str) -> bool:
     Never in traced calls: the answer depends on strides and addresses, which torch.compile doesn't know.
     """
     query = p.query
-    if chosen not in ("auto", "cuda") or p.checked.varlen is not None or is_compiling() or not isinstance(query, torch.Tensor):
+    if chosen not in ops.FUSING or p.checked.varlen is not None or is_compiling() or not isinstance(query, torch.Tensor):
         return False
     if not is_fused_recipe(p.recipe) or not configs.may_quantize(query, p.value.shape[3]):
         return False
@@ -213,7 +213,7 @@ def problem_of(checked: Checked, chosen: str, recipe: Recipe, return_lse: bool) 
 
     The answer depends only on what torch.compile knows.
     """
-    if chosen not in ("auto", "cuda") or not checked.is_float or not is_fused_recipe(recipe):
+    if chosen not in ops.FUSING or not checked.is_float or not is_fused_recipe(recipe):
         return None
     query, key, value = checked.floats
     packed = checked.varlen is not None

@@ -23,8 +23,9 @@ from ..ambient import autocast_dtype
 from ..backends import choose_backend
 from ..call import Problem
 from ..device import device_of
+from ..prepare import is_fused_recipe
 from ..quantization import PartialStatistics, Statistics
-from ..recipe import DEFAULT_RECIPE, FUSED_RECIPES, Quantized, Recipe
+from ..recipe import DEFAULT_RECIPE, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
@@ -208,7 +209,7 @@ def context_parallel_sdpa(
 
 def _kernel_quantizes_queries(checked: Checked, recipe: Recipe, computing: Backend) -> bool:
     """Whether the attention kernel quantizes queries beside quantized keys, so that they need no pass of their own."""
-    if computing not in ("auto", "cuda") or recipe != FUSED_RECIPES[recipe.qk] or checked.device.type != "cuda":
+    if computing not in ops.FUSING or not is_fused_recipe(recipe) or checked.device.type != "cuda":
         return False
     problem = Problem(*checked.floats, checked.softmax_scale, recipe.qk, window=checked.window)
     return problem_ops.unsupported_fused_q(problem, device_of(checked.device)) is None

@@ -44,7 +44,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Layout:
+class BufferLayout:
     """Where tensors lie in a buffer, one after another.
 
     Attributes:
@@ -75,9 +75,9 @@ class Layout:
 
 
 @functools.lru_cache(1024)
-def layout_of(forms: tuple[Form, ...]) -> Layout:
+def layout_of(forms: tuple[Form, ...]) -> BufferLayout:
     """The layout of a buffer, made once: calls of a model all have the same few."""
-    return Layout(forms)
+    return BufferLayout(forms)
 
 
 def size_of(forms: Sequence[Form]) -> int:

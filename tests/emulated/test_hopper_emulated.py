@@ -312,7 +312,7 @@ def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ("64", "window 128", "softcap 64"))
 def test_scores_of_heads_that_are_ready(emulated: Emulated, name: str) -> None:
-    """What a launch that waits is told of windows, soft caps and sinks."""
+    """A launch that waits gets the window, the soft cap and the sinks of its call."""
     options: dict[str, Any] = dict(sinks=torch.linspace(-2, 3, 6))
     options |= {"64": {}, "window 128": dict(window=(130, 20)), "softcap 64": dict(softcap=7.5, window=(-1, 50))}[name]
     assert_waits(emulated, FUSED_Q[f"plain queries {name}"], **options)
