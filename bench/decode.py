@@ -17,6 +17,7 @@ from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, quantize, ref
 from fp8attn.cuda.run import prefill_from_pages
 from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT_QUERIES, PagedCall
+from fp8attn.quantization import scale_of
 
 from . import adapters, command_line, report
 from .command_line import NO_GPU, UsageError
@@ -227,18 +228,29 @@ def _dense(quantized: bool, sets: Sequence[Inputs]) -> Run:
     return lambda i: sdpa(*tensors[i % len(sets)], is_causal=True, causal_alignment="bottom_right", **options)
 
 
-def _tensors(fp8: bool, sets: Sequence[Inputs]) -> Run:
-    """fp8attn, of caches that it reads as other engines have them: (pages, page, Hkv, D), with one scale per tensor in FP8."""
+def _by_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (P, page, Hkv, D) in e4m3, and a scale per token and head."""
+    scale = scale_of(x.abs().amax(-1).float())
+    return (x.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
+
+
+def _tensors(kind: str, backend: str, sets: Sequence[Inputs]) -> Run:
+    """fp8attn, of caches that it reads as other engines have them: (pages, page, Hkv, D).
+
+    Args:
+        kind: `bf16`; `tensor` or `token`: e4m3, with a scale for each.
+    """
 
     def prepared(inputs: Inputs) -> tuple[PagedTensors, PagedBatch]:
         batch = PagedBatch(inputs.table, inputs.lengths, max_length=max(inputs.case.lengths))
-        if not fp8:
+        if kind == "bf16":
             return PagedTensors(inputs.k, inputs.v), batch
-        (k, k_scale), (v, v_scale) = (adapters.per_tensor(x) for x in (inputs.k, inputs.v))
+        quantized = _by_token if kind == "token" else adapters.per_tensor
+        (k, k_scale), (v, v_scale) = (quantized(x) for x in (inputs.k, inputs.v))
         return PagedTensors(k, v, k_scale, v_scale), batch
 
     caches = [prepared(inputs) for inputs in sets]
-    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend="triton", **sets[i % len(sets)].options)
+    return lambda i: paged_sdpa(sets[i % len(sets)].q, *caches[i % len(sets)], backend=backend, **sets[i % len(sets)].options)
 
 
 def _append(sets: Sequence[Inputs]) -> Run:
@@ -342,8 +354,11 @@ class Row:
 ROWS = (
     Row("fp8attn cuda", functools.partial(_own, "cuda"), needs=needs_gpu),
     Row("fp8attn triton", functools.partial(_own, "triton")),
-    Row("fp8attn tensors e4m3", functools.partial(_tensors, True)),
-    Row("fp8attn tensors bf16", functools.partial(_tensors, False), 2),
+    Row("fp8attn tensors e4m3", functools.partial(_tensors, "tensor", "cuda"), needs=needs_gpu),
+    Row("fp8attn tensors e4m3 by token", functools.partial(_tensors, "token", "cuda"), needs=needs_gpu),
+    Row("fp8attn tensors bf16", functools.partial(_tensors, "bf16", "cuda"), 2, needs=needs_gpu),
+    Row("fp8attn tensors e4m3 triton", functools.partial(_tensors, "tensor", "triton")),
+    Row("fp8attn tensors bf16 triton", functools.partial(_tensors, "bf16", "triton"), 2),
     Row("fp8attn append", _append, attends=False),
     Row("FA3 e4m3", functools.partial(_flash3, True), needs=adapters.needs_flash3),
     Row("FA3 bf16", functools.partial(_flash3, False), 2, needs=adapters.needs_flash3),
@@ -352,6 +367,12 @@ ROWS = (
     Row("SDPA bf16", _sdpa, 2),
 )
 
+
+LEAST_SHOWN = (
+    "SDPA bf16", "relative L2", "FA3 bf16", "fp8attn append", "fp8attn tensors bf16 triton", "fp8attn tensors e4m3 triton",
+    "fp8attn tensors e4m3 by token", "fp8attn triton",
+)  # fmt: skip
+"""Columns that a narrow table leaves out, the first one first."""
 
 PREFILL_ROWS = (
     Row("fp8attn dense", functools.partial(_dense, False)),
@@ -435,11 +456,7 @@ def table(results: Sequence[Result]) -> Sheet:
     """A table: a row for each case; for each way to decode microseconds and the share of the memory's bandwidth."""
     names = list(dict.fromkeys(result.row.name for result in results))
     note = f"µs (share of {PEAK_BYTES_PER_SECOND / 1e12:.2f} TB/s by the bytes of keys and values). Medians of one interleaved run each; –: refused."
-    optional = [
-        name
-        for name in ("SDPA bf16", "relative L2", "FA3 bf16", "fp8attn append", "fp8attn tensors bf16", "fp8attn triton")
-        if name in (*names, "relative L2")
-    ]
+    optional = [name for name in LEAST_SHOWN if name in (*names, "relative L2")]
     made = report.table_of("Decoding", ("case",), (*names, "relative L2"), note, optional=optional)
     for case in dict.fromkeys(result.case for result in results):
         by = {result.row.name: result for result in results if result.case == case}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8attn.cuda import append, build, decode, fused_small, general_quantize, portable, prefill, quantize
+from fp8attn.cuda import append, build, decode, decode_tensors, fused_small, general_quantize, portable, prefill, quantize
 from fp8attn.cuda.configs import GROUPS, VARLEN_GROUPS, HopperConfig, Scores
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.cuda.render import Config
@@ -117,6 +117,12 @@ def rows() -> list[Row]:
             "few queries of a KV cache",
             "accumulators by head dim; e4m3 and int8 are multiplied otherwise",
             hopper_only(decode.E4M3_INSTANCES, decode.INT8_INSTANCES),
+        ),
+        Row(
+            "decode of other engines' caches",
+            "few queries of a `PagedTensors`",
+            "accumulators by head dim; scales per token are loaded and multiplied beside the tokens; e4m3 is converted, bf16 and fp16 are not",
+            hopper_only(*decode_tensors.GROUPS),
         ),
         Row(
             "prefill",

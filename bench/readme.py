@@ -313,8 +313,8 @@ def decode() -> str:
     """Decoding from paged KV caches: microseconds, and the share of the memory's bandwidth."""
     records = _lines("decode")
     names = (
-        "fp8attn cuda", "fp8attn triton", "fp8attn tensors e4m3", "fp8attn tensors bf16", "FA3 e4m3 two-level", "FA3 bf16 of vLLM", "SDPA bf16",
-        "fp8attn append",
+        "fp8attn cuda", "fp8attn triton", "fp8attn tensors e4m3", "fp8attn tensors e4m3 by token", "fp8attn tensors bf16", "FA3 e4m3 two-level",
+        "FA3 bf16 of vLLM", "SDPA bf16", "fp8attn append",
     )  # fmt: skip
     rows = []
     for (case,), by in _by_case(records, "case").items():

@@ -58,7 +58,8 @@ def paged_sdpa(
         return_lse: also return the natural-log LSE of the scores and the sink, float32 (B, Hq, S) or (Hq, T).
         out_dtype: float16, bfloat16 or float32; None: query's.
         backend: `auto` (kernels on a GPU, else modelled); `cuda`: the kernels for Hopper GPUs; `triton`; or `modelled`:
-            the oracle in plain torch. `cuda` takes no `PagedTensors`, windows, soft caps, sinks and packed tokens.
+            the oracle in plain torch. `cuda` takes no soft caps and no packed tokens, and with a `KVCache` and few
+            queries no windows and no sinks.
 
     Returns:
         out (B, Hq, S, Dv) or (T, Hq, Dv), and the LSE if `return_lse`. Zeros and -inf past the counts, and of packed
@@ -188,7 +189,7 @@ def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBat
 def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, options: Options) -> eager.Attention:
     """`paged_sdpa` of the cache of another engine, of a call that isn't like one before."""
     window, softcap, sinks, scale, return_lse, out_dtype, backend = options
-    paged_tensors_ops.check_backend(backend)
+    paged_tensors_ops.check_backend("attention", backend)
     check_paged_batch(batch)
     check_options(options)
     validate.check_tensors_call(query, cache, batch, Scoring(1.0, window, softcap, sinks))
@@ -233,7 +234,7 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
 
     if kept and eager.repeat(name, (key, value), others, write) is not None:
         return
-    paged_tensors_ops.check_backend(backend)
+    paged_tensors_ops.check_backend("write", backend)
     validate.check_written(key, value, cache, slots)
     getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), slots)
     if kept and runs_kernels(backend, key.device):

@@ -3,30 +3,60 @@ have in common."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 
 from . import paged_tensors, validate
 from . import triton as triton_kernels
+from .cuda import build, decode_tensors
+from .cuda import run as cuda_run
+from .cuda.build import BuildError
 from .device import device_of
 from .ops import current, register
 from .paged_ops import runs_triton
 from .paged_tensors import PagedTensors
 from .pages import PagedBatch, empty_answer
 from .reference import Scoring
+from .validate import BackendUnavailable
 
-BACKENDS = ("auto", "triton", "modelled")
+BACKENDS = {"attention": ("auto", "cuda", "triton", "modelled"), "write": ("auto", "triton", "modelled")}
+"""By what is done."""
 
 
-def check_backend(backend: object) -> None:
-    """Check the backend of a call on a cache of another engine.
+def check_backend(what: str, backend: object) -> None:
+    """Check the backend of a call on a cache of another engine: `what` is done.
 
     Raises:
         ValueError: there is no such backend.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; with fp8attn.PagedTensors it must be one of {BACKENDS}")
+    if backend not in BACKENDS[what]:
+        raise ValueError(f"backend is {backend!r}; with fp8attn.PagedTensors it must be one of {BACKENDS[what]}")
+
+
+def _by_cuda(
+    required: bool, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """Attention by the CUDA kernel, or None if Triton's is to do it.
+
+    Raises:
+        BackendUnavailable: the CUDA kernel is `required` and doesn't support the call.
+        BuildError: it is required and can't be compiled here.
+    """
+    device = device_of(query.device)
+    reason = decode_tensors.unsupported_call(query, cache, batch, how, device) or build.unavailable(decode_tensors.choose(cache), device.arch)
+    if required and reason is not None:
+        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+    if reason is not None or not (required or decode_tensors.is_faster(query, cache)):
+        return None
+    try:
+        return cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype)
+    except BuildError as error:
+        if required:
+            raise
+        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return None
 
 
 def _attend_by(backend: str):
@@ -39,6 +69,11 @@ def _attend_by(backend: str):
         how = Scoring(softmax_scale, (window[0], window[1]), softcap, sinks)
         validate.check_tensors_call(query, tensors, batch, how)
         validate.check_launch(softmax_scale, "bottom_right", out_dtype)
+        if backend == "cuda" or (backend == "auto" and query.device.type == "cuda"):
+            with current(query.device):
+                found = _by_cuda(backend == "cuda", query, tensors, batch, how, out_dtype)
+            if found is not None:
+                return found
         if runs_triton(backend, query.device):
             with current(query.device):
                 return triton_kernels.paged_tensors.attend(query, tensors, batch, how, device_of(query.device), out_dtype)
@@ -70,11 +105,13 @@ def _fake_write(key, value, cache, slots) -> None:
     return None
 
 
-for _name in BACKENDS:
+for _name in BACKENDS["attention"]:
     register(
         f"{_name}_tensors_attention(Tensor query, Tensor[] cache, Tensor page_table, Tensor lengths, Tensor? counts, Tensor? cu_seqlens,"
         " int? max_length, float softmax_scale, int[2] window, float softcap, Tensor? sinks, ScalarType out_dtype) -> (Tensor, Tensor)",
         _attend_by(_name),
         _fake_attend,
     )
+
+for _name in BACKENDS["write"]:
     register(f"{_name}_write_to_pages(Tensor key, Tensor value, Tensor(a!)[] cache, Tensor slots) -> ()", _write_by(_name), _fake_write)

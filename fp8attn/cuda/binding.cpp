@@ -360,15 +360,39 @@ void encode_matrix(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t byte
   STD_TORCH_CHECK(fp8attn::encode(map, map_address(x), sizes, strides, box), "no tensor map for shape ", text(x.sizes()));
 }
 
-// Attends to a KV cache with few queries, (B, Hq, Sq, D). `storage`: the tensors of pages.Storage. `batch`: the page
-// table, lengths, counts and sequences of pages.PagedBatch. `part`: channels that are rotated together. `results`: the
-// output, its LSE, memory for partial results, and tickets.
-void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage,
-            const std::vector<std::optional<Tensor>>& batch, const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(storage.size() == 10 && batch.size() == 4 && batch[0] && batch[1] && results.size() == 5, "decode takes 10 tensors of a cache, 4 of a batch and 5 results");
+// What both decode kernels are told of a call of queries (B, Hq, Sq, D). `batch`: the page table, lengths, counts and
+// sequences of pages.PagedBatch. `results`: the output, its LSE, memory for partial results, and tickets.
+fp8attn::DecodeParams decode_params_of(int64_t ctas, double softmax_scale, const Tensor& q, int64_t kv_heads, const Operands& batch, const std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(batch.size() == 4 && batch[0] && batch[1] && results.size() == 5, "a decode kernel takes 4 tensors of a batch and 5 results");
+  fp8attn::DecodeParams p = {};
+  p.q = q.const_data_ptr();
+  p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
+  p.out = results[0].mutable_data_ptr(), p.lse = results[1].mutable_data_ptr<float>();
+  p.parts = results[2].mutable_data_ptr<float>(), p.part_rows = results[3].mutable_data_ptr<float>();
+  p.tickets = results[4].mutable_data_ptr<int>();
+  copy_strides(p.q_strides, q);
+  p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
+  p.batches = q.size(0), p.q_heads = q.size(1), p.kv_heads = kv_heads, p.q_length = q.size(2);
+  p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
+  p.ctas = ctas, p.part_height = results[2].size(1);
+  const int tiles = p.batches * p.kv_heads;
+  p.tiles_of_unit = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_unit = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
+  p.ctas_of_unit_inverse = ((1 << 16) + p.ctas_of_unit - 1) / p.ctas_of_unit;
+  p.inverse_part = 1.0;
+  p.score_scale = softmax_scale * 1.4426950408889634;
+  p.out_type = out_type(results[0].scalar_type());
+  p.half = q.scalar_type() == ScalarType::Half;
+  return p;
+}
+
+// Attends to a KV cache with few queries. `storage`: the tensors of pages.Storage. `part`: channels that are rotated
+// together. `batch`, `results`: as of decode_params_of.
+void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage, const Operands& batch,
+            const std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(storage.size() == 10, "decode takes 10 tensors of a cache");
   const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
   const int64_t dim = q.size(3);
-  fp8attn::DecodeParams p = {};
+  fp8attn::DecodeParams p = decode_params_of(ctas, softmax_scale, q, k.size(1), batch, results);
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t keys = k.size(2), panel = std::min<int64_t>(dim, 128);
@@ -377,26 +401,41 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   encode_matrix(p.recent_k_map, recent_k, keys / 2, 128);
   encode_matrix(p.recent_v_map, recent_v, keys / 2, 128);
   p.k = k.const_data_ptr(), p.v = v.const_data_ptr(), p.recent_k = recent_k.const_data_ptr(), p.recent_v = recent_v.const_data_ptr();
-  p.q = q.const_data_ptr();
   p.k_scale = storage[1].const_data_ptr<float>(), p.v_page_scale = storage[3].const_data_ptr<float>();
   p.k_mean = storage[4].const_data_ptr<float>(), p.v_mean = storage[5].const_data_ptr<float>(), p.v_scale = storage[6].const_data_ptr<float>();
-  p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
-  p.out = results[0].mutable_data_ptr(), p.lse = results[1].mutable_data_ptr<float>();
-  p.parts = results[2].mutable_data_ptr<float>(), p.part_rows = results[3].mutable_data_ptr<float>();
-  p.tickets = results[4].mutable_data_ptr<int>();
-  copy_strides(p.q_strides, q);
-  p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
-  p.batches = q.size(0), p.q_heads = q.size(1), p.kv_heads = k.size(1), p.q_length = q.size(2);
   p.every_page = k.size(0), p.every_sequence = recent_k.size(0);
-  p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
-  p.ctas = ctas, p.part_height = results[2].size(1);
-  const int tiles = p.batches * p.kv_heads;
-  p.tiles_of_unit = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_unit = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
-  p.ctas_of_unit_inverse = ((1 << 16) + p.ctas_of_unit - 1) / p.ctas_of_unit;
   p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
-  p.score_scale = softmax_scale * 1.4426950408889634;
-  p.out_type = out_type(results[0].scalar_type());
-  p.half = q.scalar_type() == ScalarType::Half;
+  launch(launcher, p, ctas, q.get_device());
+}
+
+// Boxes of `rows` slots x at most 128 bytes of the cache of another engine, (P, page, Hkv, D).
+void encode_slots(CUtensorMap& map, const Tensor& x, int64_t rows) {
+  const uint64_t size = x.element_size(), width = size * x.size(3);
+  // a dimension of size 1 may have any stride; it gets one that a map may have
+  const auto stride = [&](int i) { return x.size(i) == 1 ? width : size * x.stride(i); };
+  const uint64_t sizes[4] = {width, uint64_t(x.size(1)), uint64_t(x.size(0)), uint64_t(x.size(2))}, strides[3] = {stride(1), stride(0), stride(2)};
+  const uint32_t box[4] = {uint32_t(std::min<uint64_t>(width, 128)), uint32_t(rows), 1, 1};
+  // what is behind a row is often another head's, for which L2 has no room until that comes
+  const int brought = strides[0] == width ? 256 : std::min<uint64_t>(width, 256);
+  STD_TORCH_CHECK(fp8attn::encode(map, map_address(x), sizes, strides, box, brought), "no tensor map for shape ", text(x.sizes()), ", strides ", text(x.strides()));
+}
+
+// Attends to the KV cache of another engine with few queries. `numbers`: those of decode_tensors.numbers_of. `cache`:
+// K, V, their scales, and sinks. `batch`, `results`: as of decode_params_of.
+void decode_tensors(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, const Tensor& q, const Operands& cache, const Operands& batch,
+                    const std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(numbers.size() == 13 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 13 numbers and 5 tensors of a cache");
+  const Tensor &k = *cache[0], &v = *cache[1];
+  fp8attn::DecodeParams p = decode_params_of(ctas, softmax_scale, q, k.size(2), batch, results);
+  p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4];
+  std::copy_n(&numbers[5], 4, p.k_scale_strides);
+  std::copy_n(&numbers[9], 4, p.v_scale_strides);
+  check(cudaSetDevice(q.get_device()));  // as in `decode`
+  encode_slots(p.k_map, k, p.copied_tokens);
+  encode_slots(p.v_map, v, p.copied_tokens);
+  p.k = k.const_data_ptr(), p.v = v.const_data_ptr();
+  p.k_scale = address_of<float>(cache[2]), p.v_scale = address_of<float>(cache[3]), p.sinks = address_of<float>(cache[4]);
+  p.every_page = k.size(0), p.every_sequence = p.batches;
   launch(launcher, p, ctas, q.get_device());
 }
 
@@ -557,6 +596,9 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 
   define("decode(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
+  define(
+      "decode_tensors(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+
   define("prefill(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
 
   define("append(int launcher, int ctas, int[] numbers, Tensor[] tokens, Tensor(a!)[] storage, Tensor?[] batch) -> ()");
@@ -578,6 +620,7 @@ void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("quantize_general", TORCH_BOX(&quantize_general));
   m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
   m.impl("decode", TORCH_BOX(&decode));
+  m.impl("decode_tensors", TORCH_BOX(&decode_tensors));
   m.impl("prefill", TORCH_BOX(&prefill));
   m.impl("append", TORCH_BOX(&append));
 }

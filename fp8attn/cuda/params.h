@@ -168,8 +168,9 @@ struct UnsmoothLseParams {
   bool q_aligned;  // whether rows start at multiples of 16 bytes
 };
 
-// Parameters of the decode kernel, which attends to a KV cache: pages.Storage and pages.PagedBatch. N sequences, P
-// pages, of 128 keys each.
+// Parameters of the decode kernels. One attends to a KV cache: pages.Storage and pages.PagedBatch. N sequences, P
+// pages, of 128 keys each. The other one attends to that of another engine, paged_tensors.PagedTensors, of which it
+// takes the maps of k and v, their bytes as (P, page, Hkv, D), the scales, and what is at the end.
 struct DecodeParams {
   // Bytes of the pages, (P * Hkv * 128, D) and (P * Hkv * D, 128), and of the tokens in half precision, (N * Hkv *
   // RECENT, 2 D).
@@ -204,6 +205,13 @@ struct DecodeParams {
   float inverse_part, score_scale;  // the latter: softmax scale times log2 e
   OutType out_type;
   bool half;  // q and the tokens in half precision are half, else bfloat16
+
+  // Of the cache of another engine.
+  int64_t k_scale_strides[4], v_scale_strides[4];  // over rows of the batch, pages, slots and heads
+  const float* sinks;                              // (Hq); or null
+  int page, copied_tokens;  // slots of a page; tokens of a box of the maps, a power of two
+  int capacity;             // tokens that a row of the page table has pages for
+  int left, right;          // a query at position i sees keys i - left ... i + right; -1: all
 };
 
 // Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and

@@ -15,6 +15,7 @@ from .. import quantization as quantize_ref
 from .append import OF_WORD, AppendConfig
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .decode import DecodeConfig
+from .decode_tensors import DecodeTensorsConfig
 from .fused_small import FusedSmallConfig
 from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
@@ -22,7 +23,7 @@ from .prefill import HALF_BLOCK, PrefillConfig
 from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig
-Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | PrefillConfig | AppendConfig
+Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | DecodeTensorsConfig | PrefillConfig | AppendConfig
 
 RENDERED = "// Rendered by fp8attn/cuda/render.py."
 
@@ -224,6 +225,7 @@ KINDS = {
     GeneralQuantizeConfig: ("general_quantize.cuh", "GeneralQuantizeStorage", "GeneralQuantizeParams"),
     UnsmoothLseConfig: ("unsmooth_lse.cuh", "", "UnsmoothLseParams"),
     DecodeConfig: ("decode.cuh", "DecodeStorage", "DecodeParams"),
+    DecodeTensorsConfig: ("decode_tensors.cuh", "DecodeTensorsStorage", "DecodeParams"),
     PrefillConfig: ("prefill.cuh", "PrefillStorage", "PrefillParams"),
     AppendConfig: ("append.cuh", "AppendStorage", "AppendParams"),
 }

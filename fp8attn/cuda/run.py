@@ -8,13 +8,14 @@ import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
+from ..paged_tensors import PagedTensors
 from ..pages import PagedBatch, PagedCall, Stage, Storage
 from ..quantization import sample_size
 from ..recipe import ProductType, Quantized, Recipe
-from ..reference import causal_offset
+from ..reference import Scoring, causal_offset
 from ..rotation import part_of
 from ..schedule import TABLE_HEADER, heads_side_by_side
-from . import append, build, configs, decode, fused_small, general_quantize, portable, prefill, quantize
+from . import append, build, configs, decode, decode_tensors, fused_small, general_quantize, portable, prefill, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .portable import PortableConfig
 
@@ -274,6 +275,33 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
     library.operators.decode.default(
         library.launchers[config], ctas, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(), list(call.batch.tensors()[:4]),
         [out, lse, parts, part_rows, storage.tickets],
+    )  # fmt: skip
+    return out, lse
+
+
+def attend_to_tensors(
+    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """paged_tensors.attend by the decode kernel for caches of other engines.
+
+    `decode_tensors.unsupported_call` must return None for the call.
+
+    Returns:
+        out (B, Hq, S, D) and LSE (B, Hq, S).
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    config = decode_tensors.choose(cache)
+    library = build.load_with(config, decode_tensors.group(config), device.arch)
+    ctas, height = decode_tensors.ctas_of(config, device), min(decode_tensors.rows_of_head(q, cache), config.rows)
+    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+    parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (q.shape[3], 2))
+    tickets = q.new_zeros(q.shape[0], cache.kv_heads, dtype=torch.int32)
+    scales = (x if isinstance(x, torch.Tensor) else None for x in (cache.k_scale, cache.v_scale))
+    library.operators.decode_tensors.default(
+        library.launchers[config], ctas, decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, q, [cache.k, cache.v, *scales, how.sinks],
+        list(batch.tensors()[:4]), [out, lse, parts, part_rows, tickets],
     )  # fmt: skip
     return out, lse
 

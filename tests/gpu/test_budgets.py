@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from compiling import compiled, numbers
-from fp8attn.cuda import append, decode, fused_small, general_quantize, portable, prefill, quantize
+from fp8attn.cuda import append, decode, decode_tensors, fused_small, general_quantize, portable, prefill, quantize
 from fp8attn.cuda.append import AppendConfig
 from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig, round_up
 from fp8attn.cuda.decode import DecodeConfig
+from fp8attn.cuda.decode_tensors import DecodeTensorsConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.portable import DIMS, PortableConfig
@@ -154,13 +155,25 @@ MOST_STACK_OF_DECODE = 32
 
 @pytest.mark.parametrize("config", one_of(1, decode.INSTANCES))
 def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
-    """Registers and shared memory for as many CTAs on each SM as it says."""
-    report = compiled(nvcc, config, 90, tmp_path)
+    check_decode(compiled(nvcc, config, 90, tmp_path), config, MOST_STACK_OF_DECODE)
+
+
+MOST_STACK_OF_TENSORS = 80
+"""The same of caches of other engines, with four groups of rows."""
+
+
+@pytest.mark.parametrize("config", one_of(1, decode_tensors.INSTANCES))
+def test_decode_of_tensors(nvcc: str, tmp_path: Path, config: DecodeTensorsConfig) -> None:
+    check_decode(compiled(nvcc, config, 90, tmp_path), config, MOST_STACK_OF_TENSORS)
+
+
+def check_decode(report: str, config: DecodeConfig | DecodeTensorsConfig, most_stack: int) -> None:
+    """Registers and shared memory for as many CTAs on each SM as a config says."""
     entries = report.split("Compiling entry function")[1:]
     assert len(entries) == 2 and "wgmma" not in report, report
     for entry in entries:
         registers, stack = numbers(entry)
-        assert stack <= MOST_STACK_OF_DECODE, entry
+        assert stack <= most_stack, entry
         warps = -(-config.ctas * config.threads // (4 * 32))  # of a quarter of an SM, which has a quarter of the registers
         assert round_up(registers, 8) * 32 * warps <= REGISTER_FILE // 4, entry
     assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED

@@ -31,7 +31,7 @@ import pytest
 import torch
 
 from fp8attn import schedule
-from fp8attn.cuda import append, build, decode, general_quantize, prefill, quantize, render
+from fp8attn.cuda import append, build, decode, decode_tensors, general_quantize, prefill, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import PortableConfig
@@ -174,6 +174,9 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
         ("half", ctypes.c_bool),
+        *((f"{name}_scale_strides", ctypes.c_int64 * 4) for name in "kv"),
+        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("page", "copied_tokens", "capacity", "left", "right")),
     ]
 
 
@@ -540,30 +543,59 @@ def unsmooth_lse_params(part, softmax_scale, q, k_mean, lse, out) -> UnsmoothLse
     return p
 
 
-def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
-    """The DecodeParams that binding.cpp's decode makes from its arguments."""
-    k, k_scale, v, v_page_scale, k_mean, v_mean, v_scale, recent_k, recent_v, _ = storage
-    table, lengths, counts, sequences = batch
-    dim = q.size(3)
-    boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
-    p = DecodeParams((ctypes.c_uint8 * (4 * MAP))(*b"".join(matrix_map(*box) for box in boxes)))
-    tensors = dict(k=k, v=v, recent_k=recent_k, recent_v=recent_v) | dict(
-        q=q, k_scale=k_scale, v_page_scale=v_page_scale, k_mean=k_mean, v_mean=v_mean, v_scale=v_scale, page_table=table, lengths=lengths
-    )
-    tensors |= dict(counts=counts, sequences=sequences) | dict(zip(("out", "lse", "parts", "part_rows", "tickets"), results, strict=True))
+def _decode_params_of(ctas: int, softmax_scale: float, q: torch.Tensor, kv_heads: int, maps: bytes, tensors, batch, results) -> DecodeParams:
+    """The DecodeParams that both decode kernels' functions in binding.cpp make. tensors: by their names."""
+    p = DecodeParams((ctypes.c_uint8 * (4 * MAP))(*maps))
+    tensors = tensors | dict(q=q) | dict(zip(("page_table", "lengths", "counts", "sequences"), batch, strict=True))
+    tensors |= dict(zip(("out", "lse", "parts", "part_rows", "tickets"), results, strict=True))
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())
+    table = batch[0]
     p.q_strides, p.table_stride, p.table_width = (ctypes.c_int64 * 3)(*q.stride()[:3]), table.stride(0), table.size(1)
     p.batches, p.q_heads, p.q_length, _ = q.shape
-    p.kv_heads, p.every_page, p.every_sequence = k.size(1), k.size(0), recent_k.size(0)
+    p.kv_heads = kv_heads
     p.group = p.q_heads // p.kv_heads
     p.group_inverse = -(-(1 << 16) // p.group)
     tiles = p.batches * p.kv_heads
     p.tiles_of_unit, p.ctas_of_unit = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
     p.ctas_of_unit_inverse = -(-(1 << 16) // p.ctas_of_unit)
-    p.ctas, p.part_height, p.part, p.inverse_part = ctas, results[2].size(1), part, 1.0 / max(part, 1)
+    p.ctas, p.part_height, p.inverse_part = ctas, results[2].size(1), 1.0
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
     return p
+
+
+def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
+    """The DecodeParams that binding.cpp's decode makes from its arguments."""
+    names = ("k", "k_scale", "v", "v_page_scale", "k_mean", "v_mean", "v_scale", "recent_k", "recent_v")
+    tensors = dict(zip(names, storage[:-1], strict=True))
+    k, v, recent_k, recent_v = (tensors[name] for name in ("k", "v", "recent_k", "recent_v"))
+    dim = q.size(3)
+    boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
+    maps = b"".join(matrix_map(*box) for box in boxes)
+    p = _decode_params_of(ctas, softmax_scale, q, k.size(1), maps, tensors, batch, results)
+    p.every_page, p.every_sequence = k.size(0), recent_k.size(0)
+    p.part, p.inverse_part = part, 1.0 / max(part, 1)
+    return p
+
+
+def decode_tensors_params(ctas: int, numbers, softmax_scale: float, q: torch.Tensor, cache, batch, results) -> DecodeParams:
+    """The DecodeParams that binding.cpp's decode_tensors makes from its arguments."""
+    tensors = dict(zip(("k", "v", "k_scale", "v_scale", "sinks"), cache, strict=True))
+    k, v = cache[:2]
+    maps = b"".join(_slots_map(x, numbers[1]) for x in (k, v)) + bytes(2 * MAP)
+    p = _decode_params_of(ctas, softmax_scale, q, k.size(2), maps, tensors, batch, results)
+    p.page, p.copied_tokens, p.capacity, p.left, p.right, *strides = numbers
+    p.k_scale_strides, p.v_scale_strides = (ctypes.c_int64 * 4)(*strides[:4]), (ctypes.c_int64 * 4)(*strides[4:])
+    p.every_page, p.every_sequence = k.size(0), p.batches
+    return p
+
+
+def _slots_map(x: torch.Tensor, rows: int) -> bytes:
+    """A tensor map of boxes of `rows` slots of x (P, page, Hkv, D)."""
+    size = x.element_size()
+    width = size * x.size(3)
+    strides = tuple(width if x.size(i) == 1 else size * x.stride(i) for i in (1, 0, 2))
+    return tensor_map(x, (width, x.size(1), x.size(0), x.size(2)), strides, (min(width, 128), rows, 1, 1))
 
 
 def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, results) -> bytes:
@@ -771,6 +803,18 @@ def decoder(config: decode.DecodeConfig, *mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled decode kernel."""
     emulated = library("decode.cpp", *mutations, instance=instance_of(config))
     return build.Library(SimpleNamespace(decode=SimpleNamespace(default=functools.partial(_decode, emulated))), {config: 0})
+
+
+def _decode_tensors(library: ctypes.CDLL, launcher: int, *arguments) -> None:
+    """binding.cpp's decode_tensors."""
+    p = decode_tensors_params(*arguments)
+    assert library.decode_tensors(ctypes.byref(p), ctypes.sizeof(p)) & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def tensors_decoder(config: decode_tensors.DecodeTensorsConfig, *mutations: Mutation) -> build.Library:
+    """The library that fp8attn.cuda.run launches in place of the compiled decode kernel for caches of other engines."""
+    emulated = library("decode_tensors.cpp", *mutations, instance=instance_of(config))
+    return build.Library(SimpleNamespace(decode_tensors=SimpleNamespace(default=functools.partial(_decode_tensors, emulated))), {config: 0})
 
 
 def _prefill(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import emulation
+import foreign
 import fp8attn
 from emulated import quantized
 from fp8attn import recording
 from fp8attn.call import HALVES, Problem
-from fp8attn.cuda import append, build, decode, fused_small, general_quantize, prefill, run
+from fp8attn.cuda import append, build, decode, decode_tensors, fused_small, general_quantize, prefill, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 from fp8attn.pages import PagedCall, Stage, Storage
@@ -176,6 +177,30 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
         assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode.choose(cache.storage), H100)
         expected = bytes(emulation.decode_params(*told.arguments[1:]))
         assert buffer.raw[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        foreign.Case(page=16, layout="both in a row", sinks=True, query_dtype=torch.bfloat16),
+        foreign.Case(page=128, scales=("token", "token"), layout="heads first", window=(70, 3), ragged=True, dim=128, value_dim=128),
+        foreign.Case(page=64, dtype=torch.bfloat16, layout="both in a page", kv_heads=1, dim=256, value_dim=256),
+    ),
+    ids=("e4m3", "by token", "bf16"),
+)
+def test_params_of_decode_from_tensors_are_as_described(recorder: Recorder, case: foreign.Case) -> None:
+    call = case.call(torch.device("cpu"))
+    told = Told(recorder, "decode_tensors", "record_decode")
+    told.library = build.Library(told.library.operators, dict.fromkeys(decode_tensors.INSTANCES, *{*told.library.launchers.values()}))
+    assert decode_tensors.unsupported_call(call.q, call.cache, call.batch, call.how, H100) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: told.library)
+        out, lse = run.attend_to_tensors(call.q, call.cache, call.batch, call.how, H100, torch.float32)
+    assert out.shape == call.q.shape and out.is_contiguous() and lse.shape == call.q.shape[:3]
+    buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
+    assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode_tensors.ctas_of(decode_tensors.choose(call.cache), H100)
+    expected = bytes(emulation.decode_tensors_params(*told.arguments[1:]))
+    assert buffer.raw[: len(expected)] == expected
 
 
 def prefill_call(dtype: torch.dtype, dim: int, new: bool, options: dict) -> PagedCall:

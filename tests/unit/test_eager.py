@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import emulation
 import fp8attn
 from bench.profiled import named_ranges
-from fp8attn import PagedBatch, Quantized, api, eager, explaining, ops, paged_ops, prepare, problem_ops, recording, varlen_ops
+from fp8attn import PagedBatch, Quantized, api, eager, explaining, ops, paged_ops, paged_tensors_ops, prepare, problem_ops, recording, varlen_ops
 from fp8attn import triton as triton_kernels
 from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build
@@ -36,6 +36,7 @@ from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.append import AppendConfig
 from fp8attn.cuda.build import BuildError
 from fp8attn.cuda.decode import DecodeConfig
+from fp8attn.cuda.decode_tensors import DecodeTensorsConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.prefill import PrefillConfig
 from fp8attn.cuda.quantize import QuantizeConfig
@@ -58,7 +59,7 @@ class AnyInstance(dict):
     def __missing__(self, config) -> int:
         library = emulation.binding()[1]
         name = {QuantizeConfig: "record_quantize", GeneralQuantizeConfig: "record_general_quantize", UnsmoothLseConfig: "record_unsmooth_lse"}
-        name |= {DecodeConfig: "record_decode", PrefillConfig: "record_prefill", AppendConfig: "record_append"}
+        name |= {DecodeConfig: "record_decode", DecodeTensorsConfig: "record_decode", PrefillConfig: "record_prefill", AppendConfig: "record_append"}
         launcher = getattr(library, name.get(type(config), "record"))
         return ctypes.cast(launcher, ctypes.c_void_p).value or 0
 
@@ -1079,6 +1080,26 @@ def test_calls_on_caches_of_other_engines_are_kept(fp8: bool, repeats: Repeats) 
     for options in (dict(window=(5, 0)), dict(softcap=2.0), dict(max_length=30), dict(scale=0.3)):
         for i in range(3):
             call(True, i > 1, **options)
+
+
+@pytest.mark.parametrize("fp8", (False, True))
+def test_decode_steps_from_caches_of_other_engines_are_kept(fp8: bool, repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA kernel's, whose tensor maps are of this call's cache."""
+    monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: H100)
+    for i in range(4):
+        k, v = (torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+        scales = [torch.ones(2), torch.ones(2)] if fp8 else [None, None]
+        cache = fp8attn.PagedTensors(*(x.to(torch.float8_e4m3fn) if fp8 else x for x in (k, v)), *scales)
+        batch = PagedBatch(torch.zeros(3, 4, dtype=torch.int32), torch.full((3,), 20, dtype=torch.int32))
+        query, sinks = torch.zeros(3, 8, 1, 64).bfloat16(), torch.ones(8)
+        out, lse = fp8attn.paged_sdpa(query, cache, batch, sinks=sinks, window=(9, 0), return_lse=True, backend="cuda")
+        assert repeats.last() == (i > 1)
+        p = decoded()
+        given = dict(q=query, k=cache.k, v=cache.v, k_scale=scales[0], v_scale=scales[1], sinks=sinks, out=out, lse=lse)
+        given |= dict(zip(("page_table", "lengths", "counts", "sequences"), batch.tensors(), strict=False))
+        for name, x in given.items():
+            assert getattr(p, name) == (None if x is None else x.data_ptr()), name
+        assert bytes(p.maps)[:8] == cache.k.data_ptr().to_bytes(8, sys.byteorder) and (p.page, p.left, p.right) == (16, 9, 0)
 
 
 @pytest.mark.usefixtures("without_torch", "cached")

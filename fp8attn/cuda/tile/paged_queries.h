@@ -21,9 +21,11 @@ template <int DIM>
 constexpr int KEY_PANEL = DIM < 128 ? DIM : 128;  // bytes of a row of K in a panel, as TMA writes it; and of Q
 
 // Quantizes the rows of a tile. Called by all decoders. `codes`: panels of HEIGHT rows, with TMA's swizzle. Sets the
-// scales of the rows, times p.score_scale; NaN if a query is not finite. Sets what K's mean adds to the rows' scores.
-template <typename T, int DIM, bool INT8, int HEIGHT>
-__device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, uint8_t* codes, float (&row_scale)[HEIGHT], float (&mean_score)[HEIGHT]) {
+// scales of the rows, times p.score_scale; NaN if a query is not finite. Sets `mean_score`, unless it is null, to what
+// K's mean adds to the rows' scores, which is nothing if not `has_mean`.
+template <typename T, int DIM, bool INT8, int HEIGHT, typename Blocks>
+__device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT, Blocks>& tile, bool has_mean, uint8_t* codes, float (&row_scale)[HEIGHT],
+                                 float* mean_score) {
   constexpr int PANEL = KEY_PANEL<DIM>;
   const RowTeam team(DIM);
   const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
@@ -37,7 +39,7 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
   };
   Chunk<T> chunk = load(mine);  // in flight together with the mean
   alignas(16) float mean[CHUNK] = {};
-  if (tile.blocks.pages > 0) {  // else the sequence may have none yet
+  if (has_mean) {
     const float* from = p.k_mean + (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + team.channel;
 #pragma unroll
     for (int i = 0; i < CHUNK; i += 4) *reinterpret_cast<float4*>(mean + i) = *reinterpret_cast<const float4*>(from + i);
@@ -66,7 +68,10 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     if (mine >= rows) continue;
     uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
     *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(mine, team.channel % PANEL)) = of_chunk;
-    if (team.member == 0) row_scale[mine] = has_nan ? NAN : kept * p.score_scale, mean_score[mine] = sum * unit * p.score_scale;
+    if (team.member == 0) {
+      row_scale[mine] = has_nan ? NAN : kept * p.score_scale;
+      if (mean_score != nullptr) mean_score[mine] = sum * unit * p.score_scale;
+    }
   }
 }
 

@@ -41,46 +41,85 @@ using OfQueries = float[GROUPS][2];
 template <int PRODUCTS, int GROUPS, typename Sum = float>
 using Products = Sum[PRODUCTS][4 * GROUPS];
 
+// Reduces what threads have over all lanes and warps that have the same queries, through `of_warps`, which nobody may
+// still read from a call before. Called by all decoders.
+template <int GROUPS, typename F>
+__device__ void reduce_over_warps(float (*of_warps)[DECODER_WARPS], OfQueries<GROUPS>& x, Fragment f, F&& op) {
+  static_assert(DECODER_WARPS == 4);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& mine = x[group][r];
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) mine = op(mine, __shfl_xor_sync(~0u, mine, distance));
+      if (lane < 4) of_warps[QUERY_GROUP * group + f.column + r][warp] = mine;
+    }
+  ptx::warpgroup_sync(1);
+#pragma unroll
+  for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float4 all = *reinterpret_cast<const float4*>(of_warps[QUERY_GROUP * group + f.column + r]);
+      x[group][r] = op(op(all.x, all.y), op(all.z, all.w));
+    }
+}
+
+// The factors of the sums so far, whose maxima are `m`, and of those of a block whose largest scores are `largest`.
+// Updates m.
+template <int GROUPS>
+__device__ void merge_maxima(OfQueries<GROUPS>& m, const OfQueries<GROUPS>& largest, OfQueries<GROUPS>& mine, OfQueries<GROUPS>& theirs) {
+#pragma unroll
+  for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& of = m[group][r];
+      const float m_new = fmaxf(of, largest[group][r]), base = finite_or_zero(m_new);
+      mine[group][r] = ptx::exp2_approx(of - base), theirs[group][r] = ptx::exp2_approx(largest[group][r] - base);
+      of = m_new;
+    }
+}
+
+// a and b as elements of T, a in the lower half.
+template <typename T>
+__device__ uint32_t word_of(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return ptx::half2(a, b);
+  } else {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(two);
+  }
+}
+
+// Makes elements finite.
+template <typename T>
+__device__ void clamp(uint32_t (&words)[4]) {
+  using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  constexpr uint32_t LARGEST = std::is_same_v<T, __half> ? 0x7BFF7BFF : 0x7F7F7F7F, LOWEST = LARGEST | 0x80008000;
+#pragma unroll
+  for (uint32_t& word : words) {
+    Two& two = reinterpret_cast<Two&>(word);
+    two = __hmin2(__hmax2(two, reinterpret_cast<const Two&>(LOWEST)), reinterpret_cast<const Two&>(LARGEST));  // of NaN, the other one
+  }
+}
+
 // What the warps exchange.
 template <int ROWS>
 struct alignas(1024) WarpExchange {
   uint8_t p[ROWS * KEYS];  // P of a page, rows with TMA's swizzle; or of a block in half precision
   float of_warps[ROWS][DECODER_WARPS];
 
-  // Reduces what threads have over all lanes and warps that have the same queries. There is a barrier between two
-  // calls. Called by all decoders.
-  template <int GROUPS, typename F>
-  __device__ void reduce(OfQueries<GROUPS>& x, Fragment f, F&& op) {
-    static_assert(DECODER_WARPS == 4);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float& mine = x[group][r];
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) mine = op(mine, __shfl_xor_sync(~0u, mine, distance));
-        if (lane < 4) of_warps[QUERY_GROUP * group + f.column + r][warp] = mine;
-      }
-    ptx::warpgroup_sync(1);
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float4 all = *reinterpret_cast<const float4*>(of_warps[QUERY_GROUP * group + f.column + r]);
-        x[group][r] = op(op(all.x, all.y), op(all.z, all.w));
-      }
-  }
-
+  // There is a barrier between two calls.
   template <int GROUPS>
   __device__ void largest(OfQueries<GROUPS>& x, Fragment f) {
-    reduce<GROUPS>(x, f, [](float a, float b) { return fmaxf(a, b); });
+    reduce_over_warps<GROUPS>(of_warps, x, f, [](float a, float b) { return fmaxf(a, b); });
   }
 
   // May be followed by another call at once.
   template <int GROUPS>
   __device__ void sum(OfQueries<GROUPS>& x, Fragment f) {
-    reduce<GROUPS>(x, f, [](float a, float b) { return a + b; });
+    reduce_over_warps<GROUPS>(of_warps, x, f, [](float a, float b) { return a + b; });
     ptx::warpgroup_sync(1);
   }
 };
@@ -145,15 +184,7 @@ struct PagedRows {
       for (int r = 0; r < 2; ++r) f(group, r);
   }
 
-  // The factors of the sums so far and of those of a block whose largest scores are `largest`. Updates m.
-  __device__ void merge(const OfMine& largest, OfMine& mine, OfMine& theirs) {
-    for_queries([&](int group, int r) {
-      float& of = m[group][r];
-      const float m_new = fmaxf(of, largest[group][r]), base = finite_or_zero(m_new);
-      mine[group][r] = ptx::exp2_approx(of - base), theirs[group][r] = ptx::exp2_approx(largest[group][r] - base);
-      of = m_new;
-    });
-  }
+  __device__ void merge(const OfMine& largest, OfMine& mine, OfMine& theirs) { merge_maxima<GROUPS>(m, largest, mine, theirs); }
 
   // Turns scores of a page, divided by `factor`, into P, in shared memory when all decoders have returned. P is
   // relative to the largest score of the page: PageSoftmax has the same codes. Sets the factors of the sums so far and
@@ -345,28 +376,6 @@ struct PagedRows {
 
  private:
   static_assert(HalfBlock::CHANNELS == WGMMA_ROWS);
-
-  template <typename T>
-  __device__ static uint32_t word_of(float a, float b) {
-    if constexpr (std::is_same_v<T, __half>) {
-      return ptx::half2(a, b);
-    } else {
-      const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
-      return reinterpret_cast<const uint32_t&>(two);
-    }
-  }
-
-  // Makes elements finite.
-  template <typename T>
-  __device__ static void clamp(uint32_t (&words)[4]) {
-    using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    constexpr uint32_t LARGEST = std::is_same_v<T, __half> ? 0x7BFF7BFF : 0x7F7F7F7F, LOWEST = LARGEST | 0x80008000;
-#pragma unroll
-    for (uint32_t& word : words) {
-      Two& two = reinterpret_cast<Two&>(word);
-      two = __hmin2(__hmax2(two, reinterpret_cast<const Two&>(LOWEST)), reinterpret_cast<const Two&>(LARGEST));  // of NaN, the other one
-    }
-  }
 };
 
 }  // namespace fp8attn

@@ -75,12 +75,12 @@ __device__ inline int inclusive_sum(int x) {
   return x;
 }
 
-// Blocks of one key/value head of a row of the batch.
-template <int HEIGHT>
+// Blocks of one key/value head of a row of the batch. Blocks: TileBlocks, or what is like it.
+template <int HEIGHT, typename Blocks>
 __device__ int blocks_of_head(const DecodeParams& p, const BatchRow& row) {
   int sum = 0;
 #pragma unroll 1
-  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += TileBlocks(p, row, i * HEIGHT, HEIGHT).size();
+  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += Blocks(p, row, i * HEIGHT, HEIGHT).size();
   return sum;
 }
 
@@ -120,7 +120,7 @@ struct BlockShares {
 
 // The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps. The batch's
 // numbers may change meanwhile if the grids before have not completed.
-template <int HEIGHT>
+template <int HEIGHT, typename Blocks = TileBlocks>
 struct DecodeSchedule {
   const DecodeParams& p;
   BatchRow row;  // the lane's first one, and its blocks
@@ -139,7 +139,7 @@ struct DecodeSchedule {
     total = __shfl_sync(~0u, inclusive_sum(total), 31);
     shares = BlockShares::equal(p, total);
     if (__any_sync(~0u, differs)) return;
-    const BlockShares of_tiles = BlockShares::of_tiles(p, total, __shfl_sync(~0u, blocks_of_head<HEIGHT>(p, row), 0));
+    const BlockShares of_tiles = BlockShares::of_tiles(p, total, __shfl_sync(~0u, blocks_of_head<HEIGHT, Blocks>(p, row), 0));
     // the longest shares decide when the call ends
     if (8 * of_tiles.longest() <= 9 * shares.longest()) shares = of_tiles;
   }
@@ -170,21 +170,21 @@ struct DecodeSchedule {
   __device__ BatchRow row_of(int batch) const { return BatchRow(p, min(batch, p.batches - 1)); }
 
   // 0 behind the last one.
-  __device__ int blocks_of(const BatchRow& its_row, int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head<HEIGHT>(p, its_row) : 0; }
+  __device__ int blocks_of(const BatchRow& its_row, int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head<HEIGHT, Blocks>(p, its_row) : 0; }
 };
 
 // The tiles of a CTA, one after another, and which of their blocks it has: begin ... end - 1.
-template <int HEIGHT>
+template <int HEIGHT, typename Blocks = TileBlocks>
 struct DecodeTiles {
   int batch = 0, kv_head = 0, row_tile = -1, begin = 0, end = 0;
   int before = 0;  // the CTA's blocks before the tile, less `begin`
   BatchRow row;
-  TileBlocks blocks;
+  Blocks blocks;
 
   DecodeTiles() = default;
 
   // Called by whole warps.
-  __device__ DecodeTiles(const DecodeSchedule<HEIGHT>& schedule, int cta)
+  __device__ DecodeTiles(const DecodeSchedule<HEIGHT, Blocks>& schedule, int cta)
       : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.size(cta)) {
     if (left_ == 0) return;
     batch = schedule.find_batch(skipped_, row);
@@ -192,7 +192,7 @@ struct DecodeTiles {
       left_ = 0;
       return;
     }
-    const int of_head = blocks_of_head<HEIGHT>(schedule.p, row);
+    const int of_head = blocks_of_head<HEIGHT, Blocks>(schedule.p, row);
     kv_head = skipped_ / of_head;
     skipped_ %= of_head;
   }
@@ -204,7 +204,7 @@ struct DecodeTiles {
     for (;; skipped_ -= blocks.size()) {
       if (++row_tile == row_tiles<HEIGHT>(p)) row_tile = 0, ++kv_head;
       if (kv_head == p.kv_heads) kv_head = 0, row = BatchRow(p, ++batch);
-      blocks = TileBlocks(p, row, first_row(), HEIGHT);
+      blocks = Blocks(p, row, first_row(), HEIGHT);
       if (skipped_ < blocks.size()) break;
     }
     begin = skipped_, before -= begin, end = min(blocks.size(), begin + left_);

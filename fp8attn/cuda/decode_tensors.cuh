@@ -1,0 +1,275 @@
+// Attention of few queries to the KV cache of another engine, sm_90: `fp8attn/paged_tensors.py` defines it.
+//
+// The rows of a tile are the queries of all heads that share a key/value head. CTAs share the blocks of all tiles, as
+// in decode.cuh. A block is 64 tokens, in e4m3 or half precision, row by row as the cache has them. One warp loads
+// blocks by TMA, as many ahead as there are stages: pages of fewer tokens by several copies. A warpgroup attends to one
+// block after another by mma.sync. e4m3 values have the wrong order for that, and become halves in registers.
+#pragma once
+
+#include "config.h"
+#include "launch.h"
+#include "params.h"
+#include "ptx/cp_async.h"
+#include "ptx/grid.h"
+#include "ptx/mbarrier.h"
+#include "ptx/tma.h"
+#include "tile/paged_parts.h"
+#include "tile/schedule.h"
+#include "tile/token_rows.h"
+
+namespace fp8attn {
+
+constexpr int DECODE_TENSORS_THREADS = DECODERS + 32;  // and a warp that loads
+template <DecodeTensorsConfig C>
+using TokenTilesOf = DecodeTiles<C.rows, TokenBlocks>;
+
+template <DecodeTensorsConfig C>
+struct alignas(1024) DecodeTensorsStorage {
+  static constexpr int row_bytes = C.fp8 ? C.head_dim : 2 * C.head_dim, block_bytes = TOKENS * row_bytes;
+
+  uint8_t k[C.stages][block_bytes], v[C.stages][block_bytes];
+  uint8_t q[C.rows * row_bytes];
+  WarpExchange<C.rows> exchange;
+  float maxima[C.by_token ? C.rows : 1][DECODER_WARPS];
+  float row_scale[C.rows];
+  int2 seen[C.rows];  // the first and the last token that a row sees; none of a row that isn't real
+  float k_scale[C.by_token ? C.stages : 1][TOKENS], v_scale[C.by_token ? C.stages : 1][TOKENS];  // of the blocks' tokens; or of all, at the beginning
+  int missing[C.stages];      // bit i: copy i of the block has no page
+  TokenTilesOf<C> tiles[2];   // the warps' tile, and the next one, by turns
+  BlockShares shares;
+  bool is_last;  // whether the CTA is the last one to store its part of the tile
+  uint64_t full[C.stages], empty[C.stages];
+};
+
+// The copies of a block: whole pages, or parts of one. `shift`: the logarithm of a copy's tokens.
+struct TokenCopies {
+  int tokens, shift, of_block;
+
+  __device__ explicit TokenCopies(const DecodeParams& p) : tokens(p.copied_tokens), shift(3 + (tokens > 8) + (tokens > 16) + (tokens > 32)), of_block(TOKENS >> shift) {}
+};
+
+// One warp loads the blocks of all tiles of the CTA.
+template <DecodeTensorsConfig C>
+__device__ void load_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>& shared, TokenTilesOf<C> tile) {
+  using Storage = DecodeTensorsStorage<C>;
+  constexpr int PANEL = TokenPanels<Storage::row_bytes>::PANEL;
+  const int lane = threadIdx.x % 32;
+  const TokenCopies copies(p);
+  Ring<C.stages> ring;
+#pragma unroll 1
+  for (tile.next(p); tile.exists(); tile.next(p)) {
+    const int* pages = p.page_table + tile.batch * p.table_stride;
+    const float* k_scales = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[3];
+    const float* v_scales = p.v_scale + tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[3];
+    const int at_once = 32 / copies.of_block;  // blocks whose pages the lanes find
+#pragma unroll 1
+    for (int first = tile.begin; first < tile.end; first += at_once) {
+      const int token = (tile.blocks.first + first) * TOKENS + lane * copies.tokens, page = token / p.page;
+      const int number = page < p.table_width && token < p.capacity ? pages[page] : -1;
+      const int found = number >= 0 && number < p.every_page ? number : -1, slot_of_copy = token - page * p.page;
+#pragma unroll 1
+      for (int block = first; block < min(tile.end, first + at_once); ++block, ring.advance()) {
+        const int stage = ring.stage;
+        ptx::mbarrier_wait(&shared.empty[stage], ring.phase ^ 1);
+        if constexpr (C.by_token) {
+#pragma unroll
+          for (int i = lane; i < TOKENS; i += 32) {
+            const int copy = (block - first) * copies.of_block + (i >> copies.shift);
+            const int from = __shfl_sync(~0u, found, copy), slot = __shfl_sync(~0u, slot_of_copy, copy) + i % copies.tokens;
+            const bool exists = from >= 0 && slot < p.page;
+            ptx::cp_async(&shared.k_scale[stage][i], k_scales + (exists ? from * p.k_scale_strides[1] + slot * p.k_scale_strides[2] : 0), exists);
+            ptx::cp_async(&shared.v_scale[stage][i], v_scales + (exists ? from * p.v_scale_strides[1] + slot * p.v_scale_strides[2] : 0), exists);
+          }
+          ptx::cp_async_arrive(&shared.full[stage]);
+        }
+        const int mine = (block - first) * copies.of_block;
+        const uint32_t exist = __ballot_sync(~0u, found >= 0) >> mine & ((1u << copies.of_block) - 1);
+        if (lane == 0) {
+          shared.missing[stage] = ~exist;
+          ptx::mbarrier_expect(&shared.full[stage], 2 * (Storage::block_bytes / copies.of_block) * __popc(exist));
+        }
+#pragma unroll 1
+        for (int i = 0; i < copies.of_block; ++i) {
+          const int from = __shfl_sync(~0u, found, mine + i), slot = __shfl_sync(~0u, slot_of_copy, mine + i);
+          if (lane != 0 || from < 0) continue;
+#pragma unroll
+          for (int byte = 0; byte < Storage::row_bytes; byte += PANEL) {
+            const int to = byte * TOKENS + i * copies.tokens * PANEL;
+            ptx::tma_load(shared.k[stage] + to, p.k_map, &shared.full[stage], byte, slot, from, tile.kv_head);
+            ptx::tma_load(shared.v[stage] + to, p.v_map, &shared.full[stage], byte, slot, from, tile.kv_head);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Copies the rows of a tile as they came to panels of HEIGHT rows, with TMA's swizzle. Called by all decoders.
+template <typename T, int DIM, int HEIGHT>
+__device__ void copy_queries(const DecodeParams& p, const DecodeTiles<HEIGHT, TokenBlocks>& tile, uint8_t* to) {
+  constexpr int PANEL = 128, CHUNKS = DIM * sizeof(T) / 16;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < tile.height(p) * CHUNKS; i += DECODERS) {
+    const int index = i / CHUNKS, byte = i % CHUNKS * 16;
+    const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + index);
+    const uint4 chunk = row.real ? *reinterpret_cast<const uint4*>(query_at<T>(p, tile.batch, row) + byte / sizeof(T)) : uint4{};
+    *reinterpret_cast<uint4*>(to + byte / PANEL * HEIGHT * PANEL + ptx::swizzled<PANEL>(index, byte % PANEL)) = chunk;
+  }
+}
+
+// Stores the rows' output and LSE; or, if the CTA has a part of the tile, the partial results. `restore`: V's scale.
+// Called by all decoders.
+template <DecodeTensorsConfig C, typename Rows, int GROUPS>
+__device__ void store_token_rows(const DecodeParams& p, DecodeTensorsStorage<C>& shared, const TokenTilesOf<C>& tile, Rows& rows, float restore, Fragment f) {
+  constexpr int DIM = C.head_dim;
+  const int place = TokenTilesOf<C>::place(blockIdx.x, tile.begin == 0), channel = Rows::channel();
+  const bool complete = tile.complete();
+  shared.exchange.template sum<GROUPS>(rows.l, f);
+  Rows::for_queries([&](int group, int r) {
+    const int mine = QUERY_GROUP * group + f.column + r;
+    if (mine >= tile.height(p)) return;
+    const bool nonfinite = C.fp8 && shared.seen[mine].y >= 0 && shared.row_scale[mine] != shared.row_scale[mine];
+    const float l = nonfinite ? NAN : rows.l[group][r], m = rows.m[group][r];
+    const float weight = restore * (!complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l);
+    const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).index(p, tile.batch), part = int64_t(place) * p.part_height + mine;
+    if (threadIdx.x < 4) {
+      if (complete)
+        p.lse[index] = (m + log2f(l)) / LOG2E;
+      else
+        *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
+    }
+#pragma unroll
+    for (int t = 0; t < Rows::TILES; ++t) {
+      const float a = rows.o[t][4 * group + r] * weight, b = rows.o[t][4 * group + 2 + r] * weight;
+      if (complete)
+        store_pair(p, index * DIM + channel + 2 * t, a, b);
+      else
+        *reinterpret_cast<float2*>(p.parts + part * DIM + channel + 2 * t) = {a, b};
+    }
+  });
+}
+
+// The decoders attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
+// GROUPS: of the queries of a product, the least power of two that holds the call's rows.
+template <DecodeTensorsConfig C, typename T, int GROUPS = 1>
+__device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>& shared, TokenTilesOf<C> tiles, BlockShares shares_of_ctas) {
+  if constexpr (QUERY_GROUP * GROUPS < C.rows) {
+    if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_token_blocks<C, T, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
+  }
+  constexpr int DIM = C.head_dim;
+  using Rows = TokenRows<T, DIM, C.fp8, GROUPS>;
+  const TokenCopies copies(p);
+  Ring<C.stages> ring;
+  if (threadIdx.x == 0) {
+    tiles.next(p);
+    shared.tiles[0] = tiles, shared.shares = shares_of_ctas;
+  }
+  for (int turn = 0;; turn ^= 1) {
+    ptx::warpgroup_sync(1);  // nobody reads the last tile's rows any more
+    const TokenTilesOf<C>& tile = shared.tiles[turn];
+    if (!tile.exists()) break;
+    Fragment f = Fragment::mine();
+    int thread = threadIdx.x;
+    compute_late(f.row), compute_late(f.column), compute_late(thread);
+    float k_scale = 1.0f, v_scale = 1.0f;  // of all tokens
+    if constexpr (C.fp8 && !C.by_token) {
+      k_scale = p.k_scale[tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[3]];
+      v_scale = p.v_scale[tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[3]];
+    }
+    if constexpr (C.fp8)
+      quantize_queries<T, DIM, false>(p, tile, false, shared.q, shared.row_scale, nullptr);
+    else
+      copy_queries<T, DIM>(p, tile, shared.q);
+    if (thread < C.rows) {
+      const int position = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + thread).position;
+      shared.seen[thread] = position < 0 ? int2{1 << 30, -1} : int2{first_seen(p, position), last_seen(p, position, tile.row.end)};
+    }
+    ptx::warpgroup_sync(1);
+    if (thread == DECODERS - 1) {
+      TokenTilesOf<C> next = tile;
+      next.next(p);
+      shared.tiles[turn ^ 1] = next;
+    }
+    Rows rows;
+    Rows::for_queries([&](int group, int r) {
+      const int mine = QUERY_GROUP * group + f.column + r;
+      if (shared.seen[mine].y >= p.capacity) rows.l[group][r] = NAN;  // tokens that the page table has no place for
+      if (p.sinks != nullptr && tile.begin == 0 && shared.seen[mine].y >= 0) {
+        rows.m[group][r] = p.sinks[QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).head] * LOG2E;
+        if (f.row == 0) rows.l[group][r] += 1.0f;
+      }
+    });
+    const float poison = (k_scale + v_scale) * 0.0f;
+    for (int block = tile.begin; block < tile.end; ++block, ring.advance()) {
+      const int stage = ring.stage;
+      ptx::mbarrier_wait(&shared.full[stage], ring.phase);
+      float s[GROUPS][4] = {}, nan_of_v[4] = {};
+      Rows::template multiply_keys<C.rows>(s, nan_of_v, shared.k[stage], shared.v[stage], shared.q);
+      TokenScales scales;
+      const int missing = shared.missing[stage];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int token = f.row + 8 * h;
+        scales.k[h] = scales.v[h] = 1.0f;
+        scales.poison[h] = nan_of_v[2 * h] + (missing >> (token >> copies.shift) & 1 ? NAN : poison);
+        if constexpr (C.by_token) {
+          const float of_k = shared.k_scale[stage][token], of_v = shared.v_scale[stage][token];
+          scales.poison[h] += (of_k + of_v) * 0.0f;
+          scales.k[h] = of_k, scales.v[h] = fabsf(of_v) <= -NOTHING ? of_v : 0.0f;
+        }
+      }
+      typename Rows::OfMine factor;
+      Rows::for_queries([&](int group, int r) {
+        const float of_row = C.fp8 ? shared.row_scale[QUERY_GROUP * group + f.column + r] : p.score_scale;
+        factor[group][r] = C.fp8 && !C.by_token ? score_factor(of_row * k_scale, false) : of_row;
+      });
+      rows.template attend<C.by_token>(s, shared.v[stage], factor, scales, shared.seen, (tile.blocks.first + block) * TOKENS, shared.exchange, shared.maxima, f);
+      __syncwarp();
+      if (thread % 32 == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
+    }
+    store_token_rows<C, Rows, GROUPS>(p, shared, tile, rows, fabsf(v_scale) <= -NOTHING ? v_scale : 0.0f, f);
+    if (!tile.complete()) combine_parts<DIM>(p, shared, tile);
+  }
+}
+
+// The grid: p.ctas. T: of the queries, and of a cache in half precision.
+template <class Instance, typename T>
+__global__ void __launch_bounds__(DECODE_TENSORS_THREADS, Instance::config.ctas) decode_tensors(const __grid_constant__ DecodeParams p) {
+  constexpr DecodeTensorsConfig C = Instance::config;
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  DecodeTensorsStorage<C>& shared = *reinterpret_cast<DecodeTensorsStorage<C>*>(bytes);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < C.stages; ++stage) {
+      ptx::mbarrier_init(&shared.full[stage], C.by_token ? 33 : 1);  // blocks, and each lane's scales
+      ptx::mbarrier_init(&shared.empty[stage], DECODER_WARPS);
+    }
+    ptx::fence_barrier_init();
+  }
+  prefetch_inputs<T, C.head_dim, DECODE_TENSORS_THREADS>(p);
+  if (threadIdx.x == DECODERS) {
+    ptx::tma_prefetch(p.k_map);
+    ptx::tma_prefetch(p.v_map);
+  }
+  __syncthreads();
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
+  const DecodeSchedule<C.rows, TokenBlocks> schedule(p);
+  const TokenTilesOf<C> tiles(schedule, blockIdx.x);
+  if (threadIdx.x >= DECODERS) {
+    load_token_blocks<C>(p, shared, tiles);
+    store_empty_tiles<C.rows, TokenBlocks>(p, C.head_dim);
+  } else {
+    attend_to_token_blocks<C, T>(p, shared, tiles, schedule.shares);
+  }
+}
+
+template <class Instance>
+cudaError_t launch(const DecodeParams& p, int ctas, cudaStream_t stream) {
+  constexpr int bytes = sizeof(DecodeTensorsStorage<Instance::config>);
+  const auto kernel = p.half ? decode_tensors<Instance, __half> : decode_tensors<Instance, __nv_bfloat16>;
+  const cudaError_t error = take_shared_memory(kernel, bytes);
+  if (error != cudaSuccess) return error;
+  return launch_grid(kernel, p, ctas, DECODE_TENSORS_THREADS, bytes, stream);
+}
+
+}  // namespace fp8attn

@@ -1,0 +1,158 @@
+// What decode kernels do before and after blocks of keys: prefetching, and the output of tiles that several CTAs share,
+// or that have no keys.
+#pragma once
+
+#include <type_traits>
+
+#include "../ptx/convert.h"
+#include "../ptx/cp_async.h"
+#include "../ptx/flag.h"
+#include "../ptx/warpgroup.h"
+#include "paged_queries.h"
+
+namespace fp8attn {
+
+constexpr int LINE = 128;  // bytes that a prefetch brings
+
+// Brings into L2 what CTAs read first, and one after another. It may run before the grids before have completed, as it
+// reads nothing. Warps of the grid share the rows of the batch.
+template <typename T, int DIM, int THREADS>
+__device__ void prefetch_inputs(const DecodeParams& p) {
+  constexpr int NUMBERS = LINE / sizeof(int), ELEMENTS = LINE / sizeof(T);
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (thread * NUMBERS < p.batches) {
+    ptx::prefetch_l2(p.lengths + thread * NUMBERS);
+    if (p.counts != nullptr) ptx::prefetch_l2(p.counts + thread * NUMBERS);
+    if (p.sequences != nullptr) ptx::prefetch_l2(p.sequences + thread * NUMBERS);
+  }
+#pragma unroll 1
+  for (int batch = blockIdx.x + thread / 32 * p.ctas; batch < p.batches; batch += THREADS / 32 * p.ctas) {
+#pragma unroll 1
+    for (int page = lane * NUMBERS; page < p.table_width; page += 32 * NUMBERS) ptx::prefetch_l2(p.page_table + batch * p.table_stride + page);
+    if (lane < p.kv_heads) ptx::prefetch_l2(p.tickets + batch * p.kv_heads + lane);
+#pragma unroll 1
+    for (int head = lane; head < p.q_heads; head += 32) {
+      const T* q = static_cast<const T*>(p.q) + batch * p.q_strides[0] + head * p.q_strides[1];
+#pragma unroll 1
+      for (int query = 0; query < p.q_length; ++query, q += p.q_strides[2])
+        for (int channel = 0; channel < DIM; channel += ELEMENTS) ptx::prefetch_l2(q + channel);
+    }
+  }
+}
+
+// Two channels of a row of the output.
+__device__ inline void store_pair(const DecodeParams& p, int64_t index, float a, float b) {
+  switch (p.out_type) {
+    case OutType::bf16:
+      *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.out) + index) = __floats2bfloat162_rn(a, b);
+      return;
+    case OutType::f16:
+      *reinterpret_cast<__half2*>(static_cast<__half*>(p.out) + index) = __floats2half2_rn(a, b);
+      return;
+    case OutType::f32:
+      *reinterpret_cast<float2*>(static_cast<float*>(p.out) + index) = {a, b};
+      return;
+  }
+}
+
+// Adds the parts of a tile that several CTAs share, in the order of the keys, in the last CTA that has stored its part.
+// `shared` has the `shares` of all CTAs, and room for `is_last`. Called by all decoders. Not inlined: its loads would
+// take registers from the loop over pages.
+template <int DIM, typename Storage, int HEIGHT, typename Blocks>
+__device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile) {
+  using Tiles = DecodeTiles<HEIGHT, Blocks>;
+  constexpr int TICKET_BITS = 10;  // of three row tiles at most; there are fewer CTAs
+  constexpr int WIDTH = DIM < 128 ? 2 : 4, LOADS = DIM / 32 / WIDTH;  // floats of a load, and a lane's loads of a part
+  constexpr int PARTS = DIM > 128 ? 8 : 32, SOME = 8;                 // whose loads are in flight together; skipped together
+  using Load = std::conditional_t<WIDTH == 2, float2, float4>;
+  const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
+  const int first = shared.shares.cta_of(start, blockIdx.x), last = shared.shares.cta_of(start + tile.blocks.size() - 1, blockIdx.x);
+  ptx::warpgroup_sync(1);
+  if (threadIdx.x == 0) {
+    int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;
+    const int shift = TICKET_BITS * tile.row_tile, count = last - first + 1;
+    // releases the CTA's part, which its threads have stored before the barrier, and acquires the others'
+    shared.is_last = (ptx::add_acq_rel(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
+    if (shared.is_last) atomicAdd(ticket, int(0u - (uint32_t(count) << shift)));
+  }
+  ptx::warpgroup_sync(1);
+  if (!shared.is_last) return;
+#pragma unroll 1
+  for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODER_WARPS) {
+    const auto place = [&](int cta) { return Tiles::place(cta, cta == first) * p.part_height + mine; };
+    float largest = -INFINITE, sum = 0.0f, o[LOADS][WIDTH] = {};
+#pragma unroll 1
+    for (int from = first; from <= last; from += 32) {  // each lane has the sums of one part
+      const int parts = min(last + 1 - from, 32);
+      const float2 of_part = lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * place(from + lane))) : float2{-INFINITE, 0.0f};
+      float weight = 0.0f;
+#pragma unroll 1
+      for (int chunk = 0; chunk < parts; chunk += PARTS) {
+        Load loads[PARTS][LOADS] = {};
+        // all parts but the tile's first one have the first of their CTA's places
+        const int here = place(from + chunk), next = Tiles::place(from + chunk + 1, false) * p.part_height + mine;
+        const float* part = p.parts + WIDTH * lane;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          if (i % SOME == 0 && chunk + i >= parts) break;
+          const int at = i == 0 ? here : next + 2 * (i - 1) * p.part_height;
+#pragma unroll
+          for (int j = 0; j < LOADS; ++j)
+            if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j));
+        }
+        if (chunk == 0) {  // while these are in flight
+          float m = fmaxf(largest, of_part.x);
+#pragma unroll
+          for (int distance = 16; distance > 0; distance /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, distance));
+          const float kept = ptx::exp2_approx(largest - finite_or_zero(m));
+          weight = ptx::exp2_approx(of_part.x - finite_or_zero(m));
+          largest = m, sum *= kept;
+#pragma unroll
+          for (auto& of : o)
+#pragma unroll
+            for (float& x : of) x *= kept;
+        }
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          if (i % SOME == 0 && chunk + i >= parts) break;
+          const float factor = __shfl_sync(~0u, weight, chunk + i);
+          sum = fmaf(factor, __shfl_sync(~0u, of_part.y, chunk + i), sum);
+#pragma unroll
+          for (int j = 0; j < LOADS; ++j)
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) o[j][k] = fmaf(factor, reinterpret_cast<const float*>(&loads[i][j])[k], o[j][k]);
+        }
+      }
+    }
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).index(p, tile.batch);
+#pragma unroll
+    for (int j = 0; j < LOADS; ++j)
+#pragma unroll
+      for (int k = 0; k < WIDTH; k += 2) store_pair(p, index * DIM + WIDTH * (32 * j + lane) + k, o[j][k] * inverse, o[j][k + 1] * inverse);
+    if (lane == 0) p.lse[index] = (largest + log2f(sum)) / LOG2E;
+  }
+}
+
+// Stores zeros for the rows of tiles without blocks, or NaN if their sequence isn't there. CTAs share the tiles. Called
+// by a warp.
+template <int HEIGHT, typename Blocks>
+__device__ void store_empty_tiles(const DecodeParams& p, int dim) {
+  const int lane = threadIdx.x % 32, of_head = row_tiles<HEIGHT>(p), of_batch = p.kv_heads * of_head;
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < p.batches * of_batch; tile += p.ctas) {
+    const int batch = tile / of_batch, kv_head = tile % of_batch / of_head, first_row = tile % of_head * HEIGHT;
+    const BatchRow row(p, batch);
+    if (Blocks(p, row, first_row, HEIGHT).size() > 0) continue;
+#pragma unroll 1
+    for (int index = first_row; index < min(p.group * p.q_length, first_row + HEIGHT); ++index) {
+      const QueryRow query(p, row, kv_head, index);
+      const bool nan = query.real && !row.exists;
+#pragma unroll 1
+      for (int channel = 2 * lane; channel < dim; channel += 64) store_pair(p, query.index(p, batch) * dim + channel, nan ? NAN : 0.0f, nan ? NAN : 0.0f);
+      if (lane == 0) p.lse[query.index(p, batch)] = nan ? NAN : -INFINITE;
+    }
+  }
+}
+
+}  // namespace fp8attn

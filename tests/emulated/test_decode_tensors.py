@@ -1,0 +1,250 @@
+"""The decode kernel for caches of other engines, on a CPU too: the oracle's answers, whatever the layout, the pages, the scales and the lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulation
+from foreign import E4M3, Call, Case, assert_close
+from fp8attn import PagedBatch, paged_tensors
+from fp8attn.cuda import build, decode_tensors, run
+from fp8attn.device import ARCHITECTURES, Device, device_of
+
+H100 = ARCHITECTURES[90]
+
+FP8 = Case((300, 140, 1, 0), page=16, dim=64, value_dim=64, query_dtype=torch.bfloat16)
+BY_TOKEN = replace(FP8, scales=("token", "token"))
+HALF = replace(FP8, dtype=torch.bfloat16)
+WIDE = dict(dim=128, value_dim=128)
+WIDEST = dict(dim=256, value_dim=256)
+
+CASES = {
+    "e4m3": (FP8, 2),
+    "one query": (replace(FP8, queries=1, page=128), 3),
+    "e4m3, a scale for all": (replace(FP8, scales=("tensor", "row"), page=64), 1),
+    "by token": (BY_TOKEN, 2),
+    "by token, heads first": (replace(BY_TOKEN, layout="heads first", page=32, **WIDE), 2),
+    "bf16": (HALF, 2),
+    "fp16, pages of 8": (replace(HALF, dtype=torch.float16, page=8, layout="both in a page"), 2),
+    "e4m3, 128 channels, sinks": (replace(FP8, sinks=True, layout="both in a row", **WIDE), 2),
+    "bf16, 128 channels, window": (replace(HALF, window=(70, 0), page=256, queries=7, **WIDE), 3),
+    "e4m3, 256 channels": (replace(FP8, lengths=(130,), queries=1, **WIDEST), 2),
+    "bf16, 256 channels": (replace(HALF, lengths=(130,), queries=1, **WIDEST), 2),
+    "by token, 256 channels": (replace(BY_TOKEN, lengths=(130,), queries=1, **WIDEST), 2),
+    "both sides of a window": (replace(FP8, window=(5, 7), queries=9), 1),
+    "later keys": (replace(HALF, window=(-1, -1), queries=9), 1),
+    "some queries": (replace(FP8, ragged=True, queries=6, group=2), 2),
+    "two groups of rows": (replace(HALF, queries=4), 2),
+    "four groups of rows": (replace(BY_TOKEN, queries=8), 2),
+    "three row tiles": (replace(FP8, lengths=(200, 90), queries=29), 2),
+    "many parts": (replace(HALF, lengths=(64 * 30, 5), queries=1), 40),
+    "equal lengths": (replace(FP8, lengths=(300, 300)), 10),
+    "many short": (replace(FP8, lengths=(3,) * 40, group=1), 2),
+    "sinks, several parts": (replace(HALF, lengths=(700,), sinks=True, queries=2), 6),
+}
+"""By what is special, with the number of SMs that share the work."""
+
+
+@pytest.fixture(params=(pytest.param("emulated", marks=pytest.mark.anywhere), "cuda"))
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    if request.param == "cuda" and (device.type != "cuda" or device_of(device).arch != 90):
+        pytest.skip("needs a Hopper GPU")
+    return request.param
+
+
+def config_of(case: Case) -> decode_tensors.DecodeTensorsConfig:
+    wanted = case.dim, case.dtype == E4M3, case.scales[0] == "token" and case.dtype == E4M3
+    return next(c for c in decode_tensors.INSTANCES if (c.head_dim, c.fp8, c.by_token) == wanted)
+
+
+def library_of(backend: str, case: Case) -> build.Library | None:
+    return emulation.tensors_decoder(config_of(case)) if backend == "emulated" else None
+
+
+def place_of(backend: str, device: torch.device) -> torch.device:
+    return torch.device("cpu") if backend == "emulated" else device
+
+
+def attend(library: build.Library | None, call: Call, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of the kernel; `library` None: compiled."""
+    assert decode_tensors.unsupported_call(call.q, call.cache, call.batch, call.how, H100) is None
+    with pytest.MonkeyPatch.context() as patch:
+        if library is not None:
+            patch.setattr(build, "load_with", lambda *_: library)
+        return run.attend_to_tensors(call.q, call.cache, call.batch, call.how, device, torch.float32)
+
+
+def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
+    call = case.call(device)
+    actual = attend(library, call, replace(H100, sm_count=H100.sm_count if library is None else sms))
+    assert_close(actual, paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_the_oracle_s(name: str, backend: str, device: torch.device) -> None:
+    case, sms = CASES[name]
+    check(library_of(backend, case), case, place_of(backend, device), sms)
+
+
+@pytest.mark.parametrize("case", (FP8, HALF), ids=("e4m3", "bf16"))
+def test_a_cache_without_pages(case: Case, backend: str, device: torch.device) -> None:
+    """Of any number of slots: (N, S, Hkv, D)."""
+    case = replace(case, lengths=(77, 50), page=77)
+    call = case.call(place_of(backend, device))
+    call = dataclasses.replace(call, batch=replace(call.batch, page_table=call.batch.page_table[:, :1].clone()))
+    actual = attend(library_of(backend, case), call, replace(H100, sm_count=2))
+    assert_close(actual, paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
+
+
+@pytest.mark.parametrize(
+    "case, what",
+    [(case, what) for case in (FP8, BY_TOKEN) for what in ("q", "k", "v", "k_scale", "v_scale")] + [(HALF, what) for what in "qkv"],
+)
+def test_what_is_not_finite_reaches_the_rows_that_see_it(case: Case, what: str, backend: str, device: torch.device) -> None:
+    case = replace(case, lengths=(70, 70), queries=12, group=2)
+    call = case.call(place_of(backend, device))
+    token, number, slot = 65, int(call.batch.page_table[1, 65 // 16]), 65 % 16
+    if what == "q":
+        call.q[1, 3, 5, 3] = torch.inf
+    elif what in ("k", "v"):
+        x = getattr(call.cache, what)
+        if case.dtype == E4M3:
+            x.view(torch.uint8)[number, slot, 1, 7] = 0xFF
+        else:
+            x[number, slot, 1, 7] = -torch.inf
+    else:
+        scale = getattr(call.cache, what)
+        scale[(number, slot, 1) if case.scales[0] == "token" else (1,)] = torch.nan
+    actual = attend(library_of(backend, case), call, replace(H100, sm_count=2))
+    expected = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
+    assert token < 70 and bool(expected[0].isnan().any()) and bool(expected[0].isfinite().any())
+    assert_close(actual, expected, case.dtype)
+
+
+@pytest.mark.parametrize("case", (FP8, HALF), ids=("e4m3", "bf16"))
+def test_numbers_out_of_range_are_no_indices(case: Case, backend: str, device: torch.device) -> None:
+    case = replace(case, lengths=(140,) * 5, queries=4)
+    call = case.call(place_of(backend, device))
+    table, lengths = call.batch.page_table.clone(), call.batch.lengths.clone()
+    table[1, 3] = call.cache.k.shape[0]
+    table[2, 0] = -1
+    lengths[3], lengths[4] = 1 << 30, -5
+    for window in ((-1, 0), (3, 0)):
+        changed = dataclasses.replace(call, batch=PagedBatch(table, lengths), how=replace(call.how, window=window))
+        actual = attend(library_of(backend, case), changed, replace(H100, sm_count=3))
+        for x, y in zip(actual, paged_tensors.attend(changed.q, changed.cache, changed.batch, changed.how), strict=True):
+            assert torch.equal(x.isnan(), y.isnan())
+        assert bool(actual[0][0].isfinite().all()) and bool(actual[0][3].isnan().all()) and not actual[0][4].any()
+
+
+MUTANTS = {
+    "missing rescale": ("tile/token_rows.h", "o[t][i] * alpha[i / 4][i % 2])", "o[t][i])"),
+    "P of another block's largest score": ("tile/token_rows.h", "fresh[t][i], beta[i / 4][i % 2],", "fresh[t][i], 1.0f,"),
+    "P relative to a warp's largest score": ("tile/token_rows.h", "exchange.largest(largest, f);", ""),
+    "channels of V exchanged": ("tile/token_rows.h", "t % 2 ? 0x7362 : 0x5140", "t % 2 ? 0x7362 : 0x4051"),
+    "tokens of V exchanged": ("tile/token_rows.h", "panel + odd +", "panel + even +"),
+    "P not transposed": ("tile/token_rows.h", "= ptx::transposed(words[i]);", "= words[i];"),
+    "P read before all have written it": (
+        "tile/token_rows.h",
+        "ptx::warpgroup_sync(1);\n    Products<TILES, GROUPS> fresh",
+        "Products<TILES, GROUPS> fresh",
+    ),
+    "what is behind the last token": ("tile/token_rows.h", "clamp<Value>(a[t]);  //", "//"),
+    "tokens behind the last one": ("tile/token_rows.h", "&& token <= of_row.y ?", "?"),
+    "values that are not finite": ("tile/token_rows.h", "multiply(nan_of_v, a, zeros);  //", "//"),
+    "keys of the first step": ("tile/token_rows.h", "b[group] + 2 * i)", "b[group])"),
+    "P of the other query": ("tile/token_rows.h", "e4m3x4(s[group][0], s[group][1],", "e4m3x4(s[group][1], s[group][0],"),
+    "one token too few": ("tile/token_rows.h", "p.capacity - 1) / TOKENS + 1 - first, 1)", "p.capacity - 1) / TOKENS - first, 1)"),
+    "page of another head": (
+        "decode_tensors.cuh",
+        "p.k_map, &shared.full[stage], byte, slot, from, tile.kv_head",
+        "p.k_map, &shared.full[stage], byte, slot, from, 0",
+    ),
+    "the page before": ("decode_tensors.cuh", "? pages[page] : -1", "? pages[max(page - 1, 0)] : -1"),
+    "the first slots of a page": (
+        "decode_tensors.cuh",
+        "p.v_map, &shared.full[stage], byte, slot, from,",
+        "p.v_map, &shared.full[stage], byte, 0, from,",
+    ),
+    "copies one on another": ("decode_tensors.cuh", "+ i * copies.tokens * PANEL", "+ 0 * copies.tokens * PANEL"),
+    "V's scale forgotten": ("decode_tensors.cuh", "const float weight = restore * (", "const float weight = 1.0f * ("),
+    "K's scale of the first head": (
+        "decode_tensors.cuh",
+        "k_scale = p.k_scale[tile.batch * p.k_scale_strides[0] + tile.kv_head *",
+        "k_scale = p.k_scale[0 *",
+    ),
+    "stage released by one warp": (
+        "decode_tensors.cuh",
+        "mbarrier_init(&shared.empty[stage], DECODER_WARPS)",
+        "mbarrier_init(&shared.empty[stage], 1)",
+    ),
+    "channels of another lane": ("tile/token_rows.h", "const int byte = channel() *", "const int byte = (channel() ^ 4) *"),
+    "queries written before all have read the last ones": ("decode_tensors.cuh", "ptx::warpgroup_sync(1);  // nobody reads", "// nobody reads"),
+    "a sink in every part": ("decode_tensors.cuh", "p.sinks != nullptr && tile.begin == 0 &&", "p.sinks != nullptr &&"),
+    "a sink of every lane": ("decode_tensors.cuh", "if (f.row == 0) rows.l", "rows.l"),
+}
+
+BY_TOKEN_MUTANTS = {
+    "scale of V forgotten": ("tile/token_rows.h", "s[group][2 * h + r] *= scales.v[h];", ";"),
+    "scale of P forgotten": ("tile/token_rows.h", "beta[group][r] *= scale;", ";"),
+    "scale of K forgotten": ("tile/token_rows.h", "factor[group][r] * scales.k[h], false)", "factor[group][r], false)"),
+    "scales of other slots": ("decode_tensors.cuh", "slot_of_copy, copy) + i % copies.tokens", "slot_of_copy, copy)"),
+    "scales that may come later": ("decode_tensors.cuh", "ptx::cp_async_arrive(&shared.full[stage]);", "ptx::mbarrier_arrive(&shared.full[stage]);"),
+}
+
+MUTANT_CASE = replace(FP8, lengths=(420, 140, 70), queries=4, kv_heads=2, group=5, sinks=True, window=(300, 0), seed=2, **WIDE)
+
+
+def test_mutants_change_a_source() -> None:
+    emulation.assert_anchored([*MUTANTS.values(), *BY_TOKEN_MUTANTS.values()])
+
+
+def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
+    for case in (MUTANT_CASE, replace(MUTANT_CASE, scales=("token", "token"))):
+        for page, sms in ((16, 3), (128, 1)):
+            check(library_of(backend, case), replace(case, page=page), place_of(backend, device), sms)
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", (*MUTANTS, *BY_TOKEN_MUTANTS))
+def test_mutant_is_seen(name: str) -> None:
+    case = replace(MUTANT_CASE, scales=("token", "token")) if name in BY_TOKEN_MUTANTS else MUTANT_CASE
+    library = emulation.tensors_decoder(config_of(case), (MUTANTS | BY_TOKEN_MUTANTS)[name])
+
+    def check_all() -> None:
+        check(library, case, torch.device("cpu"), 3)
+        check(library, replace(case, page=128), torch.device("cpu"), 1)
+        call = replace(case, lengths=(70, 70), queries=12, group=2).call(torch.device("cpu"))
+        call.cache.v.view(torch.uint8)[int(call.batch.page_table[1, 4]), 1, 1, 7] = 0xFF
+        expected = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
+        assert_close(attend(library, call, replace(H100, sm_count=2)), expected, case.dtype)
+
+    with pytest.raises(AssertionError):
+        check_all()
+
+
+def test_unsupported_calls_say_why() -> None:
+    cpu = torch.device("cpu")
+    for case, reason in (
+        (replace(FP8, query_dtype=torch.float32), "query is torch.float32"),
+        (replace(FP8, dim=40), "head dims are"),
+        (replace(FP8, softcap=3.0), "softcap is 3.0"),
+        (replace(FP8, page=48), "pages have 48 tokens"),
+        (replace(FP8, page=4), "pages have 4 tokens"),
+        (replace(FP8, scales=("token", "head")), "one of k_scale and v_scale"),
+        (replace(FP8, queries=40), "query has shape"),
+    ):
+        call = case.call(cpu)
+        assert reason in (decode_tensors.unsupported_call(call.q, call.cache, call.batch, call.how, H100) or ""), reason
+    call = FP8.call(cpu)
+    how, unaligned = replace(call.how, softmax_scale=-0.1), torch.zeros(4, 6, 3, 65, dtype=torch.bfloat16)[..., 1:]
+    assert "softmax_scale is -0.1" in (decode_tensors.unsupported_call(call.q, call.cache, call.batch, how, H100) or "")
+    assert "query has strides" in (decode_tensors.unsupported_call(unaligned, call.cache, call.batch, call.how, H100) or "")
+    assert "it needs sm_90" in (decode_tensors.unsupported_call(call.q, call.cache, call.batch, call.how, ARCHITECTURES[100]) or "")
+    half = replace(HALF, query_dtype=torch.float16).call(cpu)
+    assert "k is torch.bfloat16" in (decode_tensors.unsupported_call(half.q.half(), half.cache, half.batch, half.how, H100) or "")
