@@ -422,12 +422,12 @@ void encode_slots(CUtensorMap& map, const Tensor& x, int64_t rows) {
 
 // Attends to the KV cache of another engine with few queries. `numbers`: those of decode_tensors.numbers_of. `cache`:
 // K, V, their scales, and sinks. `batch`, `results`: as of decode_params_of.
-void decode_tensors(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, const Tensor& q, const Operands& cache, const Operands& batch,
-                    const std::vector<Tensor>& results) {
+void decode_tensors(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, double softcap, const Tensor& q, const Operands& cache,
+                    const Operands& batch, const std::vector<Tensor>& results) {
   STD_TORCH_CHECK(numbers.size() == 13 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 13 numbers and 5 tensors of a cache");
   const Tensor &k = *cache[0], &v = *cache[1];
   fp8attn::DecodeParams p = decode_params_of(ctas, softmax_scale, q, k.size(2), batch, results);
-  p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4];
+  p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4], p.softcap = softcap;
   std::copy_n(&numbers[5], 4, p.k_scale_strides);
   std::copy_n(&numbers[9], 4, p.v_scale_strides);
   check(cudaSetDevice(q.get_device()));  // as in `decode`
@@ -597,7 +597,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("decode(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define(
-      "decode_tensors(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+      "decode_tensors(int launcher, int ctas, int[] numbers, float softmax_scale, float softcap, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define("prefill(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
 

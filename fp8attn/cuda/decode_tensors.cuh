@@ -30,7 +30,7 @@ struct alignas(1024) DecodeTensorsStorage {
   uint8_t k[C.stages][block_bytes], v[C.stages][block_bytes];
   uint8_t q[C.rows * row_bytes];
   WarpExchange<C.rows> exchange;
-  float maxima[C.by_token ? C.rows : 1][DECODER_WARPS];
+  TokenExchange<C.by_token ? C.rows : 1> more;
   float row_scale[C.rows];
   int2 seen[C.rows];  // the first and the last token that a row sees; none of a row that isn't real
   float k_scale[C.by_token ? C.stages : 1][TOKENS], v_scale[C.by_token ? C.stages : 1][TOKENS];  // of the blocks' tokens; or of all, at the beginning
@@ -223,7 +223,8 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, De
         const float of_row = C.fp8 ? shared.row_scale[QUERY_GROUP * group + f.column + r] : p.score_scale;
         factor[group][r] = C.fp8 && !C.by_token ? score_factor(of_row * k_scale, false) : of_row;
       });
-      rows.template attend<C.by_token>(s, shared.v[stage], factor, scales, shared.seen, (tile.blocks.first + block) * TOKENS, shared.exchange, shared.maxima, f);
+      const bool nonfinite = nan_of_v[0] != 0.0f || nan_of_v[2] != 0.0f;
+      rows.template attend<C.by_token>(s, shared.v[stage], factor, scales, nonfinite, shared.seen, (tile.blocks.first + block) * TOKENS, p.softcap, shared.exchange, shared.more, f);
       __syncwarp();
       if (thread % 32 == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
     }

@@ -58,8 +58,8 @@ class DecodeTensorsConfig:
         row = self.head_dim if self.fp8 else 2 * self.head_dim
         panels = self.stages * 2 * KEY_BLOCK * row + self.rows * row
         exchange = round_up(self.rows * (2 * KEY_BLOCK + 4 * 4), 1024)
-        scales = 4 * 2 * KEY_BLOCK * (self.stages if self.by_token else 1) + 4 * 4 * (self.rows if self.by_token else 1)
-        rest = 4 * self.rows + 8 * self.rows + scales + 4 * self.stages + 2 * TILE_BYTES + 6 * 4
+        scales = 4 * 2 * KEY_BLOCK * (self.stages if self.by_token else 1) + 4 * (4 * (self.rows if self.by_token else 1) + 1)
+        rest = round_up(4 * self.rows + scales, 8) + 8 * self.rows + 4 * self.stages + 2 * TILE_BYTES + 6 * 4
         return round_up(round_up(panels, 1024) + exchange + round_up(rest + 1, 8) + 8 * 2 * self.stages, 1024)
 
     @property
@@ -142,8 +142,6 @@ def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
         return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in FP8_INSTANCES]} for keys and values"
     if by_token(cache.k_scale) != by_token(cache.v_scale):
         return "one of k_scale and v_scale is per token; it takes both or neither"
-    if how.softcap:
-        return f"softcap is {how.softcap}; it must be 0.0"
     if not how.softmax_scale > 0:
         return f"softmax_scale is {how.softmax_scale}; it takes positive ones"
     row_tiles = -(-rows_of_head(q, cache) // ROWS)

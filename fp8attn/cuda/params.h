@@ -212,6 +212,7 @@ struct DecodeParams {
   int page, copied_tokens;  // slots of a page; tokens of a box of the maps, a power of two
   int capacity;             // tokens that a row of the page table has pages for
   int left, right;          // a query at position i sees keys i - left ... i + right; -1: all
+  float softcap;            // 0: none
 };
 
 // Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and

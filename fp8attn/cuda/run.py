@@ -300,8 +300,8 @@ def attend_to_tensors(
     tickets = q.new_zeros(q.shape[0], cache.kv_heads, dtype=torch.int32)
     scales = (x if isinstance(x, torch.Tensor) else None for x in (cache.k_scale, cache.v_scale))
     library.operators.decode_tensors.default(
-        library.launchers[config], ctas, decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, q, [cache.k, cache.v, *scales, how.sinks],
-        list(batch.tensors()[:4]), [out, lse, parts, part_rows, tickets],
+        library.launchers[config], ctas, decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, how.softcap, q,
+        [cache.k, cache.v, *scales, how.sinks], list(batch.tensors()[:4]), [out, lse, parts, part_rows, tickets],
     )  # fmt: skip
     return out, lse
 

@@ -35,6 +35,9 @@ CASES = {
     "e4m3, 256 channels": (replace(FP8, lengths=(130,), queries=1, **WIDEST), 2),
     "bf16, 256 channels": (replace(HALF, lengths=(130,), queries=1, **WIDEST), 2),
     "by token, 256 channels": (replace(BY_TOKEN, lengths=(130,), queries=1, **WIDEST), 2),
+    "e4m3, soft cap": (replace(FP8, softcap=3.0), 2),
+    "bf16, soft cap and sinks": (replace(HALF, softcap=0.7, sinks=True, queries=5, **WIDE), 2),
+    "by token, soft cap": (replace(BY_TOKEN, softcap=30.0, lengths=(130,)), 2),
     "both sides of a window": (replace(FP8, window=(5, 7), queries=9), 1),
     "later keys": (replace(HALF, window=(-1, -1), queries=9), 1),
     "some queries": (replace(FP8, ragged=True, queries=6, group=2), 2),
@@ -153,8 +156,9 @@ MUTANTS = {
         "ptx::warpgroup_sync(1);\n    Products<TILES, GROUPS> fresh",
         "Products<TILES, GROUPS> fresh",
     ),
-    "what is behind the last token": ("tile/token_rows.h", "clamp<Value>(a[t]);  //", "//"),
-    "tokens behind the last one": ("tile/token_rows.h", "&& token <= of_row.y ?", "?"),
+    "what is behind the last token": ("tile/token_rows.h", "remove_nonfinite(v);  //", ";  //"),
+    "tokens behind the last one": ("tile/token_rows.h", " || token > of_row.y) score", ") score"),
+    "values that other warps find": ("tile/token_rows.h", "more.nonfinite[warp] = nonfinite;", "more.nonfinite[warp] = warp == 3 && nonfinite;"),
     "values that are not finite": ("tile/token_rows.h", "multiply(nan_of_v, a, zeros);  //", "//"),
     "keys of the first step": ("tile/token_rows.h", "b[group] + 2 * i)", "b[group])"),
     "P of the other query": ("tile/token_rows.h", "e4m3x4(s[group][0], s[group][1],", "e4m3x4(s[group][1], s[group][0],"),
@@ -185,6 +189,7 @@ MUTANTS = {
     "channels of another lane": ("tile/token_rows.h", "const int byte = channel() *", "const int byte = (channel() ^ 4) *"),
     "queries written before all have read the last ones": ("decode_tensors.cuh", "ptx::warpgroup_sync(1);  // nobody reads", "// nobody reads"),
     "a sink in every part": ("decode_tensors.cuh", "p.sinks != nullptr && tile.begin == 0 &&", "p.sinks != nullptr &&"),
+    "a cap without its factor": ("tile/token_rows.h", "return softcap * LOG2E *", "return softcap *"),
     "a sink of every lane": ("decode_tensors.cuh", "if (f.row == 0) rows.l", "rows.l"),
 }
 
@@ -196,7 +201,7 @@ BY_TOKEN_MUTANTS = {
     "scales that may come later": ("decode_tensors.cuh", "ptx::cp_async_arrive(&shared.full[stage]);", "ptx::mbarrier_arrive(&shared.full[stage]);"),
 }
 
-MUTANT_CASE = replace(FP8, lengths=(420, 140, 70), queries=4, kv_heads=2, group=5, sinks=True, window=(300, 0), seed=2, **WIDE)
+MUTANT_CASE = replace(FP8, lengths=(420, 140, 70), queries=4, kv_heads=2, group=5, sinks=True, window=(300, 0), softcap=5.0, seed=2, **WIDE)
 
 
 def test_mutants_change_a_source() -> None:
@@ -219,10 +224,11 @@ def test_mutant_is_seen(name: str) -> None:
     def check_all() -> None:
         check(library, case, torch.device("cpu"), 3)
         check(library, replace(case, page=128), torch.device("cpu"), 1)
-        call = replace(case, lengths=(70, 70), queries=12, group=2).call(torch.device("cpu"))
-        call.cache.v.view(torch.uint8)[int(call.batch.page_table[1, 4]), 1, 1, 7] = 0xFF
-        expected = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
-        assert_close(attend(library, call, replace(H100, sm_count=2)), expected, case.dtype)
+        for token, window in ((65, case.window), (10, (3, 0))):  # a value that some queries see, and one that none sees
+            call = replace(case, lengths=(70, 70), queries=12, group=2, window=window).call(torch.device("cpu"))
+            call.cache.v.view(torch.uint8)[int(call.batch.page_table[1, token // 16]), token % 16, 1, 7] = 0xFF
+            expected = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
+            assert_close(attend(library, call, replace(H100, sm_count=2)), expected, case.dtype)
 
     with pytest.raises(AssertionError):
         check_all()
@@ -233,7 +239,6 @@ def test_unsupported_calls_say_why() -> None:
     for case, reason in (
         (replace(FP8, query_dtype=torch.float32), "query is torch.float32"),
         (replace(FP8, dim=40), "head dims are"),
-        (replace(FP8, softcap=3.0), "softcap is 3.0"),
         (replace(FP8, page=48), "pages have 48 tokens"),
         (replace(FP8, page=4), "pages have 4 tokens"),
         (replace(FP8, scales=("token", "head")), "one of k_scale and v_scale"),

@@ -158,7 +158,7 @@ def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
     check_decode(compiled(nvcc, config, 90, tmp_path), config, MOST_STACK_OF_DECODE)
 
 
-MOST_STACK_OF_TENSORS = 80
+MOST_STACK_OF_TENSORS = 56
 """The same of caches of other engines, with four groups of rows."""
 
 

@@ -177,6 +177,7 @@ class DecodeParams(ctypes.Structure):
         *((f"{name}_scale_strides", ctypes.c_int64 * 4) for name in "kv"),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("page", "copied_tokens", "capacity", "left", "right")),
+        ("softcap", ctypes.c_float),
     ]
 
 
@@ -578,13 +579,14 @@ def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, s
     return p
 
 
-def decode_tensors_params(ctas: int, numbers, softmax_scale: float, q: torch.Tensor, cache, batch, results) -> DecodeParams:
+def decode_tensors_params(ctas: int, numbers, softmax_scale: float, softcap: float, q: torch.Tensor, cache, batch, results) -> DecodeParams:
     """The DecodeParams that binding.cpp's decode_tensors makes from its arguments."""
     tensors = dict(zip(("k", "v", "k_scale", "v_scale", "sinks"), cache, strict=True))
     k, v = cache[:2]
     maps = b"".join(_slots_map(x, numbers[1]) for x in (k, v)) + bytes(2 * MAP)
     p = _decode_params_of(ctas, softmax_scale, q, k.size(2), maps, tensors, batch, results)
     p.page, p.copied_tokens, p.capacity, p.left, p.right, *strides = numbers
+    p.softcap = softcap
     p.k_scale_strides, p.v_scale_strides = (ctypes.c_int64 * 4)(*strides[:4]), (ctypes.c_int64 * 4)(*strides[4:])
     p.every_page, p.every_sequence = k.size(0), p.batches
     return p

@@ -36,6 +36,11 @@ struct TokenBlocks {
   __device__ int size() const { return count; }
 };
 
+// A score in base 2 under a soft cap, by tanh(x) = 1 - 2 / (1 + e^2x): exact up to some float32 roundings of 1.
+__device__ inline float capped(float score, float softcap) {
+  return softcap * LOG2E * (1.0f - 2.0f / (1.0f + ptx::exp2_approx(score * (2.0f / softcap))));
+}
+
 // A block in shared memory: panels of TOKENS rows with TMA's swizzle.
 template <int ROW_BYTES>
 struct TokenPanels {
@@ -51,6 +56,23 @@ struct TokenScales {
   float k[2], v[2];  // scales; 1 where a scale is of all tokens
   float poison[2];   // 0; NaN if the token or its scales are not finite, or it isn't there
 };
+
+// What is shared of a block beside WarpExchange.
+template <int ROWS>
+struct TokenExchange {
+  float maxima[ROWS][DECODER_WARPS];  // for the scales of P
+  uint8_t nonfinite[DECODER_WARPS];   // whether a warp's tokens have values that are not finite
+};
+
+// Makes elements of a word that are not finite zero. T: __half or __nv_bfloat16; or uint8_t: e4m3.
+template <typename T>
+__device__ uint32_t finite_elements(uint32_t word) {
+  constexpr bool FP8 = sizeof(T) == 1, F16 = std::is_same_v<T, __half>;
+  constexpr uint32_t EXPONENT = FP8 ? 0x7F7F7F7F : F16 ? 0x7C007C00 : 0x7F807F80, LAST = FP8 ? 0x01010101 : F16 ? 0x04000400 : 0x00800080;
+  constexpr uint32_t SIGN = FP8 ? 0x80808080 : 0x80008000, ELEMENT = FP8 ? 0xFF : 0xFFFF;
+  // where all bits of the exponent are set, adding its last one carries into the sign
+  return word & ~((((word & EXPONENT) + LAST & SIGN) >> (8 * sizeof(T) - 1)) * ELEMENT);
+}
 
 // T: of queries, and of tokens that aren't FP8.
 template <typename T, int DIM, bool FP8, int GROUPS>
@@ -111,30 +133,38 @@ struct TokenRows {
   }
 
   // Attends to a block, from token `first` of the sequence on. `s`: what multiply_keys returns. `factor`: of scores.
-  // `seen`: the first and the last token that each row of the tile sees. `maxima`: as WarpExchange::of_warps, for the
-  // scales of P.
-  template <bool BY_TOKEN, int ROWS>
-  __device__ void attend(float (&s)[GROUPS][4], const uint8_t* v, const OfMine& factor, const TokenScales& scales, const int2* seen, int first,
-                         WarpExchange<ROWS>& exchange, float (*maxima)[DECODER_WARPS], Fragment f) {
+  // `seen`: the first and the last token that each row of the tile sees. `nonfinite`: whether the lane's tokens have
+  // values that are not finite.
+  template <bool BY_TOKEN, int ROWS, int SCALED_ROWS>
+  __device__ void attend(float (&s)[GROUPS][4], uint8_t* v, const OfMine& factor, const TokenScales& scales, bool nonfinite, const int2* seen, int first,
+                         float softcap, WarpExchange<ROWS>& exchange, TokenExchange<SCALED_ROWS>& more, Fragment f) {
     using Probabilities = SharedTile<ROWS, 2 * TOKENS, true>;
     Probabilities& probabilities = *reinterpret_cast<Probabilities*>(exchange.p);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     compute_late(warp), compute_late(lane);
     OfMine largest, alpha, beta;
-    for_queries([&](int group, int r) {
-      const int2 of_row = seen[QUERY_GROUP * group + f.column + r];
-      largest[group][r] = -INFINITE;
+    const auto for_scores = [&](auto&& of) {
+      for_queries([&](int group, int r) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int token = first + f.row + 8 * h;
-        float& score = s[group][2 * h + r];
-        const float scale = BY_TOKEN ? score_factor(factor[group][r] * scales.k[h], false) : factor[group][r];
-        // 0 times a key that is not finite is NaN
-        score = token >= of_row.x && token <= of_row.y ? fmaf(score, scale, fmaf(score, 0.0f, scales.poison[h])) : -INFINITE;
-        largest[group][r] = fmaxf(largest[group][r], score);
-      }
+        for (int h = 0; h < 2; ++h) of(s[group][2 * h + r], group, r, h);
+      });
+    };
+    for_scores([&](float& score, int group, int r, int h) {
+      const float scale = BY_TOKEN ? score_factor(factor[group][r] * scales.k[h], false) : factor[group][r];
+      score = fmaf(score, scale, fmaf(score, 0.0f, scales.poison[h]));  // 0 times a key that is not finite is NaN
     });
+    if (softcap > 0.0f) for_scores([&](float& score, int, int, int) { score = capped(score, softcap); });
+    for_queries([&](int group, int r) { largest[group][r] = -INFINITE; });
+    for_scores([&](float& score, int group, int r, int h) {
+      const int2 of_row = seen[QUERY_GROUP * group + f.column + r];
+      const int token = first + f.row + 8 * h;
+      if (token < of_row.x || token > of_row.y) score = -INFINITE;
+      largest[group][r] = fmaxf(largest[group][r], score);
+    });
+    nonfinite = __any_sync(~0u, nonfinite);
+    if (lane == 0) more.nonfinite[warp] = nonfinite;
     exchange.largest(largest, f);
+    if (*reinterpret_cast<const uint32_t*>(more.nonfinite) != 0) remove_nonfinite(v);  // queries that don't see a token multiply it by zero
     merge_maxima<GROUPS>(m, largest, alpha, beta);
     for_queries([&](int group, int r) {
       beta[group][r] *= 1.0f / (1 << int(OFFSET));
@@ -154,7 +184,7 @@ struct TokenRows {
         for (int h = 0; h < 2; ++h) s[group][2 * h + r] *= scales.v[h];
         most[group][r] = fmaxf(fabsf(s[group][r]), fabsf(s[group][2 + r]));
       });
-      reduce_over_warps<GROUPS>(maxima, most, f, [](float a, float b) { return fmaxf(a, b); });
+      reduce_over_warps<GROUPS>(more.maxima, most, f, [](float a, float b) { return fmaxf(a, b); });
       for_queries([&](int group, int r) {
         const float scale = scale_of(most[group][r], float(1 << int(OFFSET))), inverse = __fdiv_rn(1.0f, scale);
         s[group][r] *= inverse, s[group][2 + r] *= inverse;
@@ -186,7 +216,6 @@ struct TokenRows {
         load_values(a, v, step + i, lane);
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
-          clamp<Value>(a[t]);  // queries that don't see a token multiply it by zero
 #pragma unroll
           for (int group = 0; group < GROUPS; ++group)
             mma_halves<Value>(reinterpret_cast<float(&)[4]>(fresh[t][4 * group]), a[t], b[group][2 * i], b[group][2 * i + 1]);
@@ -202,11 +231,27 @@ struct TokenRows {
  private:
   static constexpr int WORDS = (OWN_BYTES + 3) / 4;
 
+  // Hopper has no mma.sync of e4m3: what the compiler makes of it converts operands, too, and adds sums one by one.
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b) {
-    if constexpr (FP8)
-      ptx::mma_e4m3(d, a, b);
-    else
+    if constexpr (FP8) {
+      uint32_t halves[2][4], of_b[2][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::halves_of_e4m3(a[i], halves[0][i], halves[1][i]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ptx::halves_of_e4m3(b[i], of_b[0][i], of_b[1][i]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ptx::mma_f16(d, halves[i], of_b[i]);
+    } else {
       mma_halves<T>(d, a, b[0], b[1]);
+    }
+  }
+
+  // Makes values of a block zero that are not finite. Called by all decoders.
+  __device__ static void remove_nonfinite(uint8_t* v) {
+    uint32_t* const words = reinterpret_cast<uint32_t*>(v);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < TOKENS * ROW_BYTES / 4; i += DECODERS) words[i] = finite_elements<std::conditional_t<FP8, uint8_t, T>>(words[i]);
+    ptx::fence_proxy_async();  // TMA writes there next
   }
 
   // Vᵀ of 16 tokens and the lane's channels, as A operands: rows g and g + 8 of operand t are channels 2 t and 2 t + 1
