@@ -58,8 +58,8 @@ def paged_sdpa(
         return_lse: also return the natural-log LSE of the scores and the sink, float32 (B, Hq, S) or (Hq, T).
         out_dtype: float16, bfloat16 or float32; None: query's.
         backend: `auto` (kernels on a GPU, else modelled); `cuda`: the kernels for Hopper GPUs; `triton`; or `modelled`:
-            the oracle in plain torch. `cuda` takes no packed tokens, with a `KVCache` no soft caps, and with few queries
-            of one no windows and no sinks.
+            the oracle in plain torch. `cuda` takes no packed tokens; with a `KVCache` no soft caps, and with few
+            queries of it no windows and no sinks.
 
     Returns:
         out (B, Hq, S, Dv) or (T, Hq, Dv), and the LSE if `return_lse`. Zeros and -inf past the counts, and of packed

@@ -48,7 +48,7 @@ def _by_cuda(
     reason = decode_tensors.unsupported_call(query, cache, batch, how, device) or build.unavailable(decode_tensors.choose(cache), device.arch)
     if required and reason is not None:
         raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-    if reason is not None or not (required or decode_tensors.is_faster(query, cache)):
+    if reason is not None:
         return None
     try:
         return cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype)

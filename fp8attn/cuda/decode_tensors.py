@@ -122,11 +122,6 @@ def numbers_of(cache: PagedTensors, batch: PagedBatch, how: Scoring) -> list[int
     return [cache.page, copied_tokens(cache, batch), capacity_of(cache, batch), left, right, *strides]
 
 
-def is_faster(q: torch.Tensor, cache: PagedTensors) -> bool:
-    """Whether Triton's kernel is slower: with up to one tile of rows."""
-    return rows_of_head(q, cache) <= ROWS
-
-
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call, or None if it does."""
     if device.emulated or device.arch != 90:
