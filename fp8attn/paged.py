@@ -48,8 +48,8 @@ def paged_sdpa(
         batch: the B sequences that the rows belong to. Their lengths include the queries' own tokens.
         new: keys (B, Hkv, S, D) or (T, Hkv, D), and values (B, Hkv, S, Dv) or (T, Hkv, Dv), of the queries' tokens,
             which are appended first. None: they were appended before. The cache keeps what up to 65 queries of a
-            sequence need after that; more need `new`, and are NaN without if they are packed. It must be None with
-            `PagedTensors`, which keep every token: `write_to_pages` writes them.
+            sequence need after that; more need `new`, and are NaN without if they are packed. To `PagedTensors`, whose
+            e4m3 has scales, they are written as `write_to_pages` does, in any float dtype.
         window: (left, right): a query at position p sees the keys p - left to p + right; -1 for no limit. right must be
             0 with a `KVCache`, which is causal.
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
@@ -72,9 +72,7 @@ def paged_sdpa(
     """
     how = Options(window, softcap, sinks, scale, return_lse, out_dtype, backend)
     if isinstance(cache, PagedTensors):
-        if new is not None:
-            raise ValueError("new is given; with fp8attn.PagedTensors it must be None: write_to_pages writes tokens")
-        return _attend_to_tensors(query, cache, batch, how)
+        return _attend_to_tensors(query, cache, batch, new, how)
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache or a fp8attn.PagedTensors")
     others = cache.tensors_with(batch) if new is None or (type(new) is tuple and len(new) == 2) else None
@@ -165,34 +163,44 @@ def _attend(
     return (out, lse) if options.return_lse else out
 
 
-def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, options: Options) -> eager.Attention:
+New = tuple[torch.Tensor, torch.Tensor] | None
+"""Keys and values of a batch's tokens."""
+
+
+def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, new: New, options: Options) -> eager.Attention:
     """`paged_sdpa` of the cache of another engine."""
-    kept = not is_compiling() and type(batch) is PagedBatch and options.can_be_kept
+    kept = not is_compiling() and type(batch) is PagedBatch and options.can_be_kept and (new is None or (type(new) is tuple and len(new) == 2))
     others: Any = (*batch.tensors(), cache.k, cache.v, cache.k_scale, cache.v_scale, options.sinks) if kept else ()
     kept = kept and all(x is None or isinstance(x, torch.Tensor) for x in others)
-    name = ("paged_sdpa of tensors", batch.max_length, *options.without_tensors) if kept else ()
+    name = ("paged_sdpa of tensors", batch.max_length, new is None, *options.without_tensors) if kept else ()
+    operands = (query, *((None, None) if new is None else new)) if kept else ()
 
-    def attend(query: torch.Tensor, *others: Any) -> eager.Attention:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> eager.Attention:
         table, lengths, counts, _, cu_seqlens, *tensors, sinks = others
         same = PagedBatch(table, lengths, counts, None, batch.max_length, cu_seqlens)
-        return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, options._replace(sinks=sinks))
+        given = None if new is None else (key, value)
+        return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, given, options._replace(sinks=sinks))
 
-    repeated = eager.repeat(name, (query,), others, attend) if kept else None
+    repeated = eager.repeat(name, operands, others, attend) if kept else None
     if repeated is not None:
         return eager.attention_of(repeated)
-    found = _attend_to_checked_tensors(query, cache, batch, options)
+    found = _attend_to_checked_tensors(query, cache, batch, new, options)
     if kept and runs_kernels(options.backend, query.device):
-        eager.remember(name, (query,), others)
+        eager.remember(name, operands, others)
     return found
 
 
-def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, options: Options) -> eager.Attention:
+def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, new: New, options: Options) -> eager.Attention:
     """`paged_sdpa` of the cache of another engine, of a call that isn't like one before."""
     window, softcap, sinks, scale, return_lse, out_dtype, backend = options
     paged_tensors_ops.check_backend("attention", backend)
     check_paged_batch(batch)
     check_options(options)
     validate.check_tensors_call(query, cache, batch, Scoring(1.0, window, softcap, sinks))
+    if new is not None:
+        key, value = new
+        validate.check_appended(key, value, cache, batch, tokens_of(query))
+        _append_to_tensors(key, value, cache, batch, "auto" if backend == "cuda" else backend)
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     dtype = query.dtype if out_dtype is None else out_dtype
     operator = getattr(library_ops, f"{backend}_tensors_attention")
@@ -203,7 +211,7 @@ def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: 
     return (out, lse) if return_lse else out
 
 
-def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, slots: torch.Tensor, *, backend: str = "auto") -> None:
+def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, where: torch.Tensor | PagedBatch, *, backend: str = "auto") -> None:
     """Write new tokens to the cache of another engine, before `paged_sdpa` attends to them.
 
     Caches in half precision keep them as they are. e4m3 caches with a scale per token and head get the scales of these
@@ -211,11 +219,14 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
     becomes NaN.
 
     Args:
-        key: (T, Hkv, D), unit last stride: of any float dtype for an e4m3 cache, else of the cache's.
-        value: (T, Hkv, Dv), key's dtype, likewise.
-        cache: the cache, whose scales aren't per row of a batch.
-        slots: int32 or int64 (T,), contiguous, read on the device: page number * page + slot in the page. Tokens whose
-            slot is negative or out of range are dropped. No slot may stand there twice.
+        key: (T, Hkv, D), unit last stride: of any float dtype for an e4m3 cache, else of the cache's. With a batch
+            (B, Hkv, S, D), or (T, Hkv, D) of packed tokens.
+        value: (T, Hkv, Dv) or (B, Hkv, S, Dv), key's dtype, likewise.
+        cache: the cache. Its scales are per row of a batch only if `where` is a batch.
+        where: slots, int32 or int64 (T,), contiguous, read on the device: page number * page + slot in the page. Tokens
+            whose slot is negative or out of range are dropped. No slot may stand there twice. Or the batch whose last
+            tokens these are, as for `paged_sdpa`: they go to the pages of its sequences, and a token that has no page
+            is dropped.
         backend: `auto` (Triton on a GPU, else modelled), `triton`, or `modelled`: the definition in plain torch.
 
     Raises:
@@ -225,17 +236,31 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
     """
     if not isinstance(cache, PagedTensors):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.PagedTensors")
-    others: Any = slots, cache.k, cache.v, cache.k_scale, cache.v_scale
+    by_batch = type(where) is PagedBatch
+    places: Any = where.tensors() if isinstance(where, PagedBatch) else (where,)
+    others: Any = *places, cache.k, cache.v, cache.k_scale, cache.v_scale
     kept = not is_compiling() and all(x is None or isinstance(x, torch.Tensor) for x in others)
-    name = ("write_to_pages", backend)
+    name = ("write_to_pages", by_batch, backend)
 
-    def write(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, *tensors: Any) -> None:
-        write_to_pages(key, value, PagedTensors(*tensors), slots, backend=backend)
+    def write(key: torch.Tensor, value: torch.Tensor, *tensors: Any) -> None:
+        places, rest = tensors[:-4], tensors[-4:]
+        to = PagedBatch(places[0], places[1], places[2], places[3], None, places[4]) if by_batch else places[0]
+        write_to_pages(key, value, PagedTensors(*rest), to, backend=backend)
 
     if kept and eager.repeat(name, (key, value), others, write) is not None:
         return
     paged_tensors_ops.check_backend("write", backend)
-    validate.check_written(key, value, cache, slots)
-    getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), slots)
+    if isinstance(where, PagedBatch):
+        validate.check_appended(key, value, cache, where, None)
+        _append_to_tensors(key, value, cache, where, backend)
+    else:
+        validate.check_written(key, value, cache, where)
+        getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), where)
     if kept and runs_kernels(backend, key.device):
         eager.remember(name, (key, value), others)
+
+
+def _append_to_tensors(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, batch: PagedBatch, backend: str) -> None:
+    """Write a batch's new tokens, which are checked, to the cache of another engine."""
+    append = getattr(library_ops, f"{backend}_tensors_append")
+    append(key, value, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens)

@@ -212,6 +212,22 @@ def _weighted(p: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor | None, dt
     return product((p * (1.0 / scale)).to(E4M3).float(), v) * scale
 
 
+def append(cache: PagedTensors, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch) -> None:
+    """Write a batch's new tokens to the slots that its pages have for them: the definition of what the kernel writes.
+
+    Args:
+        k, v: (B, Hkv, S, D) and (B, Hkv, S, Dv); or packed, (T, Hkv, D) and (T, Hkv, Dv).
+    """
+    every = cache.k.shape[0]
+    for index, row in enumerate(batch.rows(tokens_of(k), batch.lengths.shape[0])):
+        positions = range(row.length - row.count, row.length)
+        numbers = [row.page(position // cache.page, every) for position in positions]
+        slots = [-1 if number is None else number * cache.page + position % cache.page for number, position in zip(numbers, positions, strict=True)]
+        scales = (x[index] if isinstance(x, torch.Tensor) and x.dim() == 2 else x for x in (cache.k_scale, cache.v_scale))
+        own = PagedTensors(cache.k, cache.v, *scales)
+        write(own, row.part(k, index).transpose(0, 1), row.part(v, index).transpose(0, 1), torch.tensor(slots, dtype=torch.long, device=k.device))
+
+
 def write(cache: PagedTensors, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
     """Write new tokens to a cache: the definition of what the kernel writes.
 

@@ -96,12 +96,28 @@ def _write_by(backend: str):
     return write
 
 
+def _append_by(backend: str):
+    def append(
+        key: torch.Tensor, value: torch.Tensor, cache: Sequence[torch.Tensor], page_table: torch.Tensor, lengths: torch.Tensor,
+        counts: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        tensors, batch = PagedTensors.of(cache), PagedBatch(page_table, lengths, counts, None, None, cu_seqlens)
+        validate.check_appended(key, value, tensors, batch, None)
+        if runs_triton(backend, key.device):
+            with current(key.device):
+                triton_kernels.paged_tensors.append(tensors, key, value, batch, device_of(key.device))
+        else:
+            paged_tensors.append(tensors, key, value, batch)
+
+    return append
+
+
 def _fake_attend(query, cache, page_table, lengths, counts, cu_seqlens, max_length, softmax_scale, window, softcap, sinks, out_dtype):
     out, lse = empty_answer(query, cache[1].shape[3])
     return out.to(out_dtype), lse
 
 
-def _fake_write(key, value, cache, slots) -> None:
+def _fake_write(key, value, cache, *where) -> None:
     return None
 
 
@@ -115,3 +131,9 @@ for _name in BACKENDS["attention"]:
 
 for _name in BACKENDS["write"]:
     register(f"{_name}_write_to_pages(Tensor key, Tensor value, Tensor(a!)[] cache, Tensor slots) -> ()", _write_by(_name), _fake_write)
+    register(
+        f"{_name}_tensors_append(Tensor key, Tensor value, Tensor(a!)[] cache, Tensor page_table, Tensor lengths, Tensor? counts,"
+        " Tensor? cu_seqlens) -> ()",
+        _append_by(_name),
+        _fake_write,
+    )

@@ -715,13 +715,18 @@ def check_paged_tensors(cache: PagedTensors, rows: int | None) -> None:
             raise ValueError(f"cache.{name} has shape {tuple(scale.shape)}; it must be one of {', '.join(map(str, shapes))}")
 
 
-def check_tensors_call(query: object, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> None:
-    """Check attention to the cache of another engine, but the scale of scores."""
+def _check_rows_of_tensors(cache: PagedTensors, batch: PagedBatch) -> None:
+    """Check the cache of another engine, and the batch of a call on it."""
     _check_tensor("cache.k", cache.k, (*E4M3_BYTES, *HALVES), None, None)
     check_batch(batch, cache.k.device)
     check_paged_tensors(cache, batch.lengths.shape[0])
     if batch.sequences is not None:
         raise ValueError("sequences is given; with fp8attn.PagedTensors it must be None: rows have pages only")
+
+
+def check_tensors_call(query: object, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> None:
+    """Check attention to the cache of another engine, but the scale of scores."""
+    _check_rows_of_tensors(cache, batch)
     dtype = cache.k.dtype
     if cache.is_fp8 and isinstance(query, torch.Tensor):
         if query.dtype not in FLOATS:
@@ -755,6 +760,21 @@ def check_written(key: object, value: object, cache: PagedTensors, slots: object
     _check_tensor("slots", slots, (torch.int32, torch.int64), (key.shape[0],), cache.k.device)
     assert isinstance(slots, torch.Tensor)
     _check_contiguous("slots", slots)
+
+
+def check_appended(key: object, value: object, cache: PagedTensors, batch: PagedBatch, length: int | None) -> None:
+    """Check a batch's new tokens for the cache of another engine: (B, Hkv, S, D) and (B, Hkv, S, Dv), or packed.
+    `length`: how many they are; None: any number."""
+    _check_rows_of_tensors(cache, batch)
+    dtype = cache.k.dtype
+    if cache.is_fp8 and isinstance(key, torch.Tensor):
+        if key.dtype not in FLOATS:
+            raise TypeError(f"key is {key.dtype}; it must be one of {FLOATS}")
+        dtype = key.dtype
+    like = (dtype, cache.k.device)
+    _check_tokens("key", key, like, _shape_of_tokens(batch, cache.kv_heads, length, cache.k.shape[3]))
+    assert isinstance(key, torch.Tensor)
+    _check_tokens("value", value, like, _shape_of_tokens(batch, cache.kv_heads, tokens_of(key), cache.v.shape[3]))
 
 
 def checked_causal_scores(window: object, softcap: object, sinks: object, query: torch.Tensor) -> tuple[Window, float, torch.Tensor | None]:

@@ -196,35 +196,22 @@ def flash_attn_with_kvcache(
     if not isinstance(cache_seqlens, torch.Tensor):
         number = table.shape[1] * cache.page if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((rows,), number, dtype=torch.int32, device=device)
+    new = None
     if k is not None and v is not None:
-        slots = _slots(table, cache_seqlens, k.shape[1], cache.page)
-        write_to_pages(_tokens("k", k), _tokens("v", v), cache, slots, backend=backend)
-        cache_seqlens = cache_seqlens + k.shape[1]
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                raise ValueError(f"{name} is {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}; it must be (B, n, Hkv, D or Dv)")
+        new, cache_seqlens = (k.transpose(1, 2), v.transpose(1, 2)), cache_seqlens + k.shape[1]
+    batch = PagedBatch(table, cache_seqlens)
+    if new is not None and k is not None and k.shape[1] != q.shape[1]:
+        write_to_pages(*new, cache, batch, backend=backend)
+        new = None
     left, right = window_size
     result = paged_sdpa(
-        q.transpose(1, 2), cache, PagedBatch(table, cache_seqlens), window=(left, 0 if causal else right), softcap=softcap, sinks=sinks,
+        q.transpose(1, 2), cache, batch, new, window=(left, 0 if causal else right), softcap=softcap, sinks=sinks,
         scale=softmax_scale, return_lse=return_softmax_lse, backend=backend,
     )  # fmt: skip
     return (result[0].transpose(1, 2), result[1]) if isinstance(result, tuple) else result.transpose(1, 2)
-
-
-def _tokens(name: str, x: torch.Tensor) -> torch.Tensor:
-    """(B, n, Hkv, D) as (B * n, Hkv, D), without a copy."""
-    if x.dim() == 4 and min(x.shape[:2]) > 1 and x.stride(0) != x.shape[1] * x.stride(1):
-        raise ValueError(f"{name} has strides {x.stride()}; the first must be {x.shape[1]} times the second: call .contiguous()")
-    return x.flatten(0, 1)
-
-
-def _slots(table: torch.Tensor, lengths: torch.Tensor, new: int, page: int) -> torch.Tensor:
-    """The slots (B * new,) of the next tokens of sequences of these lengths; -1 where the table has no page for them.
-
-    All on the device.
-    """
-    positions = lengths.unsqueeze(1).long() + torch.arange(new, device=lengths.device)
-    index = positions // page
-    there = (positions >= 0) & (index < table.shape[1])
-    numbers = table.long().gather(1, index.clamp(0, table.shape[1] - 1))
-    return torch.where(there, numbers * page + positions % page, -1).flatten()
 
 
 def _check_unsupported(dropout_p: float, **absent: object) -> None:

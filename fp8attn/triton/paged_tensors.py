@@ -36,6 +36,7 @@ from .paged_attention import (
 )
 from .quantize_steps import power_of_2
 from .tile import E4M3_NAN, LOG2E, P_OFFSET, cap_scores, e4m3_code, half_of_code, is_finite, probabilities, scale_of, score_factor
+from .varlen import SEARCH
 
 KEY_BLOCK: tl.constexpr = tl.constexpr(paged_tensors.KEY_BLOCK)
 LARGEST_P: tl.constexpr = tl.constexpr(2.0**reference.P_OFFSET)
@@ -339,63 +340,130 @@ def attend(
 
 @triton.jit
 def write_rows(
-    x, row_stride, rows, inside, into, at, scale, scale_at, BY_TOKEN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
+    x, rows, inside, into, at, scale, scale_at, BY_TOKEN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Write one head's tokens, rows (N,) of x, to `at` (N,) of `into`: e4m3 by the scale of all, or with one each."""
+    """Write one head's tokens, at `rows` (N,) of x, to `at` (N,) of `into`: e4m3 by scales at `scale_at` (N,), which
+    tokens with a scale each get."""
     columns = tl.arange(0, WIDTH)
     where = inside[:, None] & (columns < DIM)[None, :]
-    y = tl.load(x + rows[:, None].to(tl.int64) * row_stride + columns[None, :], mask=where, other=0.0)
+    y = tl.load(x + rows[:, None] + columns[None, :], mask=where, other=0.0)
     if C.codes:
         y = y.to(tl.float32)
         if BY_TOKEN:
             own = scale_of(tl.max(tl.where(is_finite(y), tl.abs(y), 0.0), 1))
             tl.store(scale + scale_at, own, mask=inside)
         else:
-            own = tl.load(scale) + tl.zeros([rows.shape[0]], tl.float32)
+            own = tl.load(scale + scale_at, mask=inside, other=1.0)
         y = e4m3_code(tl.where(is_finite(y), y, float("nan")) * tl.div_rn(1.0, own)[:, None], C.native)
     tl.store(into + at[:, None] + columns[None, :], y, mask=where)
 
 
-@triton.jit(do_not_specialize=["tokens", "kv_heads", "every_slot", "page"])
+@triton.jit
+def row_of_token(token, cu_seqlens, rows_of_batch):
+    """The row of the batch that packed tokens (N,) belong to; `rows_of_batch` behind the last one."""
+    lanes = tl.arange(0, SEARCH)
+    row = token * 0
+    for first in range(0, rows_of_batch, SEARCH):
+        end = tl.load(cu_seqlens + first + lanes + 1, mask=first + lanes < rows_of_batch, other=2147483647)
+        row += tl.sum((end[None, :] <= token[:, None]).to(tl.int32), 1)
+    return row
+
+
+@triton.jit
+def slot_of_token(
+    token, page_table, lengths, counts, cu_seqlens, rows_of_batch, length, table_stride, table_width, every_page, page, C: tl.constexpr
+):
+    """Where new tokens (N,) of a batch go: the row of the batch, the page, the slot, and whether there is one."""
+    row = token // length
+    own = token % length
+    count = length
+    if cu_seqlens is not None:
+        row = row_of_token(token, cu_seqlens, rows_of_batch)
+    inside = row < rows_of_batch
+    row = tl.where(inside, row, 0)
+    if cu_seqlens is not None:
+        begin = tl.maximum(tl.load(cu_seqlens + row), 0)
+        own = token - begin
+        count = tl.minimum(tl.load(cu_seqlens + row + 1), length) - begin
+    elif counts is not None:
+        count = tl.load(counts + row)
+    end = tl.maximum(tl.load(lengths + row), 0)
+    count = tl.maximum(tl.minimum(tl.minimum(count, length), end), 0)
+    inside &= (own >= 0) & (own < count)
+    index, slot = place_of(tl.where(inside, end - count + own, 0), page, C)
+    number, exists = page_number(page_table + row.to(tl.int64) * table_stride, tl.where(inside, index, table_width), table_width, every_page)
+    return row, number, slot, inside & exists
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "length", "kv_heads", "every_page", "page", "rows_of_batch", "table_stride", "table_width"]
+)  # fmt: skip
 def write_tokens_kernel(
-    new_k, new_k_strides, new_v, new_v_strides, slots, k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides,
-    tokens, kv_heads, every_slot, page, ROWS: tl.constexpr, C: tl.constexpr,
+    new_k, new_k_strides, new_v, new_v_strides, slots, page_table, lengths, counts, cu_seqlens, k, k_strides, v, v_strides, k_scale,
+    k_scale_strides, v_scale, v_scale_strides, tokens, length, kv_heads, every_page, page, rows_of_batch, table_stride, table_width,
+    ROWS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: chunks of ROWS tokens x kv_heads, in one dimension.
 
     Args:
-        new_k, new_v: (T, Hkv, D or Dv), strides of (1, T, Hkv, D or Dv).
-        every_slot: slots of all pages.
+        new_k, new_v: strides of (B, S, Hkv, D or Dv), or of (1, T, Hkv, D or Dv).
+        slots: (T,); or None: tokens go where the batch's pages have slots for them.
+        tokens, length: B * S and S, or T.
     """
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
-    rows = tl.program_id(0) // kv_heads * ROWS + tl.arange(0, ROWS)
-    place = tl.load(slots + rows, mask=rows < tokens, other=-1).to(tl.int64)
-    inside = (place >= 0) & (place < every_slot)
-    number, slot = place_of(tl.where(inside, place, 0), page, C)
+    token = tl.program_id(0) // kv_heads * ROWS + tl.arange(0, ROWS)
+    if slots is not None:
+        place = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+        inside = (place >= 0) & (place < every_page.to(tl.int64) * page)
+        number, slot = place_of(tl.where(inside, place, 0), page, C)
+        row = token * 0
+    else:
+        row, number, slot, inside = slot_of_token(
+            token, page_table, lengths, counts, cu_seqlens, rows_of_batch, length, table_stride, table_width, every_page, page, C
+        )
+        inside &= token < tokens
+    slot = slot.to(tl.int64)
+    row = row.to(tl.int64)
     k_scale_at = number
     v_scale_at = number
     if C.codes:
-        k_scale_at = number * k_scale_strides[1] + slot * k_scale_strides[2]
-        v_scale_at = number * v_scale_strides[1] + slot * v_scale_strides[2]
-        k_scale += head * k_scale_strides[3]
-        v_scale += head * v_scale_strides[3]
+        k_scale_at = row * k_scale_strides[0] + number * k_scale_strides[1] + slot * k_scale_strides[2] + head * k_scale_strides[3]
+        v_scale_at = row * v_scale_strides[0] + number * v_scale_strides[1] + slot * v_scale_strides[2] + head * v_scale_strides[3]
     k_at = number * k_strides[0] + slot * k_strides[1] + head * k_strides[2]
     v_at = number * v_strides[0] + slot * v_strides[1] + head * v_strides[2]
-    new_k += head * new_k_strides[2]
-    new_v += head * new_v_strides[2]
-    write_rows(new_k, new_k_strides[1], rows, inside, k, k_at, k_scale, k_scale_at, C.k_by_token, C.dim, C.width, C)
-    write_rows(new_v, new_v_strides[1], rows, inside, v, v_at, v_scale, v_scale_at, C.v_by_token, C.value_dim, C.value_width, C)
+    first = (token // length).to(tl.int64)
+    own = (token % length).to(tl.int64)
+    k_from = first * new_k_strides[0] + own * new_k_strides[1] + head * new_k_strides[2]
+    v_from = first * new_v_strides[0] + own * new_v_strides[1] + head * new_v_strides[2]
+    write_rows(new_k, k_from, inside, k, k_at, k_scale, k_scale_at, C.k_by_token, C.dim, C.width, C)
+    write_rows(new_v, v_from, inside, v, v_at, v_scale, v_scale_at, C.v_by_token, C.value_dim, C.value_width, C)
+
+
+def _write(
+    cache: PagedTensors, new: list[torch.Tensor], slots: torch.Tensor | None, batch: PagedBatch | None, device: Device, warmup: bool
+) -> None:  # fmt: skip
+    """Write keys and values (B, S, Hkv, D or Dv) by slots of all of them, or of a batch."""
+    rows, length = new[0].shape[:2]
+    if rows * length == 0:
+        return
+    operands = [part for x in new for part in (x, x.stride())]
+    old = [part for x in (cache.k, cache.v) for part in (bytes_of(x), x.stride())]
+    table = None if batch is None else batch.page_table
+    of_batch = [None] * 4 if batch is None else [batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens]
+    numbers = (0, 0, 0) if table is None else (table.shape[0], table.stride(0), table.shape[1])
+    launch(
+        write_tokens_kernel, (ceil_div(rows * length, WRITTEN) * cache.kv_heads,),
+        *operands, slots, *of_batch, *old, *scale_arguments(cache), rows * length, length, cache.kv_heads, cache.k.shape[0], cache.page, *numbers,
+        WRITTEN, Traits.of(cache, device),
+        num_warps=4, warmup=warmup,
+    )  # fmt: skip
 
 
 def write(cache: PagedTensors, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, device: Device, *, warmup: bool = False) -> None:
     """paged_tensors.write by a kernel, in one launch. `warmup`: compile only."""
-    if k.shape[0] == 0:
-        return
-    new = [part for x in (k, v) for part in (x, x.unsqueeze(0).stride())]
-    old = [part for x in (cache.k, cache.v) for part in (bytes_of(x), x.stride())]
-    launch(
-        write_tokens_kernel, (ceil_div(k.shape[0], WRITTEN) * cache.kv_heads,),
-        *new, slots, *old, *scale_arguments(cache), k.shape[0], cache.kv_heads, cache.k.shape[0] * cache.page, cache.page, WRITTEN,
-        Traits.of(cache, device),
-        num_warps=4, warmup=warmup,
-    )  # fmt: skip
+    _write(cache, [x.unsqueeze(0) for x in (k, v)], slots, None, device, warmup)
+
+
+def append(cache: PagedTensors, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, device: Device, *, warmup: bool = False) -> None:
+    """paged_tensors.append by a kernel, in one launch. `warmup`: compile only."""
+    _write(cache, [x.unsqueeze(0) if x.dim() == 3 else x.transpose(1, 2) for x in (k, v)], None, batch, device, warmup)

@@ -413,6 +413,9 @@ def paged(arch: int, part: int) -> list[dict]:
             paged_tensors.attend(q[0].transpose(0, 1), foreign, of_packed, how, device, q.dtype, splits=1, warmup=True)
             new = torch.zeros(length, 2, dim, dtype=torch.bfloat16)
             paged_tensors.write(foreign, new, new, torch.zeros(length, dtype=torch.int64), device, warmup=True)
+            paged_tensors.append(foreign, new, new, of_packed, device, warmup=True)
+            counted = dataclasses.replace(batch, counts=torch.zeros(2, dtype=torch.int32))
+            paged_tensors.append(foreign, q[:, :2], q[:, :2], counted, device, warmup=True)
     return compiled
 
 

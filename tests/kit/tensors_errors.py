@@ -20,6 +20,7 @@ BATCH = PagedBatch(ints(0, 1, 2, 3).view(2, 2), ints(20, 32))
 PACKED = dataclasses.replace(BATCH, cu_seqlens=ints(0, 1, 3))
 Q = torch.zeros(2, 4, 3, 64, dtype=torch.bfloat16)
 X, SLOTS = Q[0].transpose(0, 1)[:, :2], torch.arange(3)
+N = torch.zeros(2, 2, 3, 64, dtype=torch.bfloat16)
 
 
 def of(cache: PagedTensors = FP8, **change: object) -> PagedTensors:
@@ -58,7 +59,17 @@ TENSORS_ERRORS: tuple[Sample, ...] = (
     (writing(cache=of(k_scale=torch.ones(3, 2))), ValueError, r"cache.k_scale has shape \(3, 2\)"),
     (attending(cache=of(k_scale=torch.ones(3, 2))), ValueError, r"cache.k_scale has shape \(3, 2\); it must be .*, \(2, 2\)"),
     (attending(cache="cache"), TypeError, "cache is a str; it must be a fp8attn.KVCache or a fp8attn.PagedTensors"),
-    (attending(new=(X, X)), ValueError, "new is given; with fp8attn.PagedTensors it must be None: write_to_pages writes tokens"),
+    (attending(new=(X, X)), ValueError, r"key has shape \(3, 2, 64\)"),
+    (attending(new=(N, N[:, :, :2])), ValueError, "value has length 2; it must be 3"),
+    (attending(new=(N[:, :, :2], N[:, :, :2])), ValueError, "key has length 2; it must be 3"),
+    (attending(new=(N.to(torch.int8), N)), TypeError, "key is torch.int8"),
+    (attending(new=(N.half(), N)), TypeError, "value is torch.bfloat16; it must be"),
+    (attending(new=(N.clone().requires_grad_(), N)), RuntimeError, "key requires grad"),
+    (attending(new=(N, N), backend="eager"), ValueError, "backend is 'eager'"),
+    (writing(N, N, slots=dataclasses.replace(BATCH, sequences=ints(0, 1))), ValueError, "sequences is given"),
+    (writing(N[:1], N, slots=BATCH), ValueError, "key has batch 1; it must be 2"),
+    (writing(N, N.half(), slots=BATCH), TypeError, "value is torch.float16"),
+    (writing(N, N, of(HALF), slots=BATCH, backend="cuda"), ValueError, "backend is 'cuda'"),
     (attending(batch=None), TypeError, "batch is a NoneType"),
     (attending(batch=dataclasses.replace(BATCH, sequences=ints(0, 1))), ValueError, "sequences is given; with fp8attn.PagedTensors it must be None"),
     (attending(batch=dataclasses.replace(BATCH, lengths=ints(1, 2, 3))), ValueError, r"lengths has shape \(3,\); it must be \(2,\)"),

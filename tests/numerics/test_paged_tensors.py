@@ -191,6 +191,86 @@ def test_the_kernel_writes_the_bytes_of_the_definition(device: torch.device, cas
         assert torch.equal(*(z.contiguous().view(-1).view(torch.uint8) for z in (x, y)))
 
 
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+@settings(max_examples=12)
+@given(case=cases, counts=st.lists(st.integers(0, 6), min_size=3, max_size=3), packed=st.booleans(), missing=st.booleans())
+def test_the_kernel_writes_a_batch_s_tokens_where_its_pages_are(
+    device: torch.device, case: Case, counts: list[int], packed: bool, missing: bool
+) -> None:
+    """As the definition does, which finds slots one by one: with counts and packed tokens, and pages that aren't there."""
+    rows = len(case.lengths)
+    edges = [0, *itertools.accumulate(min(pair) for pair in zip(counts[:rows] + [1] * rows, case.lengths, strict=False))]
+    found = []
+    for backend in (*BACKENDS, "by slots"):
+        call = replace(case, queries=6).call(device)
+        g = torch.Generator().manual_seed(case.seed)
+        total = edges[-1] + 2 if packed else 6
+        k, v = (torch.randn(rows, case.kv_heads, total, dim, generator=g) * 3.0 for dim in (case.dim, case.value_dim))
+        k, v = (x.to(device, call.q.dtype) for x in (k, v))
+        batch, table = call.batch, call.batch.page_table.clone()
+        if missing:
+            table[0, 0] = call.cache.k.shape[0]
+        batch = replace(batch, page_table=table, counts=None) if packed else replace(batch, page_table=table)
+        if packed:
+            k, v = (x[0].transpose(0, 1) for x in (k, v))
+            batch = replace(batch, cu_seqlens=torch.tensor(edges, dtype=torch.int32, device=device))
+        if backend == "by slots":
+            for row, (k_scale, v_scale) in enumerate(zip(*(scales_of_rows(x, rows) for x in (call.cache.k_scale, call.cache.v_scale)), strict=True)):
+                write_row(PagedTensors(call.cache.k, call.cache.v, k_scale, v_scale), (k, v), batch, row)
+        else:
+            assert fp8attn.write_to_pages(k, v, call.cache, batch, backend=backend) is None
+        found.append(call.cache.tensors())
+    for x, y, z in zip(*found, strict=True):
+        assert torch.equal(bytes_of(x), bytes_of(y)) and torch.equal(bytes_of(x), bytes_of(z))
+
+
+def scales_of_rows(scale: torch.Tensor | float | None, rows: int) -> list[torch.Tensor | float | None]:
+    """A scale as each row of a batch has it."""
+    return [*scale] if isinstance(scale, torch.Tensor) and scale.dim() == 2 else [scale] * rows
+
+
+def write_row(cache: PagedTensors, new: tuple[torch.Tensor, torch.Tensor], batch: PagedBatch, row: int) -> None:
+    """Write the new tokens of one row of a batch by their slots."""
+    end, table = int(batch.lengths[row]), batch.page_table[row].tolist()
+    if batch.cu_seqlens is None:
+        count = min(new[0].shape[2] if batch.counts is None else int(batch.counts[row]), end)
+        parts = [x[row, :, :count].transpose(0, 1) for x in new]
+    else:
+        first, last = batch.cu_seqlens[row : row + 2].tolist()
+        count = last - first
+        parts = [x[first:last] for x in new]
+    slots = []
+    for position in range(end - count, end):
+        number = table[position // cache.page]
+        slots.append(number * cache.page + position % cache.page if 0 <= number < cache.k.shape[0] else -1)
+    fp8attn.write_to_pages(*parts, cache, torch.tensor(slots, dtype=torch.long, device=cache.k.device), backend="modelled")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", (BY_TOKEN, Case(dtype=torch.float16, page=48)), ids=("e4m3", "half"))
+def test_new_tokens_are_written_and_attended_to(device: torch.device, backend: str, case: Case) -> None:
+    """By one call, of a batch and of packed tokens, as by two."""
+    for packed in (False, True):
+        found = []
+        for at_once in (False, True):
+            call = replace(case, queries=3, lengths=(70, 4, 33)).call(device)
+            g = torch.Generator().manual_seed(7)
+            k, v = (torch.randn(3, 2, 3, 64, generator=g).to(device, call.q.dtype) for _ in range(2))
+            if packed:
+                q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, k, v))
+                call = replace(call, q=q, batch=replace(call.batch, cu_seqlens=torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=device)))
+            if not at_once:
+                fp8attn.write_to_pages(k, v, call.cache, call.batch, backend=backend)
+            out, lse = answer(call, backend, new=(k, v) if at_once else None)
+            found.append((out, lse, *call.cache.tensors()))
+        assert bool(found[0][0].isfinite().all())
+        for x, y in zip(*found, strict=True):
+            assert torch.equal(bytes_of(x), bytes_of(y))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_written_is_attended_to(device: torch.device, backend: str) -> None:
     """A prompt and a token of a cache with a scale per token, against exact attention to what was written."""

@@ -1039,6 +1039,10 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
         if recording.current() is not None:
             function(key, value, slots, cache.k, cache.v, cache.k_scale, cache.v_scale, number=APPEND)
 
+    def append(cache, key, value, batch, device):
+        if recording.current() is not None:
+            function(key, value, *batch.tensors()[:3], cache.k, cache.v, cache.k_scale, cache.v_scale, number=APPEND)
+
     def attend(query, cache, batch, how, device, out_dtype):
         out, lse = query.new_empty(query.shape, dtype=out_dtype), query.new_empty(query.shape[:3], dtype=torch.float32)
         if recording.current() is not None:
@@ -1047,6 +1051,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(paged_ops, "has_kernels", lambda device: True)
     monkeypatch.setattr(triton_kernels.paged_tensors, "write", write)
+    monkeypatch.setattr(triton_kernels.paged_tensors, "append", append)
     monkeypatch.setattr(triton_kernels.paged_tensors, "attend", attend)
 
 
@@ -1080,6 +1085,32 @@ def test_calls_on_caches_of_other_engines_are_kept(fp8: bool, repeats: Repeats) 
     for options in (dict(window=(5, 0)), dict(softcap=2.0), dict(max_length=30), dict(scale=0.3)):
         for i in range(3):
             call(True, i > 1, **options)
+
+
+@pytest.mark.usefixtures("foreign")
+def test_new_tokens_for_caches_of_other_engines_are_one_call(repeats: Repeats) -> None:
+    """Which writes and attends; and one that writes a batch's tokens alone."""
+    _, library = emulation.binding()
+
+    def inputs() -> tuple[fp8attn.PagedTensors, PagedBatch, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        k, v = (torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+        batch = PagedBatch(torch.zeros(3, 4, dtype=torch.int32), torch.full((3,), 20, dtype=torch.int32))
+        new = torch.zeros(3, 2, 1, 64).bfloat16(), torch.zeros(3, 2, 1, 64).bfloat16()
+        return fp8attn.PagedTensors(k, v), batch, torch.zeros(3, 8, 1, 64).bfloat16(), new
+
+    for i in range(4):
+        cache, batch, query, new = inputs()
+        repeats.hits.clear()
+        library.expect_words(10 if i > 1 else 0)  # of what is written, fewer than of attention
+        fp8attn.paged_sdpa(query, cache, batch, new, backend="triton")
+        assert repeats.hits == [True] if i > 1 else not any(repeats.hits)
+    for i in range(4):
+        cache, batch, _, new = inputs()
+        library.expect_words(10 if i > 1 else 0)
+        assert fp8attn.write_to_pages(*new, cache, batch, backend="triton") is None
+        assert repeats.last() == (i > 1)
+        if i > 1:
+            assert library.launched_function()[7:17] == [APPEND, *addresses_of([*new, *batch.tensors()[:3], cache.k, cache.v, None, None])]
 
 
 @pytest.mark.parametrize("fp8", (False, True))
