@@ -33,9 +33,9 @@ struct alignas(1024) DecodeTensorsStorage {
   TokenExchange<C.by_token ? C.rows : 1> more;
   float row_scale[C.rows];
   int2 seen[C.rows];  // the first and the last token that a row sees; none of a row that isn't real
-  float k_scale[C.by_token ? C.stages : 1][TOKENS], v_scale[C.by_token ? C.stages : 1][TOKENS];  // of the blocks' tokens; or of all, at the beginning
-  int missing[C.stages];      // bit i: copy i of the block has no page
-  TokenTilesOf<C> tiles[2];   // the warps' tile, and the next one, by turns
+  float k_scale[C.by_token ? C.stages : 1][TOKENS], v_scale[C.by_token ? C.stages : 1][TOKENS];  // of the blocks' tokens, if each has its own
+  int missing[C.stages];     // bit i: copy i of the block has no page
+  TokenTilesOf<C> tiles[2];  // the warps' tile, and the next one, by turns
   BlockShares shares;
   bool is_last;  // whether the CTA is the last one to store its part of the tile
   uint64_t full[C.stages], empty[C.stages];
@@ -64,8 +64,9 @@ __device__ void load_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>
     const int at_once = 32 / copies.of_block;  // blocks whose pages the lanes find
 #pragma unroll 1
     for (int first = tile.begin; first < tile.end; first += at_once) {
-      const int token = (tile.blocks.first + first) * TOKENS + lane * copies.tokens, page = token / p.page;
-      const int number = page < p.table_width && token < p.capacity ? pages[page] : -1;
+      // negative where there are no such tokens: lengths may be any numbers
+      const int token = uint32_t(tile.blocks.first + first) * TOKENS + lane * copies.tokens, page = token / p.page;
+      const int number = token >= 0 && token < p.capacity ? pages[page] : -1;
       const int found = number >= 0 && number < p.every_page ? number : -1, slot_of_copy = token - page * p.page;
 #pragma unroll 1
       for (int block = first; block < min(tile.end, first + at_once); ++block, ring.advance()) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -135,8 +136,9 @@ def test_numbers_out_of_range_are_no_indices(case: Case, backend: str, device: t
     table, lengths = call.batch.page_table.clone(), call.batch.lengths.clone()
     table[1, 3] = call.cache.k.shape[0]
     table[2, 0] = -1
-    lengths[3], lengths[4] = 1 << 30, -5
-    for window in ((-1, 0), (3, 0)):
+    lengths[4] = -5
+    for window, length in itertools.product(((-1, 0), (3, 0)), (1 << 30, (1 << 31) - 1)):
+        lengths[3] = length
         changed = dataclasses.replace(call, batch=PagedBatch(table, lengths), how=replace(call.how, window=window))
         actual = attend(library_of(backend, case), changed, replace(H100, sm_count=3))
         for x, y in zip(actual, paged_tensors.attend(changed.q, changed.cache, changed.batch, changed.how), strict=True):
