@@ -181,3 +181,72 @@ def test_mutant_of_writing_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kernels, *WRITING[name])
     with pytest.raises(AssertionError):
         check_writing()
+
+
+original_slot, original_row = kernels.slot_of_token, kernels.row_of_token
+
+
+@triton.jit
+def all_tokens_count(token, table, lengths, counts, edges, rows, length, stride, width, every, page, C: tl.constexpr):
+    return original_slot(token, table, lengths, None, edges, rows, length, stride, width, every, page, C)
+
+
+@triton.jit
+def scales_of_the_first_row(token, table, lengths, counts, edges, rows, length, stride, width, every, page, C: tl.constexpr):
+    row, number, slot, inside = original_slot(token, table, lengths, counts, edges, rows, length, stride, width, every, page, C)
+    return row * 0, number, slot, inside
+
+
+@triton.jit
+def a_slot_too_early(token, table, lengths, counts, edges, rows, length, stride, width, every, page, C: tl.constexpr):
+    row, number, slot, inside = original_slot(token, table, lengths, counts, edges, rows, length, stride, width, every, page, C)
+    return row, number, tl.maximum(slot - 1, 0), inside
+
+
+@triton.jit
+def pages_of_the_first_row(token, table, lengths, counts, edges, rows, length, stride, width, every, page, C: tl.constexpr):
+    return original_slot(token, table, lengths, counts, edges, rows, length, 0, width, every, page, C)
+
+
+@triton.jit
+def packed_tokens_of_the_row_before(token, cu_seqlens, rows_of_batch):
+    return tl.maximum(original_row(token, cu_seqlens, rows_of_batch) - 1, 0)
+
+
+APPENDING = {
+    "counts forgotten": ("slot_of_token", all_tokens_count),
+    "scales of the first row": ("slot_of_token", scales_of_the_first_row),
+    "a slot too early": ("slot_of_token", a_slot_too_early),
+    "pages of the first row": ("slot_of_token", pages_of_the_first_row),
+    "packed tokens of the row before": ("row_of_token", packed_tokens_of_the_row_before),
+    "any page number": ("page_number", takes_any_page_number),
+}
+
+
+def check_appending() -> None:
+    """With counts and a missing page, and packed tokens, some of which are no row's."""
+    case = replace(CASES[1], lengths=(40, 34, 7), scales=("row", "row"))
+    g = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(3, 2, 5, 64, generator=g) for _ in range(2))
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    for change in (dict(counts=ints(5, 2, 0)), dict(cu_seqlens=ints(0, 2, 2, 4))):
+        found = []
+        new = (k, v) if "counts" in change else tuple(x[0].transpose(0, 1) for x in (k, v))
+        for append in (paged_tensors.append, lambda *arguments: kernels.append(*arguments, device_of(DEVICE))):
+            call = case.call(DEVICE)
+            call.batch.page_table[0, 36 // case.page] = call.cache.k.shape[0]
+            append(call.cache, *new, replace(call.batch, **change))
+            found.append(call.cache.tensors())
+        for x, y in zip(*found, strict=True):
+            assert torch.equal(*(z.contiguous().view(-1).view(torch.uint8) for z in (x, y)))
+
+
+def test_appending_itself_passes() -> None:
+    check_appending()
+
+
+@pytest.mark.parametrize("name", APPENDING)
+def test_mutant_of_appending_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, *APPENDING[name])
+    with pytest.raises(AssertionError):
+        check_appending()
