@@ -147,6 +147,9 @@ def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
     reason = unsupported_rows("query", q) or unsupported_rows("k", cache.k) or unsupported_rows("v", cache.v)
     if reason is not None:
         return reason
+    for name, x in (("k", cache.k), ("v", cache.v)):
+        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            return f"{name} has strides {x.stride()}; it takes slots that are apart"
     blocks = q.shape[0] * cache.kv_heads * row_tiles * (capacity_of(cache, batch) // KEY_BLOCK + 2)
     if max(blocks, q.shape[0] * q.shape[1] * q.shape[2], cache.k.shape[0]) >= 1 << 31:
         return f"the call has {blocks} blocks of keys; it takes fewer than 2^31"

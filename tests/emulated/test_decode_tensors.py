@@ -253,5 +253,8 @@ def test_unsupported_calls_say_why() -> None:
     assert "softmax_scale is -0.1" in (decode_tensors.unsupported_call(call.q, call.cache, call.batch, how, H100) or "")
     assert "query has strides" in (decode_tensors.unsupported_call(unaligned, call.cache, call.batch, call.how, H100) or "")
     assert "it needs sm_90" in (decode_tensors.unsupported_call(call.q, call.cache, call.batch, call.how, ARCHITECTURES[100]) or "")
+    one = call.cache.k[:, :, :1].expand(-1, -1, 2, -1)
+    shared = dataclasses.replace(call.cache, k=one, v=one)
+    assert "k has strides" in (decode_tensors.unsupported_call(call.q, shared, call.batch, call.how, H100) or "")
     half = replace(HALF, query_dtype=torch.float16).call(cpu)
     assert "k is torch.bfloat16" in (decode_tensors.unsupported_call(half.q.half(), half.cache, half.batch, half.how, H100) or "")
