@@ -48,8 +48,8 @@ def paged_sdpa(
         batch: the B sequences that the rows belong to. Their lengths include the queries' own tokens.
         new: keys (B, Hkv, S, D) or (T, Hkv, D), and values (B, Hkv, S, Dv) or (T, Hkv, Dv), of the queries' tokens,
             which are appended first. None: they were appended before. The cache keeps what up to 65 queries of a
-            sequence need after that; more need `new`, and are NaN without if they are packed. To `PagedTensors`, whose
-            e4m3 has scales, they are written as `write_to_pages` does, in any float dtype.
+            sequence need after that; more need `new`, and are NaN without if they are packed. `PagedTensors` keep every
+            token, and get them as by `write_to_pages`.
         window: (left, right): a query at position p sees the keys p - left to p + right; -1 for no limit. right must be
             0 with a `KVCache`, which is causal.
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
@@ -211,7 +211,7 @@ def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: 
     return (out, lse) if return_lse else out
 
 
-def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, where: torch.Tensor | PagedBatch, *, backend: str = "auto") -> None:
+def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, slots: torch.Tensor | PagedBatch, *, backend: str = "auto") -> None:
     """Write new tokens to the cache of another engine, before `paged_sdpa` attends to them.
 
     Caches in half precision keep them as they are. e4m3 caches with a scale per token and head get the scales of these
@@ -222,11 +222,11 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
         key: (T, Hkv, D), unit last stride: of any float dtype for an e4m3 cache, else of the cache's. With a batch
             (B, Hkv, S, D), or (T, Hkv, D) of packed tokens.
         value: (T, Hkv, Dv) or (B, Hkv, S, Dv), key's dtype, likewise.
-        cache: the cache. Its scales are per row of a batch only if `where` is a batch.
-        where: slots, int32 or int64 (T,), contiguous, read on the device: page number * page + slot in the page. Tokens
-            whose slot is negative or out of range are dropped. No slot may stand there twice. Or the batch whose last
-            tokens these are, as for `paged_sdpa`: they go to the pages of its sequences, and a token that has no page
-            is dropped.
+        cache: the cache. Its scales are per row of a batch only if `slots` is a batch.
+        slots: int32 or int64 (T,), contiguous, read on the device: page number * page + slot in the page. Tokens whose
+            slot is negative or out of range are dropped. No slot may stand there twice. Or the batch whose last tokens
+            these are, as for `paged_sdpa`: they go to the pages of its sequences, and a token that has no page is
+            dropped.
         backend: `auto` (Triton on a GPU, else modelled), `triton`, or `modelled`: the definition in plain torch.
 
     Raises:
@@ -236,8 +236,8 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
     """
     if not isinstance(cache, PagedTensors):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.PagedTensors")
-    by_batch = type(where) is PagedBatch
-    places: Any = where.tensors() if isinstance(where, PagedBatch) else (where,)
+    by_batch = isinstance(slots, PagedBatch)
+    places: Any = slots.tensors() if isinstance(slots, PagedBatch) else (slots,)
     others: Any = *places, cache.k, cache.v, cache.k_scale, cache.v_scale
     kept = not is_compiling() and all(x is None or isinstance(x, torch.Tensor) for x in others)
     name = ("write_to_pages", by_batch, backend)
@@ -250,12 +250,12 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
     if kept and eager.repeat(name, (key, value), others, write) is not None:
         return
     paged_tensors_ops.check_backend("write", backend)
-    if isinstance(where, PagedBatch):
-        validate.check_appended(key, value, cache, where, None)
-        _append_to_tensors(key, value, cache, where, backend)
+    if isinstance(slots, PagedBatch):
+        validate.check_appended(key, value, cache, slots, None)
+        _append_to_tensors(key, value, cache, slots, backend)
     else:
-        validate.check_written(key, value, cache, where)
-        getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), where)
+        validate.check_written(key, value, cache, slots)
+        getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), slots)
     if kept and runs_kernels(backend, key.device):
         eager.remember(name, (key, value), others)
 
