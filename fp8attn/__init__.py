@@ -4,7 +4,7 @@ from .ahead import warmup
 from .api import cuda_sdpa, import_kv, quantize, reference_sdpa, sdpa, triton_sdpa, varlen_sdpa
 from .cache import KVCache
 from .calibration import AttentionCall, Calibration, calibrate, capture
-from .explaining import Plan, explain, explain_varlen
+from .explaining import Plan, explain, explain_paged, explain_varlen
 from .info import info
 from .integrations import patch
 from .page_table import PageTable
@@ -30,6 +30,7 @@ __all__ = [
     "capture",
     "cuda_sdpa",
     "explain",
+    "explain_paged",
     "explain_varlen",
     "import_kv",
     "info",

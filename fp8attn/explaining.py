@@ -10,14 +10,18 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import hybrid, ops, paged_ops, problem_ops
+from . import hybrid, ops, paged_ops, paged_tensors_ops, problem_ops
 from . import triton as triton_kernels
 from .backends import choose_backend, cuda_unavailable, triton_unavailable
+from .cache import KVCache
 from .call import Call, Problem
 from .cuda import configs, early, fused_small, prefill
 from .cuda.configs import HopperConfig
 from .cuda.portable import PortableConfig
 from .device import device_of
+from .paged import New, Options, append_backend, attention_call, checked_call, checked_tensors_call, paged_sdpa
+from .paged_tensors import PagedTensors
+from .pages import PagedBatch, PagedCall
 from .prepare import autocast, call_from, operands_of, prepare, problem_of, to_quantize
 from .recipe import Recipe
 from .validate import Arguments, Backend, Checked, VarlenArguments, check, check_call, check_varlen
@@ -81,6 +85,65 @@ def explain_varlen(a: VarlenArguments) -> Plan:
     """
     q, k, v, out_dtype = autocast(a.q, a.k, a.v, a.out_dtype)
     return _explained(check_varlen(replace(a, q=q, k=k, v=v, out_dtype=out_dtype)), a.recipe, a.backend, a.return_lse)
+
+
+def _takes_paged(function: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Makes a function of `Options` one that takes the arguments of `paged_sdpa`."""
+
+    @functools.wraps(function)
+    def taking(*args: Any, **kwargs: Any) -> Plan:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        query, cache, batch, new, *options = bound.arguments.values()
+        return function(query, cache, batch, new, Options(*options))
+
+    signature = inspect.signature(paged_sdpa)
+    taking.__signature__ = signature.replace(return_annotation=Plan)  # type: ignore[attr-defined]
+    return taking
+
+
+@_takes_paged
+def explain_paged(query: torch.Tensor, cache: Any, batch: PagedBatch, new: New, options: Options) -> Plan:
+    """What `paged_sdpa` with these arguments would run, and why. Neither appends nor attends.
+
+    Raises:
+        As `paged_sdpa`.
+    """
+    of_tensors = isinstance(cache, PagedTensors)
+    if not of_tensors and not isinstance(cache, KVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; it must be a fp8attn.KVCache or a fp8attn.PagedTensors")
+    how = (checked_tensors_call if of_tensors else checked_call)(query, cache, batch, new, options)
+    backend, device = options.backend, query.device
+    because = [f"backend={backend!r} on {device}"]
+    if not paged_ops.runs_kernels(backend, device):
+        return Plan("modelled", "paged_tensors" if of_tensors else "pages", None, "float32", tuple(because))
+    if isinstance(how, PagedCall):
+        return _explain_kv_cache(how, backend, because)
+    if new is not None:
+        because.append("new tokens are written by Triton")
+    planned = paged_tensors_ops.plan_attention(backend, query, cache, batch, how) if paged_ops.asks_cuda(backend, device) else None
+    compute = "bf16" if cache.k.dtype == torch.bfloat16 else "f16"  # of e4m3, codes as halves
+    if planned is not None and not isinstance(planned, str):
+        return Plan("cuda", "decode_tensors", planned, compute, tuple(because))
+    return Plan("triton", "paged_tensors", None, compute, (*because, *([] if planned is None else [f"cuda: {planned}"])))
+
+
+def _explain_kv_cache(checked: PagedCall, backend: str, because: list[str]) -> Plan:
+    """The plan of a call on a `KVCache`, which appends first."""
+    device, compute = checked.q.device, "int8 and e4m3" if checked.recipe.qk == "int8" else "e4m3"
+    if checked.new is not None:
+        asked = paged_ops.asks_cuda(append_backend(backend), device)
+        reason = paged_ops.unsupported_append(checked.storage, checked.new, checked.batch) if asked else "backend is triton"
+        because.append("new tokens are appended by the CUDA kernel" if reason is None else f"new tokens are appended by Triton: {reason}")
+    if paged_ops.asks_cuda(backend, device):
+        planned = paged_ops.plan_attention(backend, attention_call(checked))
+        if isinstance(planned, paged_ops.Attending):
+            return Plan("cuda", planned.kernel, planned.config, compute, tuple(because))
+        because += [f"cuda: {reason}" for reason in planned]
+    if not device_of(device).has_fp8_units:
+        because.append(f"compute f16: {device_of(device).name} has no FP8 tensor cores")
+        compute = "f16"
+    return Plan("triton", "paged", None, compute, tuple(because))
 
 
 def _explain_pages(checked: Checked, recipe: Recipe, chosen: str, because: Sequence[str]) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from .cache import KVCache
 from .ops import library_ops
 from .paged_ops import check_paged_batch, operator_of, runs_kernels
 from .paged_tensors import PagedTensors
-from .pages import RECENT_QUERIES, PagedBatch, Stage, tokens_of
+from .pages import RECENT_QUERIES, PagedBatch, PagedCall, Stage, tokens_of
 from .reference import CAUSAL_WINDOW, Scoring, Window
 from .validate import FLOATS
 
@@ -130,41 +131,54 @@ def check_options(options: Options) -> None:
         raise TypeError(f"out_dtype is {options.out_dtype}; it must be one of {FLOATS}")
 
 
-def _attend(
-    query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: tuple[torch.Tensor, torch.Tensor] | None, options: Options
-) -> eager.Attention:
-    """`paged_sdpa` of a call that isn't like one before."""
-    backend, storage = options.backend, cache.storage
-    operator = operator_of("attention", backend, batch)
-    check_options(options)
-    validate.check_batch(batch, cache.device)
-    validate.check_queries(query, batch, storage)
-    window, softcap, sinks = validate.checked_causal_scores(options.window, options.softcap, options.sinks, query)
-    tokens, key, value = tokens_of(query), None, None
-    is_long = tokens > RECENT_QUERIES
-    append = "auto" if backend == "cuda" else backend
-    if new is None:
-        if is_long and batch.cu_seqlens is None:
-            raise ValueError(f"query has {tokens} tokens and new is None; it must have at most {RECENT_QUERIES}, or new must be given")
-    else:
-        key, value = new
-        validate.check_new_tokens(key, value, batch, tokens, storage)
-        # of many tokens, queries need those in half precision that the last ones replace
-        cache.append_stage(key, value, batch, append, Stage(tokens=not is_long))
-    softmax_scale = cache.head_dim**-0.5 if options.scale is None else float(options.scale)
-    dtype = query.dtype if options.out_dtype is None else options.out_dtype
-    given = (key, value) if is_long else (None, None)
-    out, lse = operator(
-        query, *given, storage.tensors(), *batch.tensors(), batch.max_length, cache.recipe.rotate, softmax_scale, dtype, list(window), softcap,
-        sinks,
-    )  # fmt: skip
-    if key is not None and value is not None and is_long:
-        cache.append_stage(key, value, batch, append, Stage(pages=False))
-    return (out, lse) if options.return_lse else out
-
-
 New = tuple[torch.Tensor, torch.Tensor] | None
 """Keys and values of a batch's tokens."""
+
+
+def checked_call(query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: New, options: Options) -> PagedCall:
+    """The call of `paged_sdpa` on a `KVCache`, whose arguments are checked. It has the new tokens."""
+    operator_of("attention", options.backend, batch)
+    check_options(options)
+    storage = cache.storage
+    validate.check_batch(batch, cache.device)
+    validate.check_queries(query, batch, storage)
+    scores = validate.checked_causal_scores(options.window, options.softcap, options.sinks, query)
+    if new is not None:
+        key, value = new
+        validate.check_new_tokens(key, value, batch, tokens_of(query), storage)
+    elif tokens_of(query) > RECENT_QUERIES and batch.cu_seqlens is None:
+        raise ValueError(f"query has {tokens_of(query)} tokens and new is None; it must have at most {RECENT_QUERIES}, or new must be given")
+    softmax_scale = cache.head_dim**-0.5 if options.scale is None else float(options.scale)
+    return PagedCall(query, storage, new, batch, cache.recipe, softmax_scale, *scores)
+
+
+def attention_call(call: PagedCall) -> PagedCall:
+    """What attention gets of a checked call: of many tokens, queries need those in half precision that the last ones
+    replace, so that the new tokens come with them. Few are appended before."""
+    return call if tokens_of(call.q) > RECENT_QUERIES else replace(call, new=None)
+
+
+def append_backend(backend: str) -> str:
+    """The backend of an append that is part of a call by `backend`."""
+    return "auto" if backend == "cuda" else backend
+
+
+def _attend(query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: New, options: Options) -> eager.Attention:
+    """`paged_sdpa` of a call that isn't like one before."""
+    checked, append = checked_call(query, cache, batch, new, options), append_backend(options.backend)
+    call = attention_call(checked)
+    if new is not None:
+        cache.append_stage(*new, batch, append, Stage(tokens=call.new is None))
+    given = (None, None) if call.new is None else call.new
+    dtype = query.dtype if options.out_dtype is None else options.out_dtype
+    operator = operator_of("attention", options.backend, batch)
+    out, lse = operator(
+        query, *given, call.storage.tensors(), *batch.tensors(), batch.max_length, call.recipe.rotate, call.softmax_scale, dtype,
+        list(call.window), call.softcap, call.sinks,
+    )  # fmt: skip
+    if call.new is not None:
+        cache.append_stage(*call.new, batch, append, Stage(pages=False))
+    return (out, lse) if options.return_lse else out
 
 
 def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, new: New, options: Options) -> eager.Attention:
@@ -190,25 +204,31 @@ def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBat
     return found
 
 
-def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, new: New, options: Options) -> eager.Attention:
-    """`paged_sdpa` of the cache of another engine, of a call that isn't like one before."""
-    window, softcap, sinks, scale, return_lse, out_dtype, backend = options
-    paged_tensors_ops.check_backend("attention", backend)
+def checked_tensors_call(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, new: New, options: Options) -> Scoring:
+    """What is done to scores in a call of `paged_sdpa` on the cache of another engine, whose arguments are checked."""
+    window, softcap, sinks, scale, *_ = options
+    paged_tensors_ops.check_backend("attention", options.backend)
     check_paged_batch(batch)
     check_options(options)
     validate.check_tensors_call(query, cache, batch, Scoring(1.0, window, softcap, sinks))
     if new is not None:
         key, value = new
         validate.check_appended(key, value, cache, batch, tokens_of(query))
-        _append_to_tensors(key, value, cache, batch, "auto" if backend == "cuda" else backend)
-    softmax_scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    dtype = query.dtype if out_dtype is None else out_dtype
-    operator = getattr(library_ops, f"{backend}_tensors_attention")
+    return Scoring(query.shape[-1] ** -0.5 if scale is None else float(scale), window, float(softcap), sinks)
+
+
+def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, new: New, options: Options) -> eager.Attention:
+    """`paged_sdpa` of the cache of another engine, of a call that isn't like one before."""
+    how = checked_tensors_call(query, cache, batch, new, options)
+    if new is not None:
+        _append_to_tensors(*new, cache, batch, append_backend(options.backend))
+    dtype = query.dtype if options.out_dtype is None else options.out_dtype
+    operator = getattr(library_ops, f"{options.backend}_tensors_attention")
     out, lse = operator(
-        query, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens, batch.max_length, softmax_scale, list(window),
-        float(softcap), sinks, dtype,
+        query, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens, batch.max_length, how.softmax_scale,
+        list(how.window), how.softcap, how.sinks, dtype,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, lse) if options.return_lse else out
 
 
 def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, slots: torch.Tensor | PagedBatch, *, backend: str = "auto") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -67,6 +68,11 @@ def runs_triton(backend: str, device: torch.device) -> bool:
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 
+def asks_cuda(backend: str, device: torch.device) -> bool:
+    """Whether CUDA kernels are asked first for a cache on `device`."""
+    return backend == "cuda" or (backend == "auto" and device.type == "cuda")
+
+
 def runs_kernels(backend: str, device: torch.device) -> bool:
     """Whether kernels serve a cache on `device`, and not their model. The call has come to its end."""
     return backend == "cuda" or runs_triton(backend, device)
@@ -120,37 +126,61 @@ def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_s
     return f"cuda: {reason}"
 
 
-def _by_cuda(required: bool, call: PagedCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attention to a cache by a CUDA kernel, or None if Triton's is to do it.
+class Attending(NamedTuple):
+    """A CUDA kernel that attends to a cache: its name, its instance, and what launches it."""
+
+    kernel: str
+    config: decode.DecodeConfig | prefill.PrefillConfig
+    launch: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
+    """The CUDA kernel that attends to a cache, or why Triton's does. `backend`: `cuda` or `auto`.
+
+    Nothing is compiled to find out, so compiling may still fail.
 
     Raises:
-        BackendUnavailable: a CUDA kernel is `required` and none supports the call.
-        BuildError: it is required and can't be compiled here.
+        BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
     reasons = []
     if call.batch.cu_seqlens is not None:
         reasons.append(f"query has shape {tuple(call.q.shape)}; packed queries are Triton's")
     kernels = (
-        (call.new is None, decode.is_faster(call.q, call.storage, call.batch), _unsupported_decode, cuda_run.attend_to_pages),
-        (True, prefill.is_faster(call.q), unsupported_prefill, cuda_run.prefill_from_pages),
+        ("decode", call.new is None, decode.is_faster(call.q, call.storage, call.batch), _unsupported_decode),
+        ("prefill", True, prefill.is_faster(call.q), unsupported_prefill),
     )
-    for may_run, is_faster, unsupported, run in () if reasons else kernels:
-        if not may_run or not (required or is_faster):
+    for name, may_run, is_faster, unsupported in () if reasons else kernels:
+        if not may_run:
             continue
-        reason = unsupported(call)
+        reason = unsupported(call) if backend == "cuda" or is_faster else f"the {name} kernel is slower than Triton's in a call like this"
         if reason is not None:
             reasons.append(reason)
-            continue
-        try:
-            return run(call, device_of(call.q.device), out_dtype)
-        except BuildError as error:
-            if required:
-                raise
-            warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-            return None
-    if required:
+        elif name == "decode":
+            return Attending(name, decode.choose(call.storage), cuda_run.attend_to_pages)
+        else:
+            return Attending(name, prefill.choose(call.q.shape[3], call.recipe.qk), cuda_run.prefill_from_pages)
+    if backend == "cuda":
         raise BackendUnavailable(f"cuda: {'; '.join(dict.fromkeys(reasons))}; use backend='triton' or 'auto'")
-    return None
+    return reasons
+
+
+def _by_cuda(backend: str, call: PagedCall, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention to a cache by a CUDA kernel, or None if Triton's is to do it.
+
+    Raises:
+        BackendUnavailable: the backend is `cuda`, and no kernel supports the call.
+        BuildError: the backend is `cuda`, and the kernel can't be compiled here.
+    """
+    planned = plan_attention(backend, call)
+    if not isinstance(planned, Attending):
+        return None
+    try:
+        return planned.launch(call, device_of(call.q.device), out_dtype)
+    except BuildError as error:
+        if backend == "cuda":
+            raise
+        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return None
 
 
 def _unsupported_decode(call: PagedCall) -> str | None:
@@ -199,7 +229,7 @@ def _append_by(backend: str):
         validate.check_batch(batch, cache.k.device)
         validate.check_new_tokens(key, value, batch, None, cache)
         recipe = _recipe(rotate, smooth_k, smooth_v, cache.pages.k.dtype == torch.int8)
-        if backend == "cuda" or (backend == "auto" and key.device.type == "cuda"):
+        if asks_cuda(backend, key.device):
             with current(key.device):
                 if _appended_by_cuda(backend == "cuda", cache, (key, value), batch, recipe, stage):
                     return
@@ -231,9 +261,9 @@ def _attend_by(backend: str):
             new = key, value
         recipe = _recipe(rotate, True, True, cache.pages.k.dtype == torch.int8)
         call = PagedCall(query, cache, new, batch, recipe, softmax_scale, *scores)
-        if backend == "cuda" or (backend == "auto" and query.device.type == "cuda"):
+        if asks_cuda(backend, query.device):
             with current(query.device):
-                found = _by_cuda(backend == "cuda", call, out_dtype)
+                found = _by_cuda(backend, call, out_dtype)
             if found is not None:
                 return found
         if runs_triton(backend, query.device):

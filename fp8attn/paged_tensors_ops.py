@@ -15,7 +15,7 @@ from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import device_of
 from .ops import current, register
-from .paged_ops import runs_triton
+from .paged_ops import asks_cuda, runs_triton
 from .paged_tensors import PagedTensors
 from .pages import PagedBatch, empty_answer
 from .reference import Scoring
@@ -35,25 +35,40 @@ def check_backend(what: str, backend: object) -> None:
         raise ValueError(f"backend is {backend!r}; with fp8attn.PagedTensors it must be one of {BACKENDS[what]}")
 
 
+def plan_attention(
+    backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring
+) -> decode_tensors.DecodeTensorsConfig | str:  # fmt: skip
+    """The instance of the CUDA kernel that attends, or why Triton's does. `backend`: `cuda` or `auto`.
+
+    Nothing is compiled to find out, so compiling may still fail.
+
+    Raises:
+        BackendUnavailable: the backend is `cuda`, and the kernel doesn't support the call.
+    """
+    device = device_of(query.device)
+    reason = decode_tensors.unsupported_call(query, cache, batch, how, device) or build.unavailable(decode_tensors.choose(cache), device.arch)
+    if reason is None:
+        return decode_tensors.choose(cache)
+    if backend == "cuda":
+        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
+    return reason
+
+
 def _by_cuda(
-    required: bool, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype
+    backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
     """Attention by the CUDA kernel, or None if Triton's is to do it.
 
     Raises:
-        BackendUnavailable: the CUDA kernel is `required` and doesn't support the call.
-        BuildError: it is required and can't be compiled here.
+        BackendUnavailable: the backend is `cuda`, and the kernel doesn't support the call.
+        BuildError: the backend is `cuda`, and the kernel can't be compiled here.
     """
-    device = device_of(query.device)
-    reason = decode_tensors.unsupported_call(query, cache, batch, how, device) or build.unavailable(decode_tensors.choose(cache), device.arch)
-    if required and reason is not None:
-        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-    if reason is not None:
+    if isinstance(plan_attention(backend, query, cache, batch, how), str):
         return None
     try:
-        return cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype)
+        return cuda_run.attend_to_tensors(query, cache, batch, how, device_of(query.device), out_dtype)
     except BuildError as error:
-        if required:
+        if backend == "cuda":
             raise
         warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
         return None
@@ -69,9 +84,9 @@ def _attend_by(backend: str):
         how = Scoring(softmax_scale, (window[0], window[1]), softcap, sinks)
         validate.check_tensors_call(query, tensors, batch, how)
         validate.check_launch(softmax_scale, "bottom_right", out_dtype)
-        if backend == "cuda" or (backend == "auto" and query.device.type == "cuda"):
+        if asks_cuda(backend, query.device):
             with current(query.device):
-                found = _by_cuda(backend == "cuda", query, tensors, batch, how, out_dtype)
+                found = _by_cuda(backend, query, tensors, batch, how, out_dtype)
             if found is not None:
                 return found
         if runs_triton(backend, query.device):

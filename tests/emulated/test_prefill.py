@@ -420,12 +420,12 @@ def test_which_kernel_a_call_gets(queries: int, new: bool, required: bool, expec
     monkeypatch.setattr(build, "unavailable", lambda *_: None)
     for name, function in (("decode", "attend_to_pages"), ("prefill", "prefill_from_pages")):
         monkeypatch.setattr(run, function, lambda *_, name=name: name)
-    assert paged_ops._by_cuda(required, call, torch.float32) == expected
+    assert paged_ops._by_cuda("cuda" if required else "auto", call, torch.float32) == expected
 
 
 def test_a_kernel_that_is_required_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Case((300,), (200,), dtype=torch.float32).call(torch.device("cpu"))
     monkeypatch.setattr(paged_ops, "device_of", lambda _: H100)
-    assert paged_ops._by_cuda(False, call, torch.float32) is None
+    assert paged_ops._by_cuda("auto", call, torch.float32) is None
     with pytest.raises(BackendUnavailable, match=r"cuda: query is torch.float32 .*; use backend='triton' or 'auto'"):
-        paged_ops._by_cuda(True, call, torch.float32)
+        paged_ops._by_cuda("cuda", call, torch.float32)

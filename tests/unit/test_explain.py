@@ -1,4 +1,4 @@
-"""explain and explain_varlen name what a call launches: backend, config and quantizers.
+"""explain, explain_varlen and explain_paged name what a call launches: backend, config and quantizers.
 
 CPU tensors are an H100's here, and launches are noted.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp8attn
-from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, paged_ops, prepare, problem_ops
+from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, paged_ops, paged_tensors_ops, prepare, problem_ops
 from fp8attn import quantization as quantize_ref
 from fp8attn import triton as triton_kernels
 from fp8attn.call import empty_lse, empty_output
@@ -225,3 +225,94 @@ def test_autocast_is_explained(launches: Launches) -> None:
         plan = fp8attn.explain(*tensors)
         assert_explained(launches, plan, lambda: fp8attn.sdpa(*tensors))
     assert plan.config.fuse_q_quant and not fp8attn.explain(*tensors).config.fuse_q_quant
+
+
+@pytest.fixture
+def paged_launches(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that would be launched on caches, in order."""
+    found: list[str] = []
+
+    def noted(name: str, attends: bool = True) -> Callable[..., Any]:
+        def launch(*arguments: Any) -> Any:
+            found.append(name)
+            q = arguments[0] if isinstance(arguments[0], torch.Tensor) else getattr(arguments[0], "q", None)
+            return (q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)) if attends and q is not None else None
+
+        return launch
+
+    monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: H100)
+    monkeypatch.setattr(paged_ops, "has_kernels", lambda device: True)
+    for name, function in (("decode", "attend_to_pages"), ("prefill", "prefill_from_pages"), ("decode_tensors", "attend_to_tensors")):
+        monkeypatch.setattr(cuda_run, function, noted(name))
+    monkeypatch.setattr(cuda_run, "append_to_pages", noted("appended by the CUDA kernel", attends=False))
+    monkeypatch.setattr(triton_kernels.paged_append, "append", noted("appended by Triton", attends=False))
+    monkeypatch.setattr(triton_kernels.paged_attention, "attend", noted("paged"))
+    monkeypatch.setattr(triton_kernels.paged_tensors, "append", noted("written by Triton", attends=False))
+    monkeypatch.setattr(triton_kernels.paged_tensors, "attend", noted("paged_tensors"))
+    return found
+
+
+def cache_call(kind: str, tokens: int, dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> tuple[torch.Tensor, Any, fp8attn.PagedBatch, Any]:
+    """Query, cache, batch and new tokens of two sequences. kind: `KVCache`, `int8`, or the dtype of another engine's."""
+    table, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.full((2,), 300, dtype=torch.int32)
+    query, key = (torch.zeros(2, heads, tokens, dim, dtype=dtype) for heads in (8, 2))
+    batch = fp8attn.PagedBatch(table, lengths)
+    if kind in ("KVCache", "int8"):
+        recipe = fp8attn.PRECISE if kind == "int8" else Recipe()
+        return query, fp8attn.KVCache(2, 8, 2, dim, recipe=recipe, dtype=dtype, device="cpu"), batch, (key, key)
+    k = torch.zeros(8, 32, 2, dim).to(torch.float8_e4m3fn if kind == "e4m3" else dtype)
+    return query, fp8attn.PagedTensors(k, k, *((1.0, 1.0) if kind == "e4m3" else (None, None))), batch, (key, key)
+
+
+@pytest.mark.parametrize("backend", ("cuda", "triton"))
+@pytest.mark.parametrize(
+    "kind, tokens, new, options, said",
+    (
+        ("KVCache", 1, True, {}, "new tokens are appended by"),
+        ("KVCache", 4, False, {"return_lse": True}, "backend="),
+        ("KVCache", 200, True, {"window": (50, 0)}, "new tokens are appended by"),
+        ("int8", 1, False, {}, "backend="),
+        ("e4m3", 1, True, {"softcap": 3.0}, "new tokens are written by Triton"),
+        ("bf16", 3, False, {"window": (50, 2)}, "backend="),
+    ),
+)
+def test_what_a_call_on_a_cache_runs(
+    kind: str, tokens: int, new: bool, options: dict[str, Any], said: str, backend: str, paged_launches: list[str]
+) -> None:  # fmt: skip
+    query, cache, batch, pair = cache_call(kind, tokens)
+    given = pair if new else None
+    plan = fp8attn.explain_paged(query, cache, batch, given, backend=backend, **options)
+    assert not paged_launches and plan.backend == backend and any(reason.startswith(said) for reason in plan.because)
+    fp8attn.paged_sdpa(query, cache, batch, given, backend=backend, **options)
+    attention = {"decode", "prefill", "decode_tensors", "paged", "paged_tensors"}
+    assert [name for name in paged_launches if name in attention] == [plan.kernel]
+    assert ("int8" in plan.compute) == (kind == "int8") and (plan.config is None) == (backend == "triton")
+    for name in set(paged_launches) - attention:
+        assert f"new tokens are {name}" in " ".join(plan.because)
+
+
+def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_ops, "asks_cuda", lambda backend, device: backend in ("auto", "cuda"))
+    monkeypatch.setattr(paged_ops, "runs_kernels", lambda backend, device: True)
+    for call, options, reason in (
+        (cache_call("KVCache", 100), {}, "cuda: the prefill kernel is slower than Triton's in a call like this"),
+        (cache_call("e4m3", 40), {}, "cuda: query has shape (2, 8, 40, 64)"),
+        (cache_call("e4m3", 1, dim=40), {}, "cuda: head dims are [40]"),
+        (cache_call("e4m3", 1, torch.float32), {}, "cuda: query is torch.float32"),
+    ):
+        query, cache, batch, new = call
+        plan = fp8attn.explain_paged(query, cache, batch, new, **options)
+        assert plan.backend == "triton" and plan.config is None and any(said.startswith(reason) for said in plan.because), plan
+    query, cache, batch, _ = cache_call("e4m3", 1, dim=40)
+    with pytest.raises(BackendUnavailable, match="cuda: head dims are"):
+        fp8attn.explain_paged(query, cache, batch, backend="cuda")
+    with pytest.raises(TypeError, match="cache is a str"):
+        fp8attn.explain_paged(query, "cache", batch)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'masks'"):
+        fp8attn.explain_paged(query, cache, batch, masks=1)
+
+
+def test_caches_on_a_cpu_are_modelled() -> None:
+    for kind in ("KVCache", "e4m3"):
+        query, cache, batch, _ = cache_call(kind, 1)
+        assert fp8attn.explain_paged(query, cache, batch).backend == "modelled"
