@@ -17,7 +17,7 @@ from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, quantize, ref
 from fp8attn.cuda.run import prefill_from_pages
 from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT_QUERIES, PagedCall
-from fp8attn.quantization import scale_of
+from fp8attn.quantization import encode, scale_of
 
 from . import adapters, command_line, report
 from .command_line import NO_GPU, UsageError
@@ -231,7 +231,7 @@ def _dense(quantized: bool, sets: Sequence[Inputs]) -> Run:
 def _by_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (P, page, Hkv, D) in e4m3, and a scale per token and head."""
     scale = scale_of(x.abs().amax(-1).float())
-    return (x.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
+    return encode(x.float(), scale.unsqueeze(-1)), scale
 
 
 def _tensors(kind: str, backend: str, sets: Sequence[Inputs]) -> Run:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from . import eager, paged_tensors_ops, validate
 from .cache import KVCache
 from .ops import library_ops
-from .paged_ops import check_paged_batch, operator_of, runs_kernels
+from .paged_ops import check_called, check_paged_batch, operator_of, runs_kernels
 from .paged_tensors import PagedTensors
 from .pages import RECENT_QUERIES, PagedBatch, PagedCall, Stage, tokens_of
 from .reference import CAUSAL_WINDOW, Scoring, Window
@@ -137,7 +137,7 @@ New = tuple[torch.Tensor, torch.Tensor] | None
 
 def checked_call(query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: New, options: Options) -> PagedCall:
     """The call of `paged_sdpa` on a `KVCache`, whose arguments are checked. It has the new tokens."""
-    operator_of("attention", options.backend, batch)
+    check_called("attention", options.backend, batch)
     check_options(options)
     storage = cache.storage
     validate.check_batch(batch, cache.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from .validate import BackendUnavailable
 BACKENDS = {"append": ("auto", "cuda", "triton", "modelled"), "attention": ("auto", "cuda", "triton", "modelled")}
 """By what is done."""
 
+Result = TypeVar("Result")
+
 Tensors = Sequence[torch.Tensor]
 MaybeTensor = torch.Tensor | None
 
@@ -36,10 +38,20 @@ def operator_of(what: str, backend: object, batch: object) -> Callable[..., tupl
         ValueError: there is no such backend.
         TypeError: `batch` isn't a `PagedBatch`.
     """
+    check_called(what, backend, batch)
+    return getattr(library_ops, f"{backend}_paged_{what}")
+
+
+def check_called(what: str, backend: object, batch: object) -> None:
+    """Check the backend that is to append or to attend, and that there is a batch.
+
+    Raises:
+        ValueError: there is no such backend.
+        TypeError: `batch` isn't a `PagedBatch`.
+    """
     if backend not in BACKENDS[what]:
         raise ValueError(f"backend is {backend!r}; it must be one of {BACKENDS[what]}")
     check_paged_batch(batch)
-    return getattr(library_ops, f"{backend}_paged_{what}")
 
 
 def check_paged_batch(batch: object) -> None:
@@ -126,6 +138,21 @@ def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_s
     return f"cuda: {reason}"
 
 
+def unless_unbuilt(required: bool, launch: Callable[[], Result]) -> Result | None:
+    """What a launch of a CUDA kernel returns; or None, with a warning, if it can't be compiled and isn't `required`.
+
+    Raises:
+        BuildError: it is required and can't be compiled here.
+    """
+    try:
+        return launch()
+    except BuildError as error:
+        if required:
+            raise
+        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=3)
+        return None
+
+
 class Attending(NamedTuple):
     """A CUDA kernel that attends to a cache: its name, its instance, and what launches it."""
 
@@ -174,13 +201,7 @@ def _by_cuda(backend: str, call: PagedCall, out_dtype: torch.dtype) -> tuple[tor
     planned = plan_attention(backend, call)
     if not isinstance(planned, Attending):
         return None
-    try:
-        return planned.launch(call, device_of(call.q.device), out_dtype)
-    except BuildError as error:
-        if backend == "cuda":
-            raise
-        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-        return None
+    return unless_unbuilt(backend == "cuda", lambda: planned.launch(call, device_of(call.q.device), out_dtype))
 
 
 def _unsupported_decode(call: PagedCall) -> str | None:
@@ -207,14 +228,12 @@ def _appended_by_cuda(
         if required:
             raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
         return False
-    try:
+
+    def append_here() -> bool:
         cuda_run.append_to_pages(cache, tokens, batch, recipe, device_of(cache.k.device), stage)
-    except BuildError as error:
-        if required:
-            raise
-        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-        return False
-    return True
+        return True
+
+    return unless_unbuilt(required, append_here) is not None
 
 
 def _append_by(backend: str):

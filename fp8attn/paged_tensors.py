@@ -24,10 +24,10 @@ from typing import TypeGuard
 import torch
 
 from .ambient import product
-from .pages import PagedBatch, Row, Sums, empty_answer, largest_score, relative_scores, tokens_of
+from .pages import LARGEST_LENGTH, PagedBatch, Row, Sums, empty_answer, largest_score, relative_scores, tokens_of
 from .quantization import encode, finite_or_zero, numbers, quantize_q, scale_of
 from .recipe import E4M3, Recipe
-from .reference import LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, capped_base2
+from .reference import LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, Window, capped_base2
 
 QUERIES = Recipe(rotate=0)
 """How queries of e4m3 caches are quantized."""
@@ -72,9 +72,15 @@ class PagedTensors:
         """From what `tensors` returns."""
         return cls(*tensors)
 
+    @property
+    def scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """K's scale and V's; None of caches in half precision."""
+        k, v = (x if isinstance(x, torch.Tensor) else None for x in (self.k_scale, self.v_scale))
+        return k, v
+
     def tensors(self) -> list[torch.Tensor]:
         """k and v, and of an e4m3 cache the scales."""
-        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if isinstance(x, torch.Tensor)]
+        return [x for x in (self.k, self.v, *self.scales) if x is not None]
 
     @property
     def is_fp8(self) -> bool:
@@ -90,6 +96,17 @@ class PagedTensors:
     def kv_heads(self) -> int:
         """Hkv."""
         return self.k.shape[2]
+
+
+def capacity_of(cache: PagedTensors, batch: PagedBatch) -> int:
+    """Tokens that a row of a page table has pages for, as kernels count them."""
+    return min(batch.page_table.shape[1] * cache.page, LARGEST_LENGTH)
+
+
+def counted_window(window: Window) -> Window:
+    """A window as kernels count its tokens."""
+    left, right = (min(x, LARGEST_LENGTH) for x in window)
+    return left, right
 
 
 def by_token(scale: object) -> TypeGuard[torch.Tensor]:
@@ -223,7 +240,7 @@ def append(cache: PagedTensors, k: torch.Tensor, v: torch.Tensor, batch: PagedBa
         positions = range(row.length - row.count, row.length)
         numbers = [row.page(position // cache.page, every) for position in positions]
         slots = [-1 if number is None else number * cache.page + position % cache.page for number, position in zip(numbers, positions, strict=True)]
-        scales = (x[index] if isinstance(x, torch.Tensor) and x.dim() == 2 else x for x in (cache.k_scale, cache.v_scale))
+        scales = (x if x is None or x.dim() != 2 else x[index] for x in cache.scales)
         own = PagedTensors(cache.k, cache.v, *scales)
         write(own, row.part(k, index).transpose(0, 1), row.part(v, index).transpose(0, 1), torch.tensor(slots, dtype=torch.long, device=k.device))
 

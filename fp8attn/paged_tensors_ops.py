@@ -3,7 +3,6 @@ have in common."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +11,9 @@ from . import paged_tensors, validate
 from . import triton as triton_kernels
 from .cuda import build, decode_tensors
 from .cuda import run as cuda_run
-from .cuda.build import BuildError
 from .device import device_of
 from .ops import current, register
-from .paged_ops import asks_cuda, runs_triton
+from .paged_ops import asks_cuda, runs_triton, unless_unbuilt
 from .paged_tensors import PagedTensors
 from .pages import PagedBatch, empty_answer
 from .reference import Scoring
@@ -65,13 +63,8 @@ def _by_cuda(
     """
     if isinstance(plan_attention(backend, query, cache, batch, how), str):
         return None
-    try:
-        return cuda_run.attend_to_tensors(query, cache, batch, how, device_of(query.device), out_dtype)
-    except BuildError as error:
-        if backend == "cuda":
-            raise
-        warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-        return None
+    device = device_of(query.device)
+    return unless_unbuilt(backend == "cuda", lambda: cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype))
 
 
 def _attend_by(backend: str):

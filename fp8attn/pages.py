@@ -53,6 +53,9 @@ from .reference import CAUSAL_WINDOW, LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, 
 PAGE = SCALE_BLOCK
 """Tokens of a page."""
 
+LARGEST_LENGTH = 1 << 30
+"""Tokens that kernels can count."""
+
 LEAST_CHANNEL = 2.0**-4
 """V's channel scales are at least this fraction of the head's largest one. A channel that happens to be small in the
 first page may grow: its values would otherwise raise the scale of whole pages."""

@@ -670,11 +670,19 @@ def check_storage(storage: Storage) -> None:
 
 def check_new_tokens(key: object, value: object, batch: PagedBatch, length: int | None, storage: Storage) -> None:
     """Check keys and values of new tokens. `length`: how many they are; None: any number."""
-    like = (storage.k.dtype, storage.k.device)
-    heads = storage.k.shape[1]
-    _check_tokens("key", key, like, _shape_of_tokens(batch, heads, length, storage.k.shape[3]))
+    like, dims = (storage.k.dtype, storage.k.device), (storage.k.shape[3], storage.v.shape[3])
+    _check_keys_and_values(key, value, like, batch, (storage.k.shape[1], length), dims)
+
+
+def _check_keys_and_values(
+    key: object, value: object, like: tuple[torch.dtype, torch.device], batch: PagedBatch, sizes: tuple[int, int | None], dims: tuple[int, int]
+) -> None:  # fmt: skip
+    """Check a batch's keys and values. `like`: their dtype and device. `sizes`: heads, and tokens or None. `dims`: of
+    each."""
+    heads, length = sizes
+    _check_tokens("key", key, like, _shape_of_tokens(batch, heads, length, dims[0]))
     assert isinstance(key, torch.Tensor)
-    _check_tokens("value", value, like, _shape_of_tokens(batch, heads, tokens_of(key), storage.v.shape[3]))
+    _check_tokens("value", value, like, _shape_of_tokens(batch, heads, tokens_of(key), dims[1]))
 
 
 def check_queries(query: object, batch: PagedBatch, storage: Storage) -> None:
@@ -724,15 +732,19 @@ def _check_rows_of_tensors(cache: PagedTensors, batch: PagedBatch) -> None:
         raise ValueError("sequences is given; with fp8attn.PagedTensors it must be None: rows have pages only")
 
 
+def _dtype_beside(name: str, x: object, cache: PagedTensors) -> torch.dtype:
+    """The dtype that queries or new tokens have beside the cache of another engine: any float beside e4m3."""
+    if not cache.is_fp8 or not isinstance(x, torch.Tensor):
+        return cache.k.dtype
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} is {x.dtype}; it must be one of {FLOATS}")
+    return x.dtype
+
+
 def check_tensors_call(query: object, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> None:
     """Check attention to the cache of another engine, but the scale of scores."""
     _check_rows_of_tensors(cache, batch)
-    dtype = cache.k.dtype
-    if cache.is_fp8 and isinstance(query, torch.Tensor):
-        if query.dtype not in FLOATS:
-            raise TypeError(f"query is {query.dtype}; it must be one of {FLOATS}")
-        dtype = query.dtype
-    _check_tokens("query", query, (dtype, cache.k.device), _shape_of_tokens(batch, None, None, cache.k.shape[3]))
+    _check_tokens("query", query, (_dtype_beside("query", query, cache), cache.k.device), _shape_of_tokens(batch, None, None, cache.k.shape[3]))
     assert isinstance(query, torch.Tensor)
     if query.shape[1] % cache.kv_heads:
         raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {cache.kv_heads}")
@@ -766,15 +778,8 @@ def check_appended(key: object, value: object, cache: PagedTensors, batch: Paged
     """Check a batch's new tokens for the cache of another engine: (B, Hkv, S, D) and (B, Hkv, S, Dv), or packed.
     `length`: how many they are; None: any number."""
     _check_rows_of_tensors(cache, batch)
-    dtype = cache.k.dtype
-    if cache.is_fp8 and isinstance(key, torch.Tensor):
-        if key.dtype not in FLOATS:
-            raise TypeError(f"key is {key.dtype}; it must be one of {FLOATS}")
-        dtype = key.dtype
-    like = (dtype, cache.k.device)
-    _check_tokens("key", key, like, _shape_of_tokens(batch, cache.kv_heads, length, cache.k.shape[3]))
-    assert isinstance(key, torch.Tensor)
-    _check_tokens("value", value, like, _shape_of_tokens(batch, cache.kv_heads, tokens_of(key), cache.v.shape[3]))
+    like, dims = (_dtype_beside("key", key, cache), cache.k.device), (cache.k.shape[3], cache.v.shape[3])
+    _check_keys_and_values(key, value, like, batch, (cache.kv_heads, length), dims)
 
 
 def checked_causal_scores(window: object, softcap: object, sinks: object, query: torch.Tensor) -> tuple[Window, float, torch.Tensor | None]:

@@ -360,9 +360,10 @@ void encode_matrix(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t byte
   STD_TORCH_CHECK(fp8attn::encode(map, map_address(x), sizes, strides, box), "no tensor map for shape ", text(x.sizes()));
 }
 
-// What both decode kernels are told of a call of queries (B, Hq, Sq, D). `batch`: the page table, lengths, counts and
-// sequences of pages.PagedBatch. `results`: the output, its LSE, memory for partial results, and tickets.
-fp8attn::DecodeParams decode_params_of(int64_t ctas, double softmax_scale, const Tensor& q, int64_t kv_heads, const Operands& batch, const std::vector<Tensor>& results) {
+// The parameters that both decode kernels have, of queries (B, Hq, Sq, D). `part`: channels that are rotated together.
+// `batch`: the page table, lengths, counts and sequences of pages.PagedBatch.
+// `results`: the output, its LSE, memory for partial results, and tickets.
+fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, int64_t kv_heads, const Operands& batch, const std::vector<Tensor>& results) {
   STD_TORCH_CHECK(batch.size() == 4 && batch[0] && batch[1] && results.size() == 5, "a decode kernel takes 4 tensors of a batch and 5 results");
   fp8attn::DecodeParams p = {};
   p.q = q.const_data_ptr();
@@ -378,21 +379,21 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, double softmax_scale, const
   const int tiles = p.batches * p.kv_heads;
   p.tiles_of_unit = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_unit = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
   p.ctas_of_unit_inverse = ((1 << 16) + p.ctas_of_unit - 1) / p.ctas_of_unit;
-  p.inverse_part = 1.0;
+  p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(results[0].scalar_type());
   p.half = q.scalar_type() == ScalarType::Half;
   return p;
 }
 
-// Attends to a KV cache with few queries. `storage`: the tensors of pages.Storage. `part`: channels that are rotated
-// together. `batch`, `results`: as of decode_params_of.
+// Attends to a KV cache with few queries. `storage`: the tensors of pages.Storage. `part`, `batch`, `results`: as of
+// decode_params_of.
 void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage, const Operands& batch,
             const std::vector<Tensor>& results) {
   STD_TORCH_CHECK(storage.size() == 10, "decode takes 10 tensors of a cache");
   const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
   const int64_t dim = q.size(3);
-  fp8attn::DecodeParams p = decode_params_of(ctas, softmax_scale, q, k.size(1), batch, results);
+  fp8attn::DecodeParams p = decode_params_of(ctas, part, softmax_scale, q, k.size(1), batch, results);
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t keys = k.size(2), panel = std::min<int64_t>(dim, 128);
@@ -404,7 +405,6 @@ void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, 
   p.k_scale = storage[1].const_data_ptr<float>(), p.v_page_scale = storage[3].const_data_ptr<float>();
   p.k_mean = storage[4].const_data_ptr<float>(), p.v_mean = storage[5].const_data_ptr<float>(), p.v_scale = storage[6].const_data_ptr<float>();
   p.every_page = k.size(0), p.every_sequence = recent_k.size(0);
-  p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
   launch(launcher, p, ctas, q.get_device());
 }
 
@@ -426,7 +426,7 @@ void decode_tensors(int64_t launcher, int64_t ctas, const Ints& numbers, double 
                     const Operands& batch, const std::vector<Tensor>& results) {
   STD_TORCH_CHECK(numbers.size() == 13 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 13 numbers and 5 tensors of a cache");
   const Tensor &k = *cache[0], &v = *cache[1];
-  fp8attn::DecodeParams p = decode_params_of(ctas, softmax_scale, q, k.size(2), batch, results);
+  fp8attn::DecodeParams p = decode_params_of(ctas, 0, softmax_scale, q, k.size(2), batch, results);
   p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4], p.softcap = softcap;
   std::copy_n(&numbers[5], 4, p.k_scale_strides);
   std::copy_n(&numbers[9], 4, p.v_scale_strides);

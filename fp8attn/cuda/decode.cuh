@@ -345,9 +345,7 @@ template <class Instance>
 cudaError_t launch(const DecodeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(DecodeStorage<Instance::config>);
   const auto kernel = p.half ? decode<Instance, __half> : decode<Instance, __nv_bfloat16>;
-  const cudaError_t error = take_shared_memory(kernel, bytes);
-  if (error != cudaSuccess) return error;
-  return launch_grid(kernel, p, ctas, DECODE_THREADS, bytes, stream);
+  return launch_grid_with_shared_memory(kernel, p, ctas, DECODE_THREADS, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -32,21 +32,30 @@ TILE_BYTES = 60
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """One instance of the kernel. The fields of C++'s DecodeConfig, in order.
+class DecodeShape:
+    """What instances of both decode kernels have: this one, and that for caches of other engines.
 
     Attributes:
         head_dim: channels of Q, K and V.
-        stages: blocks of keys in flight, each of 256 head_dim bytes.
+        stages: blocks of keys in flight.
         rows: of a tile at most.
         ctas: as many on each SM.
-        int8: Q and K are int8, and are multiplied as int8.
     """
 
     head_dim: int
     stages: int
     rows: int
     ctas: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig(DecodeShape):
+    """One instance of the kernel. The fields of C++'s DecodeConfig, in order. Blocks have 256 head_dim bytes.
+
+    Attributes:
+        int8: Q and K are int8, and are multiplied as int8.
+    """
+
     int8: bool = False
 
     @property
@@ -71,7 +80,13 @@ class DecodeConfig:
         return "decode_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-E4M3_INSTANCES = (DecodeConfig(64, 6, 32, 2), DecodeConfig(128, 3, 32, 2), DecodeConfig(256, 3, 32, 1))
+HEAD_DIMS = (64, 128, 256)
+"""Of the instances of both decode kernels."""
+
+TILE_ROWS = 32
+"""Rows of a tile of all of them."""
+
+E4M3_INSTANCES = tuple(DecodeConfig(dim, stages, TILE_ROWS, ctas) for dim, stages, ctas in zip(HEAD_DIMS, (6, 3, 3), (2, 2, 1), strict=True))
 """Their stages fill the shared memory of an SM. Two CTAs with D 256 would have one stage each."""
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
@@ -84,9 +99,14 @@ def group(config: DecodeConfig) -> tuple[DecodeConfig, ...]:
     return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
 
 
-def rows_of_head(q: torch.Tensor, storage: Storage) -> int:
+def rows_of_head(q: torch.Tensor, kv_heads: int) -> int:
     """Rows of a key/value head: the queries of all heads that share it."""
-    return q.shape[1] // storage.k.shape[1] * q.shape[2]
+    return q.shape[1] // kv_heads * q.shape[2]
+
+
+def row_tiles(q: torch.Tensor, kv_heads: int, tile_rows: int) -> int:
+    """Tiles of rows of a key/value head."""
+    return -(-rows_of_head(q, kv_heads) // tile_rows)
 
 
 def choose(storage: Storage) -> DecodeConfig:
@@ -95,21 +115,21 @@ def choose(storage: Storage) -> DecodeConfig:
     return next(config for config in INSTANCES if (config.head_dim, config.int8) == wanted)
 
 
-def ctas_of(config: DecodeConfig, device: Device) -> int:
+def ctas_of(config: DecodeShape, device: Device) -> int:
     """The CTAs that share the blocks of a call: as many as run at once."""
     return config.ctas * device.sm_count
 
 
-def part_height(config: DecodeConfig, q: torch.Tensor, storage: Storage) -> int:
+def part_height(config: DecodeShape, q: torch.Tensor, kv_heads: int) -> int:
     """Rows of a tile that partial results have room for."""
-    return min(rows_of_head(q, storage), config.rows)
+    return min(rows_of_head(q, kv_heads), config.rows)
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
     and with few rows."""
     pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return pages <= MOST_PAGES or rows_of_head(q, storage) <= 2 * GROUP
+    return pages <= MOST_PAGES or rows_of_head(q, storage.k.shape[1]) <= 2 * GROUP
 
 
 def unsupported_rows(name: str, x: torch.Tensor) -> str | None:
@@ -120,28 +140,35 @@ def unsupported_rows(name: str, x: torch.Tensor) -> str | None:
     return None
 
 
-def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
-    """The reason why the kernel doesn't support a call without new tokens, or None if it does."""
+def unsupported_queries(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], kv_heads: int, softmax_scale: float, device: Device) -> str | None:
+    """The reason why neither decode kernel supports queries, or None.
+
+    Args:
+        kv: K and V of the cache, whose last sizes are the head dims.
+    """
     if device.emulated or device.arch != 90:
         return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
     if q.dtype not in DTYPES:
         return f"query is {q.dtype}; it takes {' or '.join(map(str, DTYPES))}"
-    dims = {storage.k.shape[3], storage.v.shape[3]}
-    if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
-        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in E4M3_INSTANCES]} for keys and values"
+    dims = {x.shape[3] for x in kv}
+    if len(dims) > 1 or not dims <= {*HEAD_DIMS}:
+        return f"head dims are {sorted(dims)}; it takes one of {[*HEAD_DIMS]} for keys and values"
     if not softmax_scale > 0:
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
-    tile_rows = choose(storage).rows
-    row_tiles = -(-rows_of_head(q, storage) // tile_rows)
-    if q.numel() == 0 or row_tiles > MOST_ROW_TILES:
-        return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * tile_rows} queries of the heads that share a key/value head"
-    if q.shape[0] > storage.k.shape[0]:
-        return f"the batch has {q.shape[0]} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
-    reason = unsupported_rows("query", q)
+    if q.numel() == 0 or row_tiles(q, kv_heads, TILE_ROWS) > MOST_ROW_TILES:
+        return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * TILE_ROWS} queries of the heads that share a key/value head"
+    return unsupported_rows("query", q)
+
+
+def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
+    """The reason why the kernel doesn't support a call without new tokens, or None if it does."""
+    reason = unsupported_queries(q, (storage.k, storage.v), storage.k.shape[1], softmax_scale, device)
     if reason is not None:
         return reason
+    if q.shape[0] > storage.k.shape[0]:
+        return f"the batch has {q.shape[0]} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
     sizes = (storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3]), storage.k.shape[0] * storage.k.shape[1] * storage.k.shape[2])
-    blocks = q.shape[0] * storage.k.shape[1] * row_tiles * (batch.page_table.shape[1] + 8)
+    blocks = q.shape[0] * storage.k.shape[1] * row_tiles(q, storage.k.shape[1], TILE_ROWS) * (batch.page_table.shape[1] + 8)
     if max(*sizes, blocks, q.shape[0] * q.shape[1] * q.shape[2]) >= 1 << 31:
         return f"the cache has {sizes[0]} rows of keys, and the call {blocks} blocks; it takes fewer than 2^31"
     return None

@@ -61,15 +61,15 @@ __device__ void load_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>
     const int* pages = p.page_table + tile.batch * p.table_stride;
     const float* k_scales = p.k_scale + tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[3];
     const float* v_scales = p.v_scale + tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[3];
-    const int at_once = 32 / copies.of_block;  // blocks whose pages the lanes find
+    const int blocks_of_lanes = 32 / copies.of_block;  // whose pages the lanes find
 #pragma unroll 1
-    for (int first = tile.begin; first < tile.end; first += at_once) {
+    for (int first = tile.begin; first < tile.end; first += blocks_of_lanes) {
       // negative where there are no such tokens: lengths may be any numbers
       const int token = uint32_t(tile.blocks.first + first) * TOKENS + lane * copies.tokens, page = token / p.page;
       const int number = token >= 0 && token < p.capacity ? pages[page] : -1;
       const int found = number >= 0 && number < p.every_page ? number : -1, slot_of_copy = token - page * p.page;
 #pragma unroll 1
-      for (int block = first; block < min(tile.end, first + at_once); ++block, ring.advance()) {
+      for (int block = first; block < min(tile.end, first + blocks_of_lanes); ++block, ring.advance()) {
         const int stage = ring.stage;
         ptx::mbarrier_wait(&shared.empty[stage], ring.phase ^ 1);
         if constexpr (C.by_token) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, De
         if (f.row == 0) rows.l[group][r] += 1.0f;
       }
     });
-    const float poison = (k_scale + v_scale) * 0.0f;
+    const float nan_of_scales = (k_scale + v_scale) * 0.0f;
     for (int block = tile.begin; block < tile.end; ++block, ring.advance()) {
       const int stage = ring.stage;
       ptx::mbarrier_wait(&shared.full[stage], ring.phase);
@@ -212,10 +212,10 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, De
       for (int h = 0; h < 2; ++h) {
         const int token = f.row + 8 * h;
         scales.k[h] = scales.v[h] = 1.0f;
-        scales.poison[h] = nan_of_v[2 * h] + (missing >> (token >> copies.shift) & 1 ? NAN : poison);
+        scales.nan[h] = nan_of_v[2 * h] + (missing >> (token >> copies.shift) & 1 ? NAN : nan_of_scales);
         if constexpr (C.by_token) {
           const float of_k = shared.k_scale[stage][token], of_v = shared.v_scale[stage][token];
-          scales.poison[h] += (of_k + of_v) * 0.0f;
+          scales.nan[h] += (of_k + of_v) * 0.0f;
           scales.k[h] = of_k, scales.v[h] = fabsf(of_v) <= -NOTHING ? of_v : 0.0f;
         }
       }
@@ -269,9 +269,7 @@ template <class Instance>
 cudaError_t launch(const DecodeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(DecodeTensorsStorage<Instance::config>);
   const auto kernel = p.half ? decode_tensors<Instance, __half> : decode_tensors<Instance, __nv_bfloat16>;
-  const cudaError_t error = take_shared_memory(kernel, bytes);
-  if (error != cudaSuccess) return error;
-  return launch_grid(kernel, p, ctas, DECODE_TENSORS_THREADS, bytes, stream);
+  return launch_grid_with_shared_memory(kernel, p, ctas, DECODE_TENSORS_THREADS, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -8,17 +8,11 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from ..device import Device
-from ..paged_tensors import KEY_BLOCK, PagedTensors, by_token, scale_strides
+from ..paged_tensors import KEY_BLOCK, PagedTensors, by_token, capacity_of, counted_window, scale_strides
 from ..pages import PagedBatch
 from ..reference import Scoring
 from .configs import round_up
-from .decode import DTYPES, MOST_ROW_TILES, WARP, unsupported_rows
-
-ROWS = 32
-"""Of a tile."""
-
-UNLIMITED = 1 << 30
-"""Tokens that positions and windows are cut to."""
+from .decode import E4M3_INSTANCES, TILE_ROWS, WARP, DecodeShape, row_tiles, unsupported_queries, unsupported_rows
 
 LEAST_COPY = 8
 """Tokens of the smallest page: fewer rows have another swizzle."""
@@ -28,22 +22,14 @@ TILE_BYTES = 56
 
 
 @dataclass(frozen=True)
-class DecodeTensorsConfig:
-    """One instance of the kernel. The fields of C++'s DecodeTensorsConfig, in order.
+class DecodeTensorsConfig(DecodeShape):
+    """One instance of the kernel. The fields of C++'s DecodeTensorsConfig, in order. Blocks have 64 tokens.
 
     Attributes:
-        head_dim: channels of Q, K and V.
-        stages: blocks of 64 tokens in flight.
-        rows: of a tile at most.
-        ctas: as many on each SM.
         fp8: the cache is e4m3, else in the queries' dtype.
         by_token: scales are per token and head.
     """
 
-    head_dim: int
-    stages: int
-    rows: int
-    ctas: int
     fp8: bool
     by_token: bool = False
 
@@ -67,8 +53,9 @@ class DecodeTensorsConfig:
         return "decode_tensors_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-FP8_INSTANCES = tuple(DecodeTensorsConfig(dim, stages, ROWS, ctas, True) for dim, stages, ctas in ((64, 12, 2), (128, 6, 2), (256, 6, 1)))
-"""Their stages fill the shared memory of an SM."""
+FP8_INSTANCES = tuple(DecodeTensorsConfig(c.head_dim, 2 * c.stages, c.rows, c.ctas, True) for c in E4M3_INSTANCES)
+"""Their stages fill the shared memory of an SM: of half as many tokens as those of the kernel for a KVCache, which are
+as many bytes."""
 
 BY_TOKEN_INSTANCES = tuple(replace(config, by_token=True) for config in FP8_INSTANCES)
 
@@ -91,21 +78,6 @@ def choose(cache: PagedTensors) -> DecodeTensorsConfig:
     return next(config for config in INSTANCES if (config.head_dim, config.fp8, config.by_token) == wanted)
 
 
-def ctas_of(config: DecodeTensorsConfig, device: Device) -> int:
-    """The CTAs that share the blocks of a call: as many as run at once."""
-    return config.ctas * device.sm_count
-
-
-def rows_of_head(q: torch.Tensor, cache: PagedTensors) -> int:
-    """Rows of a key/value head: the queries of all heads that share it."""
-    return q.shape[1] // cache.kv_heads * q.shape[2]
-
-
-def capacity_of(cache: PagedTensors, batch: PagedBatch) -> int:
-    """Tokens that a row of the page table has pages for."""
-    return min(batch.page_table.shape[1] * cache.page, UNLIMITED)
-
-
 def copied_tokens(cache: PagedTensors, batch: PagedBatch) -> int:
     """Tokens of a copy, a power of two: a page of up to KEY_BLOCK, or a block of a larger one; 0 if blocks would have
     parts of pages. The only page of a row may have any size."""
@@ -117,40 +89,30 @@ def copied_tokens(cache: PagedTensors, batch: PagedBatch) -> int:
 def numbers_of(cache: PagedTensors, batch: PagedBatch, how: Scoring) -> list[int]:
     """The numbers of DecodeParams that are only of this kernel: page, copied_tokens, capacity, left, right, and the
     strides of K's and V's scales."""
-    left, right = (min(x, UNLIMITED) for x in how.window)
-    strides = [stride for x in (cache.k_scale, cache.v_scale) for stride in (scale_strides(x) if isinstance(x, torch.Tensor) else (0, 0, 0, 0))]
-    return [cache.page, copied_tokens(cache, batch), capacity_of(cache, batch), left, right, *strides]
+    strides = [stride for x in cache.scales for stride in ((0, 0, 0, 0) if x is None else scale_strides(x))]
+    return [cache.page, copied_tokens(cache, batch), capacity_of(cache, batch), *counted_window(how.window), *strides]
 
 
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call, or None if it does."""
-    if device.emulated or device.arch != 90:
-        return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
     if batch.cu_seqlens is not None:
         return f"query has shape {tuple(q.shape)}; packed queries are Triton's"
-    if q.dtype not in DTYPES:
-        return f"query is {q.dtype}; it takes {' or '.join(map(str, DTYPES))}"
-    if not cache.is_fp8 and cache.k.dtype != q.dtype:
-        return f"k is {cache.k.dtype}; it takes float8_e4m3fn or query's dtype, {q.dtype}"
-    dims = {cache.k.shape[3], cache.v.shape[3]}
-    if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
-        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in FP8_INSTANCES]} for keys and values"
-    if by_token(cache.k_scale) != by_token(cache.v_scale):
-        return "one of k_scale and v_scale is per token; it takes both or neither"
-    if not how.softmax_scale > 0:
-        return f"softmax_scale is {how.softmax_scale}; it takes positive ones"
-    row_tiles = -(-rows_of_head(q, cache) // ROWS)
-    if q.numel() == 0 or row_tiles > MOST_ROW_TILES:
-        return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * ROWS} queries of the heads that share a key/value head"
-    if not copied_tokens(cache, batch):
-        return f"pages have {cache.page} tokens; it takes powers of two from {LEAST_COPY} on, multiples of {KEY_BLOCK}, or one page a row"
-    reason = unsupported_rows("query", q) or unsupported_rows("k", cache.k) or unsupported_rows("v", cache.v)
+    reason = unsupported_queries(q, (cache.k, cache.v), cache.kv_heads, how.softmax_scale, device)
     if reason is not None:
         return reason
+    if not cache.is_fp8 and cache.k.dtype != q.dtype:
+        return f"k is {cache.k.dtype}; it takes float8_e4m3fn or query's dtype, {q.dtype}"
+    if by_token(cache.k_scale) != by_token(cache.v_scale):
+        return "one of k_scale and v_scale is per token; it takes both or neither"
+    if not copied_tokens(cache, batch):
+        return f"pages have {cache.page} tokens; it takes powers of two from {LEAST_COPY} on, multiples of {KEY_BLOCK}, or one page a row"
     for name, x in (("k", cache.k), ("v", cache.v)):
+        reason = unsupported_rows(name, x)
+        if reason is not None:
+            return reason
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             return f"{name} has strides {x.stride()}; it takes slots that are apart"
-    blocks = q.shape[0] * cache.kv_heads * row_tiles * (capacity_of(cache, batch) // KEY_BLOCK + 2)
+    blocks = q.shape[0] * cache.kv_heads * row_tiles(q, cache.kv_heads, TILE_ROWS) * (capacity_of(cache, batch) // KEY_BLOCK + 2)
     if max(blocks, q.shape[0] * q.shape[1] * q.shape[2], cache.k.shape[0]) >= 1 << 31:
         return f"the call has {blocks} blocks of keys; it takes fewer than 2^31"
     return None

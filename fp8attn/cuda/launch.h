@@ -32,6 +32,13 @@ cudaError_t launch_grid(void (*kernel)(Params), const Params& p, int ctas, int t
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
+// The same of a kernel that takes more shared memory than it has by default.
+template <typename Params>
+cudaError_t launch_grid_with_shared_memory(void (*kernel)(Params), const Params& p, int ctas, int threads, int bytes, cudaStream_t stream) {
+  const cudaError_t error = take_shared_memory(kernel, bytes);
+  return error != cudaSuccess ? error : launch_grid(kernel, p, ctas, threads, bytes, stream);
+}
+
 // Launches `kernel` as a programmatic dependent of the kernel before it. `bytes`: dynamic shared memory.
 template <typename Params>
 cudaError_t launch_clusters(void (*kernel)(Params), const Params& p, int ctas, int cluster, int threads, int bytes, cudaStream_t stream) {

@@ -270,9 +270,7 @@ template <class Instance>
 cudaError_t launch(const PrefillParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(PrefillStorage<Instance::config>);
   const auto kernel = p.call.half ? prefill<Instance, __half> : prefill<Instance, __nv_bfloat16>;
-  const cudaError_t error = take_shared_memory(kernel, bytes);
-  if (error != cudaSuccess) return error;
-  return launch_grid(kernel, p, ctas, PrefillShape<Instance::config>::threads, bytes, stream);
+  return launch_grid_with_shared_memory(kernel, p, ctas, PrefillShape<Instance::config>::threads, bytes, stream);
 }
 
 }  // namespace fp8attn

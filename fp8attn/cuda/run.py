@@ -269,7 +269,7 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
     q, storage = call.q, call.storage
     config = decode.choose(storage)
     library = build.load_with(config, decode.group(config), device.arch)
-    ctas, height, dim = decode.ctas_of(config, device), decode.part_height(config, q, storage), q.shape[3]
+    ctas, height, dim = decode.ctas_of(config, device), decode.part_height(config, q, storage.k.shape[1]), q.shape[3]
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (dim, 2))
     library.operators.decode.default(
@@ -294,14 +294,13 @@ def attend_to_tensors(
     """
     config = decode_tensors.choose(cache)
     library = build.load_with(config, decode_tensors.group(config), device.arch)
-    ctas, height = decode_tensors.ctas_of(config, device), min(decode_tensors.rows_of_head(q, cache), config.rows)
+    ctas, height = decode.ctas_of(config, device), decode.part_height(config, q, cache.kv_heads)
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
     parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (q.shape[3], 2))
     tickets = q.new_zeros(q.shape[0], cache.kv_heads, dtype=torch.int32)
-    scales = (x if isinstance(x, torch.Tensor) else None for x in (cache.k_scale, cache.v_scale))
     library.operators.decode_tensors.default(
         library.launchers[config], ctas, decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, how.softcap, q,
-        [cache.k, cache.v, *scales, how.sinks], list(batch.tensors()[:4]), [out, lse, parts, part_rows, tickets],
+        [cache.k, cache.v, *cache.scales, how.sinks], list(batch.tensors()[:4]), [out, lse, parts, part_rows, tickets],
     )  # fmt: skip
     return out, lse
 

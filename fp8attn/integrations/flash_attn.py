@@ -203,7 +203,7 @@ def flash_attn_with_kvcache(
                 raise ValueError(f"{name} is {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}; it must be (B, n, Hkv, D or Dv)")
         new, cache_seqlens = (k.transpose(1, 2), v.transpose(1, 2)), cache_seqlens + k.shape[1]
     batch = PagedBatch(table, cache_seqlens)
-    if new is not None and k is not None and k.shape[1] != q.shape[1]:
+    if new is not None and new[0].shape[2] != q.shape[1]:
         write_to_pages(*new, cache, batch, backend=backend)
         new = None
     left, right = window_size

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .. import pages
 from ..device import Device
-from ..pages import PagedBatch, PagedCall, tokens_of
+from ..pages import LARGEST_LENGTH, PagedBatch, PagedCall, tokens_of
 from .fit import fitted_codes
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
@@ -48,9 +48,6 @@ from .varlen import tile_at
 
 HALF_BLOCK: tl.constexpr = tl.constexpr(64)  # keys in half precision of one step
 INVERSE_OFFSET: tl.constexpr = tl.constexpr(2.0**-pages.P_OFFSET)  # makes sums of P those of 2^(score - m)
-
-LARGEST_LENGTH = 1 << 30
-"""Tokens that kernels can count."""
 
 SPLIT_PAGES = 4
 """Least number of pages for which another program is worth its partial sums."""

@@ -17,14 +17,13 @@ import triton.language as tl
 
 from .. import paged_tensors, reference
 from ..device import Device
-from ..paged_tensors import PagedTensors, by_token, scale_strides
+from ..paged_tensors import PagedTensors, by_token, capacity_of, counted_window, scale_strides
 from ..pages import PagedBatch, empty_answer, tokens_of
 from ..reference import Scoring
 from .launch import ceil_div, launch
 from .paged_append import page_number, row_strides
 from .paged_attention import (
     INVERSE_OFFSET,
-    LARGEST_LENGTH,
     Outputs,
     Tiling,
     finite_or_zero,
@@ -282,8 +281,7 @@ def tensors_attention_kernel(
 
 def scale_arguments(cache: PagedTensors) -> list[torch.Tensor | tuple[int, ...] | None]:
     """K's scale and its strides, and V's; None of caches in half precision."""
-    scales = (x if isinstance(x, torch.Tensor) else None for x in (cache.k_scale, cache.v_scale))
-    return [part for x in scales for part in (x, None if x is None else scale_strides(x))]
+    return [part for x in cache.scales for part in (x, None if x is None else scale_strides(x))]
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
@@ -314,9 +312,9 @@ def attend(
     if device.emulated and q.dtype == torch.bfloat16:
         q = q.float()
         k, v = (x.float() if x.dtype == torch.bfloat16 else x for x in (k, v))
-    widest, capacity = max(traits.width, traits.value_width), min(table.shape[1] * cache.page, LARGEST_LENGTH)
+    widest, capacity = max(traits.width, traits.value_width), capacity_of(cache, batch)
     tiling = Tiling.of(q, batch, kv_heads, widest)
-    left, right = (min(x, LARGEST_LENGTH) for x in how.window)
+    left, right = counted_window(how.window)
     if splits is None:
         most = capacity if batch.max_length is None else min(capacity, batch.max_length)
         span = -1 if left < 0 or right < 0 else left + right

@@ -255,16 +255,16 @@ def test_new_tokens_are_written_and_attended_to(device: torch.device, backend: s
     """By one call, of a batch and of packed tokens, as by two."""
     for packed in (False, True):
         found = []
-        for at_once in (False, True):
+        for in_one_call in (False, True):
             call = replace(case, queries=3, lengths=(70, 4, 33)).call(device)
             g = torch.Generator().manual_seed(7)
             k, v = (torch.randn(3, 2, 3, 64, generator=g).to(device, call.q.dtype) for _ in range(2))
             if packed:
                 q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, k, v))
                 call = replace(call, q=q, batch=replace(call.batch, cu_seqlens=torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=device)))
-            if not at_once:
+            if not in_one_call:
                 fp8attn.write_to_pages(k, v, call.cache, call.batch, backend=backend)
-            out, lse = answer(call, backend, new=(k, v) if at_once else None)
+            out, lse = answer(call, backend, new=(k, v) if in_one_call else None)
             found.append((out, lse, *call.cache.tensors()))
         assert bool(found[0][0].isfinite().all())
         for x, y in zip(*found, strict=True):

@@ -198,7 +198,7 @@ def test_params_of_decode_from_tensors_are_as_described(recorder: Recorder, case
         out, lse = run.attend_to_tensors(call.q, call.cache, call.batch, call.how, H100, torch.float32)
     assert out.shape == call.q.shape and out.is_contiguous() and lse.shape == call.q.shape[:3]
     buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-    assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode_tensors.ctas_of(decode_tensors.choose(call.cache), H100)
+    assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode_tensors.choose(call.cache), H100)
     expected = bytes(emulation.decode_tensors_params(*told.arguments[1:]))
     assert buffer.raw[: len(expected)] == expected
 

@@ -37,6 +37,15 @@ __device__ void compute_late(T& x) {
 template <int GROUPS>
 using OfQueries = float[GROUPS][2];
 
+// Calls f(group, r) for the thread's queries: QUERY_GROUP * group + f.column + r.
+template <int GROUPS, typename F>
+__device__ void for_queries_of(F&& f) {
+#pragma unroll
+  for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) f(group, r);
+}
+
 // A thread's part of products, with 64 rows each, for all queries. Element 4 group + 2 h + r.
 template <int PRODUCTS, int GROUPS, typename Sum = float>
 using Products = Sum[PRODUCTS][4 * GROUPS];
@@ -47,39 +56,48 @@ template <int GROUPS, typename F>
 __device__ void reduce_over_warps(float (*of_warps)[DECODER_WARPS], OfQueries<GROUPS>& x, Fragment f, F&& op) {
   static_assert(DECODER_WARPS == 4);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for_queries_of<GROUPS>([&](int group, int r) {
+    float& mine = x[group][r];
 #pragma unroll
-  for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float& mine = x[group][r];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) mine = op(mine, __shfl_xor_sync(~0u, mine, distance));
-      if (lane < 4) of_warps[QUERY_GROUP * group + f.column + r][warp] = mine;
-    }
+    for (int distance = 4; distance < 32; distance *= 2) mine = op(mine, __shfl_xor_sync(~0u, mine, distance));
+    if (lane < 4) of_warps[QUERY_GROUP * group + f.column + r][warp] = mine;
+  });
   ptx::warpgroup_sync(1);
-#pragma unroll
-  for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float4 all = *reinterpret_cast<const float4*>(of_warps[QUERY_GROUP * group + f.column + r]);
-      x[group][r] = op(op(all.x, all.y), op(all.z, all.w));
-    }
+  for_queries_of<GROUPS>([&](int group, int r) {
+    const float4 all = *reinterpret_cast<const float4*>(of_warps[QUERY_GROUP * group + f.column + r]);
+    x[group][r] = op(op(all.x, all.y), op(all.z, all.w));
+  });
 }
 
-// The factors of the sums so far, whose maxima are `m`, and of those of a block whose largest scores are `largest`.
-// Updates m.
-template <int GROUPS>
-__device__ void merge_maxima(OfQueries<GROUPS>& m, const OfQueries<GROUPS>& largest, OfQueries<GROUPS>& mine, OfQueries<GROUPS>& theirs) {
+// The running sums of a thread's queries. PRODUCTS: a thread has 4 * PRODUCTS * GROUPS elements of the output.
+template <int PRODUCTS, int GROUPS>
+struct RunningSums {
+  using OfMine = OfQueries<GROUPS>;
+
+  // m: maximum of the scores so far, in base 2. l: sums of 2^(score - m). o: output times l.
+  OfMine m, l = {};
+  Products<PRODUCTS, GROUPS> o = {};
+
+  __device__ RunningSums() {
 #pragma unroll
-  for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (auto& of : m) of[0] = of[1] = -INFINITE;
+  }
+
+  template <typename F>
+  __device__ static void for_queries(F&& f) {
+    for_queries_of<GROUPS>(f);
+  }
+
+  // The factors of the sums so far and of those of a block whose largest scores are `largest`. Updates m.
+  __device__ void merge(const OfMine& largest, OfMine& mine, OfMine& theirs) {
+    for_queries([&](int group, int r) {
       float& of = m[group][r];
       const float m_new = fmaxf(of, largest[group][r]), base = finite_or_zero(m_new);
       mine[group][r] = ptx::exp2_approx(of - base), theirs[group][r] = ptx::exp2_approx(largest[group][r] - base);
       of = m_new;
-    }
-}
+    });
+  }
+};
 
 // a and b as elements of T, a in the lower half.
 template <typename T>
@@ -160,31 +178,13 @@ struct HalfBlock {
   __device__ static const Tokens& panel(const uint8_t* of, int channel) { return reinterpret_cast<const Tokens*>(of)[channel / CHANNELS]; }
 };
 
+// l: sums over pages; behind them, the thread's part of all sums.
 template <int DIM, int GROUPS>
-struct PagedRows {
+struct PagedRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
   static constexpr int TILES = DIM / WGMMA_ROWS;
-  using OfMine = OfQueries<GROUPS>;
-
-  // m: maximum of the scores so far, in base 2. l: sums of 2^(score - m) over pages; behind them, the thread's part of
-  // all sums. o: output times l.
-  OfMine m, l = {};
-  Products<TILES, GROUPS> o = {};
-
-  __device__ PagedRows() {
-#pragma unroll
-    for (auto& of : m) of[0] = of[1] = -INFINITE;
-  }
-
-  // Calls f(group, r) for the thread's queries: QUERY_GROUP * group + f.column + r.
-  template <typename F>
-  __device__ static void for_queries(F&& f) {
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) f(group, r);
-  }
-
-  __device__ void merge(const OfMine& largest, OfMine& mine, OfMine& theirs) { merge_maxima<GROUPS>(m, largest, mine, theirs); }
+  using Sums = RunningSums<TILES, GROUPS>;
+  using typename Sums::OfMine;
+  using Sums::for_queries, Sums::l, Sums::m, Sums::merge, Sums::o;
 
   // Turns scores of a page, divided by `factor`, into P, in shared memory when all decoders have returned. P is
   // relative to the largest score of the page: PageSoftmax has the same codes. Sets the factors of the sums so far and

@@ -54,7 +54,7 @@ struct TokenPanels {
 // What is said of a lane's tokens of a block, 8 rows apart.
 struct TokenScales {
   float k[2], v[2];  // scales; 1 where a scale is of all tokens
-  float poison[2];   // 0; NaN if the token or its scales are not finite, or it isn't there
+  float nan[2];      // 0; NaN if the token or its scales are not finite, or it isn't there
 };
 
 // What is shared of a block beside WarpExchange.
@@ -74,35 +74,19 @@ __device__ uint32_t finite_elements(uint32_t word) {
   return word & ~((((word & EXPONENT) + LAST & SIGN) >> (8 * sizeof(T) - 1)) * ELEMENT);
 }
 
-// T: of queries, and of tokens that aren't FP8.
+// T: of queries, and of tokens that aren't FP8. l: the thread's part of the sums. Element 4 group + 2 h + r of o[i] is
+// channel 2 i + h of the lane's.
 template <typename T, int DIM, bool FP8, int GROUPS>
-struct TokenRows {
+struct TokenRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
   static constexpr int ROW_BYTES = FP8 ? DIM : 2 * DIM;
-  static constexpr int TILES = DIM / WGMMA_ROWS;                      // pairs of channels of a lane
-  static constexpr int OWN_BYTES = ROW_BYTES / 32;                    // a lane's channels of a token
-  static constexpr float OFFSET = FP8 ? P_OFFSET : 0.0f;              // of exponents of P
-  using Value = std::conditional_t<FP8, __half, T>;                   // P and V as they are multiplied
+  static constexpr int TILES = DIM / WGMMA_ROWS;          // pairs of channels of a lane
+  static constexpr int OWN_BYTES = ROW_BYTES / 32;        // a lane's channels of a token
+  static constexpr float OFFSET = FP8 ? P_OFFSET : 0.0f;  // of exponents of P
+  using Value = std::conditional_t<FP8, __half, T>;       // P and V as they are multiplied
   using Panels = TokenPanels<ROW_BYTES>;
-  using OfMine = OfQueries<GROUPS>;
-
-  // m: maximum of the scores so far, in base 2. l: the thread's part of the sums of 2^(score - m). o: output times l.
-  // Element 4 group + 2 h + r of o[i] is channel 2 i + h of the lane's.
-  OfMine m, l = {};
-  Products<TILES, GROUPS> o = {};
-
-  __device__ TokenRows() {
-#pragma unroll
-    for (auto& of : m) of[0] = of[1] = -INFINITE;
-  }
-
-  // Calls f(group, r) for the thread's queries: QUERY_GROUP * group + f.column + r.
-  template <typename F>
-  __device__ static void for_queries(F&& f) {
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) f(group, r);
-  }
+  using Sums = RunningSums<TILES, GROUPS>;
+  using typename Sums::OfMine;
+  using Sums::for_queries, Sums::l, Sums::m, Sums::merge, Sums::o;
 
   // The first of the lane's channels.
   __device__ static int channel() { return threadIdx.x / 32 * (DIM / 4) + threadIdx.x % 32 / 4 * (DIM / 32); }
@@ -151,7 +135,7 @@ struct TokenRows {
     };
     for_scores([&](float& score, int group, int r, int h) {
       const float scale = BY_TOKEN ? score_factor(factor[group][r] * scales.k[h], false) : factor[group][r];
-      score = fmaf(score, scale, fmaf(score, 0.0f, scales.poison[h]));  // 0 times a key that is not finite is NaN
+      score = fmaf(score, scale, fmaf(score, 0.0f, scales.nan[h]));  // 0 times a key that is not finite is NaN
     });
     if (softcap > 0.0f) for_scores([&](float& score, int, int, int) { score = capped(score, softcap); });
     for_queries([&](int group, int r) { largest[group][r] = -INFINITE; });
@@ -165,7 +149,7 @@ struct TokenRows {
     if (lane == 0) more.nonfinite[warp] = nonfinite;
     exchange.largest(largest, f);
     if (*reinterpret_cast<const uint32_t*>(more.nonfinite) != 0) remove_nonfinite(v);  // queries that don't see a token multiply it by zero
-    merge_maxima<GROUPS>(m, largest, alpha, beta);
+    merge(largest, alpha, beta);
     for_queries([&](int group, int r) {
       beta[group][r] *= 1.0f / (1 << int(OFFSET));
       float sum = 0.0f;
