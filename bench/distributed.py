@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import socket
 import statistics
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
-from fp8attn.distributed import context_parallel, shard_lengths
+from fp8attn.distributed import at_once, context_parallel, shard_lengths
 from fp8attn.distributed.sharding import Sharding, Spans, spans_of
 
 from . import command_line, report
@@ -52,22 +53,24 @@ LONG = tuple(
 ON_CPU = tuple(square(f"tiny {'causal' if causal else 'full'} 256", 1, 2, 256, 32, causal) for causal in (False, True))
 
 ONE, ONE_BF16 = "fp8attn, one GPU", "bf16, one GPU"
+AUTO = "fp8attn"
 RING, ULYSSES, ALL_GATHER = "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather"
 MESH = "fp8attn 2-D"
 RING_BF16, ULYSSES_BF16 = "bf16 ring", "bf16 Ulysses"
-ROWS = (ONE, RING, ULYSSES, MESH, ALL_GATHER, ONE_BF16, RING_BF16, ULYSSES_BF16)
+ROWS = (ONE, AUTO, RING, ULYSSES, MESH, ALL_GATHER, ONE_BF16, RING_BF16, ULYSSES_BF16)
 """Rows of the table. In those of one GPU, each GPU computes the whole."""
 
 OF_ONE = (ONE, ONE_BF16)
-OWN: dict[str, context_parallel.Mode] = {RING: "ring", ULYSSES: "ulysses", MESH: "ring", ALL_GATHER: "all_gather"}
+OWN: dict[str, context_parallel.Mode] = {AUTO: "auto", RING: "ring", ULYSSES: "ulysses", MESH: "ring", ALL_GATHER: "all_gather"}
 """Rows of `context_parallel_sdpa` and their modes; MESH's is the outer one."""
 
-CALLS = 8
-"""Calls back to back whose mean is a sample, of cases that aren't LONG_FLOPS long: all but the first are launched while
-the GPU works, as a model's are."""
+LEAD_IN_US, TURN_US = 150e3, 350e3
+"""A sample is the mean of calls back to back that take TURN_US, behind such calls that take LEAD_IN_US. So a row's time
+doesn't depend on how many of its calls fit between two pauses: for 0.1 s behind a pause, a power-capped card's clock is
+5 to 15 % lower. All timed calls are launched while the GPU works, as a model's are."""
 
-LONG_FLOPS = 10**14
-"""FLOPs of a rank, about 0.1 s, from which a sample is one call, and the call that is checked is the only warm-up."""
+LONG_FLOPS = 10**15
+"""FLOPs of a rank, about 1 s, from which a sample is one call, and the call that is checked is the only warm-up."""
 
 INNER = 2
 """Ranks of Ulysses in the mesh; the others are the ring's."""
@@ -223,10 +226,10 @@ class Counted:
         """`silent`: a ring's buffers aren't passed on; every step attends to this rank's own."""
         self.sent, self._silent = 0, silent
         self.sizes: list[int] = []
-        self._before = context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange
+        self._before = context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange, at_once.start_gather_slots
 
     def __enter__(self) -> Counted:
-        whole_ring, gather, exchange = self._before
+        whole_ring, gather, exchange, gather_slots = self._before
 
         def ring(own: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Iterable[torch.Tensor]:
             self.sent += sum(sizes[:-1])
@@ -241,11 +244,16 @@ class Counted:
             self.sent += sum(size for rank, size in enumerate(sizes) if rank != group.rank())
             return exchange(sent, sizes, received_sizes, group)
 
+        def start_gather_slots(slots: torch.Tensor, group: dist.ProcessGroup) -> Any:
+            self.sent += slots[0].nbytes * (group.size() - 1)
+            return gather_slots(slots, group)
+
         context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange = ring, start_gather, exchanged  # type: ignore[misc,assignment]
+        at_once.start_gather_slots = start_gather_slots
         return self
 
     def __exit__(self, *_: object) -> None:
-        context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange = self._before  # type: ignore[misc]
+        context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange, at_once.start_gather_slots = self._before  # type: ignore[misc]
 
 
 def bf16_bytes(row: str, shard: Shard) -> int:
@@ -255,24 +263,38 @@ def bf16_bytes(row: str, shard: Shard) -> int:
     return kv * (n - 1) if row == RING_BF16 else (kv + 2 * q) * (n - 1) // n
 
 
-def calls_of(case: Case, ranks: int) -> int:
-    """Calls of a sample."""
-    return 1 if case.flops >= LONG_FLOPS * ranks else CALLS
+@dataclass(frozen=True)
+class Turn:
+    """How many calls a sample has.
+
+    Attributes:
+        lead_in: calls before it.
+        calls: that are timed.
+    """
+
+    lead_in: int = 0
+    calls: int = 1
+
+    @classmethod
+    def of(cls, us: float) -> Turn:
+        """For calls that take so many microseconds."""
+        return cls(math.ceil(LEAD_IN_US / us), math.ceil(TURN_US / us))
 
 
-def sample_us(call: Callable[[], object], device: torch.device, calls: int) -> float:
+def sample_us(call: Callable[[], object], device: torch.device, turn: Turn) -> float:
     """Microseconds of a call, the mean of some back to back; one on a CPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e6
     start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start_event.record()
-    for _ in range(calls):
+    for i in range(turn.lead_in + turn.calls):
+        if i == turn.lead_in:
+            start_event.record()
         call()
     end_event.record()
     torch.cuda.synchronize(device)
-    return start_event.elapsed_time(end_event) * 1e3 / calls
+    return start_event.elapsed_time(end_event) * 1e3 / turn.calls
 
 
 def error_of(out: torch.Tensor, shard: Shard) -> float:
@@ -301,6 +323,7 @@ class Result:
     Attributes:
         ranks: number of ranks.
         us: the median over rounds of the slowest rank's time; of one GPU, of the slowest GPU's.
+        idle_us: the same of a call that begins when the GPUs are idle, so that they wait for the host.
         sent: bytes that a rank sends in a call.
         attention_us: of the ring without its transfers.
         transfer_us: of the ring's transfers alone.
@@ -312,6 +335,7 @@ class Result:
     row: str
     ranks: int
     us: float | None = None
+    idle_us: float | None = None
     sent: int | None = None
     attention_us: float | None = None
     transfer_us: float | None = None
@@ -344,7 +368,12 @@ def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGr
     as fast as the slowest, and so is this.
     """
     shard, ranks = shard_of(case, group, device, mesh), group.size()
-    calls = calls_of(case, ranks)
+    is_long = case.flops >= LONG_FLOPS * ranks
+
+    def slowest_us(call: Callable[[], object], turn: Turn) -> float:
+        dist.barrier(group=group)
+        return _slowest(sample_us(call, device, turn), group)
+
     refused = {row: unsupported_row(row, case, ranks) for row in rows}
     turns = [row for row in rows if refused[row] is None]
     runs = {row: attention_of(row, shard) for row in turns}
@@ -358,26 +387,28 @@ def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGr
         if not (row == ULYSSES_BF16 and case.causal):
             errors[row] = error_of(of_last, shard)
         del out, of_last
-        if calls > 1:
-            runs[row]()
-    samples: dict[str, list[float]] = {row: [] for row in turns}
-    parts: dict[str, list[float]] = {"attention": [], "transfer": []}
+    parts = {"attention": _without_transfers(runs[RING]), "transfer": _transfers(runs[RING], shard)} if RING in turns else {}
+    turn_of = {name: Turn() for name in (*turns, *parts)}
+    if not is_long:
+        for name, call in (runs | parts).items():
+            call()
+            turn_of[name] = Turn.of(slowest_us(call, Turn()))
+    samples: dict[str, list[float]] = {name: [] for name in turn_of}
+    idle: dict[str, list[float]] = {row: [] for row in turns}
     for i in range(rounds):
         for row in in_turn(turns, i):
-            dist.barrier(group=group)
-            samples[row].append(_slowest(sample_us(runs[row], device, calls), group))
-        if RING in turns:
-            for name, call in (("attention", _without_transfers(runs[RING])), ("transfer", _transfers(runs[RING], shard))):
-                dist.barrier(group=group)
-                parts[name].append(_slowest(sample_us(call, device, calls), group))
+            idle[row].append(slowest_us(runs[row], Turn()))
+            samples[row].append(idle[row][-1] if is_long else slowest_us(runs[row], turn_of[row]))
+        for name, call in parts.items():
+            samples[name].append(slowest_us(call, turn_of[name]))
     found = []
     for row in rows:
         if refused[row] is not None:
             found.append(Result(case, row, ranks, refused=refused[row]))
             continue
-        attention, transfer = (statistics.median(parts[name]) if row == RING else None for name in ("attention", "transfer"))
-        count = 1 if row in OF_ONE else ranks
-        found.append(Result(case, row, count, statistics.median(samples[row]), sent.get(row), attention, transfer, errors.get(row)))
+        attention, transfer = (statistics.median(samples[name]) if row == RING else None for name in ("attention", "transfer"))
+        count, us, idle_us = 1 if row in OF_ONE else ranks, statistics.median(samples[row]), statistics.median(idle[row])
+        found.append(Result(case, row, count, us, idle_us, sent.get(row), attention, transfer, errors.get(row)))
     return found
 
 
@@ -508,17 +539,17 @@ def table(results: Sequence[Result]) -> Sheet:
     """A row for each row of a case."""
     case, by = results[0].case, {result.row: result for result in results}
     ranks = max(result.ranks for result in results)
-    headers = ("µs", "× one GPU", "× bf16 ring", "MB sent", "overlap", "relative L2")
+    headers = ("µs", "× one GPU", "× bf16 ring", "µs, idle before", "MB sent", "overlap", "relative L2")
     made = report.table_of(
         f"{case.name}, {ranks} ranks", ("row",), headers,
-        "Medians of the slowest rank. × one GPU: the time of fp8attn on one GPU over this one. × bf16 ring: its time over this one. MB sent: by one"
-        " rank in a call. overlap: the share of the ring's transfers that attention hides.",
+        "Medians of the slowest rank. × one GPU: the time of fp8attn on one GPU over this one. × bf16 ring: its time over this one."
+        " Idle before: a call that begins when the GPUs are idle. MB sent: by one rank in a call. overlap: the share of the ring's transfers that attention hides.",
         optional=("overlap",),
     )  # fmt: skip
     one, ring = (by[row].us if row in by else None for row in (ONE, RING_BF16))
     for result in results:
         made.add_row(
-            result.row, report.us_of(result.us), _over(one, result.us), _over(ring, result.us),
+            result.row, report.us_of(result.us), _over(one, result.us), _over(ring, result.us), report.us_of(result.idle_us),
             report.number_of(None if result.sent is None else result.sent / 1e6, ".2f"), report.number_of(result.overlap, ".0%"),
             report.number_of(result.relative_l2, ".4f"),
         )  # fmt: skip

@@ -122,6 +122,18 @@ def repeat(options: tuple, operands: Operands, others: Tensors, attend: Callable
     return _recorded(*known, operands, attend) if found is None and attend is not None else found
 
 
+def write(options: tuple, operands: Operands, others: Tensors, function: Callable[..., None]) -> None:
+    """Make a call that writes to its tensors on a GPU, by repeating an earlier one where that was kept.
+
+    Args:
+        options, operands, others: as of `repeat`.
+        function: makes the call with operands and other tensors, in this order.
+    """
+    if repeat(options, operands, others, function) is None:
+        function(*operands, *others)
+        remember(options, operands, others)
+
+
 def attention_of(outputs: list[torch.Tensor]) -> Attention:
     """The outputs of a repeated call, as the call returns them."""
     return outputs[0] if len(outputs) == 1 else (outputs[0], outputs[1])

@@ -447,11 +447,15 @@ def plan_cuda(call: Call, first: bool = False) -> cuda_run.Config | str:
     return planned if isinstance(planned, str) else build.unavailable(planned, device.arch) or planned
 
 
-def forward_by_cuda(call: Call, planned: cuda_run.Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """By an instance of the CUDA kernels. Triton's kernel writes the table of tiles of packed sequences."""
+def forward_by_cuda(call: Call, planned: cuda_run.Config, into: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """By an instance of the CUDA kernels. Triton's kernel writes the table of tiles of packed sequences.
+
+    Args:
+        into: where to write the results, but of packed sequences; None: into new tensors.
+    """
     device = device_of(call.q.device)
     if call.varlen is None:
-        return cuda_run.forward(call, device, planned)
+        return cuda_run.forward(call, device, planned, into=into)
     return cuda_run.forward(call, device, planned, tile_table=triton_kernels.varlen.table_of(call, planned.tile_rows, device))
 
 

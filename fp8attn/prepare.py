@@ -106,7 +106,7 @@ def prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> Prepared:
     q, k, v, recipe_beside = to_quantize(operands, recipe)
     if q is not None and isinstance(key, Quantized) and isinstance(value, Quantized):
         prepared = Prepared(q, key, value, checked, recipe_beside)
-        if _kernel_quantizes_query(prepared, chosen):
+        if kernel_quantizes_query(prepared, chosen):
             return prepared
     if q is not None or k is not None:
         packed = (None, None) if checked.varlen is None else (checked.varlen.q, checked.varlen.k)
@@ -118,7 +118,7 @@ def prepare(checked: Checked, recipe: Recipe, chosen: str = "auto") -> Prepared:
     return Prepared(query, key, value, checked, recipe)
 
 
-def _kernel_quantizes_query(p: Prepared, chosen: str) -> bool:
+def kernel_quantizes_query(p: Prepared, chosen: str) -> bool:
     """Whether the attention kernel quantizes a query whose key and value are quantized already.
 
     Never in traced calls: the answer depends on strides and addresses, which torch.compile doesn't know.

@@ -61,10 +61,10 @@ def unsupported_sizes(call: Call) -> str | None:
 
 def unsupported_boxes(call: Call) -> str | None:
     """The reason why TMA can't count a call's tokens, tiles or channels, or None if it can."""
-    channels = call.batch * call.kv_heads * call.value_dim
+    channels = call.k.shape[0] * call.kv_heads * call.value_dim
     reason = unsupported_sizes(call)
     if reason is None and channels >= MOST_CHANNELS:
-        return f"value has {channels} channels in {call.batch} x {call.kv_heads} heads; TMA takes fewer than {MOST_CHANNELS}"
+        return f"value has {channels} channels in {call.k.shape[0]} x {call.kv_heads} heads; TMA takes fewer than {MOST_CHANNELS}"
     return reason
 
 

@@ -164,9 +164,18 @@ struct Attention {
   const std::optional<Tensor>&sinks = NONE, &mean_scores = NONE, &tile_table = NONE;
 };
 
+// Whether values (shards, H, D, S) are contiguous in each shard, and shards begin whole rows apart.
+bool are_shards(const Tensor& v) {
+  const bool rows = v.stride(3) == 1 && v.stride(2) == v.size(3), heads = v.size(1) == 1 || v.stride(1) == v.size(2) * v.size(3);
+  return rows && heads && v.stride(0) % v.size(3) == 0;
+}
+
 void attend(const Launch& l, const Attention& a) {
   const Tensor &q = a.q, &k = a.k, &v = a.v, &out = a.out;
-  STD_TORCH_CHECK(v.is_contiguous() && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ", text(v.sizes()), " aren't contiguous from a multiple of 16 bytes on");
+  const bool in_shards = k.size(0) > q.size(0);
+  const int64_t pitch = v.size(3), rows = v.size(1) * v.size(2), apart = in_shards ? v.stride(0) / pitch : rows;  // of V's matrix
+  STD_TORCH_CHECK((in_shards ? are_shards(v) : v.is_contiguous()) && reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "values of shape ",
+                  text(v.sizes()), " aren't contiguous from a multiple of 16 bytes on");
   fp8attn::Params p = params_of(q, k, v, out, a.lse, l.softmax_scale, l.causal_offset);
   p.kv_length = l.kv_length;
   p.value_dim = v.size(2);
@@ -176,12 +185,12 @@ void attend(const Launch& l, const Attention& a) {
     encode_rows(p.q_map, q, l.rows, l.panel);
     encode_rows(p.k_map, k, l.keys, l.panel);
     encode_rows(p.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
-    const uint64_t sizes[2] = {uint64_t(v.size(3)), uint64_t(v.size(0) * v.size(1) * v.size(2))}, strides[1] = {uint64_t(v.size(3))};
+    const uint64_t sizes[2] = {uint64_t(pitch), uint64_t((v.size(0) - 1) * apart + rows)}, strides[1] = {uint64_t(pitch)};
     const uint32_t box[2] = {uint32_t(l.keys), uint32_t(l.value_rows)};
     STD_TORCH_CHECK(fp8attn::encode(p.v_map, map_address(v), sizes, strides, box), "no tensor map for values of shape ", text(v.sizes()));
   }
   p.lse_mean = address_of<float>(a.lse_mean);
-  p.v_pitch = v.size(3);
+  p.v_pitch = pitch;
   p.q_aligned = is_aligned(q);
   p.k_aligned = is_aligned(k);
   p.q_scale = address_of<float>(a.q_scale);
@@ -221,6 +230,12 @@ void attend(const Launch& l, const Attention& a) {
   p.ready_ctas = a.ready_ctas;
   p.q_group = l.q_group;
   p.k_group = l.k_group;
+  p.shard_blocks = FAR;
+  if (in_shards) {
+    p.shard_blocks = k.size(2) / l.keys;
+    p.shard_rows = apart;
+    p.next_shard_scales = a.k_scale.stride(0) - (l.k_group == l.keys ? p.shard_blocks * a.k_scale.stride(2) : 0);
+  }
   p.heads_side_by_side = l.heads_side_by_side;
   launch(l.launcher, p, l.ctas, q.get_device());
 }

@@ -436,9 +436,20 @@ def unsupported_call(call: Call, device: Device) -> str | None:
     reason = unsupported_window(call) or unsupported_boxes(call) or unsupported_tma(call.q, "query") or unsupported_tma(call.k, "key")
     if reason is None and call.fuse_q_quant:
         reason = _unsupported_q_dims(call.q, call.value_dim)
+    reason = reason or unsupported_shards(call)
     if reason is not None:
         return reason
     return _unsupported_kind(kind(call), device)
+
+
+def unsupported_shards(call: Call) -> str | None:
+    """The reason why no instance can run a call whose keys lie in shards, or None if one can or they don't."""
+    if call.shards <= 1:
+        return None
+    if call.batch > 1 or call.varlen is not None or has_mask_or_is_general(call):
+        return f"keys lie in shards beside several batches, packed sequences, {MASKS}; the CUDA kernel takes them alone"
+    length = call.k.shape[2]
+    return f"shards have {length} keys; the CUDA kernel takes multiples of {KEYS}" if length % KEYS else None
 
 
 def may_quantize(q: torch.Tensor, value_dim: int) -> bool:

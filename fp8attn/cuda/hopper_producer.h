@@ -22,12 +22,30 @@ struct DenseKvBlocks {
   __device__ int next(int block) const { return block; }
 };
 
+// The shard that a key block lies in, of calls whose one batch has its keys and values in shards: shard i is batch i of
+// k_map. Other calls have one shard.
+struct KvShard {
+  const Params& p;
+  int index = 0;
+
+  __device__ KvShard(const Params& params, int block) : p(params) {
+    while (ends_before(block)) ++index;
+  }
+
+  // Whether a block lies in the next shard, or behind that.
+  __device__ bool ends_before(int block) const { return block >= (index + 1) * p.shard_blocks; }
+
+  // The number of blocks before the shard.
+  __device__ int first() const { return index * p.shard_blocks; }
+};
+
 // One thread loads Q of every tile and the tile's blocks of K and V, in the order in which the consumers want them. If
 // a mask may hide blocks, the thread's whole warp runs this function: it finds the blocks that the mask doesn't hide.
 template <HopperConfig C>
 __device__ void produce(const Params& p, SharedStorage<C>& shared, const ScheduleOf<C>& schedule) {
   using S = Shape<C>;
   const bool elected = !S::skips_blocks || threadIdx.x == 0;
+  constexpr bool sharded = !S::skips_blocks && !C.varlen;
   const SeqLen<C.varlen> lengths(p);
   ptx::tma_prefetch(p.q_map);
   ptx::tma_prefetch(p.k_map);
@@ -62,14 +80,17 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     }();
     int n = kv_blocks.first(begin), after;
     KvBlock kv_block;
+    KvShard shard(p, sharded ? begin : 0);
+    if (sharded) k_scale += shard.index * p.next_shard_scales;
     const float unit = C.general ? 1.0f : p.score_scale;
     float next_scale = scale_at(k_scale += (n - begin) * scale_step);
-    for (; n < blocks; n = after, ring.advance()) {
+    for (; n < blocks; n = after, shard.index += sharded && shard.ends_before(n), ring.advance()) {
       const int stage = ring.stage;
       if constexpr (S::skips_blocks) kv_block = {n, 0, kv_blocks.mask(n)};
       after = kv_blocks.next(n + 1);
       if (!elected) continue;
       const float scale = next_scale;
+      if (sharded && shard.ends_before(after)) k_scale += p.next_shard_scales;
       if (after < blocks) next_scale = scale_at(k_scale += (after - n) * scale_step);
       ptx::mbarrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
       if constexpr (S::skips_blocks) {
@@ -79,11 +100,12 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
         if (after == blocks) write_next_work_tile<C>(shared, schedule, round);
       }
       for (int i = 0; i < S::panels; ++i)
-        ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, first_key(tile) + n * KEYS, tile.kv_head, tile.batch);
+        ptx::tma_load(shared.k[stage][i], p.k_map, &shared.k_full[stage], i * S::panel, first_key(tile) + (n - shard.first()) * KEYS, tile.kv_head, tile.batch + shard.index);
       shared.k_scale[stage].own = unit * scale;
       ptx::mbarrier_expect(&shared.k_full[stage], KEYS * C.head_dim);
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
-      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], first_value(tile) + n * KEYS, (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim);
+      ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], first_value(tile) + (n - shard.first()) * KEYS,
+                    (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim + shard.index * p.shard_rows);
       if (!S::skips_blocks && after == blocks) write_next_work_tile<C>(shared, schedule, round);
       if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);

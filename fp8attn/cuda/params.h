@@ -98,6 +98,12 @@ struct Params {
   const int* tile_table;
 
   float inverse_softcap;  // 1 / softcap
+
+  // Hopper kernel, calls of one batch without a mask: keys and values may lie in shards of shard_blocks blocks, which K
+  // and k_scale have as batches. shard_rows: rows of v_map from one shard to the next. next_shard_scales: elements of
+  // k_scale from where a next block of a shard would have its scale to that of the next shard's first block.
+  int shard_blocks, shard_rows;
+  int64_t next_shard_scales;
 };
 
 // Parameters of the kernel that quantizes K and V.

@@ -366,6 +366,8 @@ def unsupported_call(call: Call, device: Device) -> str | None:
         return unsupported_config(INSTANCES[0], device)
     if call.fuse_q_quant:
         return f"query is {call.q.dtype}; the portable kernel takes what is quantized"
+    if call.shards > 1:
+        return "keys lie in shards; the portable kernel takes them in one tensor"
     if call.v.data_ptr() % 16 or not call.v.is_contiguous():
         return "quantized values aren't contiguous from a multiple of 16 bytes on"
     reason = unsupported_window(call)

@@ -69,13 +69,19 @@ def split_ctas_of(call: Call, config: Config, device: Device) -> int:
 
 
 def forward(
-    call: Call, device: Device, config: Config | None = None, split_ctas: int | None = None, tile_table: torch.Tensor | None = None
+    call: Call,
+    device: Device,
+    config: Config | None = None,
+    split_ctas: int | None = None,
+    tile_table: torch.Tensor | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the instance `config`, or the one that `plan` has for the call.
 
     Args:
         split_ctas: as `split_ctas_of` says; None: as many as that.
         tile_table: the table of tiles of packed sequences, int32 (1 + places, TILE_PITCH), for the config's tile_rows.
+        into: where to write the results; None: into new tensors.
 
     Returns:
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
@@ -84,8 +90,7 @@ def forward(
         ValueError: split_ctas of a call in which nobody can; an instance that doesn't do what the call asks for.
         BuildError: the kernels can't be compiled here.
     """
-    out = empty_output(call.q, call.value_dim, call.out_dtype)
-    lse = empty_lse(call.q, call.return_lse)
+    out, lse = into or (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse))
     if out.numel() == 0:
         return out, lse
     if call.kv_length == 0:

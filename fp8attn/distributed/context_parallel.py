@@ -30,6 +30,8 @@ from ..reference import Window
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
 from .agreement import CHECKS, Check
+from .at_once import HIDING_ROWS, MOST_RANKS, AtOnce
+from .at_once import unsupported as unsupported_at_once
 from .merge import Accumulator
 from .part_calls import PartCalls, finished
 from .parts import (
@@ -54,11 +56,6 @@ Mode = Literal["auto", "ring", "ulysses", "all_gather"]
 MODES: tuple[Mode, ...] = ("auto", "ring", "ulysses", "all_gather")
 Scope = Literal["sequence", "shard"]
 SCOPES: tuple[Scope, ...] = ("sequence", "shard")
-
-HIDING_ROWS = 4096
-"""Query rows per key/value head from which attention to a key takes longer than its transfer: 2·D FLOP a row at
-10^15 FLOP/s, and 2·D bytes at 2·10^11 bytes/s with a margin of two."""
-
 
 FUSED_RANKS = 2
 """Most ranks of a ring in which the attention kernel quantizes queries, in every step again. 32k rows of 24 heads take
@@ -191,18 +188,22 @@ def context_parallel_sdpa(
     aligned = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
     visible = Visible.of(window, is_causal, aligned)
     unbalanced = is_causal and sharding == "contiguous" and not visible.has_window
-    chosen = _mode(mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups)
-    ranks = _ranks(chosen, groups)
     computing, shared = choose_backend(backend, q.device), statistics == "sequence"
+    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, False, visible.has_window)
+    can_attend_at_once = visible.sees_all and len(groups) == 1 and unsupported_at_once(form, kv_lengths) is None
+    chosen = _mode(mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups, can_attend_at_once)
+    ranks = _ranks(chosen, groups)
     # K's mean is multiplied by queries as they are: under a soft cap, and in the LSE of a shard with a mean of its own
     float_queries = computing == "reference" or recipe.smooth_q or bool(softcap) or (not shared and ranks.inner is not None)
     if ranks.inner is None and ranks.outer_size <= FUSED_RANKS:  # queries that don't travel may differ from rank to rank
         float_queries = float_queries or _kernel_quantizes_queries(checked, recipe, computing)
-    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, float_queries, visible.has_window)
     q_spans, kv_spans = (
         [_joined_spans(spans) for spans in spans_of(lengths, sharding, name)] for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
     )
-    call = _Call(checked, form, ranks, q_spans, kv_spans, visible, chosen == "all_gather")
+    gathers = chosen == "all_gather"
+    call = _Call(
+        checked, replace(form, float_queries=float_queries), ranks, q_spans, kv_spans, visible, gathers, gathers and can_attend_at_once
+    )  # fmt: skip
     out, lse = call.run(return_lse)
     return (out, lse) if return_lse else out
 
@@ -251,18 +252,21 @@ def _unsupported_ulysses(q_heads: int, kv_heads: int, ranks: int) -> str | None:
     return None
 
 
-def _mode(mode: Mode, heads: tuple[int, int], q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup]) -> Mode:
+def _mode(mode: Mode, heads: tuple[int, int], q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup], can_attend_at_once: bool) -> Mode:
     """The mode of a call.
 
     Args:
         heads: of query and of key.
         q_length: the most queries of a rank.
         unbalanced: whether ranks of a ring would have different work.
+        can_attend_at_once: whether `all_gather` attends to all keys at once.
     """
     if mode != "auto":
         return mode
     rows, ranks = q_length * heads[0] // max(heads[1], 1), groups[-1].size()
     hidden = rows >= HIDING_ROWS
+    if hidden and can_attend_at_once and ranks <= MOST_RANKS:
+        return "all_gather"
     # the own shard hides a whole all-gather, whose buffers take no more memory than the ring's
     few = 2 < ranks <= Ring.SLOTS + 1 and rows >= (ranks - 1) * HIDING_ROWS
     passing: Mode = "ring" if hidden and not few else "all_gather"
@@ -287,6 +291,7 @@ class _Call:
         q_spans, kv_spans: tokens of every rank.
         visible: which keys a query sees.
         gathers: whether keys and values are gathered, not passed on.
+        at_once: whether all of them are attended to at once: see `at_once`.
     """
 
     checked: Checked
@@ -296,6 +301,7 @@ class _Call:
     kv_spans: list[Spans]
     visible: Visible
     gathers: bool
+    at_once: bool
 
     def run(self, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """out (B, Hq, Sq of this rank, Dv) and LSE (B, Hq, Sq of this rank)."""
@@ -305,6 +311,10 @@ class _Call:
         pending, careful = self._start_statistics(k, v)
         queries = None if ranks.inner is None else self._queries()  # while statistics are on their way
         found = self._statistics(pending)
+        if self.at_once:
+            assert ranks.outer is not None and found is not None
+            attention = AtOnce(self.checked, form, ranks.outer, found, careful)
+            return attention.run(max(map(tokens_of, self.q_spans)), return_lse)
         own = packed_kv(k, v, mine, found, careful, form)
         share, size = form.of_heads(ranks.inner_size), ranks.inner_size
         parts = [parts_in(self.kv_spans[o * size : (o + 1) * size], share) for o in range(ranks.outer_size)]

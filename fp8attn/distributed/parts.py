@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import ops, rotation
+from .. import eager, ops, rotation
 from ..ambient import shielded
 from ..layout import padded_length
 from ..quantization import (
@@ -72,6 +72,11 @@ class Format:
     def k_granularity(self) -> Granularity:
         """Of keys as they travel: every head has a scale of its own."""
         return "head" if self.recipe.k == "tensor" else self.recipe.k
+
+    @property
+    def v_granularity(self) -> Granularity:
+        """Of values as they travel, likewise."""
+        return "head" if self.recipe.v == "tensor" else self.recipe.v
 
     def of_heads(self, ranks: int) -> Format:
         """The format of one of `ranks` equal shares of the heads."""
@@ -221,23 +226,60 @@ def packed_kv(k: torch.Tensor, v: torch.Tensor, spans: Spans, found: Statistics 
     if form.exact:
         tensors[0].copy_(k)
         tensors[1].copy_(v)
-    elif found is not None and form.backend != "modelled":
-        (part,) = parts_of(buffer, [held([spans])], found, form)
-        assert isinstance(part.key, Quantized) and isinstance(part.value, Quantized)
-        shielded(ops.quantize_into)(replace(part.key, mean=found.k_mean), part.value, k, v, careful, form.recipe)
+    elif found is not None:
+        quantize_part(quantized_part(tensors, tokens_of(spans), found, form), (k, v), found, careful, form)
     else:
         if form.backend == "modelled":
-            key, value = shielded(quantize_kv)(k, v, form.recipe, found)
+            key, value = shielded(quantize_kv)(k, v, form.recipe)
         else:
             _, some_key, some_value = shielded(ops.quantized)(None, k, v, form.recipe)
             assert some_key is not None and some_value is not None
             key, value = some_key, some_value
-        of_part = [key.data, key.scale, value.data]
-        if not form.shared:
-            of_part += [x for x in (key.mean, value.scale, value.mean) if x is not None]
+        of_part = [x for x in (key.data, key.scale, value.data, key.mean, value.scale, value.mean) if x is not None]
         for place, x in zip(tensors, of_part, strict=True):
             place.copy_(x)  # scales of the granularity `tensor` are repeated for every head
     return buffer
+
+
+def quantized_part(tensors: Sequence[torch.Tensor], length: int, found: Statistics, form: Format) -> tuple[Quantized, Quantized]:
+    """Key, without its mean, and value, of a part's first three tensors as `Format.kv_forms` says.
+
+    Args:
+        length: tokens of the part.
+        found: the statistics of these heads.
+    """
+    v_scale = found.v_scale.expand(form.batch, form.kv_heads, 1) if form.recipe.v == "tensor" else found.v_scale
+    rows, scale, values = tensors[:3]
+    key = Quantized(rows, scale, form.k_granularity, "rows", length, None, form.rotated)
+    return key, Quantized(values, v_scale, form.v_granularity, "values", length, found.v_mean)
+
+
+def quantize_part(
+    part: tuple[Quantized, Quantized], floats: tuple[torch.Tensor, torch.Tensor], found: Statistics, careful: torch.Tensor | None, form: Format
+) -> None:
+    """Quantize keys and values into a part's tensors.
+
+    Args:
+        part: as `quantized_part` returns it.
+        floats: keys and values.
+        careful: as `measured` returns it.
+    """
+    (key, value), (k, v) = part, floats
+    if form.backend == "modelled":
+        new_key, new_value = shielded(quantize_kv)(k, v, form.recipe, found)
+        for into, x in ((key.data, new_key.data), (key.scale, new_key.scale), (value.data, new_value.data)):
+            into.copy_(x)
+        return
+
+    @shielded
+    def quantize(k: torch.Tensor, v: torch.Tensor, key: Quantized, value: Quantized, careful: torch.Tensor | None) -> None:
+        ops.quantize_into(key, value, k, v, careful, form.recipe)
+
+    operands = k, v, replace(key, mean=found.k_mean), value
+    if k.is_cuda:
+        eager.write(("quantize_into", form.recipe.text), operands, (careful,), quantize)
+    else:
+        quantize(*operands, careful)
 
 
 def tokens_between(tensors: Sequence[torch.Tensor], start: int, length: int, form: Format) -> list[torch.Tensor]:
@@ -332,16 +374,13 @@ def parts_of(buffer: torch.Tensor, parts: Sequence[Spans], found: Statistics | N
             made.append(Part(spans, next(tensors), next(tensors)))
             continue
         length = tokens_of(spans)
-        key = Quantized(next(tensors), next(tensors), form.k_granularity, "rows", length, None, form.rotated)
-        v_data, k_mean = next(tensors), None
-        if found is not None:
-            v_scale = found.v_scale.expand(form.batch, form.kv_heads, 1) if form.recipe.v == "tensor" else found.v_scale
-            v_mean = found.v_mean
-        else:
+        of_part, k_mean = [next(tensors) for _ in range(3)], None
+        statistics_of_part = found
+        if statistics_of_part is None:
             k_mean = next(tensors) if form.recipe.smooth_k else None
             v_scale, v_mean = next(tensors), next(tensors) if form.recipe.smooth_v else None
-        v_granularity: Granularity = "head" if form.recipe.v == "tensor" else form.recipe.v
-        made.append(Part(spans, key, Quantized(v_data, v_scale, v_granularity, "values", length, v_mean), k_mean))
+            statistics_of_part = Statistics(None, v_mean, v_scale)
+        made.append(Part(spans, *quantized_part(of_part, length, statistics_of_part, form), k_mean))
     return made
 
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 @functools.cache
 def _side_stream(device: torch.device, name: str = "transfers") -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # with priority: a transfer's kernel starts while kernels that were launched before it still have CTAs to start
+    return torch.cuda.Stream(device, priority=-1 if name == "transfers" else 0)
 
 
 class Lanes:
@@ -34,6 +35,11 @@ class Lanes:
     def lane(self, index: int) -> contextlib.AbstractContextManager[object]:
         """Make lane 0 or 1 current."""
         return torch.cuda.stream(self._side) if index and self._side is not None else contextlib.nullcontext()
+
+    def join(self) -> None:
+        """Make lane 0, which is current, wait for lane 1."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
 
 class Transfer:
@@ -162,11 +168,25 @@ def start_gather(sent: torch.Tensor, size: int, group: dist.ProcessGroup) -> Tra
     if sent.numel() < size:
         padded = sent.new_empty(size)
         padded[: sent.numel()] = sent
-    received = sent.new_empty(size * group.size())
+    return _start_gather(padded, sent.new_empty(size * group.size()), group)
+
+
+def start_gather_slots(slots: torch.Tensor, group: dist.ProcessGroup) -> Transfer:
+    """Begin to bring what the other ranks have written into their slots.
+
+    Args:
+        slots: (ranks, bytes), with a slot for every rank.
+    """
+    own = slots[group.rank()]
+    return _start_gather(own if own.is_cuda else own.clone(), slots.view(-1), group)
+
+
+def _start_gather(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> Transfer:
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
-    with _on_side_stream(padded, received, after=launched(padded.device)) as stream:
-        works = [gather(received, padded, group=group, async_op=True)] if size else []
-    return Transfer(padded, received, works, stream)
+    with _on_side_stream(sent, received, after=launched(sent.device)) as stream:
+        # NCCL's kernel runs on the current stream if the call isn't asynchronous
+        work = gather(received, sent, group=group, async_op=stream is None) if sent.numel() else None
+    return Transfer(sent, received, [] if work is None else [work], stream)
 
 
 def exchange(sent: torch.Tensor, sizes: Sequence[int], received_sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:

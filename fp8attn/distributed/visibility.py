@@ -119,6 +119,11 @@ class Visible:
         return cls(shift, left, 0 if is_causal else right)
 
     @property
+    def sees_all(self) -> bool:
+        """Whether every row sees all keys."""
+        return self.left < 0 and self.right < 0
+
+    @property
     def has_window(self) -> bool:
         """Whether a row doesn't see a prefix of the keys that follow each other without gaps."""
         return self.left >= 0 or self.right > 0

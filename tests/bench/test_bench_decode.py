@@ -17,7 +17,7 @@ from fp8attn.pages import PAGE
 
 CPU = torch.device("cpu")
 SMALL = DecodeCase("small", (200, 200), 4, 2, 64, queries=3)
-RAGGED = DecodeCase("ragged", (130, 1, 257), 2, 1, 32)
+RAGGED = DecodeCase("ragged", (130, 1, 257), 2, 1, 64)
 SHORT = Protocol(rounds=1, milliseconds=1.0, lead_in=1.0)
 BAD = Gates.load().bad
 

@@ -13,7 +13,7 @@ import torch
 from bench import __main__ as command
 from bench import distributed
 from bench.cases import Case, square
-from bench.distributed import ALL_GATHER, MESH, ONE, ONE_BF16, RING, RING_BF16, ROWS, ULYSSES, ULYSSES_BF16, Counted, Result
+from bench.distributed import ALL_GATHER, MESH, ONE, ONE_BF16, RING, RING_BF16, ROWS, ULYSSES, ULYSSES_BF16, Counted, Result, Turn
 from fp8attn.distributed import context_parallel
 
 CASE = square("small", 1, 4, 1024, 64)
@@ -35,7 +35,7 @@ def test_records_are_flat() -> None:
     record = result(RING, 110.0, sent=1000, attention_us=100.0, transfer_us=40.0, relative_l2=0.05).record()
     assert json.loads(json.dumps(record)) == CASE.record() | {
         "backend": RING, "ranks": 2, "us": 110.0, "sent": 1000, "attention_us": 100.0, "transfer_us": 40.0, "relative_l2": 0.05,
-        "refused": None, "overlap": pytest.approx(0.75),
+        "refused": None, "idle_us": None, "overlap": pytest.approx(0.75),
     }  # fmt: skip
 
 
@@ -71,12 +71,13 @@ def test_the_simulation_is_bound_by_attention_or_by_the_link() -> None:
 
 def test_the_tables() -> None:
     results = [
-        result(ONE, 200.0, sent=0, relative_l2=0.05), result(RING, 110.0, sent=1_000_000, attention_us=100.0, transfer_us=40.0, relative_l2=0.05),
+        result(ONE, 200.0, sent=0, relative_l2=0.05),
+        result(RING, 110.0, idle_us=130.0, sent=1_000_000, attention_us=100.0, transfer_us=40.0, relative_l2=0.05),
         result(ULYSSES, None, refused="4 heads aren't a multiple of 3 ranks"), result(ONE_BF16, 300.0), result(RING_BF16, 220.0, sent=2_000_000),
     ]  # fmt: skip
     cells = [list(column.cells) for column in distributed.table(results).columns]
-    assert [column[1] for column in cells] == [RING, "110.0", "1.82", "2.00", "1.00", "75%", "0.0500"]
-    assert [column[2] for column in cells] == [ULYSSES, "–", "–", "–", "–", "–", "–"]
+    assert [column[1] for column in cells] == [RING, "110.0", "1.82", "2.00", "130.0", "1.00", "75%", "0.0500"]
+    assert [column[2] for column in cells] == [ULYSSES, "–", "–", "–", "–", "–", "–", "–"]
     made = distributed.simulation(results, 50e9)
     assert made is not None and made.row_count == len(distributed.SIMULATED)
     assert distributed.simulation([results[0]], 50e9) is None
@@ -104,9 +105,12 @@ def test_the_scaling_over_ranks() -> None:
     assert distributed.scaling([two]) is None and distributed.scaling([two[1:], four]) is None
 
 
-def test_long_cases_are_sampled_by_one_call() -> None:
-    by_name = {case.name: case for case in distributed.LONG}
-    assert distributed.calls_of(by_name["H24 D128 full 1024k"], 4) == 1 and distributed.calls_of(CASE, 2) == distributed.CALLS
+def test_turns_of_all_rows_are_as_long() -> None:
+    for us in (1.0, 44e3, 23e3, 900e3):
+        turn = Turn.of(us)
+        assert 0 <= turn.lead_in * us - distributed.LEAD_IN_US < us and 0 <= turn.calls * us - distributed.TURN_US < us
+    by_name = {case.name: case for case in (*distributed.LONG, *distributed.ON_GPUS)}
+    assert by_name["H24 D128 full 1024k"].flops >= 4 * distributed.LONG_FLOPS > by_name["H40 D128 full 128k"].flops
 
 
 @pytest.mark.anywhere

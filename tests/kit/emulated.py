@@ -79,6 +79,22 @@ class Emulated:
             return cuda_run.forward_from_fp16(Problem(q, k, v, softmax_scale, "e4m3", causal, out_dtype, True), H100)
 
 
+def _apart(shards: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:
+    """Shards (1, H, M, N) as one tensor, with `rows` rows of NaN between them."""
+    first = shards[0].view(torch.uint8)
+    size, gap = first.numel(), rows * first.shape[3]
+    room = torch.full((len(shards), size + gap), 0xFF, dtype=torch.uint8, device=first.device)
+    for slot, shard in zip(room, shards, strict=True):
+        slot[:size] = shard.contiguous().view(torch.uint8).flatten()
+    return room[:, :size].unflatten(1, first.shape[1:]).view(shards[0].dtype)
+
+
+def in_shards(call: Call, n: int) -> Call:
+    """The same keys and values in n shards."""
+    scale = torch.cat([x.repeat(1, 1, 2) for x in call.k_scale.chunk(n, 2)])[..., : call.k_scale.shape[2] // n]
+    return dataclasses.replace(call, k=_apart(call.k.chunk(n, 2), 16), k_scale=scale, v=_apart(call.v.chunk(n, 3), 3))
+
+
 def normal(q_shape: tuple, k_shape: tuple, value_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v in float32. q is scaled differently in each head, so that the heads' scales differ."""
     generator = torch.Generator().manual_seed(sum(q_shape) + sum(k_shape))

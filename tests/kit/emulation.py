@@ -107,6 +107,9 @@ class Params(ctypes.Structure):
         ("mean_scores", ctypes.c_void_p),
         ("tile_table", ctypes.c_void_p),
         ("inverse_softcap", ctypes.c_float),
+        ("shard_blocks", ctypes.c_int),
+        ("shard_rows", ctypes.c_int),
+        ("next_shard_scales", ctypes.c_int64),
     ]
 
 
@@ -481,6 +484,10 @@ def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: i
         p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(a.mask)
         p.mask_in_boxes = has_boxes(a.mask)
     p.ready_ctas = ready_ctas
+    p.shard_blocks = 1 << 30
+    if a.k.size(0) > a.q.size(0):
+        p.shard_blocks, p.shard_rows = a.k.size(2) // a.keys, a.v.stride(0) // a.v.size(3)
+        p.next_shard_scales = a.k_scale.stride(0) - (p.shard_blocks * a.k_scale.stride(2) if a.k_group == a.keys else 0)
     p.softcap, p.inverse_softcap = a.softcap, 1.0 / a.softcap if a.softcap else torch.inf
     p.first_offset = max(min(a.first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(a.q), _aligned(a.k), 1 if a.parts is None else a.parts.size(0)
@@ -628,8 +635,8 @@ def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, result
     p.left = numbers[1]
     described = b"".join(maps) + bytes(call)
     of_new = [bytes(MAP) if x is None else _rows_map(x, KEYS // 2, 128) for x in (new_k, new_v)]
-    # tensor maps, and so Params, are aligned to 64 bytes
-    return b"".join((described, bytes(-len(described) % 64), *of_new, bytes(p)))
+    # tensor maps, and so Params, are aligned to the size of one
+    return b"".join((described, bytes(-len(described) % MAP), *of_new, bytes(p)))
 
 
 FEW, PAGES = 0, 2
@@ -685,7 +692,9 @@ def tensor_maps(a: ForwardArguments) -> bytes:
         return bytes(MAPS)
     v, mask = a.v, a.mask
 
-    of_v = tensor_map(v, (v.size(3), v.size(0) * v.size(1) * v.size(2)), (v.size(3),), (a.keys, a.value_rows))
+    rows = v.size(1) * v.size(2)
+    apart = v.stride(0) // v.size(3) if a.k.size(0) > a.q.size(0) else rows
+    of_v = tensor_map(v, (v.size(3), (v.size(0) - 1) * apart + rows), (v.size(3),), (a.keys, a.value_rows))
     of_mask = bytes(MAP)
     if mask is not None and has_boxes(mask):
         planes = mask_planes(mask)

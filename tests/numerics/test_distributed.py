@@ -35,6 +35,8 @@ from fp8attn.distributed import (
     shard_lengths,
     unshard,
 )
+from fp8attn.distributed.at_once import HIDING_ROWS, _first_heads
+from fp8attn.distributed.at_once import unsupported as unsupported_at_once
 from fp8attn.distributed.merge import MOST_PARTS, Accumulator
 from fp8attn.distributed.paged import _share as of_pages
 from fp8attn.distributed.part_calls import with_sinks
@@ -516,6 +518,88 @@ def test_outputs_of_parts_in_half_precision(ranks: Ranks, causal: bool) -> None:
     for mode in ("ring", "ulysses"):
         out, _ = parallel(ranks, 2, problem, mode=mode, sharding="zigzag", is_causal=causal, backend="modelled")
         assert out.dtype == torch.float16 and relative(out, exact) < 1.005 * relative(expected, exact)
+
+
+AT_ONCE: dict[str, tuple[int, Problem, dict]] = {
+    "plain": (2, ALIGNED, {}),
+    "four ranks, two batches": (4, dataclasses.replace(ALIGNED, heads=4, q_length=600, kv_length=4096, batch=2), {"recipe": PRECISE}),
+    "zigzag": (2, ALIGNED, {"sharding": "zigzag"}),
+    "three ranks, softcap and sinks": (
+        3, dataclasses.replace(ALIGNED, heads=6, kv_length=3 * 1024, q_length=5), {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 6)}
+    ),
+    "a scale of V for all heads": (2, ALIGNED, {"recipe": Recipe(v="tensor", smooth_v=False)}),
+    "means of queries": (2, ALIGNED, {"recipe": Recipe(smooth_q=True)}),
+    "triton": (2, Problem(2, 2, 64, 2048, 32, 32), {"backend": "triton"}),
+}  # fmt: skip
+"""Full attention to the keys of all ranks at once: ranks, problem and options."""
+
+
+def gathers(rank: int, where: Any, device: torch.device, *arguments: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """How often a rank gathers slots, and what `attend` returns."""
+    from fp8attn.distributed import at_once
+
+    count, gather = [0], at_once.start_gather_slots
+
+    def counted(*given: Any) -> Any:
+        count[0] += 1
+        return gather(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(at_once, "start_gather_slots", counted)
+        out, lse = attend(rank, where, device, *arguments)
+    return count[0], out, lse
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_all_keys_at_once_give_what_one_process_gives(ranks: Ranks, name: str) -> None:
+    """Nothing is merged: what is left is how plain torch rounds products of other shapes. Some heads come first, the others behind them."""
+    n, problem, options = AT_ONCE[name]
+    sharding = options.get("sharding", "contiguous")
+    options = {"backend": "modelled"} | {key: x for key, x in options.items() if key != "sharding"}
+    expected = alone.__wrapped__(problem, **options)
+    lengths, kv_lengths = (tuple(shard_lengths(x, n, sharding)) for x in (problem.q_length, problem.kv_length))
+    found = ranks.run(gathers, n, [(problem, lengths, kv_lengths, sharding, options | {"mode": "all_gather"})] * n)
+    assert [count for count, *_ in found] == [2] * n
+    out, lse = (whole([one[i] for one in found], lengths, sharding) for i in (1, 2))
+    assert relative(out, expected[0]) < (3e-3 if "means" in name else 1e-3 if sharding == "contiguous" else 0.02)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-4 if sharding == "contiguous" else 1e-2)
+
+
+def test_which_calls_attend_at_once(ranks: Ranks) -> None:
+    """As many whole blocks of keys on all ranks, all of them visible, and statistics of the sequence; else parts are merged."""
+    others: dict[str, tuple[Problem, dict]] = {
+        "causal": (ALIGNED, {"is_causal": True}),
+        "window": (ALIGNED, {"window": (5, 5)}),
+        "no whole blocks": (dataclasses.replace(ALIGNED, kv_length=2050), {}),
+        "one head": (dataclasses.replace(ALIGNED, heads=2, kv_heads=1), {}),
+        "scales of tokens": (ALIGNED, {"recipe": Recipe(k="token")}),
+        "statistics of shards": (ALIGNED, {"statistics": "shard"}),
+        "exact": (ALIGNED, {"backend": "reference"}),
+        "ring": (ALIGNED, {"mode": "ring"}),
+    }
+    for name, (problem, options) in others.items():
+        options = {"backend": "modelled", "mode": "all_gather"} | options
+        lengths, kv_lengths = (tuple(shard_lengths(x, 2)) for x in (problem.q_length, problem.kv_length))
+        found = ranks.run(gathers, 2, [(problem, lengths, kv_lengths, "contiguous", options)] * 2)
+        assert [count for count, *_ in found] == [0, 0], name
+    assert unsupported_at_once(FORMAT, (512, 384)) == "ranks have 384 to 512 keys; they must have as many"
+    assert unsupported_at_once(FORMAT, (512, 512)) is None and unsupported_at_once(FORMAT, (512,)) == "there is one rank"
+
+
+FORMAT = Format(1, 8, 8, 128, 128, torch.bfloat16, Recipe(), "cuda", True, False)
+
+
+@given(rows=st.integers(0, 10**6), heads=st.integers(2, 64), n=st.integers(2, 8))
+def test_the_first_heads_hide_the_transfer_of_the_others(rows: int, heads: int, n: int) -> None:
+    """Attention to a head's keys takes rows · n, and its transfer HIDING_ROWS · (n - 1), in the time of one row's attention to a shard."""
+    first = _first_heads(dataclasses.replace(FORMAT, q_heads=heads, kv_heads=heads), rows, n)
+    assert 1 <= first < heads
+
+    def hides(count: int) -> bool:
+        return count * rows * n >= (heads - count) * HIDING_ROWS * (n - 1)
+
+    assert hides(first) or first == heads - 1
+    assert first == 1 or not hides(first - 1)
 
 
 KINDS_OF_SHARDS = (
@@ -1131,6 +1215,23 @@ def test_gpus_have_the_error_of_one_gpu(gpus: Ranks, recipe: Recipe, causal: boo
         assert relative(found_lse, exact_lse) < 1.5 * relative(lse, exact_lse)
         again, again_lse = parallel(gpus, n, LARGE, mode=mode, sharding=sharding, **options)
         assert torch.equal(found, again) and torch.equal(found_lse, again_lse)
+
+
+@TWO_GPUS
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("plain", "two batches, float16", "softcap and sinks"))
+def test_gpus_attend_to_all_keys_at_once(gpus: Ranks, name: str) -> None:
+    """As one GPU does, but for tiles that CTAs share; the third call is a repeated one."""
+    problem = dataclasses.replace(LARGE, batch=2, dtype=torch.float16, q_length=3000) if name.startswith("two") else LARGE
+    of_scores = {"softcap": 5.0, "sinks": torch.linspace(-1, 2, LARGE.heads)} if "softcap" in name else {}
+    expected = alone.__wrapped__(problem, "cuda", **{key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in of_scores.items()})
+    n = peer_count()
+    lengths, kv_lengths = (tuple(shard_lengths(x, n)) for x in (problem.q_length, problem.kv_length))
+    for _ in range(3):
+        found = gpus.run(gathers, n, [(problem, lengths, kv_lengths, "contiguous", {"mode": "auto"} | of_scores)] * n)
+        assert [count for count, *_ in found] == [2] * n
+        for x, y in zip((whole([one[i] for one in found], lengths, "contiguous") for i in (1, 2)), expected, strict=True):
+            assert relative(x.float(), y.float()) < 1e-3
 
 
 @TWO_GPUS

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import emulation
 import foreign
 import fp8attn
-from emulated import quantized
+from emulated import in_shards, quantized
 from fp8attn import recording
 from fp8attn.call import HALVES, Problem
 from fp8attn.cuda import append, build, decode, decode_tensors, fused_small, general_quantize, prefill, run
@@ -78,6 +78,24 @@ def test_params_are_as_described(recorder: Recorder, case: Case, moved: str) -> 
     expected = emulation.tensor_maps(arguments) + bytes(described)
     assert ctas == arguments.ctas and params[: len(expected)] == expected
     assert any(params[: emulation.MAPS]) == (arguments.rows > 0) and not any(params[len(expected) :])
+
+
+@pytest.mark.parametrize("heads, n", ((2, 2), (1, 4)))
+def test_params_of_shards_are_as_described(recorder: Recorder, heads: int, n: int) -> None:
+    q, k, v = (torch.randn(1, heads, 512, 64) for _ in range(3))
+    call = in_shards(call_of(*fp8attn.quantize(q, k, v), return_lse=True), n)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "library_of", recorder.library_of)
+        run.forward(call, H100)
+    _, params = recorder.recorded()
+    arguments = emulation.ForwardArguments(*recorder.arguments)
+    expected = emulation.tensor_maps(arguments) + bytes(emulation.params(arguments))
+    assert params[: len(expected)] == expected
+    askew = dataclasses.replace(call, v=call.v.as_strided(call.v.shape, (call.v.stride(0) - 8, *call.v.stride()[1:])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "library_of", recorder.library_of)
+        with pytest.raises(RuntimeError, match="aren't contiguous"):
+            run.forward(askew, H100)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
