@@ -543,7 +543,8 @@ def table(results: Sequence[Result]) -> Sheet:
     made = report.table_of(
         f"{case.name}, {ranks} ranks", ("row",), headers,
         "Medians of the slowest rank. × one GPU: the time of fp8attn on one GPU over this one. × bf16 ring: its time over this one."
-        " Idle before: a call that begins when the GPUs are idle. MB sent: by one rank in a call. overlap: the share of the ring's transfers that attention hides.",
+        " Idle before: a call that begins when the GPUs are idle. MB sent: by one rank in a call. overlap: the share of the ring's transfers that"
+        " attention hides.",
         optional=("overlap",),
     )  # fmt: skip
     one, ring = (by[row].us if row in by else None for row in (ONE, RING_BF16))

@@ -206,12 +206,27 @@ QUANTIZERS = {"quantize": shielded(quantized), "modelled_quantize": shielded(qua
 """What operators do with q, k and v that were checked, and a recipe."""
 
 
-def chunk_statistics(v: torch.Tensor) -> quantize_ref.ChunkStatistics:
-    """quantization.chunk_statistics, by kernels on devices that run kernels. The numbers are the same."""
-    if not has_kernels(v.device):
-        return quantize_ref.chunk_statistics(v)
+def chunk_statistics(
+    k: torch.Tensor, v: torch.Tensor, recipe: Recipe, into: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> quantize_ref.ChunkStatistics:
+    """quantization.chunk_statistics of v, by kernels on devices that run kernels. The numbers are the same.
+
+    Args:
+        k, v: will be quantized by the recipe: `careful` is for the kernel that does it.
+        into: where to write sums and extremes, contiguous; None: into new tensors.
+    """
+    sums, extremes = into or [torch.empty(shape, dtype=torch.float32, device=v.device) for shape in quantize_ref.chunk_shapes(v)]
+    if not has_kernels(v.device) or v.numel() == 0:
+        found = quantize_ref.chunk_statistics(v)
+        return quantize_ref.ChunkStatistics(sums.copy_(found.sums), extremes.copy_(found.extremes), found.careful)
+    device = device_of(v.device)
     with current(v.device):
-        return triton_kernels.quantize.chunk_statistics(v, device_of(v.device))
+        if unsupported_cuda_quantize(k, v, recipe, device) is None:
+            try:
+                return quantize_ref.ChunkStatistics(sums, extremes, cuda_run.measure_part(v, (sums, extremes), device))
+            except BuildError as error:
+                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return quantize_ref.ChunkStatistics(sums, extremes, triton_kernels.quantize.chunk_statistics(v, (sums, extremes), device))
 
 
 def statistics(parts: Sequence[quantize_ref.PartialStatistics], total: int, recipe: Recipe) -> quantize_ref.Statistics:
@@ -228,11 +243,16 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
 
     Args:
         key, value: their means and V's scales are given. K's rows and scales, and V, are written.
-        careful: as of ChunkStatistics, of v; None: it wasn't measured.
+        careful: as `chunk_statistics` gave it; None: it wasn't measured.
     """
     if has_kernels(k.device) and recipe.k not in triton_kernels.quantize.GIVEN:
+        device = device_of(k.device)
         with current(k.device):
-            triton_kernels.quantize.quantize_into(key, value, k, v, careful, recipe, device_of(k.device))
+            careful = chunk_statistics(k, v, recipe).careful if careful is None and k.numel() else careful
+            if careful is not None and careful.dtype == torch.uint8:
+                cuda_run.write_part(key, value, k, v, careful, device)
+            else:
+                triton_kernels.quantize.quantize_into(key, value, k, v, careful, recipe, device)
         return
     given = quantize_ref.Statistics(key.mean, value.mean, value.scale)
     _, new_key, new_value = quantized(None, k, v, recipe, given=given)

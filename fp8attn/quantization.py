@@ -171,6 +171,15 @@ def k_sample(k: torch.Tensor, first: int, total: int) -> torch.Tensor:
     return k.index_select(2, sample // LANES * period + sample % LANES - first)
 
 
+def copy_k_sample(k: torch.Tensor, first: int, total: int, into: torch.Tensor) -> None:
+    """`k_sample`, written to a tensor."""
+    period = LANES * sample_step(total)
+    if first % period == 0 and k.shape[2] % period == 0:
+        into.unflatten(2, (-1, LANES)).copy_(k.unflatten(2, (-1, period))[:, :, :, :LANES])
+    else:
+        into.copy_(k_sample(k, first, total))
+
+
 def mean_of_sample(sample: torch.Tensor) -> torch.Tensor:
     """Mean of the sampled tokens (B, H, N, D): float32 (B, H, D)."""
     return lane_sum(finite_or_zero(sample)) * (1 / max(sample.shape[2], 1))
@@ -531,13 +540,21 @@ class ChunkStatistics:
     Attributes:
         sums: float32 (B, H, ceil(S / 512), Dv), sums of finite elements over tokens.
         extremes: float32 (B, H, ceil(S / 512), 2, Dv), their minima and maxima; inf and -inf where there are none.
-        careful: int32 (B, H, ceil(S / 512)), nonzero for chunks that are incomplete or hold a non-finite element; None
-            if that wasn't measured.
+        careful: what a kernel that quantizes must be told of chunks that are incomplete or hold a non-finite element;
+            None if that wasn't measured. Of Triton's kernels int32 (B, H, ceil(S / 512)), nonzero for such chunks; of
+            the CUDA kernel uint8 (B, H, ceil(S / 512), bytes).
     """
 
     sums: torch.Tensor
     extremes: torch.Tensor
     careful: torch.Tensor | None = None
+
+
+def chunk_shapes(v: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of ChunkStatistics.sums and .extremes of v (B, H, S, Dv)."""
+    batch, heads, length, dim = v.shape
+    chunks = -(-length // TOKEN_CHUNK)
+    return (batch, heads, chunks, dim), (batch, heads, chunks, 2, dim)
 
 
 def chunk_statistics(v: torch.Tensor) -> ChunkStatistics:

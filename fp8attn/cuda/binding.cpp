@@ -277,14 +277,22 @@ void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double so
   launch(launcher, p, ctas, q.get_device());
 }
 
-// Quantizes K and V, (B, H, S, D), into tensors that fp8attn/cuda/quantize.py has allocated. `sampled`: the number of
-// tokens from which K's mean is computed. `stats_bytes`: the size of the memory through which its kernels pass
-// statistics. `ready`: (B, H), each 0 at launch, the number of CTAs that have completed a head.
-void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
-              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
+// What the quantizer of K and V is told of V (B, H, S, D). K has its shape.
+fp8attn::QuantizeParams params_of_values(const Tensor& v) {
   fp8attn::QuantizeParams p = {};
-  p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();
+  copy_strides(p.v_strides, v);
+  p.heads = v.size(1);
+  p.length = v.size(2);
+  p.head_dim = v.size(3);
+  p.half = v.scalar_type() == ScalarType::Half;
+  return p;
+}
+
+// Sets what is told of K and of the results.
+void write_to(fp8attn::QuantizeParams& p, const Tensor& k, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data, const Tensor& v_scale,
+              const Tensor& v_mean) {
+  p.k = k.const_data_ptr();
   p.k_data = static_cast<uint8_t*>(k_data.mutable_data_ptr());
   p.k_scale = k_scale.mutable_data_ptr<float>();
   p.k_mean = k_mean.mutable_data_ptr<float>();
@@ -292,19 +300,43 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_byt
   p.v_scale = v_scale.mutable_data_ptr<float>();
   p.v_mean = v_mean.mutable_data_ptr<float>();
   copy_strides(p.k_strides, k);
-  copy_strides(p.v_strides, v);
   copy_strides(p.k_data_strides, k_data);
   p.padded = v_data.size(3);
-  p.heads = k.size(1);
-  p.length = k.size(2);
-  p.head_dim = k.size(3);
+  p.int8 = k_data.scalar_type() == ScalarType::Char;
+}
+
+// Quantizes K and V, (B, H, S, D), into tensors that fp8attn/cuda/quantize.py has allocated. `sampled`: the number of
+// tokens from which K's mean is computed. `stats_bytes`: the size of the memory through which its kernels pass
+// statistics. `ready`: (B, H), each 0 at launch, the number of CTAs that have completed a head.
+void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
+              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
+  fp8attn::QuantizeParams p = params_of_values(v);
+  write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
   p.inverse_length = 1.0 / k.size(2);
   p.inverse_sample = 1.0 / sampled;
-  p.half = k.scalar_type() == ScalarType::Half;
-  p.int8 = k_data.scalar_type() == ScalarType::Char;
   p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
   const std::optional<Tensor> stats = stats_bytes > 0 ? std::optional(room_of(stats_bytes, k)) : std::nullopt;
   p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;
+  launch(launcher, p, ctas, k.get_device());
+}
+
+// Measures V of a part of a sequence: sums and extremes of its token chunks, and what `write_part` must know of it.
+void measure_part(int64_t launcher, int64_t ctas, const Tensor& v, const Tensor& sums, const Tensor& extremes, const Tensor& chunk_stats) {
+  fp8attn::QuantizeParams p = params_of_values(v);
+  p.v_sums = sums.mutable_data_ptr<float>();
+  p.v_extremes = extremes.mutable_data_ptr<float>();
+  p.chunk_stats = chunk_stats.mutable_data_ptr();
+  p.step = fp8attn::QuantizeStep::measure;
+  launch(launcher, p, ctas, v.get_device());
+}
+
+// Quantizes K and V of a part of a sequence by K's mean, and V's scales and means, of all of it.
+void write_part(int64_t launcher, int64_t ctas, const Tensor& k, const Tensor& v, const Tensor& chunk_stats, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
+                const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
+  fp8attn::QuantizeParams p = params_of_values(v);
+  write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
+  p.chunk_stats = chunk_stats.mutable_data_ptr();
+  p.step = fp8attn::QuantizeStep::write;
   launch(launcher, p, ctas, k.get_device());
 }
 
@@ -605,6 +637,10 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
       " Tensor(f!) v_mean, Tensor(g!)? ready) -> ()");
+  define("measure_part(int launcher, int ctas, Tensor v, Tensor(a!) sums, Tensor(b!) extremes, Tensor(c!) chunk_stats) -> ()");
+  define(
+      "write_part(int launcher, int ctas, Tensor k, Tensor v, Tensor chunk_stats, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor k_mean, Tensor(c!) v_data, Tensor v_scale,"
+      " Tensor v_mean) -> ()");
 
   define("quantize_general(int launcher, int ctas, int[] numbers, Tensor?[] operands, Tensor?[] results) -> ()");
   define("unsmooth_lse(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor k_mean, Tensor lse, Tensor(a!) out) -> ()");
@@ -632,6 +668,8 @@ void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
   m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
   m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("measure_part", TORCH_BOX(&measure_part));
+  m.impl("write_part", TORCH_BOX(&write_part));
   m.impl("quantize_general", TORCH_BOX(&quantize_general));
   m.impl("unsmooth_lse", TORCH_BOX(&unsmooth_lse));
   m.impl("decode", TORCH_BOX(&decode));

@@ -106,7 +106,12 @@ struct Params {
   int64_t next_shard_scales;
 };
 
-// Parameters of the kernel that quantizes K and V.
+// What a launch of the quantizer of K and V does: all; or, of a part of a sequence whose statistics others have a part
+// of, one of the two.
+enum class QuantizeStep : int { all, measure, write };
+
+// Parameters of the kernel that quantizes K and V. `measure` reads V, `write` reads what is made of all parts: k_mean,
+// v_scale and v_mean.
 struct QuantizeParams {
   const void* k;  // (B, H, S, D) of bfloat16 or half; rows start at multiples of 16 bytes
   const void* v;  // as k
@@ -128,6 +133,8 @@ struct QuantizeParams {
   int* ready;  // (B, H), 0 at launch: number of CTAs that have completed a head; or null
   // (B, H, token chunks, slices) of ChunkStats, which one kernel writes and the next reads; null if one kernel does all
   void* chunk_stats;
+  float *v_sums, *v_extremes;  // of `measure`: (B, H, token chunks, D) and (B, H, token chunks, 2, D), of finite elements
+  QuantizeStep step;
 };
 
 // Parameters of the kernels that quantize any Q, K and V. Either `q` or `k` and `v` may be null, with their outputs.

@@ -1,6 +1,7 @@
 // Quantizes heads that are longer than a cluster can hold, in three launches. `measure_kv` measures V and the sample of
 // K, `finish_kv` makes V's means and scales and K's mean of it, `write_kv` writes the codes. V is read twice: the heads
-// that are measured last are written first, while L2 still has them.
+// that are measured last are written first, while L2 still has them. If a sequence has several parts, `measure_kv` is a
+// launch of its own, others make statistics of what it finds in all parts, and `write_kv` is another launch.
 #pragma once
 
 #include "launch.h"
@@ -13,6 +14,18 @@
 #include "tile/token_chunk_values.h"
 
 namespace fp8attn {
+
+// Writes what other kernels than `finish_kv` make statistics of.
+template <typename T>
+__device__ void write_moments(const QuantizeParams& p, const ClusterCoord& coord, const Moments& moments, int channel) {
+  const int64_t chunk = int64_t(coord.pair) * coord.token_chunks + coord.token_chunk;
+  const int of_head = coord.slice * CHANNELS + channel;
+  float low = INFINITE, high = -INFINITE;
+  join_extremes<T>(low, high, moments, channel);
+  p.v_sums[chunk * p.head_dim + of_head] = moments.sum[channel];
+  p.v_extremes[2 * chunk * p.head_dim + of_head] = low;
+  p.v_extremes[(2 * chunk + 1) * p.head_dim + of_head] = high;
+}
 
 // The grid has a CTA for every slice of every token chunk, the last heads first. K's mean, not rotated yet, goes to
 // p.k_mean.
@@ -28,12 +41,14 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) measure_kv(con
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
   const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
-  const int words = 1 << coord.log_words(), first = coord.token_chunk * words;
+  const bool has_keys = p.step == QuantizeStep::all;
+  const int words = 1 << coord.log_words(), first = has_keys ? coord.token_chunk * words : WORDS;
   Sample<T> sample;
   if (first < WORDS && threadIdx.x < LANES * words) sample.load(p, coord, k, threadIdx.x);
   mine.load(shared.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
-  measure_keys<C, T>(p, shared, coord, k, sample);
+  if (has_keys) measure_keys<C, T>(p, shared, coord, k, sample);
   measure_values<C, T>(shared, coord, mine);
+  if (!has_keys && threadIdx.x >= THREADS - CHANNELS) write_moments<T>(p, coord, shared.own.token_chunk, threadIdx.x - (THREADS - CHANNELS));
   ChunkStats& to = coord.stats_of(p, coord.token_chunk, coord.slice);
   if (threadIdx.x < 32)
     reinterpret_cast<uint4*>(&to.moments)[threadIdx.x] = reinterpret_cast<const uint4*>(&shared.own.token_chunk)[threadIdx.x];
@@ -122,9 +137,9 @@ cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) 
   const auto write = p.int8 ? write_kv<Instance, true, T> : write_kv<Instance, false, T>;
   cudaError_t error = take_shared_memory(measure_kv<Instance, T>, bytes);
   if (error == cudaSuccess) error = take_shared_memory(write, bytes);
-  if (error == cudaSuccess) error = launch_clusters(measure_kv<Instance, T>, p, ctas, 1, THREADS, bytes, stream);
-  if (error == cudaSuccess) error = launch_clusters(finish_kv<T>, p, ctas / token_chunks, 1, CHANNELS + 32, 0, stream);
-  if (error == cudaSuccess) error = launch_clusters(write, p, ctas, slices, THREADS, bytes, stream);
+  if (error == cudaSuccess && p.step != QuantizeStep::write) error = launch_clusters(measure_kv<Instance, T>, p, ctas, 1, THREADS, bytes, stream);
+  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_clusters(finish_kv<T>, p, ctas / token_chunks, 1, CHANNELS + 32, 0, stream);
+  if (error == cudaSuccess && p.step != QuantizeStep::measure) error = launch_clusters(write, p, ctas, slices, THREADS, bytes, stream);
   return error;
 }
 

@@ -221,6 +221,43 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
     )
 
 
+def measure_part(v: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor], device: Device) -> torch.Tensor:
+    """Measure a part of a sequence's values (B, H, S, D).
+
+    `quantize.unsupported_call` must return None for keys and values like them.
+
+    Args:
+        into: where to write sums and extremes, as of ChunkStatistics.
+
+    Returns:
+        what `write_part` must be told of V's token chunks: uint8 (B, H, ceil(S / 512), bytes).
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    library = build.load_with(quantize.OF_LONG, quantize.INSTANCES, device.arch)
+    batch, heads = v.shape[:2]
+    stats = v.new_empty(batch, heads, quantize.token_chunks_of(v), quantize.slices_of(v) * quantize.CHUNK_STATS_BYTES, dtype=torch.uint8)
+    library.operators.measure_part.default(library.launchers[quantize.OF_LONG], batch * heads * quantize.ctas_of(v), v, *into, stats)
+    return stats
+
+
+def write_part(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, chunk_stats: torch.Tensor, device: Device) -> None:
+    """Quantize a part of a sequence by the means and V's scales of all of it, which key and value have.
+
+    `quantize.unsupported_call` must return None for k and v.
+
+    Args:
+        chunk_stats: what `measure_part` returned for v.
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    library = build.load_with(quantize.OF_LONG, quantize.INSTANCES, device.arch)
+    ctas = k.shape[0] * k.shape[1] * quantize.ctas_of(k)
+    library.operators.write_part.default(library.launchers[quantize.OF_LONG], ctas, k, v, chunk_stats, *quantize.filled(key, value))
+
+
 def quantize_any(
     q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:

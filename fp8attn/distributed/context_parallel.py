@@ -348,8 +348,7 @@ class _Call:
         spans, careful = [held([some]) for some in self.kv_spans], None
         gathered = k.new_empty(0, dtype=torch.uint8)
         if mine := spans[ranks.rank]:
-            tensors, careful = measured(k, v, mine, total, form)
-            gathered = packed(tensors, form.statistics_forms(mine, total))
+            gathered, careful = measured(k, v, mine, total, form)
         size = max(size_of(form.statistics_forms(some, total)) for some in spans if some)
         for group in ranks.groups[:-1]:
             gathered = start_gather(gathered, size, group).wait()

@@ -16,7 +16,7 @@ from ..quantization import (
     PartialStatistics,
     Statistics,
     chunk_statistics,
-    k_sample,
+    copy_k_sample,
     quantize_kv,
     quantize_q,
     row_scales,
@@ -178,19 +178,35 @@ def _parts_in(spans: tuple[Spans, ...], form: Format) -> list[Spans]:
     return [some for some in of_ranks if some]
 
 
-def measured(k: torch.Tensor, v: torch.Tensor, spans: Spans, total: int, form: Format) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The partial statistics of a rank's keys and values, as `Format.statistics_forms` says, and `careful` as of
-    ChunkStatistics, of its token chunks; None if some of these lie in two spans."""
-    of_chunks = shielded(chunk_statistics if form.backend == "modelled" else ops.chunk_statistics)
-    lengths = [span.length for span in spans]
-    samples = [k[:, :, :0]]
+def measured(k: torch.Tensor, v: torch.Tensor, spans: Spans, total: int, form: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A buffer with the partial statistics of a rank's keys and values, as `Format.statistics_forms` says; and
+    `careful` as of ChunkStatistics, of its token chunks, None if some of these lie in two spans."""
+    forms, lengths = form.statistics_forms(spans, total), [span.length for span in spans]
+    buffer = torch.empty(size_of(forms), dtype=torch.uint8, device=k.device)
+    sample, sums, extremes = unpacked(buffer, forms)
     if form.recipe.smooth_k:
-        samples = [k_sample(keys, span.first, total) for keys, span in zip(k.split(lengths, 2), spans, strict=True)]
+        counts, _ = _counts(True, spans, total)
+        for span, keys, into in zip(spans, k.split(lengths, 2), sample.split(counts, 2), strict=True):
+            copy_k_sample(keys, span.first, total, into)
     if all(length % TOKEN_CHUNK == 0 for length in lengths[:-1]):
-        chunks = of_chunks(v)
-        return [samples[0] if len(samples) == 1 else torch.cat(samples, 2), chunks.sums, chunks.extremes], chunks.careful
-    some = [of_chunks(values) for values in v.split(lengths, 2)]
-    return [torch.cat(samples, 2), torch.cat([one.sums for one in some], 2), torch.cat([one.extremes for one in some], 2)], None
+        return buffer, _measure(k, v, (sums, extremes), form)
+    _, chunks = _counts(True, spans, total)
+    for keys, values, *into in zip(k.split(lengths, 2), v.split(lengths, 2), sums.split(chunks, 2), extremes.split(chunks, 2), strict=True):
+        found = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in into)
+        _measure(keys, values, (found[0], found[1]), form)
+        for x, y in zip(into, found, strict=True):
+            x.copy_(y)
+    return buffer, None
+
+
+def _measure(k: torch.Tensor, v: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor], form: Format) -> torch.Tensor | None:
+    """Write sums and extremes of V's token chunks. Returns `careful` as of ChunkStatistics."""
+    if form.backend != "modelled":
+        return shielded(ops.chunk_statistics)(k, v, form.recipe, into).careful
+    found = shielded(chunk_statistics)(v)
+    for x, y in zip(into, (found.sums, found.extremes), strict=True):
+        x.copy_(y)
+    return None
 
 
 def joined_statistics(found: Sequence[tuple[Span, PartialStatistics]], total: int, form: Format) -> Statistics:

@@ -236,15 +236,18 @@ def quantize_packed(
     return key, value
 
 
-def chunk_statistics(v: torch.Tensor, device: Device) -> quantize_ref.ChunkStatistics:
-    """quantization.chunk_statistics by the kernel."""
-    batch, heads, length, dim = v.shape
-    if v.numel() == 0:
-        return quantize_ref.chunk_statistics(v)
+def chunk_statistics(v: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor], device: Device) -> torch.Tensor:
+    """quantization.chunk_statistics by the kernel.
+
+    Args:
+        into: where to write sums and extremes, contiguous.
+
+    Returns:
+        ChunkStatistics.careful.
+    """
+    (batch, heads, length, dim), (sums, extremes) = v.shape, into
     check_counted("value", v)
     token_chunks, traits = ceil_div(length, quantize_ref.TOKEN_CHUNK), traits_of(0, 0, dim, Recipe(), device)
-    sums = v.new_empty(batch, heads, token_chunks, dim, dtype=torch.float32)
-    extremes = v.new_empty(batch, heads, token_chunks, 2, dim, dtype=torch.float32)
     careful = v.new_empty(batch, heads, token_chunks, dtype=torch.int32)
     launch(
         gather_kernel, (batch * heads * token_chunks,),
@@ -252,7 +255,7 @@ def chunk_statistics(v: torch.Tensor, device: Device) -> quantize_ref.ChunkStati
         sums, extremes, careful, None, None, 1, heads, batch * heads, 0, length, 1, 1.0, 0, traits.of_statistics, warmup=False,
         dependent=traits.dependent, num_warps=WARPS, maxnreg=80 if max(traits.widths) <= 128 else 128, enable_fp_fusion=False,
     )  # fmt: skip
-    return quantize_ref.ChunkStatistics(sums, extremes, careful)
+    return careful
 
 
 def statistics(parts: Sequence[quantize_ref.PartialStatistics], total: int, recipe: Recipe, device: Device) -> quantize_ref.Statistics:
@@ -300,14 +303,12 @@ def quantize_into(
 
     Args:
         key, value: their means and V's scales are given. K's rows and scales, of tokens or blocks, and V are written.
-        careful: as of ChunkStatistics, of v; None: it is measured.
+        careful: as of ChunkStatistics, of v; None of no tokens.
     """
     assert recipe.k not in GIVEN
     if k.numel() == 0:
         return
     check_counted("key", k)
-    if careful is None:
-        careful = chunk_statistics(v, device).careful
     assert careful is not None
     traits = traits_of(0, k.shape[3], v.shape[3], recipe, device)
     _write(key, value, k, v, careful, traits, _resources(traits, True, False)[1])

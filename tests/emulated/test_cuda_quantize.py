@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,7 @@ from fp8attn.cuda import build, quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.layout import padded_length
-from fp8attn.quantization import TOKEN_CHUNK, quantize_kv, sample_size
+from fp8attn.quantization import TOKEN_CHUNK, chunk_shapes, chunk_statistics, partial_statistics, quantize_kv, sample_size, statistics
 from fp8attn.quantization import quantize as quantize_all
 from fp8attn.recipe import E4M3, FUSED_RECIPES, ProductType
 from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, normal
@@ -309,6 +310,76 @@ def test_means_of_queries_meet_rotated_keys(device: torch.device, dim: int) -> N
     exact = fp8attn.reference_sdpa(q, k, v, out_dtype=torch.float32)
     error = torch.linalg.vector_norm(fp8attn.sdpa(q, k, v, recipe=recipe, out_dtype=torch.float32) - exact) / torch.linalg.vector_norm(exact)
     assert error < 0.06
+
+
+def check_parts(library: build.Library | None, k: torch.Tensor, v: torch.Tensor, cuts: tuple[int, ...], qk: ProductType) -> None:
+    """Of the parts of a sequence between `cuts`: the statistics of V's chunks, and the bytes by statistics of the whole, in slots of a buffer."""
+    recipe, device = FUSED_RECIPES[qk], H100 if library is not None else device_of(k.device)
+    given = statistics([partial_statistics(k[:, :, a:b], v[:, :, a:b], a, k.shape[2]) for a, b in itertools.pairwise(cuts)], k.shape[2], recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        if library is not None:
+            patch.setattr(build, "load_with", lambda *_: library)
+        for a, b in itertools.pairwise(cuts):
+            some_k, some_v = k[:, :, a:b], v[:, :, a:b]
+            sums, extremes = (torch.empty(shape, device=k.device) for shape in chunk_shapes(some_v))
+            stats = run.measure_part(some_v, (sums, extremes), device)
+            expected = chunk_statistics(some_v)
+            assert torch.equal(sums, expected.sums), "sums differ"
+            assert torch.equal(extremes, expected.extremes), "extremes differ"
+            expected_key, expected_value = quantize_kv(some_k, some_v, recipe, given)
+            for heads in (slice(None), slice(1, None)):  # the first heads, or the others
+                key, value = (
+                    dataclasses.replace(x, data=x.data[:, heads], scale=x.scale[:, heads], mean=x.mean[:, heads].contiguous())
+                    for x in (expected_key, expected_value)
+                )
+                into_key = dataclasses.replace(key, data=torch.zeros_like(key.data), scale=torch.zeros_like(key.scale.contiguous()))
+                into_value = dataclasses.replace(value, data=torch.zeros_like(value.data.contiguous()), scale=value.scale.contiguous())
+                run.write_part(into_key, into_value, some_k[:, heads], some_v[:, heads], stats[:, heads].contiguous(), device)
+                assert_same(into_key, key)
+                assert_same(into_value, value)
+
+
+PARTS = (((1, 2, 1300, 64), (0, 512, 1300)), ((2, 2, 1536, 128), (0, 1024, 1536)), ((1, 3, 700, 128), (0, 77, 700)), ((1, 2, 1100, 256), (0, 1100)))
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("shape, cuts", PARTS, ids=str)
+def test_emulated_parts_of_a_sequence(shape: tuple[int, ...], cuts: tuple[int, ...]) -> None:
+    dtype, qk = HALVES[shape[1] % 2], PRODUCTS[shape[2] % 8 > 0]
+    k, v = not_finite(shape, dtype) if shape[2] > 1000 else normal(shape, dtype)
+    check_parts(emulation.quantizer(), like(k, on_grid(k)), v, cuts, qk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, cuts", (*PARTS, ((1, 8, 9000, 128), (0, 4608, 9000))), ids=str)
+@pytest.mark.parametrize("qk", PRODUCTS)
+def test_parts_of_a_sequence(device: torch.device, qk: ProductType, shape: tuple[int, ...], cuts: tuple[int, ...]) -> None:
+    if quantize.unsupported_config(quantize.INSTANCES[0], device_of(device)) is not None:
+        pytest.skip("needs sm_90")
+    k, v = not_finite(shape, torch.bfloat16, device) if shape[2] > 1000 else normal(shape, device=device)
+    check_parts(None, like(k, on_grid(k)), v, cuts, qk)
+
+
+PART_MUTANTS = {
+    "sums of another chunk": ("p.v_sums[chunk * p.head_dim", "p.v_sums[coord.pair * p.head_dim"),
+    "maxima for minima": ("p.v_extremes[2 * chunk * p.head_dim + of_head] = low", "p.v_extremes[2 * chunk * p.head_dim + of_head] = high"),
+    "half of the channels": ("threadIdx.x - (THREADS - CHANNELS));", "(threadIdx.x - (THREADS - CHANNELS)) / 2);"),
+}
+
+
+def test_mutants_of_parts_change_what_is_there() -> None:
+    emulation.assert_anchored(("quantize_long.cuh", *mutation) for mutation in PART_MUTANTS.values())
+
+
+@pytest.mark.anywhere
+@pytest.mark.thorough
+@emulation.emulates
+@pytest.mark.parametrize("name", PART_MUTANTS)
+def test_the_emulation_sees_what_is_wrong_in_parts(name: str) -> None:
+    k, v = normal((1, 2, 1300, 64))
+    with pytest.raises(AssertionError):
+        check_parts(emulation.quantizer(("quantize_long.cuh", *PART_MUTANTS[name])), on_grid(k), v, (0, 1024, 1300), "e4m3")
 
 
 def read_guarded() -> None:

@@ -130,6 +130,9 @@ class QuantizeParams(ctypes.Structure):
         ("int8", ctypes.c_bool),
         ("ready", ctypes.c_void_p),
         ("chunk_stats", ctypes.c_void_p),
+        ("v_sums", ctypes.c_void_p),
+        ("v_extremes", ctypes.c_void_p),
+        ("step", ctypes.c_int),
     ]
 
 
@@ -519,6 +522,27 @@ def quantize_params(
     return p
 
 
+MEASURE, WRITE = 1, 2
+"""Steps of C++'s QuantizeStep."""
+
+
+def measure_part_params(v: torch.Tensor, sums: torch.Tensor, extremes: torch.Tensor, chunk_stats: torch.Tensor) -> QuantizeParams:
+    """The QuantizeParams that binding.cpp's measure_part makes from its arguments."""
+    p = QuantizeParams()
+    for name, x in dict(v=v, v_sums=sums, v_extremes=extremes, chunk_stats=chunk_stats).items():
+        setattr(p, name, x.data_ptr())
+    p.v_strides = (ctypes.c_int64 * 3)(*v.stride()[:3])
+    p.heads, p.length, p.head_dim, p.half, p.step = v.size(1), v.size(2), v.size(3), v.dtype == torch.float16, MEASURE
+    return p
+
+
+def write_part_params(k: torch.Tensor, v: torch.Tensor, chunk_stats: torch.Tensor, *results: torch.Tensor) -> QuantizeParams:
+    """The QuantizeParams that binding.cpp's write_part makes from its arguments."""
+    p = quantize_params((k, v, *results), 1, chunk_stats=chunk_stats)
+    p.inverse_length, p.inverse_sample, p.step = 0.0, 0.0, WRITE
+    return p
+
+
 def general_quantize_params(numbers, operands, results, measured: torch.Tensor | None) -> GeneralQuantizeParams:
     """The GeneralQuantizeParams that binding.cpp's quantize_general makes from its arguments; `measured` it
     allocates."""
@@ -766,15 +790,32 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
 def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, stats_bytes: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
     stats = torch.full((stats_bytes // 4,), torch.nan) if stats_bytes else None
-    p, config = quantize_params(tensors[:-1], sampled, tensors[-1], stats), quantize.INSTANCES[launcher]
-    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, config.token_chunks)
+    _run_quantizer(library, launcher, ctas, quantize_params(tensors[:-1], sampled, tensors[-1], stats))
+
+
+def _run_quantizer(library: ctypes.CDLL, launcher: int, ctas: int, p: QuantizeParams) -> None:
+    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, quantize.INSTANCES[launcher].token_chunks)
     assert ended & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def _measure_part(library: ctypes.CDLL, launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
+    """binding.cpp's measure_part."""
+    for x in tensors[1:]:
+        x.view(torch.uint8).fill_(0xFF)
+    _run_quantizer(library, launcher, ctas, measure_part_params(*tensors))
+
+
+def _write_part(library: ctypes.CDLL, launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
+    """binding.cpp's write_part."""
+    _run_quantizer(library, launcher, ctas, write_part_params(*tensors))
 
 
 def quantizer(*mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled quantizer."""
-    default = functools.partial(_quantize, library("quantize.cpp", *mutations))
-    return build.Library(SimpleNamespace(quantize=SimpleNamespace(default=default)), {c: i for i, c in enumerate(quantize.INSTANCES)})
+    emulated = library("quantize.cpp", *mutations)
+    launches = {"quantize": _quantize, "measure_part": _measure_part, "write_part": _write_part}
+    operators = SimpleNamespace(**{name: SimpleNamespace(default=functools.partial(launch, emulated)) for name, launch in launches.items()})
+    return build.Library(operators, {c: i for i, c in enumerate(quantize.INSTANCES)})
 
 
 def _quantize_general(library: ctypes.CDLL, launcher: int, ctas: int, numbers, operands, results) -> None:

@@ -1011,9 +1011,9 @@ def test_statistics_that_travelled_are_joined_in_the_order_of_the_sequence() -> 
     found = []
     for spans in spans_of(shard_lengths(2100, 2, "zigzag"), "zigzag"):
         own = [torch.cat([x[:, :, span.first : span.first + span.length] for span in spans], 2) for x in (k, v)]
-        (tensors, _), forms = measured(*own, spans, 2100, form), form.statistics_forms(spans, 2100)
-        assert [tuple(x.shape) for x in tensors] == [one.shape for one in forms] and [x.dtype for x in tensors] == [one.dtype for one in forms]
-        found += form.split_statistics(tensors, spans, 2100)
+        (buffer, _), forms = measured(*own, spans, 2100, form), form.statistics_forms(spans, 2100)
+        assert buffer.numel() == size_of(forms)
+        found += form.split_statistics(unpacked(buffer, forms), spans, 2100)
     expected, _ = quantize_kv(k, v, Recipe())
     assert torch.equal(joined_statistics(found, 2100, form).k_mean, expected.mean)  # type: ignore[arg-type]
 
@@ -1039,7 +1039,7 @@ def test_statistics_of_parts_are_those_of_the_whole(device: torch.device, recipe
     expected_k, expected_v = quantize_kv(k, v, recipe)
     for cuts in ((0, 1024, 1600), (0, 77, 700, 1600)):
         spans = list(itertools.pairwise(cuts))
-        of_chunks = functools.partial(triton_quantize.chunk_statistics, device=device_of(device))
+        of_chunks = functools.partial(ops.chunk_statistics, k, recipe=recipe)
         of_parts = functools.partial(triton_quantize.statistics, device=device_of(device))
         for by, of_all in ((chunk_statistics, statistics), (of_chunks, of_parts)):
             parts = []

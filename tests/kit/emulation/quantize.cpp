@@ -14,8 +14,9 @@ template <class Instance, bool INT8, typename T>
 bool run(const QuantizeParams& p, int ctas) {
   const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
   if constexpr (IS_LONG<Instance::config>) {
-    return cta::run(measure_kv<Instance, T>, p, ctas, THREADS, 1, 100) && cta::run(finish_kv<T>, p, ctas / token_chunks, CHANNELS + 32, 1, 100) &&
-           cta::run(write_kv<Instance, INT8, T>, p, ctas, THREADS, slices, 100);
+    return (p.step == QuantizeStep::write || cta::run(measure_kv<Instance, T>, p, ctas, THREADS, 1, 100)) &&
+           (p.step != QuantizeStep::all || cta::run(finish_kv<T>, p, ctas / token_chunks, CHANNELS + 32, 1, 100)) &&
+           (p.step == QuantizeStep::measure || cta::run(write_kv<Instance, INT8, T>, p, ctas, THREADS, slices, 100));
   } else {
     return cta::run(quantize_kv<Instance, INT8, T>, p, ctas, THREADS, slices * token_chunks, 100);
   }
