@@ -365,14 +365,15 @@ def distributed() -> str:
     records = _lines("distributed")
     rows = []
     for (case, ranks), by in _by_ranks(records).items():
-        one, ring, bf16 = by["fp8attn, one GPU"], by["fp8attn ring"], by["bf16 ring"]
-        names = ("fp8attn, one GPU", "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather", "bf16 ring")
+        one, auto, ring, bf16 = by["fp8attn, one GPU"], by["fp8attn"], by["fp8attn ring"], by["bf16 ring"]
+        names = ("fp8attn, one GPU", "fp8attn", "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather", "bf16 ring")
         times = [number_of(None if by[name]["us"] is None else by[name]["us"] / 1e3, ".1f") for name in names]
-        ratios = [f"{one['us'] / ring['us']:.2f}", f"{bf16['us'] / ring['us']:.2f}", f"{ring['overlap']:.0%}", f"{ring['sent'] / bf16['sent']:.0%}"]
-        rows.append([case, str(ranks), *times, *ratios, f"{one['relative_l2']:.4f}", f"{ring['relative_l2']:.4f}"])
+        ratios = [f"{x['us'] / y['us']:.2f}" for x, y in ((one, auto), (bf16, auto), (one, ring), (bf16, ring))]
+        others = [f"{auto['idle_us'] / 1e3:.1f}", f"{ring['overlap']:.0%}", f"{auto['sent'] / bf16['sent']:.0%}"]
+        rows.append([case, str(ranks), *times, *ratios, *others, f"{one['relative_l2']:.4f}", f"{auto['relative_l2']:.4f}"])
     head = (
-        "case", "GPUs", "one GPU, ms", "ring, ms", "Ulysses, ms", "all-gather, ms", "bf16 ring, ms", "ring × one GPU", "ring × bf16 ring", "overlap",
-        "bytes of bf16's", "one GPU, relative L2", "ring, relative L2",
+        "case", "GPUs", "one GPU, ms", "auto, ms", "ring, ms", "Ulysses, ms", "all-gather, ms", "bf16 ring, ms", "auto × one GPU", "auto × bf16 ring",
+        "ring × one GPU", "ring × bf16 ring", "auto behind a pause, ms", "overlap", "bytes of bf16's", "one GPU, relative L2", "auto, relative L2",
     )  # fmt: skip
     return f"{_machines(records, lambda record: record['case'])}:\n\n{markdown_table(head, rows, 1)}"
 

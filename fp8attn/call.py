@@ -54,8 +54,8 @@ class Call:
         attn_mask: (B, Hq, Sq, Sk), bool or float, any strides, or None.
         bias: float32 (B, Hq, ceil(Sq / 64), Sk rounded up to a multiple of 4), contiguous, or None. It is multiplied by
             the softmax scale and added to the scores of every 64 queries, whose mean causes it.
-        kv_length: Sk. It is n times k's length if the keys of a call of one batch lie in n shards, which k, v and k_scale
-            then have as batches. Shards of v are whole rows apart. Only the CUDA Hopper kernel takes them.
+        kv_length: Sk. It is n times k's length if the keys of a call of one batch lie in n shards, which k, v and
+            k_scale then have as batches. Shards of v are whole rows apart. Only the CUDA Hopper kernel takes them.
         causal: the alignment of the window; `none` if every row sees all keys.
         window: keys that a row sees before and after the key that it is aligned to; -1 is unlimited.
         softcap: scores become softcap · tanh(score / softcap); 0 caps nothing.

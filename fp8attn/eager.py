@@ -122,16 +122,19 @@ def repeat(options: tuple, operands: Operands, others: Tensors, attend: Callable
     return _recorded(*known, operands, attend) if found is None and attend is not None else found
 
 
-def write(options: tuple, operands: Operands, others: Tensors, function: Callable[..., None]) -> None:
-    """Make a call that writes to its tensors on a GPU, by repeating an earlier one where that was kept.
+def kept(options: tuple, operands: Operands, others: Tensors, function: Callable[..., Attention | None]) -> Attention | None:
+    """Make a call on a GPU, by repeating an earlier one where that was kept.
 
     Args:
         options, operands, others: as of `repeat`.
-        function: makes the call with operands and other tensors, in this order.
+        function: makes the call with operands and other tensors, in this order. It may write to them.
     """
-    if repeat(options, operands, others, function) is None:
-        function(*operands, *others)
-        remember(options, operands, others)
+    repeated = repeat(options, operands, others, function)
+    if repeated is not None:
+        return attention_of(repeated) if repeated else None
+    found = function(*operands, *others)
+    remember(options, operands, others)
+    return found
 
 
 def attention_of(outputs: list[torch.Tensor]) -> Attention:

@@ -67,14 +67,19 @@ def control(group: dist.ProcessGroup) -> Any:
     return _controls[group]
 
 
-def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """A CPU tensor of every rank."""
-    found = [torch.empty_like(x) for _ in range(group.size())]
-    if CPU in group._device_types:
-        dist.all_gather(found, x, group=group)
-    else:
-        control(group).allgather([found], [x]).wait()
-    return found
+class Gathering:
+    """A CPU tensor of every rank, on its way."""
+
+    def __init__(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._found = [torch.empty_like(x) for _ in range(group.size())]
+        if CPU in group._device_types:
+            self._work = dist.all_gather(self._found, x, group=group, async_op=True)
+        else:
+            self._work = control(group).allgather([self._found], [x])
+
+    def wait(self) -> list[torch.Tensor]:
+        self._work.wait()
+        return self._found
 
 
 def described(fields: dict[str, Any]) -> bytes:
@@ -98,9 +103,18 @@ def exchanged(message: bytes, groups: Sequence[dist.ProcessGroup]) -> bytes:
     Args:
         groups: this rank's group along every dimension of the mesh, the innermost one first.
     """
-    found = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    for group in groups:
-        found = torch.cat(gathered(found, group))
+    return _finished(Gathering(_tensor_of(message), groups[0]), groups)
+
+
+def _tensor_of(message: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _finished(gathering: Gathering, groups: Sequence[dist.ProcessGroup]) -> bytes:
+    """`exchanged`, where the exchange inside of the first group has begun."""
+    found = torch.cat(gathering.wait())
+    for group in groups[1:]:
+        found = torch.cat(Gathering(found, group).wait())
     return found.numpy().tobytes()
 
 
@@ -125,18 +139,47 @@ def agreed(messages: bytes) -> Agreed:
     return Agreed(q_lengths, kv_lengths)
 
 
-_known: dict[tuple[bytes, tuple[dist.ProcessGroup, ...]], bytes] = {}
-"""What all ranks said, by what this one said, for check_ranks='shapes'."""
+_known: dict[tuple[bytes, tuple[dist.ProcessGroup, ...]], Agreed] = {}
+"""What all ranks agreed on, by what this one said."""
+
+MOST_KNOWN = 1024
+"""Descriptions whose answers are kept; then all are forgotten."""
+
+
+class Question:
+    """What this rank tells the others, and what they agree on.
+
+    Attributes:
+        presumed: what they agreed on when this rank said the same before; None if it never did. What needs no other
+            rank can begin with it while the answer is on its way.
+    """
+
+    def __init__(self, message: bytes, groups: tuple[dist.ProcessGroup, ...], check_ranks: Check) -> None:
+        """`message`: this rank's description."""
+        self._said, self._groups = (message, groups), groups
+        self.presumed = _known.get(self._said)
+        asks = self.presumed is None or check_ranks == "calls"
+        self._gathering = Gathering(_tensor_of(message), groups[0]) if asks else None
+
+    def answer(self) -> Agreed:
+        """What the ranks agree on.
+
+        Raises:
+            TypeError, ValueError, BackendUnavailable, Disagreement: as of `agreed`.
+        """
+        if self._gathering is None:
+            assert self.presumed is not None
+            return self.presumed
+        found = agreed(_finished(self._gathering, self._groups))
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[self._said] = found
+        return found
 
 
 def agree(message: bytes, groups: tuple[dist.ProcessGroup, ...], check_ranks: Check) -> Agreed:
     """What the ranks agree on. `message`: this rank's description."""
-    if check_ranks == "calls":
-        return agreed(exchanged(message, groups))
-    known = _known.get((message, groups))
-    if known is None:
-        known = _known[message, groups] = exchanged(message, groups)
-    return agreed(known)
+    return Question(message, groups, check_ranks).answer()
 
 
 @contextlib.contextmanager

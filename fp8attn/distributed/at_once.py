@@ -199,7 +199,7 @@ class AtOnce:
 
         options = ("at once", backend, recipe.text, checked.softmax_scale, checked.softcap, checked.out_dtype, return_lse)
         try:
-            eager.write(options, (query, key, value), (checked.sinks, into[0][one], into[1][one] if return_lse else into[1]), attend)
+            eager.kept(options, (query, key, value), (checked.sinks, into[0][one], into[1][one] if return_lse else into[1]), attend)
         except BuildError:
             if backend == "cuda":
                 raise

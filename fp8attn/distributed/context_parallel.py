@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -182,30 +182,59 @@ def context_parallel_sdpa(
     with agreement.refused_together(groups):
         checked, fields = _checked(arguments, groups, mode=mode, sharding=sharding, check_ranks=check_ranks, statistics=statistics)
         message = agreement.described(fields)
-    agreed = agreement.agree(message, groups, check_ranks)
+    question = agreement.Question(message, groups, check_ranks)
+    options = Options(mode, is_causal, causal_alignment, window, sharding, recipe, statistics == "sequence", choose_backend(backend, query.device))
+    presumed = question.presumed
+    call = None if presumed is None else _call_of(checked, presumed, groups, options)
+    measured = None if call is None else call.measured()  # while the answer is on its way
+    agreed = question.answer()
+    if call is None or measured is None or agreed != presumed:
+        call = _call_of(checked, agreed, groups, options)
+        measured = call.measured()
+    out, lse = call.run(measured, return_lse)
+    return (out, lse) if return_lse else out
+
+
+class Options(NamedTuple):
+    """What a call follows from beside its tensors.
+
+    Attributes:
+        shared: whether statistics are those of the sequence.
+        computing: the backend, chosen.
+    """
+
+    mode: Mode
+    is_causal: bool
+    causal_alignment: str
+    window: Window | None
+    sharding: Sharding
+    recipe: Recipe
+    shared: bool
+    computing: Backend
+
+
+def _call_of(checked: Checked, agreed: agreement.Agreed, groups: tuple[dist.ProcessGroup, ...], o: Options) -> _Call:
+    """The call of ranks that agree."""
     q, k, v = checked.floats
     kv_lengths = agreed.kv_lengths
-    aligned = sum(kv_lengths) - sum(agreed.q_lengths) if causal_alignment == "bottom_right" else 0
-    visible = Visible.of(window, is_causal, aligned)
-    unbalanced = is_causal and sharding == "contiguous" and not visible.has_window
-    computing, shared = choose_backend(backend, q.device), statistics == "sequence"
-    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, recipe, computing, shared, False, visible.has_window)
+    aligned = sum(kv_lengths) - sum(agreed.q_lengths) if o.causal_alignment == "bottom_right" else 0
+    visible = Visible.of(o.window, o.is_causal, aligned)
+    unbalanced = o.is_causal and o.sharding == "contiguous" and not visible.has_window
+    form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, o.recipe, o.computing, o.shared, False, visible.has_window)
     can_attend_at_once = visible.sees_all and len(groups) == 1 and unsupported_at_once(form, kv_lengths) is None
-    chosen = _mode(mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups, can_attend_at_once)
+    chosen = _mode(o.mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups, can_attend_at_once)
     ranks = _ranks(chosen, groups)
     # K's mean is multiplied by queries as they are: under a soft cap, and in the LSE of a shard with a mean of its own
-    float_queries = computing == "reference" or recipe.smooth_q or bool(softcap) or (not shared and ranks.inner is not None)
+    float_queries = o.computing == "reference" or o.recipe.smooth_q or bool(checked.softcap) or (not o.shared and ranks.inner is not None)
     if ranks.inner is None and ranks.outer_size <= FUSED_RANKS:  # queries that don't travel may differ from rank to rank
-        float_queries = float_queries or _kernel_quantizes_queries(checked, recipe, computing)
+        float_queries = float_queries or _kernel_quantizes_queries(checked, o.recipe, o.computing)
     q_spans, kv_spans = (
-        [_joined_spans(spans) for spans in spans_of(lengths, sharding, name)] for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
+        [_joined_spans(spans) for spans in spans_of(lengths, o.sharding, name)]
+        for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
     )
     gathers = chosen == "all_gather"
-    call = _Call(
-        checked, replace(form, float_queries=float_queries), ranks, q_spans, kv_spans, visible, gathers, gathers and can_attend_at_once
-    )  # fmt: skip
-    out, lse = call.run(return_lse)
-    return (out, lse) if return_lse else out
+    form = replace(form, float_queries=float_queries)
+    return _Call(checked, form, ranks, q_spans, kv_spans, visible, gathers, gathers and can_attend_at_once)
 
 
 def _kernel_quantizes_queries(checked: Checked, recipe: Recipe, computing: Backend) -> bool:
@@ -281,6 +310,18 @@ def _ranks(mode: Mode, groups: tuple[dist.ProcessGroup, ...]) -> Ranks:
     return Ranks(None, groups[0], groups) if mode == "ulysses" else Ranks(groups[0], None, groups)
 
 
+class Measured(NamedTuple):
+    """What a rank finds of its keys and values.
+
+    Attributes:
+        statistics: a buffer as `parts.measured` returns it, empty without keys; None if no statistics are shared.
+        careful: as of `parts.measured`.
+    """
+
+    statistics: torch.Tensor | None
+    careful: torch.Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
     """A call that all ranks agree on.
@@ -303,12 +344,16 @@ class _Call:
     gathers: bool
     at_once: bool
 
-    def run(self, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (B, Hq, Sq of this rank, Dv) and LSE (B, Hq, Sq of this rank)."""
+    def run(self, measured: Measured, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (B, Hq, Sq of this rank, Dv) and LSE (B, Hq, Sq of this rank).
+
+        Args:
+            measured: what `measured` returned.
+        """
         q, k, v = self.checked.floats
         form, ranks = self.form, self.ranks
         mine = self.kv_spans[ranks.rank]
-        pending, careful = self._start_statistics(k, v)
+        pending, careful = self._start_gathering(measured.statistics), measured.careful
         queries = None if ranks.inner is None else self._queries()  # while statistics are on their way
         found = self._statistics(pending)
         if self.at_once:
@@ -338,22 +383,25 @@ class _Call:
     def _total(self) -> int:
         return sum(map(tokens_of, self.kv_spans))
 
-    def _start_statistics(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Transfer | None, torch.Tensor | None]:
-        """Begin to gather the partial statistics of all ranks; None if there are none that all share. Also `careful` as
-        `measured` returns it."""
+    def measured(self) -> Measured:
+        """Measure this rank's keys and values, which needs no other rank."""
         total = self._total()
         if self.form.exact or not self.form.shared or not total:
-            return None, None
-        ranks, form = self.ranks, self.form
-        spans, careful = [held([some]) for some in self.kv_spans], None
-        gathered = k.new_empty(0, dtype=torch.uint8)
-        if mine := spans[ranks.rank]:
-            gathered, careful = measured(k, v, mine, total, form)
-        size = max(size_of(form.statistics_forms(some, total)) for some in spans if some)
+            return Measured(None, None)
+        _, k, v = self.checked.floats
+        mine = held([self.kv_spans[self.ranks.rank]])
+        return Measured(*measured(k, v, mine, total, self.form)) if mine else Measured(k.new_empty(0, dtype=torch.uint8), None)
+
+    def _start_gathering(self, gathered: torch.Tensor | None) -> Transfer | None:
+        """Begin to gather the partial statistics of all ranks; None if there are none that all share."""
+        if gathered is None:
+            return None
+        ranks, form, total = self.ranks, self.form, self._total()
+        size = max(size_of(form.statistics_forms(some, total)) for some in (held([spans]) for spans in self.kv_spans) if some)
         for group in ranks.groups[:-1]:
             gathered = start_gather(gathered, size, group).wait()
             size = gathered.numel()
-        return start_gather(gathered, size, ranks.groups[-1]), careful
+        return start_gather(gathered, size, ranks.groups[-1])
 
     def _statistics(self, gathering: Transfer | None) -> Statistics | None:
         """The statistics of the sequence, of what `_start_statistics` gathers."""

@@ -202,7 +202,16 @@ def measured(k: torch.Tensor, v: torch.Tensor, spans: Spans, total: int, form: F
 def _measure(k: torch.Tensor, v: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor], form: Format) -> torch.Tensor | None:
     """Write sums and extremes of V's token chunks. Returns `careful` as of ChunkStatistics."""
     if form.backend != "modelled":
-        return shielded(ops.chunk_statistics)(k, v, form.recipe, into).careful
+
+        @shielded
+        def measure(k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor, extremes: torch.Tensor) -> torch.Tensor | None:
+            return ops.chunk_statistics(k, v, form.recipe, (sums, extremes)).careful
+
+        if not k.is_cuda:
+            return measure(k, v, *into)
+        careful = eager.kept(("chunk_statistics", form.recipe.text), (k, v), into, measure)
+        assert not isinstance(careful, tuple)
+        return careful
     found = shielded(chunk_statistics)(v)
     for x, y in zip(into, (found.sums, found.extremes), strict=True):
         x.copy_(y)
@@ -293,7 +302,7 @@ def quantize_part(
 
     operands = k, v, replace(key, mean=found.k_mean), value
     if k.is_cuda:
-        eager.write(("quantize_into", form.recipe.text), operands, (careful,), quantize)
+        eager.kept(("quantize_into", form.recipe.text), operands, (careful,), quantize)
     else:
         quantize(*operands, careful)
 

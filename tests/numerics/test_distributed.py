@@ -562,7 +562,7 @@ def test_all_keys_at_once_give_what_one_process_gives(ranks: Ranks, name: str) -
     assert [count for count, *_ in found] == [2] * n
     out, lse = (whole([one[i] for one in found], lengths, sharding) for i in (1, 2))
     assert relative(out, expected[0]) < (3e-3 if "means" in name else 1e-3 if sharding == "contiguous" else 0.02)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-4 if sharding == "contiguous" else 1e-2)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=2e-3 if "means" in name else 1e-4 if sharding == "contiguous" else 1e-2)
 
 
 def test_which_calls_attend_at_once(ranks: Ranks) -> None:
@@ -795,19 +795,29 @@ def test_zigzag_shards_are_those_that_shard_makes(ranks: Ranks) -> None:
 
 def exchanges(rank: int, where: Any, device: torch.device, check_ranks: str) -> int:
     """On a rank: how often three calls ask the others."""
-    before, count = agreement.exchanged, []
-    agreement.exchanged = lambda *arguments: (count.append(1), before(*arguments))[1]
+    before, count = agreement.Gathering, []
+    agreement.Gathering = lambda *arguments: (count.append(1), before(*arguments))[1]  # type: ignore[misc,assignment]
     try:
         for _ in range(3):
             attend(rank, where, device, Problem(), (200, 100), (200, 100), "contiguous", dict(check_ranks=check_ranks, backend="reference"))
     finally:
-        agreement.exchanged = before
+        agreement.Gathering = before  # type: ignore[misc]
     return len(count)
 
 
 def test_how_often_ranks_ask_each_other(ranks: Ranks) -> None:
     assert ranks.run(exchanges, 2, [("calls",)] * 2) == [3, 3]
     assert ranks.run(exchanges, 2, [("shapes",)] * 2) == [1, 1]
+
+
+def test_another_rank_has_other_lengths_the_next_time(ranks: Ranks) -> None:
+    """A rank that says the same as before begins with the answer that it got before, and begins again if the answer is another one."""
+    options: dict[str, Any] = dict(backend="modelled", is_causal=True, out_dtype=torch.float32)
+    for other in (700, 90, 700):
+        problem = Problem(q_length=600 + other, kv_length=600 + other)
+        expected = alone(problem, **options)
+        for x, y in zip(parallel(ranks, 2, problem, lengths=(600, other), mode="ring", **options), expected, strict=True):
+            assert relative(x, y) < 0.06
 
 
 def absent(rank: int, where: Any, device: torch.device) -> None:
@@ -825,7 +835,7 @@ def told(rank: int, where: Any, device: torch.device) -> list[int]:
     """On a rank: what all say, by connections of its own, as for a group that has no CPU backend."""
     before, agreement.CPU = agreement.CPU, torch.device("meta")
     try:
-        return [int(x) for _ in range(2) for x in agreement.gathered(torch.tensor([rank]), where)]
+        return [int(x) for _ in range(2) for x in agreement.Gathering(torch.tensor([rank]), where).wait()]
     finally:
         agreement.CPU = before
 

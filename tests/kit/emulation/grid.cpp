@@ -7,7 +7,7 @@
 // `params`: Params from its first pointer on, without the tensor maps. Returns whether the kernel ended.
 extern "C" bool forward(const void* params, int bytes, int ctas) {
   fp8attn::Params p = {};
-  constexpr int size = offsetof(fp8attn::Params, inverse_softcap) + sizeof(p.inverse_softcap) - offsetof(fp8attn::Params, q);
+  constexpr int size = offsetof(fp8attn::Params, next_shard_scales) + sizeof(p.next_shard_scales) - offsetof(fp8attn::Params, q);
   if (bytes != (size + 7) / 8 * 8) abort();
   memcpy(&p.q, params, bytes);
   using Shape = fp8attn::PortableShape<fp8attn::Instance::config>;
