@@ -189,7 +189,11 @@ MASKED_MUTANTS = {
     "bits that others are shown": ("tile/key_metadata.h", "tile.first_row / ROWS + consumer", "tile.first_row / ROWS"),
     "blocks left out that show something": ("tile/kv_blocks.h", "mask_ != 0", "(mask_ & 15) != 0"),
     "scale of a block that is left out": ("hopper_producer.h", "k_scale += (after - n) * scale_step", "k_scale += scale_step"),
-    "values of a block that is left out": ("hopper_producer.h", "first_value(tile) + n * KEYS", "first_value(tile) + (after - 1) * KEYS"),
+    "values of a block that is left out": (
+        "hopper_producer.h",
+        "first_value(tile) + (n - shard.first()) * KEYS",
+        "first_value(tile) + (after - 1) * KEYS",
+    ),
     "all is shown": ("block_mask.cuh", "hides |= exists && !visible", "hides |= false"),
 }
 """Mutants of the Hopper kernel's instances for boolean masks."""

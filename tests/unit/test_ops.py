@@ -256,7 +256,7 @@ def test_goes_on_with_triton_if_cuda_does_not_compile(device: torch.device, monk
     q, k, v = inputs(device)
     expected = fp8attn.triton_sdpa(q, k, v, enable_gqa=True)
 
-    def fails(*arguments):
+    def fails(*arguments, **options):
         raise BuildError("the CUDA kernels don't compile here: no space left")
 
     monkeypatch.setattr(ops, "plan_cuda", lambda call, first=False: INSTANCES[0])
