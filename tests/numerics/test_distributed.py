@@ -810,6 +810,21 @@ def test_how_often_ranks_ask_each_other(ranks: Ranks) -> None:
     assert ranks.run(exchanges, 2, [("shapes",)] * 2) == [1, 1]
 
 
+def attend_to_lengths(
+    rank: int,
+    where: Any,
+    device: torch.device,
+    problem: Problem,
+    q_lengths: tuple[int, ...],
+    kv_lengths: tuple[int, ...],
+    sharding: str,
+    options: dict,
+) -> torch.Tensor:
+    """On a rank: its output, of so many of the first tokens."""
+    q, k, v = (x[:, :, : q_lengths[rank]].contiguous() for x in problem.tensors(device))
+    return context_parallel_sdpa(q, k, v, enable_gqa=True, **where_of(where), **options)  # type: ignore[return-value]
+
+
 def test_another_rank_has_other_lengths_the_next_time(ranks: Ranks) -> None:
     """A rank that says the same as before begins with the answer that it got before, and begins again if the answer is another one."""
     options: dict[str, Any] = dict(backend="modelled", is_causal=True, out_dtype=torch.float32)
@@ -818,6 +833,13 @@ def test_another_rank_has_other_lengths_the_next_time(ranks: Ranks) -> None:
         expected = alone(problem, **options)
         for x, y in zip(parallel(ranks, 2, problem, lengths=(600, other), mode="ring", **options), expected, strict=True):
             assert relative(x, y) < 0.06
+    options |= {"sharding": "zigzag", "mode": "ring"}
+    for other, fits in ((100, False), (300, True), (100, False)):
+        problem = Problem(q_length=300 + other, kv_length=300 + other)
+        arguments = (problem, (300, other), (300, other), "zigzag", options)
+        found = ranks.outcomes(attend_to_lengths, 2, [arguments] * 2)
+        assert [isinstance(one, Failed) for one in found] == [not fits] * 2
+        assert fits or all("in zig-zag order it must have [200, 200]" in one.message for one in found)
 
 
 def absent(rank: int, where: Any, device: torch.device) -> None:
@@ -1238,7 +1260,7 @@ def test_gpus_attend_to_all_keys_at_once(gpus: Ranks, name: str) -> None:
     n = peer_count()
     lengths, kv_lengths = (tuple(shard_lengths(x, n)) for x in (problem.q_length, problem.kv_length))
     for _ in range(3):
-        found = gpus.run(gathers, n, [(problem, lengths, kv_lengths, "contiguous", {"mode": "auto"} | of_scores)] * n)
+        found = gpus.run(gathers, n, [(problem, lengths, kv_lengths, "contiguous", {"mode": "all_gather"} | of_scores)] * n)
         assert [count for count, *_ in found] == [2] * n
         for x, y in zip((whole([one[i] for one in found], lengths, "contiguous") for i in (1, 2)), expected, strict=True):
             assert relative(x.float(), y.float()) < 1e-3
