@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import fp8attn
 from fp8attn.distributed import at_once, context_parallel, shard_lengths
 from fp8attn.distributed.sharding import Sharding, Spans, spans_of
 
-from . import command_line, report
+from . import command_line, report, trace
 from .cases import Case, inputs, square
 from .command_line import UsageError, at_least, more_than_zero
 from .machine import machine
@@ -68,6 +68,9 @@ LEAD_IN_US, TURN_US = 150e3, 350e3
 """A sample is the mean of calls back to back that take TURN_US, behind such calls that take LEAD_IN_US. So a row's time
 doesn't depend on how many of its calls fit between two pauses: for 0.1 s behind a pause, a power-capped card's clock is
 5 to 15 % lower. All timed calls are launched while the GPU works, as a model's are."""
+
+TRACED_CALLS = 8
+"""Calls that a trace is the mean of, at most."""
 
 LONG_FLOPS = 10**15
 """FLOPs of a rank, about 1 s, from which a sample is one call, and the call that is checked is the only warm-up."""
@@ -355,6 +358,55 @@ class Result:
         return {**self.case.record(), "backend": self.row, **fields, "overlap": self.overlap}
 
 
+class Request(NamedTuple):
+    """What the ranks measure.
+
+    Attributes:
+        rounds: turns that every row gets.
+        trace: whether fp8attn's rows are traced, too.
+    """
+
+    cases: Sequence[Case]
+    rows: Sequence[str]
+    rounds: int
+    trace: bool = False
+
+
+class Traced(NamedTuple):
+    """Where a row's time goes on one rank: microseconds of every part of trace.ORDER."""
+
+    row: str
+    rank: int
+    us: dict[str, float]
+
+
+def traces_of(case: Case, rows: Sequence[str], group: dist.ProcessGroup, mesh: DeviceMesh | None, device: torch.device) -> list[Traced]:
+    """The traces of fp8attn's rows on all ranks, for the first rank. Every rank of the group runs this."""
+    shard, found = shard_of(case, group, device, mesh), []
+    for row in rows:
+        if (row not in OWN and row != ONE) or unsupported_row(row, case, group.size()) is not None:
+            continue
+        call = attention_of(row, shard)
+        call()
+        turn = Turn.of(_slowest(sample_us(call, device, Turn()), group))
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, trace.traced(call, turn.lead_in, min(turn.calls, TRACED_CALLS)), group=group)
+        found += [Traced(row, rank, us) for rank, us in enumerate(parts)]
+    return found
+
+
+def trace_table(case: Case, traces: Sequence[Traced]) -> Sheet:
+    """Where the time of fp8attn's rows goes."""
+    made = report.table_of(
+        f"Where the time goes, {case.name}", ("row", "rank"), (*trace.ORDER, "call"),
+        "Microseconds of a call by the profiler. Where several kernels run, the time counts for the first of the columns: transfers are what"
+        " nothing hides, and what a rank waits for another one.",
+    )  # fmt: skip
+    for one in traces:
+        made.add_row(one.row, str(one.rank), *(report.us_of(one.us[part]) for part in trace.ORDER), report.us_of(sum(one.us.values())))
+    return made
+
+
 def _slowest(us: float, group: dist.ProcessGroup) -> float:
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, us, group=group)
@@ -467,7 +519,7 @@ def simulated_2d_us(case: Case, ranks: int, one_us: float, link: float, network:
     return traded * (INSIDE - 1) / INSIDE / link * 1e6 + (machines - 1) * (max(attention, transfer) + latency_us) + attention
 
 
-def rank_main(rank: int, ranks: int, port: int, request: tuple[Sequence[Case], Sequence[str], int], connection: Connection | None) -> None:
+def rank_main(rank: int, ranks: int, port: int, request: Request, connection: Connection | None) -> None:
     """A rank's process: measures all cases, and the first rank sends the results."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
@@ -479,12 +531,12 @@ def rank_main(rank: int, ranks: int, port: int, request: tuple[Sequence[Case], S
         dist.init_process_group("nccl" if gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
         group = dist.group.WORLD
         assert group is not None
-        cases, rows, rounds = request
-        mesh = mesh_of(ranks, device) if MESH in rows else None
-        for case in cases:
-            found = measured(case, rows, rounds, group, mesh, device)
+        mesh = mesh_of(ranks, device) if MESH in request.rows else None
+        for case in request.cases:
+            found = measured(case, request.rows, request.rounds, group, mesh, device)
+            traces = traces_of(case, request.rows, group, mesh, device) if request.trace else []
             if connection is not None:
-                connection.send(found)
+                connection.send((found, traces))
             if gpu:
                 torch.cuda.empty_cache()
         dist.destroy_process_group()
@@ -500,21 +552,20 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def results_of(cases: Sequence[Case], rows: Sequence[str], rounds: int, ranks: int, bar: Progress) -> Iterator[list[Result]]:
-    """The results of every case, from processes that are started for them.
+def results_of(request: Request, ranks: int, bar: Progress) -> Iterator[tuple[list[Result], list[Traced]]]:
+    """The results and traces of every case, from processes that are started for them.
 
     Raises:
         RuntimeError: a rank failed.
     """
     context, port = multiprocessing.get_context("spawn"), free_port()
     mine, theirs = context.Pipe()
-    request = (cases, rows, rounds)
     processes = [context.Process(target=rank_main, args=(rank, ranks, port, request, theirs if rank == 0 else None)) for rank in range(ranks)]
-    task = bar.add_task(f"cases: {len(cases)}, ranks: {ranks}", total=len(cases))
+    task = bar.add_task(f"cases: {len(request.cases)}, ranks: {ranks}", total=len(request.cases))
     try:
         for process in processes:
             process.start()
-        for case in cases:
+        for case in request.cases:
             bar.update(task, description=case.name)
             if not mine.poll(PATIENCE):
                 raise RuntimeError(f"the ranks have said nothing for {PATIENCE:.0f} s")
@@ -631,6 +682,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network", type=more_than_zero, default=50.0, metavar="GB/S", help="link between machines in the simulation (default: %(default)s)"
     )
+    parser.add_argument("--trace", action="store_true", help="also show what the GPUs do in a call, by the profiler; needs GPUs")
     command_line.add_json(parser)
 
 
@@ -648,10 +700,12 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         raise UsageError(f"--ranks has {numbers[-1]}; there are {gpus} GPUs, and each rank needs one")
     about = machine(device)
     found: dict[Case, list[list[Result]]] = {case: [] for case in works}
+    traced: list[Sheet] = []
     with report.progress("distributed") as bar:
         for i, ranks in enumerate(numbers):
             of_ranks = [row for row in rows if i == 0 or row not in OF_ONE]
-            for results in results_of(works, of_ranks, arguments.rounds, ranks, bar):
+            for results, traces in results_of(Request(works, of_ranks, arguments.rounds, arguments.trace and bool(gpus)), ranks, bar):
+                traced += [trace_table(results[0].case, traces)] if traces else []
                 report.append(arguments.json, (report.json_line("distributed", result.record(), about) for result in results))
                 found[results[0].case].append(results)
     for by_ranks in found.values():
@@ -663,6 +717,8 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
                     report.console().print(made)
         if (made := scaling(by_ranks)) is not None:
             report.console().print(made)
+    for made in traced:
+        report.console().print(made)
     if not gpus:
         report.say("Without a GPU the ranks are processes on one CPU: errors and bytes mean what they say, times mean nothing.")
     return 0

@@ -38,6 +38,7 @@ from bench import (
     run,
     sanitize,
     search,
+    trace,
     varlen,
 )
 from bench.errors import Errors
@@ -139,6 +140,11 @@ SAMPLES: dict[str, Callable[[], list[Sheet]]] = {
     "decode.table": lambda: [decode.table([decode.Result(case, row, timing(16068.4), GOOD) for case in decode.CASES for row in decode.ROWS])],
     "model.table": lambda: [model.table([model.Result(row, 2.10166, 0.000149, 0.0000745, 0.99516) for row in accuracy.DRAWN], "a model " * 20)],
     "distributed.table": lambda: [distributed.table(rows_of_ranks())],
+    "distributed.trace_table": lambda: [
+        distributed.trace_table(
+            rows_of_ranks()[0].case, [distributed.Traced(row, 0, dict.fromkeys(trace.ORDER, 123456.7)) for row in distributed.OWN]
+        )
+    ],
     "distributed.scaling": lambda: [distributed.scaling([rows_of_ranks(), rows_of_ranks(4)])],
     "distributed.simulation": lambda: [distributed.simulation(rows_of_ranks(), 50e9)],
     "models.table": lambda: [models.table(forwards(), gpu) for gpu in (True, False)],
