@@ -186,8 +186,6 @@ class AtOnce:
         is none."""
         backend, recipe, one = self.form.backend, self.form.recipe, slice(batch, batch + 1)
         query, (key, value) = checked.floats[0][one], some.of_batch(batch)
-        if not kernel_quantizes_query(Prepared(query, key, value, checked, recipe), backend):
-            return False
 
         @shielded
         def attend(q: torch.Tensor, key: Quantized, value: Quantized, sinks: torch.Tensor | None, *into: torch.Tensor) -> None:
@@ -198,10 +196,16 @@ class AtOnce:
                 ops.forward_by_cuda(call, planned, (into[0], into[1]))
 
         options = ("at once", backend, recipe.text, checked.softmax_scale, checked.softcap, checked.out_dtype, return_lse)
+        operands, others = (query, key, value), (checked.sinks, into[0][one], into[1][one] if return_lse else into[1])
+        if eager.repeat(options, operands, others, attend) is not None:
+            return True
+        if not kernel_quantizes_query(Prepared(query, key, value, checked, recipe), backend):
+            return False
         try:
-            eager.kept(options, (query, key, value), (checked.sinks, into[0][one], into[1][one] if return_lse else into[1]), attend)
+            attend(*operands, *others)
         except BuildError:
             if backend == "cuda":
                 raise
             return False  # sdpa says so, and goes on with Triton
+        eager.remember(options, operands, others)
         return True

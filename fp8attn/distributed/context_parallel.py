@@ -227,17 +227,17 @@ def _call_of(checked: Checked, agreed: agreement.Agreed, groups: tuple[dist.Proc
     can_attend_at_once = visible.sees_all and len(groups) == 1 and unsupported_at_once(form, kv_lengths) is None
     chosen = _mode(o.mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups, can_attend_at_once)
     ranks = _ranks(chosen, groups)
+    gathers = chosen == "all_gather"
+    at_once = gathers and can_attend_at_once
     # K's mean is multiplied by queries as they are: under a soft cap, and in the LSE of a shard with a mean of its own
-    float_queries = o.computing == "reference" or o.recipe.smooth_q or bool(checked.softcap) or (not o.shared and ranks.inner is not None)
+    float_queries = at_once or o.computing == "reference" or o.recipe.smooth_q or bool(checked.softcap) or (not o.shared and ranks.inner is not None)
     if ranks.inner is None and ranks.outer_size <= FUSED_RANKS:  # queries that don't travel may differ from rank to rank
         float_queries = float_queries or _kernel_quantizes_queries(checked, o.recipe, o.computing)
     q_spans, kv_spans = (
         [_joined_spans(spans) for spans in spans_of(lengths, o.sharding, name)]
         for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
     )
-    gathers = chosen == "all_gather"
-    form = replace(form, float_queries=float_queries)
-    return _Call(checked, form, ranks, q_spans, kv_spans, visible, gathers, gathers and can_attend_at_once)
+    return _Call(checked, replace(form, float_queries=float_queries), ranks, q_spans, kv_spans, visible, gathers, at_once)
 
 
 def _kernel_quantizes_queries(checked: Checked, recipe: Recipe, computing: Backend) -> bool:
