@@ -29,8 +29,8 @@ from .transport import Lanes, Transfer, let_transfers_start, start_gather_slots
 from .wire import concatenated_rows, layout_of
 
 MOST_RANKS = 8
-"""Ranks with which `auto` gathers the keys and values of all tokens. In FP8 these take twice the memory of 8 ranks' own
-q, k, v and output in bfloat16."""
+"""The most ranks with which `auto` gathers the keys and values of all tokens. With 8 ranks, these take twice the memory
+of a rank's own q, k, v and output in bfloat16, if all have as many heads."""
 
 HIDING_ROWS = 4096
 """Query rows per key/value head from which attention to a key takes longer than its transfer: 2·D FLOP a row at
