@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
-from fp8attn.distributed import at_once, context_parallel, shard_lengths
+from fp8attn.distributed import context_parallel, gathered, shard_lengths
 from fp8attn.distributed.sharding import Sharding, Spans, spans_of
 
 from . import command_line, report, trace
@@ -229,10 +230,11 @@ class Counted:
         """`silent`: a ring's buffers aren't passed on; every step attends to this rank's own."""
         self.sent, self._silent = 0, silent
         self.sizes: list[int] = []
-        self._before = context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange, at_once.start_gather_slots
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Counted:
-        whole_ring, gather, exchange, gather_slots = self._before
+        whole_ring, gather, exchange = context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange
+        gather_slots = gathered.start_gather_slots
 
         def ring(own: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Iterable[torch.Tensor]:
             self.sent += sum(sizes[:-1])
@@ -251,12 +253,16 @@ class Counted:
             self.sent += slots[0].nbytes * (group.size() - 1)
             return gather_slots(slots, group)
 
-        context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange = ring, start_gather, exchanged  # type: ignore[misc,assignment]
-        at_once.start_gather_slots = start_gather_slots
+        replaced: dict[Any, dict[str, Any]] = {
+            context_parallel: {"Ring": ring, "start_gather": start_gather, "exchange": exchanged},
+            gathered: {"start_gather_slots": start_gather_slots},
+        }
+        for module, functions in replaced.items():
+            self._patches.enter_context(mock.patch.multiple(module, **functions))
         return self
 
     def __exit__(self, *_: object) -> None:
-        context_parallel.Ring, context_parallel.start_gather, context_parallel.exchange, at_once.start_gather_slots = self._before  # type: ignore[misc]
+        self._patches.close()
 
 
 def bf16_bytes(row: str, shard: Shard) -> int:
@@ -358,6 +364,20 @@ class Result:
         return {**self.case.record(), "backend": self.row, **fields, "overlap": self.overlap}
 
 
+def slowest_us(call: Callable[[], object], device: torch.device, turn: Turn, group: dist.ProcessGroup) -> float:
+    """The largest of all ranks' `sample_us`, which they take together."""
+    dist.barrier(group=group)
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, sample_us(call, device, turn), group=group)
+    return max(found)
+
+
+def turn_of(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> Turn:
+    """The turn of a call that ranks make together, by its second run."""
+    call()
+    return Turn.of(slowest_us(call, device, Turn(), group))
+
+
 class Request(NamedTuple):
     """What the ranks measure.
 
@@ -387,8 +407,7 @@ def traces_of(case: Case, rows: Sequence[str], group: dist.ProcessGroup, mesh: D
         if (row not in OWN and row != ONE) or unsupported_row(row, case, group.size()) is not None:
             continue
         call = attention_of(row, shard)
-        call()
-        turn = Turn.of(_slowest(sample_us(call, device, Turn()), group))
+        turn = turn_of(call, device, group)
         parts: list[Any] = [None] * group.size()
         dist.all_gather_object(parts, trace.traced(call, turn.lead_in, min(turn.calls, TRACED_CALLS)), group=group)
         found += [Traced(row, rank, us) for rank, us in enumerate(parts)]
@@ -407,12 +426,6 @@ def trace_table(case: Case, traces: Sequence[Traced]) -> Sheet:
     return made
 
 
-def _slowest(us: float, group: dist.ProcessGroup) -> float:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, us, group=group)
-    return max(found)
-
-
 def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGroup, mesh: DeviceMesh | None, device: torch.device) -> list[Result]:
     """All rows of a case, in turns. Every rank of the group runs this.
 
@@ -421,11 +434,6 @@ def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGr
     """
     shard, ranks = shard_of(case, group, device, mesh), group.size()
     is_long = case.flops >= LONG_FLOPS * ranks
-
-    def slowest_us(call: Callable[[], object], turn: Turn) -> float:
-        dist.barrier(group=group)
-        return _slowest(sample_us(call, device, turn), group)
-
     refused = {row: unsupported_row(row, case, ranks) for row in rows}
     turns = [row for row in rows if refused[row] is None]
     runs = {row: attention_of(row, shard) for row in turns}
@@ -440,19 +448,15 @@ def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGr
             errors[row] = error_of(of_last, shard)
         del out, of_last
     parts = {"attention": _without_transfers(runs[RING]), "transfer": _transfers(runs[RING], shard)} if RING in turns else {}
-    turn_of = {name: Turn() for name in (*turns, *parts)}
-    if not is_long:
-        for name, call in (runs | parts).items():
-            call()
-            turn_of[name] = Turn.of(slowest_us(call, Turn()))
-    samples: dict[str, list[float]] = {name: [] for name in turn_of}
+    turn_of_name = {name: Turn() if is_long else turn_of(call, device, group) for name, call in (runs | parts).items()}
+    samples: dict[str, list[float]] = {name: [] for name in turn_of_name}
     idle: dict[str, list[float]] = {row: [] for row in turns}
     for i in range(rounds):
         for row in in_turn(turns, i):
-            idle[row].append(slowest_us(runs[row], Turn()))
-            samples[row].append(idle[row][-1] if is_long else slowest_us(runs[row], turn_of[row]))
+            idle[row].append(slowest_us(runs[row], device, Turn(), group))
+            samples[row].append(idle[row][-1] if is_long else slowest_us(runs[row], device, turn_of_name[row], group))
         for name, call in parts.items():
-            samples[name].append(slowest_us(call, turn_of[name]))
+            samples[name].append(slowest_us(call, device, turn_of_name[name], group))
     found = []
     for row in rows:
         if refused[row] is not None:

@@ -13,16 +13,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("hopper_forward", "portable_forward", "attention_kernel", "forward_kernel", "fused_small"),
     "merging": ("merge_kernel",),
     "quantization": ("measure_kv", "finish_kv", "write_kv", "quantize", "gather_kernel", "finish_kernel", "write_kernel"),
-    "others": ("",),
     "transfers": ("nccl",),
 }
-"""What kernels are for, by what their names contain, and `others`. Where several kernels run, the time counts for the
-first of their parts: that of `transfers` is what nothing hides."""
+"""What kernels are for, by what their names contain. The rest is `others`."""
 
 NOTHING = "nothing"
 """Time in which no kernel runs."""
 
-ORDER = (*PARTS, NOTHING)
+ORDER = ("attention", "merging", "quantization", "others", "transfers", NOTHING)
+"""Where several kernels run, the time counts for the first of their parts: that of `transfers` is what nothing hides."""
 
 
 class Kernel(NamedTuple):
@@ -39,10 +38,7 @@ class Kernel(NamedTuple):
 
 def part_of(name: str) -> str:
     """What a kernel is for."""
-    for part, words in PARTS.items():
-        if part != "others" and any(word in name for word in words):
-            return part
-    return "others"
+    return next((part for part, words in PARTS.items() if any(word in name for word in words)), "others")
 
 
 def shares(kernels: Sequence[Kernel], start: float) -> dict[str, float]:

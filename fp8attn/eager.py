@@ -123,12 +123,14 @@ def repeat(options: tuple, operands: Operands, others: Tensors, attend: Callable
 
 
 def kept(options: tuple, operands: Operands, others: Tensors, function: Callable[..., Attention | None]) -> Attention | None:
-    """Make a call on a GPU, by repeating an earlier one where that was kept.
+    """Make a call, on a GPU by repeating an earlier one where that was kept.
 
     Args:
-        options, operands, others: as of `repeat`.
+        options, operands, others: as of `repeat`. The first operand is a tensor.
         function: makes the call with operands and other tensors, in this order. It may write to them.
     """
+    if not isinstance(operands[0], torch.Tensor) or not operands[0].is_cuda:
+        return function(*operands, *others)
     repeated = repeat(options, operands, others, function)
     if repeated is not None:
         return attention_of(repeated) if repeated else None

@@ -4,6 +4,7 @@ have in common."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -91,15 +92,22 @@ def _attend_by(backend: str):
     return attend
 
 
+def _store(
+    kind: Literal["write", "append"], backend: str, cache: PagedTensors, key: torch.Tensor, value: torch.Tensor, to: torch.Tensor | PagedBatch
+) -> None:
+    """paged_tensors.write or paged_tensors.append, by Triton where it runs. `to`: slots, or a batch."""
+    if runs_triton(backend, key.device):
+        with current(key.device):
+            getattr(triton_kernels.paged_tensors, kind)(cache, key, value, to, device_of(key.device))
+    else:
+        getattr(paged_tensors, kind)(cache, key, value, to)
+
+
 def _write_by(backend: str):
     def write(key: torch.Tensor, value: torch.Tensor, cache: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         tensors = PagedTensors.of(cache)
         validate.check_written(key, value, tensors, slots)
-        if runs_triton(backend, key.device):
-            with current(key.device):
-                triton_kernels.paged_tensors.write(tensors, key, value, slots, device_of(key.device))
-        else:
-            paged_tensors.write(tensors, key, value, slots)
+        _store("write", backend, tensors, key, value, slots)
 
     return write
 
@@ -111,11 +119,7 @@ def _append_by(backend: str):
     ) -> None:  # fmt: skip
         tensors, batch = PagedTensors.of(cache), PagedBatch(page_table, lengths, counts, None, None, cu_seqlens)
         validate.check_appended(key, value, tensors, batch, None)
-        if runs_triton(backend, key.device):
-            with current(key.device):
-                triton_kernels.paged_tensors.append(tensors, key, value, batch, device_of(key.device))
-        else:
-            paged_tensors.append(tensors, key, value, batch)
+        _store("append", backend, tensors, key, value, batch)
 
     return append
 

@@ -277,7 +277,7 @@ void forward_from_fp16(int64_t launcher, int64_t ctas, int64_t splits, double so
   launch(launcher, p, ctas, q.get_device());
 }
 
-// What the quantizer of K and V is told of V (B, H, S, D). K has its shape.
+// Parameters of the quantizer of K and V that follow from V (B, H, S, D). K has its shape.
 fp8attn::QuantizeParams params_of_values(const Tensor& v) {
   fp8attn::QuantizeParams p = {};
   p.v = v.const_data_ptr();
@@ -289,7 +289,7 @@ fp8attn::QuantizeParams params_of_values(const Tensor& v) {
   return p;
 }
 
-// Sets what is told of K and of the results.
+// Sets the parameters that follow from K and the results.
 void write_to(fp8attn::QuantizeParams& p, const Tensor& k, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data, const Tensor& v_scale,
               const Tensor& v_mean) {
   p.k = k.const_data_ptr();

@@ -31,8 +31,8 @@ from ..reference import Window
 from ..validate import Arguments, Backend, Checked, cast, check, half_keys_of
 from . import agreement
 from .agreement import CHECKS, Check
-from .at_once import HIDING_ROWS, MOST_RANKS, AtOnce
-from .at_once import unsupported as unsupported_at_once
+from .gathered import HIDING_ROWS, MOST_RANKS, GatheredAttention
+from .gathered import unsupported as unsupported_gathered
 from .merge import Accumulator
 from .part_calls import PartCalls, finished
 from .parts import (
@@ -189,11 +189,11 @@ def context_parallel_sdpa(
     if presumed is not None:
         with contextlib.suppress(ValueError):  # lengths that don't fit together: the answer may have others
             call = _call_of(checked, presumed, groups, options)
-    measured = None if call is None else call.measured()  # while the answer is on its way
+    measured = None if call is None else call.measure()  # while the answer is on its way
     agreed = question.answer()
     if call is None or measured is None or agreed != presumed:
         call = _call_of(checked, agreed, groups, options)
-        measured = call.measured()
+        measured = call.measure()
     out, lse = call.run(measured, return_lse)
     return (out, lse) if return_lse else out
 
@@ -224,20 +224,22 @@ def _call_of(checked: Checked, agreed: agreement.Agreed, groups: tuple[dist.Proc
     visible = Visible.of(o.window, o.is_causal, aligned)
     unbalanced = o.is_causal and o.sharding == "contiguous" and not visible.has_window
     form = Format(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, o.recipe, o.computing, o.shared, False, visible.has_window)
-    can_attend_at_once = visible.sees_all and len(groups) == 1 and unsupported_at_once(form, kv_lengths) is None
-    chosen = _mode(o.mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups, can_attend_at_once)
+    can_attend_to_gathered = visible.sees_all and len(groups) == 1 and unsupported_gathered(form, kv_lengths) is None
+    chosen = _mode(o.mode, (q.shape[1], k.shape[1]), max(agreed.q_lengths), unbalanced, groups, can_attend_to_gathered)
     ranks = _ranks(chosen, groups)
     gathers = chosen == "all_gather"
-    at_once = gathers and can_attend_at_once
+    attends_to_gathered = gathers and can_attend_to_gathered
     # K's mean is multiplied by queries as they are: under a soft cap, and in the LSE of a shard with a mean of its own
-    float_queries = at_once or o.computing == "reference" or o.recipe.smooth_q or bool(checked.softcap) or (not o.shared and ranks.inner is not None)
+    float_queries = (
+        attends_to_gathered or o.computing == "reference" or o.recipe.smooth_q or bool(checked.softcap) or (not o.shared and ranks.inner is not None)
+    )
     if ranks.inner is None and ranks.outer_size <= FUSED_RANKS:  # queries that don't travel may differ from rank to rank
         float_queries = float_queries or _kernel_quantizes_queries(checked, o.recipe, o.computing)
     q_spans, kv_spans = (
         [_joined_spans(spans) for spans in spans_of(lengths, o.sharding, name)]
         for lengths, name in ((agreed.q_lengths, "query"), (kv_lengths, "key"))
     )
-    return _Call(checked, replace(form, float_queries=float_queries), ranks, q_spans, kv_spans, visible, gathers, at_once)
+    return _Call(checked, replace(form, float_queries=float_queries), ranks, q_spans, kv_spans, visible, gathers, attends_to_gathered)
 
 
 def _kernel_quantizes_queries(checked: Checked, recipe: Recipe, computing: Backend) -> bool:
@@ -284,20 +286,22 @@ def _unsupported_ulysses(q_heads: int, kv_heads: int, ranks: int) -> str | None:
     return None
 
 
-def _mode(mode: Mode, heads: tuple[int, int], q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup], can_attend_at_once: bool) -> Mode:
+def _mode(
+    mode: Mode, heads: tuple[int, int], q_length: int, unbalanced: bool, groups: Sequence[dist.ProcessGroup], can_attend_to_gathered: bool
+) -> Mode:
     """The mode of a call.
 
     Args:
         heads: of query and of key.
         q_length: the most queries of a rank.
         unbalanced: whether ranks of a ring would have different work.
-        can_attend_at_once: whether `all_gather` attends to all keys at once.
+        can_attend_to_gathered: whether `all_gather` attends to the keys of all ranks in one call.
     """
     if mode != "auto":
         return mode
     rows, ranks = q_length * heads[0] // max(heads[1], 1), groups[-1].size()
     hidden = rows >= HIDING_ROWS
-    if hidden and can_attend_at_once and ranks <= MOST_RANKS:
+    if hidden and can_attend_to_gathered and ranks <= MOST_RANKS:
         return "all_gather"
     # the own shard hides a whole all-gather, whose buffers take no more memory than the ring's
     few = 2 < ranks <= Ring.SLOTS + 1 and rows >= (ranks - 1) * HIDING_ROWS
@@ -335,7 +339,7 @@ class _Call:
         q_spans, kv_spans: tokens of every rank.
         visible: which keys a query sees.
         gathers: whether keys and values are gathered, not passed on.
-        at_once: whether all of them are attended to at once: see `at_once`.
+        attends_to_gathered: whether one call of attention takes all of them: see `gathered`.
     """
 
     checked: Checked
@@ -345,13 +349,13 @@ class _Call:
     kv_spans: list[Spans]
     visible: Visible
     gathers: bool
-    at_once: bool
+    attends_to_gathered: bool
 
     def run(self, measured: Measured, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """out (B, Hq, Sq of this rank, Dv) and LSE (B, Hq, Sq of this rank).
 
         Args:
-            measured: what `measured` returned.
+            measured: what `measure` returned.
         """
         q, k, v = self.checked.floats
         form, ranks = self.form, self.ranks
@@ -359,9 +363,9 @@ class _Call:
         pending, careful = self._start_gathering(measured.statistics), measured.careful
         queries = None if ranks.inner is None else self._queries()  # while statistics are on their way
         found = self._statistics(pending)
-        if self.at_once:
+        if self.attends_to_gathered:
             assert ranks.outer is not None and found is not None
-            attention = AtOnce(self.checked, form, ranks.outer, found, careful)
+            attention = GatheredAttention(self.checked, form, ranks.outer, found, careful)
             return attention.run(max(map(tokens_of, self.q_spans)), return_lse)
         own = packed_kv(k, v, mine, found, careful, form)
         share, size = form.of_heads(ranks.inner_size), ranks.inner_size
@@ -386,7 +390,7 @@ class _Call:
     def _total(self) -> int:
         return sum(map(tokens_of, self.kv_spans))
 
-    def measured(self) -> Measured:
+    def measure(self) -> Measured:
         """Measure this rank's keys and values, which needs no other rank."""
         total = self._total()
         if self.form.exact or not self.form.shared or not total:

@@ -207,8 +207,6 @@ def _measure(k: torch.Tensor, v: torch.Tensor, into: tuple[torch.Tensor, torch.T
         def measure(k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor, extremes: torch.Tensor) -> torch.Tensor | None:
             return ops.chunk_statistics(k, v, form.recipe, (sums, extremes)).careful
 
-        if not k.is_cuda:
-            return measure(k, v, *into)
         careful = eager.kept(("chunk_statistics", form.recipe.text), (k, v), into, measure)
         assert not isinstance(careful, tuple)
         return careful
@@ -300,11 +298,7 @@ def quantize_part(
     def quantize(k: torch.Tensor, v: torch.Tensor, key: Quantized, value: Quantized, careful: torch.Tensor | None) -> None:
         ops.quantize_into(key, value, k, v, careful, form.recipe)
 
-    operands = k, v, replace(key, mean=found.k_mean), value
-    if k.is_cuda:
-        eager.kept(("quantize_into", form.recipe.text), operands, (careful,), quantize)
-    else:
-        quantize(*operands, careful)
+    eager.kept(("quantize_into", form.recipe.text), (k, v, replace(key, mean=found.k_mean), value), (careful,), quantize)
 
 
 def tokens_between(tensors: Sequence[torch.Tensor], start: int, length: int, form: Format) -> list[torch.Tensor]:

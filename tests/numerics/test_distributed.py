@@ -35,8 +35,8 @@ from fp8attn.distributed import (
     shard_lengths,
     unshard,
 )
-from fp8attn.distributed.at_once import HIDING_ROWS, _first_heads
-from fp8attn.distributed.at_once import unsupported as unsupported_at_once
+from fp8attn.distributed.gathered import HIDING_ROWS, _first_heads
+from fp8attn.distributed.gathered import unsupported as unsupported_gathered
 from fp8attn.distributed.merge import MOST_PARTS, Accumulator
 from fp8attn.distributed.paged import _share as of_pages
 from fp8attn.distributed.part_calls import with_sinks
@@ -520,7 +520,7 @@ def test_outputs_of_parts_in_half_precision(ranks: Ranks, causal: bool) -> None:
         assert out.dtype == torch.float16 and relative(out, exact) < 1.005 * relative(expected, exact)
 
 
-AT_ONCE: dict[str, tuple[int, Problem, dict]] = {
+GATHERED: dict[str, tuple[int, Problem, dict]] = {
     "plain": (2, ALIGNED, {}),
     "four ranks, two batches": (4, dataclasses.replace(ALIGNED, heads=4, q_length=600, kv_length=4096, batch=2), {"recipe": PRECISE}),
     "zigzag": (2, ALIGNED, {"sharding": "zigzag"}),
@@ -531,29 +531,29 @@ AT_ONCE: dict[str, tuple[int, Problem, dict]] = {
     "means of queries": (2, ALIGNED, {"recipe": Recipe(smooth_q=True)}),
     "triton": (2, Problem(2, 2, 64, 2048, 32, 32), {"backend": "triton"}),
 }  # fmt: skip
-"""Full attention to the keys of all ranks at once: ranks, problem and options."""
+"""Full attention to gathered keys: ranks, problem and options."""
 
 
 def gathers(rank: int, where: Any, device: torch.device, *arguments: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
     """How often a rank gathers slots, and what `attend` returns."""
-    from fp8attn.distributed import at_once
+    from fp8attn.distributed import gathered
 
-    count, gather = [0], at_once.start_gather_slots
+    count, gather = [0], gathered.start_gather_slots
 
     def counted(*given: Any) -> Any:
         count[0] += 1
         return gather(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(at_once, "start_gather_slots", counted)
+        patch.setattr(gathered, "start_gather_slots", counted)
         out, lse = attend(rank, where, device, *arguments)
     return count[0], out, lse
 
 
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_all_keys_at_once_give_what_one_process_gives(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered_keys_give_what_one_process_gives(ranks: Ranks, name: str) -> None:
     """Nothing is merged: what is left is how plain torch rounds products of other shapes. Some heads come first, the others behind them."""
-    n, problem, options = AT_ONCE[name]
+    n, problem, options = GATHERED[name]
     sharding = options.get("sharding", "contiguous")
     options = {"backend": "modelled"} | {key: x for key, x in options.items() if key != "sharding"}
     expected = alone.__wrapped__(problem, **options)
@@ -565,7 +565,7 @@ def test_all_keys_at_once_give_what_one_process_gives(ranks: Ranks, name: str) -
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=2e-3 if "means" in name else 1e-4 if sharding == "contiguous" else 1e-2)
 
 
-def test_which_calls_attend_at_once(ranks: Ranks) -> None:
+def test_which_calls_attend_to_gathered_keys(ranks: Ranks) -> None:
     """As many whole blocks of keys on all ranks, all of them visible, and statistics of the sequence; else parts are merged."""
     small = dataclasses.replace(ALIGNED, q_length=32, kv_length=512)
     others: dict[str, tuple[Problem, dict]] = {
@@ -583,8 +583,8 @@ def test_which_calls_attend_at_once(ranks: Ranks) -> None:
         lengths, kv_lengths = (tuple(shard_lengths(x, 2)) for x in (problem.q_length, problem.kv_length))
         found = ranks.run(gathers, 2, [(problem, lengths, kv_lengths, "contiguous", options)] * 2)
         assert [count for count, *_ in found] == [0, 0], name
-    assert unsupported_at_once(FORMAT, (512, 384)) == "ranks have 384 to 512 keys; they must have as many"
-    assert unsupported_at_once(FORMAT, (512, 512)) is None and unsupported_at_once(FORMAT, (512,)) == "there is one rank"
+    assert unsupported_gathered(FORMAT, (512, 384)) == "ranks have 384 to 512 keys; they must have as many"
+    assert unsupported_gathered(FORMAT, (512, 512)) is None and unsupported_gathered(FORMAT, (512,)) == "there is one rank"
 
 
 FORMAT = Format(1, 8, 8, 128, 128, torch.bfloat16, Recipe(), "cuda", True, False)
@@ -811,18 +811,9 @@ def test_how_often_ranks_ask_each_other(ranks: Ranks) -> None:
     assert ranks.run(exchanges, 2, [("shapes",)] * 2) == [1, 1]
 
 
-def attend_to_lengths(
-    rank: int,
-    where: Any,
-    device: torch.device,
-    problem: Problem,
-    q_lengths: tuple[int, ...],
-    kv_lengths: tuple[int, ...],
-    sharding: str,
-    options: dict,
-) -> torch.Tensor:
+def attend_to_lengths(rank: int, where: Any, device: torch.device, problem: Problem, lengths: tuple[int, ...], options: dict) -> torch.Tensor:
     """On a rank: its output, of so many of the first tokens."""
-    q, k, v = (x[:, :, : q_lengths[rank]].contiguous() for x in problem.tensors(device))
+    q, k, v = (x[:, :, : lengths[rank]].contiguous() for x in problem.tensors(device))
     return context_parallel_sdpa(q, k, v, enable_gqa=True, **where_of(where), **options)  # type: ignore[return-value]
 
 
@@ -837,8 +828,7 @@ def test_another_rank_has_other_lengths_the_next_time(ranks: Ranks) -> None:
     options |= {"sharding": "zigzag", "mode": "ring"}
     for other, fits in ((100, False), (300, True), (100, False)):
         problem = Problem(q_length=300 + other, kv_length=300 + other)
-        arguments = (problem, (300, other), (300, other), "zigzag", options)
-        found = ranks.outcomes(attend_to_lengths, 2, [arguments] * 2)
+        found = ranks.outcomes(attend_to_lengths, 2, [(problem, (300, other), options)] * 2)
         assert [isinstance(one, Failed) for one in found] == [not fits] * 2
         assert fits or all("in zig-zag order it must have [200, 200]" in one.message for one in found)
 
@@ -1253,7 +1243,7 @@ def test_gpus_have_the_error_of_one_gpu(gpus: Ranks, recipe: Recipe, causal: boo
 @TWO_GPUS
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ("plain", "two batches, float16", "softcap and sinks"))
-def test_gpus_attend_to_all_keys_at_once(gpus: Ranks, name: str) -> None:
+def test_gpus_attend_to_gathered_keys(gpus: Ranks, name: str) -> None:
     """As one GPU does, but for tiles that CTAs share; the third call is a repeated one."""
     problem = dataclasses.replace(LARGE, batch=2, dtype=torch.float16, q_length=3000) if name.startswith("two") else LARGE
     of_scores = {"softcap": 5.0, "sinks": torch.linspace(-1, 2, LARGE.heads)} if "softcap" in name else {}

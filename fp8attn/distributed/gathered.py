@@ -1,4 +1,4 @@
-"""Full attention to the keys of all ranks at once, of some heads after the others.
+"""Full attention to gathered keys: those of all ranks in one call, for some heads after the others.
 
 Every rank quantizes its keys and values into its slot of tensors that have one for each rank. The slots of a few heads
 are gathered first, those of the other heads while attention to the first ones runs. Nothing is merged, so a rank's rows
@@ -38,7 +38,7 @@ HIDING_ROWS = 4096
 
 
 def unsupported(form: Format, lengths: Sequence[int]) -> str | None:
-    """Why ranks with so many keys can't attend to all of them at once, or None if they can: the same on all ranks."""
+    """Why ranks with so many keys can't attend to all in one call, or None if they can: the same on all ranks."""
     if len(lengths) == 1:
         return "there is one rank"
     if min(lengths) < max(lengths):
@@ -115,8 +115,8 @@ class _Heads:
 
 
 @dataclass(frozen=True, eq=False)
-class AtOnce:
-    """A call in which the ranks attend to all keys at once.
+class GatheredAttention:
+    """A call in which the ranks attend to gathered keys.
 
     Attributes:
         checked: this rank's arguments.
@@ -195,7 +195,7 @@ class AtOnce:
             with ops.current(q.device):
                 ops.forward_by_cuda(call, planned, (into[0], into[1]))
 
-        options = ("at once", backend, recipe.text, checked.softmax_scale, checked.softcap, checked.out_dtype, return_lse)
+        options = ("gathered", backend, recipe.text, checked.softmax_scale, checked.softcap, checked.out_dtype, return_lse)
         operands, others = (query, key, value), (checked.sinks, into[0][one], into[1][one] if return_lse else into[1])
         if eager.repeat(options, operands, others, attend) is not None:
             return True
