@@ -177,7 +177,7 @@ def differs(case: Case, config: Config, device: torch.device) -> str | None:
     call = call_of(*quantized, is_causal=small.causal, enable_gqa=small.q_heads != small.kv_heads)
     out = run_of(call, config, device)(0).float()
     if isinstance(config, CudaConfig):
-        expected, _ = cuda_oracle.oracle(quantized, call, config, cuda_run.split_ctas_of(call, config, device_of(device)))
+        expected, _ = cuda_oracle.oracle(quantized, call, config, cuda_run.splits_of(call, config, device_of(device)))
     else:
         expected, _ = reference.pipeline(*quantized, arithmetic=reference.Arithmetic(config.block_n), causal=call.causal)
     rows = (out - expected).norm(dim=-1) / expected.norm(dim=-1)

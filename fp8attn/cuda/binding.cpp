@@ -201,7 +201,7 @@ void attend(const Launch& l, const Attention& a) {
   p.key_splits = a.parts ? a.parts->size(0) : 1;
   p.parts = a.parts ? a.parts->mutable_data_ptr<float>() : nullptr;
   if (l.rows > 0 && a.parts) {  // of the tiles that CTAs share
-    p.stream_k_ctas = a.parts->size(0);
+    p.tail_ranges = a.parts->size(0);
     p.partials_ready = a.part_rows->mutable_data_ptr<int>();
   } else if (a.parts) {
     p.part_rows = a.part_rows->mutable_data_ptr<float>();
@@ -253,16 +253,16 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
 }
 
 // The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
-// tensor that `quantize` was given, and `cluster` CTAs quantize each head. `counter` is 0 at launch: a free CTA takes
-// the next tile from it.
+// tensor that `quantize` was given, and `cluster` CTAs quantize each head. A free CTA takes the next tile from `counter`.
 void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                         const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
-                        const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const Tensor& ready, int64_t cluster, int64_t first_offset,
-                        double softcap, const std::optional<Tensor>& sinks) {
+                        const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
+                        const std::optional<Tensor>& part_rows, const Tensor& ready, int64_t cluster, int64_t first_offset, double softcap,
+                        const std::optional<Tensor>& sinks) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
          {.q = q, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .out = out, .lse = lse, .lse_mean = lse_mean, .counter = counter,
-          .ready = ready.const_data_ptr<int>(), .ready_ctas = int(cluster), .first_offset = first_offset, .softcap = softcap, .sinks = sinks});
+          .parts = parts, .part_rows = part_rows, .ready = ready.const_data_ptr<int>(), .ready_ctas = int(cluster), .first_offset = first_offset, .softcap = softcap, .sinks = sinks});
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
@@ -632,7 +632,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
          ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, int first_offset, float softcap, Tensor? sinks, Tensor? mean_scores, Tensor? tile_table=None) -> ()");
-  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor ready, int cluster, int first_offset, float softcap, Tensor? sinks) -> ()");
+  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, Tensor ready, int cluster, int first_offset, float softcap, Tensor? sinks) -> ()");
   define("forward_from_fp16(int launcher, int ctas, int splits, float softmax_scale, int causal_offset, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"

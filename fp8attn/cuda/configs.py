@@ -542,8 +542,8 @@ def _speed(config: HopperConfig) -> float:
     return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact) == plain)
 
 
-def stream_k_ctas(call: Call, config: HopperConfig, device: Device) -> int:
-    """Number of CTAs that share the call's last tiles; 1: each tile has one CTA."""
+def tail_ranges(call: Call, config: HopperConfig, device: Device) -> int:
+    """Number of ranges into which the call's last tiles are split; 1: each tile has one CTA."""
     if not config.stream_k or call.causal != "none":
         return 1
-    return stream_k.split_ctas(call.tiles(config.tile_rows), -(-call.kv_length // KEYS), device.sm_count)
+    return stream_k.ranges(call.tiles(config.tile_rows), -(-call.kv_length // KEYS), device.sm_count)

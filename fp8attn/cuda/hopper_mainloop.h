@@ -364,9 +364,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     if constexpr (S::stream_k) {
       if (!work_tile.complete())
-        store_partial(p, consumer, C.consumers, softmax.m, o, o_second);
+        store_partial(p, work_tile.range, consumer, C.consumers, softmax.m, o, o_second);
       else
-        reduce_partials(p, work_tile.first_other, consumer, C.consumers, softmax.m, o, o_second);
+        reduce_partials(p, work_tile, consumer, C.consumers, softmax.m, o, o_second);
     }
 
     if constexpr (C.int8) {

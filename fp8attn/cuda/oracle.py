@@ -22,18 +22,18 @@ from .portable import PortableConfig
 from .render import Attending as Config
 
 
-def stream_k_work_tiles(call: Call, config: HopperConfig, split_ctas: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
-    """Work tiles of the tiles that CTAs share, as in tile/stream_k.h: head (batch · Hq + head), first row, first block,
+def stream_k_work_tiles(call: Call, config: HopperConfig, splits: int, sm_count: int) -> Iterator[tuple[int, int, int, int]]:
+    """Work tiles of the tiles that are split, as in tile/stream_k.h: head (batch · Hq + head), first row, first block,
     end block.
 
     Work tiles of one tile are in order.
     """
     tiles, blocks = call.tiles(config.tile_rows), -(-call.kv_length // KEYS)
-    rest = tiles % max(min(tiles, sm_count), split_ctas)
+    rest = tiles % min(max(tiles, splits), sm_count)
     row_tiles, group, heads = -(-call.q_length // config.tile_rows), call.q_heads // call.kv_heads, call.batch * call.q_heads
-    size = -(-rest * blocks // split_ctas)
-    for cta in range(split_ctas):
-        start, end = cta * size, min(cta * size + size, rest * blocks)
+    size = -(-rest * blocks // splits)
+    for i in range(splits):
+        start, end = i * size, min(i * size + size, rest * blocks)
         while start < end:
             to = min(end, (start // blocks + 1) * blocks)
             position = tiles - rest + start // blocks
@@ -44,7 +44,7 @@ def stream_k_work_tiles(call: Call, config: HopperConfig, split_ctas: int, sm_co
             start = to
 
 
-def _owners(call: Call, config: PortableConfig | HopperConfig, split_ctas: int) -> torch.Tensor:
+def _owners(call: Call, config: PortableConfig | HopperConfig, splits: int) -> torch.Tensor:
     """The part of its row that each score belongs to.
 
     Each part has its own maximum. int, in a shape that expands to (B, Hq, Sq, Sk).
@@ -52,21 +52,21 @@ def _owners(call: Call, config: PortableConfig | HopperConfig, split_ctas: int) 
     if isinstance(config, PortableConfig):
         # each of the warps that share rows has the same part of every block
         keys = torch.arange(call.kv_length, device=call.q.device)
-        share = math.ceil(math.ceil(call.kv_length / config.keys) / split_ctas) * config.keys
+        share = math.ceil(math.ceil(call.kv_length / config.keys) / splits) * config.keys
         return keys // share * config.splits + keys % config.keys // (config.keys // config.splits)
     found = torch.zeros(call.batch * call.q_heads, call.q_length, call.kv_length, dtype=torch.int32)
     parts: Counter[tuple[int, int]] = Counter()
-    for head, row, begin, end in stream_k_work_tiles(call, config, split_ctas, device_of(call.q.device).sm_count):
+    for head, row, begin, end in stream_k_work_tiles(call, config, splits, device_of(call.q.device).sm_count):
         found[head, row : row + config.tile_rows, begin * KEYS : end * KEYS] = parts[head, row]
         parts[head, row] += 1
     return found.view(call.batch, call.q_heads, call.q_length, call.kv_length).to(call.q.device)
 
 
-def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, split_ctas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config: Config, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """out float32 and LSE of a call with these operands, with the config's key blocks, roundings and order of sums.
 
     Args:
-        split_ctas: the result of fp8attn.cuda.run.split_ctas_of.
+        splits: the result of fp8attn.cuda.run.splits_of.
     """
     if isinstance(config, PortableConfig):
         arithmetic = reference.Arithmetic(config.keys, call.compute, p_offset=config.p_offset, half_sums=config.half_sums)
@@ -84,10 +84,10 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
         lse = lse if shift is None else lse + shift
         return (out, lse) if call.sinks is None else reference.with_sinks(out, lse, call.sinks)
 
-    parts_of_row = (config.splits if isinstance(config, PortableConfig) else 1) * split_ctas
+    parts_of_row = (config.splits if isinstance(config, PortableConfig) else 1) * splits
     if parts_of_row == 1 or isinstance(config, FusedSmallConfig):
         return whole(*pipeline(call.attn_mask))
-    owner = _owners(call, config, split_ctas)
+    owner = _owners(call, config, splits)
     parts = []
     for i in range(int(owner.max()) + 1):
         mine = (owner == i).expand(*call.q.shape[:3], call.kv_length)

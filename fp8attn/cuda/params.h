@@ -64,10 +64,10 @@ struct Params {
   // it stays the same.
   const float* bias;
 
-  // Hopper kernel, stream-K: the number of CTAs that split the tiles after the last full round of a call that is not
-  // causal; 0: no tile is split. Then `parts` has one Partial per consumer of each of these CTAs, and partials_ready
-  // one flag per warp of these consumers, 0 at launch.
-  int stream_k_ctas;
+  // Hopper kernel, stream-K: the number of ranges into which the tiles after the last full round are split, of a call
+  // that is not causal; 0: no tile is split. More than CTAs only if there is a counter and a full round. `parts` has
+  // one Partial per consumer for each range, and partials_ready one flag per warp of these consumers, 0 at launch.
+  int tail_ranges;
   int* partials_ready;
 
   // Instances that quantize Q, overlapped with the grid that quantizes K and V: (B, Hkv), the number of its CTAs that

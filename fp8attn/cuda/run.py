@@ -57,29 +57,28 @@ def library_of(config: Config, device: Device) -> build.Library:
     return build.load_with(config, portable.group(config.head_dim, device, config.int8, config.scores), device.arch)
 
 
-def split_ctas_of(call: Call, config: Config, device: Device) -> int:
-    """The number of CTAs that split tiles; 1 if none do.
+def splits_of(call: Call, config: Config, device: Device) -> int:
+    """Into how many ranges of keys tiles are split; 1 if they aren't.
 
-    Portable kernel: CTAs that split a tile, each with a range of its keys. Hopper kernel: CTAs that split the tiles
-    behind the last full round.
+    Portable kernel: ranges of each tile. Hopper kernel: of the tiles behind the last full round, one after the other.
     """
     if isinstance(config, PortableConfig):
         return portable.key_splits(portable.packed(call), config, device)
-    return configs.stream_k_ctas(call, config, device)
+    return configs.tail_ranges(call, config, device)
 
 
 def forward(
     call: Call,
     device: Device,
     config: Config | None = None,
-    split_ctas: int | None = None,
+    splits: int | None = None,
     tile_table: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the instance `config`, or the one that `plan` has for the call.
 
     Args:
-        split_ctas: as `split_ctas_of` says; None: as many as that.
+        splits: as `splits_of` says; None: as many as that.
         tile_table: the table of tiles of packed sequences, int32 (1 + places, TILE_PITCH), for the config's tile_rows.
         into: where to write the results; None: into new tensors.
 
@@ -87,7 +86,7 @@ def forward(
         out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty if not asked for.
 
     Raises:
-        ValueError: split_ctas of a call in which nobody can; an instance that doesn't do what the call asks for.
+        ValueError: splits of a call in which nobody can; an instance that doesn't do what the call asks for.
         BuildError: the kernels can't be compiled here.
     """
     out, lse = into or (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse))
@@ -106,24 +105,19 @@ def forward(
         heads, call = call.q_heads, portable.packed(call)
         if call.q_heads < heads:
             to = portable.rows_of_heads(out, heads // call.q_heads)
-    split_ctas = split_ctas_of(call, config, device) if split_ctas is None else split_ctas
+    splits = splits_of(call, config, device) if splits is None else splits
     if isinstance(config, HopperConfig):
-        if split_ctas > 1 and (call.causal != "none" or not config.stream_k):
-            raise ValueError(f"split_ctas is {split_ctas}; it must be 1: {config.name} shares no tiles, or the call is causal")
-    elif split_ctas > 1:
-        parts = torch.empty(split_ctas, *to.shape, dtype=torch.float32, device=out.device)
+        if splits > 1 and (call.causal != "none" or not config.stream_k):
+            raise ValueError(f"splits is {splits}; it must be 1: {config.name} shares no tiles, or the call is causal")
+    elif splits > 1:
+        parts = torch.empty(splits, *to.shape, dtype=torch.float32, device=out.device)
         part_rows = torch.empty(2, *parts.shape[:-1], dtype=torch.float32, device=out.device)
     library = library_of(config, device)
-    arguments, scratch = launch_of(call, device, config, library, split_ctas)
-    counter = None
-    if scratch.counters + scratch.flags:
-        zeros = out.new_zeros(scratch.counters + scratch.flags, dtype=torch.int32)
-        counter = zeros if scratch.counters else None
-        part_rows = zeros[scratch.counters :] if scratch.flags else part_rows
-    elif tile_table is not None:
-        counter = tile_table[0].narrow(0, TABLE_HEADER.index("taken"), 1)
-    if scratch.split_ctas:
-        parts = torch.empty(scratch.split_ctas, scratch.floats, dtype=torch.float32, device=out.device)
+    arguments, scratch = launch_of(call, device, config, library, splits)
+    memory = memory_of(scratch, out)
+    counter = memory.counter if tile_table is None else tile_table[0].narrow(0, TABLE_HEADER.index("taken"), 1)
+    if scratch.splits:
+        parts, part_rows = memory.parts, memory.flags
     library.operators.forward.default(
         *arguments, call.q, call.q_scale, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, call.attn_mask, call.bias,
         to, lse if call.return_lse else None, call.lse_mean, counter, parts, part_rows,
@@ -138,17 +132,42 @@ class Scratch(NamedTuple):
     Attributes:
         counters: int32, 0 at launch: one from which a free CTA takes the next tile, or none. Packed sequences have it
             in the header of their table.
-        flags: int32, 0 at launch, of each warp of `split_ctas`: whether it has stored its partial results.
-        split_ctas, floats: the number of CTAs that store partial results, and of float32 that each stores; or 0.
+        flags: int32, 0 at launch, of each warp that computes one of `splits`: whether it has stored its partial results.
+        splits, floats: the number of ranges whose partial results are stored, and of float32 of each; or 0.
     """
 
     counters: int = 0
     flags: int = 0
-    split_ctas: int = 0
+    splits: int = 0
     floats: int = 0
 
 
-def launch_of(call: Call, device: Device, config: Config, library: build.Library, split_ctas: int) -> tuple[tuple[int | float, ...], Scratch]:
+class Memory(NamedTuple):
+    """Memory through which a call's CTAs communicate.
+
+    Attributes:
+        counter, flags: as of `Scratch`, or None.
+        parts: float32 (splits, floats) of `Scratch`, or None.
+        ready: int32 (key/value heads,), 0 at launch, what `quantize_into` tells attention that overlaps it, or empty.
+    """
+
+    counter: torch.Tensor | None
+    parts: torch.Tensor | None
+    flags: torch.Tensor | None
+    ready: torch.Tensor
+
+
+def memory_of(scratch: Scratch, like: torch.Tensor, heads: int = 0) -> Memory:
+    """Allocated on the device of `like`. `heads`: key/value heads in `ready`."""
+    zeros, sizes = None, (scratch.counters, scratch.flags, heads)
+    if sum(sizes):
+        zeros = like.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)
+    parts = like.new_empty(scratch.splits, scratch.floats, dtype=torch.float32) if scratch.splits else None
+    counter, flags, ready = zeros or (None, None, like.new_empty(0, dtype=torch.int32))
+    return Memory(counter if scratch.counters else None, parts, flags if scratch.flags else None, ready)
+
+
+def launch_of(call: Call, device: Device, config: Config, library: build.Library, splits: int) -> tuple[tuple[int | float, ...], Scratch]:
     """The launch arguments that aren't tensors, and the scratch tensors.
 
     The portable kernel's `parts` isn't among the scratch tensors.
@@ -156,13 +175,14 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
     tiles, stored = call.tiles(config.tile_rows), (0, 0, 0)
     if isinstance(config, PortableConfig):
         boxes = (0, 0, 0, 0)
-        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else split_ctas * tiles
+        ctas = min(tiles, device.sm_count * config.ctas) if config.persistent else splits * tiles
     else:
         boxes = (ROWS, KEYS, config.panel, config.value_dim)
-        ctas = max(min(tiles, device.sm_count), split_ctas)
-        if split_ctas > 1:
-            stored = split_ctas * config.consumers * 4, split_ctas, config.partial_bytes // 4
+        ctas = min(max(tiles, splits), device.sm_count)
+        if splits > 1:
+            stored = splits * config.consumers * 4, splits, config.partial_bytes // 4
     takes_next = tiles > ctas and call.varlen is None and (call.causal != "none" or call.kv_length >= LONG_KEYS)
+    takes_next = takes_next or (isinstance(config, HopperConfig) and splits > ctas)
     side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.window_offsets[1])
     return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), Scratch(int(takes_next), *stored)

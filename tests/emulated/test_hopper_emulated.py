@@ -15,7 +15,9 @@ from closeness import assert_matches_pipeline, on_grid
 from emulated import H100, ROW_KINDS, Emulated, check, expected_of, in_another_process, low_mask, normal, quantized
 from fp8attn import Recipe, reference, rotation
 from fp8attn.call import HALVES, Call
+from fp8attn.cuda import run
 from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, instances
+from fp8attn.device import Device
 from fp8attn.prepare import call_of
 from fp8attn.recipe import FUSED_RECIPES
 from mutants import ADDED, EVERY, FINE_SOFTCAP_MUTANTS, GENERAL, INT8, MASKED, READY_MUTANTS, SOFTCAP, WINDOW
@@ -108,8 +110,8 @@ def assert_matches_under_caps(emulated: Emulated, config: HopperConfig) -> None:
 
 
 def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> None:
-    def held(q_shape: tuple, k_shape: tuple, less: int = 0, split_ctas: int = 1, **options) -> torch.Tensor:
-        return check(emulated, config, tensors_of(config, q_shape, k_shape, less), split_ctas, device=TWO_SMS, exact=True, **options)
+    def held(q_shape: tuple, k_shape: tuple, less: int = 0, splits: int = 1, **options) -> torch.Tensor:
+        return check(emulated, config, tensors_of(config, q_shape, k_shape, less), splits, device=TWO_SMS, exact=True, **options)
 
     if config.scores in ("plain", "general"):
         held((1, 2, 70), (1, 1, 300))
@@ -124,8 +126,8 @@ def assert_matches_the_pipeline(emulated: Emulated, config: HopperConfig) -> Non
         q[0, 0, 20, 3] = torch.nan
         check(emulated, config, (q, k, v), device=TWO_SMS, exact=True)
     if config.stream_k:
-        held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), split_ctas=2)
-        held((1, 3, 40), (1, 3, 700), split_ctas=5, sinks=torch.tensor([2.0, -torch.inf, 5.0]))
+        held((1, 1, 60 + 2 * config.tile_rows), (1, 1, 1200), splits=2)
+        held((1, 3, 40), (1, 3, 700), splits=5, sinks=torch.tensor([2.0, -torch.inf, 5.0]))
     if config.scores == "general":
         held((1, 2, 150), (1, 1, 201), recipe=Recipe(smooth_q=True))
         held((1, 1, 140), (1, 1, 300), recipe=Recipe(k="token"), scale=-0.1)
@@ -289,24 +291,31 @@ def test_values_of_further_keys_change_nothing(emulated: Emulated, config: Hoppe
                 torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def plain_call(heads: int, dim: int = 64, **options: Any) -> Call:
-    """Of plain queries and 300 keys."""
-    q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, dim), (2, heads, 300, dim)))
+def plain_call(heads: int, dim: int = 64, keys: int = 300, **options: Any) -> Call:
+    """Of plain queries."""
+    q, k, v = (x.bfloat16() for x in normal((2, 2 * heads, 400, dim), (2, heads, keys, dim)))
     operands = quantized(q, k, v, Recipe())
     call = call_of(*operands, enable_gqa=True, out_dtype=torch.bfloat16, return_lse=True, **options)
     return dataclasses.replace(call, q=q, q_scale=None, mean_scores=None, lse_mean=operands[1].mean)
 
 
-def assert_waits(emulated: Emulated, config: HopperConfig = FUSED_Q["plain queries 64"], **options: Any) -> None:
+def assert_waits(emulated: Emulated, config: HopperConfig = FUSED_Q["plain queries 64"], device: Device = TWO_SMS, **options: Any) -> None:
     call = plain_call(3, config.head_dim, **options)
-    expected = emulated(call, config, 1, TWO_SMS)
+    expected = emulated(call, config, None, device)
     for seed in range(4):  # head 0 is ready long before others with the last
-        for x, y in zip(emulated.when_ready(call, config, TWO_SMS, seed), expected, strict=True):
+        for x, y in zip(emulated.when_ready(call, config, device, seed), expected, strict=True):
             assert torch.equal(x, y)
 
 
 def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
     assert_waits(emulated)
+
+
+def test_ranges_of_tiles_of_heads_that_are_ready(emulated: Emulated) -> None:
+    """84 tiles are nine rounds and three tiles, which six ranges of keys are made of."""
+    config, nine = FUSED_Q["plain queries 256"], dataclasses.replace(H100, sm_count=9)
+    assert run.splits_of(plain_call(3, 256, 2000), config, nine) == 6
+    assert_waits(emulated, config, nine, keys=2000)
 
 
 @pytest.mark.one_in(2)

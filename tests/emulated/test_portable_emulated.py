@@ -48,7 +48,7 @@ def test_matches_the_pipeline(emulated: Emulated, config: PortableConfig) -> Non
         check(emulated, config, normal((1, 2, 150, dim), (1, 1, 300, dim)), None, is_causal=True, **options)
         check(emulated, config, normal((1, 2, 150, dim), (1, 1, 70, dim)), window=(60, -1), **options)  # later rows see their sink
     if config.softcap:
-        check(emulated, config, normal((1, 1, 20, dim), (1, 1, 700, dim)), split_ctas=3, softcap=2.0)
+        check(emulated, config, normal((1, 1, 20, dim), (1, 1, 700, dim)), splits=3, softcap=2.0)
         return
     check(emulated, config, normal((1, 2, 70, dim), (1, 1, 300, dim)))
     check(emulated, config, normal((1, 1, 150, dim), (1, 1, 150, dim)), is_causal=True)
@@ -58,7 +58,7 @@ def test_matches_the_pipeline(emulated: Emulated, config: PortableConfig) -> Non
         for window in ((0, 0), (40, 70), (130, -1), (500, 5)):
             check(emulated, config, normal((1, 2, 150, dim), (1, 1, 300, dim)), window=window, causal_alignment="bottom_right")
         check(emulated, config, normal((1, 1, 300, dim), (1, 1, 150, dim)), window=(60, -1))  # later rows see nothing
-        check(emulated, config, normal((1, 1, 20, dim), (1, 1, 700, dim)), split_ctas=3, window=(130, 0), causal_alignment="bottom_right")
+        check(emulated, config, normal((1, 1, 20, dim), (1, 1, 700, dim)), splits=3, window=(130, 0), causal_alignment="bottom_right")
         check(emulated, config, normal((1, 2, 1, dim), (1, 1, 700, dim)), None, window=(130, 0), is_causal=True, causal_alignment="bottom_right")
     if config.drift or config.producers:
         check(emulated, config, normal((1, 1, 20, dim), (1, 1, 900, dim)))  # stages are filled again and again
@@ -125,7 +125,7 @@ def test_rows_of_low_numbers_shared_by_ctas(emulated: Emulated) -> None:
     mask[0, 650:] = -torch.inf
     operands = quantized(q, k, v, Recipe())
     call = call_of(*operands, attn_mask=mask, out_dtype=torch.float32, return_lse=True)
-    (alone, lse), (shared, shared_lse) = (emulated(call, GENERAL, split_ctas) for split_ctas in (1, 3))
+    (alone, lse), (shared, shared_lse) = (emulated(call, GENERAL, splits) for splits in (1, 3))
     low = lse < -1e4
     assert low.sum() == 14
     torch.testing.assert_close(shared[low], alone[low], rtol=0, atol=2e-6)
@@ -150,10 +150,10 @@ def test_half_sums_never_overflow(emulated: Emulated, keys: int, splits: int) ->
 def test_ctas_share_keys(emulated: Emulated, name: str) -> None:
     """By ranges, some of them empty: keys that don't go round, rows that see the first range only."""
     config = CONFIGS[name]
-    check(emulated, config, normal((1, 2, 20, 64), (1, 2, 700, 64)), split_ctas=3)
-    check(emulated, config, normal((2, 1, 20, 64), (2, 1, 600, 64)), split_ctas=5, is_causal=True)
+    check(emulated, config, normal((1, 2, 20, 64), (1, 2, 700, 64)), splits=3)
+    check(emulated, config, normal((2, 1, 20, 64), (2, 1, 600, 64)), splits=5, is_causal=True)
     if config.general or not config.fused:
-        check(emulated, config, normal((2, 2, 20, 64), (2, 1, 600, 64)), split_ctas=3, recipe=Recipe(smooth_q=True))
+        check(emulated, config, normal((2, 2, 20, 64), (2, 1, 600, 64)), splits=3, recipe=Recipe(smooth_q=True))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_ctas_share_keys(emulated: Emulated, name: str) -> None:
 def test_heads_of_one_key_head_share_a_tile(emulated: Emulated, q_length: int, options: dict) -> None:
     config = RUNGS["11 register operands"]
     for recipe in (Recipe(q="block"), Recipe(q="token")):
-        check(emulated, config, normal((2, 6, q_length, 64), (2, 2, 600, 64)), split_ctas=None, recipe=recipe, **options)
+        check(emulated, config, normal((2, 6, q_length, 64), (2, 2, 600, 64)), splits=None, recipe=recipe, **options)
     tensors = (torch.randn(2, q_length, 6, 64).transpose(1, 2), torch.randn(2, 2, 50, 64), torch.randn(2, 2, 50, 64))
     operands = quantized(*tensors, Recipe())
     call = call_of(*operands, out_dtype=torch.float32, enable_gqa=True, return_lse=True, **options)
@@ -174,8 +174,8 @@ def test_nobody_sees_a_key(emulated: Emulated) -> None:
     """Zeros and an LSE of -inf, from one CTA and from several."""
     operands = quantized(*normal((1, 1, 4, 64), (1, 1, 600, 64)), Recipe())
     call = call_of(*operands, attn_mask=torch.zeros(1, 1, 4, 600).bool(), out_dtype=torch.float32, return_lse=True)
-    for split_ctas in (1, 3):
-        out, lse = emulated(call, GENERAL, split_ctas)
+    for splits in (1, 3):
+        out, lse = emulated(call, GENERAL, splits)
         assert (out == 0).all() and (lse == -torch.inf).all()
 
 
@@ -209,12 +209,12 @@ def read_guarded(config: PortableConfig) -> None:
     recipe = Recipe(qk="int8" if config.int8 else "e4m3")
     emulated = Emulated()
     decode = dict(is_causal=True, causal_alignment="bottom_right")
-    for q_shape, kv_shape, split_ctas, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
+    for q_shape, kv_shape, splits, options in (((1, 2, 20, 64), (1, 1, 300, 64), 1, {}), ((2, 4, 1, 64), (2, 2, 1100, 64), None, decode)):
         operands = quantized(*normal(q_shape, kv_shape), recipe)
         call = call_of(*operands, recipe=recipe, out_dtype=torch.float32, enable_gqa=True, **options)
         given = {name: emulation.guarded(getattr(call, name)) for name in ("q", "q_scale", "k", "k_scale", "v", "v_scale", "v_mean")}
-        out, _ = emulated(dataclasses.replace(call, **given), config, split_ctas)
-        assert_matches_pipeline(out, oracle(operands, call, config, split_ctas or cuda_run.split_ctas_of(call, config, H100))[0], False)
+        out, _ = emulated(dataclasses.replace(call, **given), config, splits)
+        assert_matches_pipeline(out, oracle(operands, call, config, splits or cuda_run.splits_of(call, config, H100))[0], False)
 
 
 @emulation.emulates

@@ -35,9 +35,9 @@ def instance(head_dim: int, consumers: int) -> HopperConfig:
 @pytest.mark.parametrize(
     "heads, queries, keys, causal, dim, consumers, begins",
     (
-        (256, 1024, 1024, "none", 128, 3, True),  # sharing tiles would save next to nothing
-        (64, 4096, 4096, "none", 128, 3, True),  # twelve blocks of 352
-        (30, 1024, 4096, "none", 128, 3, False),  # 180 tiles are two rounds, or 1.4
+        (256, 1024, 1024, "none", 128, 3, True),
+        (30, 1024, 4096, "none", 128, 3, True),  # 180 tiles, of which ranges of keys are split
+        (22, 1152, 4096, "none", 128, 3, False),
         (30, 1024, 4096, "top_left", 128, 3, True),
         (22, 1152, 4096, "top_left", 128, 3, False),  # 132 tiles, each at once
         (30, 1024, 4096, "none", 64, 4, False),
@@ -83,24 +83,26 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     config = instance(128, 3)
     launcher = ctypes.cast(library.record, ctypes.c_void_p).value
     monkeypatch.setattr(run, "library_of", lambda *_: build.Library(operators, {config: launcher}))
-    k, v = normal((2, 20, 300, 128), dtype)
+    k, v = normal((2, 15, 2000, 128), dtype)
     key, value = quantize_kv(k, v, DEFAULT_RECIPE)
-    q = normal((2, 40, 500, 128), dtype)[0]
-    call, counter, ready = call_of(q, key, value, causal), torch.zeros(1, dtype=torch.int32), torch.zeros(40, dtype=torch.int32)
-    out, lse = empty_output(q, 128, dtype), empty_lse(q, True)
-    early.forward_when_ready(call, H100, config, out, lse, counter, ready, 2)
+    q = normal((2, 30, 500, 128), dtype)[0]
+    call, (out, lse) = call_of(q, key, value, causal), (empty_output(q, 128, dtype), empty_lse(q, True))
+    launch = early.launch_of(call, H100, config)
+    counter, parts, flags, ready = launch.memory
+    assert counter is not None and (parts is None) == (causal != "none") and ready.shape == (30,)
+    early.forward_when_ready(call, launch, out, lse, 2)
     buffer = ctypes.create_string_buffer(library.params_size())
-    ctas, (arguments, _) = library.recorded(buffer), run.launch_of(call, H100, config, build.Library(operators, {config: launcher}), 1)
-    tensors = q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, call.lse_mean, counter, None, None
-    p = emulation.params(emulation.ForwardArguments(*arguments, *tensors), ready, 2)
+    ctas = library.recorded(buffer)
+    tensors = q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, call.lse_mean, counter, parts, flags
+    p = emulation.params(emulation.ForwardArguments(*launch.arguments, *tensors), ready, 2)
     assert ctas == H100.sm_count
     assert buffer.raw[emulation.MAPS :].startswith(bytes(p))
 
 
 def first_and_then(problem: Problem, device: Device) -> Tensors:
-    """What early.quantize_and_attend returns, of two launches that wait for each other, each tile one CTA's."""
+    """What early.quantize_and_attend returns, of two launches that wait for each other."""
     call = problem.call_of(*run.quantize_kv(problem.k, problem.v, problem.qk, device))
-    return run.forward(call, device, configs.choose(call, device), split_ctas=1)
+    return run.forward(call, device, configs.choose(call, device))
 
 
 SHAPES = (
@@ -180,7 +182,7 @@ def test_in_a_graph_and_on_a_stream(device: torch.device, monkeypatch: pytest.Mo
         assert torch.equal(captured, expected) and torch.equal(beside, expected)
 
 
-def test_calls_that_share_tiles_quantize_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_few_tiles_quantize_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of K and V, and then attention as it is."""
     steps: list[str] = []
     monkeypatch.setattr(run, "quantize_into", lambda *_, **__: steps.append("quantized"))

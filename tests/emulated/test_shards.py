@@ -38,10 +38,10 @@ def call_for(config: HopperConfig, rows: int, keys: int, device: torch.device) -
     return dataclasses.replace(call, q=q, q_scale=None, mean_scores=None, lse_mean=mean.mean) if mean is not None else call
 
 
-def assert_same_bits(emulated: Emulated, config: HopperConfig, n: int, split_ctas: int = 1) -> None:
+def assert_same_bits(emulated: Emulated, config: HopperConfig, n: int, splits: int = 1) -> None:
     call = call_for(config, config.tile_rows + 5, 6 * KEYS, torch.device("cpu"))
     assert configs.unsupported_call(in_shards(call, n), H100) is None
-    for x, y in zip(emulated(in_shards(call, n), config, split_ctas), emulated(call, config, split_ctas), strict=True):
+    for x, y in zip(emulated(in_shards(call, n), config, splits), emulated(call, config, splits), strict=True):
         assert torch.equal(x, y)
 
 

@@ -39,16 +39,18 @@ tiles, blocks, sm_counts = st.integers(1, 3000), st.integers(1, 5000), st.sample
 
 @given(tiles=tiles, blocks=blocks, sm_count=sm_counts)
 def test_sharing_pays(tiles: int, blocks: int, sm_count: int) -> None:
-    """By the time that it is told to save; no more CTAs than SMs, no range longer than a tile, none empty, none tiny."""
-    sharing, rest = stream_k.split_ctas(tiles, blocks, sm_count), tiles % sm_count
-    assert 1 <= sharing <= sm_count
-    assert stream_k.rounds(tiles, blocks, sm_count) <= -(-tiles // sm_count)
+    """By the time that it is told to save; no range longer than a tile, none empty, none tiny; no more ranges than SMs, unless they would be long
+    and there is a full round."""
+    sharing, rest = stream_k.ranges(tiles, blocks, sm_count), tiles % sm_count
+    assert sharing >= 1 and stream_k.rounds(tiles, blocks, sm_count) <= -(-tiles // sm_count)
+    if sharing > sm_count:
+        assert tiles > sm_count and rest * blocks > stream_k.MOST_BLOCKS * sm_count
     if sharing == 1:
         return
     size = -(-rest * blocks // sharing)
     # evened out, ranges may be shorter than asked for
     assert stream_k.LEAST_BLOCKS < 2 * size <= 2 * (blocks - stream_k.EXTRA_BLOCKS) and size * (sharing - 1) < rest * blocks
-    assert sharing <= stream_k.MOST_SPLIT_CTAS * rest
+    assert sharing <= stream_k.MOST_RANGES * rest
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,9 @@ def test_sharing_pays(tiles: int, blocks: int, sm_count: int) -> None:
 def test_which_calls_share(heads: int, length: int, keys: int, sharing: int) -> None:
     three = next(config for config in INSTANCES if config.head_dim == 128 and config.consumers == 3)
     call = call_like(1, heads, heads, length, keys)
-    assert configs.stream_k_ctas(call, three, H100) == sharing
-    assert configs.stream_k_ctas(dataclasses.replace(call, causal="top_left"), three, H100) == 1
-    assert run.split_ctas_of(call, next(config for config in INSTANCES if config.consumers == 4), H100) == 1
+    assert configs.tail_ranges(call, three, H100) == sharing
+    assert configs.tail_ranges(dataclasses.replace(call, causal="top_left"), three, H100) == 1
+    assert run.splits_of(call, next(config for config in INSTANCES if config.consumers == 4), H100) == 1
 
 
 @given(
@@ -76,8 +78,10 @@ def test_which_calls_share(heads: int, length: int, keys: int, sharing: int) -> 
 )
 def test_each_block_of_a_shared_tile_is_somebodys(groups: tuple[int, int, int], q_length: int, keys: int, more: int) -> None:
     call, sm_count, blocks = call_like(*groups, q_length, keys), 20, -(-keys // KEYS)
-    rest = call.tiles(ONE.tile_rows) % sm_count  # a call with more has full rounds of as many, unless more share
-    sharing = min(rest + more, rest * blocks, sm_count)
+    rest = call.tiles(ONE.tile_rows) % sm_count  # a call with more has full rounds of as many
+    sharing = min(rest + more, rest * blocks)
+    if call.tiles(ONE.tile_rows) < sm_count:
+        sharing = min(sharing, sm_count)
     if rest == 0 or sharing <= rest:
         return
     seen: dict[tuple[int, int], int] = {}
@@ -127,6 +131,8 @@ def check_work_tiles(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, s
         ((2, 4, 1, 70, 1290), 40, 40),  # fewer tiles than CTAs
         ((1, 1, 1, 10, 2000), 16, 16),  # a block each
         ((1, 2, 1, 64, 640), 7, 7),
+        ((1, 3, 3, 100, 1300), 4, 9),  # a round, and more ranges than CTAs
+        ((2, 4, 2, 130, 1300), 5, 23),
     ),
 )
 def test_pieces_of_a_tile_come_together(emulated: ctypes.CDLL, shape: tuple[int, ...], ctas: int, sharing: int, parted: bool) -> None:
@@ -137,9 +143,10 @@ MUTANTS = {
     "their sums by their maxima": ("stream_k.h", "x.x * theirs_by[0]", "x.x"),
     "their sums of P by their maxima": ("softmax.h", "their_sum * theirs", "their_sum"),
     "maxima grow": ("softmax.h", "m = m_new;\n  sum", "sum"),
-    "all others'": ("stream_k.h", "tile * blocks / range", "tile * blocks / range + 1"),
-    "the one before": ("stream_k.h", "int(blockIdx.x) - 1;", "int(blockIdx.x) - 2;"),
-    "two work_tiles": ("stream_k.h", "number == 1 && first == last", "number == 1"),
+    "all others'": ("stream_k.h", "first / size", "first / size + 1"),
+    "the one before": ("stream_k.h", "work_tile.range - 1;", "work_tile.range - 2;"),
+    "one range for each CTA": ("stream_k.h", "schedule.p.counter != nullptr || ", ""),
+    "both work tiles": ("stream_k.h", "end = first + to.begin;", "end = begin;"),
 }
 
 
@@ -155,7 +162,7 @@ def test_without_it_pieces_do_not_come_together(name: str) -> None:
     file, right, wrong = MUTANTS[name]
     mutant = emulation.library("work_tiles.cpp", (f"tile/{file}", right, wrong))
     with pytest.raises(AssertionError):
-        check_work_tiles(mutant, (2, 4, 2, 130, 1300), 5, 5, False)
+        check_work_tiles(mutant, (2, 4, 2, 130, 1300), 5, 7, False)
 
 
 CASES = (
@@ -213,7 +220,7 @@ def test_long_calls_share_by_themselves(device: torch.device, qk: ProductType) -
     operands = quantize(q, k, v, Recipe(qk=qk))
     call = call_of(*operands, return_lse=True)
     config = configs.choose(call, properties)
-    sharing = run.split_ctas_of(call, config, properties)
+    sharing = run.splits_of(call, config, properties)
     assert sharing > call.tiles(config.tile_rows)
     expected, _ = oracle(operands, call, config, sharing)
     assert_matches_pipeline(run.forward(call, properties)[0], expected, emulated=False)

@@ -130,8 +130,8 @@ def test_keys_are_shared_where_sms_are_empty(batch: int, heads: int, kv_heads: i
     k = torch.zeros(1, 1, 1, 64).expand(batch, kv_heads, kv_length, 64)
     q, q_scale = torch.zeros(batch, heads, length, 64), torch.ones(batch, heads, 1)
     problem = dataclasses.replace(call(), q=q, q_scale=q_scale, q_group=0, k=k, kv_length=kv_length)
-    assert cuda_run.split_ctas_of(problem, RUNGS["11 register operands"], H100) == expected
-    assert cuda_run.split_ctas_of(problem, RUNGS["8 persistent"], H100) == 1
+    assert cuda_run.splits_of(problem, RUNGS["11 register operands"], H100) == expected
+    assert cuda_run.splits_of(problem, RUNGS["8 persistent"], H100) == 1
 
 
 def test_small_problems_get_small_tiles() -> None:
@@ -208,7 +208,7 @@ def able(rungs: tuple[PortableConfig, ...], problem: Call) -> list[PortableConfi
 def check(quantized: tuple, problem: Call, config: PortableConfig, device: Device) -> None:
     """A config against the oracle that models it."""
     out, lse = cuda_run.forward(problem, device, config)
-    expected, expected_lse = oracle(quantized, problem, config, cuda_run.split_ctas_of(problem, config, device))
+    expected, expected_lse = oracle(quantized, problem, config, cuda_run.splits_of(problem, config, device))
     assert_matches_pipeline(out, expected, False, expected_lse)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3)
 

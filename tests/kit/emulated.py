@@ -44,10 +44,10 @@ class Emulated:
     def __init__(self, *mutations: emulation.Mutation) -> None:
         self.library = functools.cache(lambda config: emulation.library_of(config, *mutations))
 
-    def __call__(self, call: Call, config: Config, split_ctas: int | None = 1, device: Device = H100) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, call: Call, config: Config, splits: int | None = 1, device: Device = H100) -> tuple[torch.Tensor, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_run, "library_of", lambda config, _: self.library(config))
-            return cuda_run.forward(call, device, config, split_ctas)
+            return cuda_run.forward(call, device, config, splits)
 
     def when_ready(self, call: Call, config: HopperConfig, device: Device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE of a call with unquantized queries.
@@ -55,18 +55,19 @@ class Emulated:
         Keys, values, scales and means arrive part by part while it runs.
         """
         heads = call.k.shape[0] * call.k.shape[1]
-        ready, counter = torch.zeros(heads, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         out, lse = empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, True)
         names = ("k", "k_scale", "v", "v_scale", "v_mean", "lse_mean")
         given = {name: getattr(call, name).contiguous() for name in names}
         late = {name: torch.full_like(x.view(torch.uint8), 0xFF).view(x.dtype) for name, x in given.items()}
         parts = [(name, head) for name in names for head in range(heads)]
         random.Random(seed).shuffle(parts)
-        for name, head in parts:
-            emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), ready[head])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_run, "library_of", lambda config, _: self.library(config))
-            early.forward_when_ready(dataclasses.replace(call, **late), device, config, out, lse, counter, ready, len(names))
+            launch = early.launch_of(call, device, config)
+        ready = launch.memory.ready
+        for name, head in parts:
+            emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), ready[head])
+        early.forward_when_ready(dataclasses.replace(call, **late), launch, out, lse, len(names))
         assert (ready == len(names)).all()
         return out, lse
 
@@ -144,18 +145,18 @@ def quantized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe)
     return operands  # type: ignore[return-value]
 
 
-def expected_of(operands: Operands, call: Call, config: Config, split_ctas: int | None, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_of(operands: Operands, call: Call, config: Config, splits: int | None, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of the oracle for a config on `device`, with its number of SMs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_oracle, "device_of", lambda _: device)
-        return cuda_oracle.oracle(operands, call, config, split_ctas or cuda_run.split_ctas_of(call, config, device))
+        return cuda_oracle.oracle(operands, call, config, splits or cuda_run.splits_of(call, config, device))
 
 
 def check(
     emulated: Emulated,
     config: Config,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    split_ctas: int | None = 1,
+    splits: int | None = 1,
     moved: int = 0,
     device: Device = H100,
     exact: bool = False,
@@ -178,8 +179,8 @@ def check(
         call = dataclasses.replace(call, q=tensors[0], q_scale=None)
     if moved:
         call = dataclasses.replace(call, q=emulation.elsewhere(call.q, moved), k=emulation.elsewhere(call.k, moved))
-    out, lse = emulated(call, config, split_ctas, device)
-    expected, expected_lse = expected_of(operands, call, config, split_ctas, device)
+    out, lse = emulated(call, config, splits, device)
+    expected, expected_lse = expected_of(operands, call, config, splits, device)
     assert_matches_pipeline(out, expected, exact, lse_of_scores(expected_lse))
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
     return out

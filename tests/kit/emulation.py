@@ -95,7 +95,7 @@ class Params(ctypes.Structure):
         ("inverse_length", ctypes.c_float),
         ("splits", ctypes.c_int),
         ("bias", ctypes.c_void_p),
-        ("stream_k_ctas", ctypes.c_int),
+        ("tail_ranges", ctypes.c_int),
         ("partials_ready", ctypes.c_void_p),
         ("ready", ctypes.c_void_p),
         ("ready_ctas", ctypes.c_int),
@@ -495,7 +495,7 @@ def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: i
     p.first_offset = max(min(a.first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(a.q), _aligned(a.k), 1 if a.parts is None else a.parts.size(0)
     if a.rows > 0 and a.parts is not None:  # partial results of the tiles that CTAs share
-        p.stream_k_ctas, p.partials_ready, p.part_rows = p.key_splits, p.part_rows, None
+        p.tail_ranges, p.partials_ready, p.part_rows = p.key_splits, p.part_rows, None
     return p
 
 
@@ -750,8 +750,8 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
 
 def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
     """binding.cpp's forward_when_ready."""
-    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, ready, cluster, *scores) = arguments[:12], arguments[12:]
-    a = ForwardArguments(*launch, q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, None, None, *scores)
+    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, parts, flags, ready, cluster, *scores) = arguments[:12], arguments[12:]
+    a = ForwardArguments(*launch, q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, parts, flags, *scores)
     _run(library, tensor_maps(a) + bytes(params(a, ready, cluster)), a.ctas)
 
 

@@ -23,9 +23,7 @@ def run_call(quantized: tuple, call: Call, device: Device, sdpa: Any, config: An
     """
     if sdpa.backend == "cuda":
         instance = cuda_run.choose(call, device) if config is None else config
-        return *cuda_run.forward(call, device, instance), *cuda_oracle.oracle(
-            quantized, call, instance, cuda_run.split_ctas_of(call, instance, device)
-        )
+        return *cuda_run.forward(call, device, instance), *cuda_oracle.oracle(quantized, call, instance, cuda_run.splits_of(call, instance, device))
     config = run.choose(call, device) if config is None else config
     expected = reference.pipeline(
         *quantized, call.attn_mask, arithmetic=reference.Arithmetic(config.block_n, call.compute), causal=call.causal, scoring=call.scoring,

@@ -175,15 +175,15 @@ def check_ready() -> list[str]:
                 to.view(torch.uint8).flatten(0, 1)[head].copy_(source.view(torch.uint8).flatten(0, 1)[head])
             ready[head] += 1
 
-    counter, ready, *others = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4, 4))
+    loading, launch = (early.launch_of(late, device_of(device), config) for _ in range(2))
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
-    arrive(*(torch.empty_like(x) for x in (late.k, late.v, late.lse_mean)), *others)
+    arrive(*(torch.empty_like(x) for x in (late.k, late.v, late.lse_mean)), loading.memory.ready)
     actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
-    early.forward_when_ready(late, device_of(device), config, *actual, counter.clone(), others[0], 2)
+    early.forward_when_ready(late, loading, *actual, 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        early.forward_when_ready(late, device_of(device), config, *actual, counter, ready, 2)
-    arrive(late.k, late.v, late.lse_mean, ready)
+        early.forward_when_ready(late, launch, *actual, 2)
+    arrive(late.k, late.v, late.lse_mean, launch.memory.ready)
     torch.cuda.synchronize()
     return compare(actual, (expected, expected_lse))
 

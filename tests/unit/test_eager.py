@@ -301,12 +301,12 @@ def test_ctas_that_share_tiles_launch_the_same(shape: tuple[int, int, int]) -> N
     k = torch.randn(batch, heads, 128, 128).bfloat16().repeat(1, 1, 40, 1)
     quantized = quantize(q, k, k, fp8attn.Recipe())
     call = prepare.call_of(*quantized)
-    split_ctas = cuda_run.split_ctas_of(call, cuda_run.choose(call, H100), H100)
-    assert split_ctas > 1
+    splits = cuda_run.splits_of(call, cuda_run.choose(call, H100), H100)
+    assert splits > 1
     alike(lambda: fp8attn.cuda_sdpa(*quantized))
     _, params = launched()
     p = emulation.Params.from_buffer_copy(params, emulation.MAPS)
-    assert p.stream_k_ctas == split_ctas and p.parts and p.partials_ready and not p.counter and not p.part_rows
+    assert p.tail_ranges == splits and p.parts and p.partials_ready and not p.counter and not p.part_rows
 
 
 def operands(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Quantized, Quantized, Quantized]:

@@ -5,8 +5,10 @@ CPU tensors are an H100's here, and launches are noted.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,8 +62,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def of_call(backend: str, config: Any, call: Any) -> tuple:
         return seen.attend(backend, config, call.q, call.value_dim, call.out_dtype, call.return_lse)
 
-    def when_ready(call: Any, device: Any, config: Any, *_: Any) -> None:
-        of_call("cuda", config, call)
+    def when_ready(call: Any, launch: Any, *_: Any) -> None:
+        of_call("cuda", launch.config, call)
         seen.overlapped = True
 
     def packed(*arguments: Any) -> tuple:
@@ -86,6 +88,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, out_dtype: seen.attend(
         "cuda", prefill.choose(call.q.shape[3], call.recipe.qk), call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
     monkeypatch.setattr(early, "forward_when_ready", when_ready)
+    monkeypatch.setattr(cuda_run, "library_of", lambda *_: SimpleNamespace(launchers=collections.defaultdict(int)))
     monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
     monkeypatch.setattr(cuda_run, "quantize_any", lambda q, k, v, recipe, device: seen.quantize("general", q, k, v, recipe))
     monkeypatch.setattr(cuda_run, "unsmoothed_lse", lambda lse, *_: lse.clone())

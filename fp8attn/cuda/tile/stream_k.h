@@ -1,5 +1,5 @@
-// The tiles behind the last full round, in calls whose tiles all have the same number of K/V blocks. CTAs split these
-// blocks evenly, so that all CTAs end at once.
+// The tiles behind the last full round, in calls whose tiles all have the same number of K/V blocks. Their blocks are
+// split into ranges of as many, which CTAs take as they become free, so that all CTAs end at about the same time.
 // Osama et al., "Stream-K" (PPoPP 2023), of whose forms this is the one with a last, shared round.
 #pragma once
 
@@ -14,61 +14,62 @@ namespace fp8attn {
 // A tile and which of its blocks of keys.
 struct alignas(32) WorkTile : Tile {
   int begin, end;
-  // The tile's other blocks are those of CTAs first_other ... this one - 1. If it is -1, a later CTA has the tile's
-  // last blocks and waits for this one.
+  // The tile's other blocks are in the ranges from first_other to the one before `range`. If it is -1, a later range
+  // has the tile's last blocks, and who computes it waits for this one.
   int first_other = ALL_BLOCKS;
+  int range;  // that it is of
 
   __device__ bool complete() const { return first_other >= 0; }
 };
 
-// One tile's blocks after the other's, in ranges of as many, a CTA's each; a range is of two tiles at most.
-struct Tail {
-  int tiles, blocks;  // blocks of a tile
-  int range;          // of a CTA
-
-  // No fewer CTAs than tiles.
-  __device__ Tail(int of_call, int of_tile, int ctas) : tiles(of_call), blocks(of_tile), range((of_call * of_tile + ctas - 1) / ctas) {}
-
-  // A CTA's work tile `number`, 0 or 1, of tiles from position `first_tile` on. Only work tile 0 may leave the tile's
-  // last blocks to another CTA. That CTA waits for it, and has a larger number, so it wasn't launched earlier.
-  __device__ WorkTile work_tile(const Schedule& schedule, int first_tile, int cta, int number) const {
-    const int from = cta * range, to = min(from + range, tiles * blocks);
-    if (from >= to) return {Schedule::none()};
-    const int first = from / blocks, last = (to - 1) / blocks;
-    if (number == 1 && first == last) return {Schedule::none()};
-    const int tile = number == 0 ? last : first, begin = max(from - tile * blocks, 0), end = min(to - tile * blocks, blocks);
-    return {schedule.at(first_tile + tile), begin, end, end < blocks ? -1 : begin > 0 ? tile * blocks / range : ALL_BLOCKS};
-  }
-};
-
-// A CTA's work tiles, one per round: whole ones, and then its part of the tail.
+// A CTA's work tiles, one per round: whole ones, and then those of ranges of the tail. The tail is one tile's blocks
+// after the other's. A range is of two tiles at most.
 struct WorkTiles {
-  int whole;         // tiles before the tail's
-  int rounds;        // before the tail's: as many as there may be, until the CTA has taken its last whole tile
-  WorkTile tail[3];  // the last one is none
+  int whole;                // tiles before the tail's
+  int blocks, size, total;  // blocks of a tile, of a range, and of the tail
+  int range, begin, end;    // the range that was taken last, and its blocks that are not taken yet
 
+  // No fewer ranges than tiles.
   __device__ void find(const Schedule& schedule) {
-    const Params& p = schedule.p;
-    rounds = whole = ALL_BLOCKS;
-    if (p.stream_k_ctas == 0) return;
-    const int rest = schedule.size() % int(gridDim.x);
+    const int ranges = schedule.p.tail_ranges, rest = schedule.size() % int(gridDim.x);
+    range = begin = end = 0;
+    whole = ALL_BLOCKS;
+    if (ranges == 0) return;
     whole = schedule.size() - rest;
-    const Tail shared(rest, (p.kv_length + KEYS - 1) / KEYS, p.stream_k_ctas);
-    for (int i = 0; i < 2; ++i) tail[i] = shared.work_tile(schedule, whole, blockIdx.x, i);
-    tail[2] = {Schedule::none()};
+    blocks = (schedule.p.kv_length + KEYS - 1) / KEYS;
+    total = rest * blocks;
+    size = (total + ranges - 1) / ranges;
   }
 
   // The one after that of `round`; the first after -1. Rounds come one after the other.
+  //
+  // Of a range's two work tiles, the one that leaves its tile's last blocks to a later range comes first. Ranges are
+  // taken in order, so who reduces waits for nobody who hasn't begun.
   __device__ void write_next(WorkTile& to, const Schedule& schedule, int round) {
-    if (round + 1 < rounds) {
-      const int position = round < 0 ? blockIdx.x : schedule.after(round);
-      if (position < whole) {
-        to = {schedule.at(position), 0, ALL_BLOCKS};
-        return;
+    int position = ALL_BLOCKS;
+    if (begin == end) {
+      position = round < 0 ? blockIdx.x : schedule.after(round);
+      if (position >= whole) {
+        // in a static order each CTA has one range at most, the one of its number
+        const int next = position - whole;
+        range = schedule.p.counter != nullptr || next >= int(gridDim.x) ? next : blockIdx.x;
+        begin = min(range * size, total);
+        end = min(begin + size, total);
+        position = ALL_BLOCKS;
       }
-      rounds = round + 1;
     }
-    to = tail[round + 1 - rounds];
+    to.begin = 0;
+    to.end = to.first_other = ALL_BLOCKS;
+    to.range = range;  // also of whole tiles: `reduce_partials` looks at it
+    if (begin < end) {
+      const int tile = (end - 1) / blocks, first = tile * blocks;
+      to.begin = max(begin - first, 0);
+      to.end = end - first;
+      to.first_other = to.end < blocks ? -1 : to.begin > 0 ? first / size : ALL_BLOCKS;
+      end = first + to.begin;
+      position = whole + tile;
+    }
+    static_cast<Tile&>(to) = schedule.at(position);
   }
 };
 
@@ -92,11 +93,12 @@ struct Partial {
   }
 };
 
-// Store m and O of this CTA's work tile for the CTA that computes the tile's last blocks. Each warp signals by itself.
+// Store m and O of a range's blocks of a tile, for the CTA that computes the tile's last ones. Each warp signals by
+// itself.
 template <int FIRST, int SECOND>
-__device__ void store_partial(const Params& p, int consumer, int consumers, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND]) {
+__device__ void store_partial(const Params& p, int range, int consumer, int consumers, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND]) {
   using Part = Partial<FIRST, SECOND>;
-  const int place = blockIdx.x * consumers + consumer, thread = threadIdx.x % 128;
+  const int place = range * consumers + consumer, thread = threadIdx.x % 128;
   Part& part = reinterpret_cast<Part*>(p.parts)[place];
   Part::for_quads(o, o_second, [&](const float* x, int i) { part.o[i][thread] = {x[0], x[1], x[2], x[3]}; });
   part.rows[thread] = {m[0], m[1], row_sum(o, o_second, 0), row_sum(o, o_second, 1)};
@@ -104,14 +106,14 @@ __device__ void store_partial(const Params& p, int consumer, int consumers, cons
   if (thread % 32 == 0) ptx::store_release(&p.partials_ready[4 * place + thread / 32], 1);
 }
 
-// Adds what others have handed over of a tile that this CTA has the last blocks of; the latest first.
+// Adds what has been stored of the tile of a work tile that has its last blocks; the latest first.
 template <int FIRST, int SECOND>
-__device__ void reduce_partials(const Params& p, int first_other, int consumer, int consumers, float (&m)[2], float (&o)[FIRST], float (&o_second)[SECOND]) {
+__device__ void reduce_partials(const Params& p, const WorkTile& work_tile, int consumer, int consumers, float (&m)[2], float (&o)[FIRST], float (&o_second)[SECOND]) {
   using Part = Partial<FIRST, SECOND>;
   const int thread = threadIdx.x % 128;
 #pragma unroll 1
-  for (int cta = int(blockIdx.x) - 1; cta >= first_other; --cta) {
-    const int place = cta * consumers + consumer;
+  for (int range = work_tile.range - 1; range >= work_tile.first_other; --range) {
+    const int place = range * consumers + consumer;
     const Part& part = reinterpret_cast<const Part*>(p.parts)[place];
     while (ptx::load_acquire(&p.partials_ready[4 * place + thread / 32]) == 0) {}
     const float4 rows = __ldcg(&part.rows[thread]);

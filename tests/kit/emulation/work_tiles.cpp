@@ -1,4 +1,6 @@
 // fp8attn/cuda/tile/stream_k.h: the work tiles of CTAs. Synthetic sums over key blocks stand for attention.
+#include <cstring>
+
 #include "tile/stream_k.h"
 
 #include "run.h"
@@ -24,7 +26,10 @@ void sum_blocks(const Params p) {
   if (threadIdx.x == 0) shared.work_tiles.find(schedule);
   for (int round = 0;; ++round) {
     __syncthreads();
-    if (threadIdx.x == 0) shared.work_tiles.write_next(shared.next, schedule, round - 1);
+    if (threadIdx.x == 0) {
+      std::memset(&shared.next, 0x7F, sizeof(WorkTile));  // large numbers, of a tile that was there before
+      shared.work_tiles.write_next(shared.next, schedule, round - 1);
+    }
     __syncthreads();
     const WorkTile work_tile = shared.next;
     if (!work_tile.exists()) return;
@@ -42,10 +47,10 @@ void sum_blocks(const Params p) {
       for (int r = 0; r < 2; ++r) row_sum(o, o_second, r) += weights[r];
     }
     if (!work_tile.complete()) {
-      store_partial(p, 0, 1, m, o, o_second);
+      store_partial(p, work_tile.range, 0, 1, m, o, o_second);
       continue;
     }
-    reduce_partials(p, work_tile.first_other, 0, 1, m, o, o_second);
+    reduce_partials(p, work_tile, 0, 1, m, o, o_second);
     for (int r = 0; r < 2; ++r) {
       if (work_tile.first_row + f.row + 8 * r >= p.q_length) continue;
       const int64_t at = int64_t(head) * p.q_length + rows[r];
@@ -64,6 +69,6 @@ extern "C" bool sum_blocks(const float* scores, float* out, float* rows, float* 
   fp8attn::Params p = {};
   p.q_scale = scores, p.out = out, p.lse = rows, p.parts = parts, p.counter = words, p.partials_ready = words + 1;
   p.batches = numbers[0], p.q_heads = numbers[1], p.kv_heads = numbers[2], p.q_length = numbers[3], p.kv_length = numbers[4];
-  p.heads_side_by_side = p.q_heads / p.kv_heads, p.stream_k_ctas = numbers[6];
+  p.heads_side_by_side = p.q_heads / p.kv_heads, p.tail_ranges = numbers[6];
   return cta::run(parted ? fp8attn::sum_blocks<16, 20> : fp8attn::sum_blocks<36, 1>, p, numbers[5], 128);
 }
